@@ -1,0 +1,35 @@
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint format paper clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+test: lint  ## set up .venv if needed, then ruff, mypy and pytest
+	$(BIN)/pytest
+
+lint: $(READY)  ## ruff and mypy only
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)  ## rewrite the sources as ruff wants them
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+paper: $(READY)  ## the paper's problems, the quick version
+	$(BIN)/python benchmarks/quality.py --quick
+
+clean:  ## remove caches and builds; .venv stays
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The constraints matter: a bare `torch` may bring gigabytes of CUDA packages along.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,55 @@
+"""Which trial points are accepted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Trial(NamedTuple):
+    """What is known of a trial point."""
+
+    loss: float  # f, before
+    new_loss: float  # f at the trial point
+    lower_bound: float  # of the loss: 0 for most
+    best: float  # the least f so far
+    cosine: float | None  # between the plain LM direction and the previous accepted step; None where there is none
+
+
+class Acceptance(Protocol):
+    def judge(self, trial: Trial) -> str | None:
+        """The rule that accepts the trial point, "decrease" or "uphill", or None."""
+        ...
+
+
+@dataclass(frozen=True)
+class Decrease:
+    """f_new < f"""
+
+    def judge(self, trial: Trial) -> str | None:
+        return "decrease" if trial.new_loss < trial.loss else None
+
+
+@dataclass(frozen=True)
+class Uphill:
+    """f_new < f, or min(1, 1−cos)ᵇ·(f_new − f_low) ≤ f_ref − f_low: uphill moves along the previous step are allowed.
+
+    f_ref is f, or with `against_best` the least f so far (for full batches). After Transtrum & Sethna (2012).
+    """
+
+    b: float = 2.0  # the authors' code
+    against_best: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.b < math.inf:
+            raise ValueError(f"Uphill(b={self.b!r}): b must be positive and finite; the authors use 2")
+
+    def judge(self, trial: Trial) -> str | None:
+        if trial.new_loss < trial.loss:
+            return "decrease"
+        if trial.cosine is None or not math.isfinite(trial.new_loss):
+            return None
+        reference = trial.best if self.against_best else trial.loss
+        factor = min(1.0, 1.0 - max(-1.0, min(1.0, trial.cosine))) ** self.b
+        return "uphill" if factor * (trial.new_loss - trial.lower_bound) <= reference - trial.lower_bound else None

@@ -1,0 +1,39 @@
+"""Averages of the weights, for evaluation: mini-batch LM fits every batch, and the average takes the noise out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Average(Protocol):
+    def update(self, mean: Tensor, theta: Tensor, count: int) -> Tensor:
+        """The next average from the last one; `count` steps were accepted before."""
+        ...
+
+
+@dataclass(frozen=True)
+class EMA:
+    """θ̄ ← β·θ̄ + (1−β)·θ with β = min(decay, (1 + t)/(10 + t)): short memory at first, when the weights move fast.
+
+    The warm-up is that of TensorFlow's ExponentialMovingAverage.
+    """
+
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"EMA(decay={self.decay!r}): must be at least 0 and below 1")
+
+    def update(self, mean: Tensor, theta: Tensor, count: int) -> Tensor:
+        return mean.lerp(theta, 1 - min(self.decay, (1 + count) / (10 + count)))
+
+
+@dataclass(frozen=True)
+class Polyak:
+    """θ̄ = the mean of all accepted θ."""
+
+    def update(self, mean: Tensor, theta: Tensor, count: int) -> Tensor:
+        return mean.lerp(theta, 1 / (count + 1))

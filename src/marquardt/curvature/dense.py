@@ -1,0 +1,96 @@
+"""G as an n×n matrix, added up chunk by chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..linearize import Linearization
+from .contract import ROUNDING, norm, spd_solve
+
+# Below this many parameters the products cost nothing, and G is formed in float64 at once.
+SMALL = 256
+
+
+@dataclass(frozen=True)
+class Dense:
+    """G = J̃ᵀJ̃ itself. For up to some ten thousand parameters; any number of samples, `chunk` of them at a time.
+
+    On changing batches G is a running average, Ḡ ← β·Ḡ + (1−β)·G with β = `memory`. A step that divides the gradient
+    of a batch by the curvature of the same batch fits its noise, and its gain ratio does not notice; with an averaged
+    curvature both are honest. On the same data again, G is that of the data.
+    """
+
+    chunk: int | None = None
+    memory: float = 0.8  # measured, docs/recipe.md
+
+    def __post_init__(self) -> None:
+        check_chunk(self.chunk)
+        check_memory(self.memory)
+
+    def represent(self, lin: Linearization) -> DenseCurvature:
+        return DenseCurvature(lin, self.memory)
+
+
+class DenseCurvature:
+    def __init__(self, lin: Linearization, memory: float = 0.0) -> None:
+        self.lin, self.beta = lin, memory
+        self._past: Tensor | None = None
+        self._weight = 0.0  # of the past in the average
+        self.G, self._g = self._form(torch.float64 if lin.n <= SMALL else lin.params[0].dtype)
+        self.gradient = lin.gradient
+
+    def _form(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """G = ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks, in that precision from the same rows."""
+        lin = self.lin
+        G = torch.zeros(lin.n, lin.n, dtype=dtype, device=lin.device)
+        g = torch.zeros(lin.n, dtype=dtype, device=lin.device)
+        for chunk, blocks in lin.chunks():
+            rows = lin.dense(blocks).to(dtype)  # (m, n)
+            G.addmm_(rows.T, rows)
+            if chunk.rows.u is not None:
+                g.addmv_(rows.T, chunk.rows.u.flatten().to(dtype))
+        G, g = G.mul_(lin.scale), g.mul_(lin.scale)
+        return self._mixed(G), g if lin.remainder is None else g + lin.remainder
+
+    def _mixed(self, G: Tensor) -> Tensor:
+        return G if self._past is None else G.lerp_(self._past.to(G.dtype), self._weight)
+
+    def recall(self, memory: Tensor | None, steps: int) -> Tensor | None:
+        if memory is not None and self.beta > 0:
+            # A plain mean at first, so that the very first batch, at weights of no interest, does not linger.
+            self._past, self._weight = memory, min(self.beta, steps / (steps + 2))
+            self.G = self._mixed(self.G)
+        return self.G if self.beta > 0 else None
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        return (self.G @ v.to(self.G.dtype)).to(v.dtype)
+
+    def quadratic(self, v: Tensor) -> Tensor:
+        return v @ (self @ v)
+
+    def diagonal(self) -> Tensor:
+        return self.G.diagonal().to(self.gradient.dtype)
+
+    def newton(self, damping: Tensor) -> Tensor:
+        A = damping.expand(self.lin.n)
+        if self.G.dtype != torch.float64:
+            # JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖.
+            error = torch.finfo(self.G.dtype).eps * norm(self.G, A.rsqrt())
+            if not bool(error <= 50 * ROUNDING):  # errors of single products average out in a sum
+                self.G, self._g = self._form(torch.float64)
+        H = self.G.clone()
+        H.diagonal().add_(A)
+        return spd_solve(H, self._g).to(self.gradient.dtype)
+
+
+def check_memory(memory: float) -> None:
+    if not 0 <= memory < 1:
+        raise ValueError(f"memory={memory!r}: the weight of earlier batches, at least 0 (none) and below 1")
+
+
+def check_chunk(chunk: int | None) -> None:
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk={chunk!r}: a number of samples of at least 1, or None for all at once")

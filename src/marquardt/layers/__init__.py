@@ -1,0 +1,17 @@
+"""Rows of J̃ layer by layer, from a layer's input a and the gradients δ at its output."""
+
+from .block import Block, Explicit
+from .capture import Call, Capture, Replay, assemble
+from .generic import rows_by_loop, rows_by_vmap, rows_in_batches
+
+__all__ = [
+    "Block",
+    "Call",
+    "Capture",
+    "Explicit",
+    "Replay",
+    "assemble",
+    "rows_by_loop",
+    "rows_by_vmap",
+    "rows_in_batches",
+]

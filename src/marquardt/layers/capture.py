@@ -1,0 +1,204 @@
+"""Watching one forward pass: which layers were called, on what, and which random slopes were drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from .bilinear import Bilinear
+from .block import Block, Explicit
+from .embedding import Lookup
+from .rules import RULES, Operand, opened_attention
+
+_attention = opened_attention()
+
+
+class Call:
+    """One use of trainable parameters by a layer that has a rule."""
+
+    def __init__(self, operand: Operand, edge: GradientEdge) -> None:
+        self.operand, self.edge = operand, edge
+        self.version = operand.x._version
+        self.params = [p for p in (operand.weight, operand.bias) if p is not None]
+        self.is_lookup = not operand.x.is_floating_point()
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Calls of one kind add up by putting their positions side by side."""
+        weight, bias = self.operand.weight, self.operand.bias
+        return (self.is_lookup, id(weight), id(bias))
+
+    def block(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup | None:
+        """The rows of this call, where its leading dimensions can be read in this layout."""
+        o = self.operand
+        if o.x._version != self.version:  # the input was changed in place after the call
+            return None
+        delta = layout(o.delta(delta), o.lead, N, 1)  # type: ignore[assignment]
+        a = layout(o.a().detach(), o.lead, N, 0)
+        if a is None or delta is None:
+            return None
+        if self.is_lookup:
+            assert o.weight is not None
+            return Lookup(a.flatten(1), delta, o.weight)
+        a = a if o.weight is not None else a[..., :0]
+        return Bilinear(a.flatten(1, -3), delta.flatten(2, -3), o.weight, o.bias)
+
+
+class Capture(TorchFunctionMode):
+    """Records the calls that use one of `params` directly, and the slopes that RReLU draws."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.trainable = {id(p) for p in params}
+        self.calls: list[Call] = []
+        self.slopes: list[Slopes] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _attention(*args, **kwargs)
+        if func is F.rrelu:
+            return self._rrelu(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in RULES and isinstance(out, Tensor) and out.requires_grad:
+            operand = RULES[func](*args, **kwargs)
+            if operand is not None:
+                operand = operand._replace(weight=self._own(operand.weight), bias=self._own(operand.bias))
+                if operand.weight is not None or operand.bias is not None:
+                    # The edge, not the tensor: an in-place activation may overwrite the tensor.
+                    self.calls.append(Call(operand, get_gradient_edge(out)))
+        return out
+
+    def _own(self, p: Tensor | None) -> Tensor | None:
+        return p if p is not None and id(p) in self.trainable else None
+
+    def _rrelu(
+        self, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+    ) -> Tensor:
+        if not training:
+            return F.rrelu(input, lower, upper, training, inplace)
+        before = input.detach().clone() if inplace else input.detach()
+        out = F.rrelu(input, lower, upper, training, inplace)
+        self.slopes.append(Slopes(before, out.detach(), lower, upper))
+        return out
+
+
+class Slopes:
+    """The slopes one RReLU drew. torch draws them for negative inputs only; the others get a slope of their own here,
+    so that a trial sees the same random numbers also where an input changes its sign."""
+
+    def __init__(self, x: Tensor, out: Tensor, lower: float, upper: float) -> None:
+        generator = torch.Generator(x.device).manual_seed(x.numel())
+        spare = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator) * (upper - lower) + lower
+        self.slope = torch.where(x < 0, out / x, spare)
+        self.state = _rng(x.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        _set_rng(self.slope.device, self.state)  # as if the slopes had been drawn
+        return torch.where(x < 0, self.slope * x, x)
+
+
+class Replay(TorchFunctionMode):
+    """A forward pass with the RReLU slopes of an earlier one."""
+
+    def __init__(self, slopes: Sequence[Slopes]) -> None:
+        super().__init__()
+        self.slopes = iter(slopes)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.rrelu and kwargs.get("training", args[3] if len(args) > 3 else False):
+            return next(self.slopes)(args[0] if args else kwargs["input"])
+        return func(*args, **kwargs)
+
+
+class Layout:
+    """Where the samples are in the leading dimensions of a layer's input."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, t: Tensor, lead: int, N: int, skip: int) -> Tensor | None:
+        """(skip…, *lead, *rest) → (skip…, N, T, *rest), or None where these dimensions cannot mean this."""
+        dims = t.shape[skip : skip + lead]
+        samples_first = self.name in ("first", "flat")
+        if self.name in ("flat", "flat-time"):  # (N·T, …) or (T·N, …)
+            if not dims or dims[0] == N or dims[0] % N:
+                return None
+            t = t.unflatten(skip, (N, -1) if samples_first else (-1, N))
+            lead += 1
+        elif samples_first:  # (N, …)
+            if not dims or dims[0] != N:
+                return None
+        elif len(dims) < 2 or dims[1] != N:  # (T, N, …)
+            return None
+        if not samples_first:
+            t = t.movedim(skip + 1, skip)
+        rest = t.shape[skip + lead :]
+        return t.reshape(*t.shape[: skip + 1], math.prod(t.shape[skip + 1 : skip + lead]), *rest)
+
+
+# In the order in which they are tried; the first that is proven right on real rows is kept.
+LAYOUTS = [Layout("first"), Layout("time"), Layout("flat"), Layout("flat-time")]
+
+
+def grouped(calls: Sequence[Call]) -> list[list[int]]:
+    """Calls that share a parameter belong together: indices into `calls`."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for i, call in enumerate(calls):
+        ids, members = {id(p) for p in call.params}, [i]
+        for other in [g for g in groups if g[0] & ids]:
+            groups.remove(other)
+            ids |= other[0]
+            members = other[1] + members
+        groups.append((ids, sorted(members)))
+    return [members for _, members in groups]
+
+
+def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, layout: Layout) -> Block | None:
+    """The block of a group of calls: J̃ is the sum over the calls."""
+    blocks = [call.block(delta, N, layout) for call, delta in zip(calls, deltas, strict=True) if delta is not None]
+    if not blocks or any(b is None for b in blocks):
+        return None
+    if len({call.kind for call in calls}) == 1:
+        first = blocks[0]
+        if len(blocks) == 1:
+            return first
+        delta = torch.cat([b.delta for b in blocks if b is not None], 2)
+        if isinstance(first, Lookup):
+            return Lookup(torch.cat([b.index for b in blocks if isinstance(b, Lookup)], 1), delta, first.table)
+        assert first is not None
+        return Bilinear(torch.cat([b.a for b in blocks if isinstance(b, Bilinear)], 1), delta, first.weight, first.bias)
+    # A weight that different layers share: add its columns up.
+    columns: dict[int, Tensor] = {}
+    params: dict[int, Tensor] = {}
+    for block in blocks:
+        assert block is not None
+        pieces = block.rows().split([p.numel() for p in block.params], 1)
+        for p, piece in zip(block.params, pieces, strict=True):
+            params[id(p)] = p
+            columns[id(p)] = columns[id(p)] + piece if id(p) in columns else piece
+    return Explicit(list(params.values()), torch.cat(list(columns.values()), 1))
+
+
+def _rng(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_rng(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,77 @@
+"""Rows for parameters that no layer rule covers: always right, slower. Fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vjp, vmap
+from torch.utils._pytree import tree_map
+
+# Numbers that the cotangents of one batched backward pass may hold: 64 MiB in float32.
+BATCH = 1 << 24
+
+
+def rows_by_vmap(
+    model: torch.nn.Module,
+    params: dict[str, Tensor],
+    call: Callable[[Callable[..., Any], Any], Tensor],
+    inputs: Any,
+    S: Tensor,
+) -> Tensor:
+    """Every sample by itself, all at once: (m, n). The model must treat the samples alike and independently."""
+    R, N = S.shape[:2]
+    dims = tree_map(lambda t: 0 if t.ndim and t.shape[0] == N else None, inputs)
+    fixed = {name: p.detach() for name, p in [*model.named_parameters(), *model.named_buffers()]}
+    theta = {name: p.detach() for name, p in params.items()}
+
+    def rows_of_one(x: Any, cotangents: Tensor) -> dict[str, Tensor]:
+        one = tree_map(lambda t, d: t[None] if d == 0 else t, x, dims)
+
+        def outputs(theta: dict[str, Tensor]) -> Tensor:
+            return call(lambda *a, **k: functional_call(model, {**fixed, **theta}, a, k), one)[0]
+
+        pullback = vjp(outputs, theta)[1]
+        return vmap(lambda w: pullback(w)[0])(cotangents)  # type: ignore[no-any-return]
+
+    n = sum(p.numel() for p in params.values())
+    found = vmap(rows_of_one, in_dims=(dims, 1), chunk_size=max(1, BATCH // (R * n)))(inputs, S)
+    return torch.cat([found[name].flatten(2) for name in params], 2).transpose(0, 1).reshape(R * N, n)
+
+
+def rows_in_batches(z: Tensor, params: Sequence[Tensor], S: Tensor) -> Tensor:
+    """One cotangent for every row, many in one backward pass: (m, n). Nothing is assumed of the model."""
+    R, N = S.shape[:2]
+    size = max(1, BATCH // z.numel())
+    pieces = []
+    for first in range(0, R * N, size):
+        index = torch.arange(first, min(first + size, R * N), device=z.device)
+        single = S.new_zeros(len(index), *z.shape)
+        single[torch.arange(len(index), device=z.device), index % N] = S.flatten(0, 1)[index]
+        grads = torch.autograd.grad(z, params, single, retain_graph=True, is_grads_batched=True, allow_unused=True)
+        pieces.append(_flat(grads, params, len(index)))
+    return torch.cat(pieces)
+
+
+def rows_by_loop(z: Tensor, params: Sequence[Tensor], S: Tensor) -> Tensor:
+    """One backward pass for every row: (m, n). For what even batched gradients refuse."""
+    pieces = []
+    for r in range(S.shape[0]):
+        for n in range(S.shape[1]):
+            single = torch.zeros_like(z)
+            single[n] = S[r, n]
+            grads = torch.autograd.grad(z, params, single, retain_graph=True, allow_unused=True)
+            pieces.append(_flat([None if g is None else g[None] for g in grads], params, 1))
+    return torch.cat(pieces)
+
+
+def _flat(grads: Sequence[Tensor | None], params: Sequence[Tensor], rows: int) -> Tensor:
+    return torch.cat(
+        [
+            p.new_zeros(rows, p.numel()) if g is None else g.reshape(rows, -1)
+            for g, p in zip(grads, params, strict=True)
+        ],
+        1,
+    )

@@ -1,0 +1,544 @@
+"""One pass over the batch: outputs z, loss f, gradient g, and the rows J̃ = SᵀJ of the curvature, block by block."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .layers import Block, Capture, Explicit, Replay, assemble, rows_by_loop, rows_by_vmap, rows_in_batches
+from .layers.capture import LAYOUTS, Layout, Slopes, grouped
+from .losses import Loss, resolve
+from .rows import Cotangents, Exact, Rows
+
+# Blocks of up to this many columns are watched on every chunk; for larger ones the proof on first use has to do.
+GUARDED = 1_000_000
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs as the model takes them (a tensor, tuple or dict of tensors), targets, and a weight per sample."""
+
+    inputs: Any
+    targets: Any
+    weight: Tensor | None = None
+
+    def split(self, size: int | None) -> list[Batch]:
+        """Chunks of at most `size` samples."""
+        N = len(next(iter(tree_leaves(self.inputs))))
+        if size is None or size >= N:
+            return [self]
+
+        def part(t: Any, first: int) -> Any:
+            return t[first : first + size] if isinstance(t, Tensor) and t.ndim and len(t) == N else t
+
+        return [
+            Batch(*(tree_map(lambda t, i=first: part(t, i), item) for item in (self.inputs, self.targets, self.weight)))
+            for first in range(0, N, size)
+        ]
+
+
+def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
+    """z = model(inputs), for a tensor, a tuple (positional) or a dict (by name)."""
+    if isinstance(inputs, dict):
+        z = model(**inputs)
+    elif isinstance(inputs, (tuple, list)):
+        z = model(*inputs)
+    else:
+        z = model(inputs)
+    if not isinstance(z, Tensor) or z.ndim == 0:
+        found = f"a {type(z).__name__}" if not isinstance(z, Tensor) else "a 0-dimensional tensor"
+        raise TypeError(
+            f"the model returned {found}; it must return one tensor with a row per sample: wrap it in one that does"
+        )
+    return z
+
+
+class Moment:
+    """The state a forward pass starts from: random number generators and buffers."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self.buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self.versions = [b._version for b, _ in self.buffers]
+        self.device = device
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self, *, buffers: bool = True) -> None:
+        if buffers:
+            with torch.no_grad():
+                for i, (buffer, value) in enumerate(self.buffers):
+                    if buffer._version != self.versions[i]:  # most forward passes change none
+                        buffer.copy_(value)
+                        self.versions[i] = buffer._version
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+@dataclass
+class Plan:
+    """How the rows of each parameter are found: proven on first use, kept while the model is called the same way."""
+
+    layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)  # blocks with a rule, by their parameters
+    general: dict[int, str] = field(default_factory=dict)  # the other parameters: "vmap" | "rows" | "loop"
+    proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
+    batched_rows: bool = True  # backward passes of all rows at once
+    batched_trials: bool = True  # forward passes of all trial points at once
+    trial_needs_grad: bool = False  # the model differentiates itself
+    alarms: int = 0  # how often a proof was repeated because a gradient looked wrong
+
+
+class Chunk:
+    """The linearisation of one chunk, in Σ-units: value, gradient and J̃ = SᵀJ, without the normaliser."""
+
+    def __init__(self, lin: Linearization, batch: Batch, seed: int) -> None:
+        self.lin, self.batch = lin, batch
+        loss, params = lin.criterion, lin.params
+        with torch.enable_grad(), Capture(params) as capture:
+            z = forward(lin.model, batch.inputs)
+        if not z.requires_grad:
+            raise ValueError("the outputs do not depend on the trainable parameters: nothing to optimise")
+        self.slopes = capture.slopes
+        self.z = z.detach()
+        y, w = batch.targets, batch.weight
+        loss.check(self.z, y, w)
+        self.N = len(z)
+        with torch.no_grad():
+            self.value = loss.value(self.z, y, w)
+            self.normaliser = loss.normaliser(self.z, y, w)
+            self.lower_bound = loss.lower_bound(self.z, y, w)
+            self.rows: Cotangents = lin.rows_kind.draw(loss, self.z, y, w, seed)
+            slope = loss.gradient(self.z, y, w)
+        self._graph, self._capture = z, capture
+        self.gradient = self.vjp(slope)  # (n,)
+        if self.rows.v is None:
+            self.h = None  # the gradient is J̃ᵀu
+        else:
+            self.h = self.gradient if self.rows.u is None else self.vjp(self.rows.v)
+
+    def vjp(self, w: Tensor) -> Tensor:
+        """Jᵀw: (N, *out) → (n,)"""
+        grads = torch.autograd.grad(self._graph, self.lin.params, w, retain_graph=True, allow_unused=True)
+        pairs = zip(grads, self.lin.params, strict=True)
+        return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+
+    @torch.no_grad()
+    def blocks(self) -> list[Block]:
+        """The columns of J̃, by layer. The graph of the forward pass is released."""
+        params, plan = self.lin.params, self.lin.plan
+        calls = self._capture.calls
+        groups = {tuple(sorted({self.lin.index[id(p)] for i in g for p in calls[i].params})): g for g in grouped(calls)}
+        signature = (tuple(groups), tuple(m.training for m in self.lin.model.modules()))
+        fresh = plan.proven != signature
+        if fresh:
+            plan.proven = signature if self._prove(plan) else None
+        blocks = self._rules(groups)
+        if not fresh and not self._plausible(blocks):
+            plan.proven = signature if self._prove(plan) else None
+            blocks = self._rules(groups)
+        for path in ("vmap", "rows", "loop"):
+            indices = [i for i, p in plan.general.items() if p == path]
+            if indices:
+                blocks.append(Explicit([params[i] for i in indices], self._general(path, indices)))
+        del self._graph, self._capture
+        if fresh:
+            plan.trial_needs_grad = not self._same_without_grad()
+        return blocks
+
+    def _rules(self, groups: dict[tuple[int, ...], list[int]]) -> list[Block]:
+        """The blocks of the layers whose rules are proven."""
+        calls, params, layouts = self._capture.calls, self.lin.params, self.lin.plan.layouts
+        wanted = [i for key, members in groups.items() if key in layouts for i in members]
+        deltas = dict(zip(wanted, self._deltas(wanted), strict=True))
+        blocks: list[Block] = []
+        for key, layout in layouts.items():
+            members = groups.get(key, [])
+            block = assemble([calls[i] for i in members], [deltas[i] for i in members], self.N, layout)
+            if block is None:  # the rows do not depend on this layer
+                columns = sum(params[i].numel() for i in key)
+                block = Explicit([params[i] for i in key], self.z.new_zeros(self.rows.S.shape[0] * self.N, columns))
+            blocks.append(block)
+        return blocks
+
+    def _plausible(self, blocks: list[Block]) -> bool:
+        """Whether a proof on earlier data still holds: J̃ᵀu is the gradient, and that is known from plain autograd.
+
+        Layers that see the samples in another order for other data (sorted by length, routed to experts) fail here.
+        """
+        plan, u = self.lin.plan, self.rows.u
+        if plan.alarms > 2 or u is None or self.rows.v is not None:
+            return True
+        small = [b for b in blocks if b.columns <= GUARDED]
+        wrong = [
+            (b.adjoint(u.flatten()) - e).norm() > _tolerance(e) * e.norm()
+            for b, e in ((b, self.lin.gather(self.gradient, b)) for b in small)
+        ]
+        if not wrong or not bool(torch.stack(wrong).any()):
+            return True
+        plan.alarms += 1  # near a minimum the gradient is all rounding: do not cry wolf for ever
+        return False
+
+    def _deltas(self, wanted: Sequence[int]) -> Sequence[Tensor | None]:
+        """δ: gradients of the R rows of every sample at the output of each call, (R, *output)."""
+        if not wanted:
+            return []
+        edges = [self._capture.calls[i].edge for i in wanted]
+        S = self.rows.S
+        if self.lin.plan.batched_rows and len(S) > 1:
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "There is a performance drop")
+                    return torch.autograd.grad(
+                        self._graph, edges, S, is_grads_batched=True, retain_graph=True, allow_unused=True
+                    )
+            except RuntimeError as error:
+                if "out of memory" in str(error):
+                    raise
+                self.lin.plan.batched_rows = False  # an operation whose backward vmap refuses
+        one_by_one = [torch.autograd.grad(self._graph, edges, s, retain_graph=True, allow_unused=True) for s in S]
+        return [None if d[0] is None else torch.stack(d) for d in zip(*one_by_one, strict=True)]
+
+    def _general(self, path: str, indices: list[int]) -> Tensor:
+        params = [self.lin.params[i] for i in indices]
+        if path == "vmap":
+            named = {self.lin.names[i]: self.lin.params[i] for i in indices}
+            return rows_by_vmap(self.lin.model, named, forward, self.batch.inputs, self.rows.S)
+        return (rows_in_batches if path == "rows" else rows_by_loop)(self._graph, params, self.rows.S)
+
+    def _prove(self, plan: Plan) -> bool:
+        """Rules apply only where proven: for random w, J̃ᵀw from the rows must equal Jᵀ(Sw) from plain autograd.
+
+        Equality for one random w proves J̃ itself, column by column: each column of a wrong J̃ would have to be
+        orthogonal to w. So every group of layers is judged by itself. False where a gradient is still zero, as behind a
+        layer that starts at zero: there a wrong rule could pass.
+        """
+        S, params, lin = self.rows.S, self.lin.params, self.lin
+        generator = torch.Generator().manual_seed(0)
+        w = torch.randn(S.shape[0], self.N, generator=generator, dtype=torch.float64).to(S)
+        true = self.vjp(torch.einsum("rn,rn...->n...", w, S)).split([p.numel() for p in params])
+        smallest = torch.finfo(S.dtype).tiny
+
+        def agrees(block: Block | None) -> bool:
+            if block is None:
+                return False
+            found = block.adjoint(w.flatten()).split([p.numel() for p in block.params])
+            expected = [true[lin.index[id(p)]] for p in block.params]
+            return all(
+                bool((f - e).norm() <= _tolerance(e) * e.norm() + smallest)
+                for f, e in zip(found, expected, strict=True)
+            )
+
+        plan.layouts.clear()
+        plan.general.clear()
+        calls = self._capture.calls
+        deltas = self._deltas(range(len(calls)))
+        for members in grouped(calls):
+            some = [calls[i] for i in members]
+            key = tuple(sorted({lin.index[id(p)] for call in some for p in call.params}))
+            for layout in LAYOUTS:
+                if agrees(assemble(some, [deltas[i] for i in members], self.N, layout)):
+                    plan.layouts[key] = layout
+                    break
+        covered = {i for key in plan.layouts for i in key}
+        rest = [i for i in range(len(params)) if i not in covered]
+        for path in ("vmap", "rows", "loop") if rest else ():
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    block = Explicit([params[i] for i in rest], self._general(path, rest))
+            except Exception as error:  # torch.func and vmap refuse models in many ways
+                if path == "loop" or "out of memory" in str(error):
+                    raise
+                continue
+            if path == "loop" or agrees(block):
+                plan.general.update(dict.fromkeys(rest, path))
+                break
+        return all(bool(t.any()) for t in true)
+
+    def _same_without_grad(self) -> bool:
+        """Whether the model gives the same outputs under no_grad: a network that differentiates itself does not."""
+        after = Moment(self.lin.model, self.z.device)
+        try:
+            self.lin.moments[-1].restore()
+            with torch.no_grad(), Replay(self.slopes):
+                z = forward(self.lin.model, self.batch.inputs)
+            return bool((z - self.z).norm() <= 1e-3 * self.z.norm())
+        except RuntimeError:
+            return False
+        finally:
+            after.restore()
+
+
+class Linearization:
+    """The batch at the current parameters: f, g and, chunk by chunk, the rows of G.
+
+    Iterate once for the chunks; `loss`, `gradient` and `scale` are known when the iteration is over.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        criterion: Loss,
+        params: Sequence[Tensor],
+        batches: Iterable[Batch],
+        rows: Rows,
+        chunk: int | None = None,
+        *,
+        plan: Plan | None = None,
+        seed: int = 0,
+        single: bool = True,
+    ) -> None:
+        self.model, self.criterion, self.params, self.rows_kind = model, criterion, list(params), rows
+        self.batches, self.chunk, self.seed = batches, chunk, seed
+        self.single = single  # one batch that may be gone through again in any order
+        self.plan = plan if plan is not None else Plan()
+        self.index = {id(p): i for i, p in enumerate(self.params)}
+        self.sizes = [p.numel() for p in self.params]
+        self.n = sum(self.sizes)
+        self.device = self.params[0].device
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.names = [names[id(p)] for p in self.params]
+        self.m = 0  # rows, counted on the first pass
+        self.start = Moment(model, self.device)
+        self.moments: list[Moment] = []
+        self.slopes: list[list[Slopes]] = []
+        self._totals: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None = None
+        self._open: list[tuple[Chunk, list[Block]]] = []
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Parameter name → "rule" | "vmap" | "rows" | "loop"."""
+        self.totals()
+        covered = {i for key in self.plan.layouts for i in key}
+        return {name: "rule" if i in covered else self.plan.general.get(i, "rule") for i, name in enumerate(self.names)}
+
+    def pieces(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            yield from batch.split(self.chunk)
+
+    def chunks(self) -> Iterator[tuple[Chunk, list[Block]]]:
+        """Every chunk with its blocks. The first time round also adds up f, g and the normaliser."""
+        if self._open:
+            yield from self._open
+            return
+        first = self._totals is None
+        self.start.restore()
+        totals: list[Any] = [0.0, 0.0, 0.0, 0.0, None]
+        for i, batch in enumerate(self.pieces()):
+            if first:
+                self.moments.append(Moment(self.model, self.device))
+            chunk = Chunk(self, batch, self.seed + i)
+            if first:
+                self.m += chunk.rows.S.shape[0] * chunk.N
+                self.slopes.append(chunk.slopes)
+                for k, term in enumerate((chunk.value, chunk.normaliser, chunk.lower_bound, chunk.gradient)):
+                    totals[k] = totals[k] + term
+                if chunk.h is not None:
+                    totals[4] = chunk.h if totals[4] is None else totals[4] + chunk.h
+            yield chunk, chunk.blocks()
+        if not self.moments:
+            raise ValueError("no batches: the iterable given to step_over is empty")
+        if first:
+            self._totals = (totals[0], totals[1], totals[2], totals[3], totals[4])
+            self.end = Moment(self.model, self.device)
+
+    def open(self) -> list[tuple[Chunk, list[Block]]]:
+        """The only chunk, kept open: for representations that come back to the rows."""
+        if not self._open:
+            self._open = list(self.chunks())
+        return self._open
+
+    def chunk_at(self, i: int) -> tuple[Chunk, list[Block]]:
+        """Chunk i again, as it was the first time (same random numbers, same buffers)."""
+        if self._open:
+            return self._open[i]
+        self.moments[i].restore()
+        chunk = Chunk(self, list(self.pieces())[i], self.seed + i)
+        return chunk, chunk.blocks()
+
+    def totals(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        if self._totals is None:
+            if self.single and self.chunk is None:
+                self.open()
+            else:
+                for _ in self.chunks():
+                    pass
+        assert self._totals is not None
+        return self._totals
+
+    @property
+    def normaliser(self) -> Tensor:
+        """Σ of the weights that the mean divides by."""
+        return self.totals()[1]
+
+    @property
+    def scale(self) -> Tensor:
+        """f = scale · Σwℓ, and so g and G."""
+        return self.criterion.scale(self.normaliser)
+
+    @property
+    def loss(self) -> float:
+        return float(self.totals()[0] * self.scale)
+
+    @property
+    def lower_bound(self) -> float:
+        return float(self.totals()[2] * self.scale)
+
+    @property
+    def gradient(self) -> Tensor:
+        """∇f: (n,)"""
+        return self.totals()[3] * self.scale
+
+    @property
+    def remainder(self) -> Tensor | None:
+        """h = Jᵀv, the part of g outside the range of J̃ᵀ: (n,), None means 0"""
+        h = self.totals()[4]
+        return None if h is None else h * self.scale
+
+    def gather(self, v: Tensor, block: Block) -> Tensor:
+        """The part of v that belongs to a block: (n,) → (columns,)"""
+        parts = v.split(self.sizes)
+        return torch.cat([parts[self.index[id(p)]] for p in block.params])
+
+    def scatter(self, columns: Iterable[tuple[Block, Tensor]]) -> Tensor:
+        """The inverse: one vector (n,) from the parts of all blocks."""
+        parts: list[Tensor] = [torch.empty(0)] * len(self.params)
+        for block, v in columns:
+            for p, part in zip(block.params, v.split([p.numel() for p in block.params]), strict=True):
+                parts[self.index[id(p)]] = part
+        return torch.cat(parts)
+
+    def rows(self) -> Tensor:
+        """J̃ itself, (m, n): for small problems and for tests."""
+        parts = []
+        for _, blocks in self.chunks():
+            parts.append(self.dense(blocks))
+        return torch.cat(parts) * self.scale.sqrt()
+
+    def dense(self, blocks: list[Block]) -> Tensor:
+        """The rows of one chunk with their columns in the order of the parameters: (m, n)"""
+        columns: list[Tensor] = [torch.empty(0)] * len(self.params)
+        for block in blocks:
+            pieces = block.rows().split([p.numel() for p in block.params], 1)
+            for p, piece in zip(block.params, pieces, strict=True):
+                columns[self.index[id(p)]] = piece
+        return torch.cat(columns, 1)
+
+    # Trial losses: the same batches, chunks, random numbers and buffers as in the linearisation.
+
+    def evaluate(self, theta: Tensor) -> float:
+        """f(θ). The model keeps θ: the optimizer decides what it ends with."""
+        assign(self.params, theta)
+        self.start.restore()
+        total: Any = 0.0
+        for batch, slopes in zip(self.pieces(), self.slopes, strict=True):
+            with torch.set_grad_enabled(self.plan.trial_needs_grad), Replay(slopes):
+                z = forward(self.model, batch.inputs)
+            with torch.no_grad():
+                total = total + self.criterion.value(z.detach(), batch.targets, batch.weight)
+        return float(total * self.scale)
+
+    def evaluate_along(self, theta: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
+        """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other where vmap refuses."""
+        if not self.plan.trial_needs_grad and self.plan.batched_trials:
+            try:
+                return self._evaluate_together(theta, d, rates)
+            except RuntimeError:  # also out of memory
+                self.plan.batched_trials = False
+        return [self.evaluate(theta + lr * d) for lr in rates]
+
+    def _evaluate_together(self, theta: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
+        origin = self._named(theta)
+        direction = self._named(d)
+        self.start.restore()
+        total: Any = 0.0
+        for batch, slopes in zip(self.pieces(), self.slopes, strict=True):
+
+            def value(lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes) -> Tensor:
+                at = {name: p + lr * direction[name] for name, p in origin.items()}
+                with Replay(slopes):
+                    z = forward(lambda *a, **k: functional_call(self.model, at, a, k), batch.inputs)
+                return self.criterion.value(z, batch.targets, batch.weight)
+
+            with torch.no_grad():
+                lrs = torch.tensor(rates, dtype=theta.dtype, device=theta.device)
+                total = total + vmap(value, randomness="same")(lrs)
+        return [float(f) for f in (total * self.scale).tolist()]
+
+    def _named(self, theta: Tensor) -> dict[str, Tensor]:
+        pieces = theta.split(self.sizes)
+        return {name: t.view_as(p) for name, p, t in zip(self.names, self.params, pieces, strict=True)}
+
+
+def _tolerance(t: Tensor) -> float:
+    return (
+        1e-6 if t.dtype == torch.float64 else 1e-2
+    )  # TF32 convolutions are right to 1e-3; a wrong rule is wrong by far
+
+
+def flatten(params: Sequence[Tensor]) -> Tensor:
+    """θ: (n,), a copy"""
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def assign(params: Sequence[Tensor], theta: Tensor) -> None:
+    with torch.no_grad():
+        for p, t in zip(params, theta.split([p.numel() for p in params]), strict=True):
+            p.copy_(t.view_as(p))
+
+
+def linearize(
+    model: torch.nn.Module,
+    loss: Any,
+    x: Any,
+    y: Any = None,
+    weight: Tensor | None = None,
+    *,
+    rows: Rows | None = None,
+    params: Iterable[Tensor] | None = None,
+    chunk: int | None = None,
+) -> Linearization:
+    """The linearisation of one batch, to look at: `mq.Dense().represent(linearize(...))` is its Gauss-Newton matrix."""
+    chosen = [p for p in (model.parameters() if params is None else params) if p.requires_grad]
+    check_model(model, chosen)
+    return Linearization(model, resolve(loss), chosen, [Batch(x, y, weight)], rows or Exact(), chunk)
+
+
+def check_model(model: torch.nn.Module, params: Sequence[Tensor]) -> None:
+    """What no step can work with, refused before anything is computed."""
+    if not params:
+        raise ValueError("no trainable parameters: set requires_grad=True on some, or pass others as params=")
+    for p in params:
+        if not p.is_floating_point():
+            raise TypeError(f"a parameter has dtype {p.dtype}: only float32 and float64 parameters can be optimised")
+    for what, found in (("dtypes", {p.dtype for p in params}), ("devices", {p.device for p in params})):
+        if len(found) > 1:
+            names = ", ".join(sorted(str(f) for f in found))
+            raise ValueError(
+                f"the trainable parameters have several {what} ({names}): bring them to one, model.to(...)"
+            )
+    if params[0].dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"the parameters have dtype {params[0].dtype}: use model.float() or model.double()")
+    own = {id(p) for p in model.parameters()}
+    if any(id(p) not in own for p in params):
+        raise ValueError("params= holds a tensor that is not a parameter of the model: pass some of model.parameters()")
+    check_coupling(model)
+
+
+def check_coupling(model: torch.nn.Module) -> None:
+    """Samples that depend on each other have no rows of their own."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and (
+            module.training or module.running_mean is None
+        ):
+            raise ValueError(
+                f"layer {name!r} ({type(module).__name__}) couples the samples of a batch in train mode: call "
+                f"model.{name}.eval() to use its running statistics, or replace it by GroupNorm or LayerNorm"
+            )

@@ -1,0 +1,75 @@
+"""Adaptive momentum: the step that is most conjugate to the previous one at a given length and a given decrease."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .curvature import Curvature
+
+
+class Damped:
+    """H = G + diag A, the matrix the step solves with."""
+
+    def __init__(self, G: Curvature, A: Tensor) -> None:
+        self.G, self.A = G, A
+
+    def newton(self) -> Tensor:
+        """H⁻¹g"""
+        return self.G.newton(self.A)
+
+    def quadratic(self, v: Tensor) -> Tensor:
+        """vᵀHv"""
+        return self.G.quadratic(v) + (self.A * v.square()).sum()
+
+
+class Momentum(Protocol):
+    def refine(self, newton: Tensor, g: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
+        """The step dθ from the plain one −H⁻¹g, the gradient and the previous accepted step."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdaptiveMomentum:
+    """dθ = −α·H⁻¹g + β·dθₜ₋₁ with gᵀdθ = −ξ·δP·√I_GG and dθᵀH dθ = δP² (the paper, section 2.4).
+
+    I_GG = gᵀH⁻¹g, I_GF = gᵀdθₜ₋₁, I_FF = dθₜ₋₁ᵀH dθₜ₋₁:
+    β = √((1−ξ²)·I_GG·δP² / (I_FF·I_GG − I_GF²)),  α = (ξ·δP·√I_GG + β·I_GF)/I_GG.
+    """
+
+    xi: float = 0.9  # the authors' code
+    dP: float = 0.6  # the authors' code; in units of √loss
+    cap: bool = (
+        False  # δP ← min(δP, √I_GG): guarantees a decrease of the model, where a fixed δP stalls near the optimum
+    )
+    same_data: bool = False  # True: not on changing batches, where the previous step belongs to another loss
+
+    def __post_init__(self) -> None:
+        if not 0 < self.xi < 1:
+            raise ValueError(
+                f"AdaptiveMomentum(xi={self.xi!r}): ξ must lie strictly between 0 and 1; the paper uses 0.9"
+            )
+        if not self.dP > 0:
+            raise ValueError(f"AdaptiveMomentum(dP={self.dP!r}): δP must be positive; the paper uses 0.6")
+        if math.isinf(self.dP) and not self.cap:
+            raise ValueError(
+                "AdaptiveMomentum(dP=inf) needs cap=True: the step length is then the Newton decrement alone"
+            )
+
+    def refine(self, newton: Tensor, g: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
+        if previous is None or (self.same_data and not same_data):
+            return newton
+        products = torch.stack([-(g @ newton), g @ previous, H.quadratic(previous)])
+        GG, GF, FF = products.double().tolist()
+        # 1 − cos² of the angle between the two directions in the metric H; the bare determinant loses it to rounding.
+        sine2 = 1 - GF * GF / (FF * GG) if FF * GG > 0 else 0.0
+        if not (GG > 0 and sine2 > math.sqrt(torch.finfo(g.dtype).eps) and math.isfinite(FF)):
+            return newton
+        dP = min(self.dP, math.sqrt(GG)) if self.cap else self.dP
+        beta = dP * math.sqrt((1 - self.xi**2) / (FF * sine2))
+        alpha = (self.xi * dP * math.sqrt(GG) + beta * GF) / GG
+        return newton.mul(alpha).add(previous, alpha=beta)

@@ -1,0 +1,313 @@
+"""LM: linearise the batch, represent the curvature G, solve (G + λD)δ = −g, add momentum, try, judge, update λ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .acceptance import Acceptance, Trial, Uphill
+from .average import EMA, Average
+from .curvature import Auto, Representation
+from .curvature.contract import FactorizationError
+from .damping import Damping, MeanDiagonal
+from .line_search import Backtracking, LineSearch
+from .linearize import Batch, Linearization, Plan, assign, check_coupling, check_model, flatten
+from .losses import resolve
+from .momentum import AdaptiveMomentum, Damped, Momentum
+from .rows import Exact, Rows
+from .schedule import GainRatio, Outcome, Schedule
+
+# Two losses of the same data at the same θ differ by rounding alone (reductions on a GPU are not reproducible).
+SAME_LOSS = 1e-4
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did."""
+
+    loss: float  # f before
+    new_loss: float  # f after: where the step was rejected, the same
+    accepted: bool
+    rule: str  # "decrease" | "uphill" | "search" | "rejected"
+    lam: float  # λ of this step
+    lr: float  # learning rate of this step; after a line search the one it found
+    gain: float  # ρ, actual over predicted decrease of the full step
+    note: str = ""  # escalations, in words
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a step leaves for the next one; replaced whole when a step is over."""
+
+    lam: float
+    steps: int = 0
+    accepted: int = 0
+    D: Tensor | None = None
+    previous: Tensor | None = None  # last accepted step dθ
+    mean: Tensor | None = None  # average of the weights
+    memory: Tensor | None = None  # what the curvature keeps of earlier batches
+    best: float = math.inf  # least f so far
+    expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
+
+
+class LM(torch.optim.Optimizer):
+    """Levenberg–Marquardt.
+
+    >>> opt = LM(model, "cross_entropy")
+    >>> for x, y in loader:
+    ...     step = opt.step(x, y)
+
+    One step, on the loss f of a batch:
+
+        f, g, G  ←  linearise the model at θ                        rows, curvature
+        D        ←  damping of the parameters                       damping
+        d        ←  −(G + λD)⁻¹g
+        d        ←  α·d + β·dθ                                      momentum
+        accept θ + lr·d if the loss falls, or rises a little        acceptance
+          in the direction of the previous step;
+        otherwise search along −(G + λD)⁻¹g                         line_search
+        λ        ←  smaller after a good step, larger after a bad   schedule
+        θ̄        ←  average of θ                                    average
+
+    `loss` is a name, a torch.nn loss or an object of `marquardt.losses`; `params` chooses the parameters that train;
+    `attempts` is how many λ a failed step may try. A part that is None is left out.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: Any,
+        *,
+        params: Iterable[Tensor] | None = None,
+        lr: float = 1.0,
+        curvature: Representation = Auto(),
+        rows: Rows = Exact(),
+        damping: Damping = MeanDiagonal(),
+        schedule: Schedule = GainRatio(),
+        momentum: Momentum | None = AdaptiveMomentum(dP=math.inf, cap=True, same_data=True),
+        acceptance: Acceptance = Uphill(),
+        line_search: LineSearch | None = Backtracking(),
+        average: Average | None = EMA(),
+        attempts: int = 1,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"LM(model, loss) takes the model itself, not {type(model).__name__}: LM(model, 'mse')")
+        chosen = list(model.parameters() if params is None else params)
+        chosen = [p for p in chosen if p.requires_grad]
+        check_model(model, chosen)
+        _check_rate(lr)
+        if not isinstance(attempts, int) or attempts < 1:
+            raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
+        self.model, self.loss = model, resolve(loss)
+        self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
+        self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
+        self.average, self.attempts = average, attempts
+        self._plan = Plan()
+        self._state = State(lam=schedule.initial)
+        super().__init__(chosen, {"lr": lr})
+
+    @property
+    def params(self) -> list[Tensor]:
+        return self.param_groups[0]["params"]  # type: ignore[no-any-return]
+
+    @property
+    def lam(self) -> float:
+        """λ of the next step."""
+        return self._state.lam
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.param_groups:
+            raise ValueError(
+                "LM solves for all parameters together: one parameter group, given as params= when it is made"
+            )
+        super().add_param_group(param_group)
+
+    # The algorithm.
+
+    def step(self, inputs: Any, targets: Any = None, weight: Tensor | None = None) -> Step:  # type: ignore[override]
+        """One iteration on one batch; `weight` weighs the samples, f = Σwℓ/Σw."""
+        if callable(inputs) and not isinstance(inputs, Tensor):
+            raise TypeError(
+                "LM.step takes the batch, step(inputs, targets), not a closure: it evaluates the model itself, "
+                "because it needs the outputs and not only the loss"
+            )
+        return self._step([Batch(inputs, targets, weight)], single=True)
+
+    def step_over(self, batches: Iterable[Any]) -> Step:
+        """One iteration on all batches together, (inputs, targets) or (inputs, targets, weight) each.
+
+        Exact: f, g and G are those of the whole data, and so is the loss that accepts or rejects. The batches are gone
+        through several times; only one of them is in memory.
+        """
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"step_over goes through the batches several times, and {type(batches).__name__} is used up after the "
+                "first: pass a list or a DataLoader"
+            )
+        return self._step(_Batches(batches), single=False)
+
+    def _step(self, batches: Iterable[Batch], single: bool) -> Step:
+        check_coupling(self.model)
+        theta = flatten(self.params)  # (n,)
+        lin = Linearization(
+            self.model, self.loss, self.params, batches, self.rows, self.curvature.chunk,
+            plan=self._plan, seed=self._state.steps, single=single,
+        )  # fmt: skip
+        try:
+            with torch.no_grad():
+                step, state, theta_new = self._iterate(lin, theta)
+                assign(self.params, theta_new)
+        except BaseException:
+            assign(self.params, theta)
+            lin.start.restore()
+            raise
+        # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
+        (lin.end if step.accepted else lin.start).restore()
+        lin.end.restore(buffers=False)
+        self._state = state
+        return step
+
+    def _iterate(self, lin: Linearization, theta: Tensor) -> tuple[Step, State, Tensor]:
+        """The algorithm box: the step, the next state and the next θ."""
+        old = self._state
+        G = self.curvature.represent(lin)
+        f, g = lin.loss, G.gradient
+        if not math.isfinite(f):
+            raise ValueError(f"the loss is {f} at the current parameters: {_blame(lin)}")
+        same_data = old.expected is not None and abs(f - old.expected) <= SAME_LOSS * abs(old.expected)
+        memory = G.recall(None if same_data else old.memory, old.steps)
+        D = self.damping.update(old.D, G)
+        lam, notes = old.lam, []
+        report = partial(self.loss.report, normaliser=float(lin.normaliser))
+
+        for _ in range(self.attempts):
+            lr, rule, tried = self.param_groups[0]["lr"], "rejected", lam
+            f_new, gain, cosine = math.nan, -math.inf, None
+            try:
+                H = Damped(G, lam * D)
+                plain = -H.newton()
+                d = plain if self.momentum is None else self.momentum.refine(plain, g, old.previous, H, same_data)
+            except FactorizationError as error:
+                notes.append(str(error))
+            else:
+                f_new = f_step = lin.evaluate(theta + lr * d)
+                gain = _gain(f - f_new, lr, (g @ d, G.quadratic(d)))
+                if old.previous is not None:
+                    cosine = float(torch.cosine_similarity(plain, old.previous, dim=0))
+                trial = Trial(f, f_new, lin.lower_bound, min(old.best, f), cosine)
+                rule = self.acceptance.judge(trial) or "rejected"
+                if not math.isfinite(f_new):
+                    notes.append(f"the trial loss is {f_new}")
+                if rule == "rejected" and self.line_search is not None:
+                    direction = d if self.line_search.along_step else plain
+                    found = self.line_search.search(partial(lin.evaluate_along, theta, direction), f)
+                    if found is not None:
+                        (lr, f_step), d, rule = found, direction, "search"
+            lam = self.schedule.update(lam, Outcome(f, f_new, gain, rule, same_data))
+            if rule != "rejected":
+                break
+            notes.append(f"rejected at λ = {tried:.3g}, next {lam:.3g}")
+
+        note = "; ".join(notes)
+        if rule == "rejected":
+            step = Step(report(f), report(f), False, rule, tried, lr, gain, note)
+            return step, replace(old, lam=lam, steps=old.steps + 1, best=min(old.best, f), expected=f), theta
+        moved = lr * d
+        theta = theta + moved
+        mean = None
+        if self.average is not None:
+            # On the same data every step is better than the last: nothing to average out.
+            start = theta if same_data or old.mean is None else old.mean
+            mean = self.average.update(start, theta, old.accepted)
+        state = State(lam, old.steps + 1, old.accepted + 1, D, moved, mean, memory, min(old.best, f, f_step), f_step)
+        return Step(report(f), report(f_step), True, rule, tried, lr, gain, note), state, theta
+
+    # Averaged weights, and what torch.optim.Optimizer promises.
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with its averaged weights, for evaluation."""
+        if self.average is None:
+            raise ValueError("this optimizer keeps no average: pass average=mq.EMA() or mq.Polyak()")
+        theta = flatten(self.params)
+        if self._state.mean is not None:
+            assign(self.params, self._state.mean)
+        try:
+            yield
+        finally:
+            assign(self.params, theta)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(self._state).items()}
+        # Beside torch's own entries: torch casts those to the dtype of the parameters.
+        return {**super().state_dict(), "marquardt": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "marquardt" not in state_dict:
+            raise ValueError("this state_dict has no entry 'marquardt': it was not made by marquardt.LM")
+        loaded = dict(state_dict["marquardt"])
+        n = sum(p.numel() for p in self.params)
+        for key, value in loaded.items():
+            if isinstance(value, Tensor):
+                if value.ndim and len(value) != n:
+                    raise ValueError(f"the state {key!r} is of {len(value)} parameters, this optimizer has {n}")
+                loaded[key] = value.clone().to(self.params[0].device)
+        state = State(**loaded)
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
+        self._state = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Learning-rate schedulers replace `step` on the object by a wrapper that cannot be copied.
+        return {k: v for k, v in self.__dict__.items() if k not in ("step", "_plan")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = Plan()
+
+
+class _Batches:
+    """The user's batches as Batch objects, every time they are gone through."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        for item in self.batches:
+            if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
+                raise TypeError(
+                    f"step_over takes batches (inputs, targets) or (inputs, targets, weight), not {type(item).__name__}"
+                )
+            yield Batch(*item)
+
+
+def _gain(decrease: float, lr: float, products: tuple[Tensor, Tensor]) -> float:
+    """ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd); a model that predicts no decrease counts as failure."""
+    slope, curve = torch.stack(products).double().tolist()
+    predicted = -lr * slope - 0.5 * lr**2 * curve
+    return decrease / predicted if predicted > 0 and not math.isnan(decrease) else -math.inf
+
+
+def _check_rate(lr: float) -> None:
+    if not 0 <= lr < math.inf:
+        raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
+
+
+def _blame(lin: Linearization) -> str:
+    """Where a non-finite loss comes from."""
+    for batch in lin.pieces():
+        for what in ("inputs", "targets", "weight"):
+            for t in tree_leaves(getattr(batch, what)):
+                if isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()):
+                    return f"the {what} hold NaN or infinite values; clean the data"
+    for name, p in lin.model.named_parameters():
+        if not bool(p.isfinite().all()):
+            return f"the model's parameter {name!r} holds NaN or infinite values; load an earlier checkpoint"
+    return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"

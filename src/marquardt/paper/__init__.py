@@ -1,0 +1,1 @@
+"""The paper's experiments: its two problems, and what is run on them."""

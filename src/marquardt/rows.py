@@ -1,0 +1,83 @@
+"""Which rows J̃ = SᵀJ of the curvature G = J̃ᵀJ̃ are formed: the cotangents S that are sent back through the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .losses import Loss, Root
+
+
+class Cotangents(NamedTuple):
+    """R rows per sample. In Σ-units, as the losses are: ΣSSᵀ = ∂²value/∂z² (exactly, or in the mean)."""
+
+    S: Tensor  # (R, N, *out)
+    u: Tensor | None  # (R, N)     None: the gradient is not in the range of these rows
+    v: Tensor | None  # (N, *out)  Su + v = ∂value/∂z; None means 0
+
+
+class Rows(Protocol):
+    """A choice of rows."""
+
+    def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents: ...
+
+
+@dataclass(frozen=True)
+class Exact:
+    """All rows of the root S of the loss: the true generalised Gauss-Newton matrix."""
+
+    def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
+        return _spread(loss.root(z, y, weight), loss, z)
+
+
+@dataclass(frozen=True)
+class Empirical:
+    """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: the paper's curvature for cross-entropy."""
+
+    def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
+        return _spread(loss.empirical(z, y, weight), loss, z)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """k rows per sample, Sε/√k with random signs ε: E[Sε εᵀSᵀ] = SSᵀ, so G is unbiased.
+
+    S depends on the model's own prediction alone, not on the targets, and so do these rows: they have the first two
+    moments of gradients whose targets are drawn from the prediction.
+    """
+
+    k: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or self.k < 1:
+            raise ValueError(f"Sampled(k={self.k!r}): k is the number of rows per sample, an integer of at least 1")
+
+    def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
+        S, _, _ = loss.root(z, y, weight)  # (N, P, C, r)
+        # A generator of its own, on the CPU: the global one is the model's, and every device draws the same signs.
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + seed) % 2**63)
+        bits = torch.randint(0, 2, (self.k, *S.shape[:2], S.shape[3]), generator=generator)
+        signs = (2 * bits - 1).to(S) / self.k**0.5  # (k, N, P, r)
+        SE = torch.einsum("npcr,knpr->knpc", S, signs)
+        return Cotangents(loss.ungroup(SE, z), None, loss.gradient(z, y, weight))
+
+
+def _spread(root: Root, loss: Loss, z: Tensor) -> Cotangents:
+    """One row for every column of S in every group: zero outside its own group."""
+    S, u, v = root
+    N, P, C, r = S.shape
+    if P == 1:
+        E = S.permute(3, 0, 1, 2)  # (r, N, 1, C)
+    else:
+        E = S.new_zeros(P, r, N, P, C)
+        E.diagonal(dim1=0, dim2=3).copy_(S.permute(3, 0, 2, 1))  # (r, N, C, P)
+        E = E.flatten(0, 1)  # (R, N, P, C)
+    return Cotangents(
+        loss.ungroup(E, z),
+        u.permute(1, 2, 0).reshape(P * r, N),
+        None if v is None else loss.ungroup(v, z),
+    )

@@ -1,0 +1,124 @@
+"""Schedules: the next λ, from how the last step went."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Outcome(NamedTuple):
+    """How a step went, before any line search."""
+
+    loss: float  # f, before
+    new_loss: float  # f after the full step; NaN where it could not be computed
+    gain: float  # ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd), −∞ where the denominator is not positive
+    rule: str  # "decrease" | "uphill" | "search" | "rejected"
+    same_data: bool  # the loss before this step was the loss after the last one; False on changing batches
+
+
+class Schedule(Protocol):
+    @property
+    def initial(self) -> float:
+        """λ₀"""
+        ...
+
+    def update(self, lam: float, outcome: Outcome) -> float: ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """λ stays."""
+
+    initial: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self, zero=True)
+
+    def update(self, lam: float, outcome: Outcome) -> float:
+        return lam
+
+
+@dataclass(frozen=True)
+class TenFold:
+    """λ/10 after success, 10λ after failure: the authors' vanilla LM."""
+
+    initial: float = 1.0
+    factor: float = 10.0
+    minimum: float = 1e-10
+    maximum: float = 1e10
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if not self.factor > 1:
+            raise ValueError(f"TenFold(factor={self.factor!r}): the factor must be greater than 1")
+
+    def update(self, lam: float, outcome: Outcome) -> float:
+        lam = lam * self.factor if outcome.rule == "rejected" else lam / self.factor
+        return min(max(lam, self.minimum), self.maximum)
+
+
+@dataclass(frozen=True)
+class PaperSchedule:
+    """⅔λ when the relative decrease exceeds 0.75; 1.5λ on a failed step whose relative increase is below 0.25.
+
+    The authors' code, with its limits 1e-5 and 1e5. A step saved by the line search leaves λ alone.
+    """
+
+    initial: float = 1.0
+    minimum: float = 1e-5
+    maximum: float = 1e5
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def update(self, lam: float, outcome: Outcome) -> float:
+        decrease = (outcome.loss - outcome.new_loss) / abs(outcome.loss) if outcome.loss else 0.0
+        if outcome.rule == "rejected":
+            raised = not decrease <= -0.25  # also where there is no loss to compare
+            return lam * 1.5 if raised and lam <= self.maximum else lam
+        return lam * 2 / 3 if outcome.rule != "search" and decrease > 0.75 and lam >= self.minimum else lam
+
+
+@dataclass(frozen=True)
+class GainRatio:
+    """λ by the gain ratio ρ, actual over predicted decrease: λ falls above ¾, rises below ¼ (Martens' thresholds).
+
+    From batch to batch ρ is noisy and λ moves slowly, never below `floor`: a small λ fits the noise of the batch. On
+    the same data ρ is exact, λ moves fast and is free to fall to `minimum`. The factors were measured, docs/recipe.md.
+    """
+
+    initial: float = 1.0
+    down: float = 1 / 3
+    up: float = 2.0
+    slow_down: float = 0.7
+    slow_up: float = 1.5
+    floor: float = 1e-3
+    minimum: float = 1e-12
+    maximum: float = 1e12
+
+    def __post_init__(self) -> None:
+        _check(self)
+        for down, up in (("down", "up"), ("slow_down", "slow_up")):
+            d, u = getattr(self, down), getattr(self, up)
+            if not (0 < d <= 1 <= u < math.inf):
+                raise ValueError(f"GainRatio({down}={d!r}, {up}={u!r}): needs 0 < {down} ≤ 1 ≤ {up}")
+        if not 0 <= self.minimum <= self.floor <= self.maximum:
+            raise ValueError(
+                f"GainRatio(minimum={self.minimum!r}, floor={self.floor!r}, maximum={self.maximum!r}): "
+                "needs 0 ≤ minimum ≤ floor ≤ maximum"
+            )
+
+    def update(self, lam: float, outcome: Outcome) -> float:
+        down, up = (self.down, self.up) if outcome.same_data else (self.slow_down, self.slow_up)
+        if outcome.gain > 0.75:
+            lam *= down
+        elif not outcome.gain >= 0.25:  # also where there is no gain to speak of
+            lam *= up
+        return min(max(lam, self.minimum if outcome.same_data else self.floor), self.maximum)
+
+
+def _check(schedule: Schedule, zero: bool = False) -> None:
+    name, lam = type(schedule).__name__, schedule.initial
+    if not (0 < lam < math.inf or (zero and lam == 0)):
+        raise ValueError(f"{name}(initial={lam!r}): λ must be finite and {'at least 0' if zero else 'positive'}")
