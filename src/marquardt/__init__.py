@@ -4,7 +4,7 @@ from . import losses, presets
 from .acceptance import Decrease, Uphill
 from .average import EMA, Polyak
 from .curvature import Auto, Dense, Gram
-from .damping import Identity, MaxDiagonal, MeanDiagonal
+from .damping import Identity, MaxDiagonal, MeanEigenvalue
 from .line_search import Backtracking, Grid
 from .linearize import Linearization, linearize
 from .momentum import AdaptiveMomentum
@@ -31,7 +31,7 @@ __all__ = [
     "Identity",
     "Linearization",
     "MaxDiagonal",
-    "MeanDiagonal",
+    "MeanEigenvalue",
     "PaperSchedule",
     "Polyak",
     "Sampled",

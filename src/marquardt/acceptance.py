@@ -28,7 +28,7 @@ class Decrease:
     """f_new < f"""
 
     def judge(self, trial: Trial) -> str | None:
-        return "decrease" if trial.new_loss < trial.loss else None
+        return "decrease" if math.isfinite(trial.new_loss) and trial.new_loss < trial.loss else None
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class Uphill:
             raise ValueError(f"Uphill(b={self.b!r}): b must be positive and finite; the authors use 2")
 
     def judge(self, trial: Trial) -> str | None:
+        if not math.isfinite(trial.new_loss):
+            return None
         if trial.new_loss < trial.loss:
             return "decrease"
-        if trial.cosine is None or not math.isfinite(trial.new_loss):
+        if trial.cosine is None:
             return None
         reference = trial.best if self.against_best else trial.loss
         factor = min(1.0, 1.0 - max(-1.0, min(1.0, trial.cosine))) ** self.b

@@ -10,7 +10,7 @@ from torch import Tensor
 
 class Average(Protocol):
     def update(self, mean: Tensor, theta: Tensor, count: int) -> Tensor:
-        """The next average from the last one; `count` steps were accepted before."""
+        """The next average from the last one, which is of `count` points."""
         ...
 
 

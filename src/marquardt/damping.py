@@ -26,14 +26,15 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class MeanDiagonal:
-    """D = τI with τ the largest mean of diag G so far: all parameters alike, in the units of the loss.
+class MeanEigenvalue:
+    """D = τI with τ = tr G / rank G, the largest so far: all parameters alike, in the units of the loss.
 
-    λ has no units: multiplying the loss by a constant changes nothing.
+    λ = 1 stands for the mean of the eigenvalues that are not zero, whatever the loss and the number of parameters:
+    multiplying the loss by a constant changes nothing.
     """
 
     def update(self, D: Tensor | None, G: Curvature) -> Tensor:
-        tau = G.diagonal().mean()
+        tau = G.diagonal().sum() / G.rank
         return tau if D is None else torch.maximum(D, tau)
 
 

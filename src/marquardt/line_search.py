@@ -33,7 +33,7 @@ class Grid:
     uphill: bool = False  # True: the least loss is taken even where it is higher than before, as in the authors' code
 
     def __post_init__(self) -> None:
-        if not (0 < self.start < self.stop < math.inf and self.step > 0):
+        if not (0 < self.start < self.stop < math.inf and 0 < self.step < math.inf):
             raise ValueError(
                 f"Grid(start={self.start!r}, stop={self.stop!r}, step={self.step!r}): "
                 "needs 0 < start < stop and a positive step; the paper's is Grid(1e-6, 9, 0.125)"
@@ -41,7 +41,8 @@ class Grid:
 
     @property
     def rates(self) -> list[float]:
-        return [self.start + k * self.step for k in range(math.ceil((self.stop - self.start) / self.step))]
+        rates = (self.start + k * self.step for k in range(math.ceil((self.stop - self.start) / self.step)))
+        return [lr for lr in rates if lr < self.stop]
 
     def search(self, along: Along, loss: float) -> tuple[float, float] | None:
         best = min(
@@ -60,7 +61,9 @@ class Backtracking:
     along_step: bool = False
 
     def __post_init__(self) -> None:
-        if not (0 < self.factor < 1 and self.trials >= 1 and 0 < self.start < math.inf):
+        if not (
+            0 < self.factor < 1 and isinstance(self.trials, int) and self.trials >= 1 and 0 < self.start < math.inf
+        ):
             raise ValueError(
                 f"Backtracking(factor={self.factor!r}, trials={self.trials!r}, start={self.start!r}): "
                 "needs a factor between 0 and 1, at least one trial and a positive start"
@@ -70,6 +73,6 @@ class Backtracking:
         for k in range(self.trials):
             lr = self.start * self.factor**k
             (f,) = along([lr])
-            if f < loss:
+            if math.isfinite(f) and f < loss:
                 return lr, f
         return None

@@ -419,14 +419,14 @@ class Linearization:
         """J̃ itself, (m, n): for small problems and for tests."""
         parts = []
         for _, blocks in self.chunks():
-            parts.append(self.dense(blocks))
+            parts.append(self.dense(blocks, self.params[0].dtype))
         return torch.cat(parts) * self.scale.sqrt()
 
-    def dense(self, blocks: list[Block]) -> Tensor:
+    def dense(self, blocks: list[Block], dtype: torch.dtype) -> Tensor:
         """The rows of one chunk with their columns in the order of the parameters: (m, n)"""
         columns: list[Tensor] = [torch.empty(0)] * len(self.params)
         for block in blocks:
-            pieces = block.rows().split([p.numel() for p in block.params], 1)
+            pieces = block.rows(dtype).split([p.numel() for p in block.params], 1)
             for p, piece in zip(block.params, pieces, strict=True):
                 columns[self.index[id(p)]] = piece
         return torch.cat(columns, 1)

@@ -17,7 +17,7 @@ from .acceptance import Acceptance, Trial, Uphill
 from .average import EMA, Average
 from .curvature import Auto, Representation
 from .curvature.contract import FactorizationError
-from .damping import Damping, MeanDiagonal
+from .damping import Damping, MeanEigenvalue
 from .line_search import Backtracking, LineSearch
 from .linearize import Batch, Linearization, Plan, assign, check_coupling, check_model, flatten
 from .losses import resolve
@@ -53,6 +53,7 @@ class State:
     D: Tensor | None = None
     previous: Tensor | None = None  # last accepted step dθ
     mean: Tensor | None = None  # average of the weights
+    averaged: int = 0  # how many points it is of
     memory: Tensor | None = None  # what the curvature keeps of earlier batches
     best: float = math.inf  # least f so far
     expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
@@ -90,10 +91,10 @@ class LM(torch.optim.Optimizer):
         lr: float = 1.0,
         curvature: Representation = Auto(),
         rows: Rows = Exact(),
-        damping: Damping = MeanDiagonal(),
+        damping: Damping = MeanEigenvalue(),
         schedule: Schedule = GainRatio(),
         momentum: Momentum | None = AdaptiveMomentum(dP=math.inf, cap=True, same_data=True),
-        acceptance: Acceptance = Uphill(),
+        acceptance: Acceptance = Uphill(b=1.0),
         line_search: LineSearch | None = Backtracking(),
         average: Average | None = EMA(),
         attempts: int = 1,
@@ -211,7 +212,7 @@ class LM(torch.optim.Optimizer):
                     found = self.line_search.search(partial(lin.evaluate_along, theta, direction), f)
                     if found is not None:
                         (lr, f_step), d, rule = found, direction, "search"
-            lam = self.schedule.update(lam, Outcome(f, f_new, gain, rule, same_data))
+            lam = self.schedule.update(lam, Outcome(f, f_new, gain, rule, same_data, memory is not None))
             if rule != "rejected":
                 break
             notes.append(f"rejected at λ = {tried:.3g}, next {lam:.3g}")
@@ -222,12 +223,12 @@ class LM(torch.optim.Optimizer):
             return step, replace(old, lam=lam, steps=old.steps + 1, best=min(old.best, f), expected=f), theta
         moved = lr * d
         theta = theta + moved
-        mean = None
-        if self.average is not None:
-            # On the same data every step is better than the last: nothing to average out.
-            start = theta if same_data or old.mean is None else old.mean
-            mean = self.average.update(start, theta, old.accepted)
-        state = State(lam, old.steps + 1, old.accepted + 1, D, moved, mean, memory, min(old.best, f, f_step), f_step)
+        mean, count = (None, 0) if self.average is None else (theta, 1)
+        if self.average is not None and old.mean is not None and not same_data:
+            # Only on changing batches: on the same data every step is better than the last.
+            mean, count = self.average.update(old.mean, theta, old.averaged), old.averaged + 1
+        best = min(old.best, f, f_step)
+        state = State(lam, old.steps + 1, old.accepted + 1, D, moved, mean, count, memory, best, f_step)
         return Step(report(f), report(f_step), True, rule, tried, lr, gain, note), state, theta
 
     # Averaged weights, and what torch.optim.Optimizer promises.

@@ -15,6 +15,7 @@ class Outcome(NamedTuple):
     gain: float  # ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd), −∞ where the denominator is not positive
     rule: str  # "decrease" | "uphill" | "search" | "rejected"
     same_data: bool  # the loss before this step was the loss after the last one; False on changing batches
+    averaged: bool = False  # the curvature is an average over batches, not that of this one alone
 
 
 class Schedule(Protocol):
@@ -33,7 +34,8 @@ class Constant:
     initial: float = 1.0
 
     def __post_init__(self) -> None:
-        _check(self, zero=True)
+        if not 0 <= self.initial < math.inf:
+            raise ValueError(f"Constant(initial={self.initial!r}): λ must be finite and at least 0")
 
     def update(self, lam: float, outcome: Outcome) -> float:
         return lam
@@ -49,9 +51,9 @@ class TenFold:
     maximum: float = 1e10
 
     def __post_init__(self) -> None:
-        _check(self)
-        if not self.factor > 1:
-            raise ValueError(f"TenFold(factor={self.factor!r}): the factor must be greater than 1")
+        _check(self, self.minimum, self.maximum)
+        if not 1 < self.factor < math.inf:
+            raise ValueError(f"TenFold(factor={self.factor!r}): the factor must be finite and greater than 1")
 
     def update(self, lam: float, outcome: Outcome) -> float:
         lam = lam * self.factor if outcome.rule == "rejected" else lam / self.factor
@@ -70,12 +72,12 @@ class PaperSchedule:
     maximum: float = 1e5
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, self.minimum, self.maximum)
 
     def update(self, lam: float, outcome: Outcome) -> float:
         decrease = (outcome.loss - outcome.new_loss) / abs(outcome.loss) if outcome.loss else 0.0
         if outcome.rule == "rejected":
-            raised = not decrease <= -0.25  # also where there is no loss to compare
+            raised = decrease > -0.25 or not math.isfinite(outcome.new_loss)
             return lam * 1.5 if raised and lam <= self.maximum else lam
         return lam * 2 / 3 if outcome.rule != "search" and decrease > 0.75 and lam >= self.minimum else lam
 
@@ -84,8 +86,9 @@ class PaperSchedule:
 class GainRatio:
     """λ by the gain ratio ρ, actual over predicted decrease: λ falls above ¾, rises below ¼ (Martens' thresholds).
 
-    From batch to batch ρ is noisy and λ moves slowly, never below `floor`: a small λ fits the noise of the batch. On
-    the same data ρ is exact, λ moves fast and is free to fall to `minimum`. The factors were measured, docs/recipe.md.
+    On the same data ρ is exact, and λ moves fast. From batch to batch ρ is noisy, and λ moves slowly. Where the
+    curvature is that of the batch alone, ρ praises every step that fits the noise of the batch: λ then stays above
+    `floor`. The factors were measured, docs/recipe.md.
     """
 
     initial: float = 1.0
@@ -93,20 +96,20 @@ class GainRatio:
     up: float = 2.0
     slow_down: float = 0.7
     slow_up: float = 1.5
-    floor: float = 1e-3
+    floor: float = 3.0
     minimum: float = 1e-12
     maximum: float = 1e12
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, self.minimum, self.maximum)
         for down, up in (("down", "up"), ("slow_down", "slow_up")):
             d, u = getattr(self, down), getattr(self, up)
             if not (0 < d <= 1 <= u < math.inf):
                 raise ValueError(f"GainRatio({down}={d!r}, {up}={u!r}): needs 0 < {down} ≤ 1 ≤ {up}")
-        if not 0 <= self.minimum <= self.floor <= self.maximum:
+        if not self.minimum <= self.floor <= self.maximum:
             raise ValueError(
                 f"GainRatio(minimum={self.minimum!r}, floor={self.floor!r}, maximum={self.maximum!r}): "
-                "needs 0 ≤ minimum ≤ floor ≤ maximum"
+                "needs minimum ≤ floor ≤ maximum"
             )
 
     def update(self, lam: float, outcome: Outcome) -> float:
@@ -115,10 +118,13 @@ class GainRatio:
             lam *= down
         elif not outcome.gain >= 0.25:  # also where there is no gain to speak of
             lam *= up
-        return min(max(lam, self.minimum if outcome.same_data else self.floor), self.maximum)
+        honest = outcome.same_data or outcome.averaged
+        return min(max(lam, self.minimum if honest else self.floor), self.maximum)
 
 
-def _check(schedule: Schedule, zero: bool = False) -> None:
+def _check(schedule: Schedule, minimum: float, maximum: float) -> None:
     name, lam = type(schedule).__name__, schedule.initial
-    if not (0 < lam < math.inf or (zero and lam == 0)):
-        raise ValueError(f"{name}(initial={lam!r}): λ must be finite and {'at least 0' if zero else 'positive'}")
+    if not 0 < lam < math.inf:
+        raise ValueError(f"{name}(initial={lam!r}): λ must be finite and positive")
+    if not 0 < minimum <= maximum < math.inf:
+        raise ValueError(f"{name}(minimum={minimum!r}, maximum={maximum!r}): needs 0 < minimum ≤ maximum < ∞")

@@ -17,6 +17,7 @@ class Curvature(Protocol):
     """G at one point."""
 
     gradient: Tensor  # g: (n,)
+    rank: int  # of G at most: the smaller of parameters and rows
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Gv: (n,) → (n,)"""

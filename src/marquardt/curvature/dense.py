@@ -41,6 +41,7 @@ class DenseCurvature:
         self._weight = 0.0  # of the past in the average
         self.G, self._g = self._form(torch.float64 if lin.n <= SMALL else lin.params[0].dtype)
         self.gradient = lin.gradient
+        self.rank = min(lin.n, lin.m)
 
     def _form(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """G = ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks, in that precision from the same rows."""
@@ -48,7 +49,7 @@ class DenseCurvature:
         G = torch.zeros(lin.n, lin.n, dtype=dtype, device=lin.device)
         g = torch.zeros(lin.n, dtype=dtype, device=lin.device)
         for chunk, blocks in lin.chunks():
-            rows = lin.dense(blocks).to(dtype)  # (m, n)
+            rows = lin.dense(blocks, dtype)  # (m, n)
             G.addmm_(rows.T, rows)
             if chunk.rows.u is not None:
                 g.addmv_(rows.T, chunk.rows.u.flatten().to(dtype))

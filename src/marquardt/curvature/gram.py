@@ -49,6 +49,7 @@ class GramCurvature:
         self.u = torch.cat(us) * self.root  # (m,)
         self.h = lin.remainder
         self.gradient = lin.gradient
+        self.rank = min(lin.n, lin.m)
         self._K: Tensor | None = None
 
     def apply(self, v: Tensor) -> Tensor:
@@ -102,6 +103,8 @@ class GramCurvature:
 
         Plain Woodbury, A⁻¹g − A⁻¹J̃ᵀ(…)⁻¹J̃A⁻¹g, loses all digits of float32 at small λ; this form keeps them.
         """
+        if not bool((damping > 0).all()):  # λ = 0: the limit λ → 0, which is the shortest of the Gauss-Newton steps
+            damping = damping.clamp(min=1e-12 * float(self.diagonal().max()))
         # With more rows than parameters u always has a part outside the range of J̃, see below.
         x = self._solve(damping, self.u.dtype) if len(self.u) <= self.lin.n else None
         if x is None:

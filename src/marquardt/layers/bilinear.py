@@ -29,14 +29,14 @@ class Bilinear(Block):
         self.I = a.shape[-1]
         self.m = self.R * self.N
 
-    def slabs(self) -> Iterator[tuple[slice, Tensor]]:
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         start = 0
         for g, o in self._pieces() if self.weight is not None else ():
-            piece = self._outer(self.delta[:, :, :, g, o], self.a[:, :, g])
+            piece = self._outer(self.delta[:, :, :, g, o].to(dtype), self.a[:, :, g].to(dtype))
             yield slice(start, start + piece.shape[1]), piece
             start += piece.shape[1]
         if self.bias is not None:
-            piece = self.delta.sum(2).reshape(self.m, -1)
+            piece = self.delta.to(dtype).sum(2).reshape(self.m, -1)
             yield slice(start, start + piece.shape[1]), piece
 
     def _pieces(self) -> Iterator[tuple[slice, slice]]:

@@ -23,7 +23,7 @@ class Block(ABC):
     m: int
 
     @abstractmethod
-    def slabs(self) -> Iterator[tuple[slice, Tensor]]:
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Rows in pieces: (columns of this block, their part of every row (m, columns)), each of bounded size."""
 
     @abstractmethod
@@ -38,19 +38,18 @@ class Block(ABC):
     def columns(self) -> int:
         return sum(p.numel() for p in self.params)
 
-    def rows(self) -> Tensor:
+    def rows(self, dtype: torch.dtype) -> Tensor:
         """J̃ itself: (m, columns)"""
-        return torch.cat([piece for _, piece in self.slabs()], 1)
+        return torch.cat([piece for _, piece in self.slabs(dtype)], 1)
 
     def diagonal(self) -> Tensor:
         """diag J̃ᵀJ̃: (columns,)"""
-        return torch.cat([piece.square().sum(0) for _, piece in self.slabs()])
+        return torch.cat([piece.square().sum(0) for _, piece in self.slabs(self.params[0].dtype)])
 
     def gram(self, K: Tensor, other: Block, inverse: Tensor | None) -> None:
         """K += J̃ A⁻¹ J̃'ᵀ with this block's J̃ and the other's J̃' (the same layer, other samples); `inverse` holds the
         diagonal of A⁻¹, None means the identity."""
-        for (columns, left), (_, right) in zip(self.slabs(), other.slabs(), strict=True):
-            left, right = left.to(K.dtype), right.to(K.dtype)
+        for (columns, left), (_, right) in zip(self.slabs(K.dtype), other.slabs(K.dtype), strict=True):
             K.addmm_(left if inverse is None else left * inverse[columns], right.T)
 
 
@@ -60,8 +59,8 @@ class Explicit(Block):
     def __init__(self, params: list[Tensor], rows: Tensor) -> None:
         self.params, self._rows, self.m = params, rows, rows.shape[0]  # (m, columns)
 
-    def slabs(self) -> Iterator[tuple[slice, Tensor]]:
-        yield slice(0, self._rows.shape[1]), self._rows
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(0, self._rows.shape[1]), self._rows.to(dtype)
 
     def apply(self, v: Tensor) -> Tensor:
         return self._rows.to(v.dtype) @ v

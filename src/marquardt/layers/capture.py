@@ -186,7 +186,7 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, lay
     params: dict[int, Tensor] = {}
     for block in blocks:
         assert block is not None
-        pieces = block.rows().split([p.numel() for p in block.params], 1)
+        pieces = block.rows(block.delta.dtype).split([p.numel() for p in block.params], 1)
         for p, piece in zip(block.params, pieces, strict=True):
             params[id(p)] = p
             columns[id(p)] = columns[id(p)] + piece if id(p) in columns else piece

@@ -19,18 +19,18 @@ class Lookup(Block):
         self.R, self.N, self.P, self.E = delta.shape
         self.m = self.R * self.N
 
-    def slabs(self) -> Iterator[tuple[slice, Tensor]]:
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         tokens = max(1, SLAB // (self.m * self.E))
         for first in range(0, len(self.table), tokens):
             last = min(first + tokens, len(self.table))
             yield (
                 slice(first * self.E, last * self.E),
-                self._rows_of(torch.arange(first, last, device=self.index.device)),
+                self._rows_of(torch.arange(first, last, device=self.index.device), dtype),
             )
 
-    def _rows_of(self, tokens: Tensor) -> Tensor:
-        hot = (self.index[:, :, None] == tokens).to(self.delta.dtype)  # (N, P, tokens)
-        return torch.einsum("rnpe,npt->rnte", self.delta, hot).reshape(self.m, -1)
+    def _rows_of(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        hot = (self.index[:, :, None] == tokens).to(dtype)  # (N, P, tokens)
+        return torch.einsum("rnpe,npt->rnte", self.delta.to(dtype), hot).reshape(self.m, -1)
 
     def apply(self, v: Tensor) -> Tensor:
         return torch.einsum("npe,rnpe->rn", v.view_as(self.table)[self.index], self.delta.to(v.dtype)).flatten()
@@ -46,14 +46,14 @@ class Lookup(Block):
     def diagonal(self) -> Tensor:
         total = torch.zeros_like(self.table)
         for tokens in self._tokens(self.index.unique()):  # the other rows of the table are zero
-            total[tokens] = self._rows_of(tokens).square().sum(0).view(-1, self.E)
+            total[tokens] = self._rows_of(tokens, self.delta.dtype).square().sum(0).view(-1, self.E)
         return total.flatten()
 
     def gram(self, K: Tensor, other: Block, inverse: Tensor | None) -> None:
         assert isinstance(other, Lookup)
         shared = self.index.unique()
         for tokens in self._tokens(shared[torch.isin(shared, other.index)]):
-            left, right = self._rows_of(tokens).to(K.dtype), other._rows_of(tokens).to(K.dtype)
+            left, right = self._rows_of(tokens, K.dtype), other._rows_of(tokens, K.dtype)
             K.addmm_(left if inverse is None else left * inverse.view(-1, self.E)[tokens].flatten(), right.T)
 
     def _tokens(self, tokens: Tensor) -> Iterator[Tensor]:
