@@ -302,6 +302,7 @@ class Linearization:
         self.index = {id(p): i for i, p in enumerate(self.params)}
         self.sizes = [p.numel() for p in self.params]
         self.n = sum(self.sizes)
+        self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         self.device = self.params[0].device
         names = {id(p): name for name, p in model.named_parameters()}
         self.names = [names[id(p)] for p in self.params]
@@ -401,6 +402,15 @@ class Linearization:
         """h = Jᵀv, the part of g outside the range of J̃ᵀ: (n,), None means 0"""
         h = self.totals()[4]
         return None if h is None else h * self.scale
+
+    def columns(self, block: Block) -> list[tuple[slice, slice]]:
+        """Where the parameters of a block are: (columns of θ, columns of the block)"""
+        found, start = [], 0
+        for p in block.params:
+            first = self.starts[self.index[id(p)]]
+            found.append((slice(first, first + p.numel()), slice(start, start + p.numel())))
+            start += p.numel()
+        return found
 
     def gather(self, v: Tensor, block: Block) -> Tensor:
         """The part of v that belongs to a block: (n,) → (columns,)"""

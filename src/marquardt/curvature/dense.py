@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layers import Block
 from ..linearize import Linearization
 from .contract import ROUNDING, norm, spd_solve
 
@@ -49,12 +50,27 @@ class DenseCurvature:
         G = torch.zeros(lin.n, lin.n, dtype=dtype, device=lin.device)
         g = torch.zeros(lin.n, dtype=dtype, device=lin.device)
         for chunk, blocks in lin.chunks():
-            rows = lin.dense(blocks, dtype)  # (m, n)
-            G.addmm_(rows.T, rows)
+            if lin.n <= SMALL:  # one product: there is nothing to save but calls
+                rows = lin.dense(blocks, dtype)  # (m, n)
+                G.addmm_(rows.T, rows)
+            else:
+                self._add_blocks(G, blocks)
             if chunk.rows.u is not None:
-                g.addmv_(rows.T, chunk.rows.u.flatten().to(dtype))
+                g += lin.scatter((block, block.adjoint(chunk.rows.u.flatten().to(dtype))) for block in blocks)
         G, g = G.mul_(lin.scale), g.mul_(lin.scale)
         return self._mixed(G), g if lin.remainder is None else g + lin.remainder
+
+    def _add_blocks(self, G: Tensor, blocks: list[Block]) -> None:
+        """G += J̃ᵀJ̃ by pairs of layers: half of them by symmetry, each in the cheapest form its layer knows."""
+        for i, left in enumerate(blocks):
+            rows = left.rows(G.dtype)  # (m, columns)
+            for right in blocks[i:]:
+                product = right.against(rows)  # (columns, columns')
+                for p, across in self.lin.columns(left):
+                    for q, along in self.lin.columns(right):
+                        G[p, q] += product[across, along]
+                        if left is not right:
+                            G[q, p] += product[across, along].T
 
     def _mixed(self, G: Tensor) -> Tensor:
         return G if self._past is None else G.lerp_(self._past.to(G.dtype), self._weight)

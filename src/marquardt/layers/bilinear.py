@@ -72,6 +72,24 @@ class Bilinear(Block):
             parts.append(delta.sum((0, 1)).flatten())
         return torch.cat(parts)
 
+    def against(self, rows: Tensor) -> Tensor:
+        """Σₙ (Σᵣ x ⊗ δ) ⊗ a: the R rows of a sample share their a, so they are contracted before a comes in."""
+        if self.P > 1 or self.G > 1 or self.R == 1:
+            return super().against(rows)
+        X = rows.view(self.R, self.N, -1).transpose(0, 1)  # (N, R, q)
+        delta = self.delta[:, :, 0, 0].transpose(0, 1).to(rows.dtype)  # (N, R, O)
+        a = self.a[:, 0, 0].to(rows.dtype)  # (N, I)
+        if self.bias is not None:
+            a = torch.cat([a, a.new_ones(self.N, 1)], 1)
+        pieces = []
+        for part in X.split(max(1, SLAB // (self.N * self.O)), 2):
+            T = part.transpose(1, 2) @ delta  # (N, q, O)
+            pieces.append((T.flatten(1).T @ a).view(-1, self.O, a.shape[1]))  # (q, O, I + 1)
+        found = torch.cat(pieces)
+        if self.bias is None or self.weight is None:
+            return found.flatten(1)
+        return torch.cat([found[:, :, :-1].flatten(1), found[:, :, -1]], 1)
+
     def diagonal(self) -> Tensor:
         if self.P > 1:
             return super().diagonal()

@@ -42,6 +42,10 @@ class Block(ABC):
         """J̃ itself: (m, columns)"""
         return torch.cat([piece for _, piece in self.slabs(dtype)], 1)
 
+    def against(self, rows: Tensor) -> Tensor:
+        """Xᵀ J̃ for rows X of other columns: (m, q) → (q, columns)"""
+        return rows.T @ self.rows(rows.dtype)
+
     def diagonal(self) -> Tensor:
         """diag J̃ᵀJ̃: (columns,)"""
         return torch.cat([piece.square().sum(0) for _, piece in self.slabs(self.params[0].dtype)])

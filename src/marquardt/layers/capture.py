@@ -87,10 +87,11 @@ class Capture(TorchFunctionMode):
     ) -> Tensor:
         if not training:
             return F.rrelu(input, lower, upper, training, inplace)
-        before = input.detach().clone() if inplace else input.detach()
-        out = F.rrelu(input, lower, upper, training, inplace)
-        self.slopes.append(Slopes(before, out.detach(), lower, upper))
-        return out
+        with torch.no_grad():  # draws what the model would have drawn; its own backward cannot be batched over rows
+            drawn = F.rrelu(input, lower, upper, training)
+        slopes = Slopes(input.detach(), drawn, lower, upper)
+        self.slopes.append(slopes)
+        return slopes(input, inplace)
 
 
 class Slopes:
@@ -103,9 +104,10 @@ class Slopes:
         self.slope = torch.where(x < 0, out / x, spare)
         self.state = _rng(x.device)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
         _set_rng(self.slope.device, self.state)  # as if the slopes had been drawn
-        return torch.where(x < 0, self.slope * x, x)
+        factor = torch.where(x.detach() < 0, self.slope, 1)
+        return x.mul_(factor) if inplace else x * factor
 
 
 class Replay(TorchFunctionMode):
