@@ -10,7 +10,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: lint  ## set up .venv if needed, then ruff, mypy and pytest
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 lint: $(READY)  ## ruff and mypy only
 	$(BIN)/ruff check

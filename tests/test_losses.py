@@ -529,7 +529,7 @@ class MyLoss(nn.MSELoss):
         (F.cross_entropy, TypeError, "cross_entropy is not a supported loss"),
         (None, TypeError, "NoneType is not a supported loss"),
     ],
-    ids=str,
+    ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_resolve_refuses(loss, error, message):
     with pytest.raises(error, match=message):

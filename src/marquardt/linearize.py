@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from .batch import Batch, Moment, assign, flatten, forward, trainable, unlike
 from .layers import Block, Capture, Explicit, Replay, assemble, rows_by_loop, rows_by_vmap, rows_in_batches
 from .layers.capture import LAYOUTS, Layout, Slopes, grouped
 from .losses import Loss, resolve
@@ -19,67 +20,6 @@ from .rows import Cotangents, Exact, Rows
 
 # Blocks of up to this many columns are watched on every chunk; for larger ones the proof on first use has to do.
 GUARDED = 1_000_000
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Inputs as the model takes them (a tensor, tuple or dict of tensors), targets, and a weight per sample."""
-
-    inputs: Any
-    targets: Any
-    weight: Tensor | None = None
-
-    def split(self, size: int | None) -> list[Batch]:
-        """Chunks of at most `size` samples."""
-        N = len(next(iter(tree_leaves(self.inputs))))
-        if size is None or size >= N:
-            return [self]
-
-        def part(t: Any, first: int) -> Any:
-            return t[first : first + size] if isinstance(t, Tensor) and t.ndim and len(t) == N else t
-
-        return [
-            Batch(*(tree_map(lambda t, i=first: part(t, i), item) for item in (self.inputs, self.targets, self.weight)))
-            for first in range(0, N, size)
-        ]
-
-
-def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
-    """z = model(inputs), for a tensor, a tuple (positional) or a dict (by name)."""
-    if isinstance(inputs, dict):
-        z = model(**inputs)
-    elif isinstance(inputs, (tuple, list)):
-        z = model(*inputs)
-    else:
-        z = model(inputs)
-    if not isinstance(z, Tensor) or z.ndim == 0:
-        found = f"a {type(z).__name__}" if not isinstance(z, Tensor) else "a 0-dimensional tensor"
-        raise TypeError(
-            f"the model returned {found}; it must return one tensor with a row per sample: wrap it in one that does"
-        )
-    return z
-
-
-class Moment:
-    """The state a forward pass starts from: random number generators and buffers."""
-
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self.buffers = [(b, b.detach().clone()) for b in model.buffers()]
-        self.versions = [b._version for b, _ in self.buffers]
-        self.device = device
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self, *, buffers: bool = True) -> None:
-        if buffers:
-            with torch.no_grad():
-                for i, (buffer, value) in enumerate(self.buffers):
-                    if buffer._version != self.versions[i]:  # most forward passes change none
-                        buffer.copy_(value)
-                        self.versions[i] = buffer._version
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
 
 
 @dataclass
@@ -100,18 +40,29 @@ class Chunk:
 
     def __init__(self, lin: Linearization, batch: Batch, seed: int) -> None:
         self.lin, self.batch = lin, batch
+        self.before = Moment(lin.model, lin.device)
         loss, params = lin.criterion, lin.params
-        with torch.enable_grad(), Capture(params) as capture:
-            z = forward(lin.model, batch.inputs)
+        batch.check()
+        try:
+            with torch.enable_grad(), Capture(params) as capture:
+                z = forward(lin.model, batch.inputs)
+        except RuntimeError as error:
+            reason = unlike(batch.inputs, params[0])
+            if reason is None:
+                raise
+            raise ValueError(reason) from error
         if not z.requires_grad:
             raise ValueError("the outputs do not depend on the trainable parameters: nothing to optimise")
+        self.after = Moment(lin.model, lin.device)
         self.slopes = capture.slopes
         self.z = z.detach()
         y, w = batch.targets, batch.weight
-        loss.check(self.z, y, w)
+        loss.check(self.z, y, w, part=True)
         self.N = len(z)
         with torch.no_grad():
             self.value = loss.value(self.z, y, w)
+            if not bool(self.value.isfinite()):
+                raise ValueError(f"the loss is {float(self.value)} at the current parameters: {self._blame()}")
             self.normaliser = loss.normaliser(self.z, y, w)
             self.lower_bound = loss.lower_bound(self.z, y, w)
             self.rows: Cotangents = lin.rows_kind.draw(loss, self.z, y, w, seed)
@@ -122,6 +73,16 @@ class Chunk:
             self.h = None  # the gradient is J̃ᵀu
         else:
             self.h = self.gradient if self.rows.u is None else self.vjp(self.rows.v)
+
+    def _blame(self) -> str:
+        """Where a loss that is not finite comes from; the loss itself has checked the targets and weights."""
+        for t in tree_leaves(self.batch.inputs):
+            if isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()):
+                return "the inputs hold NaN or infinite values, clean the data"
+        for name, p in self.lin.model.named_parameters():
+            if not bool(p.isfinite().all()):
+                return f"the model's parameter {name!r} holds NaN or infinite values, load an earlier checkpoint"
+        return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"
 
     def vjp(self, w: Tensor) -> Tensor:
         """Jᵀw: (N, *out) → (n,)"""
@@ -150,6 +111,7 @@ class Chunk:
         del self._graph, self._capture
         if fresh:
             plan.trial_needs_grad = not self._same_without_grad()
+        self.after.restore()  # some ways to the rows call the model again
         return blocks
 
     def _rules(self, groups: dict[tuple[int, ...], list[int]]) -> list[Block]:
@@ -264,16 +226,13 @@ class Chunk:
 
     def _same_without_grad(self) -> bool:
         """Whether the model gives the same outputs under no_grad: a network that differentiates itself does not."""
-        after = Moment(self.lin.model, self.z.device)
+        self.before.restore()
         try:
-            self.lin.moments[-1].restore()
             with torch.no_grad(), Replay(self.slopes):
                 z = forward(self.lin.model, self.batch.inputs)
             return bool((z - self.z).norm() <= 1e-3 * self.z.norm())
         except RuntimeError:
             return False
-        finally:
-            after.restore()
 
 
 class Linearization:
@@ -306,6 +265,7 @@ class Linearization:
         self.device = self.params[0].device
         names = {id(p): name for name, p in model.named_parameters()}
         self.names = [names[id(p)] for p in self.params]
+        self.theta = flatten(self.params)
         self.m = 0  # rows, counted on the first pass
         self.start = Moment(model, self.device)
         self.moments: list[Moment] = []
@@ -331,12 +291,13 @@ class Linearization:
             return
         first = self._totals is None
         self.start.restore()
+        if not first:
+            assign(self.params, self.theta)  # trial points may have been tried since
         totals: list[Any] = [0.0, 0.0, 0.0, 0.0, None]
         for i, batch in enumerate(self.pieces()):
-            if first:
-                self.moments.append(Moment(self.model, self.device))
             chunk = Chunk(self, batch, self.seed + i)
             if first:
+                self.moments.append(chunk.before)
                 self.m += chunk.rows.S.shape[0] * chunk.N
                 self.slopes.append(chunk.slopes)
                 for k, term in enumerate((chunk.value, chunk.normaliser, chunk.lower_bound, chunk.gradient)):
@@ -347,6 +308,10 @@ class Linearization:
         if not self.moments:
             raise ValueError("no batches: the iterable given to step_over is empty")
         if first:
+            if not bool(totals[1] > 0):
+                raise ValueError(
+                    "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
+                )
             self._totals = (totals[0], totals[1], totals[2], totals[3], totals[4])
             self.end = Moment(self.model, self.device)
 
@@ -361,6 +326,7 @@ class Linearization:
         if self._open:
             return self._open[i]
         self.moments[i].restore()
+        assign(self.params, self.theta)
         chunk = Chunk(self, list(self.pieces())[i], self.seed + i)
         return chunk, chunk.blocks()
 
@@ -444,7 +410,7 @@ class Linearization:
     # Trial losses: the same batches, chunks, random numbers and buffers as in the linearisation.
 
     def evaluate(self, theta: Tensor) -> float:
-        """f(θ). The model keeps θ: the optimizer decides what it ends with."""
+        """f(θ). The model keeps this θ: the optimizer decides with which one it ends."""
         assign(self.params, theta)
         self.start.restore()
         total: Any = 0.0
@@ -493,17 +459,6 @@ def _tolerance(t: Tensor) -> float:
     )  # TF32 convolutions are right to 1e-3; a wrong rule is wrong by far
 
 
-def flatten(params: Sequence[Tensor]) -> Tensor:
-    """θ: (n,), a copy"""
-    return torch.cat([p.detach().flatten() for p in params])
-
-
-def assign(params: Sequence[Tensor], theta: Tensor) -> None:
-    with torch.no_grad():
-        for p, t in zip(params, theta.split([p.numel() for p in params]), strict=True):
-            p.copy_(t.view_as(p))
-
-
 def linearize(
     model: torch.nn.Module,
     loss: Any,
@@ -516,39 +471,4 @@ def linearize(
     chunk: int | None = None,
 ) -> Linearization:
     """The linearisation of one batch, to look at: `mq.Dense().represent(linearize(...))` is its Gauss-Newton matrix."""
-    chosen = [p for p in (model.parameters() if params is None else params) if p.requires_grad]
-    check_model(model, chosen)
-    return Linearization(model, resolve(loss), chosen, [Batch(x, y, weight)], rows or Exact(), chunk)
-
-
-def check_model(model: torch.nn.Module, params: Sequence[Tensor]) -> None:
-    """What no step can work with, refused before anything is computed."""
-    if not params:
-        raise ValueError("no trainable parameters: set requires_grad=True on some, or pass others as params=")
-    for p in params:
-        if not p.is_floating_point():
-            raise TypeError(f"a parameter has dtype {p.dtype}: only float32 and float64 parameters can be optimised")
-    for what, found in (("dtypes", {p.dtype for p in params}), ("devices", {p.device for p in params})):
-        if len(found) > 1:
-            names = ", ".join(sorted(str(f) for f in found))
-            raise ValueError(
-                f"the trainable parameters have several {what} ({names}): bring them to one, model.to(...)"
-            )
-    if params[0].dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"the parameters have dtype {params[0].dtype}: use model.float() or model.double()")
-    own = {id(p) for p in model.parameters()}
-    if any(id(p) not in own for p in params):
-        raise ValueError("params= holds a tensor that is not a parameter of the model: pass some of model.parameters()")
-    check_coupling(model)
-
-
-def check_coupling(model: torch.nn.Module) -> None:
-    """Samples that depend on each other have no rows of their own."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and (
-            module.training or module.running_mean is None
-        ):
-            raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) couples the samples of a batch in train mode: call "
-                f"model.{name}.eval() to use its running statistics, or replace it by GroupNorm or LayerNorm"
-            )
+    return Linearization(model, resolve(loss), trainable(model, params), [Batch(x, y, weight)], rows or Exact(), chunk)

@@ -162,8 +162,11 @@ class Loss(ABC):
         """A number that value never falls below, whatever z."""
         return z.new_zeros(())
 
-    def check(self, z: Tensor, y: Target, weight: Tensor | None = None) -> None:
-        """Raises ValueError or TypeError, with the way out, if the loss cannot be taken of these arguments."""
+    def check(self, z: Tensor, y: Target, weight: Tensor | None = None, *, part: bool = False) -> None:
+        """Raises ValueError or TypeError, with the way out, if the loss cannot be taken of these arguments.
+
+        A part of a batch may have no weight at all.
+        """
         if not isinstance(z, Tensor):
             raise TypeError(f"the model must return one tensor, got {type(z).__name__}: wrap it so that it does")
         if z.dtype not in (torch.float32, torch.float64):
@@ -180,10 +183,11 @@ class Loss(ABC):
                 raise ValueError(f"weight has shape {shape}: one weight per sample is needed, {tuple(z.shape[:1])}")
             bad = ~(weight >= 0) | weight.isinf()
             faults.append(Fault(bad, weight, "weight", "sample weights must be finite and not negative"))
-        total = self.normaliser(z, y, weight)
-        nothing = "every target has weight 0 or is ignored (ignore_index), leave this batch out"
-        faults.append(Fault(~(total > 0), total, "the total weight of the batch", nothing))
-        if torch.stack([fault.bad.any() for fault in faults]).any():  # one synchronisation when all is well
+        if not part:
+            total = self.normaliser(z, y, weight)
+            nothing = "every target has weight 0 or is ignored (ignore_index), leave this batch out"
+            faults.append(Fault(~(total > 0), total, "the total weight of the batch", nothing))
+        if faults and torch.stack([fault.bad.any() for fault in faults]).any():  # one synchronisation when all is well
             raise ValueError(str(next(fault for fault in faults if fault.bad.any())))
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .acceptance import Acceptance, Trial, Uphill
 from .average import EMA, Average
+from .batch import Batch, Batches, assign, check_coupling, flatten, trainable
 from .curvature import Auto, Representation
 from .curvature.contract import FactorizationError
 from .damping import Damping, MeanEigenvalue
 from .line_search import Backtracking, LineSearch
-from .linearize import Batch, Linearization, Plan, assign, check_coupling, check_model, flatten
+from .linearize import Linearization, Plan
 from .losses import resolve
 from .momentum import AdaptiveMomentum, Damped, Momentum
 from .rows import Exact, Rows
@@ -57,6 +57,13 @@ class State:
     memory: Tensor | None = None  # what the curvature keeps of earlier batches
     best: float = math.inf  # least f so far
     expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
+
+    def like(self, theta: Tensor) -> State:
+        """The vectors in the precision and on the device of θ: the model may have been moved."""
+        vectors = {k: getattr(self, k) for k in ("D", "previous", "mean", "memory")}
+        return replace(
+            self, **{k: v.to(theta if k != "memory" else theta.device) for k, v in vectors.items() if v is not None}
+        )
 
 
 class LM(torch.optim.Optimizer):
@@ -99,14 +106,16 @@ class LM(torch.optim.Optimizer):
         average: Average | None = EMA(),
         attempts: int = 1,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"LM(model, loss) takes the model itself, not {type(model).__name__}: LM(model, 'mse')")
-        chosen = list(model.parameters() if params is None else params)
-        chosen = [p for p in chosen if p.requires_grad]
-        check_model(model, chosen)
-        _check_rate(lr)
+        chosen = trainable(model, params)
+        check_rate(lr)
         if not isinstance(attempts, int) or attempts < 1:
             raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
+        parts = {
+            "curvature": curvature, "rows": rows, "damping": damping, "schedule": schedule, "momentum": momentum,
+            "acceptance": acceptance, "line_search": line_search, "average": average,
+        }  # fmt: skip
+        for name, part in parts.items():
+            check_part(name, part)
         self.model, self.loss = model, resolve(loss)
         self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
         self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
@@ -118,6 +127,10 @@ class LM(torch.optim.Optimizer):
     @property
     def params(self) -> list[Tensor]:
         return self.param_groups[0]["params"]  # type: ignore[no-any-return]
+
+    @property
+    def lr(self) -> float:
+        return float(self.param_groups[0]["lr"])  # schedulers may make it a tensor
 
     @property
     def lam(self) -> float:
@@ -133,14 +146,16 @@ class LM(torch.optim.Optimizer):
 
     # The algorithm.
 
-    def step(self, inputs: Any, targets: Any = None, weight: Tensor | None = None) -> Step:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, inputs: Any = None, targets: Any = None, weight: Tensor | None = None, *, closure: Any = None
+    ) -> Step:
         """One iteration on one batch; `weight` weighs the samples, f = Σwℓ/Σw."""
-        if callable(inputs) and not isinstance(inputs, Tensor):
+        if closure is not None or callable(inputs) or (inputs is None and targets is None):
             raise TypeError(
                 "LM.step takes the batch, step(inputs, targets), not a closure: it evaluates the model itself, "
                 "because it needs the outputs and not only the loss"
             )
-        return self._step([Batch(inputs, targets, weight)], single=True)
+        return self._step(inputs if isinstance(inputs, Batches) else [Batch(inputs, targets, weight)])
 
     def step_over(self, batches: Iterable[Any]) -> Step:
         """One iteration on all batches together, (inputs, targets) or (inputs, targets, weight) each.
@@ -148,27 +163,22 @@ class LM(torch.optim.Optimizer):
         Exact: f, g and G are those of the whole data, and so is the loss that accepts or rejects. The batches are gone
         through several times; only one of them is in memory.
         """
-        if isinstance(batches, Iterator):
-            raise TypeError(
-                f"step_over goes through the batches several times, and {type(batches).__name__} is used up after the "
-                "first: pass a list or a DataLoader"
-            )
-        return self._step(_Batches(batches), single=False)
+        return self.step(Batches(batches))  # through `step`, where hooks and schedulers are
 
-    def _step(self, batches: Iterable[Batch], single: bool) -> Step:
-        check_coupling(self.model)
-        theta = flatten(self.params)  # (n,)
+    def _step(self, batches: Iterable[Batch]) -> Step:
+        self._check()
         lin = Linearization(
             self.model, self.loss, self.params, batches, self.rows, self.curvature.chunk,
-            plan=self._plan, seed=self._state.steps, single=single,
+            plan=self._plan, seed=self._state.steps, single=not isinstance(batches, Batches),
         )  # fmt: skip
         try:
             with torch.no_grad():
-                step, state, theta_new = self._iterate(lin, theta)
-                assign(self.params, theta_new)
+                step, state, theta = self._iterate(lin)
+                assign(self.params, theta)
         except BaseException:
-            assign(self.params, theta)
+            assign(self.params, lin.theta)
             lin.start.restore()
+            self._plan = Plan()  # what this step found out may be half of it
             raise
         # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
         (lin.end if step.accepted else lin.start).restore()
@@ -176,13 +186,19 @@ class LM(torch.optim.Optimizer):
         self._state = state
         return step
 
-    def _iterate(self, lin: Linearization, theta: Tensor) -> tuple[Step, State, Tensor]:
+    def _check(self) -> None:
+        """What may have changed since the optimizer was made."""
+        check_coupling(self.model)
+        check_rate(self.lr)
+        frozen = {id(p) for p in self.params if not p.requires_grad}
+        for name in [name for name, p in self.model.named_parameters() if id(p) in frozen]:
+            raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
+
+    def _iterate(self, lin: Linearization) -> tuple[Step, State, Tensor]:
         """The algorithm box: the step, the next state and the next θ."""
-        old = self._state
+        old, theta = self._state.like(lin.theta), lin.theta
         G = self.curvature.represent(lin)
         f, g = lin.loss, G.gradient
-        if not math.isfinite(f):
-            raise ValueError(f"the loss is {f} at the current parameters: {_blame(lin)}")
         same_data = old.expected is not None and abs(f - old.expected) <= SAME_LOSS * abs(old.expected)
         memory = G.recall(None if same_data else old.memory, old.steps)
         D = self.damping.update(old.D, G)
@@ -190,7 +206,7 @@ class LM(torch.optim.Optimizer):
         report = partial(self.loss.report, normaliser=float(lin.normaliser))
 
         for _ in range(self.attempts):
-            lr, rule, tried = self.param_groups[0]["lr"], "rejected", lam
+            lr, rule, tried = self.lr, "rejected", lam
             f_new, gain, cosine = math.nan, -math.inf, None
             try:
                 H = Damped(G, lam * D)
@@ -274,21 +290,6 @@ class LM(torch.optim.Optimizer):
         self._plan = Plan()
 
 
-class _Batches:
-    """The user's batches as Batch objects, every time they are gone through."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        for item in self.batches:
-            if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
-                raise TypeError(
-                    f"step_over takes batches (inputs, targets) or (inputs, targets, weight), not {type(item).__name__}"
-                )
-            yield Batch(*item)
-
-
 def _gain(decrease: float, lr: float, products: tuple[Tensor, Tensor]) -> float:
     """ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd); a model that predicts no decrease counts as failure."""
     slope, curve = torch.stack(products).double().tolist()
@@ -296,19 +297,29 @@ def _gain(decrease: float, lr: float, products: tuple[Tensor, Tensor]) -> float:
     return decrease / predicted if predicted > 0 and not math.isnan(decrease) else -math.inf
 
 
-def _check_rate(lr: float) -> None:
+def check_rate(lr: Any) -> None:
+    if not isinstance(lr, (int, float, Tensor)):
+        raise TypeError(f"lr={lr!r}: the learning rate must be a number; LM's natural one is 1")
     if not 0 <= lr < math.inf:
         raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
 
 
-def _blame(lin: Linearization) -> str:
-    """Where a non-finite loss comes from."""
-    for batch in lin.pieces():
-        for what in ("inputs", "targets", "weight"):
-            for t in tree_leaves(getattr(batch, what)):
-                if isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()):
-                    return f"the {what} hold NaN or infinite values; clean the data"
-    for name, p in lin.model.named_parameters():
-        if not bool(p.isfinite().all()):
-            return f"the model's parameter {name!r} holds NaN or infinite values; load an earlier checkpoint"
-    return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"
+def check_part(name: str, part: Any) -> None:
+    """Parts are objects: not their names, not their classes, not another part's."""
+    method, examples, optional = {
+        "curvature": ("represent", "mq.Dense() or mq.Gram()", False),
+        "rows": ("draw", "mq.Exact() or mq.Sampled(1)", False),
+        "damping": ("update", "mq.Identity() or mq.MaxDiagonal()", False),
+        "schedule": ("initial", "mq.GainRatio() or mq.Constant(1.0)", False),
+        "momentum": ("refine", "mq.AdaptiveMomentum() or None", True),
+        "acceptance": ("judge", "mq.Decrease() or mq.Uphill()", False),
+        "line_search": ("search", "mq.Grid() or None", True),
+        "average": ("update", "mq.EMA() or None", True),
+    }[name]
+    if part is None and optional:
+        return
+    if isinstance(part, type):
+        raise TypeError(f"{name}={part.__name__} is a class: pass an object of it, {part.__name__}()")
+    kin = method == "update" and hasattr(part, "initial")  # a schedule has an update too
+    if not hasattr(part, method) or kin:
+        raise TypeError(f"{name}={part!r} is no {name.replace('_', ' ')}: pass for example {examples}")

@@ -23,7 +23,7 @@ def rows_by_vmap(
 ) -> Tensor:
     """Every sample by itself, all at once: (m, n). The model must treat the samples alike and independently."""
     R, N = S.shape[:2]
-    dims = tree_map(lambda t: 0 if t.ndim and t.shape[0] == N else None, inputs)
+    dims = tree_map(lambda t: 0 if isinstance(t, Tensor) and t.ndim and len(t) == N else None, inputs)
     fixed = {name: p.detach() for name, p in [*model.named_parameters(), *model.named_buffers()]}
     theta = {name: p.detach() for name, p in params.items()}
 

@@ -1,0 +1,184 @@
+"""What a step is taken on: batches, the model called on them, and the state that such a call changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs as the model takes them (a tensor, tuple or dict of tensors), targets, and a weight per sample."""
+
+    inputs: Any
+    targets: Any = None
+    weight: Tensor | None = None
+
+    def check(self) -> None:
+        """Inputs that no model can take a batch from."""
+        if isinstance(self.inputs, (tuple, list, dict)):
+            leaves = tree_leaves(self.inputs)
+            if leaves and not any(isinstance(t, Tensor) for t in leaves):
+                raise TypeError(
+                    f"the inputs are a {type(self.inputs).__name__} without a tensor: use torch.as_tensor()"
+                )
+        elif not isinstance(self.inputs, Tensor):
+            raise TypeError(f"the inputs are {type(self.inputs).__name__}, not a tensor: use torch.as_tensor()")
+        elif self.inputs.ndim == 0:
+            raise ValueError("the inputs have shape (): the first dimension must be the samples, as in (N, …)")
+
+    def split(self, size: int | None) -> list[Batch]:
+        """Chunks of at most `size` samples."""
+        N = next((len(t) for t in tree_leaves(self.inputs) if isinstance(t, Tensor) and t.ndim), 0)
+        if size is None or size >= N:
+            return [self]
+        for what in ("targets", "weight"):
+            for t in tree_leaves(getattr(self, what)):
+                if isinstance(t, Tensor) and (t.ndim == 0 or len(t) != N):
+                    raise ValueError(f"{what} of shape {tuple(t.shape)} for {N} samples: one row per sample is needed")
+
+        def part(item: Any, first: int) -> Any:
+            whole = [isinstance(t, Tensor) and t.ndim > 0 and len(t) == N for t in tree_leaves(item)]
+            flags = iter(whole)
+            return tree_map(lambda t: t[first : first + size] if next(flags) else t, item)
+
+        return [
+            Batch(*(part(item, first) for item in (self.inputs, self.targets, self.weight)))
+            for first in range(0, N, size)
+        ]
+
+
+class Batches:
+    """The user's batches as Batch objects, every time they are gone through."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"step_over goes through the batches several times, and {type(batches).__name__} is used up after the "
+                "first: pass a list or a DataLoader"
+            )
+        if not isinstance(batches, Iterable):
+            raise TypeError(f"step_over takes a list of batches or a DataLoader, not {batches!r}")
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        for item in self.batches:
+            if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
+                found = f"{len(item)} items" if isinstance(item, (tuple, list)) else type(item).__name__
+                raise TypeError(f"step_over takes batches (inputs, targets) or (inputs, targets, weight), not {found}")
+            yield Batch(*item)
+
+
+def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
+    """z = model(inputs), for a tensor, a tuple (positional) or a dict (by name)."""
+    if isinstance(inputs, dict):
+        z = model(**inputs)
+    elif isinstance(inputs, (tuple, list)):
+        z = model(*inputs)
+    else:
+        z = model(inputs)
+    if not isinstance(z, Tensor) or z.ndim == 0:
+        found = f"a {type(z).__name__}" if not isinstance(z, Tensor) else "a 0-dimensional tensor"
+        raise TypeError(
+            f"the model returned {found}; it must return one tensor with a row per sample: wrap it in one that does"
+        )
+    return z
+
+
+def unlike(inputs: Any, p: Tensor) -> str | None:
+    """Why a model with parameters like p may have failed on these inputs."""
+    for t in tree_leaves(inputs):
+        if isinstance(t, Tensor):
+            if t.device != p.device:
+                return f"the inputs are on {t.device}, the parameters on {p.device}: move them with .to()"
+            if t.dtype != p.dtype:
+                return f"the inputs are {t.dtype}, the parameters {p.dtype}: convert the inputs with .to({p.dtype})"
+    return None
+
+
+class Moment:
+    """The state that a forward pass changes: random number generators and buffers."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        # By name: a forward pass may put another tensor in the place of a buffer.
+        self.buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.device = device
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self, *, buffers: bool = True) -> None:
+        if buffers:
+            with torch.no_grad():
+                for module, name, buffer, value in self.buffers:
+                    module._buffers[name] = buffer.copy_(value)
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+def flatten(params: Sequence[Tensor]) -> Tensor:
+    """θ: (n,), a copy"""
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def assign(params: Sequence[Tensor], theta: Tensor) -> None:
+    with torch.no_grad():
+        for p, t in zip(params, theta.split([p.numel() for p in params]), strict=True):
+            p.copy_(t.view_as(p))
+
+
+def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
+    """The parameters that train, after a look at all that no step can work with."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"LM(model, loss) takes the model itself, not {type(model).__name__}: LM(model, 'mse')")
+    given = list(model.parameters() if params is None else params)
+    for p in given:
+        if isinstance(p, dict):
+            raise ValueError("LM solves for all parameters together: one parameter group, chosen by LM(..., params=)")
+        if not isinstance(p, Tensor):
+            raise TypeError(f"params= holds a {type(p).__name__}: pass parameters, such as model.head.parameters()")
+    own = {id(p) for p in model.parameters()}
+    if any(id(p) not in own for p in given):
+        raise ValueError("params= holds a tensor that is not a parameter of the model: pass some of model.parameters()")
+    if len({id(p) for p in given}) < len(given):
+        raise ValueError("params= holds a parameter twice: pass each of them once")
+    chosen = [p for p in given if p.requires_grad]
+    if not chosen:
+        raise ValueError("no trainable parameters: set requires_grad=True on some, or pass others as params=")
+    for what, found in (("dtypes", {p.dtype for p in chosen}), ("devices", {p.device for p in chosen})):
+        if len(found) > 1:
+            names = ", ".join(sorted(str(f) for f in found))
+            raise ValueError(f"the trainable parameters have several {what} ({names}): bring them to one by model.to()")
+    p = chosen[0]
+    if p.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"the parameters are {p.dtype}, steps need torch.float32 or torch.float64: model.float() or model.double()"
+        )
+    if p.device.type == "meta":
+        raise ValueError(
+            "the parameters are on the meta device, without values: model.to_empty(device=...) and load some"
+        )
+    check_coupling(model)
+    return chosen
+
+
+def check_coupling(model: nn.Module) -> None:
+    """Samples that depend on each other have no rows of their own."""
+    for name, module in model.named_modules():
+        coupled = module.training or getattr(module, "running_mean", None) is None
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and coupled:
+            call = f"model.get_submodule({name!r}).eval()" if name else "model.eval()"
+            raise ValueError(
+                f"layer {name!r} ({type(module).__name__}) couples the samples of a batch in train mode: call {call} "
+                "to use its running statistics, or replace it by GroupNorm or LayerNorm"
+            )
