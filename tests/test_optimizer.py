@@ -316,6 +316,9 @@ def test_uphill_against_the_best_loss():
     opt.param_groups[0]["lr"] = 2.5
     assert opt.step(x, y).rule == "uphill"
     assert opt.state_dict()["marquardt"]["best"] == best
+    opt.param_groups[0]["lr"] = 0.1
+    assert opt.step(x, y).new_loss > best
+    assert opt.state_dict()["marquardt"]["best"] == best
 
 
 PLAIN_TYPES = {"accepted": bool, "rule": str, "note": str}  # the others are float

@@ -34,7 +34,8 @@ class Batch:
 
     def split(self, size: int | None) -> list[Batch]:
         """Chunks of at most `size` samples."""
-        N = next((len(t) for t in tree_leaves(self.inputs) if isinstance(t, Tensor) and t.ndim), 0)
+        # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
+        N = next((len(t) for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor) and t.ndim), 0)
         if size is None or size >= N:
             return [self]
         for what in ("targets", "weight"):

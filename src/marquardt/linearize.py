@@ -48,9 +48,9 @@ class Chunk:
                 z = forward(lin.model, batch.inputs)
         except RuntimeError as error:
             reason = unlike(batch.inputs, params[0])
-            if reason is None:
+            if reason is None or isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise ValueError(reason) from error
+            raise ValueError(f"the model failed: {error} (Note that {reason})") from error
         if not z.requires_grad:
             raise ValueError("the outputs do not depend on the trainable parameters: nothing to optimise")
         self.after = Moment(lin.model, lin.device)
@@ -443,7 +443,8 @@ class Linearization:
                     z = forward(lambda *a, **k: functional_call(self.model, at, a, k), batch.inputs)
                 return self.criterion.value(z, batch.targets, batch.weight)
 
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")
                 lrs = torch.tensor(rates, dtype=theta.dtype, device=theta.device)
                 total = total + vmap(value, randomness="same")(lrs)
         return [float(f) for f in (total * self.scale).tolist()]

@@ -282,8 +282,9 @@ class LM(torch.optim.Optimizer):
         self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
-        # Learning-rate schedulers replace `step` on the object by a wrapper that cannot be copied.
-        return {k: v for k, v in self.__dict__.items() if k not in ("step", "_plan")}
+        # Hooks stay behind, as torch has it, and so does the wrapper that schedulers put in the place of `step`.
+        left = ("step", "_plan")
+        return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
