@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from .acceptance import Acceptance, Trial, Uphill
 from .average import EMA, Average
 from .batch import Batch, Batches, assign, check_coupling, flatten, trainable
-from .curvature import Auto, Representation
+from .curvature import Auto, Curvature, Representation
 from .curvature.contract import FactorizationError
 from .damping import Damping, MeanEigenvalue
 from .line_search import Backtracking, LineSearch
@@ -64,6 +64,18 @@ class State:
         return replace(
             self, **{k: v.to(theta if k != "memory" else theta.device) for k, v in vectors.items() if v is not None}
         )
+
+
+class Attempt(NamedTuple):
+    """What came of one λ."""
+
+    rule: str
+    lr: float
+    moved: Tensor  # lr·d, zero where rejected: (n,)
+    loss: float  # f where it ends
+    full_loss: float  # f after the full step, before any search
+    gain: float
+    note: str
 
 
 class LM(torch.optim.Optimizer):
@@ -198,54 +210,64 @@ class LM(torch.optim.Optimizer):
         """The algorithm box: the step, the next state and the next θ."""
         old, theta = self._state.like(lin.theta), lin.theta
         G = self.curvature.represent(lin)
-        f, g = lin.loss, G.gradient
+        f = lin.loss
         same_data = old.expected is not None and abs(f - old.expected) <= SAME_LOSS * abs(old.expected)
         memory = G.recall(None if same_data else old.memory, old.steps)
         D = self.damping.update(old.D, G)
         lam, notes = old.lam, []
-        report = partial(self.loss.report, normaliser=float(lin.normaliser))
-
         for _ in range(self.attempts):
-            lr, rule, tried = self.lr, "rejected", lam
-            f_new, gain, cosine = math.nan, -math.inf, None
-            try:
-                H = Damped(G, lam * D)
-                plain = -H.newton()
-                d = plain if self.momentum is None else self.momentum.refine(plain, g, old.previous, H, same_data)
-            except FactorizationError as error:
-                notes.append(str(error))
-            else:
-                f_new = f_step = lin.evaluate(theta + lr * d)
-                gain = _gain(f - f_new, lr, (g @ d, G.quadratic(d)))
-                if old.previous is not None:
-                    cosine = float(torch.cosine_similarity(plain, old.previous, dim=0))
-                trial = Trial(f, f_new, lin.lower_bound, min(old.best, f), cosine)
-                rule = self.acceptance.judge(trial) or "rejected"
-                if not math.isfinite(f_new):
-                    notes.append(f"the trial loss is {f_new}")
-                if rule == "rejected" and self.line_search is not None:
-                    direction = d if self.line_search.along_step else plain
-                    found = self.line_search.search(partial(lin.evaluate_along, theta, direction), f)
-                    if found is not None:
-                        (lr, f_step), d, rule = found, direction, "search"
-            lam = self.schedule.update(lam, Outcome(f, f_new, gain, rule, same_data, memory is not None))
-            if rule != "rejected":
+            used = lam
+            attempt = self._attempt(lin, G, lam * D, old, same_data)
+            outcome = Outcome(f, attempt.full_loss, attempt.gain, attempt.rule, same_data, memory is not None)
+            lam = self.schedule.update(lam, outcome)
+            if attempt.note:
+                notes.append(attempt.note)
+            if attempt.rule != "rejected":
                 break
-            notes.append(f"rejected at λ = {tried:.3g}, next {lam:.3g}")
+            notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
 
+        state = replace(old, lam=lam, steps=old.steps + 1, best=min(old.best, f, attempt.loss), expected=attempt.loss)
+        if attempt.rule != "rejected":
+            theta = theta + attempt.moved
+            state = replace(state, accepted=old.accepted + 1, D=D, previous=attempt.moved, memory=memory)
+            state = self._averaged(state, theta, same_data)
+        before, after = (self.loss.report(x, float(lin.normaliser)) for x in (f, attempt.loss))
         note = "; ".join(notes)
-        if rule == "rejected":
-            step = Step(report(f), report(f), False, rule, tried, lr, gain, note)
-            return step, replace(old, lam=lam, steps=old.steps + 1, best=min(old.best, f), expected=f), theta
-        moved = lr * d
-        theta = theta + moved
-        mean, count = (None, 0) if self.average is None else (theta, 1)
-        if self.average is not None and old.mean is not None and not same_data:
-            # Only on changing batches: on the same data every step is better than the last.
-            mean, count = self.average.update(old.mean, theta, old.averaged), old.averaged + 1
-        best = min(old.best, f, f_step)
-        state = State(lam, old.steps + 1, old.accepted + 1, D, moved, mean, count, memory, best, f_step)
-        return Step(report(f), report(f_step), True, rule, tried, lr, gain, note), state, theta
+        step = Step(before, after, attempt.rule != "rejected", attempt.rule, used, attempt.lr, attempt.gain, note)
+        return step, state, theta
+
+    def _attempt(self, lin: Linearization, G: Curvature, A: Tensor, old: State, same_data: bool) -> Attempt:
+        """Solve (G + A)d = −g, add momentum, try; where that fails, search."""
+        f, g, lr = lin.loss, G.gradient, self.lr
+        H = Damped(G, A)
+        try:
+            plain = -H.newton()
+        except FactorizationError as error:
+            return Attempt("rejected", lr, torch.zeros_like(g), f, math.nan, -math.inf, str(error))
+        d = plain if self.momentum is None else self.momentum.refine(plain, g, old.previous, H, same_data)
+        f_new = lin.evaluate(lin.theta + lr * d)
+        gain = gain_ratio(f - f_new, lr, g @ d, G.quadratic(d))
+        note = "" if math.isfinite(f_new) else f"the trial loss is {f_new}"
+
+        cosine = None if old.previous is None else float(torch.cosine_similarity(plain, old.previous, dim=0))
+        rule = self.acceptance.judge(Trial(f, f_new, lin.lower_bound, min(old.best, f), cosine))
+        if rule is not None:
+            return Attempt(rule, lr, lr * d, f_new, f_new, gain, note)
+        if self.line_search is not None:
+            direction = d if self.line_search.along_step else plain
+            found = self.line_search.search(partial(lin.evaluate_along, lin.theta, direction), f)
+            if found is not None:
+                return Attempt("search", found[0], found[0] * direction, found[1], f_new, gain, note)
+        return Attempt("rejected", lr, torch.zeros_like(g), f, f_new, gain, note)
+
+    def _averaged(self, state: State, theta: Tensor, same_data: bool) -> State:
+        """θ̄ after another θ. Only on changing batches: on the same data every step is better than the last."""
+        if self.average is None:
+            return state
+        if state.mean is None or same_data:
+            return replace(state, mean=theta, averaged=1)
+        mean = self.average.update(state.mean, theta, state.averaged)
+        return replace(state, mean=mean, averaged=state.averaged + 1)
 
     # Averaged weights, and what torch.optim.Optimizer promises.
 
@@ -291,10 +313,10 @@ class LM(torch.optim.Optimizer):
         self._plan = Plan()
 
 
-def _gain(decrease: float, lr: float, products: tuple[Tensor, Tensor]) -> float:
+def gain_ratio(decrease: float, lr: float, slope: Tensor, curve: Tensor) -> float:
     """ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd); a model that predicts no decrease counts as failure."""
-    slope, curve = torch.stack(products).double().tolist()
-    predicted = -lr * slope - 0.5 * lr**2 * curve
+    gd, dGd = torch.stack([slope, curve]).double().tolist()
+    predicted = -lr * gd - 0.5 * lr**2 * dGd
     return decrease / predicted if predicted > 0 and not math.isnan(decrease) else -math.inf
 
 
