@@ -369,10 +369,10 @@ class Linearization:
         h = self.totals()[4]
         return None if h is None else h * self.scale
 
-    def columns(self, block: Block) -> list[tuple[slice, slice]]:
-        """Where the parameters of a block are: (columns of θ, columns of the block)"""
+    def columns(self, blocks: Sequence[Block]) -> list[tuple[slice, slice]]:
+        """Where the parameters of some blocks are: (columns of θ, columns of the blocks side by side)"""
         found, start = [], 0
-        for p in block.params:
+        for p in (p for block in blocks for p in block.params):
             first = self.starts[self.index[id(p)]]
             found.append((slice(first, first + p.numel()), slice(start, start + p.numel())))
             start += p.numel()

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from ..linearize import Linearization
 
-# The relative error that rounding may leave in a step; where float32 would leave more, the work is done in float64.
-ROUNDING = 2e-6
-
 
 class Curvature(Protocol):
     """G at one point."""

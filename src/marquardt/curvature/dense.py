@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..layers import Block
 from ..linearize import Linearization
-from .contract import ROUNDING, norm, spd_solve
+from .contract import norm, spd_solve
 
 # Below this many parameters the products cost nothing, and G is formed in float64 at once.
 SMALL = 256
@@ -55,17 +55,21 @@ class DenseCurvature:
                 G.addmm_(rows.T, rows)
             else:
                 self._add_blocks(G, blocks)
-            if chunk.rows.u is not None:
+            if chunk.rows.u is not None and dtype == torch.float64:  # otherwise autograd's is as good
                 g += lin.scatter((block, block.adjoint(chunk.rows.u.flatten().to(dtype))) for block in blocks)
-        G, g = G.mul_(lin.scale), g.mul_(lin.scale)
-        return self._mixed(G), g if lin.remainder is None else g + lin.remainder
+        G, g = self._mixed(G.mul_(lin.scale)), g.mul_(lin.scale)
+        if dtype != torch.float64:
+            return G, lin.gradient
+        return G, g if lin.remainder is None else g + lin.remainder
 
     def _add_blocks(self, G: Tensor, blocks: list[Block]) -> None:
         """G += J̃ᵀJ̃ by pairs of layers: half of them by symmetry, each in the cheapest form its layer knows."""
-        for i, left in enumerate(blocks):
-            rows = left.rows(G.dtype)  # (m, columns)
-            for right in blocks[i:]:
-                product = right.against(rows)  # (columns, columns')
+        plain = [b for b in blocks if not b.factored]
+        groups = [*([plain] if plain else []), *([b] for b in blocks if b.factored)]
+        for i, left in enumerate(groups):
+            rows = torch.cat([b.rows(G.dtype) for b in left], 1)  # (m, columns)
+            for right in groups[i:]:
+                product = right[0].against(rows) if right[0].factored else rows.T @ rows
                 for p, across in self.lin.columns(left):
                     for q, along in self.lin.columns(right):
                         G[p, q] += product[across, along]
@@ -94,9 +98,10 @@ class DenseCurvature:
     def newton(self, damping: Tensor) -> Tensor:
         A = damping.expand(self.lin.n)
         if self.G.dtype != torch.float64:
-            # JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖.
+            # JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖. That is the
+            # worst case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
             error = torch.finfo(self.G.dtype).eps * norm(self.G, A.rsqrt())
-            if not bool(error <= 50 * ROUNDING):  # errors of single products average out in a sum
+            if not bool(error <= 1e-3):
                 self.G, self._g = self._form(torch.float64)
         H = self.G.clone()
         H.diagonal().add_(A)

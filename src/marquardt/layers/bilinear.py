@@ -64,7 +64,9 @@ class Bilinear(Block):
 
     def adjoint(self, w: Tensor) -> Tensor:
         # a is the same for the R rows of a sample: contract them first, then it is one ordinary backward.
-        delta = torch.einsum("rn,rnpgo->npgo", w.view(self.R, self.N), self.delta.to(w.dtype))
+        delta = torch.zeros_like(self.delta[0], dtype=w.dtype)
+        for weight, part in zip(w.view(self.R, self.N, 1, 1, 1), self.delta, strict=True):
+            delta.addcmul_(weight, part.to(w.dtype))  # (N, P, G, O)
         parts = []
         if self.weight is not None:
             parts.append(torch.einsum("npgo,npgi->goi", delta, self.a.to(w.dtype)).flatten())
@@ -72,9 +74,13 @@ class Bilinear(Block):
             parts.append(delta.sum((0, 1)).flatten())
         return torch.cat(parts)
 
+    @property
+    def factored(self) -> bool:
+        return self.P == self.G == 1 < self.R
+
     def against(self, rows: Tensor) -> Tensor:
         """Σₙ (Σᵣ x ⊗ δ) ⊗ a: the R rows of a sample share their a, so they are contracted before a comes in."""
-        if self.P > 1 or self.G > 1 or self.R == 1:
+        if not self.factored:
             return super().against(rows)
         X = rows.view(self.R, self.N, -1).transpose(0, 1)  # (N, R, q)
         delta = self.delta[:, :, 0, 0].transpose(0, 1).to(rows.dtype)  # (N, R, O)

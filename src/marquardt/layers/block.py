@@ -42,8 +42,13 @@ class Block(ABC):
         """J̃ itself: (m, columns)"""
         return torch.cat([piece for _, piece in self.slabs(dtype)], 1)
 
+    @property
+    def factored(self) -> bool:
+        """Whether `against` knows a cheaper way than the product with the rows."""
+        return False
+
     def against(self, rows: Tensor) -> Tensor:
-        """Xᵀ J̃ for rows X of other columns: (m, q) → (q, columns)"""
+        """Xᵀ J̃ for rows X of any columns: (m, q) → (q, columns)"""
         return rows.T @ self.rows(rows.dtype)
 
     def diagonal(self) -> Tensor:
