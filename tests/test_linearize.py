@@ -120,7 +120,7 @@ def paths(name: str) -> dict[str, str]:
     lin = linearize(p)
     mq.Dense().represent(lin)
     assert list(lin.paths) == list(reference.trainable(p.model, p.params))
-    assert set(lin.paths.values()) <= {"rule", "vmap", "rows", "loop"}
+    assert set(lin.paths.values()) <= {"rule", "vmap", "parts", "rows", "loop"}
     return lin.paths
 
 
@@ -145,7 +145,7 @@ def test_paths_of_a_transformer():
 def test_paths_of_recurrence(name):
     """vmap cannot follow a recurrent layer; its head keeps its rule."""
     found = paths(name)
-    assert {path for k, path in found.items() if k.startswith("cell.")} <= {"rows", "loop"}
+    assert {path for k, path in found.items() if k.startswith("cell.")} <= {"parts", "rows", "loop"}
     assert found["head.weight"] == found["head.bias"] == "rule"
 
 

@@ -117,6 +117,12 @@ class Moment:
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
+    def drew_since(self, earlier: Moment) -> bool:
+        """Whether random numbers were drawn in between."""
+        if self.cuda is not None and earlier.cuda is not None and not torch.equal(self.cuda, earlier.cuda):
+            return True
+        return not torch.equal(self.cpu, earlier.cpu)
+
     def restore(self, *, buffers: bool = True) -> None:
         if buffers:
             with torch.no_grad():

@@ -13,10 +13,23 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves
 
 from .batch import Batch, Moment, assign, flatten, forward, trainable, unlike
-from .layers import Block, Capture, Explicit, Replay, assemble, rows_by_loop, rows_by_vmap, rows_in_batches
+from .layers import (
+    Block,
+    Capture,
+    Explicit,
+    Replay,
+    assemble,
+    rows_by_loop,
+    rows_by_vmap,
+    rows_in_batches,
+    rows_in_parts,
+)
 from .layers.capture import LAYOUTS, Layout, Slopes, grouped
 from .losses import Loss, resolve
 from .rows import Cotangents, Exact, Rows
+
+# Ways to the rows of parameters without a rule, fastest first; the first that is proven right is taken.
+PATHS = ("vmap", "parts", "rows", "loop")
 
 # Blocks of up to this many columns are watched on every chunk; for larger ones the proof on first use has to do.
 GUARDED = 1_000_000
@@ -27,7 +40,7 @@ class Plan:
     """How the rows of each parameter are found: proven on first use, kept while the model is called the same way."""
 
     layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)  # blocks with a rule, by their parameters
-    general: dict[int, str] = field(default_factory=dict)  # the other parameters: "vmap" | "rows" | "loop"
+    general: dict[int, str] = field(default_factory=dict)  # the other parameters: one of PATHS
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     batched_rows: bool = True  # backward passes of all rows at once
     batched_trials: bool = True  # forward passes of all trial points at once
@@ -86,28 +99,27 @@ class Chunk:
 
     def vjp(self, w: Tensor) -> Tensor:
         """Jᵀw: (N, *out) → (n,)"""
-        grads = torch.autograd.grad(self._graph, self.lin.params, w, retain_graph=True, allow_unused=True)
-        pairs = zip(grads, self.lin.params, strict=True)
+        pairs = zip(self._pull(w), self.lin.params, strict=True)
         return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+
+    def _pull(self, w: Tensor) -> Sequence[Tensor | None]:
+        """The same by parameters, None for those that the outputs do not depend on."""
+        return torch.autograd.grad(self._graph, self.lin.params, w, retain_graph=True, allow_unused=True)
 
     @torch.no_grad()
     def blocks(self) -> list[Block]:
         """The columns of J̃, by layer. The graph of the forward pass is released."""
-        params, plan = self.lin.params, self.lin.plan
-        calls = self._capture.calls
+        plan, calls = self.lin.plan, self._capture.calls
         groups = {tuple(sorted({self.lin.index[id(p)] for i in g for p in calls[i].params})): g for g in grouped(calls)}
-        signature = (tuple(groups), tuple(m.training for m in self.lin.model.modules()))
+        random = self.after.drew_since(self.before)
+        signature = (tuple(groups), tuple(m.training for m in self.lin.model.modules()), random)
         fresh = plan.proven != signature
         if fresh:
             plan.proven = signature if self._prove(plan) else None
-        blocks = self._rules(groups)
+        blocks = self._rules(groups) + self._others()
         if not fresh and not self._plausible(blocks):
             plan.proven = signature if self._prove(plan) else None
-            blocks = self._rules(groups)
-        for path in ("vmap", "rows", "loop"):
-            indices = [i for i, p in plan.general.items() if p == path]
-            if indices:
-                blocks.append(Explicit([params[i] for i in indices], self._general(path, indices)))
+            blocks = self._rules(groups) + self._others()
         del self._graph, self._capture
         if fresh:
             plan.trial_needs_grad = not self._same_without_grad()
@@ -127,6 +139,15 @@ class Chunk:
                 columns = sum(params[i].numel() for i in key)
                 block = Explicit([params[i] for i in key], self.z.new_zeros(self.rows.S.shape[0] * self.N, columns))
             blocks.append(block)
+        return blocks
+
+    def _others(self) -> list[Block]:
+        """The blocks of all other parameters."""
+        blocks: list[Block] = []
+        for path in PATHS:
+            indices = [i for i, p in self.lin.plan.general.items() if p == path]
+            if indices:
+                blocks.append(Explicit([self.lin.params[i] for i in indices], self._general(path, indices)))
         return blocks
 
     def _plausible(self, blocks: list[Block]) -> bool:
@@ -172,6 +193,10 @@ class Chunk:
         if path == "vmap":
             named = {self.lin.names[i]: self.lin.params[i] for i in indices}
             return rows_by_vmap(self.lin.model, named, forward, self.batch.inputs, self.rows.S)
+        if path == "parts":
+            if self.after.drew_since(self.before):
+                raise ValueError("a random model draws other numbers in parts")
+            return rows_in_parts(self.lin.model, params, forward, self.batch.inputs, self.rows.S)
         return (rows_in_batches if path == "rows" else rows_by_loop)(self._graph, params, self.rows.S)
 
     def _prove(self, plan: Plan) -> bool:
@@ -184,7 +209,8 @@ class Chunk:
         S, params, lin = self.rows.S, self.lin.params, self.lin
         generator = torch.Generator().manual_seed(0)
         w = torch.randn(S.shape[0], self.N, generator=generator, dtype=torch.float64).to(S)
-        true = self.vjp(torch.einsum("rn,rn...->n...", w, S)).split([p.numel() for p in params])
+        pulled = self._pull(torch.einsum("rn,rn...->n...", w, S))
+        true = [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(pulled, params, strict=True)]
         smallest = torch.finfo(S.dtype).tiny
 
         def agrees(block: Block | None) -> bool:
@@ -210,7 +236,7 @@ class Chunk:
                     break
         covered = {i for key in plan.layouts for i in key}
         rest = [i for i in range(len(params)) if i not in covered]
-        for path in ("vmap", "rows", "loop") if rest else ():
+        for path in PATHS if rest else ():
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
@@ -222,7 +248,7 @@ class Chunk:
             if path == "loop" or agrees(block):
                 plan.general.update(dict.fromkeys(rest, path))
                 break
-        return all(bool(t.any()) for t in true)
+        return all(g is None or bool(g.any()) for g in pulled)
 
     def _same_without_grad(self) -> bool:
         """Whether the model gives the same outputs under no_grad: a network that differentiates itself does not."""
@@ -275,7 +301,7 @@ class Linearization:
 
     @property
     def paths(self) -> dict[str, str]:
-        """Parameter name → "rule" | "vmap" | "rows" | "loop"."""
+        """Parameter name → "rule", or the path that its rows take."""
         self.totals()
         covered = {i for key in self.plan.layouts for i in key}
         return {name: "rule" if i in covered else self.plan.general.get(i, "rule") for i, name in enumerate(self.names)}

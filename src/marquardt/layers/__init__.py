@@ -2,7 +2,7 @@
 
 from .block import Block, Explicit
 from .capture import Call, Capture, Replay, assemble
-from .generic import rows_by_loop, rows_by_vmap, rows_in_batches
+from .generic import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 
 __all__ = [
     "Block",
@@ -14,4 +14,5 @@ __all__ = [
     "rows_by_loop",
     "rows_by_vmap",
     "rows_in_batches",
+    "rows_in_parts",
 ]

@@ -41,6 +41,27 @@ def rows_by_vmap(
     return torch.cat([found[name].flatten(2) for name in params], 2).transpose(0, 1).reshape(R * N, n)
 
 
+def rows_in_parts(
+    model: torch.nn.Module,
+    params: Sequence[Tensor],
+    call: Callable[[Callable[..., Any], Any], Tensor],
+    inputs: Any,
+    S: Tensor,
+) -> Tensor:
+    """A few samples at a time, each with its own forward pass: (m, n). The samples must be independent, the model not
+    random. A backward pass for one row goes through all samples of its forward pass: the fewer, the less is wasted."""
+    R, N = S.shape[:2]
+    size = max(8, round(N**0.5))  # as many parts as samples in a part: neither the calls nor the waste dominate
+    pieces = []
+    for first in range(0, N, size):
+        part = slice(first, first + size)
+        some = tree_map(lambda t, i=part: t[i] if isinstance(t, Tensor) and t.ndim and len(t) == N else t, inputs)
+        with torch.enable_grad():
+            z = call(model, some)
+        pieces.append(rows_in_batches(z, params, S[:, part]).unflatten(0, (R, -1)))
+    return torch.cat(pieces, 1).flatten(0, 1)
+
+
 def rows_in_batches(z: Tensor, params: Sequence[Tensor], S: Tensor) -> Tensor:
     """One cotangent for every row, many in one backward pass: (m, n). Nothing is assumed of the model."""
     R, N = S.shape[:2]
