@@ -120,7 +120,7 @@ def paths(name: str) -> dict[str, str]:
     lin = linearize(p)
     mq.Dense().represent(lin)
     assert list(lin.paths) == list(reference.trainable(p.model, p.params))
-    assert set(lin.paths.values()) <= {"rule", "vmap", "parts", "rows", "loop"}
+    assert set(lin.paths.values()) <= {"rule", "none", "vmap", "parts", "rows", "loop"}
     return lin.paths
 
 

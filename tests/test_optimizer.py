@@ -32,7 +32,7 @@ from reference import error
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 PLAIN: dict[str, Any] = {
-    "curvature": mq.Dense(memory=0.0),
+    "curvature": mq.Dense(inertia=0.0),
     "damping": mq.Identity(),
     "schedule": mq.TenFold(0.1),
     "momentum": None,
@@ -42,11 +42,11 @@ PLAIN: dict[str, Any] = {
 }
 LOSSES = ["mse", "cross_entropy", "bce", "huber", "poisson"]
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES)
-DENSE, GRAM = mq.Dense(memory=0.0), mq.Gram()
+DENSE, GRAM = mq.Dense(inertia=0.0), mq.Gram()
 CURVATURES = {
     "dense": DENSE,
     "gram": GRAM,
-    "dense-chunked": mq.Dense(chunk=3, memory=0.0),
+    "dense-chunked": mq.Dense(chunk=3, inertia=0.0),
     "gram-chunked": mq.Gram(chunk=3),
 }
 EVERY_CURVATURE = pytest.mark.parametrize("curvature", CURVATURES.values(), ids=CURVATURES)
@@ -282,13 +282,18 @@ def test_rule_rejected():
     assert "λ" in step.note
 
 
-@pytest.mark.parametrize("line_search", [mq.Grid(), mq.Backtracking(), mq.Grid(along_step=True)], ids=str)
-def test_rule_search(line_search):
+@pytest.mark.parametrize(
+    ("line_search", "lr"),
+    [(mq.Grid(), 1.0), (mq.Grid(along_step=True), 1.0), (mq.Backtracking(), 1.5), (mq.Backtracking(1 / 3), 1.0)],
+    ids=str,
+)
+def test_rule_search(line_search, lr):
+    """The minimum lies at lr = 1. The failed lr = 3 is not tried again."""
     model, opt, x, y = overshooting(line_search=line_search)
     step = opt.step(x, y)
     assert (step.rule, step.accepted) == ("search", True)
-    assert step.new_loss < 0.01 * step.loss
-    assert step.lr == pytest.approx(1.0)  # the minimum lies there
+    assert step.lr == pytest.approx(lr)
+    assert step.new_loss == pytest.approx((lr - 1) ** 2 * step.loss, rel=1e-6, abs=1e-6 * step.loss)
     assert objective(model, "mse", x, y) == pytest.approx(step.new_loss, rel=1e-9)
     assert opt.param_groups[0]["lr"] == 3.0  # reported, never written into the optimizer
 
@@ -409,7 +414,8 @@ def test_presets_report_the_users_loss(preset, loss):
 
 
 def test_knows_the_same_data_again():
-    """The loss before a step is the loss after the last one, accepted or not, where the data are the same."""
+    """The loss before a step is the loss after the last one, accepted or not, where the data are the same. Once may be
+    chance."""
     told = []
 
     class Recording(mq.Constant):
@@ -419,11 +425,11 @@ def test_knows_the_same_data_again():
 
     model, x, y = problem()
     opt = lm(model, schedule=Recording(1.0))
-    for lr, shift in ((1e3, 0), (1.0, 0), (1.0, 0), (1e3, 1), (1.0, 1), (1.0, 0)):
+    for lr, shift in ((1e3, 0), (1.0, 0), (1.0, 0), (1e3, 1), (1.0, 1), (1.0, 1)):
         opt.param_groups[0]["lr"] = lr
         opt.step(x, y + shift)
     rules = ["rejected", "decrease", "decrease", "rejected", "decrease", "decrease"]
-    assert told == list(zip(rules, [False, True, True, False, True, False], strict=True))
+    assert told == list(zip(rules, [False, False, True, False, False, True], strict=True))
     assert opt.state_dict()["marquardt"]["steps"] == 6
 
 
@@ -502,11 +508,11 @@ def fail_to_factor(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
     left, solve = [times], dense.spd_solve
 
-    def spd_solve(H: Tensor, b: Tensor) -> Tensor:
+    def spd_solve(H: Tensor, b: Tensor, notes: list[str]) -> Tensor:
         if left[0]:
             left[0] -= 1
             raise FactorizationError("not today")
-        return solve(H, b)
+        return solve(H, b, notes)
 
     monkeypatch.setattr(dense, "spd_solve", spd_solve)
     monkeypatch.setattr(gram, "spd_solve", spd_solve)
@@ -933,7 +939,7 @@ STEP_OVER: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("kind", STEP_OVER)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize(
-    "curvature", [DENSE, mq.Dense(2, memory=0.0), mq.Auto(memory=0.0)], ids=["dense", "dense-chunked", "auto"]
+    "curvature", [DENSE, mq.Dense(2, inertia=0.0), mq.Auto(inertia=0.0)], ids=["dense", "dense-chunked", "auto"]
 )
 def test_step_over_equals_one_batch(kind, weighted, curvature):
     name, loss = STEP_OVER[kind]
@@ -1440,7 +1446,7 @@ def fragile(name: str, started: bool) -> tuple[Fragile, mq.LM, Tensor, Tensor]:
     torch.manual_seed(0)
     model, x, y = Fragile(FRAGILE[name]()), torch.randn(6, 2), torch.randn(6, 3)
     parts = {**MAX_MOMENTUM, "average": mq.EMA(), "acceptance": mq.Uphill()}
-    opt = lm(model, line_search=mq.Backtracking(0.1, trials=3), attempts=2, **parts)
+    opt = lm(model, line_search=mq.Backtracking(0.1, trials=6), attempts=2, **parts)
     if started:
         opt.step(x, y)
         opt.step(x + 0.1, y)
@@ -1486,8 +1492,8 @@ class Failing:
         if not callable(found):
             return found
 
-        def fail(*args: Any) -> Any:
-            found(*args)
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            found(*args, **kwargs)
             raise self.exception("in a part")
 
         return fail
@@ -1793,3 +1799,138 @@ def test_cuda_resumes_and_trains():
     assert loss_after(opt, x, y, 3) == pytest.approx(loss_after(other, x, y, 3), rel=1e-4)
     assert last < first / 5
     assert all(type(getattr(opt.step(x, y), f.name)) is PLAIN_TYPES.get(f.name, float) for f in fields(mq.Step))
+
+
+# ---- what a long run must not do
+
+
+def test_a_ragged_batch_changes_neither_damping_nor_representation():
+    """The last batch of a pass is small: fewer rows than parameters for once."""
+    torch.manual_seed(0)
+    model = mlp(4, 8, 3)
+    opt = mq.LM(model, "mse")
+    x, y = torch.randn(123, 4), torch.randn(123, 3)
+    for part in (slice(0, 60), slice(60, 120), slice(120, 123), slice(0, 60)):
+        before = opt.state_dict()["marquardt"]
+        opt.step(x[part], y[part])
+    assert before["past"] is not None  # the small batch kept the averaged curvature
+    assert opt.state_dict()["marquardt"]["D"] < 3 * before["D"]
+    assert opt.state_dict()["marquardt"]["rows"] == 180
+
+
+def test_a_step_lets_go_of_its_rows():
+    """At once, not when Python's collector comes round: on a GPU that is too late."""
+    import gc
+    import weakref
+
+    from marquardt.linearize import Linearization
+
+    model, x, y = problem()
+    opt, seen = lm(model, curvature=mq.Gram()), []
+    original = Linearization.close
+
+    def close(self: Linearization) -> None:
+        seen.extend(weakref.ref(block) for _, blocks in self._open for block in blocks)
+        original(self)
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Linearization, "close", close)
+            opt.step(x, y)
+        assert seen
+        assert all(ref() is None for ref in seen)
+    finally:
+        gc.enable()
+
+
+def test_weights_that_functional_call_does_not_see():
+    """The batched grid is used only where it agrees with a plain evaluation."""
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 3)
+            self.pair = [self.inner.weight, self.inner.bias]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, *self.pair).tanh()
+
+    model, x, y = Hidden(), *problem()[1:]
+    lin = mq.linearize(model, "mse", x, y)
+    at, d = lin.theta, torch.randn(lin.n)
+    lin.totals()
+    rates = [0.5, 1.0, 2.0]
+    assert lin.evaluate_along(at, d, rates) == [lin.evaluate(at + lr * d) for lr in rates]
+
+
+def test_inputs_changed_in_place_are_refused():
+    class Shifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x -= 0.5
+            return self.inner(x)
+
+    model, x, y = Shifting(), *problem()[1:]
+    with pytest.raises(ValueError, match="changes its inputs in place"):
+        lm(model).step(x, y)
+
+
+def test_a_rate_of_zero_moves_nothing():
+    model, x, y = problem()
+    before = theta(model).clone()
+    step = mq.LM(model, "mse", lr=0.0).step(x, y)
+    assert not step.accepted
+    assert torch.equal(theta(model), before)
+
+
+def test_other_data_in_another_pass_are_refused():
+    class Loader:
+        def __iter__(self) -> Any:
+            yield x, y + torch.rand((), generator=own)
+
+    model, x, y = problem()
+    own = torch.Generator().manual_seed(0)
+    with pytest.raises(ValueError, match="batches are not the same"):
+        lm(model).step_over(Loader())
+
+
+def test_sampled_rows_are_watched_too():
+    """A layer that sees the samples in another order for other data."""
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = x[:, 0].argsort()
+            return self.head(self.inner(x[order]).tanh()[order.argsort()])
+
+    model, x, y = Sorted(), *problem()[1:]
+    x = x[x[:, 0].argsort()]
+    opt = lm(model, rows=mq.Sampled(2), curvature=mq.Dense())
+    opt.step(x, y)  # in order: the rule is proven
+    twin = copy.deepcopy(model)
+    fresh = lm(twin, rows=mq.Sampled(2), curvature=mq.Dense())
+    fresh.load_state_dict(opt.state_dict())
+    opt.step(x.flip(0), y)
+    fresh.step(x.flip(0), y)
+    assert error(theta(model), theta(twin)) < 1e-9
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w.sqrt() + 0 * x[:, :1]
+
+    _, x, y = problem()
+    with pytest.raises(ValueError, match="gradient of parameter 'w'"):
+        lm(Root()).step(x, y)

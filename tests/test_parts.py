@@ -96,7 +96,7 @@ def flat(model: nn.Module) -> Tensor:
 def lm(model: nn.Module, loss="mse", **parts) -> mq.LM:
     """Nothing but the plain step, unless told otherwise."""
     bare = {
-        "curvature": mq.Dense(memory=0.0),
+        "curvature": mq.Dense(inertia=0.0),
         "rows": mq.Exact(),
         "damping": mq.Identity(),
         "schedule": mq.Constant(0.1),
@@ -555,7 +555,7 @@ def test_gain_ratio(gain, fast, slow, rule):
 def test_the_floor_is_for_changing_batches():
     good, bad = outcome(gain=1.0), outcome(gain=-1.0)
     assert GAIN.update(0.11, good._replace(same_data=False)) == 0.1
-    assert GAIN.update(0.11, good._replace(same_data=False, averaged=True)) == pytest.approx(0.077)
+    assert GAIN.update(0.11, good._replace(same_data=False, averaged_curvature=True)) == pytest.approx(0.077)
     assert GAIN.update(1e-4, good._replace(same_data=False)) == 0.1
     assert GAIN.update(1e-4, outcome(gain=0.5, same_data=False)) == 0.1
     assert GAIN.update(0.11, good) == pytest.approx(0.044)
@@ -681,7 +681,7 @@ def test_backtracking_takes_the_first_decrease(losses, f):
     calls: list[float] = []
     rates = [2 * 0.3**k for k in range(6)]
     table = iter(losses)
-    found = mq.Backtracking(0.3, trials=6, start=2.0).search(recorded(lambda lr: next(table), calls), f)
+    found = mq.Backtracking(0.3, trials=6).search(recorded(lambda lr: next(table), calls), f, 2.0, False)
     lower = [k for k, l in enumerate(losses) if l < f]
     assert calls == pytest.approx(rates[: lower[0] + 1] if lower else rates, rel=1e-12)  # and none after it
     assert found == ((calls[-1], losses[lower[0]]) if lower else None)
@@ -859,10 +859,9 @@ BAD = [
     *((mq.Grid, {"step": v}) for v in (0.0, -0.125, NAN, INF)),
     *((mq.Backtracking, {"factor": v}) for v in (0.0, 1.0, -0.5, NAN)),
     *((mq.Backtracking, {"trials": v}) for v in (0, -1, 2.5)),
-    *((mq.Backtracking, {"start": v}) for v in (0.0, -1.0, NAN, INF)),
     *((mq.Sampled, {"k": v}) for v in (0, -1, 1.5)),
     *((r, {"chunk": v}) for r in (mq.Dense, mq.Gram, mq.Auto) for v in (0, -1, 2.5)),
-    *((r, {"memory": v}) for r in (mq.Dense, mq.Auto) for v in (-0.1, 1.0, NAN)),
+    *((r, {"inertia": v}) for r in (mq.Dense, mq.Auto) for v in (-0.1, 1.0, NAN)),
 ]
 BAD_FOR_LM = [
     *(("lr", v) for v in (-1.0, NAN, INF)),
@@ -896,7 +895,7 @@ def test_bad_values_of_the_optimizer(name, value):
         lambda: mq.AdaptiveMomentum(0.9, INF, cap=True),
         lambda: mq.GainRatio(1.0, down=1.0, up=1.0),
         lambda: mq.GainRatio(1.0, floor=1e-12, minimum=1e-12),  # no floor
-        lambda: mq.Dense(memory=0.0),
+        lambda: mq.Dense(inertia=0.0),
         lambda: mq.Backtracking(0.5, trials=1),
         lambda: mq.LM(LINEAR, "mse", lr=0.0),
     ],
@@ -911,7 +910,7 @@ def test_values_at_the_edge_are_fine(make):
 def test_paper():
     """Sections 2.3 to 2.6 of the paper and the constants of the authors' code."""
     opt = mq.presets.paper(mlp(outputs=3), "cross_entropy")
-    assert opt.curvature.memory == 0  # G is that of the batch
+    assert opt.curvature.inertia == 0  # G is that of the batch
     assert opt.rows == mq.Empirical()
     assert opt.damping == mq.MaxDiagonal(floor=0.01)
     assert opt.schedule == mq.PaperSchedule(initial=1.0, minimum=1e-5, maximum=1e5)
@@ -957,7 +956,7 @@ def test_presets_on_squared_error(preset, parts, loss, changing):
 
 def test_vanilla():
     opt = mq.presets.vanilla(mlp(), "mse")
-    assert opt.curvature.memory == 0
+    assert opt.curvature.inertia == 0
     assert opt.rows == mq.Exact()
     assert opt.damping == mq.Identity()
     assert opt.schedule == mq.TenFold(initial=1.0, factor=10.0)

@@ -9,6 +9,11 @@ from torch import Tensor
 
 
 class Average(Protocol):
+    @property
+    def restarts(self) -> bool:
+        """Whether the average starts anew with every step on the same data, where each is better than the last."""
+        ...
+
     def update(self, mean: Tensor, theta: Tensor, count: int) -> Tensor:
         """The next average from the last one, which is of `count` points."""
         ...
@@ -22,6 +27,7 @@ class EMA:
     """
 
     decay: float = 0.95
+    restarts: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -34,6 +40,8 @@ class EMA:
 @dataclass(frozen=True)
 class Polyak:
     """θ̄ = the mean of all accepted θ."""
+
+    restarts: bool = False
 
     def update(self, mean: Tensor, theta: Tensor, count: int) -> Tensor:
         return mean.lerp(theta, 1 / (count + 1))

@@ -32,6 +32,15 @@ class Batch:
         elif self.inputs.ndim == 0:
             raise ValueError("the inputs have shape (): the first dimension must be the samples, as in (N, …)")
 
+    def versions(self) -> list[int]:
+        """What an operation in place would change."""
+        return [t._version for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
+
+    def checksum(self) -> Tensor | float:
+        """One number for the targets, or for the inputs where there are none."""
+        tensors = [t for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor)]
+        return tensors[0].sum(dtype=torch.float64) if tensors else 0.0
+
     def split(self, size: int | None) -> list[Batch]:
         """Chunks of at most `size` samples."""
         # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
@@ -106,12 +115,11 @@ class Moment:
     """The state that a forward pass changes: random number generators and buffers."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        # By name: a forward pass may put another tensor in the place of a buffer.
+        # By name: a forward pass may put another tensor in the place of a buffer, or a first one.
         self.buffers = [
-            (module, name, buffer, buffer.detach().clone())
+            (module, {name: (b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()})
             for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+            if module._buffers
         ]
         self.device = device
         self.cpu = torch.get_rng_state()
@@ -126,8 +134,10 @@ class Moment:
     def restore(self, *, buffers: bool = True) -> None:
         if buffers:
             with torch.no_grad():
-                for module, name, buffer, value in self.buffers:
-                    module._buffers[name] = buffer.copy_(value)
+                for module, saved in self.buffers:
+                    module._buffers.clear()
+                    for name, (buffer, value) in saved.items():
+                        module._buffers[name] = buffer if buffer is None or value is None else buffer.copy_(value)
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
@@ -166,6 +176,10 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
         if len(found) > 1:
             names = ", ".join(sorted(str(f) for f in found))
             raise ValueError(f"the trainable parameters have several {what} ({names}): bring them to one by model.to()")
+    if any(nn.parameter.is_lazy(p) for p in chosen):
+        raise ValueError(
+            "the model has lazy parameters without a shape: run a forward pass once, then make the optimizer"
+        )
     p = chosen[0]
     if p.dtype not in (torch.float32, torch.float64):
         raise TypeError(

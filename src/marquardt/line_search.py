@@ -17,8 +17,8 @@ class LineSearch(Protocol):
         """Search along the step that failed (with its momentum) instead of the plain LM direction."""
         ...
 
-    def search(self, along: Along, loss: float) -> tuple[float, float] | None:
-        """(lr, f at lr) of the point to take, or None."""
+    def search(self, along: Along, loss: float, lr: float, tried: bool) -> tuple[float, float] | None:
+        """(rate, f there) of the point to take, or None; lr is the optimizer's, `tried` if it failed on this line."""
         ...
 
 
@@ -44,7 +44,7 @@ class Grid:
         rates = (self.start + k * self.step for k in range(math.ceil((self.stop - self.start) / self.step)))
         return [lr for lr in rates if lr < self.stop]
 
-    def search(self, along: Along, loss: float) -> tuple[float, float] | None:
+    def search(self, along: Along, loss: float, lr: float = 1.0, tried: bool = False) -> tuple[float, float] | None:
         best = min(
             ((f, lr) for lr, f in zip(self.rates, along(self.rates), strict=True) if math.isfinite(f)), default=None
         )
@@ -57,22 +57,20 @@ class Backtracking:
 
     factor: float = 0.5
     trials: int = 6
-    start: float = 1.0
     along_step: bool = False
 
     def __post_init__(self) -> None:
-        if not (
-            0 < self.factor < 1 and isinstance(self.trials, int) and self.trials >= 1 and 0 < self.start < math.inf
-        ):
+        if not (0 < self.factor < 1 and isinstance(self.trials, int) and self.trials >= 1):
             raise ValueError(
-                f"Backtracking(factor={self.factor!r}, trials={self.trials!r}, start={self.start!r}): "
-                "needs a factor between 0 and 1, at least one trial and a positive start"
+                f"Backtracking(factor={self.factor!r}, trials={self.trials!r}): "
+                "needs a factor between 0 and 1 and at least one trial"
             )
 
-    def search(self, along: Along, loss: float) -> tuple[float, float] | None:
-        for k in range(self.trials):
-            lr = self.start * self.factor**k
-            (f,) = along([lr])
+    def search(self, along: Along, loss: float, lr: float = 1.0, tried: bool = False) -> tuple[float, float] | None:
+        first = 1 if tried else 0
+        for k in range(first, first + self.trials):
+            rate = lr * self.factor**k
+            (f,) = along([rate])
             if math.isfinite(f) and f < loss:
-                return lr, f
+                return rate, f
         return None

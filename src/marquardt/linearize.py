@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from .layers import (
     Block,
     Capture,
     Explicit,
+    Misfit,
+    Nothing,
     Replay,
     assemble,
     rows_by_loop,
@@ -43,9 +46,10 @@ class Plan:
     general: dict[int, str] = field(default_factory=dict)  # the other parameters: one of PATHS
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     batched_rows: bool = True  # backward passes of all rows at once
-    batched_trials: bool = True  # forward passes of all trial points at once
+    batched_trials: bool | None = None  # forward passes of all trial points at once; None while unproven
     trial_needs_grad: bool = False  # the model differentiates itself
-    alarms: int = 0  # how often a proof was repeated because a gradient looked wrong
+    alarms: int = 0  # how often a proof was repeated for nothing
+    quiet: int = 0  # chunks that are not watched after such an alarm
 
 
 class Chunk:
@@ -56,6 +60,7 @@ class Chunk:
         self.before = Moment(lin.model, lin.device)
         loss, params = lin.criterion, lin.params
         batch.check()
+        versions = batch.versions()
         try:
             with torch.enable_grad(), Capture(params) as capture:
                 z = forward(lin.model, batch.inputs)
@@ -64,6 +69,10 @@ class Chunk:
             if reason is None or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(f"the model failed: {error} (Note that {reason})") from error
+        if batch.versions() != versions:
+            raise ValueError(
+                "the model changes its inputs in place, so it cannot be called on them again: clone them first"
+            )
         if not z.requires_grad:
             raise ValueError("the outputs do not depend on the trainable parameters: nothing to optimise")
         self.after = Moment(lin.model, lin.device)
@@ -72,6 +81,7 @@ class Chunk:
         y, w = batch.targets, batch.weight
         loss.check(self.z, y, w, part=True)
         self.N = len(z)
+        self.m = 0  # rows
         with torch.no_grad():
             self.value = loss.value(self.z, y, w)
             if not bool(self.value.isfinite()):
@@ -80,6 +90,7 @@ class Chunk:
             self.lower_bound = loss.lower_bound(self.z, y, w)
             self.rows: Cotangents = lin.rows_kind.draw(loss, self.z, y, w, seed)
             slope = loss.gradient(self.z, y, w)
+        self.m = self.rows.S.shape[0] * self.N
         self._graph, self._capture = z, capture
         self.gradient = self.vjp(slope)  # (n,)
         if self.rows.v is None:
@@ -116,9 +127,17 @@ class Chunk:
         fresh = plan.proven != signature
         if fresh:
             plan.proven = signature if self._prove(plan) else None
-        blocks = self._rules(groups) + self._others()
-        if not fresh and not self._plausible(blocks):
+        try:
+            blocks = self._rules(groups) + self._others()
+            doubtful = not fresh and not self._plausible(blocks)
+        except Misfit:
+            doubtful = True
+        if doubtful:
+            layouts, general = dict(plan.layouts), dict(plan.general)
             plan.proven = signature if self._prove(plan) else None
+            if (layouts, general) == (plan.layouts, plan.general):  # near a minimum the gradient is all rounding
+                plan.alarms += 1
+                plan.quiet = 2**plan.alarms
             blocks = self._rules(groups) + self._others()
         del self._graph, self._capture
         if fresh:
@@ -135,38 +154,46 @@ class Chunk:
         for key, layout in layouts.items():
             members = groups.get(key, [])
             block = assemble([calls[i] for i in members], [deltas[i] for i in members], self.N, layout)
-            if block is None:  # the rows do not depend on this layer
-                columns = sum(params[i].numel() for i in key)
-                block = Explicit([params[i] for i in key], self.z.new_zeros(self.rows.S.shape[0] * self.N, columns))
-            blocks.append(block)
+            blocks.append(block or Nothing([params[i] for i in key], self.m))
         return blocks
 
     def _others(self) -> list[Block]:
         """The blocks of all other parameters."""
         blocks: list[Block] = []
-        for path in PATHS:
+        for path in ("none", *PATHS):
             indices = [i for i, p in self.lin.plan.general.items() if p == path]
+            some = [self.lin.params[i] for i in indices]
             if indices:
-                blocks.append(Explicit([self.lin.params[i] for i in indices], self._general(path, indices)))
+                blocks.append(Nothing(some, self.m) if path == "none" else Explicit(some, self._general(path, indices)))
         return blocks
 
     def _plausible(self, blocks: list[Block]) -> bool:
         """Whether a proof on earlier data still holds: J̃ᵀu is the gradient, and that is known from plain autograd.
 
         Layers that see the samples in another order for other data (sorted by length, routed to experts) fail here.
+        Rows without u are asked about a random vector instead, which costs a backward pass.
         """
-        plan, u = self.lin.plan, self.rows.u
-        if plan.alarms > 2 or u is None or self.rows.v is not None:
-            return True
+        plan = self.lin.plan
         small = [b for b in blocks if b.columns <= GUARDED]
-        wrong = [
-            (b.adjoint(u.flatten()) - e).norm() > _tolerance(e) * e.norm()
-            for b, e in ((b, self.lin.gather(self.gradient, b)) for b in small)
-        ]
-        if not wrong or not bool(torch.stack(wrong).any()):
+        if plan.quiet or not small:
+            plan.quiet = max(0, plan.quiet - 1)
             return True
-        plan.alarms += 1  # near a minimum the gradient is all rounding: do not cry wolf for ever
-        return False
+        if self.rows.u is not None and self.rows.v is None:
+            w, true = self.rows.u, self.gradient
+        else:
+            w = self._random()
+            true = self.vjp(torch.einsum("rn,rn...->n...", w, self.rows.S))
+        wrong = [
+            (b.adjoint(w.flatten()) - e).norm() > _tolerance(e) * e.norm()
+            for b, e in ((b, self.lin.gather(true, b)) for b in small)
+        ]
+        return not bool(torch.stack(wrong).any())
+
+    def _random(self) -> Tensor:
+        """One number for every row, the same every time: (R, N)"""
+        generator = torch.Generator("cpu").manual_seed(0)
+        shape = self.rows.S.shape[:2]
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(self.rows.S)
 
     def _deltas(self, wanted: Sequence[int]) -> Sequence[Tensor | None]:
         """δ: gradients of the R rows of every sample at the output of each call, (R, *output)."""
@@ -207,15 +234,12 @@ class Chunk:
         layer that starts at zero: there a wrong rule could pass.
         """
         S, params, lin = self.rows.S, self.lin.params, self.lin
-        generator = torch.Generator().manual_seed(0)
-        w = torch.randn(S.shape[0], self.N, generator=generator, dtype=torch.float64).to(S)
+        w = self._random()
         pulled = self._pull(torch.einsum("rn,rn...->n...", w, S))
         true = [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(pulled, params, strict=True)]
         smallest = torch.finfo(S.dtype).tiny
 
-        def agrees(block: Block | None) -> bool:
-            if block is None:
-                return False
+        def agrees(block: Block) -> bool:
             found = block.adjoint(w.flatten()).split([p.numel() for p in block.params])
             expected = [true[lin.index[id(p)]] for p in block.params]
             return all(
@@ -231,11 +255,16 @@ class Chunk:
             some = [calls[i] for i in members]
             key = tuple(sorted({lin.index[id(p)] for call in some for p in call.params}))
             for layout in LAYOUTS:
-                if agrees(assemble(some, [deltas[i] for i in members], self.N, layout)):
+                try:
+                    block = assemble(some, [deltas[i] for i in members], self.N, layout)
+                except Misfit:
+                    continue
+                if agrees(block or Nothing([params[i] for i in key], self.m)):
                     plan.layouts[key] = layout
                     break
         covered = {i for key in plan.layouts for i in key}
-        rest = [i for i in range(len(params)) if i not in covered]
+        plan.general.update({i: "none" for i, g in enumerate(pulled) if g is None and i not in covered})
+        rest = [i for i in range(len(params)) if i not in covered and i not in plan.general]
         for path in PATHS if rest else ():
             try:
                 with warnings.catch_warnings():
@@ -257,14 +286,14 @@ class Chunk:
             with torch.no_grad(), Replay(self.slopes):
                 z = forward(self.lin.model, self.batch.inputs)
             return bool((z - self.z).norm() <= 1e-3 * self.z.norm())
-        except RuntimeError:
+        except Exception:  # whatever the model says to a forward pass without gradients
             return False
 
 
 class Linearization:
     """The batch at the current parameters: f, g and, chunk by chunk, the rows of G.
 
-    Iterate once for the chunks; `loss`, `gradient` and `scale` are known when the iteration is over.
+    `chunks()` gives them one after the other; `loss`, `gradient` and `scale` are those of all of them together.
     """
 
     def __init__(
@@ -279,6 +308,7 @@ class Linearization:
         plan: Plan | None = None,
         seed: int = 0,
         single: bool = True,
+        most: int = 0,
     ) -> None:
         self.model, self.criterion, self.params, self.rows_kind = model, criterion, list(params), rows
         self.batches, self.chunk, self.seed = batches, chunk, seed
@@ -292,7 +322,10 @@ class Linearization:
         names = {id(p): name for name, p in model.named_parameters()}
         self.names = [names[id(p)] for p in self.params]
         self.theta = flatten(self.params)
+        self._most = most  # rows in an earlier step
         self.m = 0  # rows, counted on the first pass
+        self.count = 0  # chunks
+        self.checksum: Any = 0.0  # of the targets
         self.start = Moment(model, self.device)
         self.moments: list[Moment] = []
         self.slopes: list[list[Slopes]] = []
@@ -304,7 +337,7 @@ class Linearization:
         """Parameter name → "rule", or the path that its rows take."""
         self.totals()
         covered = {i for key in self.plan.layouts for i in key}
-        return {name: "rule" if i in covered else self.plan.general.get(i, "rule") for i, name in enumerate(self.names)}
+        return {name: "rule" if i in covered else self.plan.general[i] for i, name in enumerate(self.names)}
 
     def pieces(self) -> Iterator[Batch]:
         for batch in self.batches:
@@ -323,15 +356,18 @@ class Linearization:
         for i, batch in enumerate(self.pieces()):
             chunk = Chunk(self, batch, self.seed + i)
             if first:
-                self.moments.append(chunk.before)
-                self.m += chunk.rows.S.shape[0] * chunk.N
-                self.slopes.append(chunk.slopes)
+                self.count += 1
+                self.m += chunk.m
+                self.checksum = self.checksum + batch.checksum()
+                if self.single:  # otherwise bounded memory comes first: trials then rely on the generators alone
+                    self.moments.append(chunk.before)
+                    self.slopes.append(chunk.slopes)
                 for k, term in enumerate((chunk.value, chunk.normaliser, chunk.lower_bound, chunk.gradient)):
                     totals[k] = totals[k] + term
                 if chunk.h is not None:
                     totals[4] = chunk.h if totals[4] is None else totals[4] + chunk.h
             yield chunk, chunk.blocks()
-        if not self.moments:
+        if not self.count:
             raise ValueError("no batches: the iterable given to step_over is empty")
         if first:
             if not bool(totals[1] > 0):
@@ -340,6 +376,17 @@ class Linearization:
                 )
             self._totals = (totals[0], totals[1], totals[2], totals[3], totals[4])
             self.end = Moment(self.model, self.device)
+
+    @property
+    def most(self) -> int:
+        """Rows in the largest step so far."""
+        return max(self._most, self.m)
+
+    def close(self) -> None:
+        """Lets go of the rows at once: chunks and their linearisation know each other."""
+        self._open.clear()
+        self.moments.clear()
+        self.slopes.clear()
 
     def open(self) -> list[tuple[Chunk, list[Block]]]:
         """The only chunk, kept open: for representations that come back to the rows."""
@@ -440,23 +487,47 @@ class Linearization:
         assign(self.params, theta)
         self.start.restore()
         total: Any = 0.0
-        for batch, slopes in zip(self.pieces(), self.slopes, strict=True):
-            with torch.set_grad_enabled(self.plan.trial_needs_grad), Replay(slopes):
+        checksum: Any = 0.0
+        for i, batch in enumerate(self.pieces()):
+            with torch.set_grad_enabled(self.plan.trial_needs_grad), self._replay(i):
                 z = forward(self.model, batch.inputs)
             with torch.no_grad():
                 total = total + self.criterion.value(z.detach(), batch.targets, batch.weight)
+            checksum = checksum + (0.0 if self.single else batch.checksum())
+        if not self.single and not abs(float(checksum) - float(self.checksum)) <= 1e-6 * abs(float(self.checksum)):
+            raise ValueError(
+                "the batches are not the same every time they are gone through: use the same data in each pass"
+            )
         return float(total * self.scale)
+
+    def _replay(self, i: int) -> AbstractContextManager[object]:
+        return Replay(self.slopes[i]) if self.single else nullcontext()
 
     def evaluate_along(self, theta: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
         """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other where vmap refuses."""
-        if not self.plan.trial_needs_grad and self.plan.batched_trials:
-            try:
-                return self._evaluate_together(theta, d, rates)
-            except RuntimeError:  # also out of memory
-                self.plan.batched_trials = False
+        size = self._together()
+        try:
+            if len(rates) > 1 and size > 1 and self.plan.batched_trials is not False and not self.plan.trial_needs_grad:
+                losses = self._evaluate_together(theta, d, rates, size)
+                if self.plan.batched_trials is None:  # a model may keep its weights where functional_call does not look
+                    true = self.evaluate(theta + rates[-1] * d)
+                    self.plan.batched_trials = not abs(losses[-1] - true) > 1e-3 * abs(true)
+                if self.plan.batched_trials:
+                    return losses
+        except torch.OutOfMemoryError:
+            pass
+        except Exception:  # vmap and functional_call refuse models in many ways
+            self.plan.batched_trials = False
+        finally:
+            assign(self.params, theta)
         return [self.evaluate(theta + lr * d) for lr in rates]
 
-    def _evaluate_together(self, theta: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
+    def _together(self) -> int:
+        """How many trial points one forward pass may hold: a CPU gains nothing from large ones."""
+        inputs = sum(t.numel() for batch in self.batches for t in tree_leaves(batch.inputs) if isinstance(t, Tensor))
+        return ((1 << 25) if self.device.type == "cuda" else (1 << 18)) // max(1, inputs) if self.single else 1
+
+    def _evaluate_together(self, theta: Tensor, d: Tensor, rates: Sequence[float], size: int) -> list[float]:
         origin = self._named(theta)
         direction = self._named(d)
         self.start.restore()
@@ -472,7 +543,7 @@ class Linearization:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 lrs = torch.tensor(rates, dtype=theta.dtype, device=theta.device)
-                total = total + vmap(value, randomness="same")(lrs)
+                total = total + vmap(value, randomness="same", chunk_size=size)(lrs)
         return [float(f) for f in (total * self.scale).tolist()]
 
     def _named(self, theta: Tensor) -> dict[str, Tensor]:

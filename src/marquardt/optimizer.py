@@ -25,8 +25,8 @@ from .momentum import AdaptiveMomentum, Damped, Momentum
 from .rows import Exact, Rows
 from .schedule import GainRatio, Outcome, Schedule
 
-# Two losses of the same data at the same θ differ by rounding alone (reductions on a GPU are not reproducible).
-SAME_LOSS = 1e-4
+# Two losses of the same data at the same θ differ by rounding alone (sums on a GPU are not reproducible).
+SAME_LOSS = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,18 @@ class State:
     D: Tensor | None = None
     previous: Tensor | None = None  # last accepted step dθ
     mean: Tensor | None = None  # average of the weights
-    averaged: int = 0  # how many points it is of
-    memory: Tensor | None = None  # what the curvature keeps of earlier batches
+    points: int = 0  # how many points it is of
+    past: Tensor | None = None  # what the curvature keeps of earlier batches
+    rows: int = 0  # the most rows a step had
+    repeats: int = 0  # how often in a row the loss before a step was the loss after the last one
     best: float = math.inf  # least f so far
     expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
 
     def like(self, theta: Tensor) -> State:
         """The vectors in the precision and on the device of θ: the model may have been moved."""
-        vectors = {k: getattr(self, k) for k in ("D", "previous", "mean", "memory")}
-        return replace(
-            self, **{k: v.to(theta if k != "memory" else theta.device) for k, v in vectors.items() if v is not None}
-        )
+        found = {k: getattr(self, k) for k in ("D", "previous", "mean", "past")}
+        vectors = {k: v.to(theta.device if k == "past" else theta) for k, v in found.items() if v is not None}
+        return replace(self, **vectors)
 
 
 class Attempt(NamedTuple):
@@ -108,7 +109,7 @@ class LM(torch.optim.Optimizer):
         *,
         params: Iterable[Tensor] | None = None,
         lr: float = 1.0,
-        curvature: Representation = Auto(),
+        curvature: Representation = Auto(inertia=0.8),
         rows: Rows = Exact(),
         damping: Damping = MeanEigenvalue(),
         schedule: Schedule = GainRatio(),
@@ -181,10 +182,10 @@ class LM(torch.optim.Optimizer):
         self._check()
         lin = Linearization(
             self.model, self.loss, self.params, batches, self.rows, self.curvature.chunk,
-            plan=self._plan, seed=self._state.steps, single=not isinstance(batches, Batches),
+            plan=self._plan, seed=self._state.steps, single=not isinstance(batches, Batches), most=self._state.rows,
         )  # fmt: skip
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(lin.device.type, enabled=False):
                 step, state, theta = self._iterate(lin)
                 assign(self.params, theta)
         except BaseException:
@@ -192,16 +193,25 @@ class LM(torch.optim.Optimizer):
             lin.start.restore()
             self._plan = Plan()  # what this step found out may be half of it
             raise
-        # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
-        (lin.end if step.accepted else lin.start).restore()
-        lin.end.restore(buffers=False)
-        self._state = state
-        return step
+        else:
+            # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
+            if not step.accepted:
+                lin.start.restore()
+            lin.end.restore(buffers=step.accepted)
+            self._state = state
+            return step
+        finally:
+            lin.close()
 
     def _check(self) -> None:
         """What may have changed since the optimizer was made."""
         check_coupling(self.model)
         check_rate(self.lr)
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("a step needs gradients: call it outside torch.inference_mode()")
+        own = {id(p) for p in self.model.parameters()}
+        if not all(id(p) in own for p in self.params):
+            raise ValueError("the model's parameters were replaced since this LM was made: make a new one")
         frozen = {id(p) for p in self.params if not p.requires_grad}
         for name in [name for name, p in self.model.named_parameters() if id(p) in frozen]:
             raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
@@ -211,14 +221,16 @@ class LM(torch.optim.Optimizer):
         old, theta = self._state.like(lin.theta), lin.theta
         G = self.curvature.represent(lin)
         f = lin.loss
-        same_data = old.expected is not None and abs(f - old.expected) <= SAME_LOSS * abs(old.expected)
-        memory = G.recall(None if same_data else old.memory, old.steps)
+        same = old.expected is not None and abs(f - old.expected) <= SAME_LOSS[theta.dtype] * abs(old.expected)
+        repeats = old.repeats + 1 if same else 0
+        same_data = repeats > 1  # once may be chance, on large batches
+        past = G.recall(None if same_data else old.past, old.steps)
         D = self.damping.update(old.D, G)
         lam, notes = old.lam, []
         for _ in range(self.attempts):
             used = lam
             attempt = self._attempt(lin, G, lam * D, old, same_data)
-            outcome = Outcome(f, attempt.full_loss, attempt.gain, attempt.rule, same_data, memory is not None)
+            outcome = Outcome(f, attempt.full_loss, attempt.gain, attempt.rule, same_data, past is not None)
             lam = self.schedule.update(lam, outcome)
             if attempt.note:
                 notes.append(attempt.note)
@@ -226,11 +238,15 @@ class LM(torch.optim.Optimizer):
                 break
             notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
 
-        state = replace(old, lam=lam, steps=old.steps + 1, best=min(old.best, f, attempt.loss), expected=attempt.loss)
+        state = replace(
+            old, lam=lam, steps=old.steps + 1, best=min(old.best, f, attempt.loss), expected=attempt.loss,
+            repeats=repeats, rows=lin.most,
+        )  # fmt: skip
         if attempt.rule != "rejected":
             theta = theta + attempt.moved
-            state = replace(state, accepted=old.accepted + 1, D=D, previous=attempt.moved, memory=memory)
-            state = self._averaged(state, theta, same_data)
+            kept = None if same_data else old.past if past is None else past
+            state = replace(state, accepted=old.accepted + 1, D=D, previous=attempt.moved, past=kept)
+            state = self._average(state, theta, same_data)
         before, after = (self.loss.report(x, float(lin.normaliser)) for x in (f, attempt.loss))
         note = "; ".join(notes)
         step = Step(before, after, attempt.rule != "rejected", attempt.rule, used, attempt.lr, attempt.gain, note)
@@ -243,31 +259,40 @@ class LM(torch.optim.Optimizer):
         try:
             plain = -H.newton()
         except FactorizationError as error:
+            self._blame_gradient(g)
             return Attempt("rejected", lr, torch.zeros_like(g), f, math.nan, -math.inf, str(error))
         d = plain if self.momentum is None else self.momentum.refine(plain, g, old.previous, H, same_data)
         f_new = lin.evaluate(lin.theta + lr * d)
         gain = gain_ratio(f - f_new, lr, g @ d, G.quadratic(d))
-        note = "" if math.isfinite(f_new) else f"the trial loss is {f_new}"
+        note = "; ".join([*G.notes, *([] if math.isfinite(f_new) else [f"the trial loss is {f_new}"])])
+        G.notes.clear()
 
         cosine = None if old.previous is None else float(torch.cosine_similarity(plain, old.previous, dim=0))
         rule = self.acceptance.judge(Trial(f, f_new, lin.lower_bound, min(old.best, f), cosine))
         if rule is not None:
             return Attempt(rule, lr, lr * d, f_new, f_new, gain, note)
-        if self.line_search is not None:
+        if self.line_search is not None and lr > 0:
             direction = d if self.line_search.along_step else plain
-            found = self.line_search.search(partial(lin.evaluate_along, lin.theta, direction), f)
+            along = partial(lin.evaluate_along, lin.theta, direction)
+            found = self.line_search.search(along, f, lr, tried=direction is d)
             if found is not None:
                 return Attempt("search", found[0], found[0] * direction, found[1], f_new, gain, note)
         return Attempt("rejected", lr, torch.zeros_like(g), f, f_new, gain, note)
 
-    def _averaged(self, state: State, theta: Tensor, same_data: bool) -> State:
-        """θ̄ after another θ. Only on changing batches: on the same data every step is better than the last."""
+    def _average(self, state: State, theta: Tensor, same_data: bool) -> State:
+        """θ̄ after another θ."""
         if self.average is None:
             return state
-        if state.mean is None or same_data:
-            return replace(state, mean=theta, averaged=1)
-        mean = self.average.update(state.mean, theta, state.averaged)
-        return replace(state, mean=mean, averaged=state.averaged + 1)
+        if state.mean is None or (same_data and self.average.restarts):
+            return replace(state, mean=theta, points=1)
+        return replace(state, mean=self.average.update(state.mean, theta, state.points), points=state.points + 1)
+
+    def _blame_gradient(self, g: Tensor) -> None:
+        """A gradient that is not finite is an error, not a matter of λ."""
+        for p, part in zip(self.params, g.split([p.numel() for p in self.params]), strict=True):
+            if not bool(part.isfinite().all()):
+                name = next(name for name, q in self.model.named_parameters() if q is p)
+                raise ValueError(f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer")
 
     # Averaged weights, and what torch.optim.Optimizer promises.
 

@@ -28,7 +28,7 @@ def paper(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     """The paper's LM: max-diagonal damping, adaptive momentum, learning-rate line search, uphill acceptance."""
     loss = _in_sums(loss)
     ours: dict[str, Any] = {
-        "curvature": Auto(memory=0.0),
+        "curvature": Auto(),
         "rows": Empirical() if isinstance(loss, CrossEntropy) else Exact(),
         "damping": MaxDiagonal(),
         "schedule": PaperSchedule(),
@@ -43,7 +43,7 @@ def paper(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
 def vanilla(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     """Levenberg's LM: identity damping, λ/10 after success and 10λ after failure."""
     ours: dict[str, Any] = {
-        "curvature": Auto(memory=0.0),
+        "curvature": Auto(),
         "damping": Identity(),
         "schedule": TenFold(),
         "momentum": None,

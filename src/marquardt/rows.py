@@ -59,8 +59,8 @@ class Sampled:
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         S, _, _ = loss.root(z, y, weight)  # (N, P, C, r)
         # A generator of its own, on the CPU: the global one is the model's, and every device draws the same signs.
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + seed) % 2**63)
-        bits = torch.randint(0, 2, (self.k, *S.shape[:2], S.shape[3]), generator=generator)
+        generator = torch.Generator("cpu").manual_seed((self.seed * 1_000_003 + seed) % 2**63)
+        bits = torch.randint(0, 2, (self.k, *S.shape[:2], S.shape[3]), generator=generator, device="cpu")
         signs = (2 * bits - 1).to(S) / self.k**0.5  # (k, N, P, r)
         SE = torch.einsum("npcr,knpr->knpc", S, signs)
         return Cotangents(loss.ungroup(SE, z), None, loss.gradient(z, y, weight))

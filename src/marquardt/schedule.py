@@ -15,7 +15,7 @@ class Outcome(NamedTuple):
     gain: float  # ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd), −∞ where the denominator is not positive
     rule: str  # "decrease" | "uphill" | "search" | "rejected"
     same_data: bool  # the loss before this step was the loss after the last one; False on changing batches
-    averaged: bool = False  # the curvature is an average over batches, not that of this one alone
+    averaged_curvature: bool = False  # over batches, not that of this one alone
 
 
 class Schedule(Protocol):
@@ -118,7 +118,7 @@ class GainRatio:
             lam *= down
         elif not outcome.gain >= 0.25:  # also where there is no gain to speak of
             lam *= up
-        honest = outcome.same_data or outcome.averaged
+        honest = outcome.same_data or outcome.averaged_curvature
         return min(max(lam, self.minimum if honest else self.floor), self.maximum)
 
 

@@ -14,7 +14,8 @@ class Curvature(Protocol):
     """G at one point."""
 
     gradient: Tensor  # g: (n,)
-    rank: int  # of G at most: the smaller of parameters and rows
+    rank: int  # of G at most: the smaller of parameters and rows, in the largest batch so far
+    notes: list[str]  # escalations since the last step, in words
 
     def __matmul__(self, v: Tensor) -> Tensor:
         """Gv: (n,) → (n,)"""
@@ -24,7 +25,7 @@ class Curvature(Protocol):
         """vᵀGv, cheaper than the product in some representations"""
         ...
 
-    def recall(self, memory: Tensor | None, steps: int) -> Tensor | None:
+    def recall(self, past: Tensor | None, steps: int) -> Tensor | None:
         """Mixes in what earlier batches left, after so many steps; returns what to keep for later ones, or None."""
         ...
 
@@ -61,7 +62,7 @@ def norm(M: Tensor, s: Tensor) -> Tensor:
     return length
 
 
-def spd_solve(H: Tensor, b: Tensor) -> Tensor:
+def spd_solve(H: Tensor, b: Tensor, notes: list[str]) -> Tensor:
     """H⁻¹b for symmetric positive definite H by Cholesky; on failure in float64, then with jitter."""
     # Unit diagonal first: positive definiteness then no longer depends on the units of the parameters.
     diagonal = H.diagonal().clone()
@@ -77,5 +78,9 @@ def spd_solve(H: Tensor, b: Tensor) -> Tensor:
                 y = torch.linalg.solve_triangular(L, (s * b).to(dtype)[:, None], upper=False)
                 x: Tensor = torch.linalg.solve_triangular(L.mT, y, upper=True)[:, 0].to(b.dtype) * s
                 if bool(x.isfinite().all()):
+                    if dtype != H.dtype:
+                        notes.append("factored in float64")
+                    if jitter:
+                        notes.append("factored with jitter")
                     return x
     raise FactorizationError("the damped curvature could not be factored")

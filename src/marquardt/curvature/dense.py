@@ -19,30 +19,31 @@ SMALL = 256
 class Dense:
     """G = J̃ᵀJ̃ itself. For up to some ten thousand parameters; any number of samples, `chunk` of them at a time.
 
-    On changing batches G is a running average, Ḡ ← β·Ḡ + (1−β)·G with β = `memory`. A step that divides the gradient
+    On changing batches G is a running average, Ḡ ← β·Ḡ + (1−β)·G with β = `inertia`. A step that divides the gradient
     of a batch by the curvature of the same batch fits its noise, and its gain ratio does not notice; with an averaged
     curvature both are honest. On the same data again, G is that of the data.
     """
 
     chunk: int | None = None
-    memory: float = 0.8  # measured, docs/recipe.md
+    inertia: float = 0.0
 
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
-        check_memory(self.memory)
+        check_inertia(self.inertia)
 
     def represent(self, lin: Linearization) -> DenseCurvature:
-        return DenseCurvature(lin, self.memory)
+        return DenseCurvature(lin, self.inertia)
 
 
 class DenseCurvature:
-    def __init__(self, lin: Linearization, memory: float = 0.0) -> None:
-        self.lin, self.beta = lin, memory
+    def __init__(self, lin: Linearization, inertia: float = 0.0) -> None:
+        self.lin, self.beta = lin, inertia
+        self.notes: list[str] = []
         self._past: Tensor | None = None
         self._weight = 0.0  # of the past in the average
         self.G, self._g = self._form(torch.float64 if lin.n <= SMALL else lin.params[0].dtype)
         self.gradient = lin.gradient
-        self.rank = min(lin.n, lin.m)
+        self.rank = min(lin.n, lin.most)
 
     def _form(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """G = ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks, in that precision from the same rows."""
@@ -79,10 +80,10 @@ class DenseCurvature:
     def _mixed(self, G: Tensor) -> Tensor:
         return G if self._past is None else G.lerp_(self._past.to(G.dtype), self._weight)
 
-    def recall(self, memory: Tensor | None, steps: int) -> Tensor | None:
-        if memory is not None and self.beta > 0:
-            # A plain mean at first, so that the very first batch, at weights of no interest, does not linger.
-            self._past, self._weight = memory, min(self.beta, steps / (steps + 2))
+    def recall(self, past: Tensor | None, steps: int) -> Tensor | None:
+        if past is not None and self.beta > 0:
+            # Short memory at first, so that the very first batch, at weights of no interest, does not linger.
+            self._past, self._weight = past, min(self.beta, steps / (steps + 2))
             self.G = self._mixed(self.G)
         return self.G if self.beta > 0 else None
 
@@ -102,15 +103,16 @@ class DenseCurvature:
             # worst case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
             error = torch.finfo(self.G.dtype).eps * norm(self.G, A.rsqrt())
             if not bool(error <= 1e-3):
+                self.notes.append("curvature formed again in float64")
                 self.G, self._g = self._form(torch.float64)
         H = self.G.clone()
         H.diagonal().add_(A)
-        return spd_solve(H, self._g).to(self.gradient.dtype)
+        return spd_solve(H, self._g, self.notes).to(self.gradient.dtype)
 
 
-def check_memory(memory: float) -> None:
-    if not 0 <= memory < 1:
-        raise ValueError(f"memory={memory!r}: the weight of earlier batches, at least 0 (none) and below 1")
+def check_inertia(inertia: float) -> None:
+    if not 0 <= inertia < 1:
+        raise ValueError(f"inertia={inertia!r}: the weight of earlier batches, at least 0 (none) and below 1")
 
 
 def check_chunk(chunk: int | None) -> None:

@@ -52,7 +52,8 @@ class GramCurvature:
         self.u = torch.cat(us) * self.root  # (m,)
         self.h = lin.remainder
         self.gradient = lin.gradient
-        self.rank = min(lin.n, lin.m)
+        self.rank = min(lin.n, lin.most)
+        self.notes: list[str] = []
         self._K: Tensor | None = None
 
     def apply(self, v: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class GramCurvature:
     def __matmul__(self, v: Tensor) -> Tensor:
         return self.adjoint(self.apply(v))
 
-    def recall(self, memory: Tensor | None, steps: int) -> Tensor | None:
+    def recall(self, past: Tensor | None, steps: int) -> Tensor | None:
         return None  # the rows of earlier batches would have to be kept
 
     def quadratic(self, v: Tensor) -> Tensor:
@@ -94,8 +95,12 @@ class GramCurvature:
             for j in range(i, len(self.sizes)):
                 _, right = (None, left) if i == j else self.lin.chunk_at(j)
                 part = torch.zeros(rows, self.sizes[j], dtype=dtype, device=self.u.device)
-                for a, b in zip(left, right, strict=True):
-                    a.gram(part, b, None if inverse is None else self.lin.gather(inverse, a))
+                if [[id(p) for p in b.params] for b in left] == [[id(p) for p in b.params] for b in right]:
+                    for a, b in zip(left, right, strict=True):
+                        a.gram(part, b, None if inverse is None else self.lin.gather(inverse, a))
+                else:  # samples that take different ways through the model
+                    J = self.lin.dense(left, dtype)
+                    part = (J if inverse is None else J * inverse) @ self.lin.dense(right, dtype).T
                 K[starts[i] : starts[i] + rows, starts[j] : starts[j] + self.sizes[j]] = part
                 if i != j:
                     K[starts[j] : starts[j] + self.sizes[j], starts[i] : starts[i] + rows] = part.T
@@ -109,8 +114,11 @@ class GramCurvature:
         if not bool((damping > 0).all()):  # λ = 0: the limit λ → 0, which is the shortest of the Gauss-Newton steps
             damping = damping.clamp(min=1e-12 * float(self.diagonal().max()))
         # With more rows than parameters u always has a part outside the range of J̃, see below.
-        x = self._solve(damping, self.u.dtype) if len(self.u) <= self.lin.n else None
+        # Nor is a remainder h in that range.
+        x = self._solve(damping, self.u.dtype) if len(self.u) <= self.lin.n and self.h is None else None
         if x is None:
+            if self.u.dtype != torch.float64:
+                self.notes.append("solved in float64")
             x = self._solve(damping, torch.float64)
             assert x is not None
         return x.to(self.gradient.dtype)
@@ -123,11 +131,11 @@ class GramCurvature:
         b = u if h is None else u - self.apply(h / A)
         H = K.clone()
         H.diagonal().add_(1)
-        w = spd_solve(H, b)
+        w = spd_solve(H, b, self.notes)
         if dtype != torch.float64:
             # The part of u outside the range of J̃ stays in w and cancels only in J̃ᵀw: ‖J̃ᵀw‖² = wᵀKw in the metric A⁻¹.
             error = torch.finfo(dtype).eps * w.norm() * (norm(K, torch.ones_like(w)) / (w @ (K @ w))).sqrt()
-            if not bool(error <= ROUNDING) or h is not None:
+            if not bool(error <= ROUNDING):
                 return None
         x = self.adjoint(w)
         return (x if h is None else x + h) / A

@@ -1,7 +1,7 @@
 """Rows of J̃ layer by layer, from a layer's input a and the gradients δ at its output."""
 
-from .block import Block, Explicit
-from .capture import Call, Capture, Replay, assemble
+from .block import Block, Explicit, Nothing
+from .capture import Call, Capture, Misfit, Replay, assemble
 from .generic import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 
 __all__ = [
@@ -9,6 +9,8 @@ __all__ = [
     "Call",
     "Capture",
     "Explicit",
+    "Misfit",
+    "Nothing",
     "Replay",
     "assemble",
     "rows_by_loop",

@@ -41,8 +41,8 @@ class Bilinear(Block):
 
     def _pieces(self) -> Iterator[tuple[slice, slice]]:
         """(groups, outputs) of each slab: several groups at once, or a part of one, as memory allows."""
-        groups = max(1, SLAB // (self.m * self.O * self.I))
-        outputs = self.O if groups > 1 else max(1, SLAB // (self.m * self.I))
+        groups = max(1, SLAB // max(1, self.m * self.O * self.I))
+        outputs = self.O if groups > 1 else max(1, SLAB // max(1, self.m * self.I))
         for g in range(0, self.G, groups):
             for o in range(0, self.O, outputs):
                 yield slice(g, g + groups), slice(o, o + outputs)

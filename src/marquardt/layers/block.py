@@ -62,6 +62,31 @@ class Block(ABC):
             K.addmm_(left if inverse is None else left * inverse[columns], right.T)
 
 
+class Nothing(Block):
+    """Parameters that the outputs do not depend on."""
+
+    def __init__(self, params: list[Tensor], m: int) -> None:
+        self.params, self.m = params, m
+
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        size = max(1, SLAB // self.m)
+        for first in range(0, self.columns, size):
+            last = min(first + size, self.columns)
+            yield slice(first, last), self.params[0].new_zeros(self.m, last - first, dtype=dtype)
+
+    def apply(self, v: Tensor) -> Tensor:
+        return v.new_zeros(self.m)
+
+    def adjoint(self, w: Tensor) -> Tensor:
+        return w.new_zeros(self.columns)
+
+    def diagonal(self) -> Tensor:
+        return self.params[0].new_zeros(self.columns)
+
+    def gram(self, K: Tensor, other: Block, inverse: Tensor | None) -> None:
+        pass
+
+
 class Explicit(Block):
     """Rows that are simply there."""
 

@@ -20,6 +20,10 @@ from .rules import RULES, Operand, opened_attention
 _attention = opened_attention()
 
 
+class Misfit(Exception):
+    """The rows of a layer cannot be read in this layout."""
+
+
 class Call:
     """One use of trainable parameters by a layer that has a rule."""
 
@@ -35,15 +39,15 @@ class Call:
         weight, bias = self.operand.weight, self.operand.bias
         return (self.is_lookup, id(weight), id(bias))
 
-    def block(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup | None:
-        """The rows of this call, where its leading dimensions can be read in this layout."""
+    def block(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup:
+        """The rows of this call, with its leading dimensions read in this layout."""
         o = self.operand
-        if o.x._version != self.version:  # the input was changed in place after the call
-            return None
+        if o.x._version != self.version:
+            raise Misfit("the input was changed in place after the call")
         delta = layout(o.delta(delta), o.lead, N, 1)  # type: ignore[assignment]
         a = layout(o.a().detach(), o.lead, N, 0)
         if a is None or delta is None:
-            return None
+            raise Misfit("no dimension holds the samples")
         if self.is_lookup:
             assert o.weight is not None
             return Lookup(a.flatten(1), delta, o.weight)
@@ -122,7 +126,13 @@ class Replay(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.rrelu and kwargs.get("training", args[3] if len(args) > 3 else False):
-            return next(self.slopes)(args[0] if args else kwargs["input"])
+            inplace = kwargs.get("inplace", args[4] if len(args) > 4 else False)
+            slopes = next(self.slopes, None)
+            if slopes is None:
+                raise RuntimeError(
+                    "the model called RReLU more often than before: it must not depend on chance otherwise"
+                )
+            return slopes(args[0] if args else kwargs["input"], inplace)
         return func(*args, **kwargs)
 
 
@@ -170,24 +180,22 @@ def grouped(calls: Sequence[Call]) -> list[list[int]]:
 
 
 def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, layout: Layout) -> Block | None:
-    """The block of a group of calls: J̃ is the sum over the calls."""
+    """The block of a group of calls: J̃ is the sum over the calls. None where the outputs do not depend on them."""
     blocks = [call.block(delta, N, layout) for call, delta in zip(calls, deltas, strict=True) if delta is not None]
-    if not blocks or any(b is None for b in blocks):
+    if not blocks:
         return None
     if len({call.kind for call in calls}) == 1:
         first = blocks[0]
         if len(blocks) == 1:
             return first
-        delta = torch.cat([b.delta for b in blocks if b is not None], 2)
+        delta = torch.cat([b.delta for b in blocks], 2)
         if isinstance(first, Lookup):
             return Lookup(torch.cat([b.index for b in blocks if isinstance(b, Lookup)], 1), delta, first.table)
-        assert first is not None
         return Bilinear(torch.cat([b.a for b in blocks if isinstance(b, Bilinear)], 1), delta, first.weight, first.bias)
     # A weight that different layers share: add its columns up.
     columns: dict[int, Tensor] = {}
     params: dict[int, Tensor] = {}
     for block in blocks:
-        assert block is not None
         pieces = block.rows(block.delta.dtype).split([p.numel() for p in block.params], 1)
         for p, piece in zip(block.params, pieces, strict=True):
             params[id(p)] = p

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Operand(NamedTuple):
-    """How a call uses its weight: an input of shape (*lead, *rest), of which `prepare` makes a."""
+    """How a call uses its weight: an input of shape (*lead, *rest), and what becomes of it and of δ."""
 
     weight: Tensor | None
     bias: Tensor | None
