@@ -19,9 +19,9 @@ SLOW = {"down": 0.7, "up": 1.5}  # on the same data as slowly as on changing bat
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "damping: max-diagonal, D₀ = 0.01": {"damping": mq.MaxDiagonal()},
-    "damping: identity, λ ≥ 0.1": {"damping": mq.Identity(), "schedule": mq.GainRatio(floor=0.1)},
-    "curvature: of the batch alone": {"curvature": mq.Auto(inertia=0.0)},
-    "curvature: of the batch alone, λ ≥ 1": {"curvature": mq.Auto(inertia=0.0), "schedule": mq.GainRatio(floor=1.0)},
+    "damping: identity": {"damping": mq.Identity()},
+    "curvature: of the batch alone": {"curvature": mq.Auto()},
+    "curvature: of the batch alone, λ ≥ 1": {"curvature": mq.Auto(), "schedule": mq.GainRatio(floor=1.0)},
     "curvature: inertia 0.9": {"curvature": mq.Auto(inertia=0.9)},
     "rows: one per sample": {"rows": mq.Sampled(1)},
     "rows: empirical": {"rows": mq.Empirical()},

@@ -42,7 +42,7 @@ class Batch:
         return tensors[0].sum(dtype=torch.float64) if tensors else 0.0
 
     def split(self, size: int | None) -> list[Batch]:
-        """Chunks of at most `size` samples."""
+        """Chunks of at most `size` samples: tensors with a row per sample are cut, others go along whole."""
         # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
         N = next((len(t) for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor) and t.ndim), 0)
         if size is None or size >= N:

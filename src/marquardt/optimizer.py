@@ -15,11 +15,12 @@ from torch import Tensor
 from .acceptance import Acceptance, Trial, Uphill
 from .average import EMA, Average
 from .batch import Batch, Batches, assign, check_coupling, flatten, trainable
+from .chunk import Plan
 from .curvature import Auto, Curvature, Representation
 from .curvature.contract import FactorizationError
 from .damping import Damping, MeanEigenvalue
 from .line_search import Backtracking, LineSearch
-from .linearize import Linearization, Plan
+from .linearize import Linearization
 from .losses import resolve
 from .momentum import AdaptiveMomentum, Damped, Momentum
 from .rows import Exact, Rows

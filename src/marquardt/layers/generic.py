@@ -91,7 +91,7 @@ def rows_by_loop(z: Tensor, params: Sequence[Tensor], S: Tensor) -> Tensor:
 def _flat(grads: Sequence[Tensor | None], params: Sequence[Tensor], rows: int) -> Tensor:
     return torch.cat(
         [
-            p.new_zeros(rows, p.numel()) if g is None else g.reshape(rows, -1)
+            p.new_zeros(rows, p.numel()) if g is None else g.to_dense().reshape(rows, -1)
             for g, p in zip(grads, params, strict=True)
         ],
         1,

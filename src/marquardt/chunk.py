@@ -1,0 +1,297 @@
+"""The rows of one chunk: its forward pass, its gradient, and the proof that every layer's rule is right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .batch import Batch, Moment, forward, unlike
+from .layers import (
+    Block,
+    Capture,
+    Explicit,
+    Misfit,
+    Nothing,
+    Replay,
+    assemble,
+    rows_by_loop,
+    rows_by_vmap,
+    rows_in_batches,
+    rows_in_parts,
+)
+from .layers.capture import LAYOUTS, Layout, grouped
+from .rows import Cotangents
+
+if TYPE_CHECKING:
+    from .linearize import Linearization
+
+# Ways to the rows of parameters without a rule, fastest first; the first that is proven right is taken.
+PATHS = ("vmap", "parts", "rows", "loop")
+
+# Blocks of up to this many columns are watched on every chunk; for larger ones the proof on first use has to do.
+GUARDED = 1_000_000
+
+
+@dataclass
+class Plan:
+    """How the rows of each parameter are found: proven on first use, kept while the model is called the same way."""
+
+    layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)  # blocks with a rule, by their parameters
+    general: dict[int, str] = field(default_factory=dict)  # the other parameters: one of PATHS
+    proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
+    batched_rows: bool = True  # backward passes of all rows at once
+    batched_trials: bool | None = None  # forward passes of all trial points at once; None while unproven
+    trial_needs_grad: bool = False  # the model differentiates itself
+    alarms: int = 0  # how often a proof was repeated for nothing
+    quiet: int = 0  # chunks that are not watched after such an alarm
+
+
+class Chunk:
+    """The linearisation of one chunk, in Σ-units: value, gradient and J̃ = SᵀJ, without the normaliser."""
+
+    def __init__(self, lin: Linearization, batch: Batch, seed: int) -> None:
+        self.lin, self.batch = lin, batch
+        self.before = Moment(lin.model, lin.device)
+        loss, params = lin.criterion, lin.params
+        batch.check()
+        versions = batch.versions()
+        try:
+            with torch.enable_grad(), Capture(params) as capture:
+                z = forward(lin.model, batch.inputs)
+        except RuntimeError as error:
+            reason = unlike(batch.inputs, params[0])
+            if reason is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(f"the model failed: {error} (Note that {reason})") from error
+        if batch.versions() != versions:
+            raise ValueError(
+                "the model changes its inputs in place, so it cannot be called on them again: clone them first"
+            )
+        if not z.requires_grad:
+            raise ValueError("the outputs do not depend on the trainable parameters: nothing to optimise")
+        self.after = Moment(lin.model, lin.device)
+        self.slopes = capture.slopes
+        self.z = z.detach()
+        y, w = batch.targets, batch.weight
+        loss.check(self.z, y, w, part=True)
+        self.N = len(z)
+        self.m = 0  # rows
+        with torch.no_grad():
+            self.value = loss.value(self.z, y, w)
+            if not bool(self.value.isfinite()):
+                raise ValueError(f"the loss is {float(self.value)} at the current parameters: {self._blame()}")
+            self.normaliser = loss.normaliser(self.z, y, w)
+            self.lower_bound = loss.lower_bound(self.z, y, w)
+            self.rows: Cotangents = lin.rows_kind.draw(loss, self.z, y, w, seed)
+            slope = loss.gradient(self.z, y, w)
+        self.m = self.rows.S.shape[0] * self.N
+        self._graph, self._capture = z, capture
+        self.gradient = self.vjp(slope)  # (n,)
+        if self.rows.v is None:
+            self.h = None  # the gradient is J̃ᵀu
+        else:
+            self.h = self.gradient if self.rows.u is None else self.vjp(self.rows.v)
+
+    def _blame(self) -> str:
+        """Where a loss that is not finite comes from; the loss itself has checked the targets and weights."""
+        for t in tree_leaves(self.batch.inputs):
+            if isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()):
+                return "the inputs hold NaN or infinite values, clean the data"
+        for name, p in self.lin.model.named_parameters():
+            if not bool(p.isfinite().all()):
+                return f"the model's parameter {name!r} holds NaN or infinite values, load an earlier checkpoint"
+        return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"
+
+    def vjp(self, w: Tensor) -> Tensor:
+        """Jᵀw: (N, *out) → (n,)"""
+        pairs = zip(self._pull(w), self.lin.params, strict=True)
+        return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+
+    def _pull(self, w: Tensor) -> Sequence[Tensor | None]:
+        """The same by parameters, None for those that the outputs do not depend on."""
+        grads = torch.autograd.grad(self._graph, self.lin.params, w, retain_graph=True, allow_unused=True)
+        return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+
+    @torch.no_grad()
+    def blocks(self) -> list[Block]:
+        """The columns of J̃, by layer. The graph of the forward pass is released."""
+        plan, calls = self.lin.plan, self._capture.calls
+        groups = {tuple(sorted({self.lin.index[id(p)] for i in g for p in calls[i].params})): g for g in grouped(calls)}
+        random = self.after.drew_since(self.before)
+        signature = (tuple(groups), tuple(m.training for m in self.lin.model.modules()), random)
+        fresh = plan.proven != signature
+        if fresh:
+            plan.proven = signature if self._prove(plan) else None
+        try:
+            blocks = self._rules(groups) + self._others()
+            doubtful = not fresh and not self._plausible(blocks)
+        except Misfit:
+            doubtful = True
+        if doubtful:
+            layouts, general = dict(plan.layouts), dict(plan.general)
+            plan.proven = signature if self._prove(plan) else None
+            if (layouts, general) == (plan.layouts, plan.general):  # near a minimum the gradient is all rounding
+                plan.alarms += 1
+                plan.quiet = 2**plan.alarms
+            blocks = self._rules(groups) + self._others()
+        del self._graph, self._capture
+        if fresh:
+            plan.trial_needs_grad = not self._same_without_grad()
+        self.after.restore()  # some ways to the rows call the model again
+        return blocks
+
+    def _rules(self, groups: dict[tuple[int, ...], list[int]]) -> list[Block]:
+        """The blocks of the layers whose rules are proven."""
+        calls, params, layouts = self._capture.calls, self.lin.params, self.lin.plan.layouts
+        wanted = [i for key, members in groups.items() if key in layouts for i in members]
+        deltas = dict(zip(wanted, self._deltas(wanted), strict=True))
+        blocks: list[Block] = []
+        for key, layout in layouts.items():
+            members = groups.get(key, [])
+            block = assemble([calls[i] for i in members], [deltas[i] for i in members], self.N, layout)
+            blocks.append(block or Nothing([params[i] for i in key], self.m))
+        return blocks
+
+    def _others(self) -> list[Block]:
+        """The blocks of all other parameters."""
+        blocks: list[Block] = []
+        for path in ("none", *PATHS):
+            indices = [i for i, p in self.lin.plan.general.items() if p == path]
+            some = [self.lin.params[i] for i in indices]
+            if indices:
+                blocks.append(Nothing(some, self.m) if path == "none" else Explicit(some, self._general(path, indices)))
+        return blocks
+
+    def _plausible(self, blocks: list[Block]) -> bool:
+        """Whether a proof on earlier data still holds: J̃ᵀu is the gradient, and that is known from plain autograd.
+
+        Layers that see the samples in another order for other data (sorted by length, routed to experts) fail here.
+        Rows without u are asked about a random vector instead, which costs a backward pass.
+        """
+        plan = self.lin.plan
+        small = [b for b in blocks if b.columns <= GUARDED]
+        if plan.quiet or not small:
+            plan.quiet = max(0, plan.quiet - 1)
+            return True
+        if self.rows.u is not None and self.rows.v is None:
+            w, true = self.rows.u, self.gradient
+        else:
+            w = self._random()
+            true = self.vjp(torch.einsum("rn,rn...->n...", w, self.rows.S))
+        wrong = [
+            (b.adjoint(w.flatten()) - e).norm() > _tolerance(e) * e.norm()
+            for b, e in ((b, self.lin.gather(true, b)) for b in small)
+        ]
+        return not bool(torch.stack(wrong).any())
+
+    def _random(self) -> Tensor:
+        """One number for every row, the same every time: (R, N)"""
+        generator = torch.Generator("cpu").manual_seed(0)
+        shape = self.rows.S.shape[:2]
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(self.rows.S)
+
+    def _deltas(self, wanted: Sequence[int]) -> Sequence[Tensor | None]:
+        """δ: gradients of the R rows of every sample at the output of each call, (R, *output)."""
+        if not wanted:
+            return []
+        edges = [self._capture.calls[i].edge for i in wanted]
+        S = self.rows.S
+        if self.lin.plan.batched_rows and len(S) > 1:
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "There is a performance drop")
+                    return torch.autograd.grad(
+                        self._graph, edges, S, is_grads_batched=True, retain_graph=True, allow_unused=True
+                    )
+            except RuntimeError as error:
+                if "out of memory" in str(error):
+                    raise
+                self.lin.plan.batched_rows = False  # an operation whose backward vmap refuses
+        one_by_one = [torch.autograd.grad(self._graph, edges, s, retain_graph=True, allow_unused=True) for s in S]
+        return [None if d[0] is None else torch.stack(d) for d in zip(*one_by_one, strict=True)]
+
+    def _general(self, path: str, indices: list[int]) -> Tensor:
+        params = [self.lin.params[i] for i in indices]
+        if path == "vmap":
+            named = {self.lin.names[i]: self.lin.params[i] for i in indices}
+            return rows_by_vmap(self.lin.model, named, forward, self.batch.inputs, self.rows.S)
+        if path == "parts":
+            if self.after.drew_since(self.before):
+                raise ValueError("a random model draws other numbers in parts")
+            return rows_in_parts(self.lin.model, params, forward, self.batch.inputs, self.rows.S)
+        return (rows_in_batches if path == "rows" else rows_by_loop)(self._graph, params, self.rows.S)
+
+    def _prove(self, plan: Plan) -> bool:
+        """Rules apply only where proven: for random w, J̃ᵀw from the rows must equal Jᵀ(Sw) from plain autograd.
+
+        Equality for one random w proves J̃ itself, column by column: each column of a wrong J̃ would have to be
+        orthogonal to w. So every group of layers is judged by itself. False where a gradient is still zero, as behind a
+        layer that starts at zero: there a wrong rule could pass.
+        """
+        S, params, lin = self.rows.S, self.lin.params, self.lin
+        w = self._random()
+        pulled = self._pull(torch.einsum("rn,rn...->n...", w, S))
+        true = [(torch.zeros_like(p) if g is None else g).flatten() for g, p in zip(pulled, params, strict=True)]
+        smallest = torch.finfo(S.dtype).tiny
+
+        def agrees(block: Block) -> bool:
+            found = block.adjoint(w.flatten()).split([p.numel() for p in block.params])
+            expected = [true[lin.index[id(p)]] for p in block.params]
+            return all(
+                bool((f - e).norm() <= _tolerance(e) * e.norm() + smallest)
+                for f, e in zip(found, expected, strict=True)
+            )
+
+        plan.layouts.clear()
+        plan.general.clear()
+        calls = self._capture.calls
+        deltas = self._deltas(range(len(calls)))
+        for members in grouped(calls):
+            some = [calls[i] for i in members]
+            key = tuple(sorted({lin.index[id(p)] for call in some for p in call.params}))
+            for layout in LAYOUTS:
+                try:
+                    block = assemble(some, [deltas[i] for i in members], self.N, layout)
+                except Misfit:
+                    continue
+                if agrees(block or Nothing([params[i] for i in key], self.m)):
+                    plan.layouts[key] = layout
+                    break
+        covered = {i for key in plan.layouts for i in key}
+        plan.general.update({i: "none" for i, g in enumerate(pulled) if g is None and i not in covered})
+        rest = [i for i in range(len(params)) if i not in covered and i not in plan.general]
+        for path in PATHS if rest else ():
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    block = Explicit([params[i] for i in rest], self._general(path, rest))
+            except Exception as error:  # torch.func and vmap refuse models in many ways
+                if path == "loop" or "out of memory" in str(error):
+                    raise
+                continue
+            if path == "loop" or agrees(block):
+                plan.general.update(dict.fromkeys(rest, path))
+                break
+        return all(g is None or bool(g.any()) for g in pulled)
+
+    def _same_without_grad(self) -> bool:
+        """Whether the model gives the same outputs under no_grad: a network that differentiates itself does not."""
+        self.before.restore()
+        try:
+            with torch.no_grad(), Replay(self.slopes):
+                z = forward(self.lin.model, self.batch.inputs)
+            return bool((z - self.z).norm() <= 1e-3 * self.z.norm())
+        except Exception:  # whatever the model says to a forward pass without gradients
+            return False
+
+
+def _tolerance(t: Tensor) -> float:
+    return (
+        1e-6 if t.dtype == torch.float64 else 1e-2
+    )  # TF32 convolutions are right to 1e-3; a wrong rule is wrong by far
