@@ -58,6 +58,7 @@ class Target(NamedTuple):
 TARGETS = {
     # Table 1 of the paper: 4 steps, 97.5 %. A prototype of its method: 6 steps, 97.4 %.
     ("mnist", "presets.paper", "steps to 90 %"): Target("≤", 8),
+    ("mnist", "presets.paper", "steps to 97 %"): Target("≤", 100),
     ("mnist", "presets.paper", "accuracy at 100, %"): Target("≥", 97.0),
     # Prototype, 3 seeds (exact rows, identity damping, gain ratio floored at 0.1, average): 5 steps, 98.39–98.45 %.
     ("mnist", "LM", "steps to 90 %"): Target("≤", 6),
