@@ -13,8 +13,10 @@ from cases import CASES, Problem, build, default_dtype, mlp
 from reference import error
 
 REPRESENTATIONS = {
-    "dense": mq.Dense(),
-    "gram": mq.Gram(),
+    "dense": mq.Dense(small=0),
+    "dense-small": mq.Dense(),
+    "gram": mq.Gram(whole=0),
+    "gram-whole": mq.Gram(),
     "dense-chunked": mq.Dense(chunk=2),
     "gram-chunked": mq.Gram(chunk=2),
 }

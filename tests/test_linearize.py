@@ -333,3 +333,53 @@ def test_nothing_to_train_is_refused():
     model = nn.Linear(3, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="requires_grad"):
         mq.Dense().represent(mq.linearize(model, "mse", torch.randn(5, 3), torch.randn(5, 2)))
+
+
+# ---- rows of a part of the batch
+
+
+@pytest.mark.parametrize("name", ["ce", "mse_weighted", "conv_batchnorm_classifier", "transformer_encoder_layer"])
+def test_fraction_is_unbiased(name):
+    """Every draw has the whole gradient; the mean of G over the draws is G."""
+    p, q, draws = build(name), reference.quadratic(*build(name)), 400
+    total = torch.zeros_like(q.G)
+    for seed in range(draws):
+        lin = linearize(p, rows=mq.Fraction(0.5, seed=seed))
+        C = mq.Dense().represent(lin)
+        assert lin.m < len(reference.output_hessian(p.loss, q.z, p.y, p.weight))
+        assert error(C.gradient, q.g) < 1e-10
+        total += C.G / draws
+    assert error(total, q.G) < 0.15
+
+
+@pytest.mark.parametrize(
+    "representation", [mq.Dense(), mq.Gram(), mq.Gram(whole=0), mq.MatrixFree(tolerance=1e-12)], ids=str
+)
+def test_fraction_solves_with_the_whole_gradient(representation):
+    p = build("ce")
+    rows = mq.Fraction(0.4, mq.Exact(), seed=3)
+    J = linearize(p, rows=rows).rows()  # of some samples
+    C, g = representation.represent(linearize(p, rows=rows)), reference.quadratic(*p).g
+    expected = torch.linalg.solve(J.T @ J + 0.1 * torch.eye(len(g)), g)
+    assert error(C.newton(torch.tensor(0.1).double()), expected) < 1e-6
+
+
+def test_fraction_replays_the_slopes_of_its_samples():
+    """RReLU draws once for the batch: the rows of the part belong to the same network as the losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.RReLU(), nn.Linear(8, 2)).double()
+    x, y = torch.randn(10, 3).double(), torch.randn(10, 2).double()
+    state = torch.get_rng_state()
+    whole = mq.linearize(model, "mse", x, y).rows().view(2, 10, -1)
+    torch.set_rng_state(state)
+    part = mq.linearize(model, "mse", x, y, rows=mq.Fraction(0.3)).rows().view(2, 3, -1) / (10 / 3) ** 0.5
+    index = mq.Fraction(0.3).pick(10, 0)
+    assert error(part, whole[:, index]) < 1e-12
+
+
+@pytest.mark.parametrize("bad", [0, 1.5, -1])
+def test_fraction_refuses(bad):
+    with pytest.raises(ValueError, match=repr(bad)):
+        mq.Fraction(bad)
+    with pytest.raises(TypeError, match=r"mq\.Exact\(\)"):
+        mq.Fraction(0.5, mq.Exact)

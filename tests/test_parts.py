@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import itertools
 import math
 import pickle
@@ -18,7 +19,12 @@ from torch import Tensor, nn
 
 import marquardt as mq
 import reference
+from cases import build
 from marquardt.acceptance import Trial
+from marquardt.curvature import Curvature
+from marquardt.curvature.gram import GramCurvature
+from marquardt.diagonal import Diagonal
+from marquardt.layers.bilinear import Bilinear
 from marquardt.schedule import Outcome
 from reference import error
 
@@ -41,20 +47,38 @@ def decades(low: float, high: float):
 class Matrix:
     """H as momentum sees it."""
 
-    def __init__(self, H: Tensor) -> None:
-        self.H = H
+    def __init__(self, H: Tensor, g: Tensor) -> None:
+        self.H, self.G = H, SimpleNamespace(gradient=g)
 
     def quadratic(self, v: Tensor) -> Tensor:
         return v @ self.H @ v
 
 
-def diagonal(values: Tensor, rank: int = 1) -> SimpleNamespace:
-    """G as damping sees it."""
-    return SimpleNamespace(gradient=torch.zeros_like(values), diagonal=lambda: values, rank=rank)
+class Values(Curvature):
+    """G as damping sees it: a diagonal, of one layer."""
+
+    def __init__(self, values: Tensor, rank: int = 1) -> None:
+        lin = SimpleNamespace(
+            theta=torch.zeros_like(values), sizes=[len(values)], n=len(values), most=rank, params=[values]
+        )
+        lin.traces = lambda: [([0], values.sum())]
+        super().__init__(lin)
+        self.values, self.rank = values, rank
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def newton(self, damping: Diagonal | Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def diagonal(self) -> Tensor:
+        return self.values
 
 
 class Always:
     """Accepts what is finite."""
+
+    looks_back = False
 
     def judge(self, trial: Trial) -> str | None:
         return "decrease" if math.isfinite(trial.new_loss) else None
@@ -62,6 +86,8 @@ class Always:
 
 class Never:
     """Leaves every step to the line search."""
+
+    looks_back = False
 
     def judge(self, trial: Trial) -> str | None:
         return None
@@ -75,7 +101,7 @@ def spd(seed: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def refine(part: mq.AdaptiveMomentum, H: Tensor, g: Tensor, previous: Tensor | None, same_data: bool = True) -> Tensor:
-    return part.refine(-torch.linalg.solve(H, g), g, previous, Matrix(H), same_data)
+    return part.refine(-torch.linalg.solve(H, g), previous, Matrix(H, g), same_data)
 
 
 def mlp(seed: int = 0, outputs: int = 1) -> nn.Module:
@@ -106,6 +132,11 @@ def lm(model: nn.Module, loss="mse", **parts) -> mq.LM:
         "average": None,
     }
     return mq.LM(model, loss, **{**bare, **parts})
+
+
+def entries(opt: mq.LM) -> Tensor:
+    """D as the optimizer keeps it: (n,)"""
+    return Diagonal.restored(opt.state_dict()["marquardt"]["D"]).entries([p.numel() for p in opt.params])
 
 
 def curvature(model: nn.Module, x: Tensor, y: Tensor, loss="mse"):
@@ -189,7 +220,7 @@ def test_plain_step_without_momentum(dtype, cap):
     zero = torch.zeros_like(g)
     assert torch.equal(refine(part, H, g, None), newton)  # no previous step
     assert torch.equal(refine(part, H, zero, previous), -torch.linalg.solve(H, zero))  # I_GG = 0
-    assert torch.equal(part.refine(-newton, g, previous, Matrix(H), True), -newton)  # I_GG < 0
+    assert torch.equal(part.refine(-newton, previous, Matrix(H, g), True), -newton)  # I_GG < 0
     assert torch.equal(refine(part, H, g, zero), newton)  # I_FF = 0
     assert torch.equal(refine(part, H, g, 3 * newton), newton)  # parallel
     assert torch.equal(refine(part, H, g, -3 * newton), newton)
@@ -262,10 +293,10 @@ def test_max_diagonal_is_a_running_maximum(seed, n, steps, floor):
     diagonals = torch.rand(steps, n, dtype=f64)
     part, D = mq.MaxDiagonal(floor), None
     for k, values in enumerate(diagonals):
-        last = None if D is None else D.clone()
-        new = part.update(D, diagonal(values))
-        assert torch.equal(new, diagonals[: k + 1].amax(0).clamp(min=floor))
-        assert last is None or torch.equal(D, last)  # a rejected step goes back to it
+        last = None if D is None else D.entries([n]).clone()
+        new = part.update(D, Values(values.clone()))
+        assert torch.equal(new.entries([n]), diagonals[: k + 1].amax(0).clamp(min=floor))
+        assert last is None or torch.equal(D.entries([n]), last)  # a rejected step goes back to it
         assert torch.equal(values, diagonals[k])
         D = new
 
@@ -276,23 +307,26 @@ def test_mean_eigenvalue_is_one_number(seed, n, steps):
     diagonals = torch.rand(steps, n, dtype=f64)
     D = None
     for k, values in enumerate(diagonals):
-        D = mq.MeanEigenvalue().update(D, diagonal(values, rank=3))
-        assert D.shape == ()
-        assert D.item() == pytest.approx(max(t.sum().item() / 3 for t in diagonals[: k + 1]), rel=1e-14)
+        D = mq.MeanEigenvalue().update(D, Values(values, rank=3))
+        assert D.factors is None
+        assert D.scale.shape == ()
+        assert D.scale.item() == pytest.approx(max(t.sum().item() / 3 for t in diagonals[: k + 1]), rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, f64])
-@pytest.mark.parametrize("part", [mq.Identity(), mq.MaxDiagonal(0.01), mq.MeanEigenvalue()])
+@pytest.mark.parametrize("part", [mq.Identity(), mq.MaxDiagonal(0.01), mq.MeanEigenvalue(), mq.LayerMeanEigenvalue()])
 def test_damping_keeps_the_dtype(part, dtype):
-    G = diagonal(torch.rand(4, dtype=dtype))
+    G = Values(torch.rand(4, dtype=dtype))
     D = part.update(part.update(None, G), G)
-    assert D.dtype == dtype
-    assert D.shape in ((), (4,))
+    assert D.scale.dtype == dtype
+    assert D.entries([4]).dtype == dtype
+    assert D.entries([4]).shape == (4,)
 
 
 def test_identity():
-    G = diagonal(torch.tensor([3.0, 1e6]))
-    assert mq.Identity().update(None, G) == mq.Identity().update(torch.tensor(7.0), G) == 1
+    G = Values(torch.tensor([3.0, 1e6]))
+    for D in (None, Diagonal(torch.tensor(7.0))):
+        assert torch.equal(mq.Identity().update(D, G).entries([2]), torch.ones(2))
 
 
 class Scaled(nn.Module):
@@ -358,10 +392,13 @@ def test_a_rejected_step_leaves_D_alone():
     model, (x, y) = mlp(), batch()
     opt = lm(model, damping=mq.MaxDiagonal(0.01))
     opt.step(x, y)
-    D = opt.state_dict()["marquardt"]["D"]
+    D = entries(opt)
     opt.acceptance = Never()
     assert not opt.step(10 * x, y).accepted
-    assert torch.equal(opt.state_dict()["marquardt"]["D"], D)
+    assert torch.equal(entries(opt), D)
+    opt.acceptance = Always()
+    assert opt.step(10 * x, y).accepted
+    assert not torch.equal(entries(opt), D)  # that batch would have changed it
 
 
 @pytest.mark.parametrize("representation", [mq.Dense(), mq.Gram()])
@@ -376,6 +413,473 @@ def test_a_parameter_without_curvature_needs_no_floor(representation):
     step = opt.step(x, y)
     assert step.accepted, step.note
     assert model[0].bias[0] == -1e3
+
+
+# ---- damping by layers
+
+
+class Tokens(nn.Module):
+    """Embedding, attention, norms: (N, 4) tokens → (N, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=5, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.table(x)).mean(1))
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, and one without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.inner(x).tanh()).tanh())
+
+
+NETS = {
+    "mlp": lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)),
+    "one output": lambda: nn.Sequential(nn.Linear(3, 1), nn.Tanh(), nn.Linear(1, 3)),
+    "norms": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)),
+    "conv": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.Flatten(),
+        nn.Linear(3, 3),
+    ),
+    "grouped conv": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=4, bias=False), nn.Flatten(),
+        nn.Linear(4, 3),
+    ),
+    "tokens": Tokens,
+    "twice": Twice,
+}  # fmt: skip
+EVERY_NET = pytest.mark.parametrize("name", NETS)
+FACTORED, BY_LAYER = mq.FactoredMaxDiagonal(), mq.LayerMeanEigenvalue()
+
+
+def net(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return NETS[name]().double()
+
+
+def samples(name: str, seed: int, N: int = 7) -> tuple[Tensor, Tensor]:
+    """Other seeds are other data of other sizes, larger and smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(3, (N,), generator=generator)
+    if name == "tokens":
+        return torch.randint(7, (N, 4), generator=generator), y
+    shape = {"conv": (N, 2, 4, 4), "grouped conv": (N, 2, 3, 3)}.get(name, (N, 3))
+    return [1.0, 3.0, 0.3, 1.5][seed % 4] * torch.randn(shape, dtype=f64, generator=generator), y
+
+
+def represented(name: str, model: nn.Module, seed: int, chunk: int | None = None, representation=mq.Gram):
+    return representation(chunk=chunk).represent(
+        mq.linearize(model, "cross_entropy", *samples(name, seed), chunk=chunk)
+    )
+
+
+def disturb(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.2 * torch.randn_like(p)
+
+
+def factors_by_hand(model: nn.Module, x: Tensor, diagonals: dict[str, Tensor], old: dict[str, tuple[Tensor, Tensor]]):
+    """(u, v) of every linear, convolutional and layer-norm layer: v ← max(v, mean a²), u ← max(u, max diag/v)."""
+    layers = {k: m for k, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d, nn.LayerNorm))}
+
+    def squares(layer: nn.Module, a: Tensor) -> Tensor:
+        """a² by positions: (…, G, 1, I)"""
+        if isinstance(layer, nn.Linear):
+            return a.square()[..., None, None, :]
+        if isinstance(layer, nn.LayerNorm):
+            return nn.functional.layer_norm(a, layer.normalized_shape, eps=layer.eps).square()[..., None, None]
+        patches = nn.functional.unfold(a, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # (N, CK, P)
+        return patches.square().transpose(1, 2).unflatten(2, (layer.groups, 1, -1))
+
+    seen: dict[str, list[Tensor]] = {k: [] for k in layers}
+    handles = [
+        m.register_forward_pre_hook(lambda m, args, k=k: seen[k].append(squares(m, args[0]).detach().flatten(0, -4)))
+        for k, m in layers.items()
+    ]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for k, calls in seen.items():
+        if not calls:  # reached by another way than its module
+            continue
+        v = torch.cat(calls).mean(0)  # (G, 1, I)
+        v = torch.maximum(old[k][1], v) if k in old else v
+        diagonal = diagonals[f"{k}.weight"].view(len(v), -1, v.shape[2])  # (G, O, I)
+        u = (diagonal / v.where(v > 0, INF)).amax(2, keepdim=True)  # (G, O, 1); an input that was never there has none
+        if f"{k}.bias" in diagonals:
+            u = torch.maximum(u, diagonals[f"{k}.bias"].view_as(u))
+        found[k] = (torch.maximum(old[k][0], u) if k in old else u, v)
+    return found
+
+
+@EVERY_NET
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_factored_max_diagonal_bounds_every_diagonal(name, chunk):
+    """Over several steps on other data at other weights; u and v are running maxima, no larger than they must be."""
+    model, D, hand = net(name), None, {}
+    names = [k for k, _ in model.named_parameters()]
+    sizes = [p.numel() for p in model.parameters()]
+    largest = torch.zeros(sum(sizes), dtype=f64)
+    for seed in range(5):
+        x, y = samples(name, seed)
+        G = represented(name, model, seed, chunk)
+        diagonal = reference.quadratic(model, "cross_entropy", x, y).diagonal()
+        largest = torch.maximum(largest, diagonal)
+        old, last = D, None if D is None else D.entries(sizes).clone()
+        D = FACTORED.update(D, G)
+        assert last is None or torch.equal(old.entries(sizes), last)  # a rejected step goes back to it
+        assert (D.entries(sizes) >= largest * (1 - 1e-12)).all()
+        assert last is None or (D.entries(sizes) >= last).all()
+        hand = factors_by_hand(model, x, dict(zip(names, diagonal.split(sizes), strict=True)), hand)
+        assert hand
+        assert D.scale.item() == pytest.approx(sum(sizes) / G.rank, rel=1e-12)  # columns over rank
+        for k, (u, v) in hand.items():
+            found = D.factors[names.index(f"{k}.weight")]
+            assert error(found[0], u) < 1e-10, k
+            assert error(found[1], v) < 1e-10, k
+            if f"{k}.bias" in names:
+                (bias,) = D.factors[names.index(f"{k}.bias")]
+                assert error(bias, u) < 1e-10, k
+        for k, part, size in zip(names, D.factors, sizes, strict=True):
+            if "table" in k:  # no factors: element by element
+                assert part[0].numel() == size
+        disturb(model, seed)
+
+
+def test_factored_max_diagonal_of_an_embedding():
+    """A table has no input to speak of: there it is the plain maximum."""
+    model, D, expected = net("tokens"), None, None
+    sizes = [p.numel() for p in model.parameters()]
+    for seed in range(3):
+        G = represented("tokens", model, seed)
+        D = FACTORED.update(D, G)
+        diagonal = reference.quadratic(model, "cross_entropy", *samples("tokens", seed)).diagonal()[: sizes[0]]
+        expected = diagonal if expected is None else torch.maximum(expected, diagonal)
+        assert error(D.entries(sizes)[: sizes[0]], sum(sizes) / G.rank * expected) < 1e-10
+        disturb(model, seed)
+
+
+@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
+@EVERY_NET
+def test_damping_of_chunks_is_that_of_the_whole(name, part):
+    model = net(name)
+    sizes = [p.numel() for p in model.parameters()]
+    whole, *others = (represented(name, model, 0, chunk) for chunk in (None, 3, 1))
+    D = part.update(None, whole)
+    assert (D.entries(sizes) > 0).any()
+    for G in [*others, represented(name, model, 0, 2, mq.Dense), represented(name, model, 0, None, mq.Dense)]:
+        found = part.update(None, G)
+        for factors, expected in zip(found.factors, D.factors, strict=True):
+            for f, e in zip(factors, expected, strict=True):
+                assert error(f, e) < 1e-10
+
+
+@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
+@EVERY_NET
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_dual_step_with_damping_by_layers(name, part, chunk):
+    """Gram with D in factors is Dense with D written out."""
+    model = net(name)
+    D = part.update(None, represented(name, model, 1))
+    disturb(model, 0)
+    dual, primal = represented(name, model, 0, chunk), represented(name, model, 0, chunk, mq.Dense)
+    A = part.update(D, dual).positive()
+    full = A.entries(dual.lin.sizes)
+    assert full.unique().numel() > 1
+    for lam in (1e-3, 1.0):
+        expected = primal.newton(lam * full)
+        assert error(dual.newton(lam * A), expected) < 1e-9
+        assert error(dual.newton(lam * full), expected) < 1e-9
+        assert error(primal.newton(lam * A), expected) < 1e-9
+
+
+def test_steps_with_factored_damping_equal_the_algorithm():
+    """θ − (G + λD)⁻¹g with D by hand, over several steps on changing data."""
+    model, hand, lam = net("mlp"), {}, 3.0
+    names, sizes = zip(*((k, p.numel()) for k, p in model.named_parameters()), strict=True)
+    opt = lm(model, "cross_entropy", curvature=mq.Gram(), damping=FACTORED, schedule=mq.Constant(lam))
+    for seed in range(4):
+        x, y = samples("mlp", seed)
+        q, before = reference.quadratic(model, "cross_entropy", x, y), flat(model)
+        hand = factors_by_hand(model, x, dict(zip(names, q.diagonal().split(sizes), strict=True)), hand)
+        parts = [(k.rpartition(".")[0], k.endswith("weight")) for k in names]
+        D = torch.cat([(hand[k][0] * hand[k][1] if weight else hand[k][0]).flatten() for k, weight in parts])
+        D = D.where(D > 0, 1)  # where there is no curvature, there is no gradient
+        D = len(q.g) / represented("mlp", model, seed).rank * D  # columns over rank
+        assert opt.step(x, y).accepted
+        assert error(flat(model) - before, q.step(lam * D)) < 1e-9
+
+
+# A hidden unit or channel: (layer in, layer out, of how many inputs of the latter each unit is).
+RELU_NETS = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)),
+        [(0, 2, 1), (2, 4, 1)],
+    ),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 2, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
+        ),
+        [(0, 2, 1), (2, 5, 16)],
+    ),
+}  # fmt: skip
+
+
+def rescale(model: nn.Module, into: int, out: int, width: int, unit: int, c: float) -> None:
+    """Unit times c, what follows it divided by c: the same function."""
+    with torch.no_grad():
+        model[into].weight[unit] *= c
+        model[into].bias[unit] *= c
+        model[out].weight[:, unit * width : (unit + 1) * width] /= c
+
+
+def rescaled_apart(name: str, which: int, unit: int, c: float, **parts) -> float:
+    """How far training of the rescaled network is from the rescaled trained network, relative to the way gone."""
+    make, places = RELU_NETS[name]
+    torch.manual_seed(5)
+    model = make().double()
+    other = copy.deepcopy(model)
+    rescale(other, *places[which], unit, c)
+    ways = []
+    for one in (model, other):
+        start = flat(one)
+        opt = lm(one, "cross_entropy", schedule=mq.Constant(3.0), **parts)
+        for seed in range(2):
+            assert opt.step(*samples(name, seed, N=9)).accepted
+        ways.append(flat(one) - start)
+    nn.utils.vector_to_parameters(ways[0], model.parameters())
+    rescale(model, *places[which], unit, c)
+    found = ways[1].split([p.numel() for p in other.parameters()])
+    return max(error(d, p.detach().flatten()) for d, p in zip(found, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("representation", [mq.Gram(), mq.Gram(chunk=4), mq.Dense()], ids=str)
+@pytest.mark.parametrize("name", RELU_NETS)
+@pytest.mark.parametrize("which", [0, 1])
+@settings(max_examples=5)
+@given(unit=st.integers(0, 2), c=decades(-2, 2))
+def test_factored_max_diagonal_is_covariant_to_rescaling_a_unit(representation, name, which, unit, c):
+    assert rescaled_apart(name, which, unit, c, damping=FACTORED, curvature=representation) < 1e-8
+
+
+@pytest.mark.parametrize("name", RELU_NETS)
+def test_one_number_for_a_layer_is_not(name):
+    for damping in (BY_LAYER, mq.Identity()):
+        assert rescaled_apart(name, 0, 0, 10.0, damping=damping, curvature=mq.Gram()) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "part", [FACTORED, BY_LAYER, mq.Identity(), mq.MeanEigenvalue()], ids=lambda p: type(p).__name__
+)
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_damping_by_layers_never_builds_J(monkeypatch, part, chunk):
+    original = Bilinear.slabs
+
+    def slabs(self: Bilinear, dtype: torch.dtype):
+        assert not self.P == self.G == 1, "rows were built"
+        return original(self, dtype)
+
+    monkeypatch.setattr(Bilinear, "slabs", slabs)
+    x, y = samples("mlp", 0)
+    opt = lm(net("mlp"), "cross_entropy", curvature=mq.Gram(chunk, whole=0), damping=part)
+    for _ in range(2):
+        assert opt.step(x, y).accepted
+    with pytest.raises(AssertionError, match="rows were built"):  # where one number for every weight asks for them
+        lm(net("mlp"), "cross_entropy", curvature=mq.Gram(chunk, whole=0), damping=mq.MaxDiagonal()).step(x, y)
+
+
+@EVERY_NET
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_layer_mean_eigenvalue(name, chunk):
+    """τ = tr G / rank G of a layer, the largest so far."""
+    model, D, hand = net(name), None, {}
+    for seed in range(4):
+        G = represented(name, model, seed, chunk)
+        D = BY_LAYER.update(D, G)
+        q = reference.quadratic(model, "cross_entropy", *samples(name, seed))
+        params = list(model.named_parameters())
+        diagonals = dict(zip([k for k, _ in params], q.diagonal().split(G.lin.sizes), strict=True))
+        for (k, _), (tau,) in zip(params, D.factors, strict=True):
+            if "attn" in k:
+                continue
+            layer = [v for name, v in diagonals.items() if name.rpartition(".")[0] == k.rpartition(".")[0]]
+            mean = sum(v.sum().item() for v in layer) / min(sum(map(len, layer)), G.lin.m)
+            hand[k] = max(hand.get(k, 0.0), mean)
+            assert tau.shape == ()
+            assert (D.scale * tau).item() == pytest.approx(hand[k], rel=1e-9), k
+        disturb(model, seed)
+
+
+@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("representation", [mq.Gram(), mq.Gram(chunk=3), mq.Dense()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, f64], ids=str)
+def test_dead_units_with_damping_by_layers(part, representation, dtype):
+    """An input that is always 0 and a unit that is never active: nothing there moves, everything else does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).to(dtype)
+    with torch.no_grad():
+        model[0].bias.copy_(torch.tensor([0.5, -1e3, 0.5, 0.5]))
+    dead = torch.cat([m.flatten() for m in dead_parts()])
+    opt = lm(model, "cross_entropy", curvature=representation, damping=part, schedule=mq.Constant(30.0))
+    for seed in range(3):
+        x, y = samples("mlp", seed, N=20)
+        x[:, 2] = 0
+        before = flat(model)
+        step = opt.step(x.to(dtype), y)
+        assert step.accepted, step.note
+        moved = flat(model) != before
+        assert flat(model).isfinite().all()
+        assert not moved[dead].any()
+        assert moved[~dead].all()
+        if part is FACTORED:
+            assert entries(opt).isfinite().all()
+    x, y = samples("mlp", 3, N=20)  # the input comes to life, and its damping with it
+    before = flat(model)
+    assert opt.step(x.to(dtype), y).accepted
+    moved = flat(model) != before
+    assert moved[[2, 8, 11]].all()
+    assert not moved[3:6].any()
+    diagonal = reference.quadratic(restored(model, before), "cross_entropy", x.to(dtype), y).diagonal()
+    assert part is not FACTORED or (entries(opt) >= diagonal * (1 - 1e-5)).all()
+
+
+def dead_parts() -> list[Tensor]:
+    """Of a network 3-4-3: the last input, and hidden unit 1."""
+    first, bias, second, last = (torch.zeros(s, dtype=torch.bool) for s in ((4, 3), (4,), (3, 4), (3,)))
+    first[:, 2] = first[1] = bias[1] = second[:, 1] = True
+    return [first, bias, second, last]
+
+
+def restored(model: nn.Module, theta: Tensor) -> nn.Module:
+    trial = copy.deepcopy(model)
+    nn.utils.vector_to_parameters(theta, trial.parameters())
+    return trial
+
+
+@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("name", ["mlp", "conv", "grouped conv", "tokens"])
+def test_damping_by_layers_resumes(name, part):
+    """Through a file of nothing but tensors and numbers, to the last bit."""
+    model, other = net(name), net(name)
+    parts = {"curvature": mq.Gram(), "damping": part, "schedule": mq.Constant(30.0)}
+    opt, fresh = (lm(m, "cross_entropy", **parts) for m in (model, other))
+    for seed in range(2):
+        opt.step(*samples(name, seed))
+    file = io.BytesIO()
+    torch.save([model.state_dict(), opt.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other.load_state_dict(weights)
+    fresh.load_state_dict(state)
+    assert torch.equal(entries(fresh), entries(opt))
+    for seed in range(2, 5):
+        assert fresh.step(*samples(name, seed)) == opt.step(*samples(name, seed))
+        assert torch.equal(flat(other), flat(model))
+        assert torch.equal(entries(fresh), entries(opt))
+
+
+EVERY_DAMPING = [mq.Identity(), mq.MeanEigenvalue(), BY_LAYER, FACTORED, mq.MaxDiagonal()]
+
+
+@pytest.mark.parametrize("part", EVERY_DAMPING, ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    ("dtype", "N", "lam"),
+    [(f64, 7, 1e-3), (f64, 40, 1e-3), (torch.float32, 7, 1.0), (torch.float32, 7, 1e-9), (torch.float32, 40, 1.0)],
+    ids=["float64", "float64, tall", "float32", "float32, small λ", "float32, tall"],
+)
+def test_another_lambda_needs_no_other_gram_matrix(monkeypatch, part, dtype, N, lam):
+    """K is formed once for every precision that is needed, not for every λ."""
+    formed: list[torch.dtype] = []
+    original = GramCurvature.gram
+
+    def gram(self: GramCurvature, factors, precision: torch.dtype) -> Tensor:
+        formed.append(precision)
+        return original(self, factors, precision)
+
+    monkeypatch.setattr(GramCurvature, "gram", gram)
+    x, y = samples("mlp", 0, N)
+    opt = lm(
+        net("mlp").to(dtype), "cross_entropy", curvature=mq.Gram(), damping=part, schedule=mq.TenFold(lam, 1.5),
+        acceptance=Never(), attempts=5,
+    )  # fmt: skip
+    step = opt.step(x.to(dtype), y)
+    assert step.note.count("rejected") == 5
+    assert len(formed) == len(set(formed)), formed
+
+
+@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("representation", [mq.Gram(), mq.Gram(chunk=3), mq.Dense(), mq.Dense(chunk=3)], ids=str)
+def test_layers_that_some_batches_do_not_reach(part, representation):
+    """What a layer has seen stays, and the bound holds again when it is reached again."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plus, self.minus, self.head = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.plus(x) if x[0, 0] > 0 else self.minus(x)
+            return self.head(h.tanh())
+
+    torch.manual_seed(0)
+    model = Branches().double()
+    opt = lm(model, "cross_entropy", curvature=representation, damping=part)
+    largest = 0 * flat(model)
+    for k, sign in enumerate((1, -1, -1, 1, 1, -1)):
+        x, y = samples("mlp", k)
+        x[:, 0] = sign * x[:, 0].abs()
+        diagonal = reference.quadratic(model, "cross_entropy", x, y).diagonal()
+        last = None if k == 0 else entries(opt)
+        largest = torch.maximum(largest, diagonal)
+        assert opt.step(x, y).accepted
+        assert last is None or (entries(opt) >= last * (1 - 1e-12)).all()
+        if part is FACTORED:
+            assert (entries(opt) >= largest * (1 - 1e-12)).all()
+            _, factors = opt.state_dict()["marquardt"]["D"]
+            assert [len(f) for f in factors[::2]] == [2, 2 if k > 0 else 1, 2]  # never written out
+            assert sum(t.numel() for f in factors for t in f) < 2 * len(largest)
+
+
+@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("name", ["routed_experts", "sorted_samples"])
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+def test_damping_where_a_layer_sees_some_of_the_samples(name, part, chunk):
+    """Also none of them: an expert that a chunk does not ask."""
+    p = build(name)
+    q = reference.quadratic(*p)
+    lin = mq.linearize(p.model, p.loss, p.x, p.y, p.weight, chunk=chunk)
+    D = part.update(None, mq.Gram(chunk).represent(lin))
+    assert D.entries(lin.sizes).isfinite().all()
+    if part is FACTORED:
+        assert (D.entries(lin.sizes) >= q.diagonal() * (1 - 1e-12)).all()
+    A = D.positive()
+    assert error(-mq.Gram(chunk).represent(lin).newton(A), q.step(A.entries(lin.sizes))) < 1e-9
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
+def test_damping_by_layers_in_the_units_of_the_loss(part, factor):
+    x, y = batch()
+    ends = []
+    for c in (1.0, factor):
+        model = mlp()
+        opt = lm(model, mq.losses.SquaredError(factor=c), damping=part, curvature=mq.Gram())
+        for _ in range(3):
+            opt.step(x, y)
+        ends.append(flat(model))
+    assert error(ends[1], ends[0]) < 1e-8
 
 
 # ---- acceptance
@@ -677,11 +1181,13 @@ def test_grid_is_its_argmin(losses, f, uphill):
 @given(st.lists(st.floats(-10, 10) | st.sampled_from([NAN, INF]), min_size=6, max_size=6), st.floats(-10, 10))
 @example([2.0, NAN, 0.5, 0.1, 0.1, 0.1], 1.0)
 @example([1.0] * 6, 1.0)
-def test_backtracking_takes_the_first_decrease(losses, f):
+@pytest.mark.parametrize("tried", [None, (2.0, 7.0)])
+def test_backtracking_takes_the_first_decrease(tried, losses, f):
+    """The point that failed on the same line is not tried again."""
     calls: list[float] = []
-    rates = [2 * 0.3**k for k in range(6)]
+    rates = [2 * 0.3**k for k in (range(6) if tried is None else range(1, 7))]
     table = iter(losses)
-    found = mq.Backtracking(0.3, trials=6).search(recorded(lambda lr: next(table), calls), f, 2.0, False)
+    found = mq.Backtracking(0.3, trials=6).search(recorded(lambda lr: next(table), calls), f, 2.0, tried)
     lower = [k for k, l in enumerate(losses) if l < f]
     assert calls == pytest.approx(rates[: lower[0] + 1] if lower else rates, rel=1e-12)  # and none after it
     assert found == ((calls[-1], losses[lower[0]]) if lower else None)
@@ -818,7 +1324,7 @@ def test_sampled_rows_are_right_in_the_mean():
 
 PARTS = [
     mq.Exact(), mq.Sampled(2), mq.Empirical(), mq.Dense(), mq.Gram(chunk=3), mq.Auto(),
-    mq.Identity(), mq.MaxDiagonal(0.01), mq.MeanEigenvalue(),
+    mq.Identity(), mq.MaxDiagonal(0.01), mq.MeanEigenvalue(), mq.LayerMeanEigenvalue(), mq.FactoredMaxDiagonal(),
     mq.Constant(1.0), mq.TenFold(1.0), mq.PaperSchedule(1.0), mq.GainRatio(1.0),
     mq.AdaptiveMomentum(0.9, 0.6), mq.Decrease(), mq.Uphill(2.0), mq.Grid(1e-6, 9, 0.125), mq.Backtracking(0.5),
     mq.EMA(0.95), mq.Polyak(),

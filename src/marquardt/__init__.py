@@ -3,13 +3,14 @@
 from . import losses, presets
 from .acceptance import Decrease, Uphill
 from .average import EMA, Polyak
-from .curvature import Auto, Dense, Gram
-from .damping import Identity, MaxDiagonal, MeanEigenvalue
+from .curvature import Auto, Dense, Gram, Hessian, Kronecker, MatrixFree
+from .damping import FactoredMaxDiagonal, Identity, LayerMeanEigenvalue, MaxDiagonal, MeanEigenvalue
+from .diagonal import Diagonal
 from .line_search import Backtracking, Grid
 from .linearize import Linearization, linearize
 from .momentum import AdaptiveMomentum
 from .optimizer import LM, Step
-from .rows import Empirical, Exact, Sampled
+from .rows import Empirical, Exact, Fraction, Sampled
 from .schedule import Constant, GainRatio, PaperSchedule, TenFold
 
 __version__ = "0.1.0"
@@ -23,13 +24,20 @@ __all__ = [
     "Constant",
     "Decrease",
     "Dense",
+    "Diagonal",
     "Empirical",
     "Exact",
+    "FactoredMaxDiagonal",
+    "Fraction",
     "GainRatio",
     "Gram",
     "Grid",
+    "Hessian",
     "Identity",
+    "Kronecker",
+    "LayerMeanEigenvalue",
     "Linearization",
+    "MatrixFree",
     "MaxDiagonal",
     "MeanEigenvalue",
     "PaperSchedule",

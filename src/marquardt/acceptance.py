@@ -18,6 +18,11 @@ class Trial(NamedTuple):
 
 
 class Acceptance(Protocol):
+    @property
+    def looks_back(self) -> bool:
+        """Whether it asks for the direction of the previous step, which is then kept."""
+        ...
+
     def judge(self, trial: Trial) -> str | None:
         """The rule that accepts the trial point, "decrease" or "uphill", or None."""
         ...
@@ -26,6 +31,10 @@ class Acceptance(Protocol):
 @dataclass(frozen=True)
 class Decrease:
     """f_new < f"""
+
+    @property
+    def looks_back(self) -> bool:
+        return False
 
     def judge(self, trial: Trial) -> str | None:
         return "decrease" if math.isfinite(trial.new_loss) and trial.new_loss < trial.loss else None
@@ -44,6 +53,10 @@ class Uphill:
     def __post_init__(self) -> None:
         if not 0 < self.b < math.inf:
             raise ValueError(f"Uphill(b={self.b!r}): b must be positive and finite; the authors use 2")
+
+    @property
+    def looks_back(self) -> bool:
+        return True
 
     def judge(self, trial: Trial) -> str | None:
         if not math.isfinite(trial.new_loss):

@@ -62,6 +62,15 @@ class Batch:
             for first in range(0, N, size)
         ]
 
+    def take(self, index: Tensor) -> Batch:
+        """Some of the samples."""
+        N = next((len(t) for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor) and t.ndim), 0)
+
+        def part(t: Any) -> Any:
+            return t[index.to(t.device)] if isinstance(t, Tensor) and t.ndim and len(t) == N else t
+
+        return Batch(*(tree_map(part, item) for item in (self.inputs, self.targets, self.weight)))
+
 
 class Batches:
     """The user's batches as Batch objects, every time they are gone through."""
@@ -131,13 +140,16 @@ class Moment:
             return True
         return not torch.equal(self.cpu, earlier.cpu)
 
-    def restore(self, *, buffers: bool = True) -> None:
+    def restore(self, *, buffers: bool = True, gently: bool = False) -> None:
+        """As it was; gently where a graph may hold the buffers, which then must not be touched for nothing."""
         if buffers:
             with torch.no_grad():
                 for module, saved in self.buffers:
                     module._buffers.clear()
                     for name, (buffer, value) in saved.items():
-                        module._buffers[name] = buffer if buffer is None or value is None else buffer.copy_(value)
+                        if buffer is not None and value is not None and not (gently and torch.equal(buffer, value)):
+                            buffer.copy_(value)
+                        module._buffers[name] = buffer
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
@@ -149,9 +161,19 @@ def flatten(params: Sequence[Tensor]) -> Tensor:
 
 
 def assign(params: Sequence[Tensor], theta: Tensor) -> None:
+    """The parameters ← θ"""
     with torch.no_grad():
-        for p, t in zip(params, theta.split([p.numel() for p in params]), strict=True):
-            p.copy_(t.view_as(p))
+        torch._foreach_copy_(list(params), _pieces(params, theta))
+
+
+def shift(params: Sequence[Tensor], d: Tensor, lr: float) -> None:
+    """The parameters += lr·d, without another vector in memory"""
+    with torch.no_grad():
+        torch._foreach_add_(list(params), _pieces(params, d), alpha=lr)
+
+
+def _pieces(params: Sequence[Tensor], v: Tensor) -> list[Tensor]:
+    return [t.view_as(p) for p, t in zip(params, v.split([p.numel() for p in params]), strict=True)]
 
 
 def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
@@ -189,7 +211,6 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
         raise ValueError(
             "the parameters are on the meta device, without values: model.to_empty(device=...) and load some"
         )
-    check_coupling(model)
     return chosen
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .batch import Batch, Moment, forward, unlike
+from .batch import Batch, Moment, check_coupling, forward, unlike
 from .layers import (
     Block,
     Capture,
@@ -25,7 +27,7 @@ from .layers import (
     rows_in_batches,
     rows_in_parts,
 )
-from .layers.capture import LAYOUTS, Layout, grouped
+from .layers.capture import LAYOUTS, Layout, Slopes, grouped
 from .rows import Cotangents
 
 if TYPE_CHECKING:
@@ -34,8 +36,11 @@ if TYPE_CHECKING:
 # Ways to the rows of parameters without a rule, fastest first; the first that is proven right is taken.
 PATHS = ("vmap", "parts", "rows", "loop")
 
-# Blocks of up to this many columns are watched on every chunk; for larger ones the proof on first use has to do.
+# Blocks of up to this many columns are watched; for larger ones the proof on first use has to do.
 GUARDED = 1_000_000
+
+# A look costs a backward pass: one chunk in so many gets it.
+EVERY = 8
 
 
 @dataclass
@@ -46,23 +51,27 @@ class Plan:
     general: dict[int, str] = field(default_factory=dict)  # the other parameters: one of PATHS
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     batched_rows: bool = True  # backward passes of all rows at once
+    unused: set[int] | None = None  # calls that the outputs do not depend on
     batched_trials: bool | None = None  # forward passes of all trial points at once; None while unproven
     trial_needs_grad: bool = False  # the model differentiates itself
     alarms: int = 0  # how often a proof was repeated for nothing
-    quiet: int = 0  # chunks that are not watched after such an alarm
+    quiet: int = 0  # chunks that are not watched: a few after a good look, more after such an alarm
+    choice: Any = None  # what Auto picked,
+    shapes: Any = None  # for these shapes
+    squeeze: int = 0  # how often memory ran out since
 
 
 class Chunk:
     """The linearisation of one chunk, in Σ-units: value, gradient and J̃ = SᵀJ, without the normaliser."""
 
-    def __init__(self, lin: Linearization, batch: Batch, seed: int) -> None:
+    def __init__(self, lin: Linearization, batch: Batch, seed: int, whole: Chunk | None = None) -> None:
         self.lin, self.batch = lin, batch
         self.before = Moment(lin.model, lin.device)
         loss, params = lin.criterion, lin.params
         batch.check()
         versions = batch.versions()
         try:
-            with torch.enable_grad(), Capture(params) as capture:
+            with torch.enable_grad(), Capture(params, None if whole is None else whole.picked) as capture:
                 z = forward(lin.model, batch.inputs)
         except RuntimeError as error:
             reason = unlike(batch.inputs, params[0])
@@ -81,22 +90,32 @@ class Chunk:
         y, w = batch.targets, batch.weight
         loss.check(self.z, y, w, part=True)
         self.N = len(z)
-        self.m = 0  # rows
         with torch.no_grad():
-            self.value = loss.value(self.z, y, w)
-            if not bool(self.value.isfinite()):
-                raise ValueError(f"the loss is {float(self.value)} at the current parameters: {self._blame()}")
-            self.normaliser = loss.normaliser(self.z, y, w)
-            self.lower_bound = loss.lower_bound(self.z, y, w)
-            self.rows: Cotangents = lin.rows_kind.draw(loss, self.z, y, w, seed)
-            slope = loss.gradient(self.z, y, w)
-        self.m = self.rows.S.shape[0] * self.N
-        self._graph, self._capture = z, capture
-        self.gradient = self.vjp(slope)  # (n,)
-        if self.rows.v is None:
-            self.h = None  # the gradient is J̃ᵀu
+            value, normaliser = loss.value(self.z, y, w), loss.normaliser(self.z, y, w)
+            numbers = torch.stack([value, normaliser, loss.lower_bound(self.z, y, w)])
+            self.value, self.normaliser, self.lower_bound = numbers.double().tolist()  # one synchronisation
+            if not math.isfinite(self.value):
+                raise ValueError(f"the loss is {self.value} at the current parameters: {self._blame()}")
+        self.picked: list[Slopes] = []
+        index = lin.rows_kind.pick(self.N, seed) if whole is None else None
+        self.rows: Cotangents
+        self._is_part = whole is not None
+        self._part: Chunk | None = None  # the samples whose rows are formed, where they are not all
+        if index is not None:
+            self.picked = [slopes.take(index, self.N) for slopes in capture.slopes]
+            self._part = Chunk(lin, batch.take(index), seed, self)
+            self.after.restore(gently=True)
+            self.rows = Cotangents(self._part.rows.S, None, loss.gradient(self.z, y, w))
         else:
-            self.h = self.gradient if self.rows.u is None else self.vjp(self.rows.v)
+            with torch.no_grad():
+                self.rows = lin.rows_kind.draw(loss, self.z, y, w, seed)
+            if whole is not None:  # in the units of the whole
+                self.rows = Cotangents(self.rows.S * (whole.N / self.N) ** 0.5, None, None)
+        self.m = self.rows.S.shape[0] * self.rows.S.shape[1]
+        self._graph: Tensor | None = z
+        self._capture = capture
+        self._blocks: list[Block] | None = None
+        self._gradient: Tensor | None = None
 
     def _blame(self) -> str:
         """Where a loss that is not finite comes from; the loss itself has checked the targets and weights."""
@@ -108,6 +127,35 @@ class Chunk:
                 return f"the model's parameter {name!r} holds NaN or infinite values, load an earlier checkpoint"
         return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"
 
+    @property
+    def gradient(self) -> Tensor:
+        """∂value/∂θ: (n,), from the rows where they are there and span it, otherwise by a backward pass"""
+        if self._gradient is None:
+            u = self.rows.u
+            if self._blocks is not None and u is not None and self.rows.v is None:
+                self._gradient = self.lin.adjoint(self._blocks, u.flatten())
+            else:
+                self._gradient = self.vjp(self.lin.criterion.gradient(self.z, self.batch.targets, self.batch.weight))
+        return self._gradient
+
+    @cached_property
+    def h(self) -> Tensor | None:
+        """Jᵀv, the part of the gradient outside the range of the rows: (n,), None means 0"""
+        if self.rows.v is None:
+            return None
+        return self.gradient if self.rows.u is None else self.vjp(self.rows.v)
+
+    def numbers(self) -> tuple[float, float]:
+        """Numbers per sample at the inputs and outputs of the layers with a rule."""
+        calls = self._capture.calls
+        return sum(c.inputs for c in calls) / self.N, sum(c.outputs for c in calls) / self.N
+
+    @property
+    def graph(self) -> Tensor:
+        """z with its graph: (N, *out)"""
+        assert self._graph is not None
+        return self._graph
+
     def vjp(self, w: Tensor) -> Tensor:
         """Jᵀw: (N, *out) → (n,)"""
         pairs = zip(self._pull(w), self.lin.params, strict=True)
@@ -115,18 +163,31 @@ class Chunk:
 
     def _pull(self, w: Tensor) -> Sequence[Tensor | None]:
         """The same by parameters, None for those that the outputs do not depend on."""
+        assert self._graph is not None
         grads = torch.autograd.grad(self._graph, self.lin.params, w, retain_graph=True, allow_unused=True)
         return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
 
-    @torch.no_grad()
+    @property
     def blocks(self) -> list[Block]:
-        """The columns of J̃, by layer. The graph of the forward pass is released."""
+        """The columns of J̃, by layer; once they are there, the graph of the forward pass is released."""
+        if self._blocks is None:
+            if not self._is_part:
+                _ = self.h  # while there is a graph
+            if self._part is not None:
+                self._blocks = self._part.blocks
+                return self._blocks
+            with torch.no_grad():
+                self._blocks = self._form()
+        return self._blocks
+
+    def _form(self) -> list[Block]:
         plan, calls = self.lin.plan, self._capture.calls
         groups = {tuple(sorted({self.lin.index[id(p)] for i in g for p in calls[i].params})): g for g in grouped(calls)}
         random = self.after.drew_since(self.before)
         signature = (tuple(groups), tuple(m.training for m in self.lin.model.modules()), random)
         fresh = plan.proven != signature
         if fresh:
+            check_coupling(self.lin.model)
             plan.proven = signature if self._prove(plan) else None
         try:
             blocks = self._rules(groups) + self._others()
@@ -138,9 +199,11 @@ class Chunk:
             plan.proven = signature if self._prove(plan) else None
             if (layouts, general) == (plan.layouts, plan.general):  # near a minimum the gradient is all rounding
                 plan.alarms += 1
-                plan.quiet = 2**plan.alarms
+                plan.quiet = EVERY * 2**plan.alarms
             blocks = self._rules(groups) + self._others()
-        del self._graph, self._capture
+        del self._capture
+        if not self.lin.keep_graph:
+            self._graph = None
         if fresh:
             plan.trial_needs_grad = not self._same_without_grad()
         self.after.restore()  # some ways to the rows call the model again
@@ -155,7 +218,7 @@ class Chunk:
         for key, layout in layouts.items():
             members = groups.get(key, [])
             block = assemble([calls[i] for i in members], [deltas[i] for i in members], self.N, layout)
-            blocks.append(block or Nothing([params[i] for i in key], self.m))
+            blocks.append(block or Nothing([params[i] for i in key], self.m, self.N))
         return blocks
 
     def _others(self) -> list[Block]:
@@ -165,27 +228,28 @@ class Chunk:
             indices = [i for i, p in self.lin.plan.general.items() if p == path]
             some = [self.lin.params[i] for i in indices]
             if indices:
-                blocks.append(Nothing(some, self.m) if path == "none" else Explicit(some, self._general(path, indices)))
+                blocks.append(
+                    Nothing(some, self.m, self.N)
+                    if path == "none"
+                    else Explicit(some, self._general(path, indices), self.N)
+                )
         return blocks
 
     def _plausible(self, blocks: list[Block]) -> bool:
-        """Whether a proof on earlier data still holds: J̃ᵀu is the gradient, and that is known from plain autograd.
+        """Whether a proof on earlier data still holds, for J̃ᵀw with a random w.
 
         Layers that see the samples in another order for other data (sorted by length, routed to experts) fail here.
-        Rows without u are asked about a random vector instead, which costs a backward pass.
         """
         plan = self.lin.plan
         small = [b for b in blocks if b.columns <= GUARDED]
         if plan.quiet or not small:
             plan.quiet = max(0, plan.quiet - 1)
             return True
-        if self.rows.u is not None and self.rows.v is None:
-            w, true = self.rows.u, self.gradient
-        else:
-            w = self._random()
-            true = self.vjp(torch.einsum("rn,rn...->n...", w, self.rows.S))
+        plan.quiet = 0 if self._capture.reorders else EVERY - 1
+        w = self._random()
+        true = self.vjp(torch.einsum("rn,rn...->n...", w, self.rows.S))
         wrong = [
-            (b.adjoint(w.flatten()) - e).norm() > _tolerance(e) * e.norm()
+            (b.pull(w.flatten()) - e).norm() > _tolerance(e) * e.norm()
             for b, e in ((b, self.lin.gather(true, b)) for b in small)
         ]
         return not bool(torch.stack(wrong).any())
@@ -202,18 +266,30 @@ class Chunk:
             return []
         edges = [self._capture.calls[i].edge for i in wanted]
         S = self.rows.S
-        if self.lin.plan.batched_rows and len(S) > 1:
+        assert self._graph is not None
+        graph = self._graph
+
+        def backward(s: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(graph, edges, s, retain_graph=True, allow_unused=True)
+
+        if len(S) == 1:
+            return [None if d is None else d[None] for d in backward(S[0])]
+        if self.lin.plan.batched_rows and S.is_cuda:  # on a CPU one backward pass after the other is faster
             try:
+                unused = self.lin.plan.unused
+                if unused is None:
+                    unused = {i for i, d in zip(wanted, backward(S[0]), strict=True) if d is None}
+                    self.lin.plan.unused = unused
+                used = [self._capture.calls[i].edge for i in wanted if i not in unused]
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "There is a performance drop")
-                    return torch.autograd.grad(
-                        self._graph, edges, S, is_grads_batched=True, retain_graph=True, allow_unused=True
-                    )
+                    found = iter(torch.func.vmap(lambda s: torch.autograd.grad(graph, used, s, retain_graph=True))(S))
+                return [None if i in unused else next(found) for i in wanted]
             except RuntimeError as error:
                 if "out of memory" in str(error):
                     raise
                 self.lin.plan.batched_rows = False  # an operation whose backward vmap refuses
-        one_by_one = [torch.autograd.grad(self._graph, edges, s, retain_graph=True, allow_unused=True) for s in S]
+        one_by_one = [backward(s) for s in S]
         return [None if d[0] is None else torch.stack(d) for d in zip(*one_by_one, strict=True)]
 
     def _general(self, path: str, indices: list[int]) -> Tensor:
@@ -225,6 +301,7 @@ class Chunk:
             if self.after.drew_since(self.before):
                 raise ValueError("a random model draws other numbers in parts")
             return rows_in_parts(self.lin.model, params, forward, self.batch.inputs, self.rows.S)
+        assert self._graph is not None
         return (rows_in_batches if path == "rows" else rows_by_loop)(self._graph, params, self.rows.S)
 
     def _prove(self, plan: Plan) -> bool:
@@ -241,7 +318,7 @@ class Chunk:
         smallest = torch.finfo(S.dtype).tiny
 
         def agrees(block: Block) -> bool:
-            found = block.adjoint(w.flatten()).split([p.numel() for p in block.params])
+            found = block.pull(w.flatten()).split([p.numel() for p in block.params])
             expected = [true[lin.index[id(p)]] for p in block.params]
             return all(
                 bool((f - e).norm() <= _tolerance(e) * e.norm() + smallest)
@@ -250,6 +327,7 @@ class Chunk:
 
         plan.layouts.clear()
         plan.general.clear()
+        plan.unused = None
         calls = self._capture.calls
         deltas = self._deltas(range(len(calls)))
         for members in grouped(calls):
@@ -260,7 +338,7 @@ class Chunk:
                     block = assemble(some, [deltas[i] for i in members], self.N, layout)
                 except Misfit:
                     continue
-                if agrees(block or Nothing([params[i] for i in key], self.m)):
+                if agrees(block or Nothing([params[i] for i in key], self.m, self.N)):
                     plan.layouts[key] = layout
                     break
         covered = {i for key in plan.layouts for i in key}
@@ -270,7 +348,7 @@ class Chunk:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    block = Explicit([params[i] for i in rest], self._general(path, rest))
+                    block = Explicit([params[i] for i in rest], self._general(path, rest), self.N)
             except Exception as error:  # torch.func and vmap refuse models in many ways
                 if path == "loop" or "out of memory" in str(error):
                     raise

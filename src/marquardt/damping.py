@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from .curvature import Curvature
+from .diagonal import Diagonal
 
 
 class Damping(Protocol):
-    def update(self, D: Tensor | None, G: Curvature) -> Tensor:
-        """The next D, () or (n,), from the last one (None at first) and the curvature of this step."""
+    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
+        """The next D, from the last one (None at first) and the curvature of this step."""
         ...
 
 
@@ -21,8 +21,8 @@ class Damping(Protocol):
 class Identity:
     """D = I: Levenberg's damping. λ carries the units of the curvature."""
 
-    def update(self, D: Tensor | None, G: Curvature) -> Tensor:
-        return torch.ones((), dtype=G.gradient.dtype, device=G.gradient.device)
+    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
+        return Diagonal(torch.ones_like(G.lin.theta[0]))
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,21 @@ class MeanEigenvalue:
     multiplying the loss by a constant changes nothing.
     """
 
-    def update(self, D: Tensor | None, G: Curvature) -> Tensor:
-        tau = G.diagonal().sum() / G.rank
-        return tau if D is None else torch.maximum(D, tau)
+    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
+        tau = Diagonal(G.trace() / G.rank)
+        return tau if D is None else D.maximum(tau)
+
+
+@dataclass(frozen=True)
+class LayerMeanEigenvalue:
+    """D = τₗI in every layer l, with τₗ = tr Gₗ / rank Gₗ of its block of G, the largest so far.
+
+    One number per layer: the dual solve stays as cheap as with one for all.
+    """
+
+    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
+        tau = G.traces()
+        return tau if D is None else D.maximum(tau)
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,21 @@ class MaxDiagonal:
         if not 0 <= self.floor < float("inf"):
             raise ValueError(f"MaxDiagonal(floor={self.floor!r}): D₀ must be finite and at least 0")
 
-    def update(self, D: Tensor | None, G: Curvature) -> Tensor:
-        diagonal = G.diagonal()
-        return torch.maximum(torch.full_like(diagonal, self.floor) if D is None else D, diagonal)
+    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
+        return G.maximum(D, self.floor)
+
+
+@dataclass(frozen=True)
+class FactoredMaxDiagonal:
+    """D_oi = u_o·v_i for the weight of every layer: max-diagonal damping in O + I numbers instead of O·I.
+
+        v_i ← max(v_i, mean a_i²)              a the layer's input; 1 for a bias
+        u_o ← max(u_o, max_i (diag G)_oi/v_i)
+
+    At least every diagonal so far, and covariant to rescaling any unit. Dividing a by √v and δ by √u keeps the dual
+    solve exact without J̃: this is the max-diagonal damping for large networks. There G has many more columns than its
+    rank, and D is multiplied by their ratio: λ = 1 stands for the mean eigenvalue, as in MeanEigenvalue.
+    """
+
+    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
+        return (G.lin.n / G.rank) * G.factored_maximum(D)

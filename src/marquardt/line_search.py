@@ -17,8 +17,11 @@ class LineSearch(Protocol):
         """Search along the step that failed (with its momentum) instead of the plain LM direction."""
         ...
 
-    def search(self, along: Along, loss: float, lr: float, tried: bool) -> tuple[float, float] | None:
-        """(rate, f there) of the point to take, or None; lr is the optimizer's, `tried` if it failed on this line."""
+    def search(
+        self, along: Along, loss: float, lr: float, tried: tuple[float, float] | None
+    ) -> tuple[float, float] | None:
+        """(rate, f there) of the point to take, or None; lr is the optimizer's, `tried` the point that failed on this
+        line, if it did."""
         ...
 
 
@@ -44,7 +47,9 @@ class Grid:
         rates = (self.start + k * self.step for k in range(math.ceil((self.stop - self.start) / self.step)))
         return [lr for lr in rates if lr < self.stop]
 
-    def search(self, along: Along, loss: float, lr: float = 1.0, tried: bool = False) -> tuple[float, float] | None:
+    def search(
+        self, along: Along, loss: float, lr: float = 1.0, tried: tuple[float, float] | None = None
+    ) -> tuple[float, float] | None:
         best = min(
             ((f, lr) for lr, f in zip(self.rates, along(self.rates), strict=True) if math.isfinite(f)), default=None
         )
@@ -66,8 +71,10 @@ class Backtracking:
                 "needs a factor between 0 and 1 and at least one trial"
             )
 
-    def search(self, along: Along, loss: float, lr: float = 1.0, tried: bool = False) -> tuple[float, float] | None:
-        first = 1 if tried else 0
+    def search(
+        self, along: Along, loss: float, lr: float = 1.0, tried: tuple[float, float] | None = None
+    ) -> tuple[float, float] | None:
+        first = 0 if tried is None else 1
         for k in range(first, first + self.trials):
             rate = lr * self.factor**k
             (f,) = along([rate])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves
 
-from .batch import Batch, Moment, assign, flatten, forward, trainable
+from .batch import Batch, Moment, assign, flatten, forward, shift, trainable
 from .chunk import Chunk, Plan
+from .diagonal import Diagonal, Factors
 from .layers import Block, Replay
 from .layers.capture import Slopes
 from .losses import Loss, resolve
@@ -43,6 +45,7 @@ class Linearization:
         self.model, self.criterion, self.params, self.rows_kind = model, criterion, list(params), rows
         self.batches, self.chunk, self.seed = batches, chunk, seed
         self.single = single  # one batch that may be gone through again in any order
+        self.keep_graph = False  # of the chunks, also after their rows were formed
         self.plan = plan if plan is not None else Plan()
         self.index = {id(p): i for i, p in enumerate(self.params)}
         self.sizes = [p.numel() for p in self.params]
@@ -59,8 +62,10 @@ class Linearization:
         self.start = Moment(model, self.device)
         self.moments: list[Moment] = []
         self.slopes: list[list[Slopes]] = []
-        self._totals: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | None = None
-        self._open: list[tuple[Chunk, list[Block]]] = []
+        self._totals: list[float] | None = None  # value, normaliser, lower bound
+        self._sums: list[Tensor | None] | None = None  # gradient and remainder, in Σ-units
+        self._open: list[Chunk] = []
+        self._at: tuple[Tensor, float] | None = None  # (d, lr) where the parameters are θ + lr·d
 
     @property
     def paths(self) -> dict[str, str]:
@@ -73,16 +78,16 @@ class Linearization:
         for batch in self.batches:
             yield from batch.split(self.chunk)
 
-    def chunks(self) -> Iterator[tuple[Chunk, list[Block]]]:
-        """Every chunk with its blocks. The first time round also adds up f, g and the normaliser."""
+    def chunks(self) -> Iterator[Chunk]:
+        """Every chunk. The first time round also adds up f, g and the normaliser."""
         if self._open:
             yield from self._open
             return
         first = self._totals is None
         self.start.restore()
-        if not first:
-            assign(self.params, self.theta)  # trial points may have been tried since
-        totals: list[Any] = [0.0, 0.0, 0.0, 0.0, None]
+        self.move()  # trial points may have been tried since
+        totals = [0.0, 0.0, 0.0]
+        sums: list[Tensor | None] = [None, None]
         for i, batch in enumerate(self.pieces()):
             chunk = Chunk(self, batch, self.seed + i)
             if first:
@@ -93,20 +98,41 @@ class Linearization:
                     self.slopes.append(chunk.slopes)
                 else:  # bounded memory comes first: trials rely on the generators alone
                     self.checksum = self.checksum + batch.checksum()
-                for k, term in enumerate((chunk.value, chunk.normaliser, chunk.lower_bound, chunk.gradient)):
-                    totals[k] = totals[k] + term
-                if chunk.h is not None:
-                    totals[4] = chunk.h if totals[4] is None else totals[4] + chunk.h
-            yield chunk, chunk.blocks()
+                for k, term in enumerate((chunk.value, chunk.normaliser, chunk.lower_bound)):
+                    totals[k] += term
+            if self.single and self.chunk is None:
+                self._open = [chunk]
+            yield chunk
+            if first and not (self.single and self.chunk is None):  # otherwise that chunk stays, and can be asked
+                for k, vector in enumerate((chunk.gradient, chunk.h)):
+                    if vector is not None:
+                        old = sums[k]
+                        sums[k] = vector if old is None else old + vector
         if not self.count:
             raise ValueError("no batches: the iterable given to step_over is empty")
         if first:
-            if not bool(totals[1] > 0):
+            if not totals[1] > 0:
                 raise ValueError(
                     "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
                 )
-            self._totals = (totals[0], totals[1], totals[2], totals[3], totals[4])
+            self._totals = totals
+            if not (self.single and self.chunk is None):
+                self._sums = sums
             self.end = Moment(self.model, self.device)
+
+    def samples(self) -> int:
+        """Samples of the batch, where there is one."""
+        leaves = (t for b in self.batches for t in tree_leaves([b.targets, b.inputs])) if self.single else ()
+        return next((len(t) for t in leaves if isinstance(t, Tensor) and t.ndim), 1)
+
+    def split(self, chunk: int | None) -> None:
+        """Starts again with chunks of another size."""
+        self.close()
+        self.chunk, self.m, self.count = chunk, 0, 0
+        self._totals = self._sums = None
+        for name in ("gradient", "remainder"):
+            self.__dict__.pop(name, None)
+        self.start.restore()
 
     @property
     def most(self) -> int:
@@ -119,22 +145,21 @@ class Linearization:
         self.moments.clear()
         self.slopes.clear()
 
-    def open(self) -> list[tuple[Chunk, list[Block]]]:
+    def open(self) -> list[Chunk]:
         """The only chunk, kept open: for representations that come back to the rows."""
         if not self._open:
             self._open = list(self.chunks())
         return self._open
 
-    def chunk_at(self, i: int) -> tuple[Chunk, list[Block]]:
+    def chunk_at(self, i: int) -> Chunk:
         """Chunk i again, as it was the first time (same random numbers, same buffers)."""
         if self._open:
             return self._open[i]
         self.moments[i].restore()
-        assign(self.params, self.theta)
-        chunk = Chunk(self, list(self.pieces())[i], self.seed + i)
-        return chunk, chunk.blocks()
+        self.move()
+        return Chunk(self, list(self.pieces())[i], self.seed + i)
 
-    def totals(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def totals(self) -> list[float]:
         if self._totals is None:
             if self.single and self.chunk is None:
                 self.open()
@@ -145,32 +170,36 @@ class Linearization:
         return self._totals
 
     @property
-    def normaliser(self) -> Tensor:
+    def normaliser(self) -> float:
         """Σ of the weights that the mean divides by."""
         return self.totals()[1]
 
     @property
-    def scale(self) -> Tensor:
+    def scale(self) -> float:
         """f = scale · Σwℓ, and so g and G."""
         return self.criterion.scale(self.normaliser)
 
     @property
     def loss(self) -> float:
-        return float(self.totals()[0] * self.scale)
+        return self.totals()[0] * self.scale
 
     @property
     def lower_bound(self) -> float:
-        return float(self.totals()[2] * self.scale)
+        return self.totals()[2] * self.scale
 
-    @property
+    @cached_property
     def gradient(self) -> Tensor:
         """∇f: (n,)"""
-        return self.totals()[3] * self.scale
+        self.totals()
+        g = self.open()[0].gradient if self._sums is None else self._sums[0]
+        assert g is not None
+        return g * self.scale
 
-    @property
+    @cached_property
     def remainder(self) -> Tensor | None:
         """h = Jᵀv, the part of g outside the range of J̃ᵀ: (n,), None means 0"""
-        h = self.totals()[4]
+        self.totals()
+        h = self.open()[0].h if self._sums is None else self._sums[1]
         return None if h is None else h * self.scale
 
     def columns(self, blocks: Sequence[Block]) -> list[tuple[slice, slice]]:
@@ -182,25 +211,133 @@ class Linearization:
             start += p.numel()
         return found
 
+    def ranges(self, blocks: Sequence[Block]) -> list[tuple[slice, slice]]:
+        """The same, with neighbours joined."""
+        joined: list[tuple[slice, slice]] = []
+        for here, there in self.columns(blocks):
+            if joined and joined[-1][0].stop == here.start and joined[-1][1].stop == there.start:
+                a, b = joined.pop()
+                here, there = slice(a.start, here.stop), slice(b.start, there.stop)
+            joined.append((here, there))
+        return joined
+
     def gather(self, v: Tensor, block: Block) -> Tensor:
         """The part of v that belongs to a block: (n,) → (columns,)"""
         parts = v.split(self.sizes)
         return torch.cat([parts[self.index[id(p)]] for p in block.params])
 
+    def apply(self, blocks: Iterable[Block], v: Tensor) -> Tensor:
+        """J̃v of one chunk, in Σ-units: (n,) → (m,)"""
+        parts = v.split(self.sizes)
+        total: Tensor | None = None
+        for block in blocks:
+            found = block.apply([parts[self.index[id(p)]] for p in block.params])
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
+
+    def adjoint(self, blocks: Iterable[Block], w: Tensor) -> Tensor:
+        """J̃ᵀw of one chunk, in Σ-units: (m,) → (n,)"""
+        total = torch.empty(self.n, dtype=w.dtype, device=w.device)
+        parts = total.split(self.sizes)
+        for block in blocks:
+            block.adjoint(w, [parts[self.index[id(p)]] for p in block.params])
+        return total
+
     def scatter(self, columns: Iterable[tuple[Block, Tensor]]) -> Tensor:
         """The inverse: one vector (n,) from the parts of all blocks."""
-        parts: list[Tensor] = [torch.empty(0)] * len(self.params)
+        total: Tensor | None = None
         for block, v in columns:
-            for p, part in zip(block.params, v.split([p.numel() for p in block.params]), strict=True):
-                parts[self.index[id(p)]] = part
-        return torch.cat(parts)
+            if total is None:
+                total = torch.empty(self.n, dtype=v.dtype, device=v.device)
+            for here, there in self.columns([block]):
+                total[here] = v[there]
+        assert total is not None
+        return total
+
+    def diagonal(self) -> Tensor:
+        """diag J̃ᵀJ̃: (n,)"""
+        total: Tensor | None = None
+        for chunk in self.chunks():
+            found = self.scatter((block, block.diagonal()) for block in chunk.blocks)
+            total = found if total is None else total + found
+        assert total is not None
+        return self.scale * total
+
+    def traces(self) -> list[tuple[list[int], Tensor]]:
+        """tr J̃ᵀJ̃ of every layer: (its parameters, by number; ())"""
+        totals: dict[tuple[int, ...], Tensor] = {}
+        for chunk in self.chunks():
+            for block in (b for b in chunk.blocks if not b.empty):
+                key = tuple(sorted(self.index[id(p)] for p in block.params))
+                trace = block.trace() * self.scale
+                for other in [k for k in totals if set(k) & set(key)]:  # the same one, or chunks that go other ways
+                    trace = trace + totals.pop(other)
+                    key = tuple(sorted({*key, *other}))
+                totals[key] = trace
+        return [(list(key), trace) for key, trace in totals.items()]
+
+    def factored_maximum(self, D: Diagonal | None) -> Diagonal:
+        """D_oi = u_o·v_i for every layer, see damping.FactoredMaxDiagonal."""
+        # A layer that no batch has reached so far has one 0; one that this batch does not reach keeps what it has.
+        zero = torch.zeros((), dtype=self.theta.dtype, device=self.device)
+        parts: list[Factors] = [(zero,)] * len(self.params) if D is None or D.factors is None else list(D.factors)
+        old = [() if part[0].ndim == 0 else part for part in parts]
+        found = self._layers() if self.single and self.chunk is None else self._summed()
+        for members, v, columns in found:
+            columns = [column * self.scale for column in columns]
+            weight, *bias = members
+            if v is None or len(old[weight]) == 1:  # entry by entry; also where a rule was lost or found since
+                for i, column in zip(members, columns, strict=True):
+                    last = Diagonal(zero + 1, [old[i]]).entries([self.sizes[i]]) if old[i] else column
+                    parts[i] = (torch.maximum(last, column),)
+                continue
+            if old[weight]:
+                v = torch.maximum(old[weight][1], v)  # (G, 1, I)
+            ratio = columns[0].view(len(v), -1, v.shape[2]) / v  # (G, O, I)
+            u = ratio.where(v > 0, 0).amax(2, keepdim=True)  # (G, O, 1)
+            if bias:  # its input is 1
+                u = torch.maximum(u, columns[1].view_as(u))
+            if old[weight]:
+                u = torch.maximum(old[weight][0], u)
+            parts[weight] = (u, v)
+            for i in bias:
+                parts[i] = (u,)
+        return Diagonal(zero + 1, parts)
+
+    def _layers(self) -> Iterator[tuple[Sequence[int], Tensor | None, Sequence[Tensor]]]:
+        """(parameters, mean a², diagonals) of the one chunk, layer by layer: all diagonals together are never there."""
+        for block in (b for b in self.open()[0].blocks if not b.empty):
+            members = [self.index[id(p)] for p in block.params]
+            yield members, block.inputs(), block.diagonal().split([self.sizes[i] for i in members])
+
+    def _summed(self) -> Iterator[tuple[Sequence[int], Tensor | None, Sequence[Tensor]]]:
+        """The same from several chunks."""
+        columns: dict[int, Tensor] = {}
+        squares: dict[tuple[int, ...], Tensor] = {}
+        ways: dict[int, set[tuple[int, ...] | None]] = {}  # the rules by which a parameter was reached
+        total = 0
+        for chunk in self.chunks():
+            total += chunk.N
+            for block in (b for b in chunk.blocks if not b.empty):
+                key, v = tuple(self.index[id(p)] for p in block.params), block.inputs()
+                for i, column in zip(key, block.diagonal().split([self.sizes[i] for i in key]), strict=True):
+                    columns[i] = columns[i] + column if i in columns else column
+                    ways.setdefault(i, set()).add(None if v is None else key)
+                if v is not None:
+                    squares[key] = squares[key] + v * chunk.N if key in squares else v * chunk.N
+        for key, v in squares.items():
+            if all(ways[i] == {key} for i in key):
+                yield key, v / total, [columns.pop(i) for i in key]
+        for i, column in columns.items():
+            yield (i,), None, (column,)
 
     def rows(self) -> Tensor:
         """J̃ itself, (m, n): for small problems and for tests."""
         parts = []
-        for _, blocks in self.chunks():
-            parts.append(self.dense(blocks, self.params[0].dtype))
-        return torch.cat(parts) * self.scale.sqrt()
+        for chunk in self.chunks():
+            parts.append(self.dense(chunk.blocks, self.params[0].dtype))
+        return torch.cat(parts) * float(self.scale**0.5)
 
     def dense(self, blocks: list[Block], dtype: torch.dtype) -> Tensor:
         """The rows of one chunk with their columns in the order of the parameters: (m, n)"""
@@ -213,9 +350,20 @@ class Linearization:
 
     # Trial losses: the same batches, chunks, random numbers and buffers as in the linearisation.
 
-    def evaluate(self, theta: Tensor) -> float:
-        """f(θ). The model keeps this θ: the optimizer decides with which one it ends."""
-        assign(self.params, theta)
+    def move(self, d: Tensor | None = None, lr: float = 0.0) -> None:
+        """The parameters to θ + lr·d."""
+        there = None if d is None else (d, lr)
+        if self._at is not None:
+            if there is not None and self._at[0] is there[0] and self._at[1] == there[1]:
+                return
+            assign(self.params, self.theta)
+        if d is not None:
+            shift(self.params, d, lr)
+        self._at = there
+
+    def evaluate(self, d: Tensor, lr: float) -> Tensor:
+        """f(θ + lr·d): () in float64. The model stays there: the optimizer decides where it ends."""
+        self.move(d, lr)
         self.start.restore()
         total: Any = 0.0
         checksum: Any = 0.0
@@ -230,19 +378,21 @@ class Linearization:
             raise ValueError(
                 "the batches are not the same every time they are gone through: use the same data in each pass"
             )
-        return float(total * self.scale)
+        found: Tensor = total.double() * self.scale
+        return found
 
     def _replay(self, i: int) -> AbstractContextManager[object]:
         return Replay(self.slopes[i]) if self.single else nullcontext()
 
-    def evaluate_along(self, theta: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
+    def evaluate_along(self, d: Tensor, rates: Sequence[float]) -> list[float]:
         """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other where vmap refuses."""
         size = self._together()
         try:
             if len(rates) > 1 and size > 1 and self.plan.batched_trials is not False and not self.plan.trial_needs_grad:
-                losses = self._evaluate_together(theta, d, rates, size)
+                self.move()
+                losses = self._evaluate_together(d, rates, size)
                 if self.plan.batched_trials is None:  # a model may keep its weights where functional_call does not look
-                    true = self.evaluate(theta + rates[-1] * d)
+                    true = float(self.evaluate(d, rates[-1]))
                     self.plan.batched_trials = not abs(losses[-1] - true) > 1e-3 * abs(true)
                 if self.plan.batched_trials:
                     return losses
@@ -250,17 +400,15 @@ class Linearization:
             pass
         except Exception:  # vmap and functional_call refuse models in many ways
             self.plan.batched_trials = False
-        finally:
-            assign(self.params, theta)
-        return [self.evaluate(theta + lr * d) for lr in rates]
+        return [float(self.evaluate(d, lr)) for lr in rates]
 
     def _together(self) -> int:
         """How many trial points one forward pass may hold: a CPU gains nothing from large ones."""
         inputs = sum(t.numel() for batch in self.batches for t in tree_leaves(batch.inputs) if isinstance(t, Tensor))
         return ((1 << 25) if self.device.type == "cuda" else (1 << 18)) // max(1, inputs) if self.single else 1
 
-    def _evaluate_together(self, theta: Tensor, d: Tensor, rates: Sequence[float], size: int) -> list[float]:
-        origin = self._named(theta)
+    def _evaluate_together(self, d: Tensor, rates: Sequence[float], size: int) -> list[float]:
+        origin = self._named(self.theta)
         direction = self._named(d)
         self.start.restore()
         total: Any = 0.0
@@ -274,9 +422,9 @@ class Linearization:
 
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")
-                lrs = torch.tensor(rates, dtype=theta.dtype, device=theta.device)
+                lrs = torch.tensor(rates, dtype=d.dtype, device=d.device)
                 total = total + vmap(value, randomness="same", chunk_size=size)(lrs)
-        return [float(f) for f in (total * self.scale).tolist()]
+        return [float(f) for f in (total.double() * self.scale).tolist()]
 
     def _named(self, theta: Tensor) -> dict[str, Tensor]:
         pieces = theta.split(self.sizes)

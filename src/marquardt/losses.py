@@ -147,16 +147,15 @@ class Loss(ABC):
         groups = self.group(z[:1]).shape[-2]
         return z.new_full((), groups * z.shape[0]) if weight is None else groups * weight.sum()
 
-    def scale(self, normaliser: Tensor) -> Tensor:
+    def scale(self, normaliser: float) -> float:
         """f / value."""
-        return self.factor / normaliser if self.reduction == "mean" else torch.full_like(normaliser, self.factor)
+        return self.factor / normaliser if self.reduction == "mean" else self.factor
 
     def report(self, f: float, normaliser: float) -> float:
         """f in the units of `reported`."""
         if self.reported is None:
             return f
-        n = torch.tensor(normaliser, dtype=torch.float64)
-        return f * float(self.reported.scale(n) / self.scale(n))
+        return f * self.reported.scale(normaliser) / self.scale(normaliser)
 
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """A number that value never falls below, whatever z."""

@@ -10,26 +10,27 @@ import torch
 from torch import Tensor
 
 from .curvature import Curvature
+from .diagonal import Diagonal
 
 
 class Damped:
-    """H = G + diag A, the matrix the step solves with."""
+    """H, the matrix the step solves with: G + diag A, with Kronecker the product of the damped factors."""
 
-    def __init__(self, G: Curvature, A: Tensor) -> None:
+    def __init__(self, G: Curvature, A: Diagonal) -> None:
         self.G, self.A = G, A
 
-    def newton(self) -> Tensor:
-        """H⁻¹g"""
-        return self.G.newton(self.A)
+    def step(self) -> Tensor:
+        """−H⁻¹g"""
+        return self.G.step(self.A)
 
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀHv"""
-        return self.G.quadratic(v) + (self.A * v.square()).sum()
+        return self.G.damped_quadratic(v, self.A)
 
 
 class Momentum(Protocol):
-    def refine(self, newton: Tensor, g: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
-        """The step dθ from the plain one −H⁻¹g, the gradient and the previous accepted step."""
+    def refine(self, newton: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
+        """The step dθ from the plain one −H⁻¹g and the previous accepted step."""
         ...
 
 
@@ -60,9 +61,10 @@ class AdaptiveMomentum:
                 "AdaptiveMomentum(dP=inf) needs cap=True: the step length is then the Newton decrement alone"
             )
 
-    def refine(self, newton: Tensor, g: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
+    def refine(self, newton: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
         if previous is None or (self.same_data and not same_data):
             return newton
+        g = H.G.gradient
         products = torch.stack([-(g @ newton), g @ previous, H.quadratic(previous)])
         GG, GF, FF = products.double().tolist()
         # 1 − cos² of the angle between the two directions in the metric H; the bare determinant loses it to rounding.

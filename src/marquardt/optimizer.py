@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from .acceptance import Acceptance, Trial, Uphill
 from .average import EMA, Average
 from .batch import Batch, Batches, assign, check_coupling, flatten, trainable
 from .chunk import Plan
 from .curvature import Auto, Curvature, Representation
-from .curvature.contract import FactorizationError
+from .curvature.contract import FactorizationError, Past
 from .damping import Damping, MeanEigenvalue
+from .diagonal import Diagonal
 from .line_search import Backtracking, LineSearch
 from .linearize import Linearization
 from .losses import resolve
@@ -51,11 +53,11 @@ class State:
     lam: float
     steps: int = 0
     accepted: int = 0
-    D: Tensor | None = None
+    D: Diagonal | None = None
     previous: Tensor | None = None  # last accepted step dθ
     mean: Tensor | None = None  # average of the weights
     points: int = 0  # how many points it is of
-    past: Tensor | None = None  # what the curvature keeps of earlier batches
+    past: Past | None = None  # what the curvature keeps of earlier steps
     rows: int = 0  # the most rows a step had
     repeats: int = 0  # how often in a row the loss before a step was the loss after the last one
     best: float = math.inf  # least f so far
@@ -63,9 +65,11 @@ class State:
 
     def like(self, theta: Tensor) -> State:
         """The vectors in the precision and on the device of θ: the model may have been moved."""
-        found = {k: getattr(self, k) for k in ("D", "previous", "mean", "past")}
-        vectors = {k: v.to(theta.device if k == "past" else theta) for k, v in found.items() if v is not None}
-        return replace(self, **vectors)
+        found = {k: getattr(self, k) for k in ("D", "previous", "mean")}
+        moved: dict[str, Any] = {k: v.to(theta) for k, v in found.items() if v is not None}
+        if self.past is not None:  # in the precision that its representation chose
+            moved["past"] = {k: v.to(theta.device) for k, v in self.past.items()}
+        return replace(self, **moved)
 
 
 class Attempt(NamedTuple):
@@ -73,7 +77,7 @@ class Attempt(NamedTuple):
 
     rule: str
     lr: float
-    moved: Tensor  # lr·d, zero where rejected: (n,)
+    d: Tensor | None  # (n,), None where rejected
     loss: float  # f where it ends
     full_loss: float  # f after the full step, before any search
     gain: float
@@ -130,6 +134,8 @@ class LM(torch.optim.Optimizer):
         }  # fmt: skip
         for name, part in parts.items():
             check_part(name, part)
+        if curvature.by_sample:
+            check_coupling(model)
         self.model, self.loss = model, resolve(loss)
         self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
         self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
@@ -179,16 +185,35 @@ class LM(torch.optim.Optimizer):
         """
         return self.step(Batches(batches))  # through `step`, where hooks and schedulers are
 
+    @property
+    def plan(self) -> str:
+        """How the curvature is represented and why; with Auto, once there was a step."""
+        return str(self._plan.choice or self.curvature)
+
     def _step(self, batches: Iterable[Batch]) -> Step:
         self._check()
+        while True:
+            squeeze, shapes = self._plan.squeeze, self._plan.shapes
+            try:
+                return self._try(batches)
+            except RuntimeError as error:
+                if not out_of_memory(error) or not isinstance(self.curvature, Auto):
+                    raise
+                # Everything is as it was before the step: again, with the next smaller plan.
+                self._plan = Plan(squeeze=squeeze + 1, shapes=shapes)
+                if squeeze + 1 > 8:
+                    raise
+            if self.params[0].is_cuda:
+                torch.cuda.empty_cache()
+
+    def _try(self, batches: Iterable[Batch]) -> Step:
         lin = Linearization(
             self.model, self.loss, self.params, batches, self.rows, self.curvature.chunk,
             plan=self._plan, seed=self._state.steps, single=not isinstance(batches, Batches), most=self._state.rows,
         )  # fmt: skip
         try:
             with torch.no_grad(), torch.autocast(lin.device.type, enabled=False):
-                step, state, theta = self._iterate(lin)
-                assign(self.params, theta)
+                step, state = self._iterate(lin)
         except BaseException:
             assign(self.params, lin.theta)
             lin.start.restore()
@@ -206,7 +231,8 @@ class LM(torch.optim.Optimizer):
 
     def _check(self) -> None:
         """What may have changed since the optimizer was made."""
-        check_coupling(self.model)
+        if self.curvature.by_sample:
+            check_coupling(self.model)
         check_rate(self.lr)
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a step needs gradients: call it outside torch.inference_mode()")
@@ -217,21 +243,22 @@ class LM(torch.optim.Optimizer):
         for name in [name for name, p in self.model.named_parameters() if id(p) in frozen]:
             raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
 
-    def _iterate(self, lin: Linearization) -> tuple[Step, State, Tensor]:
-        """The algorithm box: the step, the next state and the next θ."""
-        old, theta = self._state.like(lin.theta), lin.theta
+    def _iterate(self, lin: Linearization) -> tuple[Step, State]:
+        """The algorithm box: the step and the next state; the model ends at the next θ."""
+        old = self._state.like(lin.theta)
         G = self.curvature.represent(lin)
         f = lin.loss
-        same = old.expected is not None and abs(f - old.expected) <= SAME_LOSS[theta.dtype] * abs(old.expected)
+        same = old.expected is not None and abs(f - old.expected) <= SAME_LOSS[lin.theta.dtype] * abs(old.expected)
         repeats = old.repeats + 1 if same else 0
         same_data = repeats > 1  # once may be chance, on large batches
-        past = G.recall(None if same_data else old.past, old.steps)
+        G.recall(old.past, old.steps, same_data)
         D = self.damping.update(old.D, G)
+        A = D.positive()
         lam, notes = old.lam, []
         for _ in range(self.attempts):
             used = lam
-            attempt = self._attempt(lin, G, lam * D, old, same_data)
-            outcome = Outcome(f, attempt.full_loss, attempt.gain, attempt.rule, same_data, past is not None)
+            attempt = self._attempt(lin, G, lam * A, old, same_data)
+            outcome = Outcome(f, attempt.full_loss, attempt.gain, attempt.rule, same_data, G.averaged)
             lam = self.schedule.update(lam, outcome)
             if attempt.note:
                 notes.append(attempt.note)
@@ -243,47 +270,51 @@ class LM(torch.optim.Optimizer):
             old, lam=lam, steps=old.steps + 1, best=min(old.best, f, attempt.loss), expected=attempt.loss,
             repeats=repeats, rows=lin.most,
         )  # fmt: skip
-        if attempt.rule != "rejected":
-            theta = theta + attempt.moved
-            kept = None if same_data else old.past if past is None else past
-            state = replace(state, accepted=old.accepted + 1, D=D, previous=attempt.moved, past=kept)
-            state = self._average(state, theta, same_data)
-        before, after = (self.loss.report(x, float(lin.normaliser)) for x in (f, attempt.loss))
+        lin.move(attempt.d, attempt.lr)
+        if attempt.d is not None:
+            state = replace(state, accepted=old.accepted + 1, D=D, past=G.keep())
+            if self.momentum is not None or self.acceptance.looks_back:
+                state = replace(state, previous=attempt.d if attempt.lr == 1 else attempt.lr * attempt.d)
+            state = self._average(state, same_data)
+        before, after = (self.loss.report(x, lin.normaliser) for x in (f, attempt.loss))
         note = "; ".join(notes)
         step = Step(before, after, attempt.rule != "rejected", attempt.rule, used, attempt.lr, attempt.gain, note)
-        return step, state, theta
+        return step, state
 
-    def _attempt(self, lin: Linearization, G: Curvature, A: Tensor, old: State, same_data: bool) -> Attempt:
+    def _attempt(self, lin: Linearization, G: Curvature, A: Diagonal, old: State, same_data: bool) -> Attempt:
         """Solve (G + A)d = −g, add momentum, try; where that fails, search."""
-        f, g, lr = lin.loss, G.gradient, self.lr
+        f, lr = lin.loss, self.lr
         H = Damped(G, A)
         try:
-            plain = -H.newton()
+            plain = H.step()
         except FactorizationError as error:
-            self._blame_gradient(g)
-            return Attempt("rejected", lr, torch.zeros_like(g), f, math.nan, -math.inf, str(error))
-        d = plain if self.momentum is None else self.momentum.refine(plain, g, old.previous, H, same_data)
-        f_new = lin.evaluate(lin.theta + lr * d)
-        gain = gain_ratio(f - f_new, lr, g @ d, G.quadratic(d))
+            self._blame_gradient(G.gradient)
+            return Attempt("rejected", lr, None, f, math.nan, -math.inf, str(error))
+        d = plain if self.momentum is None else self.momentum.refine(plain, old.previous, H, same_data)
+        back = None if old.previous is None else torch.cosine_similarity(plain, old.previous, dim=0)
+        # One synchronisation for all that the judgement needs.
+        f_new, gd, dGd, *cosine = numbers(lin.evaluate(d, lr), *G.model(d), *([] if back is None else [back]))
+        gain = gain_ratio(f - f_new, lr, gd, dGd)
         note = "; ".join([*G.notes, *([] if math.isfinite(f_new) else [f"the trial loss is {f_new}"])])
         G.notes.clear()
 
-        cosine = None if old.previous is None else float(torch.cosine_similarity(plain, old.previous, dim=0))
-        rule = self.acceptance.judge(Trial(f, f_new, lin.lower_bound, min(old.best, f), cosine))
+        direction = cosine[0] if cosine else None
+        rule = self.acceptance.judge(Trial(f, f_new, lin.lower_bound, min(old.best, f), direction))
         if rule is not None:
-            return Attempt(rule, lr, lr * d, f_new, f_new, gain, note)
+            return Attempt(rule, lr, d, f_new, f_new, gain, note)
         if self.line_search is not None and lr > 0:
-            direction = d if self.line_search.along_step else plain
-            along = partial(lin.evaluate_along, lin.theta, direction)
-            found = self.line_search.search(along, f, lr, tried=direction is d)
+            line = d if self.line_search.along_step else plain
+            tried = (lr, f_new) if line is d else None
+            found = self.line_search.search(partial(lin.evaluate_along, line), f, lr, tried)
             if found is not None:
-                return Attempt("search", found[0], found[0] * direction, found[1], f_new, gain, note)
-        return Attempt("rejected", lr, torch.zeros_like(g), f, f_new, gain, note)
+                return Attempt("search", found[0], line, found[1], f_new, gain, note)
+        return Attempt("rejected", lr, None, f, f_new, gain, note)
 
-    def _average(self, state: State, theta: Tensor, same_data: bool) -> State:
+    def _average(self, state: State, same_data: bool) -> State:
         """θ̄ after another θ."""
         if self.average is None:
             return state
+        theta = flatten(self.params)
         if state.mean is None or (same_data and self.average.restarts):
             return replace(state, mean=theta, points=1)
         return replace(state, mean=self.average.update(state.mean, theta, state.points), points=state.points + 1)
@@ -311,7 +342,8 @@ class LM(torch.optim.Optimizer):
             assign(self.params, theta)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(self._state).items()}
+        state = {k: v.state() if isinstance(v, Diagonal) else v for k, v in vars(self._state).items()}
+        state = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, state)
         # Beside torch's own entries: torch casts those to the dtype of the parameters.
         return {**super().state_dict(), "marquardt": state}
 
@@ -320,11 +352,13 @@ class LM(torch.optim.Optimizer):
             raise ValueError("this state_dict has no entry 'marquardt': it was not made by marquardt.LM")
         loaded = dict(state_dict["marquardt"])
         n = sum(p.numel() for p in self.params)
-        for key, value in loaded.items():
-            if isinstance(value, Tensor):
-                if value.ndim and len(value) != n:
-                    raise ValueError(f"the state {key!r} is of {len(value)} parameters, this optimizer has {n}")
-                loaded[key] = value.clone().to(self.params[0].device)
+        for key in ("previous", "mean"):
+            if loaded[key] is not None and len(loaded[key]) != n:
+                raise ValueError(f"the state {key!r} is of {len(loaded[key])} parameters, this optimizer has {n}")
+        where = self.params[0].device
+        loaded = tree_map(lambda v: v.clone().to(where) if isinstance(v, Tensor) else v, loaded)
+        if loaded["D"] is not None:
+            loaded["D"] = Diagonal.restored(loaded["D"])
         state = State(**loaded)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
         self._state = state
@@ -339,9 +373,18 @@ class LM(torch.optim.Optimizer):
         self._plan = Plan()
 
 
-def gain_ratio(decrease: float, lr: float, slope: Tensor, curve: Tensor) -> float:
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def numbers(*tensors: Tensor) -> list[float]:
+    """What several 0-dimensional tensors hold, in one synchronisation"""
+    found: list[float] = torch.stack([t.double() for t in tensors]).tolist()
+    return found
+
+
+def gain_ratio(decrease: float, lr: float, gd: float, dGd: float) -> float:
     """ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd); a model that predicts no decrease counts as failure."""
-    gd, dGd = torch.stack([slope, curve]).double().tolist()
     predicted = -lr * gd - 0.5 * lr**2 * dGd
     return decrease / predicted if predicted > 0 and not math.isnan(decrease) else -math.inf
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .acceptance import Decrease, Uphill
-from .curvature import Auto
+from .curvature import Auto, Hessian, Kronecker, MatrixFree
 from .damping import Identity, MaxDiagonal
-from .line_search import Grid
+from .line_search import Backtracking, Grid
 from .losses import CrossEntropy, Loss, SquaredError, resolve
 from .momentum import AdaptiveMomentum
 from .optimizer import LM
-from .rows import Empirical, Exact
-from .schedule import Constant, PaperSchedule, TenFold
+from .rows import Empirical, Exact, Sampled
+from .schedule import Constant, GainRatio, PaperSchedule, TenFold
 
 
 def _in_sums(loss: Any) -> Loss:
@@ -57,3 +58,51 @@ def vanilla(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
 def gauss_newton(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     """λ = 0, with a line search after a failed step."""
     return vanilla(model, loss, **{"schedule": Constant(0.0), "line_search": Grid(), **parts})
+
+
+def hessian_free(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
+    """Martens' Hessian-free optimisation: conjugate gradients, ⅔λ at a gain ratio above ¾ and 3/2·λ below ¼.
+
+    Gauss-Newton products; `curvature=MatrixFree(hessian=True)` takes those of the full Hessian.
+    """
+    ours: dict[str, Any] = {
+        "curvature": MatrixFree(),
+        "damping": Identity(),
+        "schedule": GainRatio(down=2 / 3, up=1.5, slow_down=2 / 3, slow_up=1.5, floor=1e-12),
+        "momentum": None,
+        "acceptance": Decrease(),
+        "line_search": Backtracking(),
+        "average": None,
+    }
+    return LM(model, _in_sums(loss), **{**ours, **parts})
+
+
+def newton(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
+    """Newton's method on the full Hessian; λ is raised until it is positive definite and the step goes down."""
+    ours: dict[str, Any] = {
+        "curvature": Hessian(),
+        "damping": Identity(),
+        "schedule": TenFold(),
+        "momentum": None,
+        "acceptance": Decrease(),
+        "line_search": Backtracking(),
+        "average": None,
+        "attempts": 10,
+    }
+    return LM(model, _in_sums(loss), **{**ours, **parts})
+
+
+def kfac(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
+    """Martens & Grosse's KFAC: Kronecker factors from one sampled row per sample, averaged over the batches, factored
+    damping with λ by the gain ratio, and momentum in the metric of the factors."""
+    ours: dict[str, Any] = {
+        "curvature": Kronecker(),
+        "rows": Sampled(1),
+        "damping": Identity(),
+        "schedule": GainRatio(floor=1e-12),  # factors that are averaged, and far fewer than rows, fit little noise
+        "momentum": AdaptiveMomentum(dP=math.inf, cap=True),
+        "acceptance": Decrease(),
+        "line_search": Backtracking(),
+        "average": None,
+    }
+    return LM(model, loss, **{**ours, **parts})

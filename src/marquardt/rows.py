@@ -22,12 +22,19 @@ class Cotangents(NamedTuple):
 class Rows(Protocol):
     """A choice of rows."""
 
+    def pick(self, N: int, seed: int) -> Tensor | None:
+        """The samples whose rows are formed, None for all of them."""
+        ...
+
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents: ...
 
 
 @dataclass(frozen=True)
 class Exact:
     """All rows of the root S of the loss: the true generalised Gauss-Newton matrix."""
+
+    def pick(self, N: int, seed: int) -> Tensor | None:
+        return None
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         return _spread(loss.root(z, y, weight), loss, z)
@@ -36,6 +43,9 @@ class Exact:
 @dataclass(frozen=True)
 class Empirical:
     """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: the paper's curvature for cross-entropy."""
+
+    def pick(self, N: int, seed: int) -> Tensor | None:
+        return None
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         return _spread(loss.empirical(z, y, weight), loss, z)
@@ -56,6 +66,9 @@ class Sampled:
         if not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"Sampled(k={self.k!r}): k is the number of rows per sample, an integer of at least 1")
 
+    def pick(self, N: int, seed: int) -> Tensor | None:
+        return None
+
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         S, _, _ = loss.root(z, y, weight)  # (N, P, C, r)
         # A generator of its own, on the CPU: the global one is the model's, and every device draws the same signs.
@@ -64,6 +77,33 @@ class Sampled:
         signs = (2 * bits - 1).to(S) / self.k**0.5  # (k, N, P, r)
         SE = torch.einsum("npcr,knpr->knpc", S, signs)
         return Cotangents(loss.ungroup(SE, z), None, loss.gradient(z, y, weight))
+
+
+@dataclass(frozen=True)
+class Fraction:
+    """Rows of a part of the batch only, drawn anew for every step: G in the mean is that of the batch.
+
+    The gradient and the losses are always those of the whole batch.
+    """
+
+    fraction: float = 0.25
+    rows: Rows = Exact()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"Fraction({self.fraction!r}): the part of the batch, above 0 and at most 1")
+        if not hasattr(self.rows, "draw") or isinstance(self.rows, (type, Fraction)):
+            raise TypeError(f"Fraction(rows={self.rows!r}): which rows of that part, for example mq.Exact()")
+
+    def pick(self, N: int, seed: int) -> Tensor | None:
+        generator = torch.Generator("cpu").manual_seed((self.seed * 1_000_003 + seed) % 2**63)
+        count = max(1, round(self.fraction * N))
+        return torch.randperm(N, generator=generator, device="cpu")[:count]
+
+    def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
+        """Of the samples picked: SSᵀ is still that of each, the part's weight comes with the part."""
+        return self.rows.draw(loss, z, y, weight, seed)
 
 
 def _spread(root: Root, loss: Loss, z: Tensor) -> Cotangents:

@@ -4,5 +4,8 @@ from .auto import Auto
 from .contract import Curvature, Representation
 from .dense import Dense
 from .gram import Gram
+from .hessian import Hessian
+from .kronecker import Kronecker
+from .matrix_free import MatrixFree
 
-__all__ = ["Auto", "Curvature", "Dense", "Gram", "Representation"]
+__all__ = ["Auto", "Curvature", "Dense", "Gram", "Hessian", "Kronecker", "MatrixFree", "Representation"]

@@ -2,40 +2,94 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..diagonal import Diagonal, Factors
 from ..linearize import Linearization
 
+Past = dict[str, Tensor]  # what a representation keeps from step to step
 
-class Curvature(Protocol):
-    """G at one point."""
 
-    gradient: Tensor  # g: (n,)
-    rank: int  # of G at most: the smaller of parameters and rows, in the largest batch so far
-    notes: list[str]  # escalations since the last step, in words
+class Curvature(ABC):
+    """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some."""
 
+    averaged = False  # over batches, not that of this one alone
+
+    def __init__(self, lin: Linearization) -> None:
+        self.lin = lin
+        self.rank = min(lin.n, lin.most)  # at most: the smaller of parameters and rows, in the largest batch so far
+        self.notes: list[str] = []  # escalations since the last step, in words
+
+    @property
+    def gradient(self) -> Tensor:
+        """g: (n,)"""
+        return self.lin.gradient
+
+    @abstractmethod
     def __matmul__(self, v: Tensor) -> Tensor:
         """Gv: (n,) → (n,)"""
-        ...
+
+    @abstractmethod
+    def newton(self, damping: Diagonal | Tensor) -> Tensor:
+        """(G + A)⁻¹g: (n,); A is a Diagonal, one number () or one per parameter (n,)"""
+
+    def step(self, A: Diagonal) -> Tensor:
+        """−(G + A)⁻¹g: (n,)"""
+        return self.newton(A).neg_()
 
     def quadratic(self, v: Tensor) -> Tensor:
-        """vᵀGv, cheaper than the product in some representations"""
-        ...
+        """vᵀGv"""
+        return v @ (self @ v)
 
-    def recall(self, past: Tensor | None, steps: int) -> Tensor | None:
-        """Mixes in what earlier batches left, after so many steps; returns what to keep for later ones, or None."""
-        ...
+    def damped_quadratic(self, v: Tensor, damping: Diagonal) -> Tensor:
+        """vᵀHv with the H that `newton` solves with: G + A, unless a representation damps in a way of its own"""
+        return self.quadratic(v) + damping.quadratic(v, self.lin.sizes)
+
+    def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
+        """gᵀd and dᵀGd: the model of the loss is f + gᵀd + ½dᵀGd"""
+        return self.gradient @ d, self.quadratic(d)
+
+    def recall(self, past: Past | None, steps: int, same_data: bool) -> None:
+        """Takes up what an earlier step kept, after so many steps."""
+        return None
+
+    def keep(self) -> Past | None:
+        """What the next step shall recall."""
+        return None
+
+    # What damping asks for.
 
     def diagonal(self) -> Tensor:
         """diag G: (n,)"""
-        ...
+        return self.lin.diagonal()
 
-    def newton(self, damping: Tensor) -> Tensor:
-        """(G + diag damping)⁻¹g; damping is one number () or one per parameter (n,)"""
-        ...
+    def trace(self) -> Tensor:
+        return self.diagonal().sum()
+
+    def traces(self) -> Diagonal:
+        """The mean eigenvalue of every layer: its trace over its rank"""
+        zero = torch.zeros_like(self.lin.theta[0])
+        parts: list[Factors] = [(zero,)] * len(self.lin.params)  # where the outputs do not depend on a parameter
+        for members, trace in self.lin.traces():
+            size = sum(self.lin.sizes[i] for i in members)
+            for i in members:
+                parts[i] = (trace / min(size, self.lin.most),)
+        return Diagonal(zero + 1, parts)
+
+    def maximum(self, D: Diagonal | None, floor: float) -> Diagonal:
+        """D ← max(D, diag G), element-wise, from `floor` on"""
+        diagonal = self.diagonal()
+        found = Diagonal.of(diagonal.clamp(min=floor) if D is None else diagonal, self.lin.sizes)
+        return found if D is None else D.maximum(found)
+
+    def factored_maximum(self, D: Diagonal | None) -> Diagonal:
+        """v_i ← max(v_i, mean a_i²), u_o ← max(u_o, max_i diag_oi/v_i) for every layer: u_o·v_i is at least every
+        diagonal so far. Parameters without such a structure: max(D, diag G)."""
+        return self.lin.factored_maximum(D)
 
 
 class Representation(Protocol):
@@ -46,6 +100,11 @@ class Representation(Protocol):
         """Samples that are linearised at once."""
         ...
 
+    @property
+    def by_sample(self) -> bool:
+        """Whether it needs rows that belong to one sample each: then a layer must not couple the samples."""
+        ...
+
     def represent(self, lin: Linearization) -> Curvature: ...
 
 
@@ -53,34 +112,47 @@ class FactorizationError(ArithmeticError):
     """G + λD is not positive definite in floating point: the step fails, and a larger λ is the way out."""
 
 
-def norm(M: Tensor, s: Tensor) -> Tensor:
+def norm(M: Tensor, s: Tensor | None = None) -> Tensor:
     """‖diag s · M · diag s‖ for positive semi-definite M, by a few power iterations: right to a factor of two."""
-    v = s
+    v = M.diagonal().clone() if s is None else s
     for _ in range(6):
-        v = s * (M @ (s * v / torch.linalg.vector_norm(v)))
+        v = v / torch.linalg.vector_norm(v)
+        v = M @ v if s is None else s * (M @ (s * v))
     length: Tensor = torch.linalg.vector_norm(v)
     return length
 
 
-def spd_solve(H: Tensor, b: Tensor, notes: list[str]) -> Tensor:
-    """H⁻¹b for symmetric positive definite H by Cholesky; on failure in float64, then with jitter."""
-    # Unit diagonal first: positive definiteness then no longer depends on the units of the parameters.
-    diagonal = H.diagonal().clone()
-    s = torch.where(diagonal > 0, diagonal, torch.ones_like(diagonal)).rsqrt()
-    M = H * s * s[:, None]
-    for dtype in dict.fromkeys((H.dtype, torch.float64)):
-        M = M.to(dtype)
-        for jitter in (0.0, 1e2 * torch.finfo(torch.float64).eps) if dtype == torch.float64 else (0.0,):
+def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str]) -> Tensor:
+    """(H + diag A)⁻¹b for symmetric positive definite H + diag A by Cholesky; on failure in float64, then with jitter.
+
+    A is added to H in place and taken off again: H may be large.
+    """
+    diagonal = H.diagonal()
+    kept = diagonal.clone()
+    try:
+        diagonal.add_(A)
+        x = _cholesky(H, b)
+        if x is not None:
+            return x
+        # Unit diagonal first: positive definiteness then no longer depends on the units of the parameters.
+        s = torch.where(diagonal > 0, diagonal, torch.ones_like(diagonal)).rsqrt().double()
+        M = H.double() * s * s[:, None]
+    finally:
+        diagonal.copy_(kept)
+    for jitter in (0.0, 1e2 * torch.finfo(torch.float64).eps):
+        M.diagonal().add_(jitter * len(M))
+        x = _cholesky(M, s * b)
+        if x is not None:
+            if H.dtype != torch.float64:
+                notes.append("factored in float64")
             if jitter:
-                M.diagonal().add_(jitter * len(M))
-            L, info = torch.linalg.cholesky_ex(M)
-            if not int(info):
-                y = torch.linalg.solve_triangular(L, (s * b).to(dtype)[:, None], upper=False)
-                x: Tensor = torch.linalg.solve_triangular(L.mT, y, upper=True)[:, 0].to(b.dtype) * s
-                if bool(x.isfinite().all()):
-                    if dtype != H.dtype:
-                        notes.append("factored in float64")
-                    if jitter:
-                        notes.append("factored with jitter")
-                    return x
+                notes.append("factored with jitter")
+            return (x * s).to(b.dtype)
     raise FactorizationError("the damped curvature could not be factored")
+
+
+def _cholesky(H: Tensor, b: Tensor) -> Tensor | None:
+    L, info = torch.linalg.cholesky_ex(H)
+    y = torch.linalg.solve_triangular(L, b.to(H.dtype)[:, None], upper=False)
+    x: Tensor = torch.linalg.solve_triangular(L.mT, y, upper=True)[:, 0]
+    return x if bool((info == 0) & x.isfinite().all()) else None  # one synchronisation

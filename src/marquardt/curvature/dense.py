@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..diagonal import Diagonal
 from ..layers import Block
 from ..linearize import Linearization
-from .contract import norm, spd_solve
+from .contract import Curvature, Past, norm, spd_solve
 
-# Below this many parameters the products cost nothing, and G is formed in float64 at once.
+# Up to this many parameters products cost nothing, and are formed in float64 at once.
 SMALL = 256
+
+# From this many columns on, half a product pays for its extra calls.
+PAYS = 256
 
 
 @dataclass(frozen=True)
@@ -26,38 +31,43 @@ class Dense:
 
     chunk: int | None = None
     inertia: float = 0.0
+    small: int = field(default=SMALL, repr=False)  # up to so many parameters G is one product, in float64 at once
 
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
         check_inertia(self.inertia)
 
+    @property
+    def by_sample(self) -> bool:
+        return True
+
     def represent(self, lin: Linearization) -> DenseCurvature:
-        return DenseCurvature(lin, self.inertia)
+        return DenseCurvature(lin, self.inertia, self.small)
 
 
-class DenseCurvature:
-    def __init__(self, lin: Linearization, inertia: float = 0.0) -> None:
-        self.lin, self.beta = lin, inertia
-        self.notes: list[str] = []
+class DenseCurvature(Curvature):
+    def __init__(self, lin: Linearization, inertia: float = 0.0, small: int = 0) -> None:
+        self.lin, self.beta, self.small = lin, inertia, small
         self._past: Tensor | None = None
         self._weight = 0.0  # of the past in the average
-        self.G, self._g = self._form(torch.float64 if lin.n <= SMALL else lin.params[0].dtype)
-        self.gradient = lin.gradient
-        self.rank = min(lin.n, lin.most)
+        self._keeps = inertia > 0
+        self.G, self._g = self._form(torch.float64 if lin.n <= small else lin.params[0].dtype)
+        super().__init__(lin)
 
     def _form(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """G = ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks, in that precision from the same rows."""
         lin = self.lin
         G = torch.zeros(lin.n, lin.n, dtype=dtype, device=lin.device)
         g = torch.zeros(lin.n, dtype=dtype, device=lin.device)
-        for chunk, blocks in lin.chunks():
-            if lin.n <= SMALL:  # one product: there is nothing to save but calls
-                rows = lin.dense(blocks, dtype)  # (m, n)
+        for chunk in lin.chunks():
+            if lin.n <= self.small:  # one product: there is nothing to save but calls
+                rows = lin.dense(chunk.blocks, dtype)  # (m, n)
                 G.addmm_(rows.T, rows)
             else:
-                self._add_blocks(G, blocks)
-            if chunk.rows.u is not None and dtype == torch.float64:  # otherwise autograd's is as good
-                g += lin.scatter((block, block.adjoint(chunk.rows.u.flatten().to(dtype))) for block in blocks)
+                self._add_blocks(G, chunk.blocks)
+            if chunk.rows.u is not None and dtype == torch.float64:
+                u = chunk.rows.u.flatten().to(dtype)
+                g += lin.adjoint(chunk.blocks, u)
         G, g = self._mixed(G.mul_(lin.scale)), g.mul_(lin.scale)
         if dtype != torch.float64:
             return G, lin.gradient
@@ -66,38 +76,47 @@ class DenseCurvature:
     def _add_blocks(self, G: Tensor, blocks: list[Block]) -> None:
         """G += J̃ᵀJ̃ by pairs of layers: half of them by symmetry, each in the cheapest form its layer knows."""
         plain = [b for b in blocks if not b.factored]
-        groups = [*([plain] if plain else []), *([b] for b in blocks if b.factored)]
-        for i, left in enumerate(groups):
-            rows = torch.cat([b.rows(G.dtype) for b in left], 1)  # (m, columns)
-            for right in groups[i:]:
-                product = right[0].against(rows) if right[0].factored else rows.T @ rows
-                for p, across in self.lin.columns(left):
-                    for q, along in self.lin.columns(right):
-                        G[p, q] += product[across, along]
-                        if left is not right:
-                            G[q, p] += product[across, along].T
+        factored = [b for b in blocks if b.factored]
+        for k, left in enumerate(factored):
+            self._place(G, [left], [left], left.square(G.dtype))
+            for right in factored[k + 1 :]:
+                self._place(G, [left], [right], right.against(left.samples(G.dtype)))
+        if plain:
+            rows = torch.cat([b.samples(G.dtype) for b in plain], 1)  # (m, columns), sample by sample
+            self._place(G, plain, plain, symmetric(rows))
+            for right in factored:
+                self._place(G, plain, [right], right.against(rows))
+
+    def _place(self, G: Tensor, left: list[Block], right: list[Block], product: Tensor) -> None:
+        """G += the product of two groups of columns, and its transpose"""
+        for p, across in self.lin.ranges(left):
+            for q, along in self.lin.ranges(right):
+                G[p, q] += product[across, along]
+                if left[0] is not right[0]:
+                    G[q, p] += product[across, along].T
 
     def _mixed(self, G: Tensor) -> Tensor:
         return G if self._past is None else G.lerp_(self._past.to(G.dtype), self._weight)
 
-    def recall(self, past: Tensor | None, steps: int) -> Tensor | None:
-        if past is not None and self.beta > 0:
+    def recall(self, past: Past | None, steps: int, same_data: bool) -> None:
+        self._keeps = self.beta > 0 and not same_data
+        if self._keeps and past is not None and "G" in past:
             # Short memory at first, so that the very first batch, at weights of no interest, does not linger.
-            self._past, self._weight = past, min(self.beta, steps / (steps + 2))
+            self._past, self._weight = past["G"], min(self.beta, steps / (steps + 2))
             self.G = self._mixed(self.G)
-        return self.G if self.beta > 0 else None
+        self.averaged = self._keeps
+
+    def keep(self) -> Past | None:
+        return {"G": self.G} if self._keeps else None
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return (self.G @ v.to(self.G.dtype)).to(v.dtype)
 
-    def quadratic(self, v: Tensor) -> Tensor:
-        return v @ (self @ v)
-
     def diagonal(self) -> Tensor:
-        return self.G.diagonal().to(self.gradient.dtype)
+        return self.G.diagonal().to(self.lin.theta.dtype)
 
-    def newton(self, damping: Tensor) -> Tensor:
-        A = damping.expand(self.lin.n)
+    def newton(self, damping: Diagonal | Tensor) -> Tensor:
+        A = Diagonal.of(damping, self.lin.sizes).entries(self.lin.sizes)
         if self.G.dtype != torch.float64:
             # JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖. That is the
             # worst case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
@@ -105,9 +124,20 @@ class DenseCurvature:
             if not bool(error <= 1e-3):
                 self.notes.append("curvature formed again in float64")
                 self.G, self._g = self._form(torch.float64)
-        H = self.G.clone()
-        H.diagonal().add_(A)
-        return spd_solve(H, self._g, self.notes).to(self.gradient.dtype)
+        return spd_solve(self.G, A, self._g, self.notes).to(self.lin.theta.dtype)
+
+
+def symmetric(rows: Tensor) -> Tensor:
+    """XᵀX, the upper half of it computed on a CPU, where the product is what takes the time: (m, q) → (q, q)"""
+    q = rows.shape[1]
+    if rows.is_cuda or q < PAYS:
+        return rows.T @ rows
+    product = rows.new_empty(q, q)
+    cuts = [q * k // 3 for k in range(4)]  # three block rows: more of them are slower again
+    for first, last in itertools.pairwise(cuts):
+        torch.mm(rows[:, first:last].T, rows[:, first:], out=product[first:last, first:])
+        product[last:, first:last] = product[first:last, last:].T
+    return product
 
 
 def check_inertia(inertia: float) -> None:

@@ -2,147 +2,203 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..chunk import Chunk
+from ..diagonal import Diagonal, Factors
+from ..layers import Block, Explicit
 from ..linearize import Linearization
-from .contract import norm, spd_solve
+from .contract import Curvature, norm, spd_solve
 from .dense import check_chunk
 
-# The relative error that rounding may leave in a float32 step; where it would leave more, the work is done in float64.
-ROUNDING = 2e-6
+# The relative error that rounding may leave in a float32 step, as a bound that is seldom reached: errors are a tenth of
+# it. Where it would be more, K is formed and factored in float64, and then the products with the rows as well.
+ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
 class Gram:
-    """K = J̃A⁻¹J̃ᵀ, layer by layer: J̃ is never built where a layer has a rule.
+    """K = J̃D⁻¹J̃ᵀ, layer by layer: J̃ is never built where a layer has a rule.
 
     For more parameters than rows. With `chunk` the rows of two chunks at a time are in memory; they are computed again
     for every pair.
     """
 
     chunk: int | None = None
+    whole: int = field(default=1 << 22, repr=False)  # J̃ of up to so many numbers is built: fewer, larger products
 
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
 
+    @property
+    def by_sample(self) -> bool:
+        return True
+
     def represent(self, lin: Linearization) -> GramCurvature:
         if not lin.single:
-            raise ValueError("Gram needs all rows of a step at once: use curvature=mq.Dense() with step_over")
-        return GramCurvature(lin)
+            raise ValueError(
+                "Gram needs all rows of a step at once: use curvature=mq.Dense() or mq.MatrixFree() with step_over"
+            )
+        return GramCurvature(lin, self.whole)
 
 
-class GramCurvature:
+class GramCurvature(Curvature):
     """In what follows J̃ and u carry the normaliser: J̃ = √scale·SᵀJ, so that G = J̃ᵀJ̃ and g = J̃ᵀu + h."""
 
-    def __init__(self, lin: Linearization) -> None:
-        self.lin = lin
+    def __init__(self, lin: Linearization, whole: int = 0) -> None:
+        self.whole = whole
         if lin.chunk is None:
             lin.open()
         us, sizes = [], []
-        for chunk, _ in lin.chunks():
+        for chunk in lin.chunks():
             R, N = chunk.rows.S.shape[:2]
             u = chunk.rows.u
             us.append(chunk.z.new_zeros(R * N) if u is None else u.flatten())
             sizes.append(R * N)
         self.sizes = sizes
-        self.root = lin.scale.sqrt()
+        self.root = lin.scale**0.5
         self.u = torch.cat(us) * self.root  # (m,)
-        self.h = lin.remainder
-        self.gradient = lin.gradient
-        self.rank = min(lin.n, lin.most)
-        self.notes: list[str] = []
-        self._K: Tensor | None = None
+        self._K: dict[torch.dtype, tuple[tuple[Factors, ...] | None, Tensor]] = {}
+        self._whole: list[Block] | None = None
+        self._image: tuple[Tensor, int, Tensor] | None = None  # a step, its version, J̃ times it
+        super().__init__(lin)
+
+    @property
+    def h(self) -> Tensor | None:
+        return self.lin.remainder
 
     def apply(self, v: Tensor) -> Tensor:
         """J̃v: (n,) → (m,)"""
-        parts = [
-            torch.stack([block.apply(self.lin.gather(v, block)) for block in blocks]).sum(0)
-            for _, blocks in self.lin.chunks()
-        ]
-        return torch.cat(parts) * self.root
+        if self._image is not None and v is self._image[0] and v._version == self._image[1]:
+            return self._image[2]
+        parts = [self.lin.apply(self._rows(chunk), v) for chunk in self.lin.chunks()]
+        return torch.cat(parts).mul_(self.root)
+
+    def _rows(self, chunk: Chunk) -> list[Block]:
+        """The blocks of a chunk; where J̃ is small, as one."""
+        if chunk.m * self.lin.n > self.whole or self.lin.chunk is not None:
+            return chunk.blocks
+        if self._whole is None:
+            rows = self.lin.dense(chunk.blocks, self.u.dtype)
+            self._whole = [Explicit(self.lin.params, rows, chunk.N)]
+        return self._whole
 
     def adjoint(self, w: Tensor) -> Tensor:
         """J̃ᵀw: (m,) → (n,)"""
-        total = torch.zeros_like(self.gradient, dtype=w.dtype)
-        for (_, blocks), part in zip(self.lin.chunks(), w.split(self.sizes), strict=True):
-            total += self.lin.scatter((block, block.adjoint(part)) for block in blocks)
-        return total * self.root
+        total = None
+        for chunk, part in zip(self.lin.chunks(), (w * self.root).split(self.sizes), strict=True):
+            found = self.lin.adjoint(self._rows(chunk), part)
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return self.adjoint(self.apply(v))
 
-    def recall(self, past: Tensor | None, steps: int) -> Tensor | None:
-        return None  # the rows of earlier batches would have to be kept
-
     def quadratic(self, v: Tensor) -> Tensor:
-        return self.apply(v).square().sum()
+        Jv = self.apply(v)
+        return Jv @ Jv
 
-    def diagonal(self) -> Tensor:
-        total = torch.zeros_like(self.gradient)
-        for _, blocks in self.lin.chunks():
-            total += self.lin.scatter((block, block.diagonal()) for block in blocks)
-        return total * self.lin.scale
+    def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
+        """gᵀd = uᵀJ̃d + hᵀd and dᵀGd = ‖J̃d‖²: no gradient is needed"""
+        Jd = self.apply(d)
+        return (self.u @ Jd if self.h is None else self.u @ Jd + self.h @ d), Jd @ Jd
 
-    def gram(self, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """J̃A⁻¹J̃ᵀ: (m, m); `inverse` is the diagonal of A⁻¹ (n,), None the identity"""
+    def trace(self) -> Tensor:
+        """tr J̃ᵀJ̃ = tr J̃J̃ᵀ"""
+        return self._gram(None, self.u.dtype).diagonal().sum()
+
+    def gram(self, factors: tuple[Factors, ...] | None, dtype: torch.dtype) -> Tensor:
+        """J̃D⁻¹J̃ᵀ: (m, m); D by its factors, None is the identity"""
         K = torch.zeros(len(self.u), len(self.u), dtype=dtype, device=self.u.device)
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         for i, rows in enumerate(self.sizes):
-            _, left = self.lin.chunk_at(i)
+            left = self._rows(self.lin.chunk_at(i))
             for j in range(i, len(self.sizes)):
-                _, right = (None, left) if i == j else self.lin.chunk_at(j)
-                part = torch.zeros(rows, self.sizes[j], dtype=dtype, device=self.u.device)
+                right = left if i == j else self._rows(self.lin.chunk_at(j))
+                whole = rows == len(self.u)
+                part = K if whole else torch.zeros(rows, self.sizes[j], dtype=dtype, device=self.u.device)
                 if [[id(p) for p in b.params] for b in left] == [[id(p) for p in b.params] for b in right]:
                     for a, b in zip(left, right, strict=True):
-                        a.gram(part, b, None if inverse is None else self.lin.gather(inverse, a))
+                        of = None if factors is None else [factors[self.lin.index[id(p)]] for p in a.params]
+                        a.gram(part, b, of)
                 else:  # samples that take different ways through the model
                     J = self.lin.dense(left, dtype)
-                    part = (J if inverse is None else J * inverse) @ self.lin.dense(right, dtype).T
-                K[starts[i] : starts[i] + rows, starts[j] : starts[j] + self.sizes[j]] = part
-                if i != j:
-                    K[starts[j] : starts[j] + self.sizes[j], starts[i] : starts[i] + rows] = part.T
+                    if factors is not None:
+                        J /= Diagonal(J.new_ones(()), factors).entries(self.lin.sizes)
+                    part.addmm_(J, self.lin.dense(right, dtype).T)
+                if not whole:
+                    K[starts[i] : starts[i] + rows, starts[j] : starts[j] + self.sizes[j]] = part
+                    if i != j:
+                        K[starts[j] : starts[j] + self.sizes[j], starts[i] : starts[i] + rows] = part.T
         return K.mul_(self.lin.scale)
 
-    def newton(self, damping: Tensor) -> Tensor:
-        """A⁻¹[h + J̃ᵀ(I + J̃A⁻¹J̃ᵀ)⁻¹(u − J̃A⁻¹h)]: solve in the m rows, not the n parameters.
+    def newton(self, damping: Diagonal | Tensor) -> Tensor:
+        return -self.step(Diagonal.of(damping, self.lin.sizes))
+
+    def step(self, A: Diagonal) -> Tensor:
+        """−A⁻¹[h + J̃ᵀ(I + J̃A⁻¹J̃ᵀ)⁻¹(u − J̃A⁻¹h)]: solve in the m rows, not the n parameters.
 
         Plain Woodbury, A⁻¹g − A⁻¹J̃ᵀ(…)⁻¹J̃A⁻¹g, loses all digits of float32 at small λ; this form keeps them.
         """
-        if not bool((damping > 0).all()):  # λ = 0: the limit λ → 0, which is the shortest of the Gauss-Newton steps
-            damping = damping.clamp(min=1e-12 * float(self.diagonal().max()))
-        # With more rows than parameters u always has a part outside the range of J̃, see below.
-        # Nor is a remainder h in that range.
-        x = self._solve(damping, self.u.dtype) if len(self.u) <= self.lin.n and self.h is None else None
-        if x is None:
-            if self.u.dtype != torch.float64:
-                self.notes.append("solved in float64")
-            x = self._solve(damping, torch.float64)
-            assert x is not None
-        return x.to(self.gradient.dtype)
+        own = self.u.dtype
+        # With more rows than parameters, u always has a part outside the range of J̃: see below.
+        ladder = [(own, own), (torch.float64, own), (torch.float64, torch.float64)] if len(self.u) <= self.lin.n else []
+        for inner, outer in ladder[: 1 if own == torch.float64 else 2]:
+            d = self._solve(A, inner, outer)
+            if d is not None:
+                return d
+        if own != torch.float64:
+            self.notes.append("solved in float64")
+        d = self._solve(A, torch.float64, torch.float64)
+        assert d is not None
+        return d
 
-    def _solve(self, A: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The formula in that precision, or None where rounding would spoil it."""
-        A, u = A.to(dtype), self.u.to(dtype)
-        h = None if self.h is None else self.h.to(dtype)
-        K = self._gram(A, dtype)
-        b = u if h is None else u - self.apply(h / A)
-        H = K.clone()
-        H.diagonal().add_(1)
-        w = spd_solve(H, b, self.notes)
-        if dtype != torch.float64:
-            # The part of u outside the range of J̃ stays in w and cancels only in J̃ᵀw: ‖J̃ᵀw‖² = wᵀKw in the metric A⁻¹.
-            error = torch.finfo(dtype).eps * w.norm() * (norm(K, torch.ones_like(w)) / (w @ (K @ w))).sqrt()
-            if not bool(error <= ROUNDING):
-                return None
-        x = self.adjoint(w)
-        return (x if h is None else x + h) / A
+    def _solve(self, A: Diagonal, inner: torch.dtype, outer: torch.dtype) -> Tensor | None:
+        """The formula with K in one precision and the products with J̃ in another, or None where rounding spoils it."""
+        K = self._gram(A, inner)
+        A = A.to(self.u.to(outer))
+        # λ = 0 is the limit λ → 0, which is the shortest of the Gauss-Newton steps.
+        A = Diagonal(A.scale.where(A.scale > 0, 1e-12 * K.diagonal().max().to(outer)), A.factors)
+        K = K / A.scale.to(inner)
+        h = None if self.h is None else self.h.to(outer)
+        plain = None if h is None else A.divide(h.clone(), self.lin.sizes).neg_()  # −A⁻¹h
+        moved = None if plain is None else self.apply(plain).to(inner)  # (m,)
+        w = spd_solve(K, torch.ones_like(K[0]), (-self.u if moved is None else -self.u - moved).to(inner), self.notes)
+        Kw = K @ w
+        d = A.divide(self.adjoint(w.to(outer) / A.scale), self.lin.sizes, scaled=False)
+        length = (w @ Kw).clamp(min=0).sqrt().to(outer)  # of d in the metric A
+        if plain is not None and moved is not None:
+            d += plain
+            Kw += moved
+            length = A.quadratic(d, self.lin.sizes).sqrt()
+        if outer != torch.float64 and not bool(self._error(K, w, h, plain, inner, outer) <= ROUNDING * length):
+            return None
+        d = d.to(self.u.dtype)
+        self._image = (d, d._version, Kw.to(self.u.dtype))
+        return d
 
-    def _gram(self, A: Tensor, dtype: torch.dtype) -> Tensor:
-        if A.ndim:
-            return self.gram(1 / A, dtype)
-        if self._K is None or self._K.dtype != dtype:  # does not depend on λ: another λ costs only the factorisation
-            self._K = self.gram(None, dtype)
-        return self._K / A
+    def _error(
+        self, K: Tensor, w: Tensor, h: Tensor | None, plain: Tensor | None, inner: torch.dtype, outer: torch.dtype
+    ) -> Tensor:
+        """What rounding leaves in d, in the metric A.
+
+        Of the errors in K and in J̃A⁻¹h at most half get through the solve, σ/(1 + σ²) ≤ ½. The part of w outside the
+        range of J̃ cancels only in J̃ᵀw, and A⁻¹h only against it.
+        """
+        large, size = norm(K).to(outer), w.norm().to(outer)
+        error: Tensor = 0.5 * torch.finfo(inner).eps * large * size + torch.finfo(outer).eps * large.sqrt() * size
+        if h is not None and plain is not None:
+            error = error + torch.finfo(outer).eps * (-(h @ plain)).sqrt() * (1 + 0.5 * large.sqrt())
+        return error
+
+    def _gram(self, A: Diagonal | None, dtype: torch.dtype) -> Tensor:
+        """Does not depend on the scale of A: another λ costs only the factorisation."""
+        factors = None if A is None else A.factors
+        if dtype not in self._K or self._K[dtype][0] is not factors:
+            moved = None if A is None else A.to(self.u.to(dtype)).factors
+            self._K[dtype] = (factors, self.gram(moved, dtype))
+        return self._K[dtype][1]

@@ -11,11 +11,12 @@ Linear, convolution (on patches) and the scale of a normalisation layer differ o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ..diagonal import Factors
 from .block import SLAB, Block
 
 
@@ -53,51 +54,91 @@ class Bilinear(Block):
             return (delta[:, :, 0, :, :, None] * a[:, 0, :, None, :]).reshape(self.m, -1)
         return torch.einsum("rnpgo,npgi->rngoi", delta, a).reshape(self.m, -1)
 
-    def apply(self, v: Tensor) -> Tensor:
-        total = v.new_zeros(self.N, self.P, self.G, self.O)
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        dtype = v[0].dtype
+        total: Tensor | None = None
         if self.weight is not None:
-            V = v[: self.G * self.O * self.I].view(self.G, self.O, self.I)
-            total = total + torch.einsum("npgi,goi->npgo", self.a.to(v.dtype), V)
+            V = v[0].view(self.G, self.O, self.I)
+            total = torch.einsum("npgi,goi->npgo", self.a.to(dtype), V)
         if self.bias is not None:
-            total = total + v[-self.bias.numel() :].view(self.G, self.O)
-        return torch.einsum("npgo,rnpgo->rn", total, self.delta.to(v.dtype)).flatten()
+            b = v[-1].view(self.G, self.O)
+            total = b.expand(self.N, self.P, -1, -1) if total is None else total.add_(b)
+        assert total is not None
+        # (N, R, P·G·O) (N, P·G·O, 1) → (N, R)
+        rows = self.delta.to(dtype).flatten(2).transpose(0, 1) @ total.flatten(1)[:, :, None]
+        return rows[:, :, 0].T.flatten()
 
-    def adjoint(self, w: Tensor) -> Tensor:
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
         # a is the same for the R rows of a sample: contract them first, then it is one ordinary backward.
-        delta = torch.zeros_like(self.delta[0], dtype=w.dtype)
-        for weight, part in zip(w.view(self.R, self.N, 1, 1, 1), self.delta, strict=True):
-            delta.addcmul_(weight, part.to(w.dtype))  # (N, P, G, O)
-        parts = []
+        if self.R == 1:
+            delta = w.view(self.N, 1, 1, 1) * self.delta[0].to(w.dtype)
+        else:
+            rows = w.view(self.R, self.N).T[:, None]  # (N, 1, R)
+            delta = (rows @ self.delta.to(w.dtype).flatten(2).transpose(0, 1)).view(self.N, self.P, self.G, self.O)
         if self.weight is not None:
-            parts.append(torch.einsum("npgo,npgi->goi", delta, self.a.to(w.dtype)).flatten())
+            a = self.a.to(w.dtype)
+            if self.G == 1:
+                torch.mm(delta.flatten(0, 2).T, a.flatten(0, 2), out=out[0].view(self.O, self.I))
+            else:
+                out[0].copy_(torch.einsum("npgo,npgi->goi", delta, a).flatten())
         if self.bias is not None:
-            parts.append(delta.sum((0, 1)).flatten())
-        return torch.cat(parts)
+            torch.sum(delta.flatten(2).flatten(0, 1), 0, out=out[-1])
 
     @property
     def factored(self) -> bool:
         return self.P == self.G == 1 < self.R
 
-    def against(self, rows: Tensor) -> Tensor:
+    def samples(self, dtype: torch.dtype) -> Tensor:
+        if self.G > 1 or self.P == 1:
+            return super().samples(dtype)
+        parts = []
+        if self.weight is not None:
+            parts.append(self._samples(slice(None), None, None, dtype))
+        if self.bias is not None:
+            parts.append(self.delta[:, :, :, 0].to(dtype).sum(2).transpose(0, 1).reshape(self.m, self.O))
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+    def against(self, samples: Tensor) -> Tensor:
         """Σₙ (Σᵣ x ⊗ δ) ⊗ a: the R rows of a sample share their a, so they are contracted before a comes in."""
         if not self.factored:
-            return super().against(rows)
-        X = rows.view(self.R, self.N, -1).transpose(0, 1)  # (N, R, q)
-        delta = self.delta[:, :, 0, 0].transpose(0, 1).to(rows.dtype)  # (N, R, O)
-        a = self.a[:, 0, 0].to(rows.dtype)  # (N, I)
-        if self.bias is not None:
-            a = torch.cat([a, a.new_ones(self.N, 1)], 1)
+            return super().against(samples)
+        X = samples.view(self.N, self.R, -1)
+        delta, a = self._pair(samples.dtype)
         pieces = []
         for part in X.split(max(1, SLAB // (self.N * self.O)), 2):
             T = part.transpose(1, 2) @ delta  # (N, q, O)
             pieces.append((T.flatten(1).T @ a).view(-1, self.O, a.shape[1]))  # (q, O, I + 1)
-        found = torch.cat(pieces)
+        return self._ordered(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+
+    def square(self, dtype: torch.dtype) -> Tensor:
+        """Σₙ (Σᵣ δδᵀ) ⊗ aaᵀ, half of the pairs of outputs: (columns, columns)"""
+        pairs = self.O * (self.O + 1) // 2
+        if not self.factored or self.N * pairs * (self.I + 1) > SLAB:
+            return super().square(dtype)
+        delta, a = self._pair(dtype)  # (N, R, O), (N, J)
+        J = a.shape[1]
+        o, p = torch.triu_indices(self.O, self.O, device=a.device)
+        B = (delta.transpose(1, 2) @ delta)[:, o, p]  # (N, pairs)
+        found = (a.T @ (B[:, :, None] * a[:, None, :]).flatten(1)).view(J, pairs, J)
+        which = torch.empty(self.O, self.O, dtype=torch.long, device=a.device)
+        which[o, p] = which[p, o] = torch.arange(pairs, device=a.device)
+        whole = found[:, which].permute(1, 0, 2, 3)  # (O, J, O, J)
+        half = self._ordered(whole.reshape(self.O * J, self.O, J)).T  # (columns, O·J)
+        return self._ordered(half.view(-1, self.O, J))
+
+    def _pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """δ (N, R, O) and a (N, I), with 1 beside it for a bias"""
+        delta, a = self.delta[:, :, 0, 0].transpose(0, 1).to(dtype), self.a[:, 0, 0].to(dtype)
+        return delta, a if self.bias is None else torch.cat([a, a.new_ones(self.N, 1)], 1)
+
+    def _ordered(self, found: Tensor) -> Tensor:
+        """(q, O, I + 1) → (q, columns): the weight's first, then the bias's"""
         if self.bias is None or self.weight is None:
             return found.flatten(1)
         return torch.cat([found[:, :, :-1].flatten(1), found[:, :, -1]], 1)
 
     def diagonal(self) -> Tensor:
-        if self.P > 1:
+        if self.P != 1:
             return super().diagonal()
         squares = self.delta[:, :, 0].square().sum(0)  # (N, G, O)
         parts = []
@@ -107,23 +148,93 @@ class Bilinear(Block):
             parts.append(squares.sum(0).flatten())
         return torch.cat(parts)
 
-    def gram(self, K: Tensor, other: Block, inverse: Tensor | None) -> None:
-        """(AAᵀ + 1) ∘ ΔΔᵀ, summed over pairs of positions: J̃ is never built."""
+    def trace(self) -> Tensor:
+        if self.P > 1 or self.G > 1:
+            return super().trace()
+        inputs = self.a.square().sum((1, 2, 3)) + (self.bias is not None)  # (N,)
+        return self.delta.square().sum((0, 2, 3, 4)) @ inputs
+
+    def inputs(self) -> Tensor | None:
+        # Not .mean(): a chunk that does not reach the layer has no positions.
+        return None if self.weight is None else self.a.square().sum((0, 1))[:, None] / max(1, self.N * self.P)
+
+    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None) -> None:
+        """(AV⁻¹Aᵀ + 1) ∘ ΔU⁻¹Δᵀ for D = U ⊗ V, summed over pairs of positions: J̃ is never built."""
         assert isinstance(other, Bilinear)
+        scales = None if self.G > 1 else self._scales(D)
+        if scales is None:
+            return super().gram(K, other, D)
         pairs = self.m * self.P * other.m * other.P
         # Operations of the pairwise form against those of the explicit rows: take the cheaper one.
         pairwise = pairs * (self.O + self.I / self.R**2) < (self.m * other.m + self.m * self.P) * self.O * self.I
-        if inverse is not None or self.G > 1 or pairs > 8 * SLAB or (self.P > 1 and not pairwise):
-            return super().gram(K, other, inverse)
-        D, E = (b.delta.reshape(-1, b.O).to(K.dtype) for b in (self, other))
-        A, B = (b.a.reshape(b.N * b.P, b.I).to(K.dtype) for b in (self, other))
-        deltas = (D @ E.T).view(self.R, self.N, self.P, other.R, other.N, other.P)
-        inputs = A @ B.T  # (N·P, N'·P'), zero where there is no weight (I = 0)
+        if (self.P > 1 and not pairwise) or pairs > 8 * SLAB:
+            return self._gram_of_rows(K, other, *scales)
+        u, v, b = scales
+        left, right = (block.delta.reshape(-1, block.O).to(K.dtype) for block in (self, other))
+        A, B = (block.a.reshape(block.N * block.P, block.I).to(K.dtype) for block in (self, other))
+        deltas = ((left if u is None else left / u) @ right.T).view(self.R, self.N, self.P, other.R, other.N, other.P)
+        inputs = (A if v is None else A / v) @ B.T  # (N·P, N'·P'), zero where there is no weight (I = 0)
         if self.bias is not None:
-            inputs += 1
+            inputs += 1 if b is None else 1 / b
         factor = inputs.view(1, self.N, self.P, 1, other.N, other.P)
         blocks = K.view(self.R, self.N, other.R, other.N)
         if self.P == other.P == 1:
             blocks.addcmul_(deltas[:, :, 0, :, :, 0], factor[:, :, 0, :, :, 0])
         else:
             blocks += deltas.mul_(factor).sum((2, 5))
+
+    def _gram_of_rows(self, K: Tensor, other: Bilinear, u: Tensor | None, v: Tensor | None, b: Tensor | None) -> None:
+        """The same from explicit rows, some outputs at a time: cheaper for long samples."""
+        total = K.new_zeros(self.m, other.m)  # rows in the order (n, r)
+        for o in self._outputs():
+            if self.weight is not None:
+                right = other._samples(o, None, None, K.dtype)
+                plain = u is None and v is None and other is self
+                total.addmm_(right if plain else self._samples(o, u, v, K.dtype), right.T)
+        if self.bias is not None:
+            left, right = (
+                block.delta[:, :, :, 0].to(K.dtype).sum(2).transpose(0, 1).reshape(block.m, block.O)
+                for block in (self, other)
+            )
+            left = left if u is None else left / u
+            total.addmm_(left if b is None else left / b, right.T)
+        K.view(self.R, self.N, other.R, other.N).add_(total.view(self.N, self.R, other.N, other.R).permute(1, 0, 3, 2))
+
+    def _outputs(self) -> Iterator[slice]:
+        size = max(1, SLAB // max(1, self.m * self.I))
+        for first in range(0, self.O, size):
+            yield slice(first, first + size)
+
+    def _samples(self, o: slice, u: Tensor | None, v: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Rows of some outputs of the weight over u ⊗ v, sample by sample: (N·R, o·I)"""
+        delta, a = self.delta[:, :, :, 0, o].to(dtype), self.a[:, :, 0].to(dtype)
+        delta = delta if u is None else delta / u[o]
+        folded = delta.permute(1, 0, 3, 2).reshape(self.N, -1, self.P)  # (N, R·o, P)
+        return torch.bmm(folded, a if v is None else a / v).view(self.m, -1)
+
+    def _scales(self, D: Sequence[Factors] | None) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+        """u (O,), v (I,) and the number b of the bias with D = u ⊗ (v, b); None where D is not of that form."""
+        found: list[Tensor | None] = [None, None]  # v and b
+        along: list[list[Tensor]] = []  # what depends on the output, by parameter
+        for p, factors in zip(self.params, D or (), strict=D is not None):
+            k = 0 if p is self.weight else 1
+            along.append([])
+            for f in factors:
+                if f.numel() == 1 or f.shape[-2:-1] == (1,):
+                    old = found[k]
+                    found[k] = f.flatten() if old is None else old * f.flatten()
+                elif f.shape[-1] == 1:
+                    along[-1].append(f)
+                else:
+                    return None
+        first = along[0] if along else []
+        for others in along[1:]:
+            same = len(first) == len(others) and all(
+                f is g or torch.equal(f, g) for f, g in zip(first, others, strict=True)
+            )
+            if not same:
+                return None
+        u: Tensor | None = None
+        for f in first:
+            u = f.flatten() if u is None else u * f.flatten()
+        return u, found[0], found[1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from ..diagonal import Diagonal, Factors
 
 # A slab of explicit rows is at most this many numbers: 256 MiB in float32.
 SLAB = 1 << 26
@@ -21,18 +23,26 @@ class Block(ABC):
 
     params: list[Tensor]
     m: int
+    N: int
+    empty = False  # whether its rows are zero by their nature
 
     @abstractmethod
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Rows in pieces: (columns of this block, their part of every row (m, columns)), each of bounded size."""
 
     @abstractmethod
-    def apply(self, v: Tensor) -> Tensor:
-        """J̃v: (columns,) → (m,)"""
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        """J̃v: v by parameter, flat → (m,)"""
 
     @abstractmethod
-    def adjoint(self, w: Tensor) -> Tensor:
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        """out ← J̃ᵀw: (m,) → by parameter, flat"""
+
+    def pull(self, w: Tensor) -> Tensor:
         """J̃ᵀw: (m,) → (columns,)"""
+        total = torch.empty(self.columns, dtype=w.dtype, device=w.device)
+        self.adjoint(w, total.split([p.numel() for p in self.params]))
+        return total
 
     @property
     def columns(self) -> int:
@@ -42,31 +52,60 @@ class Block(ABC):
         """J̃ itself: (m, columns)"""
         return torch.cat([piece for _, piece in self.slabs(dtype)], 1)
 
+    def inputs(self) -> Tensor | None:
+        """Mean of the squares of what a weight multiplies, where D_oi = u_o·v_i makes sense: (G, 1, I)"""
+        return None
+
+    def samples(self, dtype: torch.dtype) -> Tensor:
+        """The rows with those of a sample side by side, row n·R + r: (m, columns)"""
+        rows = self.rows(dtype)
+        return rows.view(-1, self.N, rows.shape[1]).transpose(0, 1).reshape(self.m, -1)
+
     @property
     def factored(self) -> bool:
-        """Whether `against` knows a cheaper way than the product with the rows."""
+        """Whether `against` and `square` know a cheaper way than the product with the rows."""
         return False
 
-    def against(self, rows: Tensor) -> Tensor:
-        """Xᵀ J̃ for rows X of any columns: (m, q) → (q, columns)"""
-        return rows.T @ self.rows(rows.dtype)
+    def against(self, samples: Tensor) -> Tensor:
+        """Xᵀ J̃ for rows X of any columns, sample by sample: (m, q) → (q, columns)"""
+        return samples.T @ self.samples(samples.dtype)
+
+    def square(self, dtype: torch.dtype) -> Tensor:
+        """J̃ᵀJ̃: (columns, columns)"""
+        return self.against(self.samples(dtype))
 
     def diagonal(self) -> Tensor:
         """diag J̃ᵀJ̃: (columns,)"""
         return torch.cat([piece.square().sum(0) for _, piece in self.slabs(self.params[0].dtype)])
 
-    def gram(self, K: Tensor, other: Block, inverse: Tensor | None) -> None:
-        """K += J̃ A⁻¹ J̃'ᵀ with this block's J̃ and the other's J̃' (the same layer, other samples); `inverse` holds the
-        diagonal of A⁻¹, None means the identity."""
-        for (columns, left), (_, right) in zip(self.slabs(K.dtype), other.slabs(K.dtype), strict=True):
-            K.addmm_(left if inverse is None else left * inverse[columns], right.T)
+    def trace(self) -> Tensor:
+        """tr J̃ᵀJ̃: ()"""
+        return self.diagonal().sum()
+
+    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None) -> None:
+        """K += J̃D⁻¹J̃'ᵀ with this block's J̃ and the other's J̃' (the same layer, other samples); D by the factors of
+        every parameter, None means the identity."""
+        entries = None if D is None else self.entries(D)
+        pairs = (
+            ((s, s) for s in self.slabs(K.dtype))
+            if other is self
+            else zip(self.slabs(K.dtype), other.slabs(K.dtype), strict=True)
+        )
+        for (columns, left), (_, right) in pairs:
+            K.addmm_(left if entries is None else left / entries[columns], right.T)
+
+    def entries(self, D: Sequence[Factors]) -> Tensor:
+        """(columns,)"""
+        return Diagonal(D[0][0].new_ones(()), D).entries([p.numel() for p in self.params])
 
 
 class Nothing(Block):
     """Parameters that the outputs do not depend on."""
 
-    def __init__(self, params: list[Tensor], m: int) -> None:
-        self.params, self.m = params, m
+    empty = True
+
+    def __init__(self, params: list[Tensor], m: int, N: int) -> None:
+        self.params, self.m, self.N = params, m, N
 
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         size = max(1, SLAB // self.m)
@@ -74,30 +113,34 @@ class Nothing(Block):
             last = min(first + size, self.columns)
             yield slice(first, last), self.params[0].new_zeros(self.m, last - first, dtype=dtype)
 
-    def apply(self, v: Tensor) -> Tensor:
-        return v.new_zeros(self.m)
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        return v[0].new_zeros(self.m)
 
-    def adjoint(self, w: Tensor) -> Tensor:
-        return w.new_zeros(self.columns)
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        for part in out:
+            part.zero_()
 
     def diagonal(self) -> Tensor:
         return self.params[0].new_zeros(self.columns)
 
-    def gram(self, K: Tensor, other: Block, inverse: Tensor | None) -> None:
+    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None) -> None:
         pass
 
 
 class Explicit(Block):
     """Rows that are simply there."""
 
-    def __init__(self, params: list[Tensor], rows: Tensor) -> None:
-        self.params, self._rows, self.m = params, rows, rows.shape[0]  # (m, columns)
+    def __init__(self, params: list[Tensor], rows: Tensor, N: int) -> None:
+        self.params, self._rows, self.m, self.N = params, rows, rows.shape[0], N  # (m, columns)
 
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, self._rows.shape[1]), self._rows.to(dtype)
 
-    def apply(self, v: Tensor) -> Tensor:
-        return self._rows.to(v.dtype) @ v
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat(list(v))
+        return self._rows.to(whole.dtype) @ whole
 
-    def adjoint(self, w: Tensor) -> Tensor:
-        return self._rows.T.to(w.dtype) @ w
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        found = self._rows.T.to(w.dtype) @ w
+        for part, piece in zip(out, found.split([len(part) for part in out]), strict=True):
+            part.copy_(piece)

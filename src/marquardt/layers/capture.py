@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,8 +28,12 @@ class Misfit(Exception):
 class Call:
     """One use of trainable parameters by a layer that has a rule."""
 
-    def __init__(self, operand: Operand, edge: GradientEdge) -> None:
+    def __init__(self, operand: Operand, edge: GradientEdge, outputs: int) -> None:
         self.operand, self.edge = operand, edge
+        self.outputs = outputs  # numbers at its output
+        weight = operand.weight
+        over = 0 if weight is None or weight.ndim < 2 else weight.numel() // len(weight)  # inputs of one output
+        self.inputs = outputs * over // max(1, 0 if weight is None else len(weight)) or operand.x.numel()
         self.version = operand.x._version
         self.params = [p for p in (operand.weight, operand.bias) if p is not None]
         self.is_lookup = not operand.x.is_floating_point()
@@ -58,16 +63,19 @@ class Call:
 class Capture(TorchFunctionMode):
     """Records the calls that use one of `params` directly, and the slopes that RReLU draws."""
 
-    def __init__(self, params: Iterable[Tensor]) -> None:
+    def __init__(self, params: Iterable[Tensor], known: Sequence[Slopes] | None = None) -> None:
         super().__init__()
+        self.known = None if known is None else iter(known)  # slopes to take instead of drawing some
         self.trainable = {id(p) for p in params}
         self.calls: list[Call] = []
         self.slopes: list[Slopes] = []
+        self.reorders = False  # whether the model indexes by data: then samples may come in another order next time
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.reorders |= _by_data(func, args)
         if func is F.multi_head_attention_forward:
             with self:
                 return _attention(*args, **kwargs)
@@ -80,7 +88,7 @@ class Capture(TorchFunctionMode):
                 operand = operand._replace(weight=self._own(operand.weight), bias=self._own(operand.bias))
                 if operand.weight is not None or operand.bias is not None:
                     # The edge, not the tensor: an in-place activation may overwrite the tensor.
-                    self.calls.append(Call(operand, get_gradient_edge(out)))
+                    self.calls.append(Call(operand, get_gradient_edge(out), out.numel()))
         return out
 
     def _own(self, p: Tensor | None) -> Tensor | None:
@@ -91,22 +99,44 @@ class Capture(TorchFunctionMode):
     ) -> Tensor:
         if not training:
             return F.rrelu(input, lower, upper, training, inplace)
-        with torch.no_grad():  # draws what the model would have drawn; its own backward cannot be batched over rows
-            drawn = F.rrelu(input, lower, upper, training)
-        slopes = Slopes(input.detach(), drawn, lower, upper)
+        if self.known is not None:
+            return next(self.known)(input, inplace)
+        slopes = Slopes(input.detach(), lower, upper)  # its own backward cannot be batched over rows
         self.slopes.append(slopes)
         return slopes(input, inplace)
 
 
-class Slopes:
-    """The slopes one RReLU drew. torch draws them for negative inputs only; the others get a slope of their own here,
-    so that a trial sees the same random numbers also where an input changes its sign."""
+def _by_data(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Operations that can bring the samples into another order for other data."""
+    if func in (Tensor.__getitem__, Tensor.__setitem__):
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return isinstance(keys[0], int) or any(isinstance(k, (Tensor, list)) for k in keys)
+    return getattr(func, "__name__", "").rstrip("_") in REORDERING
 
-    def __init__(self, x: Tensor, out: Tensor, lower: float, upper: float) -> None:
-        generator = torch.Generator(x.device).manual_seed(x.numel())
-        spare = torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator) * (upper - lower) + lower
-        self.slope = torch.where(x < 0, out / x, spare)
+
+REORDERING = {
+    "gather", "index_add", "index_copy", "index_put", "index_select", "masked_scatter", "masked_select", "scatter",
+    "scatter_add", "sort", "take", "take_along_dim", "topk", "_pack_padded_sequence", "pack_padded_sequence", "unbind",
+}  # fmt: skip
+
+
+class Slopes:
+    """The slopes one RReLU drew, as the model would have drawn them. torch draws for negative inputs only; the others
+    have the mean slope here, for trials in which an input changes its sign."""
+
+    def __init__(self, x: Tensor, lower: float, upper: float) -> None:
+        noise = torch.empty_like(x)
+        with torch.no_grad():
+            torch.ops.aten.rrelu_with_noise(x, noise, lower, upper, True)  # noise ← slope, 1 where x is positive
+        self.slope = noise.masked_fill_(x > 0, (lower + upper) / 2)
         self.state = _rng(x.device)
+
+    def take(self, index: Tensor, N: int) -> Slopes:
+        """Those of some of the N samples."""
+        some = copy.copy(self)
+        if len(self.slope) == N:
+            some.slope = self.slope[index.to(self.slope.device)]
+        return some
 
     def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
         _set_rng(self.slope.device, self.state)  # as if the slopes had been drawn
@@ -200,7 +230,7 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, lay
         for p, piece in zip(block.params, pieces, strict=True):
             params[id(p)] = p
             columns[id(p)] = columns[id(p)] + piece if id(p) in columns else piece
-    return Explicit(list(params.values()), torch.cat(list(columns.values()), 1))
+    return Explicit(list(params.values()), torch.cat(list(columns.values()), 1), N)
 
 
 def _rng(device: torch.device) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ..diagonal import Factors
 from .block import SLAB, Block
 
 
@@ -32,16 +33,13 @@ class Lookup(Block):
         hot = (self.index[:, :, None] == tokens).to(dtype)  # (N, P, tokens)
         return torch.einsum("rnpe,npt->rnte", self.delta.to(dtype), hot).reshape(self.m, -1)
 
-    def apply(self, v: Tensor) -> Tensor:
-        return torch.einsum("npe,rnpe->rn", v.view_as(self.table)[self.index], self.delta.to(v.dtype)).flatten()
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        (table,) = v
+        return torch.einsum("npe,rnpe->rn", table.view_as(self.table)[self.index], self.delta.to(table.dtype)).flatten()
 
-    def adjoint(self, w: Tensor) -> Tensor:
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
         delta = torch.einsum("rn,rnpe->npe", w.view(self.R, self.N), self.delta.to(w.dtype))
-        return (
-            torch.zeros_like(self.table, dtype=w.dtype)
-            .index_add_(0, self.index.flatten(), delta.flatten(0, 1))
-            .flatten()
-        )
+        out[0].zero_().view_as(self.table).index_add_(0, self.index.flatten(), delta.flatten(0, 1))
 
     def diagonal(self) -> Tensor:
         total = torch.zeros_like(self.table)
@@ -49,12 +47,13 @@ class Lookup(Block):
             total[tokens] = self._rows_of(tokens, self.delta.dtype).square().sum(0).view(-1, self.E)
         return total.flatten()
 
-    def gram(self, K: Tensor, other: Block, inverse: Tensor | None) -> None:
+    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None) -> None:
         assert isinstance(other, Lookup)
+        entries = None if D is None else self.entries(D).view_as(self.table)
         shared = self.index.unique()
         for tokens in self._tokens(shared[torch.isin(shared, other.index)]):
             left, right = self._rows_of(tokens, K.dtype), other._rows_of(tokens, K.dtype)
-            K.addmm_(left if inverse is None else left * inverse.view(-1, self.E)[tokens].flatten(), right.T)
+            K.addmm_(left if entries is None else left / entries[tokens].flatten(), right.T)
 
     def _tokens(self, tokens: Tensor) -> Iterator[Tensor]:
         yield from tokens.split(max(1, SLAB // (self.m * self.E)))

@@ -1,0 +1,106 @@
+"""Diagonal matrices over all parameters, in as few numbers as describe them: the D of (G + λD)δ = −g."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Factors = tuple[Tensor, ...]
+
+
+class Diagonal:
+    """scale·I, or for every parameter scale times a product of factors that broadcast to it.
+
+    all entries of a parameter        (D,)                          as many numbers as the parameter
+    one number for a parameter        (c,)                          ()
+    a weight of G groups, O × I each  (u, v), D_goi = u_go·v_gi     (G, O, 1) and (G, 1, I)
+    """
+
+    def __init__(self, scale: Tensor, factors: Sequence[Factors] | None = None) -> None:
+        self.scale, self.factors = scale, None if factors is None else tuple(factors)
+
+    @staticmethod
+    def of(A: Diagonal | Tensor, sizes: Sequence[int]) -> Diagonal:
+        """Also from one number () or one per parameter (n,)."""
+        if isinstance(A, Diagonal):
+            return A
+        if A.ndim == 0:
+            return Diagonal(A)
+        return Diagonal(A.new_ones(()), [(part,) for part in A.split(list(sizes))])
+
+    def __rmul__(self, c: float) -> Diagonal:
+        return Diagonal(c * self.scale, self.factors)
+
+    def to(self, like: Tensor) -> Diagonal:
+        """In the precision and on the device of another tensor."""
+        if self.scale.dtype == like.dtype and self.scale.device == like.device:
+            return self
+        moved = None if self.factors is None else [tuple(f.to(like) for f in part) for part in self.factors]
+        return Diagonal(self.scale.to(like), moved)
+
+    def entries(self, sizes: Sequence[int]) -> Tensor:
+        """(n,)"""
+        if self.factors is None:
+            return self.scale.expand(sum(sizes))
+        return torch.cat([_product(part).expand(size) for part, size in zip(self.factors, sizes, strict=True)]).mul_(
+            self.scale
+        )
+
+    def divide(self, x: Tensor, sizes: Sequence[int], scaled: bool = True) -> Tensor:
+        """A⁻¹x: (n,) → (n,), in place; without its scale if that is done already"""
+        if scaled:
+            x.div_(self.scale)
+        if self.factors is not None:
+            for part, piece in zip(self.factors, x.split(list(sizes)), strict=True):
+                shape = _shape(part)
+                view = piece.view(shape) if math.prod(shape) == len(piece) else piece
+                for factor in part:
+                    view.div_(factor)
+        return x
+
+    def quadratic(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        """vᵀAv"""
+        if self.factors is None:
+            return v.square().sum() * self.scale
+        return (self.entries(sizes) * v.square()).sum()
+
+    def maximum(self, other: Diagonal) -> Diagonal:
+        """At least both of them, factor by factor."""
+        if self.factors is None or other.factors is None:
+            assert self.factors is other.factors
+            return Diagonal(torch.maximum(self.scale, other.scale))
+        pairs = zip(self.factors, other.factors, strict=True)
+        return Diagonal(self.scale, [tuple(torch.maximum(a, b) for a, b in zip(p, q, strict=True)) for p, q in pairs])
+
+    def positive(self) -> Diagonal:
+        """With 1 in the place of 0. A zero says that the curvature of a parameter has always been zero: its step is
+        zero then, whatever its damping."""
+        if self.factors is None:
+            return self
+        # A factor that a weight and its bias share stays shared.
+        filled = {id(f): f.where(f > 0, 1) for part in self.factors for f in part}
+        return Diagonal(self.scale, [tuple(filled[id(f)] for f in part) for part in self.factors])
+
+    def state(self) -> list[Any]:
+        return [self.scale, None if self.factors is None else [list(part) for part in self.factors]]
+
+    @staticmethod
+    def restored(state: list[Any]) -> Diagonal:
+        scale, factors = state
+        return Diagonal(scale, None if factors is None else [tuple(part) for part in factors])
+
+
+def _shape(part: Factors) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*(f.shape for f in part)))
+
+
+def _product(part: Factors) -> Tensor:
+    """The factors multiplied out: flat"""
+    total = part[0]
+    for factor in part[1:]:
+        total = total * factor
+    return total.flatten()
