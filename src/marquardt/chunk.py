@@ -71,7 +71,8 @@ class Chunk:
         batch.check()
         versions = batch.versions()
         try:
-            with torch.enable_grad(), Capture(params, None if whole is None else whole.picked) as capture:
+            known = None if whole is None else whole.picked
+            with torch.enable_grad(), Capture(params, known, once=not lin.keep_graph) as capture:
                 z = forward(lin.model, batch.inputs)
         except RuntimeError as error:
             reason = unlike(batch.inputs, params[0])
@@ -290,7 +291,8 @@ class Chunk:
                     raise
                 self.lin.plan.batched_rows = False  # an operation whose backward vmap refuses
         one_by_one = [backward(s) for s in S]
-        return [None if d[0] is None else torch.stack(d) for d in zip(*one_by_one, strict=True)]
+        # In memory the rows of a sample stand together: that is how they are used.
+        return [None if d[0] is None else torch.stack(d, 1).transpose(0, 1) for d in zip(*one_by_one, strict=True)]
 
     def _general(self, path: str, indices: list[int]) -> Tensor:
         params = [self.lin.params[i] for i in indices]

@@ -63,7 +63,7 @@ class Linearization:
         self.moments: list[Moment] = []
         self.slopes: list[list[Slopes]] = []
         self._totals: list[float] | None = None  # value, normaliser, lower bound
-        self._sums: list[Tensor | None] | None = None  # gradient and remainder, in Σ-units
+        self._h: Tensor | None = None  # remainder of several chunks, in Σ-units
         self._open: list[Chunk] = []
         self._at: tuple[Tensor, float] | None = None  # (d, lr) where the parameters are θ + lr·d
 
@@ -87,7 +87,7 @@ class Linearization:
         self.start.restore()
         self.move()  # trial points may have been tried since
         totals = [0.0, 0.0, 0.0]
-        sums: list[Tensor | None] = [None, None]
+        h: Tensor | None = None
         for i, batch in enumerate(self.pieces()):
             chunk = Chunk(self, batch, self.seed + i)
             if first:
@@ -103,11 +103,8 @@ class Linearization:
             if self.single and self.chunk is None:
                 self._open = [chunk]
             yield chunk
-            if first and not (self.single and self.chunk is None):  # otherwise that chunk stays, and can be asked
-                for k, vector in enumerate((chunk.gradient, chunk.h)):
-                    if vector is not None:
-                        old = sums[k]
-                        sums[k] = vector if old is None else old + vector
+            if first and chunk.h is not None and not self._open:  # otherwise that chunk stays, and can be asked
+                h = chunk.h if h is None else h + chunk.h
         if not self.count:
             raise ValueError("no batches: the iterable given to step_over is empty")
         if first:
@@ -116,8 +113,7 @@ class Linearization:
                     "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
                 )
             self._totals = totals
-            if not (self.single and self.chunk is None):
-                self._sums = sums
+            self._h = h
             self.end = Moment(self.model, self.device)
 
     def samples(self) -> int:
@@ -129,7 +125,7 @@ class Linearization:
         """Starts again with chunks of another size."""
         self.close()
         self.chunk, self.m, self.count = chunk, 0, 0
-        self._totals = self._sums = None
+        self._totals = self._h = None
         for name in ("gradient", "remainder"):
             self.__dict__.pop(name, None)
         self.start.restore()
@@ -190,16 +186,17 @@ class Linearization:
     @cached_property
     def gradient(self) -> Tensor:
         """∇f: (n,)"""
-        self.totals()
-        g = self.open()[0].gradient if self._sums is None else self._sums[0]
-        assert g is not None
-        return g * self.scale
+        total: Tensor | None = None
+        for chunk in self.chunks():
+            total = chunk.gradient if total is None else total + chunk.gradient
+        assert total is not None
+        return total * self.scale
 
     @cached_property
     def remainder(self) -> Tensor | None:
         """h = Jᵀv, the part of g outside the range of J̃ᵀ: (n,), None means 0"""
         self.totals()
-        h = self.open()[0].h if self._sums is None else self._sums[1]
+        h = self._open[0].h if self._open else self._h
         return None if h is None else h * self.scale
 
     def columns(self, blocks: Sequence[Block]) -> list[tuple[slice, slice]]:
@@ -225,6 +222,11 @@ class Linearization:
         """The part of v that belongs to a block: (n,) → (columns,)"""
         parts = v.split(self.sizes)
         return torch.cat([parts[self.index[id(p)]] for p in block.params])
+
+    def add(self, v: Tensor, blocks: Sequence[Block], part: Tensor) -> None:
+        """v += a part that belongs to some blocks: (n,), (columns,)"""
+        for here, there in self.ranges(blocks):
+            v[here] += part[there]
 
     def apply(self, blocks: Iterable[Block], v: Tensor) -> Tensor:
         """J̃v of one chunk, in Σ-units: (n,) → (m,)"""

@@ -152,7 +152,7 @@ def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str]) -> Tensor:
 
 
 def _cholesky(H: Tensor, b: Tensor) -> Tensor | None:
-    L, info = torch.linalg.cholesky_ex(H)
-    y = torch.linalg.solve_triangular(L, b.to(H.dtype)[:, None], upper=False)
-    x: Tensor = torch.linalg.solve_triangular(L.mT, y, upper=True)[:, 0]
+    U, info = torch.linalg.cholesky_ex(H, upper=True)  # faster than the lower factor on a CPU
+    y = torch.linalg.solve_triangular(U.mT, b.to(H.dtype)[:, None], upper=False)
+    x: Tensor = torch.linalg.solve_triangular(U, y, upper=True)[:, 0]
     return x if bool((info == 0) & x.isfinite().all()) else None  # one synchronisation

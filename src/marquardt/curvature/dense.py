@@ -60,32 +60,42 @@ class DenseCurvature(Curvature):
         G = torch.zeros(lin.n, lin.n, dtype=dtype, device=lin.device)
         g = torch.zeros(lin.n, dtype=dtype, device=lin.device)
         for chunk in lin.chunks():
+            u = None if chunk.rows.u is None else chunk.rows.u.to(dtype)  # (R, N)
             if lin.n <= self.small:  # one product: there is nothing to save but calls
                 rows = lin.dense(chunk.blocks, dtype)  # (m, n)
                 G.addmm_(rows.T, rows)
+                if u is not None:
+                    g.addmv_(rows.T, u.flatten())
             else:
-                self._add_blocks(G, chunk.blocks)
-            if chunk.rows.u is not None and dtype == torch.float64:
-                u = chunk.rows.u.flatten().to(dtype)
-                g += lin.adjoint(chunk.blocks, u)
+                self._add_blocks(G, g, chunk.blocks, u)
         G, g = self._mixed(G.mul_(lin.scale)), g.mul_(lin.scale)
-        if dtype != torch.float64:
-            return G, lin.gradient
         return G, g if lin.remainder is None else g + lin.remainder
 
-    def _add_blocks(self, G: Tensor, blocks: list[Block]) -> None:
-        """G += J̃ᵀJ̃ by pairs of layers: half of them by symmetry, each in the cheapest form its layer knows."""
+    @property
+    def gradient(self) -> Tensor:
+        return self._g.to(self.lin.theta.dtype)
+
+    def _add_blocks(self, G: Tensor, g: Tensor, blocks: list[Block], u: Tensor | None) -> None:
+        """G += J̃ᵀJ̃ and g += J̃ᵀu by pairs of layers: half of them by symmetry, each in its cheapest form."""
         plain = [b for b in blocks if not b.factored]
         factored = [b for b in blocks if b.factored]
         for k, left in enumerate(factored):
             self._place(G, [left], [left], left.square(G.dtype))
             for right in factored[k + 1 :]:
                 self._place(G, [left], [right], right.against(left.samples(G.dtype)))
+            if u is not None:
+                self.lin.add(g, [left], left.pull(u.flatten()))
         if plain:
-            rows = torch.cat([b.samples(G.dtype) for b in plain], 1)  # (m, columns), sample by sample
+            rows = torch.empty(plain[0].m, sum(b.columns for b in plain), dtype=G.dtype, device=G.device)
+            start = 0
+            for b in plain:
+                b.samples(G.dtype, rows[:, start : start + b.columns])
+                start += b.columns
             self._place(G, plain, plain, symmetric(rows))
             for right in factored:
                 self._place(G, plain, [right], right.against(rows))
+            if u is not None:
+                self.lin.add(g, plain, rows.T @ u.T.flatten())
 
     def _place(self, G: Tensor, left: list[Block], right: list[Block], product: Tensor) -> None:
         """G += the product of two groups of columns, and its transpose"""

@@ -67,6 +67,11 @@ class GramCurvature(Curvature):
         super().__init__(lin)
 
     @property
+    def gradient(self) -> Tensor:
+        g = self.adjoint(self.u)
+        return g if self.h is None else g.add_(self.h)
+
+    @property
     def h(self) -> Tensor | None:
         return self.lin.remainder
 

@@ -47,6 +47,7 @@ class HessianCurvature(Curvature):
         self.G = torch.zeros(lin.n, lin.n, dtype=dtype, device=lin.device)
         self._g = torch.zeros(lin.n, dtype=dtype, device=lin.device)
         lin._open.clear()  # a chunk from before may come from kernels that cannot be differentiated twice
+        lin.keep_graph = True
         with twice_differentiable(lin.model):
             for chunk in lin.chunks():
                 slopes = slope_with_graph(chunk)

@@ -88,15 +88,16 @@ class Bilinear(Block):
     def factored(self) -> bool:
         return self.P == self.G == 1 < self.R
 
-    def samples(self, dtype: torch.dtype) -> Tensor:
+    def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         if self.G > 1 or self.P == 1:
-            return super().samples(dtype)
-        parts = []
+            return super().samples(dtype, out)
+        if out is None:
+            out = torch.empty(self.m, self.columns, dtype=dtype, device=self.delta.device)
         if self.weight is not None:
-            parts.append(self._samples(slice(None), None, None, dtype))
+            out[:, : self.O * self.I] = self._samples(slice(None), None, None, dtype)
         if self.bias is not None:
-            parts.append(self.delta[:, :, :, 0].to(dtype).sum(2).transpose(0, 1).reshape(self.m, self.O))
-        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+            out[:, -self.O :] = self.delta[:, :, :, 0].to(dtype).sum(2).transpose(0, 1).reshape(self.m, self.O)
+        return out
 
     def against(self, samples: Tensor) -> Tensor:
         """Σₙ (Σᵣ x ⊗ δ) ⊗ a: the R rows of a sample share their a, so they are contracted before a comes in."""

@@ -56,10 +56,15 @@ class Block(ABC):
         """Mean of the squares of what a weight multiplies, where D_oi = u_o·v_i makes sense: (G, 1, I)"""
         return None
 
-    def samples(self, dtype: torch.dtype) -> Tensor:
+    def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The rows with those of a sample side by side, row n·R + r: (m, columns)"""
-        rows = self.rows(dtype)
-        return rows.view(-1, self.N, rows.shape[1]).transpose(0, 1).reshape(self.m, -1)
+        if out is None:
+            out = torch.empty(self.m, self.columns, dtype=dtype, device=self.params[0].device)
+        for columns, piece in self.slabs(dtype):
+            out[:, columns].view(self.N, -1, piece.shape[1]).copy_(
+                piece.view(-1, self.N, piece.shape[1]).transpose(0, 1)
+            )
+        return out
 
     @property
     def factored(self) -> bool:

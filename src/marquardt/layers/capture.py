@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .bilinear import Bilinear
 from .block import Block, Explicit
 from .embedding import Lookup
 from .rules import RULES, Operand, opened_attention
+from .unrolled import unrolled
 
 _attention = opened_attention()
 
@@ -63,8 +65,9 @@ class Call:
 class Capture(TorchFunctionMode):
     """Records the calls that use one of `params` directly, and the slopes that RReLU draws."""
 
-    def __init__(self, params: Iterable[Tensor], known: Sequence[Slopes] | None = None) -> None:
+    def __init__(self, params: Iterable[Tensor], known: Sequence[Slopes] | None = None, once: bool = False) -> None:
         super().__init__()
+        self.once = once  # the graph is differentiated once only, for several rows of a sample
         self.known = None if known is None else iter(known)  # slopes to take instead of drawing some
         self.trainable = {id(p) for p in params}
         self.calls: list[Call] = []
@@ -81,7 +84,9 @@ class Capture(TorchFunctionMode):
                 return _attention(*args, **kwargs)
         if func is F.rrelu:
             return self._rrelu(*args, **kwargs)
-        out = func(*args, **kwargs)
+        out = unrolled(*args, **kwargs) if self.once and func is F.conv2d else None
+        if out is None:
+            out = func(*args, **kwargs)
         if func in RULES and isinstance(out, Tensor) and out.requires_grad:
             operand = RULES[func](*args, **kwargs)
             if operand is not None:
@@ -101,9 +106,12 @@ class Capture(TorchFunctionMode):
             return F.rrelu(input, lower, upper, training, inplace)
         if self.known is not None:
             return next(self.known)(input, inplace)
-        slopes = Slopes(input.detach(), lower, upper)  # its own backward cannot be batched over rows
-        self.slopes.append(slopes)
-        return slopes(input, inplace)
+        # Written as a product: the backward pass of rrelu cannot be batched over rows.
+        noise = torch.empty_like(input, requires_grad=False)
+        with torch.no_grad():
+            torch.ops.aten.rrelu_with_noise(input, noise, lower, upper, True)  # the slopes, 1 where positive
+        self.slopes.append(Slopes(noise, (lower + upper) / 2))
+        return input.mul_(noise) if inplace else input * noise
 
 
 def _by_data(func: Callable[..., Any], args: Sequence[Any]) -> bool:
@@ -124,22 +132,23 @@ class Slopes:
     """The slopes one RReLU drew, as the model would have drawn them. torch draws for negative inputs only; the others
     have the mean slope here, for trials in which an input changes its sign."""
 
-    def __init__(self, x: Tensor, lower: float, upper: float) -> None:
-        noise = torch.empty_like(x)
-        with torch.no_grad():
-            torch.ops.aten.rrelu_with_noise(x, noise, lower, upper, True)  # noise ← slope, 1 where x is positive
-        self.slope = noise.masked_fill_(x > 0, (lower + upper) / 2)
-        self.state = _rng(x.device)
+    def __init__(self, noise: Tensor, mean: float) -> None:
+        self.noise, self.mean = noise, mean
+        self.state = _rng(noise.device)
+
+    @cached_property
+    def slope(self) -> Tensor:
+        return self.noise.where(self.noise < 1, self.mean)
 
     def take(self, index: Tensor, N: int) -> Slopes:
         """Those of some of the N samples."""
         some = copy.copy(self)
-        if len(self.slope) == N:
-            some.slope = self.slope[index.to(self.slope.device)]
+        if len(self.noise) == N:
+            some.noise = self.noise[index.to(self.noise.device)]
         return some
 
     def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
-        _set_rng(self.slope.device, self.state)  # as if the slopes had been drawn
+        _set_rng(self.noise.device, self.state)  # as if the slopes had been drawn
         factor = torch.where(x.detach() < 0, self.slope, 1)
         return x.mul_(factor) if inplace else x * factor
 
