@@ -199,3 +199,18 @@ def test_float32_is_near_float64(name, representation):
     ]:
         assert found.dtype == torch.float32
         assert error(found, exact) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["transformer_encoder_layer", "conv2d", "embedding", "linear_leading_dims"])
+def test_sampled_rows_in_every_form_of_the_gram_matrix(monkeypatch, name):
+    """A gradient outside the range of the rows, with pairs of positions and with explicit rows, in small slabs."""
+    from marquardt.layers import bilinear
+
+    p, rows = build(name), mq.Sampled(2)
+    J, g = linearize(p, rows=rows).rows(), expected(name).g
+    step = torch.linalg.solve(J.T @ J + 0.1 * torch.eye(len(g)), g)
+    for limit in (1 << 26, 64, 0):  # SLAB: 0 leaves explicit rows only
+        monkeypatch.setattr(bilinear, "SLAB", limit)
+        C = mq.Gram(whole=0).represent(linearize(p, rows=rows))
+        assert error(C.newton(torch.tensor(0.1).double()), step) < 1e-9
+        assert error(C @ g, J.T @ (J @ g)) < 1e-10

@@ -41,10 +41,14 @@ class Batch:
         tensors = [t for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor)]
         return tensors[0].sum(dtype=torch.float64) if tensors else 0.0
 
+    @property
+    def samples(self) -> int:
+        # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
+        return next((len(t) for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor) and t.ndim), 0)
+
     def split(self, size: int | None) -> list[Batch]:
         """Chunks of at most `size` samples: tensors with a row per sample are cut, others go along whole."""
-        # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
-        N = next((len(t) for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor) and t.ndim), 0)
+        N = self.samples
         if size is None or size >= N:
             return [self]
         for what in ("targets", "weight"):
@@ -64,7 +68,7 @@ class Batch:
 
     def take(self, index: Tensor) -> Batch:
         """Some of the samples."""
-        N = next((len(t) for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor) and t.ndim), 0)
+        N = self.samples
 
         def part(t: Any) -> Any:
             return t[index.to(t.device)] if isinstance(t, Tensor) and t.ndim and len(t) == N else t

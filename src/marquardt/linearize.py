@@ -118,8 +118,7 @@ class Linearization:
 
     def samples(self) -> int:
         """Samples of the batch, where there is one."""
-        leaves = (t for b in self.batches for t in tree_leaves([b.targets, b.inputs])) if self.single else ()
-        return next((len(t) for t in leaves if isinstance(t, Tensor) and t.ndim), 1)
+        return max(1, sum(batch.samples for batch in self.batches)) if self.single else 1
 
     def split(self, chunk: int | None) -> None:
         """Starts again with chunks of another size."""

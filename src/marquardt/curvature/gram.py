@@ -10,6 +10,7 @@ from torch import Tensor
 from ..chunk import Chunk
 from ..diagonal import Diagonal, Factors
 from ..layers import Block, Explicit
+from ..layers.block import Product
 from ..linearize import Linearization
 from .contract import Curvature, norm, spd_solve
 from .dense import check_chunk
@@ -63,6 +64,7 @@ class GramCurvature(Curvature):
         self.u = torch.cat(us) * self.root  # (m,)
         self._K: dict[torch.dtype, tuple[tuple[Factors, ...] | None, Tensor]] = {}
         self._whole: list[Block] | None = None
+        self._Jh: Tensor | None = None
         self._image: tuple[Tensor, int, Tensor] | None = None  # a step, its version, J̃ times it
         super().__init__(lin)
 
@@ -120,6 +122,10 @@ class GramCurvature(Curvature):
         """J̃D⁻¹J̃ᵀ: (m, m); D by its factors, None is the identity"""
         K = torch.zeros(len(self.u), len(self.u), dtype=dtype, device=self.u.device)
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        # J̃h is wanted with K, and comes along where K is in one piece.
+        together = self.h is not None and len(self.sizes) == 1 and dtype == self.u.dtype
+        h = self.h.split(self.lin.sizes) if self.h is not None and together else None
+        Jh = torch.zeros_like(self.u)
         for i, rows in enumerate(self.sizes):
             left = self._rows(self.lin.chunk_at(i))
             for j in range(i, len(self.sizes)):
@@ -129,7 +135,8 @@ class GramCurvature(Curvature):
                 if [[id(p) for p in b.params] for b in left] == [[id(p) for p in b.params] for b in right]:
                     for a, b in zip(left, right, strict=True):
                         of = None if factors is None else [factors[self.lin.index[id(p)]] for p in a.params]
-                        a.gram(part, b, of)
+                        v = None if h is None else [h[self.lin.index[id(p)]] for p in a.params]
+                        a.gram(part, b, of, None if v is None else Product(v, Jh))
                 else:  # samples that take different ways through the model
                     J = self.lin.dense(left, dtype)
                     if factors is not None:
@@ -139,6 +146,8 @@ class GramCurvature(Curvature):
                     K[starts[i] : starts[i] + rows, starts[j] : starts[j] + self.sizes[j]] = part
                     if i != j:
                         K[starts[j] : starts[j] + self.sizes[j], starts[i] : starts[i] + rows] = part.T
+        if together:
+            self._Jh = Jh.mul_(self.root)
         return K.mul_(self.lin.scale)
 
     def newton(self, damping: Diagonal | Tensor) -> Tensor:
@@ -171,7 +180,12 @@ class GramCurvature(Curvature):
         K = K / A.scale.to(inner)
         h = None if self.h is None else self.h.to(outer)
         plain = None if h is None else A.divide(h.clone(), self.lin.sizes).neg_()  # −A⁻¹h
-        moved = None if plain is None else self.apply(plain).to(inner)  # (m,)
+        if plain is None:
+            moved = None
+        elif self._Jh is not None and A.factors is None and outer == self.u.dtype:
+            moved = (-self._Jh / A.scale).to(inner)  # (m,)
+        else:
+            moved = self.apply(plain).to(inner)
         w = spd_solve(K, torch.ones_like(K[0]), (-self.u if moved is None else -self.u - moved).to(inner), self.notes)
         Kw = K @ w
         d = A.divide(self.adjoint(w.to(outer) / A.scale), self.lin.sizes, scaled=False)

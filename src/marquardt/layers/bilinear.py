@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..diagonal import Factors
-from .block import SLAB, Block
+from .block import SLAB, Block, Product, add_product
 
 
 class Bilinear(Block):
@@ -159,17 +159,19 @@ class Bilinear(Block):
         # Not .mean(): a chunk that does not reach the layer has no positions.
         return None if self.weight is None else self.a.square().sum((0, 1))[:, None] / max(1, self.N * self.P)
 
-    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None) -> None:
+    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None, product: Product | None = None) -> None:
         """(AV⁻¹Aᵀ + 1) ∘ ΔU⁻¹Δᵀ for D = U ⊗ V, summed over pairs of positions: J̃ is never built."""
         assert isinstance(other, Bilinear)
         scales = None if self.G > 1 else self._scales(D)
         if scales is None:
-            return super().gram(K, other, D)
+            return super().gram(K, other, D, product)
         pairs = self.m * self.P * other.m * other.P
         # Operations of the pairwise form against those of the explicit rows: take the cheaper one.
         pairwise = pairs * (self.O + self.I / self.R**2) < (self.m * other.m + self.m * self.P) * self.O * self.I
         if (self.P > 1 and not pairwise) or pairs > 8 * SLAB:
-            return self._gram_of_rows(K, other, *scales)
+            return self._gram_of_rows(K, other, *scales, product)
+        if product is not None:
+            product.add(self)
         u, v, b = scales
         left, right = (block.delta.reshape(-1, block.O).to(K.dtype) for block in (self, other))
         A, B = (block.a.reshape(block.N * block.P, block.I).to(K.dtype) for block in (self, other))
@@ -184,22 +186,37 @@ class Bilinear(Block):
         else:
             blocks += deltas.mul_(factor).sum((2, 5))
 
-    def _gram_of_rows(self, K: Tensor, other: Bilinear, u: Tensor | None, v: Tensor | None, b: Tensor | None) -> None:
+    def _gram_of_rows(
+        self,
+        K: Tensor,
+        other: Bilinear,
+        u: Tensor | None,
+        v: Tensor | None,
+        b: Tensor | None,
+        product: Product | None,
+    ) -> None:
         """The same from explicit rows, some outputs at a time: cheaper for long samples."""
         total = K.new_zeros(self.m, other.m)  # rows in the order (n, r)
+        image = K.new_zeros(self.m)
         for o in self._outputs():
             if self.weight is not None:
                 right = other._samples(o, None, None, K.dtype)
                 plain = u is None and v is None and other is self
-                total.addmm_(right if plain else self._samples(o, u, v, K.dtype), right.T)
+                add_product(total, right if plain else self._samples(o, u, v, K.dtype), right)
+                if product is not None:
+                    image += right @ product.v[0].view(self.O, self.I)[o].flatten()
         if self.bias is not None:
             left, right = (
                 block.delta[:, :, :, 0].to(K.dtype).sum(2).transpose(0, 1).reshape(block.m, block.O)
                 for block in (self, other)
             )
+            if product is not None:
+                image += right @ product.v[-1]
             left = left if u is None else left / u
             total.addmm_(left if b is None else left / b, right.T)
         K.view(self.R, self.N, other.R, other.N).add_(total.view(self.N, self.R, other.N, other.R).permute(1, 0, 3, 2))
+        if product is not None:
+            product.out.add_(image.view(self.N, self.R).T.flatten())
 
     def _outputs(self) -> Iterator[slice]:
         size = max(1, SLAB // max(1, self.m * self.I))

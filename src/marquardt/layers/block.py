@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from ..diagonal import Diagonal, Factors
 
 # A slab of explicit rows is at most this many numbers: 256 MiB in float32.
 SLAB = 1 << 26
+# Columns of a piece of a product that few rows share.
+PIECE = 1024
 
 
 class Block(ABC):
@@ -87,9 +90,11 @@ class Block(ABC):
         """tr J̃ᵀJ̃: ()"""
         return self.diagonal().sum()
 
-    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None) -> None:
+    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None, product: Product | None = None) -> None:
         """K += J̃D⁻¹J̃'ᵀ with this block's J̃ and the other's J̃' (the same layer, other samples); D by the factors of
-        every parameter, None means the identity."""
+        every parameter, None means the identity. A product J̃v goes along, which explicit rows give for nothing."""
+        if product is not None:
+            product.add(self)
         entries = None if D is None else self.entries(D)
         pairs = (
             ((s, s) for s in self.slabs(K.dtype))
@@ -97,11 +102,35 @@ class Block(ABC):
             else zip(self.slabs(K.dtype), other.slabs(K.dtype), strict=True)
         )
         for (columns, left), (_, right) in pairs:
-            K.addmm_(left if entries is None else left / entries[columns], right.T)
+            add_product(K, left if entries is None else left / entries[columns], right)
 
     def entries(self, D: Sequence[Factors]) -> Tensor:
         """(columns,)"""
         return Diagonal(D[0][0].new_ones(()), D).entries([p.numel() for p in self.params])
+
+
+class Product(NamedTuple):
+    """J̃v, to be added up over the blocks."""
+
+    v: Sequence[Tensor]  # by parameter of the block, flat
+    out: Tensor  # (m,)
+
+    def add(self, block: Block) -> None:
+        self.out.add_(block.apply(self.v))
+
+
+def add_product(K: Tensor, left: Tensor, right: Tensor) -> None:
+    """K += LRᵀ. On a GPU few rows with many columns go in pieces at once, which keeps all of it busy."""
+    columns = left.shape[1]
+    pieces = columns // PIECE
+    if not K.is_cuda or pieces < 8 or max(K.shape) > 512:
+        K.addmm_(left, right.T)
+        return
+    whole = pieces * PIECE
+    a, b = (t[:, :whole].unflatten(1, (pieces, PIECE)).transpose(0, 1) for t in (left, right))  # (pieces, m, PIECE)
+    K += torch.bmm(a, b.transpose(1, 2)).sum(0)
+    if whole < columns:
+        K.addmm_(left[:, whole:], right[:, whole:].T)
 
 
 class Nothing(Block):
@@ -128,7 +157,7 @@ class Nothing(Block):
     def diagonal(self) -> Tensor:
         return self.params[0].new_zeros(self.columns)
 
-    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None) -> None:
+    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None, product: Product | None = None) -> None:
         pass
 
 

@@ -65,8 +65,15 @@ class Call:
 class Capture(TorchFunctionMode):
     """Records the calls that use one of `params` directly, and the slopes that RReLU draws."""
 
-    def __init__(self, params: Iterable[Tensor], known: Sequence[Slopes] | None = None, once: bool = False) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        known: Sequence[Slopes] | None = None,
+        once: bool = False,
+        samples: int = 0,
+    ) -> None:
         super().__init__()
+        self.samples = samples
         self.once = once  # the graph is differentiated once only, for several rows of a sample
         self.known = None if known is None else iter(known)  # slopes to take instead of drawing some
         self.trainable = {id(p) for p in params}
@@ -78,7 +85,7 @@ class Capture(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.reorders |= _by_data(func, args)
+        self.reorders = self.reorders or _by_data(func, args, self.samples)
         if func is F.multi_head_attention_forward:
             with self:
                 return _attention(*args, **kwargs)
@@ -114,11 +121,12 @@ class Capture(TorchFunctionMode):
         return input.mul_(noise) if inplace else input * noise
 
 
-def _by_data(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+def _by_data(func: Callable[..., Any], args: Sequence[Any], samples: int) -> bool:
     """Operations that can bring the samples into another order for other data."""
     if func in (Tensor.__getitem__, Tensor.__setitem__):
         keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return isinstance(keys[0], int) or any(isinstance(k, (Tensor, list)) for k in keys)
+        one = isinstance(keys[0], int) and len(args[0]) == samples  # a single sample
+        return one or any(isinstance(k, (Tensor, list)) for k in keys)
     return getattr(func, "__name__", "").rstrip("_") in REORDERING
 
 

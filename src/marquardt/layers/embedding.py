@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..diagonal import Factors
-from .block import SLAB, Block
+from .block import SLAB, Block, Product
 
 
 class Lookup(Block):
@@ -47,8 +47,10 @@ class Lookup(Block):
             total[tokens] = self._rows_of(tokens, self.delta.dtype).square().sum(0).view(-1, self.E)
         return total.flatten()
 
-    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None) -> None:
+    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None, product: Product | None = None) -> None:
         assert isinstance(other, Lookup)
+        if product is not None:
+            product.add(self)
         entries = None if D is None else self.entries(D).view_as(self.table)
         shared = self.index.unique()
         for tokens in self._tokens(shared[torch.isin(shared, other.index)]):
