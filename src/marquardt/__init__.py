@@ -6,7 +6,7 @@ from .average import EMA, Polyak
 from .curvature import Auto, Dense, Gram, Hessian, Kronecker, MatrixFree
 from .damping import FactoredMaxDiagonal, Identity, LayerMeanEigenvalue, MaxDiagonal, MeanEigenvalue
 from .diagonal import Diagonal
-from .line_search import Backtracking, Grid
+from .line_search import Backtracking, Bracket, Grid
 from .linearize import Linearization, linearize
 from .momentum import AdaptiveMomentum
 from .optimizer import LM, Step
@@ -21,6 +21,7 @@ __all__ = [
     "AdaptiveMomentum",
     "Auto",
     "Backtracking",
+    "Bracket",
     "Constant",
     "Decrease",
     "Dense",

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .tape import recording
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -128,24 +130,33 @@ class Moment:
     """The state that a forward pass changes: random number generators and buffers."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.buffers: list[Any] = []
+        self.device = device
+        self.cpu: Tensor | None = None
+        self.cuda: Tensor | None = None
+        if recording():  # a model that is recorded has no such state but the generator, which the graph knows
+            return
         # By name: a forward pass may put another tensor in the place of a buffer, or a first one.
         self.buffers = [
             (module, {name: (b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()})
             for module in model.modules()
             if module._buffers
         ]
-        self.device = device
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def drew_since(self, earlier: Moment) -> bool:
         """Whether random numbers were drawn in between."""
+        if self.cpu is None or earlier.cpu is None:
+            return False
         if self.cuda is not None and earlier.cuda is not None and not torch.equal(self.cuda, earlier.cuda):
             return True
         return not torch.equal(self.cpu, earlier.cpu)
 
     def restore(self, *, buffers: bool = True, gently: bool = False) -> None:
         """As it was; gently where a graph may hold the buffers, which then must not be touched for nothing."""
+        if self.cpu is None:
+            return
         if buffers:
             with torch.no_grad():
                 for module, saved in self.buffers:
@@ -226,5 +237,6 @@ def check_coupling(model: nn.Module) -> None:
             call = f"model.get_submodule({name!r}).eval()" if name else "model.eval()"
             raise ValueError(
                 f"layer {name!r} ({type(module).__name__}) couples the samples of a batch in train mode: call {call} "
-                "to use its running statistics, or replace it by GroupNorm or LayerNorm"
+                "to use its running statistics, replace it by GroupNorm or LayerNorm, or use curvature=mq.MatrixFree() "
+                "on the whole batch (chunk=None, rows=mq.Exact())"
             )

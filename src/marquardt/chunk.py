@@ -28,7 +28,9 @@ from .layers import (
     rows_in_parts,
 )
 from .layers.capture import LAYOUTS, Layout, Slopes, grouped
+from .layers.unrolled import Refused
 from .rows import Cotangents
+from .tape import read, recording
 
 if TYPE_CHECKING:
     from .linearize import Linearization
@@ -52,6 +54,10 @@ class Plan:
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     batched_rows: bool = True  # backward passes of all rows at once
     unused: set[int] | None = None  # calls that the outputs do not depend on
+    numbers: list[float] | None = None  # value, normaliser and lower bound of the last step
+    unrolls: bool = True  # convolutions may have a backward pass of our own
+    rows: int = 0  # per sample, on the last step
+    only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
     batched_trials: bool | None = None  # forward passes of all trial points at once; None while unproven
     trial_needs_grad: bool = False  # the model differentiates itself
     alarms: int = 0  # how often a proof was repeated for nothing
@@ -70,11 +76,15 @@ class Chunk:
         loss, params = lin.criterion, lin.params
         batch.check()
         versions = batch.versions()
+        known = None if whole is None else whole.picked
         try:
-            known = None if whole is None else whole.picked
-            watch = Capture(params, known, once=not lin.keep_graph, samples=batch.samples)
-            with torch.enable_grad(), watch as capture:
-                z = forward(lin.model, batch.inputs)
+            try:
+                # Several rows of a sample pay for a backward pass of our own.
+                z, capture = self._forward(known, lin.plan.unrolls and lin.plan.rows > 1 and not lin.keep_graph)
+            except Refused:
+                lin.plan.unrolls = False
+                self.before.restore()
+                z, capture = self._forward(known, False)
         except RuntimeError as error:
             reason = unlike(batch.inputs, params[0])
             if reason is None or isinstance(error, torch.OutOfMemoryError):
@@ -87,7 +97,7 @@ class Chunk:
         if not z.requires_grad:
             raise ValueError("the outputs do not depend on the trainable parameters: nothing to optimise")
         self.after = Moment(lin.model, lin.device)
-        self.slopes = capture.slopes
+        self.slopes = capture.slopes if known is None else known
         self.z = z.detach()
         y, w = batch.targets, batch.weight
         loss.check(self.z, y, w, part=True)
@@ -95,7 +105,7 @@ class Chunk:
         with torch.no_grad():
             value, normaliser = loss.value(self.z, y, w), loss.normaliser(self.z, y, w)
             numbers = torch.stack([value, normaliser, loss.lower_bound(self.z, y, w)])
-            self.value, self.normaliser, self.lower_bound = numbers.double().tolist()  # one synchronisation
+            self.value, self.normaliser, self.lower_bound = read(numbers)
             if not math.isfinite(self.value):
                 raise ValueError(f"the loss is {self.value} at the current parameters: {self._blame()}")
         self.picked: list[Slopes] = []
@@ -104,6 +114,7 @@ class Chunk:
         self._is_part = whole is not None
         self._part: Chunk | None = None  # the samples whose rows are formed, where they are not all
         if index is not None:
+            check_coupling(lin.model)
             self.picked = [slopes.take(index, self.N) for slopes in capture.slopes]
             self._part = Chunk(lin, batch.take(index), seed, self)
             self.after.restore(gently=True)
@@ -114,10 +125,15 @@ class Chunk:
             if whole is not None:  # in the units of the whole
                 self.rows = Cotangents(self.rows.S * (whole.N / self.N) ** 0.5, None, None)
         self.m = self.rows.S.shape[0] * self.rows.S.shape[1]
+        lin.plan.rows = len(self.rows.S)
         self._graph: Tensor | None = z
         self._capture = capture
         self._blocks: list[Block] | None = None
         self._gradient: Tensor | None = None
+
+    def _forward(self, known: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Capture]:
+        with torch.enable_grad(), Capture(self.lin.params, known, once, self.batch.samples) as capture:
+            return forward(self.lin.model, self.batch.inputs), capture
 
     def _blame(self) -> str:
         """Where a loss that is not finite comes from; the loss itself has checked the targets and weights."""
@@ -147,10 +163,12 @@ class Chunk:
             return None
         return self.gradient if self.rows.u is None else self.vjp(self.rows.v)
 
-    def numbers(self) -> tuple[float, float]:
-        """Numbers per sample at the inputs and outputs of the layers with a rule."""
+    def numbers(self) -> tuple[float, float, int]:
+        """Numbers per sample at the inputs and outputs of the layers with a rule, and parameters without a rule."""
         calls = self._capture.calls
-        return sum(c.inputs for c in calls) / self.N, sum(c.outputs for c in calls) / self.N
+        known = {id(p) for call in calls for p in call.params}
+        others = sum(p.numel() for p in self.lin.params if id(p) not in known)
+        return sum(c.inputs for c in calls) / self.N, sum(c.outputs for c in calls) / self.N, others
 
     @property
     def graph(self) -> Tensor:
@@ -177,6 +195,7 @@ class Chunk:
                 _ = self.h  # while there is a graph
             if self._part is not None:
                 self._blocks = self._part.blocks
+                self.after.restore(gently=True)  # where the forward pass of the whole ended
                 return self._blocks
             with torch.no_grad():
                 self._blocks = self._form()
@@ -187,13 +206,14 @@ class Chunk:
         groups = {tuple(sorted({self.lin.index[id(p)] for i in g for p in calls[i].params})): g for g in grouped(calls)}
         random = self.after.drew_since(self.before)
         signature = (tuple(groups), tuple(m.training for m in self.lin.model.modules()), random)
-        fresh = plan.proven != signature
+        plan.only_slopes = not random or self._draws_slopes_only()
+        fresh = plan.proven != signature and not recording()
         if fresh:
             check_coupling(self.lin.model)
             plan.proven = signature if self._prove(plan) else None
         try:
             blocks = self._rules(groups) + self._others()
-            doubtful = not fresh and not self._plausible(blocks)
+            doubtful = not fresh and not recording() and not self._plausible(blocks)
         except Misfit:
             doubtful = True
         if doubtful:
@@ -256,6 +276,17 @@ class Chunk:
             true = torch.cat([_flat(next(pulled), p) for p in b.params])
             wrong.append((b.pull(w.flatten()) - true).norm() > _tolerance(true) * true.norm())
         return not bool(torch.stack(wrong).any())
+
+    def _draws_slopes_only(self) -> bool:
+        """Whether all random numbers of the forward pass are slopes of RReLU."""
+        if self.before.cuda is None or recording():
+            return False
+        state: Tensor | None = self.before.cuda
+        for slopes in self.slopes:
+            if state is None or slopes.started is None or not torch.equal(state, slopes.started):
+                return False
+            state = slopes.state
+        return state is not None and self.after.cuda is not None and torch.equal(state, self.after.cuda)
 
     def _random(self) -> Tensor:
         """One number for every row, the same every time: (R, N)"""

@@ -33,6 +33,9 @@ class Diagonal:
         return Diagonal(A.new_ones(()), [(part,) for part in A.split(list(sizes))])
 
     def __rmul__(self, c: float) -> Diagonal:
+        return self.scaled(c)
+
+    def scaled(self, c: float | Tensor) -> Diagonal:
         return Diagonal(c * self.scale, self.factors)
 
     def to(self, like: Tensor) -> Diagonal:
@@ -70,8 +73,10 @@ class Diagonal:
 
     def maximum(self, other: Diagonal) -> Diagonal:
         """At least both of them, factor by factor."""
+        shapes = [None if d.factors is None else [[f.shape for f in part] for part in d.factors] for d in (self, other)]
+        if shapes[0] != shapes[1]:
+            raise ValueError("D is that of another damping: load a state that was saved with the same one")
         if self.factors is None or other.factors is None:
-            assert self.factors is other.factors
             return Diagonal(torch.maximum(self.scale, other.scale))
         pairs = zip(self.factors, other.factors, strict=True)
         return Diagonal(self.scale, [tuple(torch.maximum(a, b) for a, b in zip(p, q, strict=True)) for p, q in pairs])
@@ -84,6 +89,14 @@ class Diagonal:
         # A factor that a weight and its bias share stays shared.
         filled = {id(f): f.where(f > 0, 1) for part in self.factors for f in part}
         return Diagonal(self.scale, [tuple(filled[id(f)] for f in part) for part in self.factors])
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether it can be that of parameters of these sizes."""
+        if self.factors is None:
+            return True
+        return len(self.factors) == len(sizes) and all(
+            math.prod(_shape(part)) in (1, size) for part, size in zip(self.factors, sizes, strict=True)
+        )
 
     def state(self) -> list[Any]:
         return [self.scale, None if self.factors is None else [list(part) for part in self.factors]]

@@ -81,3 +81,63 @@ class Backtracking:
             if math.isfinite(f) and f < loss:
                 return rate, f
         return None
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """The least loss along the line in few evaluations: some rates at once, then parabolas through the best three.
+
+    Measured against the grid of the paper: docs/benchmarks. Only a decrease counts.
+    """
+
+    rates: tuple[float, ...] = (1 / 64, 1 / 16, 1 / 4, 1.0, 3.0)
+    stop: float = 9.0  # the end of the paper's grid
+    evaluations: int = 10
+    along_step: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rates or list(self.rates) != sorted(set(self.rates)) or not 0 < self.rates[0] <= self.stop:
+            raise ValueError(f"Bracket(rates={self.rates!r}): needs positive rates in rising order, up to `stop`")
+        if not len(self.rates) <= self.evaluations:
+            raise ValueError(
+                f"Bracket(evaluations={self.evaluations!r}): at least one for each of the {len(self.rates)} rates"
+            )
+
+    def search(
+        self, along: Along, loss: float, lr: float = 1.0, tried: tuple[float, float] | None = None
+    ) -> tuple[float, float] | None:
+        points = [(0.0, loss)] if tried is None else [(0.0, loss), tried]
+        first = [rate for rate in self.rates if tried is None or rate != tried[0]]
+        points += zip(first, along(first), strict=True)
+        for _ in range(self.evaluations - len(first)):
+            points.sort()
+            rate = self._next(points)
+            points.append((rate, along([rate])[0]))
+        f, rate = min((f, rate) for rate, f in points if math.isfinite(f))
+        return (rate, f) if f < loss else None
+
+    def _next(self, points: list[tuple[float, float]]) -> float:
+        """Where the minimum may be, from points in the order of their rates."""
+        k = min(range(len(points)), key=lambda i: points[i][1] if math.isfinite(points[i][1]) else math.inf)
+        if k == 0:  # not even the smallest rate leads down
+            return points[1][0] / 4
+        if k == len(points) - 1 and points[k][0] < self.stop:
+            return min(2 * points[k][0], self.stop)
+        low, best, high = points[k - 1], points[k], points[min(k + 1, len(points) - 1)]
+        width = high[0] - low[0]
+        rate = parabola(low, best, high)
+        margin = 0.02 * width
+        if rate is not None and low[0] + margin < rate < high[0] - margin and abs(rate - best[0]) > 2 * margin:
+            return rate
+        # Into the longer of the two intervals, by the golden section.
+        above, below = high[0] - best[0], best[0] - low[0]
+        return best[0] + 0.382 * above if above > below else best[0] - 0.382 * below
+
+
+def parabola(low: tuple[float, float], best: tuple[float, float], high: tuple[float, float]) -> float | None:
+    """Where the parabola through three points is least; None where there is none."""
+    (x0, f0), (x1, f1), (x2, f2) = low, best, high
+    if not math.isfinite(f0) or not math.isfinite(f2):
+        return None
+    p, q = (x1 - x0) * (f1 - f2), (x1 - x2) * (f1 - f0)
+    return None if p == q else x1 - 0.5 * ((x1 - x0) * p - (x1 - x2) * q) / (p - q)

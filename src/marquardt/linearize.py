@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves
 
-from .batch import Batch, Moment, assign, flatten, forward, shift, trainable
+from .batch import Batch, Moment, assign, check_coupling, flatten, forward, shift, trainable
 from .chunk import Chunk, Plan
 from .diagonal import Diagonal, Factors
 from .layers import Block, Replay
@@ -70,7 +70,8 @@ class Linearization:
     @property
     def paths(self) -> dict[str, str]:
         """Parameter name → "rule", or the path that its rows take."""
-        self.totals()
+        for chunk in self.chunks():
+            _ = chunk.blocks
         covered = {i for key in self.plan.layouts for i in key}
         return {name: "rule" if i in covered else self.plan.general[i] for i, name in enumerate(self.names)}
 
@@ -84,6 +85,8 @@ class Linearization:
             yield from self._open
             return
         first = self._totals is None
+        if first and self.chunk is not None:
+            check_coupling(self.model)
         self.start.restore()
         self.move()  # trial points may have been tried since
         totals = [0.0, 0.0, 0.0]

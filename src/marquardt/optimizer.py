@@ -16,11 +16,13 @@ from torch.utils._pytree import tree_map
 from .acceptance import Acceptance, Trial, Uphill
 from .average import EMA, Average
 from .batch import Batch, Batches, assign, check_coupling, flatten, trainable
-from .chunk import Plan
+from .chunk import EVERY, Plan
 from .curvature import Auto, Curvature, Representation
+from .curvature.auto import Exhausted
 from .curvature.contract import FactorizationError, Past
 from .damping import Damping, MeanEigenvalue
 from .diagonal import Diagonal
+from .graph import Recorded, record, signature
 from .line_search import Backtracking, LineSearch
 from .linearize import Linearization
 from .losses import resolve
@@ -62,6 +64,15 @@ class State:
     repeats: int = 0  # how often in a row the loss before a step was the loss after the last one
     best: float = math.inf  # least f so far
     expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
+
+    def starts_with(self, f: float, dtype: torch.dtype) -> int:
+        """How often in a row the loss before a step was the loss after the last one, if this step begins with f."""
+        same = self.expected is not None and abs(f - self.expected) <= SAME_LOSS[dtype] * abs(self.expected)
+        return self.repeats + 1 if same else 0
+
+    def after(self, f: float, new_loss: float, lam: float) -> State:
+        """One step later."""
+        return replace(self, lam=lam, steps=self.steps + 1, best=min(self.best, f, new_loss), expected=new_loss)
 
     def like(self, theta: Tensor) -> State:
         """The vectors in the precision and on the device of θ: the model may have been moved."""
@@ -105,6 +116,10 @@ class LM(torch.optim.Optimizer):
 
     `loss` is a name, a torch.nn loss or an object of `marquardt.losses`; `params` chooses the parameters that train;
     `attempts` is how many λ a failed step may try. A part that is None is left out.
+
+    `capture`: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
+    for small networks. The model must then do the same for every batch, its Python code is not run again; steps that do
+    not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so is every eighth.
     """
 
     def __init__(
@@ -123,6 +138,7 @@ class LM(torch.optim.Optimizer):
         line_search: LineSearch | None = Backtracking(),
         average: Average | None = EMA(),
         attempts: int = 1,
+        capture: bool = False,
     ) -> None:
         chosen = trainable(model, params)
         check_rate(lr)
@@ -139,7 +155,9 @@ class LM(torch.optim.Optimizer):
         self.model, self.loss = model, resolve(loss)
         self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
         self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
-        self.average, self.attempts = average, attempts
+        self.average, self.attempts, self.capture = average, attempts, capture
+        self._recorded: tuple[Any, Recorded | None] | None = None  # for these shapes; None where it failed
+        self._last: Any = None  # shapes of the last step
         self._plan = Plan()
         self._state = State(lam=schedule.initial)
         super().__init__(chosen, {"lr": lr})
@@ -192,17 +210,22 @@ class LM(torch.optim.Optimizer):
 
     def _step(self, batches: Iterable[Batch]) -> Step:
         self._check()
+        if self.capture and isinstance(batches, list):
+            step = self._replay(batches[0])
+            if step is not None:
+                return step
         while True:
-            squeeze, shapes = self._plan.squeeze, self._plan.shapes
+            plan = self._plan
             try:
                 return self._try(batches)
             except RuntimeError as error:
-                if not out_of_memory(error) or not isinstance(self.curvature, Auto):
+                if not out_of_memory(error) or not getattr(self.curvature, "adapts", False):
+                    raise
+                if isinstance(error, Exhausted) or plan.squeeze > 8:
+                    self._plan = Plan()  # the next step begins afresh: its batch may be smaller
                     raise
                 # Everything is as it was before the step: again, with the next smaller plan.
-                self._plan = Plan(squeeze=squeeze + 1, shapes=shapes)
-                if squeeze + 1 > 8:
-                    raise
+                self._plan = Plan(squeeze=plan.squeeze + 1, shapes=plan.shapes)
             if self.params[0].is_cuda:
                 torch.cuda.empty_cache()
 
@@ -224,10 +247,47 @@ class LM(torch.optim.Optimizer):
             if not step.accepted:
                 lin.start.restore()
             lin.end.restore(buffers=step.accepted)
-            self._state = state
+            self._state, self._plan.numbers = state, lin.totals()
             return step
         finally:
             lin.close()
+
+    def _replay(self, batch: Batch) -> Step | None:
+        """The step by a CUDA graph; None where there is none (yet), or where it did not go as recorded."""
+        old, plan, device = self._state, self._plan, self.params[0].device
+        steady = self.momentum is None or getattr(self.momentum, "same_data", False)
+        if device.type != "cuda" or plan.numbers is None or not plan.only_slopes or self.rows.random or not steady:
+            return None
+        if next(self.model.buffers(), None) is not None or old.repeats or old.steps % EVERY == 0:
+            return None
+        key = signature(self, batch, old)
+        if self._recorded is None or self._recorded[0] != key:
+            if self._last == key:
+                self._recorded = (key, record(self, batch, old, plan.numbers))
+            self._last = key
+            return None
+        recorded = self._recorded[1]
+        if recorded is None:
+            return None
+        rng = torch.cuda.get_rng_state(device)
+        found = recorded.run(batch, old)
+        rule, f, repeats = None, math.nan, 0
+        if found is not None:
+            scale = self.loss.scale(recorded.normaliser)
+            f, low = found.value * scale, found.lower_bound * scale
+            repeats = old.starts_with(f, self.params[0].dtype)
+            rule = self.acceptance.judge(Trial(f, found.new_loss, low, min(old.best, f), found.cosine))
+        if found is None or rule is None or repeats > 1:
+            recorded.undo(self)
+            torch.cuda.set_rng_state(rng, device)
+            return None
+        gain = gain_ratio(f - found.new_loss, self.lr, found.gd, found.dGd)
+        lam = self.schedule.update(old.lam, Outcome(f, found.new_loss, gain, rule, False, recorded.averaged))
+        state = replace(recorded.keep(old.after(f, found.new_loss, lam)), accepted=old.accepted + 1, repeats=repeats)
+        with torch.no_grad():
+            self._state = self._average(state, False)
+        before, after = (self.loss.report(x, recorded.normaliser) for x in (f, found.new_loss))
+        return Step(before, after, True, rule, old.lam, self.lr, gain)
 
     def _check(self) -> None:
         """What may have changed since the optimizer was made."""
@@ -248,8 +308,7 @@ class LM(torch.optim.Optimizer):
         old = self._state.like(lin.theta)
         G = self.curvature.represent(lin)
         f = lin.loss
-        same = old.expected is not None and abs(f - old.expected) <= SAME_LOSS[lin.theta.dtype] * abs(old.expected)
-        repeats = old.repeats + 1 if same else 0
+        repeats = old.starts_with(f, lin.theta.dtype)
         same_data = repeats > 1  # once may be chance, on large batches
         G.recall(old.past, old.steps, same_data)
         D = self.damping.update(old.D, G)
@@ -266,10 +325,7 @@ class LM(torch.optim.Optimizer):
                 break
             notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
 
-        state = replace(
-            old, lam=lam, steps=old.steps + 1, best=min(old.best, f, attempt.loss), expected=attempt.loss,
-            repeats=repeats, rows=lin.most,
-        )  # fmt: skip
+        state = replace(old.after(f, attempt.loss, lam), repeats=repeats, rows=lin.most)
         lin.move(attempt.d, attempt.lr)
         if attempt.d is not None:
             state = replace(state, accepted=old.accepted + 1, D=D, past=G.keep())
@@ -355,22 +411,27 @@ class LM(torch.optim.Optimizer):
         for key in ("previous", "mean"):
             if loaded[key] is not None and len(loaded[key]) != n:
                 raise ValueError(f"the state {key!r} is of {len(loaded[key])} parameters, this optimizer has {n}")
+        past = (loaded["past"] or {}).get("G")
+        if past is not None and len(past) != n:
+            raise ValueError(f"the curvature in this state is of {len(past)} parameters, this optimizer has {n}")
         where = self.params[0].device
         loaded = tree_map(lambda v: v.clone().to(where) if isinstance(v, Tensor) else v, loaded)
         if loaded["D"] is not None:
             loaded["D"] = Diagonal.restored(loaded["D"])
+            if not loaded["D"].fits([p.numel() for p in self.params]):
+                raise ValueError("the damping D in this state is that of another model: load the state of this one")
         state = State(**loaded)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
         self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and so does the wrapper that schedulers put in the place of `step`.
-        left = ("step", "_plan")
+        left = ("step", "_plan", "_recorded", "_last")
         return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = Plan()
+        self._plan, self._recorded, self._last = Plan(), None, None
 
 
 def out_of_memory(error: BaseException) -> bool:

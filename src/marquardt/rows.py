@@ -22,6 +22,11 @@ class Cotangents(NamedTuple):
 class Rows(Protocol):
     """A choice of rows."""
 
+    @property
+    def random(self) -> bool:
+        """Whether they are drawn anew for every step."""
+        ...
+
     def pick(self, N: int, seed: int) -> Tensor | None:
         """The samples whose rows are formed, None for all of them."""
         ...
@@ -33,6 +38,10 @@ class Rows(Protocol):
 class Exact:
     """All rows of the root S of the loss: the true generalised Gauss-Newton matrix."""
 
+    @property
+    def random(self) -> bool:
+        return False
+
     def pick(self, N: int, seed: int) -> Tensor | None:
         return None
 
@@ -43,6 +52,10 @@ class Exact:
 @dataclass(frozen=True)
 class Empirical:
     """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: the paper's curvature for cross-entropy."""
+
+    @property
+    def random(self) -> bool:
+        return False
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         return None
@@ -65,6 +78,10 @@ class Sampled:
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"Sampled(k={self.k!r}): k is the number of rows per sample, an integer of at least 1")
+
+    @property
+    def random(self) -> bool:
+        return True
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         return None
@@ -95,6 +112,10 @@ class Fraction:
             raise ValueError(f"Fraction({self.fraction!r}): the part of the batch, above 0 and at most 1")
         if not hasattr(self.rows, "draw") or isinstance(self.rows, (type, Fraction)):
             raise TypeError(f"Fraction(rows={self.rows!r}): which rows of that part, for example mq.Exact()")
+
+    @property
+    def random(self) -> bool:
+        return True
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         generator = torch.Generator("cpu").manual_seed((self.seed * 1_000_003 + seed) % 2**63)

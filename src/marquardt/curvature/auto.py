@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..linearize import Linearization
 from .contract import Curvature, Representation
@@ -32,6 +33,8 @@ class Shapes:
     inputs: float  # numbers that the weights multiply, per sample
     outputs: float  # numbers at the outputs of these layers, per sample
     itemsize: int
+    others: int = 0  # parameters without a rule: their rows are explicit
+    single: bool = True  # one batch, not several in step_over
 
     @property
     def m(self) -> int:
@@ -46,10 +49,15 @@ class Choice:
     bytes: int  # predicted for a step, beside the parameters themselves
     budget: int | None
     why: str
+    numbers: int = 0  # in the inputs of the batch that it was made for
 
     def __str__(self) -> str:
         limit = "" if self.budget is None else f" of {readable(self.budget)}"
         return f"{self.representation}: {self.why}; about {readable(self.bytes)}{limit}"
+
+
+class Exhausted(torch.OutOfMemoryError):
+    """There is no smaller plan."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +65,8 @@ class Auto:
     """Dense where there are fewer parameters than rows, Gram elsewhere; in chunks, or MatrixFree, where these do not
     fit into memory: `memory`, such as "4GiB", or what the device has free. `opt.plan` says what was picked and why.
 
-    All three are exact: they differ in speed and memory alone. Where a prediction was too low and memory runs out, the
-    step is repeated with the next smaller plan.
+    All three solve the same system, MatrixFree to its tolerance: they differ in speed and memory. Where a prediction was
+    too low and memory runs out, the step is repeated with the next smaller plan.
     """
 
     chunk: int | None = None
@@ -70,6 +78,8 @@ class Auto:
         check_inertia(self.inertia)
         if self.memory is not None:
             parse(self.memory)
+
+    adapts = True  # to less memory, when it runs out
 
     @property
     def by_sample(self) -> bool:
@@ -85,14 +95,20 @@ class Auto:
 
     def choose(self, lin: Linearization) -> Choice:
         """The plan for this step: the last one, while the shapes are the same."""
+        if lin.plan.shapes is not None and lin.plan.shapes.single != lin.single:  # that was another kind of step
+            lin.plan.squeeze, lin.plan.shapes, lin.plan.choice = 0, None, None
+        known = lin.plan.choice
+        if known is not None and known.representation.chunk != self.chunk and numbers(lin) <= known.numbers:
+            lin.split(known.representation.chunk)  # at once: a forward pass of the whole batch may not fit
+            return known  # type: ignore[no-any-return]
+        size = lin.theta.element_size()
         if lin.plan.squeeze:  # there was not enough memory to find out the shapes, or less than predicted
-            shapes = lin.plan.shapes or Shapes(lin.n, lin.samples(), 1, 0, 0, lin.theta.element_size())
+            shapes = lin.plan.shapes or Shapes(lin.n, lin.samples(), 1, 0, 0, size, single=lin.single)
         elif lin.single:
             lin.totals()  # the forward pass alone: the rows are not formed before they are needed
             shapes = self._shapes(lin)
         else:
-            shapes = Shapes(lin.n, 1, 1, 0, 0, lin.theta.element_size())
-        known = lin.plan.choice
+            shapes = Shapes(lin.n, 1, 1, 0, 0, size, single=False)
         choice: Choice = known if known is not None and lin.plan.shapes == shapes else self._choose(lin, shapes)
         lin.plan.shapes = shapes
         if choice.representation.chunk != lin.chunk:
@@ -106,9 +122,9 @@ class Auto:
             return Shapes(lin.n, N, max(1, lin.most // N), 0, 0, size)
         (chunk,) = lin.open()
         R = chunk.rows.S.shape[0]
-        inputs, outputs = chunk.numbers()
+        inputs, outputs, others = chunk.numbers()
         # A ragged batch does not change the representation: the largest so far decides.
-        return Shapes(lin.n, max(chunk.rows.S.shape[1], lin.most // R), R, inputs, outputs, size)
+        return Shapes(lin.n, max(chunk.rows.S.shape[1], lin.most // R), R, inputs, outputs, size, others)
 
     def _choose(self, lin: Linearization, shapes: Shapes) -> Choice:
         budget = parse(self.memory) if self.memory is not None else free(lin.device)
@@ -116,16 +132,16 @@ class Auto:
         fitting = [(r, b, why) for r, b, why in plans if budget is None or b <= budget]
         if lin.plan.squeeze < len(fitting):
             representation, size, why = fitting[lin.plan.squeeze]
-            return Choice(representation, size, budget, why)
-        least = min(b for _, b, _ in plans)
+            return Choice(representation, size, budget, why, numbers(lin))
+        smallest, least, _ = min(plans, key=lambda plan: plan[1])
         if fitting:
-            raise torch.OutOfMemoryError(
+            raise Exhausted(
                 f"out of memory with every plan, down to {fitting[-1][0]}: use a smaller model or a smaller batch"
             )
         assert budget is not None
         raise ValueError(
             f"no representation of the curvature of {shapes.n:,} parameters fits into {readable(budget)}: the "
-            f"smallest, {type(plans[-1][0]).__name__}, needs about {readable(least)}; allow more (memory=), or train "
+            f"smallest, {type(smallest).__name__}, needs about {readable(least)}; allow more (memory=), or train "
             "fewer parameters (params=)"
         )
 
@@ -135,21 +151,28 @@ class Auto:
         primal = s.n <= s.m or not single
         why = f"{s.n:,} parameters, {s.m:,} rows" if single else f"{s.n:,} parameters, several batches"
         first: Dense | Gram = dense if primal else gram
-        smaller = [s.N // k for k in (4, 16, 64) if s.N // k > 0] if single and self.chunk is None else []
+        cut = single and self.chunk is None
+        smaller = [s.N // k for k in (4, 16, 64) if s.N // k > 0] if cut else []
         size = dense_bytes if primal else gram_bytes
         yield first, size(s, self.chunk, self.inertia), why
-        for part in smaller:
+        for part in smaller if primal else smaller[:2]:  # Gram goes through every pair of chunks
             yield replace(first, chunk=part), size(s, part, self.inertia), f"{why}, in chunks of {part}"
         if single:
             other, other_size = (gram, gram_bytes) if primal else (dense, dense_bytes)
             yield other, other_size(s, self.chunk, self.inertia), f"{why}, the larger matrix does not fit"
-        for chunk in (self.chunk, *smaller):
+        for chunk in dict.fromkeys([self.chunk, *smaller, *([1] if cut else [])]):
             size_of = matrix_free_bytes(s, chunk)
             yield (
                 MatrixFree(chunk=chunk),
                 size_of,
                 f"{why}, no matrix fits" + (f", in chunks of {chunk}" if chunk else ""),
             )
+
+
+def numbers(lin: Linearization) -> int:
+    """In the inputs of the one batch."""
+    leaves = tree_leaves([batch.inputs for batch in lin.batches]) if lin.single else []
+    return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
 
 
 def dense_bytes(s: Shapes, chunk: int | None, inertia: float) -> int:
@@ -162,7 +185,8 @@ def dense_bytes(s: Shapes, chunk: int | None, inertia: float) -> int:
 def gram_bytes(s: Shapes, chunk: int | None, inertia: float) -> int:
     """K, its copies and its factor; θ, the step and a few more vectors; inputs and gradients of the layers."""
     samples = min(s.N, chunk or s.N) * (2 if chunk else 1)
-    return int(s.itemsize * (5 * s.m**2 + 4 * s.n + samples * (s.inputs + 3 * s.R * s.outputs)))
+    rows = samples * (s.inputs + 3 * s.R * s.outputs + 2 * s.R * s.others)
+    return int(s.itemsize * (5 * s.m**2 + 4 * s.n + rows))
 
 
 def matrix_free_bytes(s: Shapes, chunk: int | None) -> int:

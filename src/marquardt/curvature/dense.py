@@ -11,6 +11,7 @@ from torch import Tensor
 from ..diagonal import Diagonal
 from ..layers import Block
 from ..linearize import Linearization
+from ..tape import ask
 from .contract import Curvature, Past, norm, spd_solve
 
 # Up to this many parameters products cost nothing, and are formed in float64 at once.
@@ -49,7 +50,7 @@ class DenseCurvature(Curvature):
     def __init__(self, lin: Linearization, inertia: float = 0.0, small: int = 0) -> None:
         self.lin, self.beta, self.small = lin, inertia, small
         self._past: Tensor | None = None
-        self._weight = 0.0  # of the past in the average
+        self._weight = torch.zeros(())  # of the past in the average
         self._keeps = inertia > 0
         self.G, self._g = self._form(torch.float64 if lin.n <= small else lin.params[0].dtype)
         super().__init__(lin)
@@ -106,18 +107,21 @@ class DenseCurvature(Curvature):
                     G[q, p] += product[across, along].T
 
     def _mixed(self, G: Tensor) -> Tensor:
-        return G if self._past is None else G.lerp_(self._past.to(G.dtype), self._weight)
+        return G if self._past is None else G.lerp_(self._past.to(G.dtype), self._weight.to(G))
 
     def recall(self, past: Past | None, steps: int, same_data: bool) -> None:
         self._keeps = self.beta > 0 and not same_data
+        self._batches = torch.ones((), dtype=torch.float64, device=self.G.device)
         if self._keeps and past is not None and "G" in past:
             # Short memory at first, so that the very first batch, at weights of no interest, does not linger.
-            self._past, self._weight = past["G"], min(self.beta, steps / (steps + 2))
+            self._past, k = past["G"], past["batches"]
+            self._weight = (k / (k + 2)).clamp(max=self.beta)
+            self._batches = k + 1
             self.G = self._mixed(self.G)
         self.averaged = self._keeps
 
     def keep(self) -> Past | None:
-        return {"G": self.G} if self._keeps else None
+        return {"G": self.G, "batches": self._batches} if self._keeps else None
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return (self.G @ v.to(self.G.dtype)).to(v.dtype)
@@ -131,7 +135,7 @@ class DenseCurvature(Curvature):
             # JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖. That is the
             # worst case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
             error = torch.finfo(self.G.dtype).eps * norm(self.G, A.rsqrt())
-            if not bool(error <= 1e-3):
+            if not ask(error <= 1e-3):
                 self.notes.append("curvature formed again in float64")
                 self.G, self._g = self._form(torch.float64)
         return spd_solve(self.G, A, self._g, self.notes).to(self.lin.theta.dtype)

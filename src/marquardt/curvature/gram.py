@@ -12,6 +12,7 @@ from ..diagonal import Diagonal, Factors
 from ..layers import Block, Explicit
 from ..layers.block import Product
 from ..linearize import Linearization
+from ..tape import ask
 from .contract import Curvature, norm, spd_solve
 from .dense import check_chunk
 
@@ -194,7 +195,7 @@ class GramCurvature(Curvature):
             d += plain
             Kw += moved
             length = A.quadratic(d, self.lin.sizes).sqrt()
-        if outer != torch.float64 and not bool(self._error(K, w, h, plain, inner, outer) <= ROUNDING * length):
+        if outer != torch.float64 and not ask(self._error(K, w, h, plain, inner, outer) <= ROUNDING * length):
             return None
         d = d.to(self.u.dtype)
         self._image = (d, d._version, Kw.to(self.u.dtype))

@@ -491,6 +491,10 @@ class Combined:
 
     rows: Rows
 
+    @property
+    def random(self) -> bool:
+        return True
+
     def pick(self, N: int, seed: int) -> Tensor | None:
         return self.rows.pick(N, seed)
 

@@ -197,21 +197,21 @@ class Bilinear(Block):
     ) -> None:
         """The same from explicit rows, some outputs at a time: cheaper for long samples."""
         total = K.new_zeros(self.m, other.m)  # rows in the order (n, r)
-        image = K.new_zeros(self.m)
+        image = K.new_zeros(self.m, 1)
         for o in self._outputs():
             if self.weight is not None:
                 right = other._samples(o, None, None, K.dtype)
                 plain = u is None and v is None and other is self
                 add_product(total, right if plain else self._samples(o, u, v, K.dtype), right)
                 if product is not None:
-                    image += right @ product.v[0].view(self.O, self.I)[o].flatten()
+                    add_product(image, right, product.v[0].view(self.O, self.I)[o].reshape(1, -1))
         if self.bias is not None:
             left, right = (
                 block.delta[:, :, :, 0].to(K.dtype).sum(2).transpose(0, 1).reshape(block.m, block.O)
                 for block in (self, other)
             )
             if product is not None:
-                image += right @ product.v[-1]
+                image += right @ product.v[-1][:, None]
             left = left if u is None else left / u
             total.addmm_(left if b is None else left / b, right.T)
         K.view(self.R, self.N, other.R, other.N).add_(total.view(self.N, self.R, other.N, other.R).permute(1, 0, 3, 2))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from ..tape import recording
 from .bilinear import Bilinear
 from .block import Block, Explicit
 from .embedding import Lookup
@@ -114,10 +115,11 @@ class Capture(TorchFunctionMode):
         if self.known is not None:
             return next(self.known)(input, inplace)
         # Written as a product: the backward pass of rrelu cannot be batched over rows.
+        started = _rng(input.device)
         noise = torch.empty_like(input, requires_grad=False)
         with torch.no_grad():
             torch.ops.aten.rrelu_with_noise(input, noise, lower, upper, True)  # the slopes, 1 where positive
-        self.slopes.append(Slopes(noise, (lower + upper) / 2))
+        self.slopes.append(Slopes(noise, (lower + upper) / 2, started))
         return input.mul_(noise) if inplace else input * noise
 
 
@@ -125,7 +127,7 @@ def _by_data(func: Callable[..., Any], args: Sequence[Any], samples: int) -> boo
     """Operations that can bring the samples into another order for other data."""
     if func in (Tensor.__getitem__, Tensor.__setitem__):
         keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        one = isinstance(keys[0], int) and len(args[0]) == samples  # a single sample
+        one = bool(keys) and isinstance(keys[0], int) and len(args[0]) == samples  # a single sample
         return one or any(isinstance(k, (Tensor, list)) for k in keys)
     return getattr(func, "__name__", "").rstrip("_") in REORDERING
 
@@ -140,9 +142,9 @@ class Slopes:
     """The slopes one RReLU drew, as the model would have drawn them. torch draws for negative inputs only; the others
     have the mean slope here, for trials in which an input changes its sign."""
 
-    def __init__(self, noise: Tensor, mean: float) -> None:
+    def __init__(self, noise: Tensor, mean: float, started: Tensor | None) -> None:
         self.noise, self.mean = noise, mean
-        self.state = _rng(noise.device)
+        self.started, self.state = started, _rng(noise.device)  # of the generator, before and after
 
     @cached_property
     def slope(self) -> Tensor:
@@ -156,7 +158,8 @@ class Slopes:
         return some
 
     def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
-        _set_rng(self.noise.device, self.state)  # as if the slopes had been drawn
+        if self.state is not None:
+            _set_rng(self.noise.device, self.state)  # as if the slopes had been drawn
         factor = torch.where(x.detach() < 0, self.slope, 1)
         return x.mul_(factor) if inplace else x * factor
 
@@ -250,7 +253,9 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, lay
     return Explicit(list(params.values()), torch.cat(list(columns.values()), 1), N)
 
 
-def _rng(device: torch.device) -> Tensor:
+def _rng(device: torch.device) -> Tensor | None:
+    if recording():
+        return None
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

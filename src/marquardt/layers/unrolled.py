@@ -15,6 +15,10 @@ Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]  # stride, pad
 LARGEST = 1 << 20
 
 
+class Refused(RuntimeError):
+    """This convolution must be torch's own."""
+
+
 class ToInput(torch.autograd.Function):
     """y = conv2d(x, W) + b as a function of x."""
 
@@ -31,6 +35,8 @@ class ToInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (delta,) = grads
+        if torch.is_grad_enabled():
+            raise Refused("the model differentiates itself: the matrix would hide its weight from a second derivative")
         x, weight = ctx.saved_tensors
         if ctx.matrix is None:  # the same for every row
             size = delta[0].numel()
@@ -68,6 +74,13 @@ def _backward(delta: Tensor, x: Tensor, weight: Tensor, options: Options, which:
     return found[which]
 
 
+def _watched(input: Tensor) -> bool:
+    """Where torch itself looks at the operations: under torch.func, in a checkpoint; and where there is no gain."""
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return transformed or hooked or input.is_complex() or input.device.type != "cpu"
+
+
 def unrolled(
     input: Tensor,
     weight: Tensor,
@@ -81,13 +94,14 @@ def unrolled(
 
     torch's own takes several times as long with few channels, and there is one for every row of a sample.
     """
-    if isinstance(padding, str) or input.ndim != 4 or input.is_cuda or not input.requires_grad or len(input) < 2:
+    if isinstance(padding, str) or input.ndim != 4 or not input.requires_grad or _watched(input):
         return None
     step, margin, spread = ([v, v] if isinstance(v, int) else [*v, *v][:2] for v in (stride, padding, dilation))
     outputs = len(weight)
     for i in range(2):
         outputs *= (input.shape[2 + i] + 2 * margin[i] - spread[i] * (weight.shape[2 + i] - 1) - 1) // step[i] + 1
-    if not 0 < outputs * input[0].numel() <= LARGEST:
+    # To build the matrix is a backward pass of as many samples as there are outputs.
+    if not 0 < outputs <= len(input) or outputs * input[0].numel() > LARGEST:
         return None
     options = (step, margin, spread, groups)
     fixed = None if bias is None else bias.detach()

@@ -1,0 +1,126 @@
+"""A step as one CUDA graph: for small networks the GPU waits for the host, which launches hundreds of kernels."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from .batch import Batch, assign
+from .diagonal import Diagonal
+from .linearize import Linearization
+from .tape import Tape, answers, recorded
+
+if TYPE_CHECKING:
+    from .optimizer import LM, State
+
+
+class Result(NamedTuple):
+    """What a replay found."""
+
+    value: float  # Σwℓ before the step
+    lower_bound: float
+    new_loss: float
+    gd: float
+    dGd: float
+    cosine: float | None
+
+
+class Recorded:
+    """One step, recorded: linearise, represent, solve, try. The judgement stays with the host.
+
+    Everything that a step reads lies in tensors of its own: batch, λ, D, what the curvature keeps, the previous step.
+    Questions on the way are assumed to be answered by yes and verified after the replay; where one was not, the caller
+    takes the step back and does it again without the graph.
+    """
+
+    def __init__(self, opt: LM, batch: Batch, state: State, assumed: list[float]) -> None:
+        self.batch = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, vars(batch))
+        self.lam = torch.zeros_like(opt.params[0].flatten()[0])
+        self.kept = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, _tensors(state))
+        self.normaliser = assumed[1]
+        tape = Tape(assumed)
+        self.graph = torch.cuda.CUDAGraph()
+        old = _with(state, self.kept)
+        with warnings.catch_warnings(), torch.no_grad(), torch.autocast("cuda", enabled=False), recorded(tape):
+            warnings.simplefilter("ignore")
+            with torch.cuda.graph(self.graph):
+                lin = Linearization(
+                    opt.model, opt.loss, opt.params, [Batch(**self.batch)], opt.rows, opt.curvature.chunk,
+                    plan=opt._plan, seed=0, most=state.rows,
+                )  # fmt: skip
+                G = opt.curvature.represent(lin)
+                G.recall(old.past, old.steps, False)
+                D = opt.damping.update(old.D, G)
+                d = G.step(D.positive().scaled(self.lam))
+                back = [] if old.previous is None else [torch.cosine_similarity(d, old.previous, dim=0)]
+                self.found = answers(tape, lin.evaluate(d, opt.lr), *G.model(d), *back)
+                remembers = opt.momentum is not None or opt.acceptance.looks_back
+                previous = None if not remembers else d if opt.lr == 1 else opt.lr * d
+                self.next = [D.state(), G.keep(), previous]
+                self.z = lin.open()[0].z
+        self.criterion = opt.loss
+        self.questions, self.averaged, self.theta = len(tape.asked), G.averaged, lin.theta
+        lin.close()
+
+    def run(self, batch: Batch, state: State) -> Result | None:
+        """The model one step further, or None where something was not as assumed: then `undo`."""
+        # Before the replay: a class that does not exist would end the process on the device.
+        self.criterion.check(self.z, batch.targets, batch.weight, part=True)
+        _copy(self.batch, vars(batch))
+        _copy(self.kept, _tensors(state))
+        self.lam.fill_(state.lam)
+        self.graph.replay()
+        numbers: list[float] = self.found.tolist()
+        asked, (value, normaliser, lower, new_loss, gd, dGd, *cosine) = (
+            numbers[: self.questions], numbers[self.questions :],
+        )  # fmt: skip
+        if not all(asked) or normaliser != self.normaliser or not math.isfinite(value):
+            return None
+        return Result(value, lower, new_loss, gd, dGd, cosine[0] if cosine else None)
+
+    def keep(self, state: State) -> State:
+        """The state with what the step leaves for the next one."""
+        _copy(self.kept, self.next)
+        return _with(state, self.kept)
+
+    def undo(self, opt: LM) -> None:
+        assign(opt.params, self.theta)
+
+
+def _tensors(state: State) -> list[Any]:
+    return [None if state.D is None else state.D.state(), state.past, state.previous]
+
+
+def _with(state: State, kept: list[Any]) -> State:
+    D, past, previous = kept
+    return replace(state, D=None if D is None else Diagonal.restored(D), past=past, previous=previous)
+
+
+def _copy(to: Any, source: Any) -> None:
+    for a, b in zip(tree_leaves(to), tree_leaves(source), strict=True):
+        if isinstance(a, Tensor) and a is not b:
+            a.copy_(b)
+
+
+def signature(opt: LM, batch: Batch, state: State) -> Any:
+    """What a recording depends on."""
+    leaves, spec = tree_flatten([vars(batch), _tensors(state)])
+    shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
+    places = tuple(p.data_ptr() for p in opt.params)
+    modes = tuple(m.training for m in opt.model.modules())
+    return shapes, str(spec), places, modes, opt.lr, opt._plan.proven
+
+
+def record(opt: LM, batch: Batch, state: State, assumed: list[float]) -> Recorded | None:
+    """A recording, or None where the model or a part of the optimizer cannot be recorded."""
+    try:
+        return Recorded(opt, batch, state, assumed)
+    except Exception as error:  # CUDA refuses in many ways
+        warnings.warn(f"this step cannot be recorded as a CUDA graph, it goes on without: {error}", stacklevel=2)
+        return None

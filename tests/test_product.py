@@ -1,0 +1,282 @@
+"""The product of parts: every representation with every damping, choice of rows, momentum, acceptance and line search.
+
+The whole product is 3,600 optimizers. A fixed random sample of it has every triple (representation, part, part), and
+the paper's four improvements together on every representation, with all rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import marquardt as mq
+from reference import error
+
+REPRESENTATIONS = {
+    "dense": mq.Dense(),
+    "dense-chunked": mq.Dense(chunk=4),
+    "gram": mq.Gram(),
+    "gram-layers": mq.Gram(whole=0),
+    "gram-chunked": mq.Gram(chunk=4),
+    "matrix-free": mq.MatrixFree(),
+    "matrix-free-hessian": mq.MatrixFree(hessian=True),
+    "kronecker": mq.Kronecker(),
+    "hessian": mq.Hessian(),
+    "auto": mq.Auto(inertia=0.8),
+}
+PARTS = {
+    "damping": {
+        "identity": mq.Identity(),
+        "mean": mq.MeanEigenvalue(),
+        "layer-mean": mq.LayerMeanEigenvalue(),
+        "max": mq.MaxDiagonal(),
+        "factored": mq.FactoredMaxDiagonal(),
+    },
+    "rows": {
+        "exact": mq.Exact(),
+        "sampled": mq.Sampled(1),
+        "empirical": mq.Empirical(),
+        "fraction": mq.Fraction(0.5),
+    },
+    "line_search": {"none": None, "grid": mq.Grid(), "backtracking": mq.Backtracking()},
+    "momentum": {"none": None, "fixed": mq.AdaptiveMomentum(), "capped": mq.AdaptiveMomentum(dP=math.inf, cap=True)},
+    "acceptance": {"decrease": mq.Decrease(), "uphill": mq.Uphill()},
+}
+IMPROVED = ("max", "grid", "fixed", "uphill")  # max-diagonal, line search, adaptive momentum, uphill acceptance
+# diag ∇²f cannot be had from products: an error that names the way out, see test_no_diagonal.
+IMPOSSIBLE = {("matrix-free-hessian", "max"), ("matrix-free-hessian", "factored")}
+
+Names = tuple[str, str, str, str, str]  # of the parts, in their order
+
+
+def every(representation: str) -> list[Names]:
+    combinations = itertools.product(*PARTS.values())
+    return [names for names in combinations if (representation, names[0]) not in IMPOSSIBLE]
+
+
+def pairs(names: Names) -> set[tuple[int, str, int, str]]:
+    return {(i, names[i], j, names[j]) for i, j in itertools.combinations(range(len(names)), 2)}
+
+
+def sample(representation: str) -> list[Names]:
+    """Few combinations with all pairs of parts: of 20 at random always the one with the most pairs not yet there."""
+    pick = random.Random(f"product of {representation}")
+    possible = every(representation)
+    wanted = set().union(*map(pairs, possible))
+    d, s, m, a = IMPROVED
+    chosen = [names for names in possible if (names[0], *names[2:]) == (d, s, m, a)]
+    while wanted:
+        wanted -= set().union(*map(pairs, chosen))
+        candidates = pick.sample(possible, 20)
+        best = max(candidates, key=lambda names: len(pairs(names) & wanted))
+        if pairs(best) & wanted:
+            chosen.append(best)
+    return chosen
+
+
+SAMPLE = [(r, names) for r in REPRESENTATIONS for names in sample(r)]
+EVERY_REPRESENTATION = pytest.mark.parametrize("representation", REPRESENTATIONS)
+
+
+def test_sample():
+    """Every pair (representation, part), and the four improvements with all rows wherever they are possible."""
+    for r in REPRESENTATIONS:
+        found = [names for representation, names in SAMPLE if representation == r]
+        assert set().union(*map(pairs, found)) == set().union(*map(pairs, every(r)))
+        improved = {names[1] for names in found if (names[0], *names[2:]) == IMPROVED}
+        assert improved == (set() if (r, IMPROVED[0]) in IMPOSSIBLE else set(PARTS["rows"]))
+
+
+# ---- three steps
+
+
+def convolution() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 3))  # n = 47
+    return model.double(), [(torch.randn(10, 1, 6, 6).double(), torch.randint(3, (10,))) for _ in range(2)]
+
+
+def mlp() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Softplus(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))  # n = 83
+    return model.double(), [(torch.randn(9, 4).double(), torch.randint(3, (9,))) for _ in range(2)]
+
+
+def optimizer(model: nn.Module, representation: str, names: Names, **more) -> mq.LM:
+    parts = {kind: PARTS[kind][name] for kind, name in zip(PARTS, names, strict=True)}
+    # λ far too small at first, so that steps fail: rejection, search and uphill moves happen and not only decrease.
+    initial = 3.0 if representation == "hessian" else 1e-4  # otherwise it is never positive definite
+    parts |= {"schedule": mq.TenFold(initial=initial), "average": None, **more}
+    return mq.LM(model, "cross_entropy", curvature=REPRESENTATIONS[representation], **parts)
+
+
+def theta(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    with torch.no_grad():
+        return F.cross_entropy(model(x), y).item()
+
+
+def damping(opt: mq.LM) -> Tensor | None:
+    D = opt._state.D
+    return None if D is None else D.entries([p.numel() for p in opt.params])
+
+
+@pytest.mark.parametrize(("representation", "names"), SAMPLE, ids=["-".join([r, *n]) for r, n in SAMPLE])
+def test_three_steps(representation, names):
+    for build in (convolution, mlp):
+        torch.manual_seed(0)
+        model, (first, second) = build()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)  # far from linear
+        opt = optimizer(model, representation, names)
+        random_numbers = torch.get_rng_state()
+        for x, y in (first, second, second):
+            lam, before, f, D = opt.lam, theta(model), loss(model, x, y), damping(opt)
+            step = opt.step(x, y)
+            after, f_new = theta(model), loss(model, x, y)
+            assert after.isfinite().all()
+            assert step.loss == pytest.approx(f, rel=1e-9)
+            assert step.new_loss == pytest.approx(f_new, rel=1e-9)
+            assert step.lam == lam
+            assert step.accepted == (step.rule != "rejected") == (not torch.equal(before, after))
+            match step.rule:
+                case "decrease":
+                    assert step.new_loss < step.loss
+                    assert step.lr == 1
+                case "search":
+                    assert step.new_loss < step.loss
+                    assert names[2] != "none"
+                case "uphill":
+                    assert step.new_loss >= step.loss
+                    assert names[4] == "uphill"
+                case rule:
+                    assert rule == "rejected"
+                    assert step.new_loss == step.loss
+            if step.accepted or D is not None:
+                new = damping(opt)
+                assert new.isfinite().all()
+                assert (new > 0).all()
+                assert D is None or (new >= D * (1 - 1e-12)).all()  # the largest so far
+        assert all(p.grad is None for p in model.parameters())
+        assert torch.equal(torch.get_rng_state(), random_numbers)  # this model draws none
+
+
+@pytest.mark.parametrize("name", ["max", "factored"])
+def test_no_diagonal(name):
+    """What a representation cannot do is an error that says what can, and nothing has changed."""
+    model, (batch, _) = mlp()
+    before = theta(model)
+    opt = optimizer(model, "matrix-free-hessian", (name, "exact", "grid", "fixed", "uphill"))
+    with pytest.raises(ValueError, match=r"mq\.Identity\(\) or mq\.MeanEigenvalue\(\), or curvature=mq\.Hessian\(\)"):
+        opt.step(*batch)
+    assert torch.equal(theta(model), before)
+
+
+# ---- the same numbers whatever the representation
+
+
+AGREE = [(r, rows) for r in ("gram", "gram-layers", "auto") for rows in PARTS["rows"]]
+AGREE += [(r, rows) for r in ("dense-chunked", "gram-chunked") for rows in ("exact", "empirical")]  # no random rows
+
+
+@pytest.mark.parametrize(("representation", "rows"), AGREE, ids=["-".join(pair) for pair in AGREE])
+@pytest.mark.parametrize("damping", PARTS["damping"])
+def test_exact_representations_agree(representation, damping, rows):
+    """All improvements on: three steps of each end where those of Dense end."""
+    ends = []
+    for r in ("dense", representation):
+        torch.manual_seed(0)
+        model, (first, second) = mlp()
+        more = {"schedule": mq.TenFold(initial=0.1)}
+        if r == "auto":
+            more["curvature"] = mq.Auto()
+        parts = {kind: PARTS[kind][name] for kind, name in zip(PARTS, (damping, rows, *IMPROVED[1:]), strict=True)}
+        opt = mq.LM(model, "cross_entropy", average=None, **{"curvature": REPRESENTATIONS[r], **parts, **more})
+        steps = [opt.step(*batch) for batch in (first, second, second)]
+        ends.append((theta(model), [s.rule for s in steps]))
+    assert ends[0][1] == ends[1][1]
+    assert error(ends[1][0], ends[0][0]) < 1e-8
+
+
+# ---- resuming
+
+
+@EVERY_REPRESENTATION
+def test_resumes_bit_for_bit(representation):
+    """Everything on, saved and loaded between two steps: the loaded one goes on as if nothing had happened."""
+    model, batches = convolution()
+    name = "mean" if (representation, "max") in IMPOSSIBLE else "max"
+    names = (name, "sampled", *IMPROVED[1:])
+    more = {"average": mq.EMA(), "schedule": mq.TenFold(initial=1.0)}
+    opt = optimizer(model, representation, names, **more)
+    for batch in (*batches, *batches):
+        opt.step(*batch)
+    assert opt._state.accepted > 0
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    twin = copy.deepcopy(model)
+    again = optimizer(twin, representation, names, **more)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    for batch in (*batches, batches[1], batches[1]):
+        assert opt.step(*batch) == again.step(*batch)
+        assert torch.equal(theta(model), theta(twin))
+    with opt.averaged(), again.averaged():
+        assert torch.equal(theta(model), theta(twin))
+
+
+# ---- momentum
+
+
+@dataclass(frozen=True)
+class Watched(mq.AdaptiveMomentum):
+    """Notes what the paper promises of a step with momentum: dᵀHd = δP², gᵀd = −ξ·δP·√(gᵀH⁻¹g)."""
+
+    seen: tuple = ()
+
+    def refine(self, newton, previous, H, same_data):
+        d = super().refine(newton, previous, H, same_data)
+        if d is not newton:
+            decrement = -(H.G.gradient @ newton).item()  # gᵀH⁻¹g
+            dP = min(self.dP, decrement**0.5) if self.cap else self.dP
+            length, slope = H.quadratic(d).item(), (H.G.gradient @ d).item()
+            WATCHED.append((length / dP**2, -slope / (self.xi * dP * decrement**0.5)))
+        return d
+
+
+WATCHED: list[tuple[float, float]] = []
+
+
+@pytest.mark.parametrize("momentum", [Watched(), Watched(dP=math.inf, cap=True)], ids=["fixed", "capped"])
+@pytest.mark.parametrize("name", ["identity", "layer-mean", "max"])
+@EVERY_REPRESENTATION
+def test_momentum(representation, name, momentum):
+    if (representation, name) in IMPOSSIBLE:
+        name = "mean"
+    WATCHED.clear()
+    model, (first, second) = mlp()
+    more = {}
+    if representation.startswith("matrix-free"):  # the identities are those of an exact solution
+        hessian = representation.endswith("hessian")
+        more["curvature"] = mq.MatrixFree(hessian=hessian, tolerance=0.0, warm=0.0, backtrack=False)
+    parts = {kind: PARTS[kind][n] for kind, n in zip(PARTS, (name, "exact", *IMPROVED[1:]), strict=True)}
+    parts |= {"curvature": REPRESENTATIONS[representation], "momentum": momentum, "average": None, **more}
+    lam = 30.0 if "hessian" in representation else 1.0  # positive definite
+    opt = mq.LM(model, "cross_entropy", schedule=mq.Constant(lam), **parts)
+    for batch in (first, second, second, first):
+        opt.step(*batch)
+    assert WATCHED
+    for length, slope in WATCHED:
+        assert length == pytest.approx(1, rel=1e-6)
+        assert slope == pytest.approx(1, rel=1e-9)
