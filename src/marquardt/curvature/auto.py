@@ -65,8 +65,8 @@ class Auto:
     """Dense where there are fewer parameters than rows, Gram elsewhere; in chunks, or MatrixFree, where these do not
     fit into memory: `memory`, such as "4GiB", or what the device has free. `opt.plan` says what was picked and why.
 
-    All three solve the same system, MatrixFree to its tolerance: they differ in speed and memory. Where a prediction was
-    too low and memory runs out, the step is repeated with the next smaller plan.
+    All three solve the same system, MatrixFree to its tolerance: they differ in speed and memory. Where a prediction
+    was too low and memory runs out, the step is repeated with the next smaller plan.
     """
 
     chunk: int | None = None
