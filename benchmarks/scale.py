@@ -4,7 +4,7 @@
     python benchmarks/scale.py --parameters 1e6 36e6 --parts mlp
     python benchmarks/scale.py --quick
 
-mlp          four hidden layers of equal width, batch 128, 10 classes: curvature=mq.Gram(), all rows. A step is whole:
+mlp          nine hidden layers of equal width, batch 128, 10 classes: curvature=mq.Gram(), all rows. A step is whole:
              linearisation, solve, trial forward, θ kept to go back to, acceptance. Once more with momentum and average.
 transformer  nn.TransformerEncoder, 12 layers, mean-pooled: one output, 10 classes with one sampled row, with all rows.
 memory       the peak of a Gram step over four sizes of n, of m and of the activations, fitted against the prediction
@@ -32,7 +32,7 @@ import marquardt as mq
 import measure
 from measure import Batch, Peak, Step, Timing, Verdict
 
-BATCH, CLASSES, INPUTS, HIDDEN_LAYERS = 128, 10, 1024, 4
+BATCH, CLASSES, INPUTS, HIDDEN_LAYERS = 128, 10, 1024, 9
 PARAMETERS = (1e6, 36e6, 141e6, 818e6)
 LARGE = 800e6  # from here on the bounds on time and memory apply
 ADAM_RATE = 1e-4
@@ -46,7 +46,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def mlp(n: float, device: torch.device, inputs: int = INPUTS) -> nn.Sequential:
-    """At least n parameters: inputs·w + 3w² + … in four hidden layers of one width w."""
+    """At least n parameters: inputs·w + 8w² + … in nine hidden layers of one width w."""
 
     def parameters(w: int) -> int:
         return (inputs + 1) * w + (HIDDEN_LAYERS - 1) * (w + 1) * w + (w + 1) * CLASSES
@@ -222,7 +222,8 @@ def lm(name: str, make: Callable[[], nn.Module], loss: str, m: int, **parts: Any
     return Contestant(name, build, m)
 
 
-BARE: dict[str, Any] = {"momentum": None, "average": None}
+# Decrease: no other vector of the parameters is kept between steps (Uphill compares with the previous step).
+BARE: dict[str, Any] = {"momentum": None, "average": None, "acceptance": mq.Decrease()}
 
 
 def mlp_contestants(n: float, device: torch.device, seed: int) -> list[Contestant]:

@@ -59,7 +59,7 @@ PARTS = {
     "gram": {"curvature": mq.Gram()},
     "empirical": {"rows": mq.Empirical(), "average": None},
     "max-diagonal": {"damping": mq.MaxDiagonal(), "momentum": None, "acceptance": mq.Decrease()},
-    "factored": {"damping": mq.FactoredMaxDiagonal(), "curvature": mq.Gram(whole=0)},
+    "per layer": {"damping": mq.LayerMeanEigenvalue(), "curvature": mq.Gram()},
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from .acceptance import cosine_of
 from .batch import Batch, assign
 from .diagonal import Diagonal
 from .linearize import Linearization
@@ -58,7 +59,7 @@ class Recorded:
                 G.recall(old.past, old.steps, False)
                 D = opt.damping.update(old.D, G)
                 d = G.step(D.positive().scaled(self.lam))
-                back = [] if old.previous is None else [torch.cosine_similarity(d, old.previous, dim=0)]
+                back = [] if old.previous is None else [cosine_of(d, old.previous)]
                 self.found = answers(tape, lin.evaluate(d, opt.lr), *G.model(d), *back)
                 remembers = opt.momentum is not None or opt.acceptance.looks_back
                 previous = None if not remembers else d if opt.lr == 1 else opt.lr * d

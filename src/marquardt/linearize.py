@@ -409,7 +409,7 @@ class Linearization:
     def _together(self) -> int:
         """How many trial points one forward pass may hold: a CPU gains nothing from large ones."""
         inputs = sum(t.numel() for batch in self.batches for t in tree_leaves(batch.inputs) if isinstance(t, Tensor))
-        return ((1 << 25) if self.device.type == "cuda" else (1 << 18)) // max(1, inputs) if self.single else 1
+        return ((1 << 26) if self.device.type == "cuda" else (1 << 18)) // max(1, inputs) if self.single else 1
 
     def _evaluate_together(self, d: Tensor, rates: Sequence[float], size: int) -> list[float]:
         origin = self._named(self.theta)

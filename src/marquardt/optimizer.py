@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .acceptance import Acceptance, Trial, Uphill
+from .acceptance import Acceptance, Trial, Uphill, cosine_of
 from .average import EMA, Average
 from .batch import Batch, Batches, assign, check_coupling, flatten, trainable
 from .chunk import EVERY, Plan
@@ -347,7 +347,7 @@ class LM(torch.optim.Optimizer):
             self._blame_gradient(G.gradient)
             return Attempt("rejected", lr, None, f, math.nan, -math.inf, str(error))
         d = plain if self.momentum is None else self.momentum.refine(plain, old.previous, H, same_data)
-        back = None if old.previous is None else torch.cosine_similarity(plain, old.previous, dim=0)
+        back = None if old.previous is None else cosine_of(plain, old.previous)
         # One synchronisation for all that the judgement needs.
         f_new, gd, dGd, *cosine = numbers(lin.evaluate(d, lr), *G.model(d), *([] if back is None else [back]))
         gain = gain_ratio(f - f_new, lr, gd, dGd)
@@ -421,8 +421,10 @@ class LM(torch.optim.Optimizer):
             if not loaded["D"].fits([p.numel() for p in self.params]):
                 raise ValueError("the damping D in this state is that of another model: load the state of this one")
         state = State(**loaded)
+        known = self._plan, self._recorded, self._last  # of the model, not of the state
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
         self._state = state
+        self._plan, self._recorded, self._last = known
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and so does the wrapper that schedulers put in the place of `step`.
