@@ -29,7 +29,8 @@ clean:  ## remove caches and builds; .venv stays
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The constraints matter: a bare `torch` may bring gigabytes of CUDA packages along.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt requirements-oracle.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-deps -r requirements-oracle.txt
 	touch $@

@@ -267,6 +267,7 @@ def graphed_adam(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], lr:
         y.copy_(new_y)
         graph.replay()
 
+    step.holds = (model, opt)  # the graph knows their memory by its address only
     return step
 
 
