@@ -171,6 +171,11 @@ class Chunk:
         return sum(c.inputs for c in calls) / self.N, sum(c.outputs for c in calls) / self.N, others
 
     @property
+    def picked_from(self) -> Chunk:
+        """The chunk of the samples whose rows are formed: this one, or a part of it"""
+        return self if self._part is None else self._part
+
+    @property
     def graph(self) -> Tensor:
         """z with its graph: (N, *out)"""
         assert self._graph is not None

@@ -46,7 +46,7 @@ class HessianCurvature(Curvature):
         dtype = torch.float64 if lin.n <= SMALL else lin.params[0].dtype
         self.G = torch.zeros(lin.n, lin.n, dtype=dtype, device=lin.device)
         self._g = torch.zeros(lin.n, dtype=dtype, device=lin.device)
-        lin._open.clear()  # a chunk from before may come from kernels that cannot be differentiated twice
+        lin.split(lin.chunk)  # a chunk from before may come from kernels that cannot be differentiated twice
         lin.keep_graph = True
         with twice_differentiable(lin.model):
             for chunk in lin.chunks():

@@ -198,7 +198,7 @@ class KroneckerCurvature(Curvature):
             lin.open()
         sums: dict[tuple[int, ...], Sums] = {}
         for chunk in lin.chunks():
-            weight = (chunk if chunk._part is None else chunk._part).batch.weight  # of the samples that have rows
+            weight = chunk.picked_from.batch.weight  # of the samples that have rows
             for block in chunk.blocks:
                 if isinstance(block, Nothing):
                     continue

@@ -95,13 +95,13 @@ class MatrixFreeCurvature(Curvature):
         self._open: Products | None = None
         self._way: Way | None = None
         self._proven = False
-        lin._open.clear()  # a chunk from before may come from kernels that cannot be differentiated twice
+        lin.split(lin.chunk)  # a chunk from before may come from kernels that cannot be differentiated twice
         self._R = 0  # rows per sample
         with twice_differentiable(lin.model):
             for chunk in lin.chunks():
                 if not self._R and lin.plan.proven is None:  # otherwise the rows have shown it
                     lin.plan.trial_needs_grad = not same_without_grad(chunk)
-                self._R = len(chunk.rows.S)
+                self._R, self._rows_fit = len(chunk.rows.S), _fits(chunk)
                 if lin.single and lin.chunk is None:
                     _ = chunk.gradient  # while the graph is fresh
                     self._open = self._products(chunk)
@@ -247,12 +247,12 @@ class MatrixFreeCurvature(Curvature):
 
         A Hessian may have any trace, where damping asks for a size: there it is max(|tr|, ‖·‖_F), both estimated.
         """
-        if self._has_rows() and self._R <= FEW_ROWS:
+        if self._has_rows() and self._R <= FEW_ROWS and self._rows_fit:
             return torch.stack([trace for _, trace in self.lin.traces()]).sum()
         return self._size(slice(None))
 
     def traces(self) -> Diagonal:
-        if self._has_rows():
+        if self._has_rows() and self._rows_fit:
             return super().traces()
         lin = self.lin
         parts: list[Factors] = [
@@ -316,13 +316,17 @@ class MatrixFreeCurvature(Curvature):
         total: Tensor | None = None
         for i, batch in enumerate(lin.pieces()):
             chunk = Chunk(sketch, batch, lin.seed + i)
-            ruled = {id(p) for call in chunk._capture.calls for p in call.params}
-            if chunk.m * sum(p.numel() for p in lin.params if id(p) not in ruled) > SLAB:
-                return None  # these would be written out row by row
+            if not _fits(chunk):
+                return None
             found = lin.scatter((block, block.diagonal()) for block in chunk.blocks)
             total = found if total is None else total.add_(found)
         assert total is not None
         return total.mul_(lin.scale)
+
+
+def _fits(chunk: Chunk) -> bool:
+    """Whether the rows of parameters without a rule, which are written out, are few enough."""
+    return chunk.m * chunk.numbers()[2] <= SLAB
 
 
 # The linear maps of one chunk, in Σ-units.
@@ -343,7 +347,7 @@ class GaussNewton(Products):
 
     def __init__(self, chunk: Chunk, way: Way) -> None:
         super().__init__(chunk)
-        self.rows, self.adjoint = way(chunk._part or chunk)  # of the samples that the rows are formed of
+        self.rows, self.adjoint = way(chunk.picked_from)
 
     def product(self, v: Tensor) -> Tensor:
         return self.adjoint(self.rows(v))
