@@ -58,8 +58,9 @@ def convolution(
             (*x.shape[:2], *sizes, *kernel),
             (*over, *(down[i] * step[i] for i in range(d)), *(down[i] * spread[i] for i in range(d))),
         )
-        view = view.unflatten(1, (groups, -1)).flatten(3, 2 + d)  # (N, G, C/G, P, *kernel)
-        a: Tensor = view.permute(0, 3, 1, 2, *range(4, 4 + d)).flatten(3)  # (N, P, G, I)
+        view = view.unflatten(1, (groups, -1))  # (N, G, C/G, *positions, *kernel)
+        order = (0, *range(3, 3 + d), 1, 2, *range(3 + d, 3 + 2 * d))
+        a: Tensor = view.permute(order).reshape(len(x), math.prod(sizes), groups, -1)  # (N, P, G, I): one copy
         return a
 
     def at_output(delta: Tensor) -> Tensor:
