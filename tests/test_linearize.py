@@ -383,3 +383,16 @@ def test_fraction_refuses(bad):
         mq.Fraction(bad)
     with pytest.raises(TypeError, match=r"mq\.Exact\(\)"):
         mq.Fraction(0.5, mq.Exact)
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(1 / 8, 1 / 3), (0.5, 1.5)])
+def test_a_trial_at_the_same_weights_has_the_same_loss(lower, upper):
+    """RReLU keeps its slopes, also those above 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 50), nn.RReLU(lower, upper), nn.Linear(50, 2)).double()
+    x, y = torch.randn(10, 3).double(), torch.randn(10, 2).double()
+    lin = mq.linearize(model, "mse", x, y)
+    f = lin.loss
+    d = torch.zeros_like(lin.theta)
+    assert float(lin.evaluate(d, 1.0)) == pytest.approx(f, rel=1e-12)
+    assert lin.evaluate_along(d, [0.5, 1.0]) == pytest.approx([f, f], rel=1e-12)

@@ -119,7 +119,7 @@ class Capture(TorchFunctionMode):
         noise = torch.empty_like(input, requires_grad=False)
         with torch.no_grad():
             torch.ops.aten.rrelu_with_noise(input, noise, lower, upper, True)  # the slopes, 1 where positive
-        self.slopes.append(Slopes(noise, (lower + upper) / 2, started))
+        self.slopes.append(Slopes(noise, lower, upper, started))
         return input.mul_(noise) if inplace else input * noise
 
 
@@ -142,17 +142,19 @@ class Slopes:
     """The slopes one RReLU drew, as the model would have drawn them. torch draws for negative inputs only; the others
     have the mean slope here, for trials in which an input changes its sign."""
 
-    def __init__(self, noise: Tensor, mean: float, started: Tensor | None) -> None:
-        self.noise, self.mean = noise, mean
+    def __init__(self, noise: Tensor, lower: float, upper: float, started: Tensor | None) -> None:
+        self.noise, self.mean = noise, (lower + upper) / 2
+        self.convex = upper <= 1
         self.started, self.state = started, _rng(noise.device)  # of the generator, before and after
 
     @cached_property
     def slope(self) -> Tensor:
-        return self.noise.where(self.noise < 1, self.mean)
+        return self.noise.where(self.noise != 1, self.mean)  # 1 marks an input that was positive
 
     def take(self, index: Tensor, N: int) -> Slopes:
         """Those of some of the N samples."""
         some = copy.copy(self)
+        some.__dict__.pop("slope", None)
         if len(self.noise) == N:
             some.noise = self.noise[index.to(self.noise.device)]
         return some
@@ -160,6 +162,8 @@ class Slopes:
     def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
         if self.state is not None:
             _set_rng(self.noise.device, self.state)  # as if the slopes had been drawn
+        if self.convex and not inplace and not torch.is_grad_enabled():
+            return torch.maximum(x, x * self.slope)  # the same, faster
         factor = torch.where(x.detach() < 0, self.slope, 1)
         return x.mul_(factor) if inplace else x * factor
 
