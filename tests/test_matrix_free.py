@@ -16,13 +16,9 @@ import marquardt as mq
 import reference
 from cases import CASES, Problem, build, mlp
 from marquardt.curvature import matrix_free
+from marquardt.curvature.conjugate_gradients import conjugate_gradients
 from marquardt.curvature.contract import FactorizationError
-from marquardt.curvature.matrix_free import (
-    by_double_backward,
-    by_forward_mode,
-    by_rows,
-    conjugate_gradients,
-)
+from marquardt.curvature.products import by_double_backward, by_forward_mode, by_rows
 from reference import error
 
 f64 = torch.float64

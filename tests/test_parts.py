@@ -1509,3 +1509,12 @@ def test_presets_take_other_parts(preset):
     opt = preset(mlp(), "mse", momentum=None, schedule=mq.Constant(3.0), average=mq.Polyak(), lr=0.5, attempts=2)
     assert (opt.momentum, opt.schedule, opt.average, opt.attempts) == (None, mq.Constant(3.0), mq.Polyak(), 2)
     assert (opt.lam, opt.param_groups[0]["lr"]) == (3, 0.5)
+
+
+def test_what_a_weight_and_its_bias_share_stays_shared():
+    """In another precision, and with its zeros filled: to ask for identity is free, equality waits for a GPU."""
+    u, v = torch.rand(1, 3, 1), torch.zeros(1, 1, 4)
+    D = mq.Diagonal(torch.ones(()), [(u, v), (u,)])
+    for moved in (D.to(torch.zeros((), dtype=torch.float64)), D.positive()):
+        (weight, _), (bias,) = moved.factors
+        assert weight is bias

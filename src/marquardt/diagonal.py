@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,14 @@ class Diagonal:
         """In the precision and on the device of another tensor."""
         if self.scale.dtype == like.dtype and self.scale.device == like.device:
             return self
-        moved = None if self.factors is None else [tuple(f.to(like) for f in part) for part in self.factors]
+        moved = None if self.factors is None else self._each(lambda f: f.to(like))
         return Diagonal(self.scale.to(like), moved)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> list[Factors]:
+        """Every factor changed; one that a weight and its bias share stays shared."""
+        assert self.factors is not None
+        changed = {id(f): change(f) for part in self.factors for f in part}
+        return [tuple(changed[id(f)] for f in part) for part in self.factors]
 
     def entries(self, sizes: Sequence[int]) -> Tensor:
         """(n,)"""
@@ -86,9 +92,7 @@ class Diagonal:
         zero then, whatever its damping."""
         if self.factors is None:
             return self
-        # A factor that a weight and its bias share stays shared.
-        filled = {id(f): f.where(f > 0, 1) for part in self.factors for f in part}
-        return Diagonal(self.scale, [tuple(filled[id(f)] for f in part) for part in self.factors])
+        return Diagonal(self.scale, self._each(lambda f: f.where(f > 0, 1)))
 
     def fits(self, sizes: Sequence[int]) -> bool:
         """Whether it can be that of parameters of these sizes."""

@@ -29,6 +29,7 @@ from .losses import resolve
 from .momentum import AdaptiveMomentum, Damped, Momentum
 from .rows import Exact, Rows
 from .schedule import GainRatio, Outcome, Schedule
+from .tape import numbers
 
 # Two losses of the same data at the same θ differ by rounding alone (sums on a GPU are not reproducible).
 SAME_LOSS = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -438,12 +439,6 @@ class LM(torch.optim.Optimizer):
 
 def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def numbers(*tensors: Tensor) -> list[float]:
-    """What several 0-dimensional tensors hold, in one synchronisation"""
-    found: list[float] = torch.stack([t.double() for t in tensors]).tolist()
-    return found
 
 
 def gain_ratio(decrease: float, lr: float, gd: float, dGd: float) -> float:

@@ -161,9 +161,8 @@ class GramCurvature(Curvature):
         """
         own = self.u.dtype
         # With more rows than parameters, u always has a part outside the range of J̃: see below.
-        ladder = [(own, own), (torch.float64, own), (torch.float64, torch.float64)] if len(self.u) <= self.lin.n else []
-        for inner, outer in ladder[: 1 if own == torch.float64 else 2]:
-            d = self._solve(A, inner, outer)
+        for inner in dict.fromkeys((own, torch.float64)) if len(self.u) <= self.lin.n else ():
+            d = self._solve(A, inner, own)
             if d is not None:
                 return d
         if own != torch.float64:

@@ -1,0 +1,85 @@
+"""Preconditioned conjugate gradients with the stopping rule of Hessian-free optimisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..tape import numbers
+from .contract import FactorizationError
+
+# Iterates number ⌈1.3ʲ⌉ are kept for backtracking: Martens, section 4.6.
+SPACING = 1.3
+
+
+class Iterate(NamedTuple):
+    x: Tensor  # (n,)
+    number: int
+    gx: float  # gᵀx
+    xHx: float  # xᵀ(G + A)x
+
+
+def conjugate_gradients(
+    H: Callable[[Tensor], Tensor],
+    g: Tensor,
+    M: Tensor | None,
+    start: Tensor | None,
+    iterations: int,
+    tolerance: float,
+    *,
+    keep: bool = True,
+) -> tuple[list[Iterate], bool]:
+    """Minimises φ(x) = ½xᵀHx − gᵀx, preconditioned by the diagonal M: some of the iterates, the last one always, and
+    whether negative curvature ended it.
+
+    Stops at i > k, φᵢ < 0, (φᵢ − φᵢ₋ₖ)/φᵢ < kε with k = max(10, ⌈0.1·i⌉) (Martens, section 4.4).
+    """
+
+    def divided(r: Tensor) -> Tensor:
+        return r.clone() if M is None else r / M
+
+    x, r, phi = torch.zeros_like(g), g.clone(), 0.0
+    gx, xr = 0.0, 0.0
+    if start is not None:
+        residual = g - H(start)
+        sx, sr = numbers(g @ start, residual @ start)
+        if sx > sr and sx + sr > 0:  # positive curvature, and better than 0: φ = −½(gᵀx + rᵀx)
+            x, r, gx, xr, phi = start, residual, sx, sr, -0.5 * (sx + sr)
+    z = divided(r)
+    p = z.clone()
+    rz, scale = numbers(r @ z, g @ divided(g))
+    phis, iterates, curved = [phi], [], False
+    marks = {math.ceil(SPACING**j) for j in range(100)} if keep else set()
+    i = 0
+    while i < iterations and rz > torch.finfo(g.dtype).eps ** 2 * scale:
+        Hp = H(p)
+        (pHp,) = numbers(p @ Hp)
+        if not math.isfinite(pHp):
+            raise FactorizationError("conjugate gradients overflowed")
+        if pHp <= 0:
+            curved = True
+            if i == 0 and gx == 0:  # the preconditioned gradient, as long as if the curvature had the other sign
+                x = p.mul_(rz / -pHp if pHp < 0 else 1.0)
+                (gx,) = numbers(g @ x)
+                xr = gx - pHp * (rz / pHp) ** 2 if pHp < 0 else gx
+            break
+        if i in marks:
+            iterates.append(Iterate(x.clone(), i, gx, gx - xr))
+        x.add_(p, alpha=rz / pHp)
+        r.sub_(Hp, alpha=rz / pHp)
+        z = divided(r)
+        old = rz
+        rz, gx, xr = numbers(r @ z, g @ x, r @ x)
+        i += 1
+        phis.append(-0.5 * (gx + xr))
+        if not math.isfinite(phis[i] + rz):
+            raise FactorizationError("conjugate gradients overflowed")
+        k = max(10, math.ceil(0.1 * i))
+        if i > k and phis[i] < 0 and (phis[i] - phis[i - k]) / phis[i] < k * tolerance:
+            break
+        p.mul_(rz / old).add_(z)
+    return [*iterates, Iterate(x, i, gx, gx - xr)], curved
