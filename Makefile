@@ -21,16 +21,16 @@ format: $(READY)  ## rewrite the sources as ruff wants them
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-paper: $(READY)  ## the paper's problems, the quick version
-	$(BIN)/python benchmarks/quality.py --quick
+paper: $(READY)  ## the paper's experiments, the quick version, and the report: paper-results/report.html
+	$(BIN)/marquardt paper
 
 clean:  ## remove caches and builds; .venv stays
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The constraints matter: a bare `torch` may bring gigabytes of CUDA packages along.
-$(READY): pyproject.toml constraints.txt requirements-oracle.txt
+$(READY): pyproject.toml constraints.txt requirements-peers.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q --no-deps -r requirements-oracle.txt
+	$(BIN)/python -m pip install -q --no-deps -r requirements-peers.txt
 	touch $@

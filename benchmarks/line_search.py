@@ -30,6 +30,7 @@ import torch
 import marquardt as mq
 import measure
 from marquardt.paper import problems
+from marquardt.paper.data import Digits, data_directory
 from measure import Verdict
 
 BATCH = 600  # the paper's
@@ -127,7 +128,7 @@ class Recorder:
         return self.grid.search(lambda _: case.losses, loss)
 
 
-def record(data: problems.MNIST, searches: dict[str, Any], options: argparse.Namespace) -> tuple[list[Case], Counter]:
+def record(data: Digits, searches: dict[str, Any], options: argparse.Namespace) -> tuple[list[Case], Counter]:
     """Failed steps, as many from each λ₀ where there are enough, and the number of steps taken from each λ₀."""
     recorder, taken = Recorder(searches), Counter[float]()
     share = math.ceil(options.cases / len(options.lams))
@@ -152,7 +153,7 @@ def record(data: problems.MNIST, searches: dict[str, Any], options: argparse.Nam
 # --- the cost of the grid ---
 
 
-def cost(data: problems.MNIST, options: argparse.Namespace, rounds: int) -> dict[str, measure.Timing]:
+def cost(data: Digits, options: argparse.Namespace, rounds: int) -> dict[str, measure.Timing]:
     """72 points on one line beside one forward pass of the batch, without gradients."""
     model = problems.mnist_cnn(options.seed, device=options.device)
     x, y = next(measure.mnist_batches(data, BATCH, options.seed))
@@ -205,7 +206,7 @@ def both(name: str, cases: list[Case]) -> float:
 def arguments() -> argparse.Namespace:
     parser = measure.parser(__doc__)
     add = parser.add_argument
-    add("--data", type=Path, default=problems.data_directory(), help="MNIST's folder (default: MARQUARDT_DATA)")
+    add("--data", type=Path, default=data_directory(), help="MNIST's folder (default: MARQUARDT_DATA)")
     add("--searches", nargs="+", metavar="NAME", help=f"line searches of marquardt (default {' '.join(DEFAULT)})")
     add("--cases", type=measure.positive, help="failed steps to record (default 100)")
     add("--lams", type=float, nargs="+", help=f"λ₀ of the runs (default {' '.join(f'{lam:g}' for lam in LAMS)})")

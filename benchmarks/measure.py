@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from marquardt.paper import data as paper_data
 from marquardt.paper import problems
 
 MIB = 2**20
@@ -313,16 +314,16 @@ def find_peer(path: Path | None) -> tuple[types.ModuleType, types.ModuleType, st
 # --- data ---
 
 
-def mnist_batches(data: problems.MNIST, size: int, seed: int) -> Iterator[Batch]:
+def mnist_batches(data: paper_data.Digits, size: int, seed: int) -> Iterator[Batch]:
     """Endless batches in the order that `seed` gives, the same for every method."""
     device = data.train_labels.device
     for index in problems.batches(len(data.train_labels), size, seed):
         yield data.train_images[index.to(device)], data.train_labels[index.to(device)]  # (N, 1, 28, 28), (N,)
 
 
-def load_mnist(directory: Path | None, device: torch.device) -> problems.MNIST:
+def load_mnist(directory: Path | None, device: torch.device) -> paper_data.Digits:
     try:
-        return problems.load_mnist(directory).to(device)
+        return paper_data.load_mnist(directory).to(device)
     except FileNotFoundError as error:
         sys.exit(f"No MNIST, so nothing to run: {error}")
 

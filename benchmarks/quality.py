@@ -31,6 +31,7 @@ from torch.optim.swa_utils import AveragedModel
 import marquardt as mq
 from marquardt import presets
 from marquardt.paper import problems
+from marquardt.paper.data import Digits, data_directory, load_mnist
 
 BATCH = 600  # the paper's
 STEPS = 100  # one pass of MNIST: the paper's "100 epochs"
@@ -175,7 +176,7 @@ class Clock:
             torch.accelerator.synchronize(self.device)
 
 
-def run_mnist(name: str, seed: int, data: problems.MNIST, steps: int, device: torch.device) -> Run:
+def run_mnist(name: str, seed: int, data: Digits, steps: int, device: torch.device) -> Run:
     model = problems.mnist_cnn(seed, device=device)
     torch.manual_seed(seed)  # RReLU's noise
     method = MNIST_METHODS[name](model)
@@ -303,7 +304,7 @@ def arguments() -> argparse.Namespace:
     add("--seeds", type=positive, metavar="K", help=f"seeds per method (default: mnist {SEEDS}, sine {SINE_SEEDS})")
     add("--steps", type=positive, help=f"steps on mnist (default {STEPS}); the sine always takes {SINE_STEPS}")
     add("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--data-dir", type=Path, default=problems.data_directory(), help="default: MARQUARDT_DATA")
+    add("--data-dir", type=Path, default=data_directory(), help="default: MARQUARDT_DATA")
     add("--problems", nargs="+", choices=["mnist", "sine"], default=["mnist", "sine"])
     add("--json", type=Path, metavar="FILE", help="write every run and every figure here")
     return parser.parse_args()
@@ -323,7 +324,7 @@ def main() -> None:
     data, notes = None, ["mnist: mean over seeds. sine: median over seeds, float64, full batch."]
     if "mnist" in options.problems:
         try:
-            data = problems.load_mnist(options.data_dir).to(options.device)
+            data = load_mnist(options.data_dir).to(options.device)
         except FileNotFoundError as error:
             if "sine" not in options.problems:
                 sys.exit(f"No MNIST, so nothing to run: {error}")

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 import marquardt as mq
 import measure
 from marquardt.paper import problems
+from marquardt.paper.data import data_directory
 from measure import Batch, Peak, Step, Timing, Verdict
 
 BATCH = 600  # the paper's
@@ -147,7 +148,7 @@ def compare(timings: dict[str, Timing], cuda: bool) -> list[Verdict]:
 def arguments() -> argparse.Namespace:
     parser = measure.parser(__doc__)
     add = parser.add_argument
-    add("--data", type=Path, default=problems.data_directory(), help="MNIST's folder (default: MARQUARDT_DATA)")
+    add("--data", type=Path, default=data_directory(), help="MNIST's folder (default: MARQUARDT_DATA)")
     add("--peers", type=Path, metavar="PATH", help="where torch-levenberg-marquardt lies, if it is not installed")
     add("--rounds", type=measure.positive, help="steps timed for each (default 30; on CUDA 100)")
     add("--warmup", type=measure.positive, default=5)

@@ -19,7 +19,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from torch.nn import functional as F
 import marquardt as mq
 import measure
 from marquardt.paper import problems
+from marquardt.paper.data import Digits, data_directory
 from measure import Batch, Step, Verdict
 
 BATCH = 600  # the paper's
@@ -150,7 +151,7 @@ class Run:
 
 
 class Bench:
-    def __init__(self, data: problems.MNIST, options: argparse.Namespace, most: int) -> None:
+    def __init__(self, data: Digits, options: argparse.Namespace, most: int) -> None:
         self.data, self.device, self.target, self.most = data, options.device, options.target, most
 
     def batches(self, seed: int, count: int) -> list[Batch]:
@@ -228,7 +229,7 @@ def count(steps: float) -> str:
 def arguments() -> argparse.Namespace:
     parser = measure.parser(__doc__)
     add = parser.add_argument
-    add("--data", type=Path, default=problems.data_directory(), help="MNIST's folder (default: MARQUARDT_DATA)")
+    add("--data", type=Path, default=data_directory(), help="MNIST's folder (default: MARQUARDT_DATA)")
     add("--target", type=float, default=TARGET, help=f"test accuracy (default {TARGET:g})")
     add("--seeds", type=measure.positive, help="how many (default 5)")
     add("--steps", type=measure.positive, help=f"at most (default {STEPS})")
@@ -244,7 +245,7 @@ def main() -> None:
     repeats = options.repeats or (1 if options.quick else 5)
     data = measure.load_mnist(options.data, options.device)
     if options.quick:  # the evaluation would take longest: enough of it to show that everything runs
-        data = problems.MNIST(data.train_images, data.train_labels, data.test_images[:2000], data.test_labels[:2000])
+        data = replace(data, test_images=data.test_images[:2000], test_labels=data.test_labels[:2000])
     methods = entries(options)
     bench = Bench(data, options, options.steps or (25 if options.quick else STEPS))
 

@@ -1,45 +1,27 @@
-import gzip
-import hashlib
 import math
-import random
-import struct
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 from torch import nn
 
-from marquardt.paper import problems
+from marquardt.paper.data import Digits
 from marquardt.paper.problems import (
-    MNIST_MD5,
     SINE_NOISE_FLOOR,
     accuracy,
     batches,
-    data_directory,
+    cnn_for,
+    digits_cnn,
     evaluate,
-    load_mnist,
     mean_squared_error,
     mnist_cnn,
     predict,
-    read_idx,
     sine,
     sine_mlp,
 )
 
-MODELS = [sine_mlp, mnist_cnn]
-
-
-def idx(shape, data=None, *, code=8, zeros=b"\0\0"):
-    """An idx file of this shape, as bytes."""
-    data = bytes(i % 10 for i in range(math.prod(shape))) if data is None else data
-    return zeros + bytes([code, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + data
-
-
-def write_mnist(directory, n=3, side=28, labels=None, pack=gzip.compress, end=".gz"):
-    labels = bytes(range(n)) if labels is None else labels
-    for name in MNIST_MD5:
-        content = idx((n, side, side)) if "images" in name else idx((len(labels),), labels)
-        (directory / (name + end)).write_bytes(pack(content))
+MODELS = [sine_mlp, mnist_cnn, digits_cnn]
 
 
 def parameters(model):
@@ -79,9 +61,14 @@ def test_sine_follows_its_seed_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("build", "count", "shape", "out"), [(sine_mlp, 31, (5, 1), (5, 1)), (mnist_cnn, 2202, (5, 1, 28, 28), (5, 10))]
+    ("build", "count", "shape", "out"),
+    [
+        (sine_mlp, 31, (5, 1), (5, 1)),
+        (mnist_cnn, 2202, (5, 1, 28, 28), (5, 10)),
+        (digits_cnn, 506, (5, 1, 8, 8), (5, 10)),
+    ],
 )
-def test_networks_have_the_papers_size(build, count, shape, out):
+def test_networks_have_the_size_they_claim(build, count, shape, out):
     model = build(0, dtype=torch.float64)
     assert parameters(model) == count
     assert model.training
@@ -91,11 +78,22 @@ def test_networks_have_the_papers_size(build, count, shape, out):
 def test_default_precisions():
     assert {p.dtype for p in sine_mlp(0).parameters()} == {torch.float64}
     assert {p.dtype for p in mnist_cnn(0).parameters()} == {torch.float32}
+    assert {p.dtype for p in digits_cnn(0).parameters()} == {torch.float32}
 
 
 def test_cnn_layers():
     kinds = [type(layer).__name__ for layer in mnist_cnn(0)]
     assert kinds == ["Conv2d", "RReLU", "MaxPool2d", "Conv2d", "RReLU", "MaxPool2d", "Flatten", "Linear"]
+
+
+def test_the_network_for_images_of_a_size():
+    labels = torch.zeros(2, dtype=torch.int64)
+    small, large = torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 28, 28)
+    data = Digits(small, labels, small, labels, "digits", "made up")
+    assert cnn_for(data) is digits_cnn
+    assert cnn_for(replace(data, train_images=large)) is mnist_cnn
+    with pytest.raises(ValueError, match="digits: expected images of side 28 or 8, found 32"):
+        cnn_for(replace(data, train_images=torch.zeros(2, 1, 32, 32)))
 
 
 @pytest.mark.parametrize("build", MODELS)
@@ -127,211 +125,6 @@ def test_initialisation_is_torchs_default():
     torch.manual_seed(5)
     expected = nn.Linear(1, 10)
     assert torch.equal(sine_mlp(5, dtype=torch.float32)[0].weight, expected.weight)
-
-
-# --- idx files ---
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
-@pytest.mark.parametrize("shape", [(7,), (2, 3, 4)])
-def test_read_idx(tmp_path, pack, shape):
-    path = tmp_path / "file"
-    path.write_bytes(pack(idx(shape)))
-    tensor = read_idx(path)
-    assert tensor.dtype == torch.uint8
-    assert tensor.shape == shape
-    assert tensor.flatten().tolist() == [i % 10 for i in range(math.prod(shape))]
-    tensor.zero_()  # the memory is the tensor's own
-    assert read_idx(str(path), ndim=len(shape)).sum() > 0
-
-
-BAD = {
-    "empty": (b"", "truncated file of 0 bytes"),
-    "truncated magic": (b"\0\0\x08", "truncated file of 3 bytes"),
-    "truncated sizes": (idx((2, 3))[:9], r"expected 8 bytes of sizes in the header, found 5: truncated"),
-    "truncated data": (idx((2, 3))[:-1], r"expected 6 bytes of data for shape \(2, 3\), found 5: truncated"),
-    "no data": (idx((2, 3), b""), "found 0: truncated"),
-    "oversized data": (idx((2, 3)) + b"\0", r"expected 6 bytes of data for shape \(2, 3\), found more: oversized"),
-    "wrong magic": (idx((2, 3), zeros=b"\x89P"), "found magic 89 50 08 02"),
-    "wrong type": (idx((2, 3), code=0x0D), "found data type 0x0d"),
-    "no dimensions": (idx(()), "expected one or more dimensions, found 0"),
-    "empty shape": (idx((0, 3)), r"found a header of shape \(0, 3\)"),
-    "enormous shape": (idx((2**32 - 1,) * 3, b"abc"), r"found a header of shape \(4294967295, "),
-}
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
-@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD.keys())
-def test_read_idx_refuses(tmp_path, content, message, pack):
-    path = tmp_path / "some-idx-file"
-    path.write_bytes(pack(content))
-    with pytest.raises(ValueError, match="some-idx-file: .*" + message):
-        read_idx(path)
-
-
-def test_read_idx_refuses_the_wrong_number_of_dimensions(tmp_path):
-    path = tmp_path / "some-idx-file"
-    path.write_bytes(idx((2, 3)))
-    with pytest.raises(ValueError, match="some-idx-file: expected 3 dimensions, found 2"):
-        read_idx(path, ndim=3)
-
-
-def flipped(content, at):
-    return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
-
-
-PACKED = gzip.compress(idx((40, 28, 28), random.Random(0).randbytes(40 * 28 * 28)))
-BAD_GZIP = {
-    "cut in the data": PACKED[: len(PACKED) // 2],
-    "cut in the checksum": PACKED[:-4],
-    "cut in the header": PACKED[:5],
-    "flipped data": flipped(PACKED, len(PACKED) // 2),
-    "flipped checksum": flipped(PACKED, len(PACKED) - 6),
-    "garbage after the end": PACKED + b"garbage",
-    "unknown method": flipped(PACKED, 2),
-}
-
-
-@pytest.mark.parametrize("content", BAD_GZIP.values(), ids=BAD_GZIP.keys())
-def test_read_idx_refuses_a_damaged_gzip(tmp_path, content):
-    path = tmp_path / "some-idx-file.gz"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"some-idx-file.gz: expected"):
-        read_idx(path)
-
-
-def test_read_idx_stops_at_the_size_of_the_header(tmp_path, monkeypatch):
-    """A small file that unpacks to gigabytes is refused for its first surplus byte."""
-    read = []
-    original = gzip.GzipFile.read
-    monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: read.append(size) or original(self, size))
-    path = tmp_path / "bomb.gz"
-    path.write_bytes(gzip.compress(idx((10,)) + bytes(10**6)))
-    with pytest.raises(ValueError, match="oversized"):
-        read_idx(path)
-    assert read == [4, 4, 11]
-
-
-def test_read_idx_respects_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(problems, "MAX_IDX_BYTES", 5)
-    path = tmp_path / "file"
-    path.write_bytes(idx((6,)))
-    with pytest.raises(ValueError, match="expected 1 to 5 bytes"):
-        read_idx(path)
-
-
-def test_read_idx_checksum(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(idx((6,)))
-    md5 = hashlib.md5(idx((6,))).hexdigest()
-    assert len(read_idx(path, md5=md5)) == 6
-    with pytest.raises(ValueError, match=f"file: expected content with MD5 {'0' * 32}, found {md5}"):
-        read_idx(path, md5="0" * 32)
-
-
-def test_read_idx_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent"):
-        read_idx(tmp_path / "absent")
-
-
-# --- MNIST ---
-
-
-@pytest.mark.parametrize("folder", [".", "mnist", "MNIST/raw"])
-@pytest.mark.parametrize(("pack", "end"), [(bytes, ""), (gzip.compress, ".gz")], ids=["plain", "gzip"])
-def test_load_mnist_finds_its_files(tmp_path, folder, pack, end):
-    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-    write_mnist(tmp_path / folder, pack=pack, end=end)
-    data = load_mnist(tmp_path, verify=False)
-    assert data.train_images.shape == data.test_images.shape == (3, 1, 28, 28)
-    assert data.train_images.dtype == torch.float32
-    assert data.train_labels.dtype == torch.int64
-    assert data.train_labels.tolist() == [0, 1, 2]
-    assert data.train_images[0, 0, 0, 1].item() == pytest.approx((1 / 255 - 0.1307) / 0.3081, rel=1e-6)
-
-
-def test_load_mnist_verifies_by_default(tmp_path):
-    write_mnist(tmp_path)
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz: expected content with MD5 6bbc9ace"):
-        load_mnist(tmp_path)
-
-
-def test_load_mnist_from_the_environment(tmp_path, monkeypatch):
-    write_mnist(tmp_path)
-    monkeypatch.setenv("MARQUARDT_DATA", str(tmp_path))
-    assert len(load_mnist(verify=False).test_labels) == 3
-
-
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        ({"side": 27}, r"train-images-idx3-ubyte.gz: expected 28×28 images, found 27×27"),
-        ({"labels": b"\0\1"}, r"train-labels-idx1-ubyte.gz: expected a label for each of 3 images, found 2"),
-        ({"labels": b"\0\1\x0b"}, r"train-labels-idx1-ubyte.gz: expected labels from 0 to 9, found 11"),
-    ],
-)
-def test_load_mnist_refuses(tmp_path, made, message):
-    write_mnist(tmp_path, **made)
-    with pytest.raises(ValueError, match=message):
-        load_mnist(tmp_path, verify=False)
-
-
-def test_load_mnist_refuses_swapped_files(tmp_path):
-    write_mnist(tmp_path)
-    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes((tmp_path / "train-images-idx3-ubyte.gz").read_bytes())
-    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte.gz: expected 1 dimensions, found 3"):
-        load_mnist(tmp_path, verify=False)
-
-
-def test_load_mnist_names_what_is_missing(tmp_path):
-    write_mnist(tmp_path)
-    (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(FileNotFoundError) as info:
-        load_mnist(tmp_path)
-    message = str(info.value)
-    assert f"not found in {tmp_path}: t10k-labels-idx1-ubyte. " in message
-    assert all(name in message for name in [*MNIST_MD5, "MARQUARDT_DATA"])
-
-
-def test_load_mnist_without_a_directory(monkeypatch):
-    monkeypatch.delenv("MARQUARDT_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match="MARQUARDT_DATA is not set") as info:
-        load_mnist()
-    assert all(name in str(info.value) for name in MNIST_MD5)
-
-
-def test_data_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("MARQUARDT_DATA", str(tmp_path))
-    assert data_directory() == tmp_path
-    monkeypatch.setenv("MARQUARDT_DATA", "")
-    assert data_directory() is None
-    monkeypatch.delenv("MARQUARDT_DATA")
-    assert data_directory() is None
-
-
-def test_mnist_to(tmp_path):
-    write_mnist(tmp_path)
-    data = load_mnist(tmp_path, verify=False)
-    moved = data.to("cpu", torch.float64)
-    assert moved.train_images.dtype == moved.test_images.dtype == torch.float64
-    assert moved.train_labels.dtype == moved.test_labels.dtype == torch.int64
-    with pytest.raises(AttributeError):
-        moved.train_labels = data.test_labels
-
-
-def test_the_real_mnist(mnist_dir):
-    data = load_mnist(mnist_dir)
-    assert data.train_images.shape == (60000, 1, 28, 28)
-    assert data.test_images.shape == (10000, 1, 28, 28)
-    assert data.train_images.dtype == data.test_images.dtype == torch.float32
-    assert data.train_labels.shape == (60000,)
-    assert data.test_labels.shape == (10000,)
-    assert data.train_images.mean().abs() < 1e-3  # the constants have four digits
-    assert data.train_images.std().item() == pytest.approx(1, abs=1e-3)
-    assert data.train_labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-    assert data.test_labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    untrained = accuracy(mnist_cnn(0), data.test_images, data.test_labels)
-    assert 0 < untrained < 0.4
 
 
 # --- batches ---

@@ -4,6 +4,7 @@ import torch
 
 import marquardt as mq
 from marquardt.paper import problems
+from marquardt.paper.data import load_mnist
 
 
 def test_the_default_fits_the_sine():
@@ -29,7 +30,7 @@ def test_the_paper_preset_falls_on_the_sine():
 
 def test_both_recipes_learn_the_digits(mnist_dir):
     """90 % of the test digits within 8 steps of 600: the targets are 6 for the default, 8 for the paper's."""
-    data = problems.load_mnist(mnist_dir)
+    data = load_mnist(mnist_dir)
     for build, average in ((mq.LM, True), (mq.presets.paper, False)):
         model = problems.mnist_cnn(0)
         opt = build(model, "cross_entropy")

@@ -1,0 +1,5 @@
+"""`python -m marquardt` is `marquardt`."""
+
+from .cli import main
+
+main()

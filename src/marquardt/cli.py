@@ -1,0 +1,575 @@
+"""The command line: `marquardt paper` reproduces the paper, `marquardt bench` runs the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+
+from . import __version__
+from .paper import data, logs, runs
+from .paper import tune as tuning
+from .paper.methods import METHODS, Unavailable
+
+try:
+    import typer
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console, Group
+    from rich.constrain import Constrain
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Table
+    from rich.text import Text
+    from typer.core import TyperGroup
+except ModuleNotFoundError as error:
+    sys.stderr.write(f"the command line needs {str(error.name).partition('.')[0]}: pip install 'marquardt[paper]'\n")
+    raise SystemExit(2) from None
+
+OUT = Path("paper-results")
+TUNED = "tuned.json"  # in that folder
+REFRESH = 0.2  # seconds between two pictures of a run
+BENCHMARKS = {
+    "step": "step.py",
+    "scale": "scale.py",
+    "time": "time_to_target.py",
+    "line-search": "line_search.py",
+    "quality": "quality.py",
+    "least-squares": "least_squares.py",
+}
+
+
+class Experiment(str, Enum):
+    sine = "sine"
+    mnist = "mnist"
+    ablation = "ablation"
+    swapped = "swapped"
+    all = "all"
+
+
+class Problem(str, Enum):
+    sine = "sine"
+    mnist = "mnist"
+
+
+class Digits(str, Enum):
+    mnist = "mnist"
+    mnist_5k = "mnist-5k"
+    digits = "digits"
+
+
+class Benchmark(str, Enum):
+    step = "step"
+    scale = "scale"
+    time = "time"
+    line_search = "line-search"
+    quality = "quality"
+    least_squares = "least-squares"
+
+
+# --- what the screen shows ---
+
+
+@dataclass
+class Row:
+    """One line of a table: the seeds of one method in one column."""
+
+    label: str
+    problem: str
+    seeds: int = 0
+    ended: list[logs.Log] = field(default_factory=list)
+    running: bool = False
+
+    def cells(self) -> list[Text | str]:
+        tried = logs.attempted(self.ended)
+        results = [("{:.3g}", [final(log, "train_loss") for log in tried])]
+        if self.problem != "sine":
+            results = [
+                ("{:g}", [log.steps_to() for log in tried]),
+                ("{:.2%}", [final(log, "test_accuracy") for log in tried]),
+            ]
+        results.append(("{:.1f}", [log.final("seconds") for log in tried]))
+        medians = [(form, median(values) if values else math.nan) for form, values in results]
+        shown = [form.format(value) if 0 < value < math.inf else "–" for form, value in medians]
+        return [self.label, self.status(), f"{len(self.ended)}/{self.seeds}", *shown]
+
+    def status(self) -> Text:
+        if self.running:
+            return Text("running", "cyan")
+        if not self.ended:
+            return Text("waiting", "dim")
+        bad = Counter(log.status for log in self.ended if log.status != "finished")
+        if bad:
+            counts = [status if n == self.seeds else f"{n} {status}" for status, n in bad.items()]
+            return Text(", ".join(counts), "red" if "failed" in bad else "yellow")
+        return Text("done", "green") if len(self.ended) == self.seeds else Text("under way", "cyan")
+
+
+def final(log: logs.Log, key: str) -> float:
+    """A run that did not finish counts as worse than any: an infinite loss, an accuracy of −∞."""
+    if log.status == "finished":
+        return log.final(key)
+    return math.inf if key.endswith("loss") else -math.inf
+
+
+class Screen:
+    """The table of the experiment that runs, and two bars below it; in a pipe, a line for each run.
+
+    Drawn between two steps and never by a thread of its own, which would take time from the steps that are timed.
+    """
+
+    def __init__(self, console: Console, plan: Sequence[runs.Run], todo: int) -> None:
+        self.console, self.todo, self.done = console, todo, 0
+        self.tables: dict[str, dict[tuple[str, str], Row]] = {}
+        for run in plan:
+            label = run.label if run.column == "published" else f"{run.label}, {run.column}"
+            table = self.tables.setdefault(run.experiment, {})
+            table.setdefault((run.method, run.column), Row(label, run.problem)).seeds += 1
+        self.experiment = ""
+        self.drawn = -math.inf
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[count]}", justify="right"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            speed_estimate_period=600,  # runs are of very different length
+            expand=True,
+            auto_refresh=False,
+        )
+        self.overall = self.progress.add_task("all runs", total=todo, count=f"0/{todo}")
+        self.current = self.progress.add_task("", total=1.0, count="")
+        self.live = Live(
+            get_renderable=self.picture, console=console, auto_refresh=False, transient=True, vertical_overflow="crop"
+        )
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        if not self.console.is_terminal:
+            yield
+            return
+        with self.live:
+            yield
+
+    def row(self, run: runs.Run) -> Row:
+        return self.tables[run.experiment][run.method, run.column]
+
+    def start(self, run: runs.Run) -> None:
+        self.experiment = run.experiment
+        self.row(run).running = True
+        name = f"{self.row(run).label}, seed {run.seed}"
+        self.progress.reset(self.current, description=name, total=1 if run.steps else None, completed=0, count="step 0")
+        self.draw()
+
+    def step(self, run: runs.Run, line: Mapping[str, Any]) -> None:
+        if time.monotonic() - self.drawn < REFRESH:
+            return
+        # A run goes on until its steps and its seconds are over, or to its limit; 0 steps are one pass over the data.
+        part = min(line["step"] / run.steps, 1.0) if run.steps else 0.0
+        if run.seconds:
+            part = min(line["seconds"] / run.seconds, part)
+        part = min(max(line["seconds"] / run.limit, part), 1.0)
+        self.progress.update(self.current, completed=part, count=f"step {line['step']}")
+        self.progress.update(self.overall, completed=self.done + part)
+        self.draw()
+
+    def end(self, run: runs.Run, log: logs.Log) -> None:
+        self.done += 1
+        self.progress.update(self.overall, completed=self.done, count=f"{self.done}/{self.todo}")
+        if not self.live.is_started:
+            self.say(f"{self.done}/{self.todo}  {run.name}: {summary(log)}")
+        self.add(run, log)
+
+    def add(self, run: runs.Run, log: logs.Log) -> None:
+        """To its table; and the table itself to the screen, once it is complete."""
+        row = self.row(run)
+        row.running = False
+        row.ended.append(log)
+        if all(len(row.ended) == row.seeds for row in self.tables[run.experiment].values()):
+            self.experiment = ""  # takes the picture from the screen: the table then stands in its place
+            self.draw()
+            self.print_table(run.experiment)
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def draw(self) -> None:
+        self.drawn = time.monotonic()
+        if self.live.is_started:
+            self.live.refresh()
+
+    def picture(self) -> Group:
+        bars = Constrain(self.progress, self.console.width - 2)  # the terminal writes ^C behind the cursor
+        if not self.experiment:
+            return Group(bars)
+        # Beside its rows the table has title, head, three rules and caption; a blank, two bars, one line stays free.
+        return Group(self.table(self.experiment, self.console.height - 10), "", bars)
+
+    def table(self, experiment: str, height: int | None = None) -> Table:
+        """`height`: at most that many rows, those around the one that runs."""
+        rows = list(self.tables[experiment].values())
+        sine = rows[0].problem == "sine"
+        table = Table(
+            title=experiment, title_justify="left", title_style="bold", caption_justify="left", box=SIMPLE_HEAD
+        )
+        table.add_column("method")
+        table.add_column("status", no_wrap=True)
+        for name in ["seeds", *(["MSE"] if sine else ["90 % at", "accuracy"]), "seconds"]:
+            table.add_column(name, justify="right", no_wrap=True)
+        shown = slice(None)
+        if height is not None and len(rows) > height:
+            height = max(height, 1)
+            at = next((i for i, row in enumerate(rows) if row.running), 0)
+            first = min(max(at - height // 2, 0), len(rows) - height)
+            shown = slice(first, first + height)
+            table.caption = f"{height} of {len(rows)} methods"
+        for row in rows[shown]:
+            table.add_row(*row.cells(), style="bold" if row.running else "")
+        return table
+
+    def print_unfinished(self) -> None:
+        for experiment, rows in self.tables.items():
+            for row in rows.values():
+                row.running = False
+            ended, seeds = (sum(n) for n in zip(*((len(row.ended), row.seeds) for row in rows.values()), strict=True))
+            if 0 < ended < seeds:
+                self.print_table(experiment)
+
+    def print_table(self, experiment: str) -> None:
+        rows = self.tables[experiment].values()
+        self.console.print(self.table(experiment))
+        if any(row.seeds > 1 for row in rows):
+            self.say("Medians over the seeds; one that did not finish counts as the worst.", "dim")
+        for row in rows:
+            first = {log.status: log for log in reversed(row.ended) if log.message}
+            for status, log in first.items():
+                self.say(f"{row.label}, seed {log.seed}, {status}: {log.message}")
+        self.say("")
+
+
+def summary(log: logs.Log) -> str:
+    """How a run went, in one line."""
+    if log.status != "finished":
+        return f"{log.status} at step {log.end}" + (f" ({log.message})" if log.message else "")
+    if "test_accuracy" in log.steps:
+        reached = log.steps_to()
+        result = f"90 % after {reached:g} steps" if math.isfinite(reached) else "90 % not reached"
+        result += f", {log.final('test_accuracy'):.2%} after {log.end}"
+    else:
+        result = f"MSE {log.final('train_loss'):.3g} after {log.end} steps"
+    return f"{result}, {log.final('seconds'):.1f} s"
+
+
+# --- marquardt ---
+
+
+class PaperGroup(TyperGroup):
+    """`marquardt paper sine --full` stands for `marquardt paper run sine --full`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+paper = typer.Typer(cls=PaperGroup)
+app.add_typer(paper, name="paper")
+
+
+def main() -> None:
+    app(prog_name="marquardt")
+
+
+@contextmanager
+def told(debug: bool) -> Iterator[None]:
+    """An error is told in a sentence."""
+    try:
+        yield
+    except (typer.Exit, typer.BadParameter):
+        raise
+    except KeyboardInterrupt:
+        complain("stopped")
+        raise typer.Exit(130) from None
+    except ModuleNotFoundError as error:
+        if debug:
+            raise
+        complain(f"this needs {str(error.name).partition('.')[0]}: pip install 'marquardt[paper]'")
+        raise typer.Exit(2) from None
+    except Exception as error:
+        if debug:
+            raise
+        plain = isinstance(error, (OSError, RuntimeError, ValueError))
+        complain(f"{error}" if plain else f"{type(error).__name__}: {error} (--debug shows where)")
+        raise typer.Exit(1) from None
+
+
+def complain(message: str) -> None:
+    Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"marquardt {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def marquardt(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="The version, nothing else.")
+    ] = False,
+) -> None:
+    """Levenberg–Marquardt for PyTorch: the paper's experiments and the benchmarks."""
+
+
+# --- marquardt paper ---
+
+
+def usable(device: str) -> str:
+    try:
+        torch.zeros(1, device=device).item()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise typer.BadParameter(f"{device!r} cannot be used here ({reason}); --device cpu always can") from None
+    return device
+
+
+def make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = f"{str(out)!r} cannot be made ({error.strerror}): choose another folder"
+        raise typer.BadParameter(hint, param_hint="--out") from None
+
+
+Optimizers = Annotated[
+    list[str] | None,
+    typer.Option("--optimizers", metavar="NAME,…", help="These only, for example lm,adam.", show_default="all"),
+]
+Device = Annotated[str, typer.Option("--device", callback=usable, help="cpu, cuda, cuda:1, …")]
+Images = Annotated[Digits, typer.Option("--data", help="mnist-5k: 5,000 of MNIST. digits: scikit-learn's 8×8.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir", exists=True, file_okay=False, help="Where MNIST is.", show_default="searched, then downloaded"
+    ),
+]
+Out = Annotated[Path, typer.Option("--out", file_okay=False, help="Logs and report go here.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@paper.callback()
+def paper_group() -> None:
+    """Reproduce the paper: run its experiments, tune the optimizers, write the report.
+
+    The word run can be left out: `marquardt paper`, `marquardt paper sine mnist --full`.
+    `marquardt paper run --help` shows the options.
+    """
+
+
+@paper.command()
+def run(
+    experiments: Annotated[list[Experiment] | None, typer.Argument(help="What to run.", show_default="all")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Minutes on two cores; this is the default.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="10 seeds (sine 20) at full length.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds each method gets.")] = None,
+    optimizers: Optimizers = None,
+    device: Device = "cpu",
+    images: Images = Digits.mnist,
+    data_dir: Data = None,
+    out: Out = OUT,
+    debug: Debug = False,
+) -> None:
+    """Run experiments and write the report.
+
+    Stop at any time: the same command goes on where it was, and skips what is done.
+    Every method runs with its published settings and with tuned ones: those that come with the package, or what
+    `marquardt paper tune` has left in the output folder.
+    """
+    if quick and full:
+        raise typer.BadParameter("--quick and --full exclude each other: choose one", param_hint="--quick")
+    with told(debug):
+        from .paper import report  # needs packages that runs do not; better missed now than after an hour
+
+        names = expand(experiments)
+        tuned = tuning.load(out / TUNED if (out / TUNED).exists() else tuning.WINNERS)
+        options: dict[str, Any] = {"full": full, "seeds": seeds, "device": device, "tuned": tuned}
+        methods = check_methods(optimizers, runs.plan(names, **options))
+        plan = runs.plan(names, methods=methods, **options)
+        failed = execute(plan, out, images.value, data_dir)
+        console = Console()
+        console.print("Report:", str(report.write(out)), highlight=False, soft_wrap=True)
+        if failed:
+            complain(f"{failed} of {len(plan)} runs failed; the same command tries them again")
+            raise typer.Exit(1)
+
+
+def expand(experiments: Sequence[Experiment] | None) -> list[str]:
+    asked = [experiment.value for experiment in experiments or [Experiment.all]]
+    return list(runs.EXPERIMENTS) if "all" in asked else list(dict.fromkeys(asked))
+
+
+def check_methods(optimizers: Sequence[str] | None, plan: Sequence[runs.Run]) -> list[str] | None:
+    """The names asked for, if all of them occur in the plan."""
+    if not optimizers:
+        return None
+    asked = [name.strip() for several in optimizers for name in several.split(",")]
+    planned = {run.method for run in plan}
+    known = [name for name in METHODS if name in planned]
+    if not known:
+        raise typer.BadParameter("the ablation has methods of its own: leave this out", param_hint="--optimizers")
+    for name in asked:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint="--optimizers")
+    return asked
+
+
+def execute(plan: Sequence[runs.Run], out: Path, images: str, directory: Path | None) -> int:
+    """Runs what is not done yet; how many failed."""
+    console = Console()
+    found = find_data(plan, out, images, directory)
+    make_folder(out)
+    todo = [run for run in plan if not runs.done(run, out, found.get(run.problem))]
+    screen = Screen(console, plan, len(todo))
+    for digits in found.values():
+        screen.say(f"Data: {digits.name}, {digits.source}")
+    if len(todo) < len(plan):
+        screen.say(f"{len(plan) - len(todo)} of {len(plan)} runs are done already.")
+    names = {run.name for run in todo}
+    failed = 0
+    try:
+        with screen.on():
+            for run in plan:
+                if run.name not in names:
+                    screen.add(run, logs.read(run.log(out)))
+                    continue
+                screen.start(run)
+                runs.execute(run, out, found.get(run.problem), partial(screen.step, run))
+                log = logs.read(run.log(out))
+                screen.end(run, log)
+                failed += log.status == "failed"
+    except KeyboardInterrupt:
+        screen.print_unfinished()
+        again = shlex.join(["marquardt", *sys.argv[1:]])
+        draw = shlex.join(["marquardt", "paper", "report", *([] if out == OUT else ["--out", str(out)])])
+        screen.say(
+            f"Stopped: {len(plan) - len(todo) + screen.done} of {len(plan)} runs are done and kept in {out / 'logs'}.\n"
+            f"Go on: {again}\n"
+            f"Report so far: {draw}"
+        )
+        raise typer.Exit(130) from None
+    return failed
+
+
+def find_data(plan: Sequence[runs.Run], out: Path, name: str, directory: Path | None) -> dict[str, data.Digits]:
+    """The images of each problem that has any; the runs that `out` holds must have been on the same."""
+    found = {problem: data.find(name, directory) for problem in sorted({run.problem for run in plan} - {"sine"})}
+    for log in logs.read_all(out):
+        images, before = found.get(log.head["problem"]), log.head["data"]["name"]
+        if images is not None and images.name != before:
+            raise typer.BadParameter(
+                f"{str(out)!r} holds runs on {before}, but the data found now are {images.name} ({images.source}): "
+                "choose another folder, or the data of before",
+                param_hint="--out",
+            )
+    return found
+
+
+@paper.command()
+def tune(
+    problems: Annotated[list[Problem] | None, typer.Argument(help="What to tune on.", show_default="both")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="How many settings each optimizer may try.")] = tuning.TRIALS,
+    limit: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of training at which a trial is cut off.", show_default="none")
+    ] = math.inf,
+    optimizers: Optimizers = None,
+    device: Device = "cpu",
+    data_dir: Data = None,
+    out: Out = OUT,
+    debug: Debug = False,
+) -> None:
+    """Tune every optimizer with the same number of trials.
+
+    The next run uses the winners, beside the published settings. Each is kept as soon as it is found.
+    """
+    with told(debug):
+        chosen = [problem.value for problem in problems or Problem]
+        plan = runs.plan(chosen, seeds=1)
+        asked = check_methods(optimizers, plan)
+        jobs = [(run.problem, run.method) for run in plan if asked is None or run.method in asked]
+        images = data.find("mnist", data_dir) if "mnist" in chosen else None
+        make_folder(out)
+        console = Console()
+        failed = 0
+        with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as bars:
+            bar = bars.add_task("", total=trials * len(jobs))
+            for number, (problem, method) in enumerate(jobs, 1):
+                bars.update(bar, description=f"{problem}, {METHODS[method].label}")
+                try:
+                    found = tuning.tune(
+                        [method], problem, trials=trials, data=images if problem == "mnist" else None,
+                        device=device, limit=limit, watch=lambda _: bars.advance(bar),
+                    )  # fmt: skip
+                except Unavailable:  # the search itself; a method that is not available has no winner
+                    raise
+                except RuntimeError as error:
+                    failed += 1
+                    result = f"failed ({error})"
+                else:
+                    tuning.save(out / TUNED, problem, found)
+                    result = json.dumps(found[method]) if found else "not available"
+                console.print(f"{problem}/{method}: {result}", markup=False, highlight=False, soft_wrap=True)
+                bars.update(bar, completed=number * trials)
+        if failed:
+            complain(f"{failed} of {len(jobs)} searches found nothing; more --trials may help")
+            raise typer.Exit(1)
+        console.print("Winners:", str(out / TUNED), highlight=False, soft_wrap=True)
+
+
+@paper.command("report")
+def write_report(out: Out = OUT, debug: Debug = False) -> None:
+    """Draw figures, tables and the page again, from the logs alone."""
+    with told(debug):
+        from .paper import report
+
+        if not logs.read_all(out):
+            raise typer.BadParameter(
+                f"{str(out / 'logs')!r} holds no run: marquardt paper makes them", param_hint="--out"
+            )
+        Console().print("Report:", str(report.write(out)), highlight=False, soft_wrap=True)
+
+
+# --- marquardt bench ---
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def bench(
+    name: Annotated[Benchmark, typer.Argument(help="Which one.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Passed on to it.")] = None,
+) -> None:
+    """Run a benchmark, from a checkout of the repository; `marquardt bench step --help` shows its own options."""
+    file = BENCHMARKS[name.value]
+    folders = (Path(__file__).parents[2] / "benchmarks", Path.cwd() / "benchmarks")
+    script = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    if script is None:
+        complain(
+            f"no {file} in {' or '.join(map(str, folders))}: the benchmarks are in the repository, not in the package; "
+            "run this in a checkout"
+        )
+        raise typer.Exit(2)
+    with told(debug=False):
+        raise typer.Exit(subprocess.call([sys.executable, str(script), *(arguments or [])]))

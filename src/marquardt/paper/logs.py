@@ -1,0 +1,266 @@
+"""Logs of runs: one JSONL file each, all that figures, tables and the report are made from."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+HEAD = (
+    *("experiment", "method", "label", "column", "seed", "steps", "seconds", "batch", "hyper", "parameters", "data"),
+    *("device", "machine", "versions", "started"),
+)
+STATUSES = ("finished", "diverged", "failed", "unavailable")
+COLUMNS = ("published", "tuned")  # the paper's hyper-parameters, or those of a search
+PARTS = ("max-diagonal", "momentum", "search", "uphill")  # the paper's four improvements
+METHODS = (  # in the order of tables
+    *("lm", "lm-paper", "lm-vanilla", "gauss-newton", "newton", "bfgs", "lbfgs", "hessian-free", "kfac"),
+    *("sgd", "adam", "psgd", "tlm"),
+    *("paper", *(f"paper-{part}" for part in PARTS), "vanilla", *(f"vanilla+{part}" for part in PARTS)),
+)
+TARGET = 0.9  # the accuracy that the paper's Table 1 waits for
+
+Curve = tuple[list[float], list[float]]  # x, y
+
+
+@dataclass(frozen=True)
+class Log:
+    """One run: its head, a list of values per key of its steps, and how it ended."""
+
+    path: Path
+    head: dict[str, Any]
+    steps: dict[str, list[float]]  # "step", "seconds", "train_loss", …; NaN where the log has null
+    curves: dict[int, Curve]  # the fitted curve by step (sine)
+    data: Curve | None  # the noisy samples (sine)
+    status: str
+    end: int  # the step at which the run ended
+    message: str
+
+    @property
+    def experiment(self) -> str:
+        return str(self.head["experiment"])
+
+    @property
+    def method(self) -> str:
+        return str(self.head["method"])
+
+    @property
+    def label(self) -> str:
+        return str(self.head["label"])
+
+    @property
+    def column(self) -> str:
+        return str(self.head["column"])
+
+    @property
+    def seed(self) -> int:
+        return int(self.head["seed"])
+
+    def at(self, step: int, key: str) -> float:
+        """The last value at or before `step`; NaN after the end of a run that broke off."""
+        return math.nan if self.status != "finished" and step > self.end else self._at("step", step, key)
+
+    def at_seconds(self, seconds: float, key: str) -> float:
+        """The same at a time of training."""
+        broken = self.status != "finished" and seconds > self.final("seconds")
+        return math.nan if broken else self._at("seconds", seconds, key)
+
+    def final(self, key: str) -> float:
+        """The last value; NaN where there is none."""
+        values = self.steps.get(key)
+        return values[-1] if values else math.nan
+
+    def steps_to(self, level: float = TARGET, key: str = "test_accuracy") -> float:
+        """The first step at which an accuracy reaches `level`, or a loss falls to it; ∞ where none does."""
+        return self._first("step", level, key)
+
+    def seconds_to(self, level: float = TARGET, key: str = "test_accuracy") -> float:
+        """The same in seconds of training."""
+        return self._first("seconds", level, key)
+
+    def _at(self, clock: str, time: float, key: str) -> float:
+        values = self.steps.get(key)
+        index = bisect_right(self.steps.get(clock, []), time) - 1
+        return values[index] if values and index >= 0 else math.nan
+
+    def _first(self, clock: str, level: float, key: str) -> float:
+        sign = -1 if key.endswith("loss") else 1
+        pairs = zip(self.steps.get(clock, []), self.steps.get(key, []), strict=False)
+        return next((time for time, value in pairs if sign * value >= sign * level), math.inf)
+
+
+def read(path: Path) -> Log:
+    """The log of one run that has ended."""
+    head: dict[str, Any] | None = None
+    end: dict[str, Any] | None = None
+    records: list[dict[str, float]] = []
+    curves: dict[int, Curve] = {}
+    data: Curve | None = None
+    number = 0
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                line = _parsed(text)
+                kind = line["kind"]
+                if end is not None:
+                    raise ValueError("a line after the end of the run")
+                if (head is None) != (kind == "run"):
+                    raise ValueError("the head of the run stands in the first line, and there alone")
+                if kind == "run":
+                    head = _checked_head(line)
+                elif kind == "step":
+                    records.append({key: _number(value) for key, value in line.items() if key != "kind"})
+                elif kind == "curve":
+                    curves[int(line["step"])] = (line["x"], line["y"])
+                elif kind == "data":
+                    data = (line["x"], line["y"])
+                elif kind == "end":
+                    if line["status"] not in STATUSES:
+                        raise ValueError(f"the status {line['status']!r} is none of {', '.join(STATUSES)}")
+                    end = {"status": line["status"], "step": int(line["step"]), "message": str(line["message"])}
+                else:
+                    raise ValueError(f"unknown kind {kind!r}")
+            except (ValueError, KeyError, TypeError) as error:
+                what = f"no {error}" if isinstance(error, KeyError) else str(error)
+                raise ValueError(f"{path}, line {number}: {what}; delete the file and run it again") from error
+    if head is None or end is None:
+        raise ValueError(f"{path}, line {number}: the log breaks off; delete the file and run it again")
+    steps = {key: [record.get(key, math.nan) for record in records] for key in (records[0] if records else ())}
+    return Log(path, head, steps, curves, data, end["status"], end["step"], end["message"])
+
+
+def read_all(out: Path) -> list[Log]:
+    """Every run under `out`/logs that has ended, in the order of tables; those in progress (.part) are left out."""
+    found = [read(path) for path in sorted(Path(out, "logs").glob("*/*.jsonl"))]
+    first: dict[str, Log] = {}
+    for log in found:
+        other = first.setdefault(log.experiment, log)
+        if _same_data(log) != _same_data(other):
+            raise ValueError(
+                f"{log.path} ran on {log.head['data']}, but {other.path} on {other.head['data']}: "
+                "runs on different data cannot be compared, keep them in separate folders"
+            )
+    return sorted(found, key=lambda log: (log.experiment, place(log.method), place(log.column), log.seed))
+
+
+def unfinished(out: Path) -> list[Path]:
+    """Logs of runs that have not ended."""
+    return sorted(Path(out, "logs").glob("*/*.part"))
+
+
+def place(key: str) -> tuple[int, str]:
+    """Of a method or a column in tables."""
+    order = METHODS + COLUMNS
+    return (order.index(key) if key in order else len(order), key)
+
+
+def select(logs: Iterable[Log], experiment: str, method: str | None = None, column: str | None = None) -> list[Log]:
+    return [
+        log
+        for log in logs
+        if log.experiment == experiment and method in (None, log.method) and column in (None, log.column)
+    ]
+
+
+def groups(logs: Iterable[Log], experiment: str) -> dict[tuple[str, str], list[Log]]:
+    """The seeds of each (method, column), in the order of tables."""
+    found: dict[tuple[str, str], list[Log]] = {}
+    for log in select(logs, experiment):
+        found.setdefault((log.method, log.column), []).append(log)
+    return found
+
+
+def attempted(runs: Iterable[Log]) -> list[Log]:
+    """All but those whose package is missing."""
+    return [log for log in runs if log.status != "unavailable"]
+
+
+def runs_of(logs: Sequence[Log], experiment: str, method: str, column: str) -> list[Log]:
+    """A method's runs with tuned hyper-parameters, or with published ones if it was not tuned."""
+    return attempted(select(logs, experiment, method, column) or select(logs, experiment, method, "published"))
+
+
+def horizon(runs: Iterable[Log]) -> int:
+    """The number of steps that all runs were asked for."""
+    return min((int(log.head["steps"]) for log in attempted(runs)), default=0)
+
+
+def equal_seconds(runs: Iterable[Log]) -> float:
+    """The training time that all runs were given: what the heads say, or the shortest run that finished; else 0."""
+    runs = attempted(runs)
+    given = [float(log.head["seconds"]) for log in runs if log.head["seconds"]]
+    return min(given or [log.final("seconds") for log in runs if log.status == "finished"], default=0.0)
+
+
+def or_worst(value: float, key: str) -> float:
+    """A run that broke off counts as the worst there is: ∞ as a loss, −∞ as an accuracy."""
+    return value if math.isfinite(value) else math.inf if key.endswith("loss") else -math.inf
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Linear between order statistics, as NumPy's, but at home with ±∞."""
+    ranked = sorted(values)
+    rank = q * (len(ranked) - 1)
+    low, high = ranked[math.floor(rank)], ranked[math.ceil(rank)]
+    return low if low in (high, -math.inf) else low + (rank - math.floor(rank)) * (high - low)
+
+
+def write_csv(logs: Iterable[Log], path: Path) -> None:
+    """One line per run."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, CSV_FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(_csv_row(log) for log in logs)
+
+
+CSV_FIELDS = (
+    *("experiment", "method", "label", "column", "seed", "status", "end", "message", "steps", "batch", "parameters"),
+    *("seconds", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "steps_to_90", "seconds_to_90"),
+    *("train_loss_100", "train_loss_200", "data", "device", "hyper", "started"),
+)
+
+
+def _csv_row(log: Log) -> dict[str, Any]:
+    numbers = {key: log.final(key) for key in ("seconds", "train_loss", "train_accuracy", "test_loss", "test_accuracy")}
+    numbers |= {"steps_to_90": log.steps_to(), "seconds_to_90": log.seconds_to()}
+    numbers |= {f"train_loss_{step}": log.at(step, "train_loss") for step in (100, 200)}
+    head = log.head
+    return {
+        **{key: head[key] for key in CSV_FIELDS if key in head and key not in ("seconds", "data")},
+        **{key: value if math.isfinite(value) else "" for key, value in numbers.items()},
+        **{"status": log.status, "end": log.end, "message": log.message},
+        **{"data": head["data"]["name"], "hyper": json.dumps(head["hyper"])},
+    }
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError("not JSON") from error
+    if not isinstance(line, dict):
+        raise ValueError("not a JSON object")
+    return line
+
+
+def _checked_head(line: dict[str, Any]) -> dict[str, Any]:
+    if line["format"] != FORMAT:
+        raise ValueError(f"format {line['format']!r} where this version reads {FORMAT}")
+    missing = [key for key in HEAD if key not in line]
+    if missing:
+        raise ValueError(f"the head has no {', '.join(missing)}")
+    return line
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _same_data(log: Log) -> tuple[Any, ...]:
+    return tuple(log.head["data"].get(key) for key in ("name", "train", "test"))

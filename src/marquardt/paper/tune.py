@@ -1,0 +1,151 @@
+"""Hyper-parameters for every optimizer, found with the same number of trials each (Optuna's TPE).
+
+On the digits a trial trains on five sixths of the training set and is judged on the last sixth: the test set stays
+unseen. It is judged by the mean of log10(error rate) over the steps, which rewards a fast start and a good end alike.
+On the sine, by log10 of the mean squared error after the last iteration, the mean of three seeds. No seed is one of
+those that are reported, and the first trial of a method is its published setting.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from marquardt.paper import runs
+from marquardt.paper.data import Digits
+from marquardt.paper.methods import METHODS, Choice, Method, needed
+
+WINNERS = Path(__file__).with_name("tuned.json")  # of 20 trials each, on MNIST and on the sine
+TRIALS = 20
+SEEDS = {"sine": (1000, 1001, 1002), "mnist": (1000,)}  # reported runs have 0, 1, …
+HELD_OUT = 6  # one part in so many of the training set: 10,000 of MNIST's
+WORST = 1.0  # log10: of a trial that diverged
+
+
+class Trial(NamedTuple):
+    method: str
+    number: int
+    score: float  # less is better
+    hyper: Mapping[str, Any]
+
+
+def tune(
+    methods: Sequence[str] | None = None,
+    problem: str = "mnist",
+    *,
+    trials: int = TRIALS,
+    data: Digits | None = None,
+    steps: int | None = None,
+    device: str = "cpu",
+    limit: float = math.inf,
+    watch: Callable[[Trial], None] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """{method: hyper-parameters} of the best trial of each. A method whose package is missing has no entry.
+
+    `limit` cuts off a trial after so many seconds of training; it is then judged by what it reached.
+    """
+    if problem not in ("sine", "mnist"):
+        raise ValueError(f"no problem {problem!r} to tune on: sine or mnist")
+    if trials < 1:
+        raise ValueError(f"trials={trials}: at least 1")
+    if unknown := [name for name in methods or () if name not in METHODS]:
+        raise ValueError(f"no optimizer {unknown[0]!r}: choose from {', '.join(METHODS)}")
+    if problem == "mnist" and data is None:
+        raise ValueError("tuning on MNIST needs the digits: pass data=, from marquardt.paper.data.find()")
+    optuna = needed("optuna", "optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    steps = steps or (runs.SINE_STEPS if problem == "sine" else runs.FULL.mnist_steps)
+    judged = None if data is None else held_out(data)
+    found: dict[str, dict[str, Any]] = {}
+    for method in METHODS.values():
+        if (methods is not None and method.key not in methods) or (problem == "mnist" and method.sine_only):
+            continue
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
+        published = method.hyper(problem)
+        study.enqueue_trial({name: published[name] for name in method.choices()}, skip_if_exists=True)
+        for number in range(trials):
+            trial = study.ask()
+            hyper = published | {name: suggest(trial, name, space) for name, space in method.choices().items()}
+            score, message = judge(method, problem, hyper, judged, steps, device, limit)
+            if score is None:
+                break
+            study.tell(trial, score)
+            if watch is not None:
+                watch(Trial(method.key, number, score, hyper))
+        else:
+            if study.best_value == WORST:
+                raise RuntimeError(f"no trial of {method.label} came to its end; the last one: {message}")
+            found[method.key] = {**published, **study.best_params}
+    return found
+
+
+def held_out(data: Digits) -> Digits:
+    """The training set alone, its last sixth in place of the test set."""
+    last = len(data.train_labels) // HELD_OUT
+    train, test = slice(None, -last), slice(-last, None)
+    x, y = data.train_images, data.train_labels
+    return replace(data, train_images=x[train], train_labels=y[train], test_images=x[test], test_labels=y[test])
+
+
+def suggest(trial: Any, name: str, space: Any) -> Any:
+    if isinstance(space, Choice):
+        return trial.suggest_categorical(name, space.values)
+    return trial.suggest_float(name, space.low, space.high, log=space.log)
+
+
+def judge(
+    method: Method, problem: str, hyper: Mapping[str, Any], data: Digits | None, steps: int, device: str, limit: float
+) -> tuple[float | None, str]:
+    """The mean score over the seeds, and the last message; None where the method's package is missing."""
+    scores = []
+    for seed in SEEDS[problem]:
+        lines: list[dict[str, Any]] = []
+        run = runs.Run(
+            problem, method.key, method.label, "tuned", seed, steps,
+            hyper=hyper, train_sample=runs.QUICK.train_sample, device=device, limit=limit,
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as scratch:
+            summary = runs.execute(run, Path(scratch), data, lines.append)
+        if summary.status == "unavailable":
+            return None, summary.message
+        scores.append(score(lines) if summary.status == "finished" else WORST)
+    return sum(scores) / len(scores), summary.message
+
+
+def score(lines: Sequence[Mapping[str, Any]]) -> float:
+    if "test_accuracy" not in lines[-1]:
+        return math.log10(lines[-1]["train_loss"])
+    # One error of the held-out digits at least: log10(0) would make one lucky step decide.
+    errors = [max(1 - line["test_accuracy"], 1e-4) for line in lines[1:]]
+    return sum(map(math.log10, errors)) / len(errors)
+
+
+def load(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """{problem: {method: hyper-parameters}}, as `save` wrote it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected the JSON that `marquardt paper tune` writes ({error})") from error
+    if not isinstance(found, dict) or not all(isinstance(methods, dict) for methods in found.values()):
+        raise ValueError(
+            f"{path}: expected {{problem: {{optimizer: hyper-parameters}}}}, as `marquardt paper tune` writes it"
+        )
+    for problem, methods in found.items():
+        if unknown := [name for name in methods if name not in METHODS]:
+            raise ValueError(f"{path}: no optimizer {unknown[0]!r} in {problem!r}: choose from {', '.join(METHODS)}")
+    return found
+
+
+def save(path: Path, problem: str, found: Mapping[str, dict[str, Any]]) -> None:
+    """Add these to the file; what it has of other problems and methods stays."""
+    known = load(path) if path.exists() else {}
+    known[problem] = {**known.get(problem, {}), **found}
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, path)

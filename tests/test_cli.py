@@ -1,0 +1,452 @@
+"""The command line, on real but tiny runs; drawing and the search of hyper-parameters are replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import marquardt
+import marquardt.paper
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner, Result
+
+from marquardt import cli
+from marquardt.paper import logs, methods, runs
+from marquardt.paper.data import Digits
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "results"
+
+
+@pytest.fixture
+def winners(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Takes the place of the tuned settings that come with the package: none."""
+    file = tmp_path_factory.mktemp("package") / "tuned.json"
+    file.write_text("{}")
+    return file
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, winners: Path) -> Invoke:
+    """Runs of three steps on 60 made-up images; a report that only says which runs it saw."""
+    monkeypatch.chdir(tmp_path)
+    small = runs.QUICK._replace(
+        sine_seeds=2, sine_seconds=0.0, mnist_seeds=1, mnist_steps=3, ablation_steps=1, train_sample=20
+    )
+    monkeypatch.setattr(runs, "QUICK", small)
+    monkeypatch.setattr(runs, "SINE_STEPS", 3)
+    monkeypatch.setattr(cli.tuning, "WINNERS", winners)
+    monkeypatch.setattr(cli.data, "find", lambda name, *_: digits({"mnist": "MNIST"}.get(name, name)))
+    monkeypatch.setattr(marquardt.paper, "report", SimpleNamespace(write=list_runs), raising=False)
+
+    def run(*arguments: str | Path) -> Result:
+        words = [str(argument) for argument in arguments]
+        monkeypatch.setattr(sys, "argv", ["marquardt", *words])
+        # wide: no message is broken into lines
+        return CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, words, prog_name="marquardt")
+
+    return run
+
+
+def digits(name: str) -> Digits:
+    g = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(80, 1, 28, 28, generator=g), torch.arange(80) % 10
+    return Digits(images[:60], labels[:60], images[60:], labels[60:], name=name, source="made up")
+
+
+def list_runs(out: Path) -> Path:
+    page = out / "report.html"
+    page.write_text("\n".join(f"{log.experiment}/{log.method}.{log.seed}" for log in logs.read_all(out)))
+    return page
+
+
+def names(out: Path) -> set[str]:
+    return {f"{path.parent.name}/{path.stem}" for path in (out / "logs").glob("*/*.jsonl")}
+
+
+def broken_by(monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException) -> None:
+    def build(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setitem(methods.METHODS, method, replace(methods.METHODS[method], build=build))
+
+
+# --- runs ---
+
+
+def test_runs_are_made_told_and_drawn(invoke: Invoke, out: Path) -> None:
+    result = invoke("paper", "sine", "mnist", "--optimizers", "sgd,adam", "--out", out)
+    assert result.exit_code == 0, result.output
+    expected = {f"sine/{m}.published.{s}" for m in ("sgd", "adam") for s in (0, 1)}
+    expected |= {"mnist/sgd.published.0", "mnist/adam.published.0"}
+    assert names(out) == expected
+    for name in expected:
+        assert f"  {name}: " in result.output  # a line per run where the output is no terminal
+    loss = logs.read(out / "logs/sine/adam.published.1.jsonl").final("train_loss")
+    assert f"6  sine/adam.published.1: MSE {loss:.3g} after 3 steps" in result.output
+    accuracy = logs.read(out / "logs/mnist/adam.published.0.jsonl").final("test_accuracy")
+    assert f"90 % not reached, {accuracy:.2%} after 3" in result.output
+    assert "Data: MNIST, made up" in result.output
+    assert f"Report: {out / 'report.html'}" in result.output
+    assert len((out / "report.html").read_text().split()) == 6
+
+
+def test_without_a_word_every_experiment_runs(invoke: Invoke, out: Path) -> None:
+    result = invoke("paper", "--out", out, "--optimizers", "adam", "--seeds", "1")
+    assert result.exit_code == 0, result.output
+    experiments = {name.split("/")[0] for name in names(out)}
+    assert experiments == {"sine", "mnist", "ablation-sine", "ablation-mnist", "swapped"}
+
+
+def test_the_words_are_the_experiments() -> None:
+    assert [word.value for word in cli.Experiment] == [*runs.EXPERIMENTS, "all"]
+
+
+def test_the_table_takes_medians_and_a_diverged_seed_as_the_worst() -> None:
+    row = cli.Row("Adam", "mnist", seeds=3)
+    assert [str(cell) for cell in row.cells()] == ["Adam", "waiting", "0/3", "–", "–", "–"]
+    row.ended = [made(4, 0.97), made(6, 0.95)]
+    assert [str(cell) for cell in row.cells()] == ["Adam", "under way", "2/3", "5", "96.00%", "2.0"]
+    row.ended.append(replace(made(1, 0.99), status="diverged"))
+    assert [str(cell) for cell in row.cells()] == ["Adam", "1 diverged", "3/3", "4", "95.00%", "2.0"]
+    row.ended = [replace(log, status="unavailable") for log in row.ended]
+    assert [str(cell) for cell in row.cells()] == ["Adam", "unavailable", "3/3", "–", "–", "–"]
+
+
+def made(reached: int, accuracy: float) -> logs.Log:
+    """90 % at step `reached`, `accuracy` at the end."""
+    steps = {
+        "step": [0, reached, 10],
+        "seconds": [0, 1, 2],
+        "train_loss": [2, 1, 1],
+        "test_accuracy": [0, 0.9, accuracy],
+    }
+    columns = {key: [float(value) for value in values] for key, values in steps.items()}
+    return logs.Log(Path(), {}, columns, {}, None, "finished", 10, "")
+
+
+def test_a_low_screen_shows_the_rows_around_the_one_that_runs(invoke: Invoke) -> None:
+    plan = runs.plan(["sine"], seeds=1)
+    screen = cli.Screen(cli.Console(width=80, height=14), plan, len(plan))
+    screen.start(plan[6])
+    assert screen.table("sine", 4).row_count == 4
+    lines = screen.console.render_lines(screen.picture())
+    assert len(lines) < 14
+    text = "".join(segment.text for line in lines for segment in line)
+    assert plan[6].label in text
+    assert plan[0].label not in text
+
+
+def test_a_terminal_shows_bars_drawn_between_the_steps(
+    invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, threads, before = runs.execute, [], threading.active_count()
+
+    def watched(*arguments: Any) -> runs.Summary:
+        threads.append(threading.active_count())
+        return execute(*arguments)
+
+    monkeypatch.setattr(runs, "execute", watched)
+    monkeypatch.setattr(cli, "REFRESH", 0.0)
+    monkeypatch.setattr(cli, "Console", partial(cli.Console, force_terminal=True, width=80, height=24))
+    result = invoke("paper", "sine", "swapped", "--seeds", "1", "--optimizers", "adam,sgd", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert threads == [before] * 4  # a thread that draws would take time from the steps
+    for text in ("all runs", "Adam, seed 0", "step 2", "running", "waiting", "done", "Report: "):
+        assert text in result.output
+    assert "sine/adam.published.0" not in result.output  # the lines of a pipe
+
+
+def test_what_is_done_is_skipped(invoke: Invoke, out: Path) -> None:
+    assert invoke("paper", "sine", "--optimizers", "adam", "--out", out).exit_code == 0
+    before = {path: path.read_text() for path in out.glob("logs/*/*")}
+    result = invoke("paper", "sine", "--optimizers", "adam", "--optimizers", "sgd", "--out", out)
+    assert result.exit_code == 0
+    assert "2 of 4 runs are done already" in result.output
+    assert "sine/adam" not in result.output
+    assert "2/2  sine/sgd.published.1" in result.output
+    assert all(path.read_text() == text for path, text in before.items())
+    table = result.output[result.output.index("method") :]
+    assert [line.split()[:3] for line in table.splitlines()[2:4]] == [["SGD", "done", "2/2"], ["Adam", "done", "2/2"]]
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
+    invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        broken_by(patch, "adam", KeyboardInterrupt())
+        result = invoke("paper", "sine", "--optimizers", "sgd,adam", "--out", out)
+    assert result.exit_code == 130
+    assert names(out) == {"sine/sgd.published.0"}
+    assert not list(out.glob("logs/*/*.part"))
+    assert not (out / "report.html").exists()
+    assert "1 of 4 runs are done" in result.output
+    assert f"marquardt paper sine --optimizers sgd,adam --out {out}" in result.output
+    assert f"marquardt paper report --out {out}" in result.output
+    again = invoke("paper", "sine", "--optimizers", "sgd,adam", "--out", out)
+    assert again.exit_code == 0
+    assert len(names(out)) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [(RuntimeError("no [bold] luck"), "failed", 1), (methods.Unavailable("needs a package"), "unavailable", 0)],
+)
+def test_a_run_that_cannot_be_made_stops_no_other(
+    invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, code: int
+) -> None:
+    broken_by(monkeypatch, "sgd", error)
+    result = invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd,adam", "--out", out)
+    assert result.exit_code == code
+    assert f"sine/sgd.published.0: {status} at step 0 (" in result.output
+    assert str(error) in result.output
+    assert "sine/adam.published.0: MSE" in result.output
+    assert (out / "report.html").exists()
+    assert ("1 of 2 runs failed" in result.output) == (status == "failed")
+
+
+def test_a_diverged_run_is_no_failure(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sgd = methods.METHODS["sgd"]
+    monkeypatch.setitem(methods.METHODS, "sgd", replace(sgd, published={**sgd.published, "lr": 1e6}))
+    result = invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd", "--out", out)
+    assert result.exit_code == 0
+    assert "sine/sgd.published.0: diverged at step 1" in result.output
+
+
+def test_winners_of_the_tuning_run_too(invoke: Invoke, out: Path) -> None:
+    out.mkdir()
+    (out / "tuned.json").write_text(json.dumps({"sine": {"adam": {"lr": 0.123}}}))
+    assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam,sgd", "--out", out).exit_code == 0
+    assert names(out) == {"sine/adam.published.0", "sine/sgd.published.0", "sine/adam.tuned.0"}
+    assert logs.read(out / "logs/sine/adam.tuned.0.jsonl").head["hyper"]["lr"] == 0.123
+
+
+def test_tuned_settings_come_with_the_package(invoke: Invoke, out: Path, winners: Path) -> None:
+    winners.write_text(json.dumps({"sine": {"adam": {"lr": 0.123}}}))
+    assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam", "--out", out).exit_code == 0
+    assert logs.read(out / "logs/sine/adam.tuned.0.jsonl").head["hyper"]["lr"] == 0.123
+
+
+def test_other_images_on_request(invoke: Invoke, out: Path) -> None:
+    result = invoke("paper", "mnist", "--data", "mnist-5k", "--optimizers", "sgd", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert logs.read(out / "logs/mnist/sgd.published.0.jsonl").head["data"]["name"] == "mnist-5k"
+
+
+# --- what is refused, before anything is run ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sinus"], ["sinus", "sine", "mnist", "ablation", "swapped", "all"]),
+        (["sine", "--optimizers", "adam,adamw"], ["'adamw'", "lm-paper", "sgd", "--optimizers"]),
+        (["mnist", "--optimizers", "newton"], ["'newton'", "--optimizers"]),
+        (["ablation", "--optimizers", "adam"], ["--optimizers", "ablation"]),
+        (["--seeds", "0"], ["--seeds"]),
+        (["--device", "abacus"], ["--device", "'abacus'", "cpu"]),
+        (["--device", "meta"], ["--device", "'meta'", "cpu"]),
+        (["--quick", "--full"], ["--quick", "--full"]),
+        (["--data-dir", "nowhere"], ["--data-dir", "nowhere"]),
+        (["--out", "file"], ["--out", "file"]),
+        (["--out", "file/below"], ["--out", "file"]),
+        (["report", "--out", "nowhere"], ["--out", "nowhere", "no run"]),
+        (["tune", "--trials", "0"], ["--trials"]),
+    ],
+)
+def test_bad_usage(invoke: Invoke, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    (tmp_path / "file").touch()
+    result = invoke("paper", *arguments)
+    assert result.exit_code == 2
+    assert all(word in result.output for word in words), result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_cuda_without_cuda(invoke: Invoke) -> None:
+    result = invoke("paper", "sine", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "--device cpu" in result.output
+
+
+def test_other_data_than_before(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("paper", "mnist", "--optimizers", "adam", "--out", out).exit_code == 0
+    monkeypatch.setattr(cli.data, "find", lambda *_: digits("MNIST-5k"))
+    result = invoke("paper", "mnist", "--optimizers", "sgd", "--out", out)
+    assert result.exit_code == 2
+    assert "holds runs on MNIST, but the data found now are MNIST-5k" in result.output
+    assert names(out) == {"mnist/adam.published.0"}
+
+
+def test_an_error_is_a_sentence_and_debug_shows_where(
+    invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: Any) -> None:
+        raise FileNotFoundError("no MNIST anywhere")
+
+    monkeypatch.setattr(cli.data, "find", missing)
+    result = invoke("paper", "mnist", "--out", out)
+    assert result.exit_code == 1
+    assert result.output.strip() == "Error: no MNIST anywhere"
+    assert not out.exists()
+    debug = invoke("paper", "mnist", "--out", out, "--debug")
+    assert isinstance(debug.exception, FileNotFoundError)
+
+
+@pytest.mark.parametrize("content", ["{", '{"sine": {"adamw": {}}}'])
+def test_a_damaged_file_of_winners(invoke: Invoke, out: Path, content: str) -> None:
+    out.mkdir()
+    (out / "tuned.json").write_text(content)
+    result = invoke("paper", "sine", "--out", out)
+    assert result.exit_code == 1
+    assert f"Error: {out / 'tuned.json'}" in result.output
+    assert names(out) == set()
+
+
+# --- tune, report ---
+
+
+def test_tune(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def tune(names: list[str], problem: str, **options: Any) -> dict[str, Any]:
+        calls.append((problem, *names, options["trials"], options["data"] and options["data"].name))
+        return {name: {"lr": 0.5} for name in names if name != "psgd"}  # whose package is missing
+
+    monkeypatch.setattr(cli.tuning, "tune", tune)
+    result = invoke("paper", "tune", "--trials", "7", "--optimizers", "psgd,adam", "--out", out)
+    assert result.exit_code == 0, result.output
+    problems = {"sine": None, "mnist": "MNIST"}
+    assert calls == [(problem, name, 7, data) for problem, data in problems.items() for name in ("adam", "psgd")]
+    assert 'sine/adam: {"lr": 0.5}' in result.output
+    assert "mnist/psgd: not available" in result.output
+    assert json.loads((out / "tuned.json").read_text()) == {problem: {"adam": {"lr": 0.5}} for problem in problems}
+    calls.clear()
+    assert invoke("paper", "tune", "mnist", "--out", out).exit_code == 0
+    assert {call[0] for call in calls} == {"mnist"}
+    assert {call[1] for call in calls} == {key for key, method in methods.METHODS.items() if not method.sine_only}
+
+
+@pytest.mark.parametrize(
+    ("error", "winners"),
+    [
+        (RuntimeError("no trial came to its end"), {"sine": {"adam": {"lr": 0.5}}}),  # the others go on
+        (methods.Unavailable("needs the package optuna"), None),  # nothing can
+    ],
+)
+def test_a_search_that_fails(
+    invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, winners: dict[str, Any] | None
+) -> None:
+    def tune(names: list[str], problem: str, **_: Any) -> dict[str, Any]:
+        if names == ["sgd"]:
+            raise error
+        return {name: {"lr": 0.5} for name in names}
+
+    monkeypatch.setattr(cli.tuning, "tune", tune)
+    result = invoke("paper", "tune", "sine", "--optimizers", "sgd,adam", "--out", out)
+    assert result.exit_code == 1
+    assert str(error) in result.output
+    file = out / "tuned.json"
+    assert (json.loads(file.read_text()) if file.exists() else None) == winners
+
+
+def test_ctrl_c_keeps_what_is_tuned(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tune(names: list[str], problem: str, **_: Any) -> dict[str, Any]:
+        if names == ["adam"]:
+            raise KeyboardInterrupt
+        return {name: {"lr": 0.5} for name in names}
+
+    monkeypatch.setattr(cli.tuning, "tune", tune)
+    result = invoke("paper", "tune", "sine", "--optimizers", "sgd,adam", "--out", out)
+    assert result.exit_code == 130
+    assert json.loads((out / "tuned.json").read_text()) == {"sine": {"sgd": {"lr": 0.5}}}
+
+
+def test_report_draws_from_logs_alone(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam", "--out", out).exit_code == 0
+    (out / "report.html").unlink()
+    monkeypatch.setattr(runs, "execute", None)
+    result = invoke("paper", "report", "--out", out)
+    assert result.exit_code == 0
+    assert (out / "report.html").read_text() == "sine/adam.0"
+
+
+def test_a_package_for_drawing_is_missed_before_the_first_run(
+    invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(marquardt.paper, "report")
+    monkeypatch.delitem(sys.modules, "marquardt.paper.report", raising=False)
+    monkeypatch.delitem(sys.modules, "marquardt.paper.figures", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    result = invoke("paper", "sine", "--out", out)
+    assert result.exit_code == 2
+    assert "needs jinja2: pip install 'marquardt[paper]'" in result.output
+    assert not out.exists()
+
+
+# --- bench, version, the program itself ---
+
+
+@pytest.mark.parametrize("name", cli.BENCHMARKS)
+def test_bench_passes_arguments_on(monkeypatch: pytest.MonkeyPatch, invoke: Invoke, name: str) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 3)
+    result = invoke("bench", name, "--quick", "--help", "x")
+    assert result.exit_code == 3
+    [(python, script, *arguments)] = called
+    assert python == sys.executable
+    assert Path(script).is_file()
+    assert arguments == ["--quick", "--help", "x"]
+
+
+def test_bench_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, invoke: Invoke, tmp_path: Path) -> None:
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "lib/marquardt/cli.py"))
+    result = invoke("bench", "step")
+    assert result.exit_code == 2
+    assert "checkout" in result.output
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/step.py").write_text("import sys; sys.exit(len(sys.argv) + 40)")
+    assert invoke("bench", "step", "--one").exit_code == 42  # the one in the current directory
+
+
+def test_every_benchmark_has_a_word() -> None:
+    assert [word.value for word in cli.Benchmark] == list(cli.BENCHMARKS)
+
+
+def test_version(invoke: Invoke) -> None:
+    assert invoke("--version").output == f"marquardt {marquardt.__version__}\n"
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(marquardt.__file__).parents[1])}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=120)
+
+
+def test_python_m() -> None:
+    assert program("-m", "marquardt", "--version").stdout == f"marquardt {marquardt.__version__}\n"
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_packages_of_the_command_line(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from marquardt.cli import main; main()"
+    result = program("-c", code)
+    assert result.returncode == 2
+    assert result.stderr == f"the command line needs {package}: pip install 'marquardt[paper]'\n"
