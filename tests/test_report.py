@@ -4,7 +4,6 @@ import csv
 import html.parser
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -465,9 +464,8 @@ addEventListener("message", event => {{ document.body.textContent = "seen" + eve
 def test_the_page_in_chromium(full, tmp_path, width, scheme, background):
     """A copy of the page with a watching script, in a frame as wide as a desktop's or a phone's window."""
     chromium = shutil.which("chromium")
-    if chromium is None and not os.environ.get("CI"):
-        pytest.skip("chromium is not installed")
-    assert chromium, "CI needs Debian's package chromium"
+    if chromium is None:
+        pytest.skip("chromium is not installed")  # .ci/run installs it
     source = full.read_text(encoding="utf-8")
     (tmp_path / "watched.html").write_text(source.replace("<head>", f"<head>{WATCH}", 1), encoding="utf-8")
     (tmp_path / "frame.html").write_text(FRAME.format(width=width), encoding="utf-8")
