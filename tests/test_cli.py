@@ -53,7 +53,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, winners: Path) -> In
     )
     monkeypatch.setattr(runs, "QUICK", small)
     monkeypatch.setattr(runs, "SINE_STEPS", 3)
-    monkeypatch.setattr(cli.tuning, "WINNERS", winners)
+    monkeypatch.setattr(runs, "WINNERS", winners)
     monkeypatch.setattr(cli.data, "find", lambda name, *_: digits({"mnist": "MNIST"}.get(name, name)))
     monkeypatch.setattr(marquardt.paper, "report", SimpleNamespace(write=list_runs), raising=False)
 

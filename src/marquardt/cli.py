@@ -406,7 +406,7 @@ def run(
         from .paper import report  # needs packages that runs do not; better missed now than after an hour
 
         names = expand(experiments)
-        tuned = tuning.load(out / TUNED if (out / TUNED).exists() else tuning.WINNERS)
+        tuned = runs.winners(out / TUNED if (out / TUNED).exists() else runs.WINNERS)
         options: dict[str, Any] = {"full": full, "seeds": seeds, "device": device, "tuned": tuned}
         methods = check_methods(optimizers, runs.plan(names, **options))
         plan = runs.plan(names, methods=methods, **options)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from marquardt import presets
 from marquardt.acceptance import Decrease, Uphill
@@ -75,11 +75,19 @@ class Trainer:
     @contextmanager
     def _averaged(self, mean: Tensor) -> Iterator[None]:
         theta = parameters_to_vector(self.model.parameters()).detach().clone()
-        vector_to_parameters(mean, self.model.parameters())
+        place(self.model, mean)
         try:
             yield
         finally:
-            vector_to_parameters(theta, self.model.parameters())
+            place(self.model, theta)
+
+
+@torch.no_grad()
+def place(model: nn.Module, theta: Tensor) -> None:
+    """θ into the parameters, in place: an optimizer may hold views of them."""
+    parameters = list(model.parameters())
+    for p, values in zip(parameters, theta.split([p.numel() for p in parameters]), strict=True):
+        p.copy_(values.view_as(p))
 
 
 class Ours(Trainer):
@@ -169,17 +177,14 @@ class BFGS(Trainer):
         parameters = list(self.model.parameters())
         start = parameters_to_vector(parameters).detach()
 
-        def place(theta: Any) -> None:
-            vector_to_parameters(torch.as_tensor(theta, dtype=start.dtype, device=start.device), parameters)
-
         def value_and_gradient(theta: Any) -> tuple[float, Any]:
-            place(theta)
+            place(self.model, torch.as_tensor(theta))
             value = self.loss(self.model(x), y)
             gradient = torch.autograd.grad(value, parameters)
             return value.item(), parameters_to_vector(gradient).cpu().numpy()
 
         def callback(theta: Any) -> None:
-            place(theta)
+            place(self.model, torch.as_tensor(theta))
             self.update_average()
             if after():
                 raise StopIteration
@@ -189,7 +194,7 @@ class BFGS(Trainer):
         found = self.minimize(
             value_and_gradient, start.cpu().numpy(), jac=True, method="BFGS", callback=callback, options=options
         )
-        place(found.x)
+        place(self.model, torch.as_tensor(found.x))
 
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "cross_entropy": F.cross_entropy}

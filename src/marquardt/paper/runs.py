@@ -39,6 +39,8 @@ CURVES = (5, 20, 50, 200)  # steps at which the sine's fit is kept
 CURVE_POINTS = 200
 SPARSER = 1.05  # past the steps that have a line each, the next line when the clock has grown by this factor
 
+WINNERS = Path(__file__).with_name("tuned.json")  # of 20 trials each, on MNIST and on the sine
+
 EXPERIMENTS = ("sine", "mnist", "ablation", "swapped")
 COLUMNS = ("published", "tuned")
 
@@ -59,7 +61,7 @@ class Run:
     seconds: float = 0.0
     limit: float = math.inf  # of seconds: a slow method is cut off there
     hyper: Mapping[str, Any] = field(default_factory=dict)
-    train_sample: int = 0  # of the training set, evaluated after each step; the test set always is, whole
+    train_sample: int = 1000  # of the training set, evaluated after each step; the test set always is, whole
     device: str = "cpu"
 
     @property
@@ -145,6 +147,29 @@ def plan(
     return runs
 
 
+def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """{problem: {method: hyper-parameters}}, as `marquardt paper tune` wrote it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected the JSON that `marquardt paper tune` writes ({error})") from error
+    if not isinstance(found, dict) or not all(isinstance(methods, dict) for methods in found.values()):
+        raise ValueError(
+            f"{path}: expected {{problem: {{optimizer: hyper-parameters}}}}, as `marquardt paper tune` writes it"
+        )
+    for problem, methods in found.items():
+        if problem not in ("sine", "mnist"):
+            raise ValueError(f"{path}: no problem {problem!r}: sine or mnist")
+        for name, hyper in methods.items():
+            if name not in METHODS:
+                raise ValueError(f"{path}: no optimizer {name!r} in {problem!r}: choose from {', '.join(METHODS)}")
+            known = METHODS[name].hyper(problem)
+            if not isinstance(hyper, dict) or (unknown := [key for key in hyper if key not in known]):
+                wrong = hyper if not isinstance(hyper, dict) else unknown[0]
+                raise ValueError(f"{path}: {name} has no hyper-parameter {wrong!r}: choose from {', '.join(known)}")
+    return found
+
+
 def done(run: Run, out: Path, data: Digits | None = None) -> bool:
     """Whether there is a log of this very run, on this data, that came to its end."""
     try:
@@ -152,6 +177,8 @@ def done(run: Run, out: Path, data: Digits | None = None) -> bool:
             head = json.loads(next(file))
             *_, end = (json.loads(line) for line in file)
     except (OSError, ValueError, StopIteration):
+        return False
+    if not isinstance(head, dict) or not isinstance(end, dict):
         return False
     wanted = json.loads(json.dumps(_config(run, _about(run, data))))
     for line in (wanted, head):
@@ -456,17 +483,22 @@ def main() -> None:
     add("--device", default="cpu")
     add("--data", default="mnist", help="mnist, mnist-5k or digits")
     add("--data-dir", type=Path, help="where MNIST's files lie")
-    add("--tuned", type=Path, help="what `marquardt paper tune` wrote")
+    add(
+        "--tuned",
+        type=Path,
+        default=WINNERS,
+        help="what `marquardt paper tune` wrote; by default what comes with the package",
+    )
     add("--out", type=Path, default=Path("paper-results"))
     options = parser.parse_args()
-    tuned = json.loads(options.tuned.read_text(encoding="utf-8")) if options.tuned else {}
     try:
+        tuned = winners(options.tuned)
         todo = plan(
             options.experiments, full=options.full, seeds=options.seeds, methods=options.optimizers,
             columns=options.columns, device=options.device, tuned=tuned,
         )  # fmt: skip
         digits = find(options.data, options.data_dir) if any(run.problem == "mnist" for run in todo) else None
-    except (ValueError, FileNotFoundError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     for run in todo:
         if done(run, options.out, digits):

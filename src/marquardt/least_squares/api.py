@@ -1,0 +1,225 @@
+"""least_squares: the arguments, checked, and the way to the solver and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bounds import Box
+from .problem import Problem, build, tensor
+from .result import Result, describe
+from .robust import Loss, resolve
+from .search import search
+from .solve import BAD, RUNNING, Options, State
+
+EVALUATIONS = 400  # for each parameter and one more, by default
+
+
+def least_squares(
+    fun: Callable[..., Any],
+    x0: Any,
+    jac: Any = "auto",
+    bounds: Any = (-math.inf, math.inf),
+    method: str = "lm",
+    ftol: float | None = None,
+    xtol: float | None = 1e-10,
+    gtol: float | None = 1e-10,
+    x_scale: Any = "jac",
+    loss: Any = "linear",
+    f_scale: float = 1.0,
+    max_nfev: int | None = None,
+    verbose: int = 0,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    callback: Callable[[Result], Any] | None = None,
+    *,
+    weights: Any = None,
+    batched: bool = False,
+    geodesic: bool = False,
+    restarts: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> Result:
+    """Minimise ½Σ C²ρ(wᵢfᵢ(x)²/C²) within bounds: scipy.optimize.least_squares on tensors, one problem or many.
+
+    fun(x, *args, **kwargs) → residuals of one problem, x of shape (n,). A function of torch tensors gets an exact
+    Jacobian; one of NumPy arrays alone works through differences, and the message says so. The result is of the kind
+    of x0, tensors or NumPy arrays.
+
+    jac: "auto", "2-point", "3-point", or a function like fun that returns (m, n).
+    bounds: (lower, upper), numbers or one for each parameter. method: "lm" or "trf", two names for the one algorithm.
+    ftol: relative decrease of the cost, predicted and actual; None for as far as the arithmetic allows.
+    xtol: estimated relative error of every parameter.
+    gtol: cosine of the angle between the residuals and the space that the columns of the Jacobian span.
+    x_scale: "jac", or the scale of the parameters. weights: of the squared residuals.
+    loss: "linear", "huber", "soft_l1", "cauchy", "arctan", or a function z → (ρ, ρ', ρ''); f_scale is C.
+    callback: called with a Result after each iteration; StopIteration ends the fit. verbose: 0, 1 or 2.
+
+    batched: x0 is (B, n), B independent problems. fun is still that of one: torch.func.vmap makes it that of many.
+    The arrays in args have a leading dimension B, kwargs are for all. Each problem has its own steps and its own end.
+    geodesic: second-order correction of each step. restarts: where the fit ends in no minimum, try again from x0 with
+    smaller steps; nfev counts all. dtype: of the arithmetic.
+    """
+    x, numpy = _start(x0, batched, dtype)
+    n = x.shape[-1]
+    if method not in ("lm", "trf"):
+        raise ValueError(f"method={method!r}: pass 'lm'; it takes bounds and losses too ('trf' is accepted for it)")
+    if not callable(jac) and jac not in ("auto", "2-point", "3-point"):
+        raise ValueError(f"jac={jac!r}: pass 'auto', '2-point', '3-point' or a function")
+    if not isinstance(verbose, int) or verbose not in (0, 1, 2):
+        raise ValueError(f"verbose={verbose!r}: pass 0, 1 or 2")
+    limit = EVALUATIONS * (n + 1) if max_nfev is None else max_nfev
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"max_nfev={max_nfev!r}: an integer of at least 1")
+    options = Options(
+        _tolerance("ftol", ftol), _tolerance("xtol", xtol), _tolerance("gtol", gtol), limit,
+        geodesic=geodesic, restarts=restarts, x_scale=_scale(x_scale, x),
+    )  # fmt: skip
+    rho = resolve(loss, f_scale)
+    box, lower, upper = _box(bounds, x)
+
+    with torch.no_grad():
+        problem, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy)
+        problem = _weighted(problem, weights, x)
+        notes = [note] if note else []
+        if problem.m < n:
+            notes.append(f"There are fewer residuals ({problem.m}) than parameters ({n}): the minimum is not unique.")
+        report = _Report(rho, batched, numpy, verbose, callback)
+        s = search(problem, x, rho, box, options, report)
+        if not batched and int(s.status) == BAD:
+            raise _not_finite(problem, x)
+        result = describe(s, rho, box, problem.raw(s.x), notes, batched, numpy)
+    if verbose:
+        print(
+            f"{result.message}\ncost {_brief(s.scale**2 / 2)}, {_brief(s.nfev)} evaluations, {_brief(s.njev)} Jacobians"
+        )
+    return result
+
+
+def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """x0 as (B, n), and whether it came as NumPy or plain numbers."""
+    numpy = not isinstance(x0, Tensor)
+    typed = hasattr(x0, "dtype")
+    try:
+        x = tensor(x0)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"x0={x0!r}: the start must be a vector of real numbers") from error
+    if x.is_complex():
+        raise TypeError("x0 is complex: fit the real and imaginary parts as separate real parameters")
+    if typed and not x.is_floating_point():
+        raise TypeError(f"x0 is of type {x0.dtype}: the parameters are real numbers, pass x0 as floating point")
+    if x.ndim == 0 and not batched:
+        x = x.reshape(1)
+    if x.ndim != 1 + batched or 0 in x.shape:
+        wanted = (
+            "(problems, parameters), batched=True" if batched else "(parameters,); for many problems pass batched=True"
+        )
+        raise ValueError(f"x0 has shape {tuple(x.shape)}: it must be {wanted}")
+    x = x.detach().to(dtype, copy=True).reshape(-1, x.shape[-1])
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"x0 is not finite at {tuple((~x.isfinite()).nonzero()[0].tolist()[not batched :])}")
+    return x, numpy
+
+
+def _tolerance(name: str, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r}: a number of at least 0 and below 1, or None to switch the test off")
+    return float(value)
+
+
+def _fitted(name: str, value: Any, x: Tensor) -> Tensor:
+    """A number, one for each parameter, or one for each parameter of each problem, as (B, n)."""
+    given = tensor(value).to(x)
+    try:
+        return given.expand_as(x)
+    except RuntimeError:
+        wanted = " or ".join(str(tuple(x.shape[i:])) for i in range(len(x) == 1, 2))
+        raise ValueError(f"{name} has shape {tuple(given.shape)}: it must be a number or {wanted}") from None
+
+
+def _scale(x_scale: Any, x: Tensor) -> Tensor | None:
+    if isinstance(x_scale, str):
+        if x_scale != "jac":
+            raise ValueError(f"x_scale={x_scale!r}: pass 'jac' or the scale of the parameters")
+        return None
+    scale = _fitted("x_scale", x_scale, x[:1])[0]
+    if not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError(f"x_scale={x_scale!r}: the scales must be finite and positive")
+    return scale
+
+
+def _box(bounds: Any, x: Tensor) -> tuple[Box | None, Tensor, Tensor]:
+    if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
+        bounds = (bounds.lb, bounds.ub)
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise ValueError(f"bounds={bounds!r}: pass (lower, upper), numbers or one for each parameter")
+    lower, upper = (_fitted(f"the {name} bound", b, x) for name, b in zip(("lower", "upper"), bounds, strict=True))
+    if bool((lower.isnan() | upper.isnan()).any()):
+        raise ValueError("bounds contain NaN: pass -inf or inf where there is none")
+    for wrong, text in ((lower > upper, "the lower bound lies above the upper one"),
+                        ((x < lower) | (x > upper), "x0 is infeasible: it lies outside the bounds")):  # fmt: skip
+        if bool(wrong.any()):
+            b, j = wrong.nonzero()[0].tolist()
+            values = ", ".join(f"{k} {float(v[b, j]):g}" for k, v in (("lower", lower), ("x0", x), ("upper", upper)))
+            raise ValueError(f"{text} at parameter {j}{f' of problem {b}' if len(x) > 1 else ''}: {values}")
+    free = bool(lower.isneginf().all()) and bool(upper.isposinf().all())
+    return None if free else Box(lower, upper), lower, upper
+
+
+def _weighted(problem: Problem, weights: Any, x: Tensor) -> Problem:
+    if weights is None:
+        return problem
+    w = tensor(weights).to(x)
+    shapes = [(problem.m,), *([(len(x), problem.m)] if problem.batched else [])]
+    if tuple(w.shape) not in shapes:
+        raise ValueError(f"weights have shape {tuple(w.shape)}: they must be {' or '.join(map(str, shapes))}")
+    if not bool(((w >= 0) & w.isfinite()).all()):
+        raise ValueError("weights must be finite and at least 0")
+    return replace(problem, weight=w.sqrt())
+
+
+def _not_finite(problem: Problem, x: Tensor) -> ValueError:
+    for name, value in (("residual", problem.raw(x)[0]), ("row of the Jacobian", problem.jacobian(x)[0])):
+        bad = ~value.isfinite().reshape(problem.m, -1).all(-1)
+        if bool(bad.any()):
+            return ValueError(
+                f"{int(bad.sum())} of {problem.m} residuals at x0: the {name} {int(bad.nonzero()[0])} is not finite. "
+                "Start elsewhere, or check the data for NaN"
+            )
+    return ValueError("the residuals at x0 are too large to square: divide them by their size")
+
+
+class _Report:
+    """After each iteration: a line of text, and the user's callback."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        batched: bool,
+        numpy: bool,
+        verbose: int,
+        callback: Callable[[Result], Any] | None,
+    ) -> None:
+        self.loss, self.batched, self.numpy = loss, batched, numpy
+        self.verbose, self.callback = verbose, callback
+
+    def __call__(self, s: State, box: Box | None, nit: int) -> None:
+        if self.verbose == 2:
+            if nit == 0:
+                print(f"{'iteration':>9} {'running':>9} {'evaluations':>11} {'cost':>13} {'cosine':>10}")
+            running = int((s.status == RUNNING).sum())
+            print(f"{nit:>9} {running:>9} {_brief(s.nfev):>11} {_brief(s.scale**2 / 2):>13} {_brief(s.cosine):>10}")
+        if self.callback is not None:
+            self.callback(describe(s, self.loss, box, s.f, [f"Iteration {nit}."], self.batched, self.numpy))
+
+
+def _brief(values: Tensor) -> str:
+    """Of many problems the median."""
+    value = values.double().median().item() if len(values) > 1 else values.item()
+    return f"{value:.6g}"

@@ -1,0 +1,264 @@
+"""curve_fit: parameters of a curve, their covariance, and bands around it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .api import least_squares
+from .problem import build, tensor
+from .result import Result
+from .student import quantile
+
+
+@dataclass(frozen=True, repr=False)
+class Fit:
+    """The outcome of curve_fit; unpacks as popt, pcov."""
+
+    popt: Any  # (n,), or (B, n)
+    pcov: Any  # (n, n), or (B, n, n)
+    result: Result
+    f: Callable[..., Any]
+    dof: int  # points less parameters
+    noise: Any  # standard deviation of a point with sigma = 1; estimated unless absolute_sigma
+    known: bool  # sigma is absolute
+    weighted: bool  # sigma was given
+    batched: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.popt, self.pcov))
+
+    def __repr__(self) -> str:
+        return f"Fit(popt={self.popt}, perr={self.perr})"
+
+    @property
+    def perr(self) -> Any:
+        """Standard errors of the parameters."""
+        return self._like(tensor(self.pcov).diagonal(dim1=-2, dim2=-1).sqrt())
+
+    def predict(self, x: Any) -> Any:
+        """The curve at x; of many fits (B, points)."""
+        return self._like(self._curve(x)[0])
+
+    def confidence_band(self, x: Any, level: float = 0.95) -> tuple[Any, Any]:
+        """Lower and upper limit of the curve at x: where it lies with this probability, point by point.
+
+        f ± t·√diag(J·pcov·Jᵀ)     J = ∂f/∂p at x; Student's t, normal where sigma is absolute
+        """
+        y, variance = self._curve(x)
+        return self._band(y, variance, level)
+
+    def prediction_band(self, x: Any, level: float = 0.95, sigma: Any = None) -> tuple[Any, Any]:
+        """Lower and upper limit of a new observation at x. `sigma` is its own, in the units of the fit's sigma."""
+        if sigma is None and self.weighted:
+            raise ValueError("the fit has sigma: pass that of the new observations, prediction_band(x, sigma=…)")
+        y, variance = self._curve(x)
+        noise = tensor(self.noise).to(y).unsqueeze(-1) if self.batched else tensor(self.noise).to(y)
+        own = noise * (1.0 if sigma is None else tensor(sigma).to(y))
+        return self._band(y, variance + own**2, level)
+
+    def _band(self, y: Tensor, variance: Tensor, level: float) -> tuple[Any, Any]:
+        if not 0 < level < 1:
+            raise ValueError(f"level={level!r}: a probability between 0 and 1, such as 0.95")
+        if not self.known and self.dof < 1:
+            raise ValueError("no band: as many parameters as points leave nothing to estimate the noise from")
+        half = quantile((1 + level) / 2, math.inf if self.known else self.dof) * variance.sqrt()
+        return self._like(y - half), self._like(y + half)
+
+    def _curve(self, x: Any) -> tuple[Tensor, Tensor]:
+        """f and diag(J·pcov·Jᵀ): (k,) or (B, k)."""
+        p, cov = tensor(self.popt), tensor(self.pcov)
+        p, cov = (p, cov) if self.batched else (p.unsqueeze(0), cov.unsqueeze(0))
+        call = _Curve(self.f, x, p)
+        far = torch.full_like(p, math.inf)
+        with torch.no_grad():
+            problem, _ = build(call, p, "auto", (), {}, self.batched, -far, far, not isinstance(self.popt, Tensor))
+            y, J = problem.raw(p), problem.jacobian(p)
+        variance = ((J @ cov) * J).sum(-1).clamp(min=0)
+        return (y, variance) if self.batched else (y[0], variance[0])
+
+    def _like(self, value: Tensor) -> Any:
+        return value if isinstance(self.popt, Tensor) else value.cpu().numpy()
+
+
+class _Curve:
+    """p ↦ f(x, *p), with x as a tensor or as NumPy, whichever p is."""
+
+    def __init__(self, f: Callable[..., Any], x: Any, like: Tensor) -> None:
+        self.f, self.given = f, x
+        typed = hasattr(x, "shape") or isinstance(x, (list, tuple, int, float))
+        self.tensor = tensor(x).to(like) if typed else x
+
+    def x(self, p: Any) -> Any:
+        if isinstance(p, Tensor):
+            return self.tensor
+        return self.tensor.cpu().numpy() if isinstance(self.tensor, Tensor) else self.given
+
+    def __call__(self, p: Any) -> Any:
+        return self.f(self.x(p), *p).reshape(-1)
+
+
+def curve_fit(
+    f: Callable[..., Any],
+    xdata: Any,
+    ydata: Any,
+    p0: Any = None,
+    sigma: Any = None,
+    absolute_sigma: bool = False,
+    check_finite: bool = True,
+    bounds: Any = (-math.inf, math.inf),
+    method: str = "lm",
+    jac: Any = None,
+    *,
+    batched: bool = False,
+    **kwargs: Any,
+) -> Fit:
+    """Fit y = f(x, *p) to data: scipy.optimize.curve_fit with exact derivatives, and bands.
+
+    >>> popt, pcov = curve_fit(lambda x, a, b: a * torch.exp(-b * x), x, y)
+    >>> fit = curve_fit(f, x, y); fit.predict(x); fit.confidence_band(x)
+
+    sigma: standard deviations (m,), or the covariance (m, m) of ydata; pcov is scaled by the residuals unless they are
+    absolute. p0: ones, or the middle of finite bounds, by default. jac(x, *p) → (m, n), or as in least_squares.
+    Arrays give arrays, tensors give tensors. kwargs go to least_squares.
+
+    batched: ydata is (B, m), B data sets; p0 (B, n) or (n,), sigma (m,), (B, m) or (B, m, m), xdata that of all sets
+    or (B, m). A fit that failed is found in result.success; of a single fit it is a RuntimeError.
+    """
+    numpy = not any(isinstance(a, Tensor) for a in (xdata, ydata, p0))
+    y = _floating("ydata", ydata)
+    device = next((a.device for a in (xdata, ydata, p0) if isinstance(a, Tensor) and a.device.type != "cpu"), y.device)
+    y = y.to(device)
+    if y.ndim != 1 + batched or not y.numel():
+        raise ValueError(
+            f"ydata has shape {tuple(y.shape)}: it must be {'(data sets, points)' if batched else '(points,)'}; "
+            "see batched" if y.ndim > 1 else f"ydata has shape {tuple(y.shape)}: it must be (points,)"
+        )  # fmt: skip
+    if check_finite:
+        for name, data in (("xdata", xdata), ("ydata", y)):
+            if hasattr(data, "shape") and not bool(tensor(data).to(torch.float64).isfinite().all()):
+                raise ValueError(f"{name} contains NaN or infinities: leave those points out")
+    p0 = _guess(f, p0, bounds, y, batched)
+    curve = _Curve(f, xdata, y)
+    own_x = batched and isinstance(curve.tensor, Tensor) and curve.tensor.shape == y.shape
+    whiten, roots = _whitening(sigma, y, batched)
+    cut = [t for t in (y, curve.tensor if own_x else None, roots if batched else None) if t is not None]
+
+    def split(p: Any, data: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """x, y and the root of sigma that go with p."""
+        rest = list(data)
+        target = rest.pop(0)
+        x = rest.pop(0) if own_x else curve.x(p)
+        return x, target, rest.pop(0) if rest else roots
+
+    def residuals(p: Any, *data: Any) -> Any:
+        x, target, root = split(p, data)
+        model = f(x, *p)
+        if model is None:
+            raise TypeError("f returned None: it must return the curve at x")
+        if isinstance(p, Tensor) and not isinstance(model, Tensor):
+            raise TypeError(f"f returned {type(model).__name__} for tensors")
+        if model.ndim and tuple(model.shape) != tuple(target.shape):
+            raise ValueError(f"f returned shape {tuple(model.shape)} for ydata of shape {tuple(target.shape)}")
+        r = model - (target if isinstance(p, Tensor) else _array(target))
+        return r if whiten is None else whiten(torch.as_tensor(r), root)
+
+    def slopes(p: Any, *data: Any) -> Any:
+        x, _, root = split(p, data)
+        J = torch.as_tensor(jac(x, *p))
+        return J if whiten is None else whiten(J, root)
+
+    x0: Any = p0.numpy() if numpy else p0
+    result = least_squares(
+        residuals, x0, jac=slopes if callable(jac) else jac or "auto", bounds=bounds, method=method,
+        args=tuple(cut) if batched else (y,), batched=batched, **kwargs,
+    )  # fmt: skip
+    if not batched and not result.success:
+        raise RuntimeError(f"no fit: {result.message}")
+    m, n = y.shape[-1], p0.shape[-1]
+    J, cost = tensor(result.jac), tensor(result.cost)
+    noise = torch.ones_like(cost) if absolute_sigma else (2 * cost / max(m - n, 1)).sqrt()
+    cov = _covariance(J) * noise.to(J)[..., None, None] ** 2
+    if m <= n and not absolute_sigma:
+        cov = torch.full_like(cov, math.inf)
+    if not bool(cov.isfinite().all()):
+        warnings.warn("the covariance of the parameters could not be estimated; infinite", stacklevel=2)
+    return Fit(
+        result.x, cov.cpu().numpy() if numpy else cov, result, f, m - n, noise if batched else float(noise),
+        absolute_sigma, sigma is not None, batched,
+    )  # fmt: skip
+
+
+def _covariance(J: Tensor) -> Tensor:
+    """(JᵀJ)⁻¹ by an SVD of J with columns of length 1; infinite where it does not exist."""
+    length = J.norm(dim=-2)
+    unit = torch.where(length > 0, length, 1)
+    _, s, Vh = torch.linalg.svd(J / unit.unsqueeze(-2), full_matrices=False)
+    V = Vh.mT / s.unsqueeze(-2) / unit.unsqueeze(-1)
+    cov = V @ V.mT
+    rank = (s > max(J.shape[-2:]) * torch.finfo(J.dtype).eps * s[..., :1]).sum(-1)
+    full = rank == J.shape[-1]
+    return torch.where(full[..., None, None], cov, math.inf)
+
+
+def _whitening(sigma: Any, y: Tensor, batched: bool) -> tuple[Callable[[Tensor, Tensor], Tensor] | None, Tensor | None]:
+    """How to divide by sigma, and its root: (m,), or L of LLᵀ (m, m); with the leading dimension of a batch."""
+    if sigma is None:
+        return None, None
+    s = _floating("sigma", sigma).to(y)
+    m = y.shape[-1]
+    shapes = {0: (), 1: (m,), 2: tuple(y.shape) if batched else (m, m), 3: (len(y), m, m)}
+    if s.ndim > 2 + batched or tuple(s.shape) != shapes[s.ndim]:
+        raise ValueError(f"sigma has shape {tuple(s.shape)} for ydata of shape {tuple(y.shape)}")
+    if s.ndim <= 1 + batched:
+        if not bool(((s > 0) & s.isfinite()).all()):
+            raise ValueError("sigma must be finite and positive")
+        return (lambda r, root: r.to(root) / (root if r.ndim == 1 else root.unsqueeze(-1))), s.expand_as(y)
+    L, info = torch.linalg.cholesky_ex(s)
+    if bool(info.any()) or not torch.allclose(s, s.mT, rtol=1e-8):
+        raise ValueError("sigma must be a symmetric and positive definite covariance matrix")
+
+    def solve(r: Tensor, root: Tensor) -> Tensor:
+        columns = r.to(root) if r.ndim == 2 else r.to(root).unsqueeze(-1)
+        white = torch.linalg.solve_triangular(root, columns, upper=False)
+        return white if r.ndim == 2 else white.squeeze(-1)  # type: ignore[no-any-return]
+
+    return solve, L
+
+
+def _guess(f: Callable[..., Any], p0: Any, bounds: Any, y: Tensor, batched: bool) -> Tensor:
+    if p0 is not None:
+        p = torch.as_tensor(p0).to(y.device)
+        if p.is_complex() or (hasattr(p0, "dtype") and not p.is_floating_point()):
+            raise TypeError(f"p0 is of type {p.dtype}: the parameters are real numbers, pass p0 as floating point")
+        p = p.to(torch.float64).reshape(-1) if p.ndim == 0 else p.to(torch.float64)
+        return p.expand(len(y), -1).clone() if batched and p.ndim == 1 else p
+    names = list(inspect.signature(f).parameters.values())
+    if any(name.kind is name.VAR_POSITIONAL for name in names) or len(names) < 2:
+        raise ValueError("p0 is needed: the signature of f does not say how many parameters there are")
+    n = len(names) - 1
+    lower, upper = (bounds.lb, bounds.ub) if hasattr(bounds, "lb") else bounds
+    low, high = (torch.as_tensor(b, dtype=torch.float64).expand(n) for b in (lower, upper))
+    p = torch.ones(n, dtype=torch.float64)
+    p = torch.where(low.isfinite() & high.isfinite(), (low + high) / 2, p)
+    p = torch.where(low.isfinite() & ~high.isfinite(), low + 1, p)
+    p = torch.where(~low.isfinite() & high.isfinite(), high - 1, p).to(y.device)
+    return p.expand(len(y), -1).clone() if batched else p
+
+
+def _floating(name: str, data: Any) -> Tensor:
+    t = tensor(data)
+    if t.is_complex():
+        raise TypeError(f"{name} is complex: fit real and imaginary parts as one real vector")
+    return t.to(torch.float64)
+
+
+def _array(data: Any) -> Any:
+    return data.detach().cpu().numpy() if isinstance(data, Tensor) else data

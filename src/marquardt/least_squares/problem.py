@@ -1,0 +1,241 @@
+"""Residuals and Jacobians of B independent problems, from the user's function of one."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jacfwd, jacrev, jvp, vmap
+
+from . import jacobian
+from .jacobian import Function
+
+
+@dataclass(frozen=True)
+class Problem:
+    """f: (B, n) → (B, m) and J: (B, n) → (B, m, n), with weights.
+
+    `fun` and `jac` take one x of shape (n,) and `args`; the arguments in `cut` have a leading dimension of problems.
+    """
+
+    fun: Function
+    jac: Function
+    args: tuple[Any, ...]
+    cut: tuple[int | None, ...]  # 0 or None for each of args, as torch.func.vmap has it
+    batched: bool
+    like: Tensor  # dtype and device
+    m: int
+    weight: Tensor | None = None  # √w, (m,) or (B, m)
+    loop: bool = False  # one problem after the other: NumPy, or what vmap cannot take
+    exact: bool = True  # torch can differentiate fun
+
+    def __getitem__(self, index: Tensor) -> Problem:
+        """The problems `index` alone."""
+        if not self.batched:
+            return self
+        args = tuple(a if d is None else a[_like(index, a)] for a, d in zip(self.args, self.cut, strict=True))
+        weight = self.weight[index] if self.weight is not None and self.weight.ndim == 2 else self.weight
+        return replace(self, args=args, weight=weight)
+
+    def raw(self, x: Tensor) -> Tensor:
+        """The residuals as the function returns them: (B, m)."""
+        f = self._each(self.fun, x)
+        if f.shape != (len(x), self.m):
+            raise ValueError(
+                f"fun returned {f.shape[-1]} residuals, where it returned {self.m} at x0: keep their number"
+            )
+        return f
+
+    def residuals(self, x: Tensor) -> Tensor:
+        f = self.raw(x)
+        return f if self.weight is None else f * self.weight
+
+    def jacobian(self, x: Tensor) -> Tensor:
+        J = self._each(self.jac, x)
+        if J.shape != (len(x), self.m, x.shape[-1]):
+            raise ValueError(
+                f"jac returned shape {tuple(J.shape[1:])}: it must be {(self.m, x.shape[-1])}, residuals × parameters"
+            )
+        return J if self.weight is None else J * self.weight.unsqueeze(-1)
+
+    def curvature(self, x: Tensor, f: Tensor) -> Tensor:
+        """Σ fᵢ∇²fᵢ of the weighted residuals f, the part of the Hessian that Gauss-Newton leaves out: (B, n, n)."""
+        f = f if self.weight is None else f * self.weight
+        inner = lambda x, f, *args: self.fun(x, *args) @ f  # noqa: E731
+        return self._each(jacfwd(jacrev(inner)), x, f)
+
+    def bend(self, x: Tensor, v: Tensor) -> Tensor:
+        """d²f(x + tv)/dt², the second derivative of the weighted residuals along a step: (B, m)."""
+
+        def along(x: Tensor, v: Tensor, *args: Any) -> Tensor:
+            slope = lambda y: jvp(lambda z: self.fun(z, *args), (y,), (v,))[1]  # noqa: E731
+            return jvp(slope, (x,), (v,))[1]  # type: ignore[no-any-return]
+
+        f = self._each(along, x, v)
+        return f if self.weight is None else f * self.weight
+
+    def _each(self, function: Function, *x: Tensor) -> Tensor:
+        """The function of every problem; x and what else has a leading dimension B."""
+        if not self.batched:
+            return self.tensor(function(*(t[0].clone() for t in x), *self.args)).unsqueeze(0)
+        if not self.loop:
+            return self.tensor(vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args))
+        values = []
+        for i in range(len(x[0])):
+            args = [a if d is None else a[i] for a, d in zip(self.args, self.cut, strict=True)]
+            values.append(self.tensor(function(*(t[i].clone() for t in x), *args)))
+        return torch.stack(values)
+
+    def tensor(self, value: Any) -> Tensor:
+        return tensor(value).to(self.like)
+
+
+def tensor(value: Any) -> Tensor:
+    """Without a gradient; plain numbers in float64, where torch would take its default."""
+    plain = not hasattr(value, "dtype")
+    t = torch.as_tensor(value, dtype=None if not plain else torch.complex128 if _complex(value) else torch.float64)
+    return t.detach()
+
+
+def _complex(value: Any) -> bool:
+    return isinstance(value, complex) or (isinstance(value, (list, tuple)) and any(map(_complex, value)))
+
+
+def _like(index: Tensor, a: Any) -> Any:
+    return index.to(a.device) if isinstance(a, Tensor) else index.cpu().numpy()
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the user wants fun to be called."""
+
+    fun: Function
+    kwargs: dict[str, Any]
+    numpy: bool  # x as a NumPy array
+
+    def __call__(self, x: Tensor, *args: Any) -> Any:
+        f = self.fun(x.detach().cpu().numpy() if self.numpy else x, *args, **self.kwargs)
+        if f is None:
+            raise TypeError("fun returned None: it must return the residuals, a vector")
+        if isinstance(f, (list, tuple)) and any(isinstance(r, Tensor) for r in f):
+            f = torch.stack([torch.as_tensor(r, dtype=x.dtype, device=x.device) for r in f])
+        if not isinstance(f, Tensor):
+            if not self.numpy:
+                raise TypeError(f"fun returned {type(f).__name__} for a tensor: it must return a tensor of residuals")
+            f = tensor(f)
+        if f.is_complex():
+            raise TypeError("fun returned complex residuals: return their real and imaginary parts as one real vector")
+        if f.ndim > 1:
+            raise ValueError(f"fun returned shape {tuple(f.shape)}: the residuals of one problem must be a vector")
+        return f.reshape(-1)
+
+
+def build(
+    fun: Function, x: Tensor, jac: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: bool,
+    lower: Tensor, upper: Tensor, numpy: bool,
+) -> tuple[Problem, str]:  # fmt: skip
+    """The problem at its start x (B, n), and how its Jacobian comes about where that is worth a word."""
+    cut: list[int | None] = []
+    for i, a in enumerate(args):
+        arraylike = hasattr(a, "shape") and hasattr(a, "dtype")
+        if batched and arraylike and (len(a.shape) == 0 or a.shape[0] != len(x)):
+            raise ValueError(
+                f"args[{i}] has shape {tuple(a.shape)} for {len(x)} problems: args are cut along their first "
+                "dimension, one entry for each problem; pass what all problems share as kwargs"
+            )
+        cut.append(0 if batched and arraylike else None)
+    failures: list[Exception] = []
+    inexact: list[tuple[Problem, str]] = []
+    for as_numpy in (True, False) if numpy and callable(jac) else (False, True):
+        given = args if as_numpy else tuple(_to_tensor(a, x) for a in args)
+        call = Call(fun, kwargs, as_numpy)
+        base = Problem(call, call, given, tuple(cut), batched, x[0], 0, loop=as_numpy, exact=not as_numpy)
+        try:
+            with warnings.catch_warnings():
+                if not as_numpy:  # NumPy deprecates what it does with tensors
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                base = _sized(base, x)
+                problem, note = _with_jacobian(base, x, jac, lower, upper)
+        except Exception as error:  # a function of NumPy arrays may raise anything on a tensor, and the reverse
+            failures.append(error)
+            continue
+        if problem.exact or callable(jac):
+            return problem, note
+        inexact.append((problem, note))
+    if inexact:
+        return inexact[-1]
+    raise failures[-1 if numpy and len(failures) > 1 and not _foreign(failures[-1]) else 0]
+
+
+def _foreign(error: Exception) -> bool:
+    """Whether the error says that a torch function met a NumPy array."""
+    return "must be Tensor, not" in str(error)
+
+
+def _sized(base: Problem, x: Tensor) -> Problem:
+    """With the number of residuals; without vmap where it cannot take the function."""
+    one = base[torch.zeros(1, dtype=torch.int64, device=x.device)]
+    try:
+        f = one._each(base.fun, x[:1])
+    except Exception:
+        if not base.batched or base.loop:
+            raise
+        base = replace(base, loop=True)
+        f = replace(one, loop=True)._each(base.fun, x[:1])
+    if f.shape[-1] == 0:
+        raise ValueError("fun returned no residuals")
+    return replace(base, m=f.shape[-1])
+
+
+def _with_jacobian(base: Problem, x: Tensor, jac: Any, lower: Tensor, upper: Tensor) -> tuple[Problem, str]:
+    n, m = x.shape[-1], base.m
+    as_numpy = base.fun.numpy  # type: ignore[attr-defined]
+    first = torch.zeros(1, dtype=torch.int64, device=x.device)
+    by_differences = jacobian.differences(base.fun, lower[0], upper[0], 2 if jac == "2-point" else 3, base.tensor)
+    if callable(jac):
+        kwargs = base.fun.kwargs  # type: ignore[attr-defined]
+
+        def given(x: Tensor, *args: Any) -> Any:
+            J = jac(x.detach().cpu().numpy() if as_numpy else x, *args, **kwargs)
+            if J is None:
+                raise TypeError("jac returned None: it must return the Jacobian, residuals × parameters")
+            return J if isinstance(J, Tensor) else tensor(J)
+
+        problem = replace(base, jac=given)
+        problem[first].jacobian(x[:1])
+        return problem, ""
+    if jac in ("2-point", "3-point"):
+        return replace(
+            base, jac=by_differences, loop=base.batched, exact=False
+        ), f"The Jacobian is by {jac} differences."
+    reason = "fun works on NumPy arrays alone"
+    if not as_numpy:
+        for name, way in jacobian.order(n, m):
+            problem = replace(
+                base, jac=way(base.fun), loop=base.loop or (name == "rows" and base.batched), exact=name != "rows"
+            )
+            one = problem[first]
+            try:
+                J = one.jacobian(x[:1])[0]
+            except Exception as error:  # no such derivative, in-place code, data-dependent branches
+                reason = f"torch cannot differentiate fun: {str(error).splitlines()[0]}"
+                continue
+            if not bool(J.isfinite().all()) or jacobian.agrees(one, x[0], J):
+                return problem, ""
+            reason = "the derivative that torch finds is not that of fun; something in it is detached or not torch"
+            break
+    return (
+        replace(base, jac=by_differences, loop=base.batched, exact=False),
+        f"The Jacobian is by 3-point differences: {reason}.",
+    )
+
+
+def _to_tensor(a: Any, x: Tensor) -> Any:
+    """A NumPy array as a tensor, real numbers in the precision of x."""
+    if isinstance(a, Tensor) or not (hasattr(a, "shape") and hasattr(a, "dtype")) or a.dtype.kind not in "fiub":
+        return a
+    t = torch.as_tensor(a)
+    return t.to(x) if t.is_floating_point() else t.to(x.device)

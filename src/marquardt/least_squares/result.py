@@ -1,0 +1,88 @@
+"""What a fit returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bounds import Box
+from .robust import Loss
+from .solve import BAD, BOTH, FTOL, GTOL, LIMIT, RUNNING, STOPPED, STUCK, XTOL, State
+
+MESSAGES = {
+    RUNNING: "The fit is under way.",
+    STUCK: "No step makes the cost smaller, though the point is not stationary.",
+    STOPPED: "`callback` raised StopIteration.",
+    BAD: "The residuals or their Jacobian are not finite at the start.",
+    LIMIT: "The maximum number of function evaluations is reached.",
+    GTOL: "The residuals are orthogonal to the Jacobian to within `gtol`.",
+    FTOL: "The cost cannot be made smaller, to within `ftol` or the precision of the arithmetic.",
+    XTOL: "The parameters are known to within `xtol`.",
+    BOTH: "Both `ftol` and `xtol` are reached.",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """SciPy's fields. Of many problems each has a leading dimension, except `message`.
+
+    `fun` is what the function returned; `jac` and `grad` include weights and loss: `jac.T @ jac` approximates the
+    Hessian of the cost. `status` is SciPy's, and −3 where no step succeeds at a point that is not stationary.
+    """
+
+    x: Any
+    cost: Any
+    fun: Any
+    jac: Any
+    grad: Any
+    optimality: Any  # largest gradient component among the variables that are not held by a bound
+    active_mask: Any  # −1 at a lower bound, 1 at an upper one, 0 between
+    nfev: Any
+    njev: Any
+    status: Any
+    message: str
+    success: Any
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.keys():
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def keys(self) -> list[str]:
+        return [field.name for field in fields(self)]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:>12}: {str(self[name]).replace(chr(10), chr(10) + ' ' * 14)}" for name in self.keys())
+
+
+def describe(
+    s: State, loss: Loss, box: Box | None, raw: Tensor, notes: list[str], batched: bool, numpy: bool
+) -> Result:
+    """The result of a state; `raw` are the residuals without weights."""
+    ft, J = loss.corrected(s.f, s.J)
+    g = (J.mT @ ft.unsqueeze(-1)).squeeze(-1)  # (B, n)
+    held = torch.zeros_like(s.x, dtype=torch.bool) if box is None else box.held(s.x, g)
+    side = torch.zeros_like(s.x, dtype=torch.int64) if box is None else box.side(s.x)
+    values = {
+        "x": s.x, "cost": 0.5 * s.scale**2, "fun": raw, "jac": J, "grad": g,
+        "optimality": torch.where(held, 0, g).abs().amax(-1), "active_mask": side,
+        "nfev": s.nfev, "njev": s.njev, "status": s.status, "success": s.status > 0,
+    }  # fmt: skip
+    if batched:
+        text = f"{int((s.status > 0).sum()):,} of {len(s.x):,} problems solved."
+        for code, message in MESSAGES.items():
+            count = int((s.status == code).sum())
+            text += f" {count:,}: {message}" if count else ""
+        out: dict[str, Any] = {k: v.cpu().numpy() if numpy else v for k, v in values.items()}
+    else:
+        text = MESSAGES[int(s.status)]
+        out = {k: v[0] for k, v in values.items()}
+        out = {k: v.item() if v.ndim == 0 else v.cpu().numpy() if numpy else v for k, v in out.items()}
+    return Result(message=" ".join([text, *notes]), **out)

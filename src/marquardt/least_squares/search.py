@@ -1,0 +1,161 @@
+"""What comes around the solver: Newton's method where Gauss-Newton cannot finish, saddle points, further attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .bounds import Box
+from .factor import norm
+from .problem import Problem
+from .robust import Loss
+from .solve import (
+    BAD,
+    FTOL,
+    LIMIT,
+    STATIONARY,
+    STOPPED,
+    STUCK,
+    Options,
+    State,
+    Watch,
+    linearised,
+    relative_change,
+    solve,
+)
+
+# Further attempts: the first radius in units of ‖Dx₀‖, and what the parameters that lost their influence are multiplied
+# by at the start. Found by trying, docs/least_squares.md.
+ATTEMPTS = ((0.1, 1.0), (1.0, 0.1), (0.01, 1.0), (1.0, 1e-3))
+SADDLES = 3  # most saddle points to leave
+ALIKE = 1e8  # condition of J, its columns of one length, from which on some of them are taken for the same
+NEWTON = 5  # most Newton steps of a finish
+FADED = 1e-6  # a column of J this much shorter than it was: its parameter has lost its influence
+
+Attempt = Callable[[Problem, Tensor, Box | None, Options], State]
+
+
+def search(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options, watch: Watch) -> State:
+    """Solve; where that ends in no minimum, again from the start in other ways, on half of the evaluations."""
+
+    def attempt(problem: Problem, x: Tensor, box: Box | None, options: Options) -> State:
+        return finish(problem, solve(problem, x, loss, box, options, watch), loss, box, options)
+
+    if not options.restarts or options.max_nfev < 20 * len(ATTEMPTS):
+        return attempt(problem, x, box, options)
+    best = attempt(problem, x, box, replace(options, max_nfev=options.max_nfev // 2))
+    if box is None and loss.rho is None and problem.exact:
+        best = escape(problem, best, attempt, replace(options, max_nfev=options.max_nfev // 4 // SADDLES))
+    share = options.max_nfev // 4 // len(ATTEMPTS)
+    for factor, shift in ATTEMPTS:
+        again = doubtful(best, loss, options).nonzero().squeeze(-1)
+        if not len(again) or bool((best.status == STOPPED).any()):
+            break
+        old, part = best[again], box and box[again]
+        x0 = torch.where(faded(old, loss, options), shift * x[again], x[again])
+        x0 = x0 if part is None else x0.clamp(part.lower, part.upper)
+        new = attempt(problem[again], x0, part, replace(options, max_nfev=share, factor=factor))
+        limit = torch.where(doubtful(new, loss, options), 1 - 1e-9, 1 + 1e-9) * old.scale
+        best = best.merge(again, better_of(old, new, limit, again))
+    # What ran out of its share goes on from where it is, with what is left.
+    again = (best.status == LIMIT).nonzero().squeeze(-1)
+    left = options.max_nfev - int(best.nfev[again].max()) if len(again) else 0
+    if left > 1:
+        old, part = best[again], box and box[again]
+        new = attempt(problem[again], old.x, part, replace(options, max_nfev=left))
+        best = best.merge(again, better_of(old, new, old.scale, again))
+    return best
+
+
+def better_of(old: State, new: State, limit: Tensor, which: Tensor) -> State:
+    """The new state where its scale is within the limit, with the evaluations of both."""
+    index = (new.scale <= limit).nonzero().squeeze(-1)  # no NaN is
+    kept = old.merge(index, new[index])
+    return replace(kept, which=which, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
+
+
+def faded(s: State, loss: Loss, options: Options) -> Tensor:
+    """Which parameters have lost their influence: (B, n)."""
+    if options.x_scale is not None:  # D remembers nothing
+        return torch.zeros_like(s.x, dtype=torch.bool)
+    return norm(loss.corrected(s.f, s.J)[1], 1) <= FADED * s.D
+
+
+def doubtful(s: State, loss: Loss, options: Options) -> Tensor:
+    """No minimum, or one at infinity, or one where parameters have become alike and J has lost its rank: (B,)."""
+    deficient = (s.factor.condition > ALIKE) & (s.f.shape[-1] >= s.x.shape[-1]) & (s.scale > 0)
+    return (s.status != BAD) & ((s.status <= 0) | faded(s, loss, options).any(-1) | deficient)
+
+
+def finish(problem: Problem, s: State, loss: Loss, box: Box | None, options: Options) -> State:
+    """Newton's method with the whole Hessian JᵀJ + Σfᵢ∇²fᵢ, where the cost says no more and J cannot finish.
+
+    With large residuals Gauss-Newton steps need not contract: the cost then tells x to half of the digits only. A step
+    counts if it makes the gradient smaller.
+    """
+    if box is not None or loss.rho is not None or not problem.exact:
+        return s
+    index = ((s.status == FTOL) | (s.status == STUCK)) & (s.cosine > options.gtol) & (s.factor.slope < 1e-3)
+    index &= s.nfev + NEWTON <= options.max_nfev
+    for _ in range(NEWTON):
+        which = index.nonzero().squeeze(-1)
+        if not len(which):
+            break
+        some, old = problem[which], s[which]
+        x = old.x + newton(some, old)
+        new = linearised(old.which, x, some.residuals(x), some.jacobian(x), old.D, loss, None, options)
+        slope = new.factor.slope
+        better = (slope < 0.9 * old.factor.slope) & (new.scale <= (1 + 1e-9) * old.scale)  # false for a NaN
+        status = torch.where(slope <= STATIONARY, FTOL, old.status)
+        new = replace(new, radius=old.radius, change=old.change, nfev=old.nfev, njev=old.njev, status=status)
+        taken = better.nonzero().squeeze(-1)
+        old_x, old = old.x, old.merge(taken, new[taken])
+        s = s.merge(which, replace(old, nfev=old.nfev + 1, njev=old.njev + 2))  # a Jacobian, and a Hessian as another
+        index[which] = better & (relative_change(old_x, x - old_x) > options.xtol)
+    return s
+
+
+def escape(problem: Problem, s: State, attempt: Attempt, options: Options) -> State:
+    """Leave saddle points along the most negative curvature, both ways, where J has lost rank and cannot see it.
+
+    Two terms of a sum that have become alike, such as exponentials of one rate, are such a point.
+    """
+    for _ in range(SADDLES):
+        flat = (s.factor.slope < 1e-3) & (s.cosine > 1e-3) & (s.scale > 0) & (s.status != STOPPED)
+        index = flat.nonzero().squeeze(-1)
+        if not len(index):
+            break
+        old = s[index]
+        value, vector = torch.linalg.eigh(hessian(problem[index], old).nan_to_num(0.0, 0.0, 0.0))
+        down = value[:, 0] < -1e-9 * value[:, -1]
+        index, old, v = index[down], old[down], (vector[..., 0] / old.D)[down]
+        if not len(index):
+            break
+        some, length = problem[index], norm(old.D * old.x).unsqueeze(-1)
+        trials = [old.x + sign * 10.0**-k * length * v for k in range(5) for sign in (1, -1)]
+        costs = torch.stack([norm(some.residuals(x)).nan_to_num(torch.inf, torch.inf) for x in trials])  # (10, B)
+        x0 = torch.stack(trials)[costs.argmin(0), torch.arange(len(index), device=old.x.device)]
+        new = attempt(some, x0, None, options)
+        limit = (1 - 1e-9) * old.scale
+        kept = better_of(old, new, limit, index)
+        s = s.merge(index, replace(kept, nfev=kept.nfev + len(trials), njev=kept.njev + 1))
+        if not bool((new.scale <= limit).any()):
+            break
+    return s
+
+
+def hessian(problem: Problem, s: State) -> Tensor:
+    """D⁻¹(JᵀJ + Σfᵢ∇²fᵢ)D⁻¹: (B, n, n)."""
+    d = s.D.unsqueeze(-1)
+    return (s.J.mT @ s.J + problem.curvature(s.x, s.f)) / d / d.mT
+
+
+def newton(problem: Problem, s: State) -> Tensor:
+    """−(JᵀJ + Σfᵢ∇²fᵢ)⁻¹Jᵀf, zero where that is not positive definite: (B, n)."""
+    d, H = s.D.unsqueeze(-1), hessian(problem, s)
+    L, failed = torch.linalg.cholesky_ex(H)
+    p = -torch.cholesky_solve(s.J.mT @ s.f.unsqueeze(-1) / d, L) / d
+    return torch.where(failed.unsqueeze(-1) > 0, 0, p.squeeze(-1))

@@ -1,0 +1,224 @@
+"""Levenberg–Marquardt with a trust region (Moré 1978), for B problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bounds import Box
+from .factor import Factor, norm
+from .problem import Problem
+from .robust import Loss
+
+# Status codes: SciPy's, and STUCK.
+RUNNING, STUCK, STOPPED, BAD, LIMIT, GTOL, FTOL, XTOL, BOTH = -9, -3, -2, -1, 0, 1, 2, 3, 4
+ACCEPT = 1e-4  # least ratio of actual to predicted decrease: MINPACK
+COMPACT = 0.7  # stopped problems leave the batch once fewer than this share is running
+NOISE = 1e3  # in eps: relative decreases of the cost below this may be rounding
+STATIONARY = 1e-6  # the largest cosine between residuals and a column of J at what may be called a minimum
+BEND = 0.75  # most of ‖a‖/‖p‖, the acceleration of a geodesic step (Transtrum and Sethna 2012)
+
+Watch = Callable[[Any, Any, int], None]  # State, Box | None, iteration
+
+
+@dataclass(frozen=True)
+class Options:
+    ftol: float = 0.0
+    xtol: float = 1e-10
+    gtol: float = 1e-10
+    max_nfev: int = 1000
+    factor: float = 100.0  # the first radius is this times ‖Dx₀‖: MINPACK
+    geodesic: bool = False
+    restarts: bool = True
+    x_scale: Tensor | None = None  # 1/D, or None for the norms of the Jacobian's columns
+
+
+@dataclass(frozen=True)
+class State:
+    """Where each of the B problems stands. f and J carry the weights, the factor the loss's correction as well."""
+
+    which: Tensor  # (B,), of the batch that was asked for
+    x: Tensor  # (B, n)
+    f: Tensor  # (B, m)
+    J: Tensor  # (B, m, n)
+    factor: Factor
+    scale: Tensor  # (B,), √(2·cost)
+    cosine: Tensor  # (B,), of the angle between residuals and tangent space
+    D: Tensor  # (B, n)
+    radius: Tensor  # (B,), Δ of ‖Dp‖ ≤ Δ
+    change: Tensor  # (B,), the largest relative change of a parameter in the last step; infinite after a damped one
+    nfev: Tensor  # (B,)
+    njev: Tensor  # (B,)
+    status: Tensor  # (B,)
+
+    def __getitem__(self, index: Tensor) -> State:
+        return State(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def merge(self, index: Tensor, other: State) -> State:
+        """This one, with the problems `index` replaced by those of the other."""
+        if len(index) == len(self.x):
+            return other
+        return State(*(_copied(getattr(self, k.name), index, getattr(other, k.name)) for k in fields(self)))
+
+    @staticmethod
+    def cat(parts: list[State]) -> State:
+        """The problems of all parts, counted anew."""
+        joined = State(*(_joined([getattr(part, field.name) for part in parts]) for field in fields(State)))
+        return replace(joined, which=torch.arange(len(joined.x), device=joined.x.device))
+
+
+def _copied(old: Any, index: Tensor, new: Any) -> Any:
+    return old.merge(index, new) if isinstance(old, Factor) else old.index_copy(0, index, new)
+
+
+def _joined(parts: list[Any]) -> Any:
+    return Factor.cat(parts) if isinstance(parts[0], Factor) else torch.cat(parts)
+
+
+def solve(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options, watch: Watch) -> State:
+    """Run every problem until it stops. `watch` sees the state after each iteration."""
+    result = s = start(problem, x, loss, box, options)
+    nit = 0
+    try:
+        watch(s, box, nit)
+        while True:
+            running = (s.status == RUNNING).nonzero().squeeze(-1)
+            if len(running) < COMPACT * len(s.x) or not len(running):
+                result = result.merge(s.which, s)
+                if not len(running):
+                    return result
+                s, problem = s[running], problem[running]
+                box = None if box is None else box[running]
+            s = iterate(problem, s, loss, box, options)
+            nit += 1
+            watch(s, box, nit)
+    except StopIteration:
+        s = replace(s, status=torch.where(s.status == RUNNING, STOPPED, s.status))
+        return result.merge(s.which, s)
+
+
+def start(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options) -> State:
+    f, J = problem.residuals(x), problem.jacobian(x)
+    which = torch.arange(len(x), device=x.device)
+    s = linearised(which, x, f, J, torch.zeros_like(x), loss, box, options)
+    fine = s.scale.isfinite() & s.cosine.isfinite()  # numbers that are not finite reach R, and these
+    if not bool(fine.all()):
+        f, J = torch.where(fine[:, None], f, 0), torch.where(fine[:, None, None], J, 0)
+        s = linearised(which, x, f, J, torch.zeros_like(x), loss, box, options)
+    first = norm(s.D * x)
+    return replace(
+        s,
+        scale=torch.where(fine, s.scale, torch.nan),
+        radius=options.factor * torch.where(first > 0, first, 1.0),
+        change=torch.full_like(first, torch.inf),
+        nfev=torch.ones_like(which),
+        njev=torch.ones_like(which),
+        status=torch.where(fine, torch.where((s.cosine <= options.gtol) | (s.scale == 0), GTOL, RUNNING), BAD),
+    )
+
+
+def linearised(
+    which: Tensor, x: Tensor, f: Tensor, J: Tensor, D: Tensor, loss: Loss, box: Box | None, options: Options
+) -> State:
+    """What depends on the point alone, and D ← max(D, norms of the columns of J)."""
+    scale = loss.scale(f)
+    unit = torch.where(scale > 0, scale, 1.0)
+    ft, Jt = loss.corrected(f, J)
+    factor = Factor.of(Jt, ft, unit)
+    if options.x_scale is None:
+        D = torch.maximum(D, unit.unsqueeze(-1) * norm(factor.R, 1))
+        D = torch.where(D > 0, D, 1.0)
+    else:
+        D = (1 / options.x_scale).expand_as(x)
+    if box is not None:
+        factor = box.free(factor, x)
+    later = torch.zeros_like(scale)  # for the caller to fill in
+    return State(which, x, f, J, factor, scale, factor.decrement, D, later, later, which, which, which)
+
+
+def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Options) -> State:
+    """One step of every problem that is running: try it, judge it, and linearise again where it is accepted."""
+    eps = torch.finfo(s.x.dtype).eps
+    p, held = s.factor.within(s.radius, s.D) if box is None else box.within(s.factor, s.x, s.radius, s.D)
+    step = p + 0.5 * bend(problem, s, p, loss) if options.geodesic else p
+    x = s.x + step if box is None else box.reach(s.x, step)
+    f = problem.residuals(x)
+
+    predicted = s.factor.predicted(p)
+    actual = loss.decrease(s.f, f, s.scale).nan_to_num(-torch.inf)
+    ratio = torch.where(predicted > 0, actual / predicted, -torch.inf)
+    running, downhill = s.status == RUNNING, ratio >= ACCEPT
+
+    # Near the minimum the decrease drowns in rounding. There a full Gauss-Newton step counts if it brings the point
+    # nearer to stationary; that takes the Jacobian to say.
+    change = relative_change(s.x, x - s.x)
+    full = ~held & (predicted >= 0.5 * s.cosine**2) & (actual > -3)
+    flat = full & torch.where(downhill, torch.maximum(actual, predicted) <= NOISE * eps, change <= 1e-7)
+
+    taken = torch.zeros_like(held)
+    new = s
+    index = (running & (downhill | flat)).nonzero().squeeze(-1)
+    if len(index):
+        some, part = (problem, box) if len(index) == len(s.x) else (problem[index], box and box[index])
+        t = linearised(s.which[index], x[index], f[index], some.jacobian(x[index]), s.D[index], loss, part, options)
+        usable = t.cosine.isfinite()  # a Jacobian that is not finite leaves no number in R
+        nearer = t.cosine < 0.9 * s.cosine[index]
+        keep = (usable & (nearer | ~flat[index])).nonzero().squeeze(-1)
+        taken[index[keep]] = True
+        wrong = index[~usable]
+        ratio[wrong], actual[wrong], flat[wrong] = -torch.inf, -torch.inf, False
+        new = s.merge(index[keep], t[keep] if len(keep) < len(index) else t)
+    njev = s.njev.index_add(0, index, torch.ones_like(index))
+    nfev = s.nfev + 1
+
+    radius = torch.where(flat, s.radius, next_radius(s, p, actual, ratio, held))
+
+    # Stopping. While steps shrink by a rate r, the distance to the limit is r/(1 − r) of the last one.
+    rate = change / s.change
+    error = torch.where(~held & (rate <= 0.5) & (s.change < 0.1), change * rate / (1 - rate), torch.inf)
+    by_x = taken & ((error <= options.xtol) | (~held & (change <= eps)))
+    by_f = taken & (torch.maximum(actual.abs(), predicted) <= options.ftol) & (ratio <= 2)
+    ended = ~taken & (flat | (radius <= eps**2 * norm(s.D * s.x)) | (x == s.x).all(-1))
+    stationary = (new.factor.slope <= STATIONARY) | (flat & (change <= 1e-7))
+    status = torch.where(nfev >= options.max_nfev, LIMIT, RUNNING)
+    status = torch.where(ended, torch.where(stationary, FTOL, STUCK), status)
+    status = torch.where(by_x, torch.where(by_f, BOTH, XTOL), torch.where(by_f, FTOL, status))
+    status = torch.where((new.cosine <= options.gtol) | (new.scale == 0), GTOL, status)
+    return replace(
+        new,
+        which=s.which,
+        radius=torch.where(running, radius, s.radius),
+        change=torch.where(taken, torch.where(held, torch.inf, change), s.change),
+        nfev=torch.where(running, nfev, s.nfev),
+        njev=njev,
+        status=torch.where(running, status, s.status),
+    )
+
+
+def next_radius(s: State, p: Tensor, actual: Tensor, ratio: Tensor, held: Tensor) -> Tensor:
+    """MINPACK's: smaller after a poor step, by interpolation, and twice the step after a good one."""
+    length = norm(s.D * p)
+    slope = (s.factor.c * s.factor.product(p)).sum(-1)  # gᵀp in units of 2·cost
+    # The parabola through cost, slope and new cost has its minimum at this part of the step.
+    part = torch.where(actual > -99, slope / (2 * slope + actual), 0.1)
+    shrink = torch.where(actual >= 0, 0.5, part).clamp(0.1, 0.5)
+    radius = torch.where(s.nfev == 1, torch.minimum(s.radius, length), s.radius)
+    radius = torch.where(ratio <= 0.25, shrink * torch.minimum(radius, 10 * length), radius)
+    return torch.where((ratio >= 0.75) | (~held & (ratio > 0.25)), 2 * length, radius)
+
+
+def bend(problem: Problem, s: State, p: Tensor, loss: Loss) -> Tensor:
+    """a: what the linear model misses of the residuals' second derivative along p (Transtrum and Sethna 2012)."""
+    _, J = loss.corrected(s.f, s.J)
+    most = BEND * norm(s.D * p)
+    a, held = Factor.of(J, problem.bend(s.x, p)).within(most, s.D)
+    return torch.where((held | ~a.isfinite().all(-1)).unsqueeze(-1), 0, a)  # too much of it: the step is too long
+
+
+def relative_change(x: Tensor, p: Tensor) -> Tensor:
+    """max |pⱼ|/|xⱼ|: (B,)"""
+    return torch.where(p == 0, 0, p.abs() / (x + p).abs()).amax(-1)

@@ -1,0 +1,148 @@
+"""Sums of squares, derivatives and Newton's steps of the classical problems in 80 digits.
+
+The residuals are torch functions. `Digits` stands in for a tensor and carries mpmath numbers through them; the float64
+data of a problem are taken as they are, so that what is certified is the very problem that float64 is to solve.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mpmath
+import numpy as np
+import torch
+
+mpmath.mp.dps = 80  # second differences with steps of 1e-20 leave 40 of them
+STEP = mpmath.mpf(10) ** -20
+
+
+def unwrap(value: Any) -> Any:
+    """An array of mpmath numbers; indices and sizes stay as they are."""
+    if isinstance(value, Digits):
+        return value.array
+    if isinstance(value, torch.Tensor):
+        return np.frompyfunc(mpmath.mpf, 1, 1)(value.double().numpy())
+    if isinstance(value, (list, tuple)):
+        return [unwrap(v) for v in value]
+    return mpmath.mpf(value) if isinstance(value, float) else value
+
+
+def elementwise(function: Callable[..., Any], arguments: int = 1) -> Callable[..., Any]:
+    return np.frompyfunc(function, arguments, 1)
+
+
+def binary(name: str, reflected: bool = False) -> Callable[[Digits, Any], Digits]:
+    function = getattr(operator, name)
+
+    def apply(self: Digits, other: Any) -> Digits:
+        a, b = self.array, unwrap(other)
+        return Digits(function(b, a) if reflected else function(a, b))
+
+    return apply
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {  # by torch's name
+    "exp": elementwise(mpmath.exp),
+    "sin": elementwise(mpmath.sin),
+    "cos": elementwise(mpmath.cos),
+    "atan2": elementwise(mpmath.atan2, 2),
+    "stack": np.stack,
+    "cat": np.concatenate,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "true_divide": operator.truediv,
+    "div": operator.truediv,
+    "matmul": operator.matmul,
+}
+
+
+class Digits:
+    """A tensor of 80-digit numbers, as far as the classical problems go."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = np.asarray(array, dtype=object)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Digits:
+        name = function.__name__.strip("_")
+        return cls(FUNCTIONS[name](*map(unwrap, args), **(kwargs or {})))
+
+    __add__, __radd__ = binary("add"), binary("add")
+    __sub__, __rsub__ = binary("sub"), binary("sub", reflected=True)
+    __mul__, __rmul__ = binary("mul"), binary("mul")
+    __truediv__, __rtruediv__ = binary("truediv"), binary("truediv", reflected=True)
+    __matmul__, __rmatmul__ = binary("matmul"), binary("matmul", reflected=True)
+    __pow__ = binary("pow")
+
+    def __neg__(self) -> Digits:
+        return Digits(-self.array)
+
+    def __abs__(self) -> Digits:
+        return Digits(abs(self.array))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: Any) -> Digits:
+        return Digits(self.array[index])
+
+    def flip(self, dim: int) -> Digits:
+        return Digits(np.flip(self.array, dim))
+
+    def sum(self) -> Digits:
+        return Digits(self.array.sum())
+
+    def prod(self) -> Digits:
+        return Digits(self.array.prod())
+
+
+Residuals = Callable[[Any], Any]
+
+
+def sum_of_squares(residuals: Residuals, x: Sequence[Any]) -> mpmath.mpf:
+    f = residuals(Digits([mpmath.mpf(v) for v in x])).array
+    return (f * f).sum()
+
+
+def derivatives(residuals: Residuals, x: Sequence[float]) -> torch.Tensor:
+    """∂f/∂x by central differences, exact to float64. (m, n)"""
+    columns = []
+    for i in range(len(x)):
+        ahead, behind = ([mpmath.mpf(v) + s * STEP * (i == j) for j, v in enumerate(x)] for s in (1, -1))
+        columns.append((residuals(Digits(ahead)).array - residuals(Digits(behind)).array) / (2 * STEP))
+    return torch.from_numpy(np.stack(columns, 1).astype(np.float64))
+
+
+def newton_step(residuals: Residuals, x: Sequence[Any]) -> mpmath.matrix:
+    """−H⁻¹g of Σf², both by central differences in 80 digits; the shortest one where H is singular."""
+    n = len(x)
+    x = [mpmath.mpf(v) for v in x]
+    h = [STEP * (abs(v) or 1) for v in x]
+
+    def moved(*by: tuple[int, int]) -> mpmath.mpf:
+        point = list(x)
+        for i, sign in by:
+            point[i] += sign * h[i]
+        return sum_of_squares(residuals, point)
+
+    here = moved()
+    ahead, behind = [moved((i, 1)) for i in range(n)], [moved((i, -1)) for i in range(n)]
+    g, H = mpmath.matrix(n, 1), mpmath.matrix(n, n)  # per step h: all parameters alike
+    for i in range(n):
+        g[i] = (ahead[i] - behind[i]) / 2 / STEP
+        H[i, i] = (ahead[i] - 2 * here + behind[i]) / STEP**2
+        for j in range(i):
+            both = moved((i, 1), (j, 1)) + moved((i, -1), (j, -1))
+            H[i, j] = H[j, i] = (both + 2 * here - ahead[i] - behind[i] - ahead[j] - behind[j]) / 2 / STEP**2
+    values, Q = mpmath.eigsy(H)
+    largest = max(abs(v) for v in values)
+    step = mpmath.matrix(n, 1)
+    for k in range(n):
+        if values[k] < -largest * mpmath.mpf(10) ** -18:
+            raise ValueError(f"no minimum: curvature {mpmath.nstr(values[k], 5)} beside {mpmath.nstr(largest, 5)}")
+        if values[k] > largest * mpmath.mpf(10) ** -30:  # rounding of H: 1e-40
+            step -= Q[:, k] * (Q[:, k].T * g)[0] / values[k]
+    return mpmath.matrix([step[i] * h[i] / STEP for i in range(n)])

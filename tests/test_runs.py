@@ -1,0 +1,928 @@
+"""Runs and their logs: a few steps of every method, and made-up methods that keep their own time."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime
+from importlib import machinery
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from marquardt.paper import logs, problems, runs
+from marquardt.paper.data import Digits
+from marquardt.paper.methods import ABLATION, METHODS, Method, Trainer
+
+LABELS = {  # in the order of tables
+    "lm": "LM (ours)",
+    "lm-paper": "LM (paper)",
+    "lm-vanilla": "vanilla LM",
+    "gauss-newton": "Gauss-Newton",
+    "newton": "Newton",
+    "bfgs": "BFGS",
+    "lbfgs": "L-BFGS",
+    "hessian-free": "Hessian-free",
+    "kfac": "KFAC",
+    "sgd": "SGD",
+    "adam": "Adam",
+    "psgd": "PSGD",
+    "tlm": "torch-levenberg-marquardt",
+}
+ON_DIGITS = [key for key in LABELS if key not in ("newton", "bfgs")]
+PARTS = {
+    "max-diagonal": "max-diagonal damping",
+    "momentum": "momentum",
+    "search": "line search",
+    "uphill": "uphill acceptance",
+}
+ABLATION_LABELS = {f"paper-{key}": f"without {name}" for key, name in PARTS.items()}
+ABLATION_LABELS |= {"vanilla": "vanilla"} | {f"vanilla+{key}": f"vanilla + {name}" for key, name in PARTS.items()}
+EVERY = [
+    (experiment, method)
+    for experiment, methods in [
+        ("sine", LABELS), ("mnist", ON_DIGITS), ("ablation-sine", ABLATION), ("ablation-mnist", ABLATION)
+    ]
+    for method in methods
+]  # fmt: skip
+
+
+def digits(train=60, test=30, side=8, **changes):
+    generator = torch.Generator().manual_seed(0)
+
+    def some(n):
+        images = torch.randn(n, 1, side, side, generator=generator)
+        return images, torch.randint(10, (n,), generator=generator)
+
+    return replace(Digits(*some(train), *some(test), "digits", "made up for a test"), **changes)
+
+
+def made(method="sgd", experiment="sine", steps=3, hyper=None, **options):
+    """A run with published hyper-parameters, but for those given."""
+    options = {"column": "published", "seed": 0, "train_sample": 20, **options}
+    run = runs.Run(experiment, method, "", steps=steps, **options)
+    return replace(run, label=run.spec().label, hyper={**run.spec().hyper(run.problem), **(hyper or {})})
+
+
+def lines_of(path):
+    def refuse(name):
+        raise AssertionError(f"{name} in the log")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def steps_of(path):
+    return [line for line in lines_of(path) if line["kind"] == "step"]
+
+
+def train(run, out, data=None):
+    """The lines of its steps; a method whose package is missing is skipped."""
+    summary = runs.execute(run, out, data)
+    if summary.status == "unavailable":
+        pytest.skip(summary.message)
+    assert summary.status in ("finished", "diverged"), summary.message
+    return steps_of(run.log(out))
+
+
+class Still(Trainer):
+    """Does nothing."""
+
+    def __init__(self, model, loss, hyper):
+        super().__init__(model)
+        self.hyper = hyper
+
+    def step(self, x, y):
+        pass
+
+
+@pytest.fixture
+def method(monkeypatch):
+    """Adds a method "fake" that is built so."""
+
+    def add(build):
+        monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", build, {}, {}))
+
+    return add
+
+
+@pytest.fixture
+def trainers(method):
+    """Every trainer that the method "fake" was built as, with its batches: one to warm up, one for the run."""
+    found = []
+
+    class See(Still):
+        def __init__(self, model, loss, hyper):
+            super().__init__(model, loss, hyper)
+            self.start = parameters_to_vector(model.parameters()).detach().clone()
+            self.batches = []
+            found.append(self)
+
+        def step(self, x, y):
+            self.batches.append((x, y))
+            torch.nn.init.zeros_(self.model[-1].bias)
+            torch.rand(1)
+
+    method(See)
+    return found
+
+
+# --- which runs there are ---
+
+
+def keys(plan):
+    return [(run.experiment, run.method, run.column, run.seed) for run in plan]
+
+
+def expected(experiment, methods, columns, seeds):
+    return set(itertools.product([experiment], methods, columns, range(seeds)))
+
+
+def test_methods_are_those_of_the_tables():
+    assert {key: method.label for key, method in METHODS.items()} == LABELS
+    assert list(METHODS) == list(LABELS)
+    assert (*METHODS, *ABLATION) == logs.METHODS
+    assert {key: method.label for key, method in ABLATION.items() if key != "paper"} == ABLATION_LABELS
+    assert all(key == method.key for key, method in (METHODS | ABLATION).items())
+    assert {key for key, method in METHODS.items() if method.sine_only} == {"newton", "bfgs"}
+
+
+@pytest.mark.parametrize(("full", "sine_seeds", "digit_seeds"), [(False, 3, 1), (True, 20, 10)])
+def test_plan_of_every_experiment(full, sine_seeds, digit_seeds):
+    plan = runs.plan(runs.EXPERIMENTS, full=full)
+    wanted = expected("sine", LABELS, ["published"], sine_seeds) | expected(
+        "mnist", ON_DIGITS, ["published"], digit_seeds
+    )
+    wanted |= expected("ablation-sine", ABLATION, ["published"], sine_seeds)
+    wanted |= expected("ablation-mnist", ABLATION, ["published"], digit_seeds)
+    wanted |= expected("swapped", ON_DIGITS, ["published"], digit_seeds)
+    assert sorted(keys(plan)) == sorted(wanted)
+    for run in plan:
+        assert run.label == run.spec().label
+        assert run.hyper == run.spec().hyper(run.problem)
+        assert run.problem == ("sine" if run.experiment in ("sine", "ablation-sine") else "mnist")
+
+
+@pytest.mark.parametrize("experiment", runs.EXPERIMENTS)
+def test_plan_has_nothing_but_what_was_asked_for(experiment):
+    found = {run.experiment for run in runs.plan([experiment])}
+    assert found == ({"ablation-sine", "ablation-mnist"} if experiment == "ablation" else {experiment})
+    assert runs.plan([]) == []
+
+
+def test_length_of_the_runs():
+    quick, full = runs.plan(runs.EXPERIMENTS), runs.plan(runs.EXPERIMENTS, full=True)
+    lengths = {run.experiment: (run.steps, run.seconds, run.limit) for run in full}
+    assert lengths == {
+        "sine": (200, 2.0, math.inf),
+        "mnist": (100, 0.0, math.inf),
+        "ablation-sine": (200, 0.0, math.inf),
+        "ablation-mnist": (100, 0.0, math.inf),
+        "swapped": (0, 0.0, math.inf),
+    }
+    for run in quick:
+        assert run.steps <= lengths[run.experiment][0]
+        assert run.seconds <= run.limit < math.inf
+        assert run.steps == (200 if run.problem == "sine" else 0 if run.experiment == "swapped" else run.steps)
+    for run in quick + full:
+        assert run.train_sample > 0 or run.problem == "sine"
+
+
+def test_tuned_column_only_where_there_are_values():
+    tuned = {"sine": {"adam": {"lr": 0.5}}, "mnist": {"sgd": {"average": 0.9}, "newton": {"lr": 1.0}}}
+    before = {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
+    plan = runs.plan(runs.EXPERIMENTS, seeds=2, tuned=tuned)
+    found = [run for run in plan if run.column == "tuned"]
+    wanted = expected("sine", ["adam"], ["tuned"], 2)
+    wanted |= expected("mnist", ["sgd"], ["tuned"], 2) | expected("swapped", ["sgd"], ["tuned"], 2)
+    assert sorted(keys(found)) == sorted(wanted)
+    for run in found:
+        if run.method == "adam":
+            assert run.hyper == {"average": None, "lr": 0.5, "beta1": 0.9, "beta2": 0.999}
+        else:
+            assert run.hyper == {"average": 0.9, "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
+    assert len(plan) - len(found) == len(runs.plan(runs.EXPERIMENTS, seeds=2))
+    assert before == {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
+
+
+def test_columns():
+    tuned = {"sine": {"adam": {"lr": 0.5}}}
+    assert {run.column for run in runs.plan(["sine"], columns=["published"], tuned=tuned)} == {"published"}
+    assert keys(runs.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 0)]
+    assert runs.plan(["sine", "mnist"], columns=["tuned"]) == []
+    assert {run.column for run in runs.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"published"}
+
+
+def test_seeds_and_methods_can_be_chosen():
+    plan = runs.plan(["sine", "mnist", "swapped"], methods=["adam", "newton", "lm"], seeds=2)
+    wanted = expected("sine", ["lm", "newton", "adam"], ["published"], 2)
+    wanted |= expected("mnist", ["lm", "adam"], ["published"], 2) | expected(
+        "swapped", ["lm", "adam"], ["published"], 2
+    )
+    assert sorted(keys(plan)) == sorted(wanted)
+    assert {run.seed for run in runs.plan(["ablation"], seeds=4)} == {0, 1, 2, 3}
+
+
+def test_only_digits_go_to_another_device():
+    devices = {(run.problem, run.device) for run in runs.plan(runs.EXPERIMENTS, device="cuda")}
+    assert devices == {("sine", "cpu"), ("mnist", "cuda")}
+
+
+def test_every_run_has_its_own_log(tmp_path):
+    plan = runs.plan(runs.EXPERIMENTS, full=True, tuned=runs.winners(runs.WINNERS))
+    paths = [run.log(tmp_path) for run in plan]
+    assert len(set(paths)) == len(paths)
+    run = next(run for run in plan if run.experiment == "ablation-mnist" and run.method == "vanilla+search")
+    assert run.log(tmp_path) == tmp_path / "logs" / "ablation-mnist" / "vanilla+search.published.0.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (["sine", "cosine"], {}, "no experiment 'cosine': choose from sine, mnist, ablation, swapped"),
+        (["sine"], {"methods": ["lm", "sdg"]}, "no optimizer 'sdg': choose from lm, lm-paper"),
+        (["sine"], {"methods": ["vanilla+search"]}, "no optimizer 'vanilla\\+search'"),
+        (["sine"], {"columns": ["best"]}, "no column 'best': choose from published, tuned"),
+        (["sine"], {"seeds": 0}, "seeds=0: how many seeds to run, at least 1"),
+        (["sine"], {"seeds": -3}, "seeds=-3"),
+    ],
+)
+def test_plan_refuses_what_it_does_not_know(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        runs.plan(arguments, **options)
+
+
+# --- the log, line by line ---
+
+STEP = {"kind", "step", "seconds", "train_loss"}
+DIGIT_STEP = STEP | {"train_accuracy", "test_loss", "test_accuracy"}
+HEAD = {
+    *("kind", "format", "experiment", "problem", "method", "label", "column", "seed", "steps", "seconds", "batch"),
+    *("hyper", "parameters", "noise_floor", "data", "device", "machine", "versions", "started"),
+}
+
+
+def check_frame(lines, summary, wanted_steps):
+    """One head, one end, steps numbered from 0, a clock that never goes back."""
+    head, *body, end = lines
+    assert head["kind"] == "run"
+    assert {line["kind"] for line in body} <= {"data", "step", "curve"}
+    steps = [line for line in body if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == list(range(wanted_steps + 1))
+    seconds = [line["seconds"] for line in steps]
+    assert seconds[0] == 0.0
+    assert seconds == sorted(seconds)
+    assert 0 < seconds[-1] <= summary.seconds
+    assert end == {"kind": "end", "status": "finished", "step": wanted_steps, "message": ""}
+    assert set(head) >= HEAD
+    assert datetime.fromisoformat(head["started"]).tzinfo is not None
+    assert {"cpu", "cores", "gpu", "system"} <= set(head["machine"])
+    assert head["machine"]["gpu"] is None
+    assert head["versions"]["torch"] == torch.__version__
+    assert head["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert "marquardt" in head["versions"]
+    return head, body, steps
+
+
+def test_log_of_the_sine(tmp_path):
+    run = made("adam", steps=21, seed=2, seconds=0.001, hyper={"average": 0.9})
+    seen = []
+    summary = runs.execute(run, tmp_path, watch=seen.append)
+    head, body, steps = check_frame(lines_of(run.log(tmp_path)), summary, 21)
+    said = {
+        "format": 1, "experiment": "sine", "problem": "sine", "method": "adam", "label": "Adam", "column": "published",
+        "seed": 2, "steps": 21, "seconds": 0.001, "batch": 1000, "parameters": 31, "device": "cpu",
+        "hyper": {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "average": 0.9},
+    }  # fmt: skip
+    assert {key: head[key] for key in said} == said
+    assert head["noise_floor"] == pytest.approx(0.2**2 / 12)
+    assert (head["data"]["train"], head["data"]["test"]) == (1000, 0)
+    assert all(set(line) == STEP for line in steps)
+    assert seen == steps
+
+    samples, *others = [line for line in body if line["kind"] == "data"]
+    assert not others
+    x, y = problems.sine(2)
+    assert samples["x"] == pytest.approx(x.flatten().tolist(), abs=1e-6)
+    assert samples["y"] == pytest.approx(y.flatten().tolist(), abs=1e-6)
+    assert steps[0]["train_loss"] == problems.mean_squared_error(problems.sine_mlp(2), x, y, 1000)
+    assert (summary.status, summary.step, summary.message) == ("finished", 21, "")
+    assert summary.train_loss == steps[-1]["train_loss"] < steps[0]["train_loss"]
+    assert (summary.test_accuracy, summary.steps_to_90) == (None, None)
+    assert logs.read(run.log(tmp_path)).steps["train_loss"] == [line["train_loss"] for line in steps]
+
+
+def test_fitted_curves_of_the_sine(tmp_path, method):
+    class Shift(Still):
+        def step(self, x, y):
+            with torch.no_grad():
+                self.model[2].bias += 0.01
+
+    method(Shift)
+    run = made("fake", steps=21, seed=1)
+    runs.execute(run, tmp_path)
+    curves = [line for line in lines_of(run.log(tmp_path)) if line["kind"] == "curve"]
+    assert [line["step"] for line in curves] == [5, 20]
+    for line in curves:
+        assert line["x"] == sorted(line["x"])
+        assert (line["x"][0], line["x"][-1]) == (-10, 10)
+        x = torch.tensor(line["x"], dtype=torch.float64).unsqueeze(1)
+        y = problems.predict(problems.sine_mlp(1), x) + 0.01 * line["step"]
+        assert line["y"] == pytest.approx(y.flatten().tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("side", [8, 28])
+def test_log_of_digits(tmp_path, side):
+    data = digits(side=side)
+    run = made("sgd", "mnist", steps=3, seed=1)
+    seen = []
+    summary = runs.execute(run, tmp_path, data, seen.append)
+    head, body, steps = check_frame(lines_of(run.log(tmp_path)), summary, 3)
+    said = {
+        "experiment": "mnist", "problem": "mnist", "method": "sgd", "label": "SGD", "seed": 1, "steps": 3, "batch": 60,
+        "parameters": {8: 506, 28: 2202}[side], "noise_floor": None, "device": "cpu",
+        "hyper": {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "average": None},
+        "data": {"name": "digits", "train": 60, "test": 30, "source": "made up for a test"},
+    }  # fmt: skip
+    assert {key: head[key] for key in said} == said
+    assert not head["seconds"]
+    assert body == steps == seen
+    assert all(set(line) == DIGIT_STEP for line in steps)
+    model = problems.cnn_for(data)(1)
+    train = problems.evaluate(model, data.train_images[:20], data.train_labels[:20])
+    test = problems.evaluate(model, data.test_images, data.test_labels)
+    assert (steps[0]["train_loss"], steps[0]["train_accuracy"]) == pytest.approx(train)
+    assert (steps[0]["test_loss"], steps[0]["test_accuracy"]) == pytest.approx(test)
+    assert (summary.train_loss, summary.test_accuracy) == (steps[-1]["train_loss"], steps[-1]["test_accuracy"])
+    log = logs.read(run.log(tmp_path))
+    assert (log.status, log.end, log.steps["test_loss"]) == ("finished", 3, [line["test_loss"] for line in steps])
+
+
+def test_batches_of_600_and_a_sample_no_larger_than_the_data(tmp_path, trainers):
+    run = made("fake", "mnist", steps=4, train_sample=10_000)
+    runs.execute(run, tmp_path, digits(train=1300))
+    assert [(len(x), len(y)) for x, y in trainers[-1].batches] == [(600, 600), (600, 600), (100, 100), (600, 600)]
+    assert lines_of(run.log(tmp_path))[0]["batch"] == 600
+
+
+def test_swapped_is_one_pass_over_the_test_set(tmp_path, trainers):
+    data = digits(train=40, test=1300)
+    run = made("fake", "swapped", steps=0, train_sample=1300)
+    runs.execute(run, tmp_path, data)
+    head, *_, end = lines_of(run.log(tmp_path))
+    assert (head["steps"], end["step"], head["data"]["train"], head["data"]["test"]) == (3, 3, 1300, 40)
+    seen = torch.cat([x for x, _ in trainers[-1].batches])
+    assert torch.equal(seen.flatten(1).sum(1).sort()[0], data.test_images.flatten(1).sum(1).sort()[0])
+    model = problems.digits_cnn(0)
+    first = steps_of(run.log(tmp_path))[0]
+    assert first["test_loss"] == pytest.approx(problems.evaluate(model, data.train_images, data.train_labels).loss)
+    assert first["train_loss"] == pytest.approx(problems.evaluate(model, data.test_images, data.test_labels).loss)
+
+
+def test_paper_swapped_has_17_steps():
+    run = next(run for run in runs.plan(["swapped"], full=True))
+    assert runs._steps(run, {"train": 10_000}) == 17
+
+
+def test_steps_to_90_percent(tmp_path, method, monkeypatch):
+    method(Still)
+    accuracies = iter([0.1, 0.5, 0.1, 0.89, 0.1, 0.9, 0.1, 0.95])  # train and test in turn
+    monkeypatch.setattr(problems, "evaluate", lambda *_: problems.Evaluation(1.0, next(accuracies)))
+    summary = runs.execute(made("fake", "mnist", steps=3), tmp_path, digits())
+    assert (summary.steps_to_90, summary.test_accuracy) == (2, 0.95)
+
+
+# --- the name of a log ---
+
+
+def test_log_gets_its_name_when_the_run_has_ended(tmp_path):
+    run = made("sgd")
+    folder = run.log(tmp_path).parent
+    seen = []
+    runs.execute(run, tmp_path, watch=lambda line: seen.append([path.name for path in folder.iterdir()]))
+    assert seen == [["sgd.published.0.part"]] * 4
+    assert [path.name for path in folder.iterdir()] == ["sgd.published.0.jsonl"]
+    assert logs.unfinished(tmp_path) == []
+
+
+@pytest.mark.parametrize("key", ["sgd", "lm", "bfgs"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_interrupted_run_leaves_nothing(tmp_path, key, at):
+    if key == "bfgs":
+        pytest.importorskip("scipy")
+
+    def interrupt(line):
+        if line["step"] == at:
+            raise KeyboardInterrupt
+
+    run = made(key, steps=5)
+    with pytest.raises(KeyboardInterrupt):
+        runs.execute(run, tmp_path, watch=interrupt)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert not runs.done(run, tmp_path)
+
+
+def test_digits_are_needed(tmp_path):
+    with pytest.raises(ValueError, match=r"mnist/sgd\.published\.0 needs the digits: pass data="):
+        runs.execute(made("sgd", "mnist"), tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+# --- how a run ends ---
+
+
+class Fails(Still):
+    def step(self, x, y):
+        self.count += 1
+        if self.count == 3:
+            raise FloatingPointError("the matrix is not positive definite")
+
+
+def test_error_of_a_method_is_in_its_log(tmp_path, method):
+    method(Fails)
+    run = made("fake", steps=5)
+    summary = runs.execute(run, tmp_path)
+    message = "FloatingPointError: the matrix is not positive definite"
+    assert (summary.status, summary.step, summary.message) == ("failed", 2, message)
+    assert lines_of(run.log(tmp_path))[-1] == {"kind": "end", "status": "failed", "step": 2, "message": message}
+    assert [line["step"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2]
+    assert not runs.done(run, tmp_path)
+
+
+def test_error_while_a_method_is_built(tmp_path):
+    run = made("sgd", hyper={"lr": -1.0})
+    summary = runs.execute(run, tmp_path)
+    assert (summary.status, summary.step) == ("failed", 0)
+    assert "ValueError: Invalid learning rate: -1.0" in summary.message
+    assert math.isnan(summary.train_loss)
+    assert [line["kind"] for line in lines_of(run.log(tmp_path))] == ["run", "data", "end"]
+
+
+@pytest.mark.parametrize("experiment", ["sine", "mnist"])
+def test_divergence_ends_a_run(tmp_path, experiment):
+    run = made("sgd", experiment, steps=50, hyper={"lr": 1e6})
+    data = digits()
+    summary = runs.execute(run, tmp_path, data)
+    assert summary.status == "diverged"
+    assert 1 <= summary.step < 50
+    *_, last, end = lines_of(run.log(tmp_path))
+    assert (end["status"], end["step"], last["step"]) == ("diverged", summary.step, summary.step)
+    assert f"after step {summary.step}, " in end["message"]
+    assert runs.done(run, tmp_path, data)
+
+
+def test_ten_times_the_start_is_divergence(tmp_path, method, monkeypatch):
+    method(Still)
+    losses = iter([1.0, 9.9, 0.5, 10.1, 0.1])
+    monkeypatch.setattr(problems, "mean_squared_error", lambda *_: next(losses))
+    run = made("fake", steps=4)
+    summary = runs.execute(run, tmp_path)
+    assert (summary.status, summary.step, summary.train_loss) == ("diverged", 3, 10.1)
+    assert summary.message == "the loss was 10.1 after step 3, 1 at the start"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("experiment", ["sine", "mnist"])
+def test_numbers_that_are_not_finite(tmp_path, method, experiment, value):
+    class Break(Still):
+        def step(self, x, y):
+            for p in self.model.parameters():
+                torch.nn.init.constant_(p, value)
+
+    method(Break)
+    run = made("fake", experiment, steps=8, hyper={"average": value})  # it is in the head too
+    summary = runs.execute(run, tmp_path, digits())
+    head, *_, end = lines_of(run.log(tmp_path))
+    assert head["hyper"] == {"average": None}
+    assert (end["status"], end["step"]) == ("diverged", 1)
+    assert steps_of(run.log(tmp_path))[-1]["train_loss"] is None
+    assert summary.status == "diverged"
+    assert math.isnan(logs.read(run.log(tmp_path)).final("train_loss"))
+
+
+def test_curve_that_is_not_finite(tmp_path, method, monkeypatch):
+    class Break(Still):
+        def step(self, x, y):
+            torch.nn.init.constant_(self.model[2].bias, math.nan)
+
+    method(Break)
+    monkeypatch.setattr(problems, "mean_squared_error", lambda *_: 1.0)
+    run = made("fake", steps=5)
+    assert runs.execute(run, tmp_path).status == "finished"
+    curve = next(line for line in lines_of(run.log(tmp_path)) if line["kind"] == "curve")
+    assert set(curve["y"]) == {None}
+
+
+@pytest.mark.parametrize(
+    ("key", "module", "package"), [("psgd", "psgd_torch", "psgd-torch"), ("bfgs", "scipy.optimize", "scipy")]
+)
+def test_missing_package(tmp_path, monkeypatch, key, module, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    check_unavailable(made(key), tmp_path, package)
+
+
+def test_missing_peer(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "torch_levenberg_marquardt"]:
+        monkeypatch.delitem(sys.modules, name)
+    find = machinery.PathFinder.find_spec
+    monkeypatch.setattr(
+        machinery.PathFinder,
+        "find_spec",
+        lambda name, *rest: None if name.startswith("torch_levenberg") else find(name, *rest),
+    )
+    check_unavailable(made("tlm"), tmp_path, "torch-levenberg-marquardt")
+
+
+def check_unavailable(run, out, package):
+    summary = runs.execute(run, out)
+    assert (summary.status, summary.step) == ("unavailable", 0)
+    assert f"needs the package {package}: pip install" in summary.message
+    end = lines_of(run.log(out))[-1]
+    assert end == {"kind": "end", "status": "unavailable", "step": 0, "message": summary.message}
+    assert logs.read(run.log(out)).status == "unavailable"
+    assert not runs.done(run, out)
+    assert runs.execute(made("sgd"), out).status == "finished"
+
+
+# --- the clock ---
+
+
+class Time:
+    """Stands still but for what is said to take time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def taking(self, seconds, function):
+        def slow(*arguments):
+            self.now += seconds
+            return function(*arguments)
+
+        return slow
+
+
+@pytest.fixture
+def time(monkeypatch):
+    """A step of "fake" takes a second; building, evaluating and fetching a batch a thousand each."""
+    time = Time()
+    batches, repeat = problems.batches, itertools.repeat
+
+    def slowly(source):
+        for batch in source:
+            time.now += 1000
+            yield batch
+
+    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=time.perf_counter))
+    monkeypatch.setattr(problems, "evaluate", time.taking(1000, problems.evaluate))
+    monkeypatch.setattr(problems, "mean_squared_error", time.taking(1000, problems.mean_squared_error))
+    monkeypatch.setattr(problems, "batches", lambda *arguments: slowly(batches(*arguments)))
+    tools = SimpleNamespace(repeat=lambda value: slowly(repeat(value)), product=itertools.product)
+    monkeypatch.setattr(runs, "itertools", tools)
+    fake = Method("fake", "Fake", time.taking(1000, Still), {}, {})
+    monkeypatch.setattr(Still, "step", time.taking(1.0, Still.step))
+    monkeypatch.setitem(METHODS, "fake", fake)
+    return time
+
+
+@pytest.mark.parametrize("experiment", ["sine", "mnist"])
+def test_only_training_is_on_the_clock(tmp_path, time, experiment):
+    run = made("fake", experiment, steps=6)
+    summary = runs.execute(run, tmp_path, digits(), time.taking(1000, lambda line: None))
+    assert [line["seconds"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2, 3, 4, 5, 6]
+    assert summary.seconds == 6
+    assert time.now > 13_000
+
+
+@pytest.mark.parametrize(("experiment", "key"), [pair for pair in EVERY if "ablation" not in pair[0]])
+def test_nothing_else_is_on_the_clock_of_any_method(tmp_path, time, experiment, key):
+    steps = train(made(key, experiment, steps=2), tmp_path, digits())
+    assert [line["seconds"] for line in steps] == [0, 0, 0]
+    assert time.now >= 4000
+
+
+def test_average_is_on_the_clock(tmp_path, time, monkeypatch):
+    monkeypatch.setattr(Trainer, "update_average", time.taking(0.5, Trainer.update_average))
+    assert [line["seconds"] for line in train(made("fake", steps=3), tmp_path)] == [0, 1.5, 3, 4.5]
+
+
+def test_slow_run_is_cut_off(tmp_path, time):
+    run = made("fake", steps=10, limit=2.5)
+    summary = runs.execute(run, tmp_path)
+    assert (summary.status, summary.step, summary.seconds) == ("finished", 3, 3)
+    assert summary.message == "cut off at 2.5 s, after step 3 of 10"
+    assert [line["step"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2, 3]
+    assert lines_of(run.log(tmp_path))[0]["limit"] == 2.5
+    assert runs.done(run, tmp_path)
+
+
+def test_limit_goes_before_seconds(tmp_path, time):
+    summary = runs.execute(made("fake", steps=3, seconds=100, limit=7), tmp_path)
+    assert (summary.status, summary.step) == ("finished", 7)
+
+
+def test_run_goes_on_until_its_seconds_are_over(tmp_path, time):
+    run = made("fake", steps=10, seconds=400)
+    summary = runs.execute(run, tmp_path)
+    assert (summary.status, summary.step, summary.seconds, summary.message) == ("finished", 400, 400, "")
+    steps = [line["step"] for line in steps_of(run.log(tmp_path))]
+    assert steps[:11] == list(range(11))
+    assert steps[-1] == 400
+    late = [step for step in steps[:-1] if step > 40]
+    assert len(late) > 20
+    assert all(1.05 * a <= b <= 1.08 * a for a, b in itertools.pairwise(late))
+
+
+def test_steps_are_done_though_the_seconds_are_over(tmp_path, time):
+    run = made("fake", steps=10, seconds=4)
+    assert runs.execute(run, tmp_path).step == 10
+    assert [line["step"] for line in steps_of(run.log(tmp_path))] == list(range(11))
+
+
+def test_method_that_stops_by_itself(tmp_path, method):
+    class Stops(Still):
+        def run(self, batches, after):
+            super().run(itertools.islice(batches, 2), after)
+
+    method(Stops)
+    run = made("fake", steps=5)
+    summary = runs.execute(run, tmp_path)
+    assert (summary.status, summary.step) == ("finished", 2)
+    assert summary.message == "it stopped by itself, after step 2 of 5"
+
+
+# --- what is done already ---
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A run that has ended, its folder and its data."""
+    run, data = made("adam", "mnist", steps=2, limit=60.0), digits()
+    assert not runs.done(run, tmp_path, data)
+    runs.execute(run, tmp_path, data)
+    return run, tmp_path, data
+
+
+def test_done(finished):
+    run, out, data = finished
+    assert runs.done(run, out, data)
+    assert runs.done(replace(run, hyper=dict(reversed(run.hyper.items()))), out, data)
+    assert runs.done(run, out, replace(data, source="elsewhere"))
+    sine = made("sgd", seconds=0.01)
+    runs.execute(sine, out)
+    assert runs.done(sine, out)
+    assert runs.done(sine, out, data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hyper": {"lr": 0.06, "beta1": 0.9, "beta2": 0.999, "average": None}},
+        {"hyper": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "average": 0.9}},
+        {"hyper": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999}},
+        {"steps": 3},
+        {"seconds": 1.0},
+        {"limit": math.inf},
+        {"train_sample": 30},
+        {"device": "cuda"},
+        {"seed": 1},
+        {"column": "tuned"},
+        {"experiment": "swapped"},
+    ],
+)
+def test_another_run_is_not_done(finished, change):
+    run, out, data = finished
+    assert not runs.done(replace(run, **change), out, data)
+
+
+def test_run_on_other_data_is_not_done(finished):
+    run, out, data = finished
+    assert not runs.done(run, out, replace(data, name="MNIST"))
+    assert not runs.done(run, out, digits(train=61))
+    assert not runs.done(run, out, digits(test=31))
+    assert not runs.done(run, out, data.swapped())
+
+
+def test_truncated_log_is_not_done(finished):
+    run, out, data = finished
+    content = run.log(out).read_bytes()
+    lines = content.splitlines(keepends=True)
+    cuts = [*itertools.accumulate(map(len, lines[:-1])), 0, 1, len(lines[0]) - 2, len(content) - 3]
+    for cut in cuts:
+        run.log(out).write_bytes(content[:cut])
+        assert not runs.done(run, out, data), content[:cut][-80:]
+    run.log(out).write_bytes(content)
+    assert runs.done(run, out, data)
+
+
+@pytest.mark.parametrize("status", ["failed", "unavailable"])
+def test_failed_run_is_not_done(finished, status):
+    run, out, data = finished
+    path = run.log(out)
+    path.write_text(path.read_text(encoding="utf-8").replace('"finished"', f'"{status}"'), encoding="utf-8")
+    assert not runs.done(run, out, data)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"{}\n{}\n", b"[]\n[]\n", b"null\n1\n", b"\xff\xfe\n\xff\n"])
+def test_what_is_no_log_is_not_done(finished, content):
+    run, out, data = finished
+    run.log(out).write_bytes(content)
+    assert not runs.done(run, out, data)
+
+
+# --- the same for every method ---
+
+
+def test_same_weights_and_batches_within_a_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "BATCH", 20)  # of 60 digits: three in a pass
+    data = digits()
+    found = {}
+
+    def spied(key, build):
+        def spy(model, loss, hyper):
+            weights = parameters_to_vector(model.parameters()).detach().clone()
+            trainer, batches = build(model, loss, hyper), []
+            found[key, seed, experiment] = weights, batches
+
+            def record(source):
+                for x, y in source:
+                    batches.append((x.clone(), y.clone()))
+                    yield x, y
+
+            run = trainer.run
+            trainer.run = lambda source, after: run(record(source), after)
+            return trainer
+
+        return spy
+
+    for key, spec in METHODS.items():
+        monkeypatch.setitem(METHODS, key, replace(spec, build=spied(key, spec.build)))
+    for experiment, key in [pair for pair in EVERY if "ablation" not in pair[0]]:
+        for seed in (0, 1):
+            runs.execute(made(key, experiment, steps=4 if experiment == "mnist" else 1, seed=seed), tmp_path, data)
+
+    for experiment, methods in [("sine", LABELS), ("mnist", ON_DIGITS)]:
+        base = [found["sgd", seed, experiment] for seed in (0, 1)]
+        for key in methods:
+            for seed in (0, 1):
+                weights, batches = found.get((key, seed, experiment), base[seed])  # unless its package is missing
+                assert torch.equal(weights, base[seed][0])
+                for got, wanted in zip(batches, base[seed][1], strict=True):
+                    assert torch.equal(got[0], wanted[0])
+                    assert torch.equal(got[1], wanted[1])
+        assert not torch.equal(base[0][0], base[1][0])
+        assert not torch.equal(base[0][1][0][1], base[1][1][0][1])
+
+
+@pytest.mark.parametrize("experiment", ["sine", "mnist"])
+def test_warming_up_leaves_no_trace(tmp_path, trainers, monkeypatch, experiment):
+    monkeypatch.setattr(runs, "BATCH", 20)
+    steps = train(made("fake", experiment, seed=3), tmp_path, digits())
+    first, second = trainers
+    assert (len(first.batches), len(second.batches), len(steps)) == (1, 3, 4)
+    assert first.model is not second.model
+    assert torch.equal(first.start, second.start)
+    for warm, real in zip(first.batches[0], second.batches[0], strict=True):
+        assert torch.equal(warm, real)
+
+
+@pytest.mark.parametrize(("experiment", "key"), EVERY)
+def test_runs_repeat(tmp_path, experiment, key):
+    run, data = made(key, experiment, steps=3 if experiment.endswith("sine") else 2), digits()
+    first = train(run, tmp_path / "first", data)
+    torch.rand(7)
+    again = train(run, tmp_path / "again", data)
+    assert [{**line, "seconds": 0} for line in first] == [{**line, "seconds": 0} for line in again]
+    assert len(first) > 1
+    other = train(replace(run, seed=1), tmp_path / "other", data)
+    assert first[0]["train_loss"] != other[0]["train_loss"]
+
+
+@pytest.mark.parametrize("key", ["lm", "kfac", "psgd", "sgd"])
+def test_evaluation_does_not_disturb_the_training(tmp_path, key):
+    few, many = (train(made(key, "mnist", steps=3, train_sample=n), tmp_path / str(n), digits()) for n in (5, 60))
+    assert [line["test_loss"] for line in few] == [line["test_loss"] for line in many]
+
+
+@pytest.mark.parametrize("column", ["published", "tuned"])
+@pytest.mark.parametrize("key", LABELS)
+def test_every_method_lowers_the_loss_of_the_sine(tmp_path, key, column):
+    hyper = runs.winners(runs.WINNERS)["sine"][key] if column == "tuned" else {}
+    losses = [line["train_loss"] for line in train(made(key, steps=15, hyper=hyper), tmp_path)]
+    assert losses[-1] < losses[0]
+    assert math.isfinite(losses[-1])
+
+
+def test_weights_that_are_evaluated_are_those_of_the_trainer(tmp_path, method):
+    class Zero(Still):
+        def evaluated(self):
+            vector_to_parameters(torch.zeros(31, dtype=torch.float64), self.model.parameters())
+            return super().evaluated()
+
+    method(Zero)
+    _, y = problems.sine(0)
+    losses = [line["train_loss"] for line in train(made("fake", steps=1), tmp_path)]
+    assert losses == pytest.approx([y.square().mean().item()] * 2)
+
+
+# --- without the command line ---
+
+FORBIDDEN = {"jinja2", "matplotlib", "mlxtend", "optuna", "psgd_torch", "rich", "scipy", "sklearn", "typer"}
+
+
+def python(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_torch_is_all_that_runs_need():
+    # What torch itself loads does not count, numpy among it.
+    code = "import sys, torch, numpy; before = set(sys.modules); import marquardt.paper.runs; print(*sys.modules); "
+    done = python("-c", code + "print(*set(sys.modules) - before)")
+    assert done.returncode == 0, done.stderr
+    everything, new = ({name.split(".")[0] for name in line.split()} for line in done.stdout.splitlines())
+    assert "marquardt" in new
+    assert not everything & FORBIDDEN
+    assert new - sys.stdlib_module_names <= {"marquardt", "torch", "numpy"}
+
+
+def test_help():
+    done = python("-m", "marquardt.paper.runs", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in ["python -m marquardt.paper.runs", "--full", "--optimizers", "--tuned", *LABELS]:
+        assert word in done.stdout
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch):
+    """The module's own command, on runs of two steps."""
+    monkeypatch.setattr(runs, "SINE_STEPS", 2)
+    small = runs.QUICK._replace(sine_seeds=1, sine_seconds=0.0, mnist_steps=2, ablation_steps=1, train_sample=20)
+    monkeypatch.setattr(runs, "QUICK", small)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["runs", *map(str, arguments), "--out", str(tmp_path / "out")])
+        runs.main()
+        return {str(path.relative_to(tmp_path / "out" / "logs")) for path in (tmp_path / "out").rglob("*.jsonl")}
+
+    return call
+
+
+def test_main_goes_on_after_a_failure_and_skips_what_is_done(main, monkeypatch, capsys):
+    def broken(model, loss, hyper):
+        raise ValueError("it is broken")
+
+    monkeypatch.setitem(METHODS, "adam", replace(METHODS["adam"], build=broken))
+    logs = main("sine", "--optimizers", "adam", "sgd", "--columns", "published")
+    assert logs == {"sine/adam.published.0.jsonl", "sine/sgd.published.0.jsonl"}
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == ["sine/sgd.published.0", "sine/adam.published.0"]
+    assert "finished at step 2" in said[0]
+    assert said[1].endswith("ValueError: it is broken")
+    main("sine", "--optimizers", "adam", "sgd", "--columns", "published")
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sine/adam.published.0"]
+
+
+def test_main_on_digits_with_tuned_values(main, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(runs, "find", lambda name, folder: digits(name=f"{name} in {folder}"))
+    tuned = tmp_path / "tuned.json"
+    tuned.write_text(json.dumps({"mnist": {"sgd": {"lr": 0.5}}}))
+    options = ["--optimizers", "sgd", "--tuned", tuned, "--data", "mnist-5k", "--data-dir", "here"]
+    assert main("mnist", "swapped", *options) == {
+        f"{experiment}/sgd.{column}.0.jsonl" for experiment in ("mnist", "swapped") for column in ("published", "tuned")
+    }
+    head = lines_of(tmp_path / "out" / "logs" / "mnist" / "sgd.tuned.0.jsonl")[0]
+    assert head["hyper"]["lr"] == 0.5
+    assert head["data"]["name"] == "mnist-5k in here"
+    assert "test accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cosine"], "no experiment 'cosine'"),
+        (["sine", "--optimizers", "sdg"], "no optimizer 'sdg'"),
+        (["sine", "--columns", "best"], "no column 'best'"),
+        (["sine", "--seeds", "0"], "seeds=0"),
+        (["mnist", "--data", "cifar"], "cifar"),
+        (["mnist", "--data", "mnist", "--data-dir", "nowhere"], "nowhere"),
+        (["sine", "--tuned", "nowhere.json"], "nowhere.json"),
+        (["sine", "--tuned", "broken.json"], "broken.json"),
+        (["mnist", "--data", "digits"], "scikit-learn"),
+    ],
+)
+def test_main_refuses_bad_input(main, monkeypatch, tmp_path, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # not installed
+    with pytest.raises(SystemExit) as stop:
+        main(*arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

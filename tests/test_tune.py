@@ -1,0 +1,310 @@
+"""The search for hyper-parameters: short trials on made-up digits and on the sine."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from marquardt.paper import runs, tune
+from marquardt.paper.data import Digits
+from marquardt.paper.methods import METHODS, Choice, Method, Trainer, Unavailable
+
+ON = {
+    problem: [key for key, spec in METHODS.items() if problem == "sine" or not spec.sine_only] for problem in tune.SEEDS
+}
+
+
+def digits(train=60, test=30):
+    generator = torch.Generator().manual_seed(0)
+
+    def some(n):
+        return torch.randn(n, 1, 8, 8, generator=generator), torch.randint(10, (n,), generator=generator)
+
+    return Digits(*some(train), *some(test), "digits", "made up for a test")
+
+
+def inside(value, space):
+    return value in space.values if isinstance(space, Choice) else space.low <= value <= space.high
+
+
+def tuned(methods, problem="sine", trials=1, steps=1, **options):
+    """What was found, and the trials."""
+    pytest.importorskip("optuna")
+    seen = []
+    if problem == "mnist":
+        options = {"data": digits(), **options}
+    found = tune.tune(methods, problem, trials=trials, steps=steps, watch=seen.append, **options)
+    return found, seen
+
+
+# --- the values that come with the package ---
+
+
+@pytest.mark.parametrize("problem", ON)
+def test_shipped_values_are_for_every_method(problem):
+    found = runs.winners(runs.WINNERS)
+    assert set(found) == set(ON)
+    assert list(found[problem]) == ON[problem]
+    for key, hyper in found[problem].items():
+        spec = METHODS[key]
+        assert set(hyper) == set(spec.hyper(problem))
+        for name, value in hyper.items():
+            if name in spec.choices():
+                assert inside(value, spec.choices()[name]), (key, name, value)
+            else:
+                assert value == spec.hyper(problem)[name]
+
+
+# --- trials ---
+
+
+@pytest.mark.parametrize("problem", ON)
+def test_first_trial_is_the_published_setting(problem):
+    found, trials = tuned(None, problem)
+    assert [trial.method for trial in trials] == list(found)
+    assert set(ON[problem]) - set(found) <= {"bfgs", "psgd", "tlm"}  # where their packages are missing
+    for trial in trials:
+        published = METHODS[trial.method].hyper(problem)
+        assert trial.number == 0
+        assert trial.hyper == published
+        assert {name: type(value) for name, value in trial.hyper.items()} == {
+            name: type(value) for name, value in published.items()
+        }
+        assert found[trial.method] == published
+
+
+@pytest.mark.parametrize("problem", ON)
+def test_every_method_has_the_same_number_of_trials_within_its_space(problem):
+    asked = ["adam", "sgd", "lbfgs", "lm"]
+    found, trials = tuned(asked, problem, trials=4)
+    assert set(found) == set(asked)
+    for key in asked:
+        own = [trial for trial in trials if trial.method == key]
+        spec = METHODS[key]
+        assert [trial.number for trial in own] == [0, 1, 2, 3]
+        for trial in own:
+            assert set(trial.hyper) == set(spec.hyper(problem))
+            assert all(inside(trial.hyper[name], space) for name, space in spec.choices().items())
+            assert all(
+                trial.hyper[name] == spec.hyper(problem)[name] for name in set(trial.hyper) - set(spec.choices())
+            )
+        assert len({trial.hyper["lr"] for trial in own}) == 4
+        assert found[key] == min(own, key=lambda trial: trial.score).hyper
+
+
+def test_search_repeats():
+    torch.rand(3)
+    first = tuned(["adam", "kfac"], "mnist", trials=3, steps=2)
+    torch.rand(5)
+    assert first == tuned(["adam", "kfac"], "mnist", trials=3, steps=2)
+
+
+def test_methods_for_the_sine_alone_are_not_tuned_on_digits():
+    assert tuned(["newton", "sgd"], "mnist")[0].keys() == {"sgd"}
+    assert tuned(["newton", "sgd"], "sine")[0].keys() == {"newton", "sgd"}
+
+
+def test_trials_are_runs_of_other_seeds(monkeypatch):
+    asked = []
+    execute = runs.execute
+    monkeypatch.setattr(runs, "execute", lambda run, *rest: asked.append(run) or execute(run, *rest))
+    tuned(["sgd"], "sine", trials=2, steps=3, limit=7.0)
+    tuned(["sgd"], "mnist", trials=2, steps=3, limit=7.0)
+    for problem in ON:
+        own = [run for run in asked if run.problem == problem]
+        reported = {run.seed for run in runs.plan([problem], full=True)}
+        assert not {run.seed for run in own} & reported
+        assert [run.seed for run in own] == list(tune.SEEDS[problem]) * 2
+        assert {(run.experiment, run.method, run.steps, run.limit) for run in own} == {(problem, "sgd", 3, 7.0)}
+
+
+def test_length_of_a_trial_is_that_of_the_run_it_stands_for(monkeypatch):
+    pytest.importorskip("optuna")
+    asked = []
+    monkeypatch.setattr(tune, "judge", lambda *a: (asked.append(a[4]), (0.0, ""))[1])
+    tune.tune(["sgd"], "sine", trials=1)
+    tune.tune(["sgd"], "mnist", trials=1, data=digits())
+    assert asked == [200, 100]
+
+
+# --- the test set stays unseen ---
+
+
+@pytest.mark.parametrize("n", [60, 61, 66, 6])
+def test_held_out_is_a_sixth_of_the_training_set(n):
+    data = digits(n)
+    judged = tune.held_out(data)
+    assert len(judged.test_labels) == n // 6
+    assert torch.equal(torch.cat([judged.train_images, judged.test_images]), data.train_images)
+    assert torch.equal(torch.cat([judged.train_labels, judged.test_labels]), data.train_labels)
+    assert (judged.name, judged.source) == (data.name, data.source)
+    assert len(data.train_labels) == n
+
+
+def test_ten_thousand_of_mnist_are_held_out():
+    images, labels = torch.zeros(1, 1, 1, 1).expand(60_000, 1, 1, 1), torch.zeros(60_000, dtype=torch.int64)
+    judged = tune.held_out(Digits(images, labels, images[:1], labels[:1], "MNIST", ""))
+    assert (len(judged.train_labels), len(judged.test_labels)) == (50_000, 10_000)
+
+
+def test_no_trial_sees_the_test_set():
+    data = digits()
+    with_test = tuned(["sgd", "adam"], "mnist", trials=2, steps=2, data=data)
+    without = replace(data, test_images=None, test_labels=None)
+    assert tuned(["sgd", "adam"], "mnist", trials=2, steps=2, data=without) == with_test
+
+
+# --- how a trial is judged ---
+
+
+def test_score_of_the_sine_is_its_last_loss():
+    lines = [{"step": step, "train_loss": loss} for step, loss in enumerate([1.0, 0.5, 0.01])]
+    assert tune.score(lines) == pytest.approx(-2)
+
+
+def test_score_of_digits_is_the_mean_over_the_steps():
+    accuracies = [0.1, 0.9, 0.99, 1.0]  # the first is before any step; 1.0 counts as one error in 10,000
+    lines = [{"step": step, "train_loss": 1.0, "test_accuracy": a} for step, a in enumerate(accuracies)]
+    assert tune.score(lines) == pytest.approx((-1 - 2 - 4) / 3)
+
+
+def test_judge_takes_the_mean_of_the_seeds(tmp_path):
+    spec = METHODS["adam"]
+    found, message = tune.judge(spec, "sine", spec.hyper("sine"), None, 2, "cpu", math.inf)
+    losses = [
+        runs.execute(runs.Run("sine", "adam", "", "", seed, 2, hyper=spec.hyper("sine")), tmp_path).train_loss
+        for seed in tune.SEEDS["sine"]
+    ]
+    assert found == pytest.approx(sum(map(math.log10, losses)) / 3)
+    assert message == ""
+
+
+@pytest.mark.parametrize("problem", ON)
+def test_divergence_is_the_worst(problem):
+    spec = METHODS["sgd"]
+    data = digits() if problem == "mnist" else None
+    found, message = tune.judge(spec, problem, {**spec.hyper(problem), "lr": 1e6}, data, 50, "cpu", math.inf)
+    good, _ = tune.judge(spec, problem, {**spec.hyper(problem), "lr": 1e-3}, data, 2, "cpu", math.inf)
+    assert found == tune.WORST > good
+    assert "the loss was" in message
+
+
+class Broken(Trainer):
+    def __init__(self, model, loss, hyper):
+        super().__init__(model)
+
+    def step(self, x, y):
+        raise ArithmeticError("it is broken")
+
+
+def test_method_that_never_comes_to_its_end(monkeypatch):
+    monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", Broken, {}, {}))
+    with pytest.raises(RuntimeError, match=r"no trial of Fake came to its end.*ArithmeticError: it is broken"):
+        tuned(["fake"], trials=2)
+
+
+def test_one_bad_trial_is_no_matter(monkeypatch):
+    class Fickle(Broken):
+        def step(self, x, y):
+            if self.average is None:
+                raise ArithmeticError
+
+        def __init__(self, model, loss, hyper):
+            super().__init__(model, loss, hyper)
+            self.average = hyper["average"]
+
+        def update_average(self):
+            pass
+
+    monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", Fickle, {}, {}))
+    found, trials = tuned(["fake"], trials=8)
+    assert trials[0].score == tune.WORST  # published: no average
+    assert found["fake"]["average"] is not None
+
+
+def test_missing_package_has_no_entry(monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.setitem(sys.modules, "psgd_torch", None)
+    found, trials = tuned(["psgd", "sgd"], trials=2)
+    assert set(found) == {"sgd"}
+    assert {trial.method for trial in trials} == {"sgd"}
+
+
+def test_missing_search(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(Unavailable, match="needs the package optuna: pip install optuna"):
+        tune.tune(["sgd"], "sine", trials=1)
+
+
+@pytest.mark.parametrize(
+    ("methods", "problem", "options", "message"),
+    [
+        (["sgd"], "cosine", {}, "no problem 'cosine' to tune on: sine or mnist"),
+        (["sgd"], "sine", {"trials": 0}, "trials=0: at least 1"),
+        (["sgd", "sdg"], "sine", {}, "no optimizer 'sdg': choose from lm, "),
+        (["sgd"], "mnist", {}, "needs the digits: pass data="),
+    ],
+)
+def test_bad_input(methods, problem, options, message):
+    with pytest.raises(ValueError, match=message):
+        tune.tune(methods, problem, **options)
+
+
+# --- files ---
+
+
+def test_save_and_load(tmp_path):
+    path = tmp_path / "tuned.json"
+    sgd, adam = {"lr": 0.5, "average": None}, {"lr": 0.25, "beta1": 0.9}
+    tune.save(path, "sine", {"sgd": sgd})
+    assert runs.winners(path) == {"sine": {"sgd": sgd}}
+    tune.save(path, "mnist", {"sgd": sgd})
+    tune.save(path, "sine", {"adam": adam})
+    assert runs.winners(path) == {"sine": {"sgd": sgd, "adam": adam}, "mnist": {"sgd": sgd}}
+    tune.save(path, "sine", {"sgd": {"lr": 1.0}})
+    tune.save(path, "sine", {})
+    assert runs.winners(path) == {"sine": {"sgd": {"lr": 1.0}, "adam": adam}, "mnist": {"sgd": sgd}}
+    assert [file.name for file in tmp_path.iterdir()] == ["tuned.json"]
+
+
+def test_what_was_found_can_be_saved_and_planned(tmp_path):
+    found, _ = tuned(["lbfgs", "sgd"], "mnist", trials=3)
+    tune.save(tmp_path / "tuned.json", "mnist", found)
+    loaded = runs.winners(tmp_path / "tuned.json")
+    assert loaded == {"mnist": found}
+    plan = runs.plan(["mnist"], columns=["tuned"], seeds=1, tuned=loaded)
+    assert {run.method: run.hyper for run in plan} == found
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "expected the JSON that `marquardt paper tune` writes"),
+        ("", "expected the JSON"),
+        ("[]", "expected {problem: {optimizer: hyper-parameters}}"),
+        ('{"sine": 3}', "expected {problem: {optimizer: hyper-parameters}}"),
+        ('{"sine": {"sgd": 3}}', "sgd"),
+        ('{"sine": {"sdg": {}}}', "no optimizer 'sdg' in 'sine': choose from"),
+        ('{"cosine": {"sgd": {"lr": 0.1}}}', "cosine"),
+        ('{"sine": {"sgd": {"rate": 0.1}}}', "rate"),
+    ],
+)
+def test_file_that_is_no_search(tmp_path, content, message):
+    path = tmp_path / "tuned.json"
+    path.write_text(content)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        runs.winners(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        tune.save(path, "sine", {"adam": {"lr": 0.1}})
+    assert path.read_text() == content
+
+
+def test_file_is_plain_json(tmp_path):
+    path = tmp_path / "tuned.json"
+    tune.save(path, "sine", {"sgd": {"average": None, "lr": 0.5}})
+    assert json.loads(path.read_text()) == {"sine": {"sgd": {"average": None, "lr": 0.5}}}
