@@ -9,7 +9,7 @@ import sys
 import matplotlib.pyplot as plt
 import torch
 
-from marquardt.least_squares import curve_fit
+from marquardt import curve_fit
 
 
 def decay(x, amplitude, rate, offset):

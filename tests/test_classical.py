@@ -8,7 +8,7 @@ import torch
 
 from certify import derivatives, newton_step, sum_of_squares
 from classical import PROBLEMS, Minimum, Problem
-from marquardt.least_squares import least_squares
+from marquardt import least_squares
 
 TOLERANCE = 1e-15  # MINPACK's best: nothing below the machine's precision means anything to it
 EVALUATIONS = 1000  # the most that anyone gets

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import optimize, stats
 
-from marquardt.least_squares import curve_fit
-from marquardt.least_squares.student import quantile
+from marquardt import curve_fit
+from marquardt.fitting.student import quantile
 
 X = np.linspace(0, 4, 40)
 NOISE = np.random.default_rng(0).standard_normal((1000, 40))

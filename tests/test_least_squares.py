@@ -12,9 +12,9 @@ from scipy import optimize
 from torch import Tensor, exp
 
 from certify import newton_step
-from marquardt.least_squares import least_squares
-from marquardt.least_squares.factor import Factor, norm
-from marquardt.least_squares.robust import LOSSES
+from marquardt import least_squares
+from marquardt.fitting.factor import Factor, norm
+from marquardt.fitting.robust import LOSSES
 
 # --- regression problems with noise, from starts that are far off ---
 

@@ -6,7 +6,7 @@ from .average import EMA, Polyak
 from .curvature import Auto, Dense, Gram, Hessian, Kronecker, MatrixFree
 from .damping import FactoredMaxDiagonal, Identity, LayerMeanEigenvalue, MaxDiagonal, MeanEigenvalue
 from .diagonal import Diagonal
-from .least_squares import curve_fit, least_squares
+from .fitting import curve_fit, least_squares
 from .line_search import Backtracking, Bracket, Grid
 from .linearize import Linearization, linearize
 from .momentum import AdaptiveMomentum

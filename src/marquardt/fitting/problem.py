@@ -31,6 +31,7 @@ class Problem:
     weight: Tensor | None = None  # √w, (m,) or (B, m)
     loop: bool = False  # one problem after the other: NumPy, or what vmap cannot take
     exact: bool = True  # torch can differentiate fun
+    seen: tuple[Tensor, ...] = ()  # x, f and J of a single problem, without weights: from looking how to call it
 
     def __getitem__(self, index: Tensor) -> Problem:
         """The problems `index` alone."""
@@ -61,6 +62,13 @@ class Problem:
             )
         return J if self.weight is None else J * self.weight.unsqueeze(-1)
 
+    def at_start(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """f and J where a search starts; at its x0 those of a single problem are known."""
+        if len(self.seen) < 3 or not torch.equal(x, self.seen[0]):
+            return self.residuals(x), self.jacobian(x)
+        _, f, J = self.seen
+        return (f, J) if self.weight is None else (f * self.weight, J * self.weight.unsqueeze(-1))
+
     def curvature(self, x: Tensor, f: Tensor) -> Tensor:
         """Σ fᵢ∇²fᵢ of the weighted residuals f, the part of the Hessian that Gauss-Newton leaves out: (B, n, n)."""
         f = f if self.weight is None else f * self.weight
@@ -76,6 +84,9 @@ class Problem:
 
         f = self._each(along, x, v)
         return f if self.weight is None else f * self.weight
+
+    def knowing(self, J: Tensor) -> Problem:
+        return self if self.batched else replace(self, seen=(*self.seen, J))
 
     def _each(self, function: Function, *x: Tensor) -> Tensor:
         """The function of every problem; x and what else has a leading dimension B."""
@@ -115,6 +126,8 @@ class Call:
     fun: Function
     kwargs: dict[str, Any]
     numpy: bool  # x as a NumPy array
+
+    __name__ = "fun"  # torch.func asks for it, and would else print what the function holds
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
         f = self.fun(x.detach().cpu().numpy() if self.numpy else x, *args, **self.kwargs)
@@ -187,7 +200,7 @@ def _sized(base: Problem, x: Tensor) -> Problem:
         f = replace(one, loop=True)._each(base.fun, x[:1])
     if f.shape[-1] == 0:
         raise ValueError("fun returned no residuals")
-    return replace(base, m=f.shape[-1])
+    return replace(base, m=f.shape[-1], seen=() if base.batched else (x, f))
 
 
 def _with_jacobian(base: Problem, x: Tensor, jac: Any, lower: Tensor, upper: Tensor) -> tuple[Problem, str]:
@@ -205,8 +218,7 @@ def _with_jacobian(base: Problem, x: Tensor, jac: Any, lower: Tensor, upper: Ten
             return J if isinstance(J, Tensor) else tensor(J)
 
         problem = replace(base, jac=given)
-        problem[first].jacobian(x[:1])
-        return problem, ""
+        return problem.knowing(problem[first].jacobian(x[:1])), ""
     if jac in ("2-point", "3-point"):
         return replace(
             base, jac=by_differences, loop=base.batched, exact=False
@@ -224,7 +236,7 @@ def _with_jacobian(base: Problem, x: Tensor, jac: Any, lower: Tensor, upper: Ten
                 reason = f"torch cannot differentiate fun: {str(error).splitlines()[0]}"
                 continue
             if not bool(J.isfinite().all()) or jacobian.agrees(one, x[0], J):
-                return problem, ""
+                return problem.knowing(J.unsqueeze(0)), ""
             reason = "the derivative that torch finds is not that of fun; something in it is detached or not torch"
             break
     return (

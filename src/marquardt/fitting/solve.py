@@ -102,7 +102,7 @@ def solve(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Opt
 
 
 def start(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options) -> State:
-    f, J = problem.residuals(x), problem.jacobian(x)
+    f, J = problem.at_start(x)
     which = torch.arange(len(x), device=x.device)
     s = linearised(which, x, f, J, torch.zeros_like(x), loss, box, options)
     fine = s.scale.isfinite() & s.cosine.isfinite()  # numbers that are not finite reach R, and these
@@ -130,7 +130,7 @@ def linearised(
     ft, Jt = loss.corrected(f, J)
     factor = Factor.of(Jt, ft, unit)
     if options.x_scale is None:
-        D = torch.maximum(D, unit.unsqueeze(-1) * norm(factor.R, 1))
+        D = torch.maximum(D, unit.unsqueeze(-1) * factor.length)
         D = torch.where(D > 0, D, 1.0)
     else:
         D = (1 / options.x_scale).expand_as(x)

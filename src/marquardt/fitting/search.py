@@ -96,7 +96,10 @@ def finish(problem: Problem, s: State, loss: Loss, box: Box | None, options: Opt
     With large residuals Gauss-Newton steps need not contract: the cost then tells x to half of the digits only. A step
     counts if it makes the gradient smaller.
     """
-    if box is not None or loss.rho is not None or not problem.exact:
+    asked = (
+        options.ftol > 10 * torch.finfo(s.x.dtype).eps
+    )  # the caller has said what decrease is too small to go on for
+    if asked or box is not None or loss.rho is not None or not problem.exact:
         return s
     index = ((s.status == FTOL) | (s.status == STUCK)) & (s.cosine > options.gtol) & (s.factor.slope < 1e-3)
     index &= s.nfev + NEWTON <= options.max_nfev
