@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .bounds import Box
-from .factor import norm
+from .factor import Factor, norm
 from .problem import Problem
 from .robust import Loss
 from .solve import (
@@ -33,6 +33,7 @@ ATTEMPTS = ((0.1, 1.0), (1.0, 0.1), (0.01, 1.0), (1.0, 1e-3))
 SADDLES = 3  # most saddle points to leave
 ALIKE = 1e8  # condition of J, its columns of one length, from which on some of them are taken for the same
 NEWTON = 5  # most Newton steps of a finish
+NOUGHT = 1e-6  # residuals this much smaller than at the start count as zero: nothing lower is worth a search
 FADED = 1e-6  # a column of J this much shorter than it was: its parameter has lost its influence
 
 Attempt = Callable[[Problem, Tensor, Box | None, Options], State]
@@ -51,14 +52,15 @@ def search(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Op
         best = escape(problem, best, attempt, replace(options, max_nfev=options.max_nfev // 4 // SADDLES))
     share = options.max_nfev // 4 // len(ATTEMPTS)
     for factor, shift in ATTEMPTS:
-        again = doubtful(best, loss, options).nonzero().squeeze(-1)
+        again = doubtful(problem, x, best, loss, box, options).nonzero().squeeze(-1)
         if not len(again) or bool((best.status == STOPPED).any()):
             break
         old, part = best[again], box and box[again]
         x0 = torch.where(faded(old, loss, options), shift * x[again], x[again])
         x0 = x0 if part is None else x0.clamp(part.lower, part.upper)
         new = attempt(problem[again], x0, part, replace(options, max_nfev=share, factor=factor))
-        limit = torch.where(doubtful(new, loss, options), 1 - 1e-9, 1 + 1e-9) * old.scale
+        still = doubtful(problem[again], x[again], new, loss, part, options)
+        limit = torch.where(still, 1 - 1e-9, 1 + 1e-9) * old.scale
         best = best.merge(again, better_of(old, new, limit, again))
     # What ran out of its share goes on from where it is, with what is left.
     again = (best.status == LIMIT).nonzero().squeeze(-1)
@@ -84,10 +86,24 @@ def faded(s: State, loss: Loss, options: Options) -> Tensor:
     return norm(loss.corrected(s.f, s.J)[1], 1) <= FADED * s.D
 
 
-def doubtful(s: State, loss: Loss, options: Options) -> Tensor:
+def doubtful(problem: Problem, x0: Tensor, s: State, loss: Loss, box: Box | None, options: Options) -> Tensor:
     """No minimum, or one at infinity, or one where parameters have become alike and J has lost its rank: (B,)."""
-    deficient = (s.factor.condition > ALIKE) & (s.f.shape[-1] >= s.x.shape[-1]) & (s.scale > 0)
-    return (s.status != BAD) & ((s.status <= 0) | faded(s, loss, options).any(-1) | deficient)
+    found = (s.status != BAD) & ((s.status <= 0) | faded(s, loss, options).any(-1))
+    index = (~found & (s.factor.condition > ALIKE) & (s.f.shape[-1] >= s.x.shape[-1])).nonzero().squeeze(-1)
+    if len(index):
+        found[index] = lost_rank(problem[index], x0[index], s[index], loss, box)
+    return found
+
+
+def lost_rank(problem: Problem, x0: Tensor, s: State, loss: Loss, box: Box | None) -> Tensor:
+    """Where J has no full rank: whether it had at the start, and neither cost nor Hessian says minimum: (B,)."""
+    f, J = problem.at_start(x0)
+    first = Factor.of(*reversed(loss.corrected(f, J)))
+    lost = (first.condition <= ALIKE) & (s.scale > NOUGHT * loss.scale(f))
+    if box is None and loss.rho is None and problem.exact:
+        value = torch.linalg.eigvalsh(hessian(problem, s).nan_to_num(0.0, 0.0, 0.0))
+        lost &= value[:, 0] <= 1e-9 * value[:, -1]
+    return lost
 
 
 def finish(problem: Problem, s: State, loss: Loss, box: Box | None, options: Options) -> State:
