@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def least_squares(
 
     fun(x, *args, **kwargs) → residuals of one problem, x of shape (n,). A function of torch tensors gets an exact
     Jacobian; one of NumPy arrays alone works through differences, and the message says so. The result is of the kind
-    of x0, tensors or NumPy arrays.
+    of x0, tensors or NumPy arrays. fun may change its x, a copy, but must leave args and kwargs as they are; where it
+    works on tensors it gets those as tensors of x's precision.
 
     jac: "auto", "2-point", "3-point", or a function like fun that returns (m, n).
     bounds: (lower, upper), numbers or one for each parameter. method: "lm" or "trf", two names for the one algorithm.
@@ -73,13 +75,13 @@ def least_squares(
     if not isinstance(verbose, int) or verbose not in (0, 1, 2):
         raise ValueError(f"verbose={verbose!r}: pass 0, 1 or 2")
     limit = EVALUATIONS * (n + 1) if max_nfev is None else max_nfev
-    if not isinstance(limit, int) or limit < 1:
+    if not isinstance(limit, Integral) or limit < 1:
         raise ValueError(f"max_nfev={max_nfev!r}: an integer of at least 1")
     options = Options(
-        _tolerance("ftol", ftol), _tolerance("xtol", xtol), _tolerance("gtol", gtol), limit,
+        _tolerance("ftol", ftol), _tolerance("xtol", xtol), _tolerance("gtol", gtol), int(limit),
         geodesic=geodesic, restarts=restarts, x_scale=_scale(x_scale, x),
     )  # fmt: skip
-    rho = resolve(loss, f_scale)
+    rho = resolve(loss, float(f_scale) if isinstance(f_scale, Real) else f_scale)
     box, lower, upper = _box(bounds, x)
 
     with torch.no_grad():
@@ -128,7 +130,7 @@ def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool]:
 def _tolerance(name: str, value: float | None) -> float:
     if value is None:
         return 0.0
-    if not isinstance(value, (int, float)) or not 0 <= value < 1:
+    if not isinstance(value, Real) or not 0 <= value < 1:
         raise ValueError(f"{name}={value!r}: a number of at least 0 and below 1, or None to switch the test off")
     return float(value)
 
@@ -158,16 +160,17 @@ def _box(bounds: Any, x: Tensor) -> tuple[Box | None, Tensor, Tensor]:
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
         bounds = (bounds.lb, bounds.ub)
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
-        raise ValueError(f"bounds={bounds!r}: pass (lower, upper), numbers or one for each parameter")
+        raise ValueError(f"bounds={bounds!r}: pass (lower, upper), each a number or one for each parameter")
     lower, upper = (_fitted(f"the {name} bound", b, x) for name, b in zip(("lower", "upper"), bounds, strict=True))
     if bool((lower.isnan() | upper.isnan()).any()):
         raise ValueError("bounds contain NaN: pass -inf or inf where there is none")
+    order = "bounds are (lower, upper), each a number or one for each parameter"
     for wrong, text in ((lower > upper, "the lower bound lies above the upper one"),
                         ((x < lower) | (x > upper), "x0 is infeasible: it lies outside the bounds")):  # fmt: skip
         if bool(wrong.any()):
             b, j = wrong.nonzero()[0].tolist()
             values = ", ".join(f"{k} {float(v[b, j]):g}" for k, v in (("lower", lower), ("x0", x), ("upper", upper)))
-            raise ValueError(f"{text} at parameter {j}{f' of problem {b}' if len(x) > 1 else ''}: {values}")
+            raise ValueError(f"{text} at parameter {j}{f' of problem {b}' if len(x) > 1 else ''}: {values}; {order}")
     free = bool(lower.isneginf().all()) and bool(upper.isposinf().all())
     return None if free else Box(lower, upper), lower, upper
 

@@ -31,6 +31,7 @@ class Fit:
     known: bool  # sigma is absolute
     weighted: bool  # sigma was given
     batched: bool
+    x_ndim: int | None  # dimensions of the x that f takes; None where x is no array
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.popt, self.pcov))
@@ -44,7 +45,7 @@ class Fit:
         return self._like(tensor(self.pcov).diagonal(dim1=-2, dim2=-1).sqrt())
 
     def predict(self, x: Any) -> Any:
-        """The curve at x; of many fits (B, points)."""
+        """The curve at x; of many fits (B, points), at an x for all of them or at one for each."""
         return self._like(self._curve(x)[0])
 
     def confidence_band(self, x: Any, level: float = 0.95) -> tuple[Any, Any]:
@@ -61,7 +62,7 @@ class Fit:
             raise ValueError("the fit has sigma: pass that of the new observations, prediction_band(x, sigma=…)")
         y, variance = self._curve(x)
         noise = tensor(self.noise).to(y).unsqueeze(-1) if self.batched else tensor(self.noise).to(y)
-        own = noise * (1.0 if sigma is None else tensor(sigma).to(y))
+        own = noise * (1.0 if sigma is None else _tensor(sigma).to(y))
         return self._band(y, variance + own**2, level)
 
     def _band(self, y: Tensor, variance: Tensor, level: float) -> tuple[Any, Any]:
@@ -76,10 +77,16 @@ class Fit:
         """f and diag(J·pcov·Jᵀ): (k,) or (B, k)."""
         p, cov = tensor(self.popt), tensor(self.pcov)
         p, cov = (p, cov) if self.batched else (p.unsqueeze(0), cov.unsqueeze(0))
-        call = _Curve(self.f, x, p)
+        call = _Curve(self.f, x, p, self.x_ndim)
+        own: tuple[Tensor, ...] = ()
+        if isinstance(call.tensor, Tensor) and self.x_ndim is not None and call.tensor.ndim > self.x_ndim:
+            if not self.batched or call.tensor.ndim > self.x_ndim + 1 or len(call.tensor) != len(p):
+                wanted = f"{self.x_ndim} dimensions" + f", or {len(p)} such x, one for each fit" * self.batched
+                raise ValueError(f"x has shape {tuple(call.tensor.shape)}: it must have {wanted}, as xdata has")
+            own = (call.tensor,)
         far = torch.full_like(p, math.inf)
         with torch.no_grad():
-            problem, _ = build(call, p, "auto", (), {}, self.batched, -far, far, not isinstance(self.popt, Tensor))
+            problem, _ = build(call, p, "auto", own, {}, self.batched, -far, far, not isinstance(self.popt, Tensor))
             y, J = problem.raw(p), problem.jacobian(p)
         variance = ((J @ cov) * J).sum(-1).clamp(min=0)
         return (y, variance) if self.batched else (y[0], variance[0])
@@ -91,18 +98,20 @@ class Fit:
 class _Curve:
     """p ↦ f(x, *p), with x as a tensor or as NumPy, whichever p is."""
 
-    def __init__(self, f: Callable[..., Any], x: Any, like: Tensor) -> None:
-        self.f, self.given = f, x
-        typed = hasattr(x, "shape") or isinstance(x, (list, tuple, int, float))
-        self.tensor = tensor(x).to(like) if typed else x
+    def __init__(self, f: Callable[..., Any], x: Any, like: Tensor, ndim: int | None = None) -> None:
+        self.f, self.given, self.ndim = f, x, ndim
+        typed = hasattr(x, "dtype") or isinstance(x, (list, tuple, int, float))
+        self.tensor = _tensor(x).to(like) if typed else x
 
     def x(self, p: Any) -> Any:
-        if isinstance(p, Tensor):
-            return self.tensor
-        return self.tensor.cpu().numpy() if isinstance(self.tensor, Tensor) else self.given
+        return _like(self.tensor, p) if isinstance(self.tensor, Tensor) else self.given
 
-    def __call__(self, p: Any) -> Any:
-        return self.f(self.x(p), *p).reshape(-1)
+    def __call__(self, p: Any, *own: Tensor) -> Any:
+        x = _like(own[0], p) if own else self.x(p)
+        y = _values(self.f(x, *p), p)
+        if y.ndim == 0 and isinstance(self.tensor, Tensor) and x.ndim == self.ndim:  # a constant
+            y = y + _like(self.tensor.new_zeros(x.shape[-1:]), p)
+        return y.reshape(-1)
 
 
 def curve_fit(
@@ -112,11 +121,13 @@ def curve_fit(
     p0: Any = None,
     sigma: Any = None,
     absolute_sigma: bool = False,
-    check_finite: bool = True,
+    check_finite: bool | None = None,
     bounds: Any = (-math.inf, math.inf),
-    method: str = "lm",
+    method: str | None = None,
     jac: Any = None,
     *,
+    full_output: bool = False,
+    nan_policy: str | None = None,
     batched: bool = False,
     **kwargs: Any,
 ) -> Fit:
@@ -127,11 +138,21 @@ def curve_fit(
 
     sigma: standard deviations (m,), or the covariance (m, m) of ydata; pcov is scaled by the residuals unless they are
     absolute. p0: ones, or the middle of finite bounds, by default. jac(x, *p) → (m, n), or as in least_squares.
-    Arrays give arrays, tensors give tensors. kwargs go to least_squares.
+    Arrays give arrays, tensors give tensors. kwargs go to least_squares; maxfev is max_nfev.
+    nan_policy: "raise", or "omit" to leave out the points with NaN; by default neither NaN nor infinities are taken.
 
-    batched: ydata is (B, m), B data sets; p0 (B, n) or (n,), sigma (m,), (B, m) or (B, m, m), xdata that of all sets
-    or (B, m). A fit that failed is found in result.success; of a single fit it is a RuntimeError.
+    batched: ydata is (B, m), B data sets; p0 (B, n) or (n,), sigma (m,), (B, m) or (B, m, m). xdata is that of all
+    sets, (m,) or (k, m), or has a leading dimension B, one for each set; where k = B it is read such that f returns m
+    values. A fit that failed is found in result.success; of a single fit it is a RuntimeError.
     """
+    if full_output:
+        raise ValueError("full_output=True: curve_fit returns popt and pcov; the rest is in curve_fit(…).result")
+    if nan_policy not in (None, "raise", "omit"):
+        raise ValueError(f"nan_policy={nan_policy!r}: pass None, 'raise' or 'omit'")
+    if "maxfev" in kwargs:
+        if "max_nfev" in kwargs:
+            raise TypeError("maxfev and max_nfev are one and the same: pass one of them")
+        kwargs["max_nfev"] = kwargs.pop("maxfev") or None  # 0 is SciPy's default
     numpy = not any(isinstance(a, Tensor) for a in (xdata, ydata, p0))
     y = _floating("ydata", ydata)
     device = next((a.device for a in (xdata, ydata, p0) if isinstance(a, Tensor) and a.device.type != "cpu"), y.device)
@@ -141,13 +162,15 @@ def curve_fit(
             f"ydata has shape {tuple(y.shape)}: it must be {'(data sets, points)' if batched else '(points,)'}; "
             "see batched" if y.ndim > 1 else f"ydata has shape {tuple(y.shape)}: it must be (points,)"
         )  # fmt: skip
-    if check_finite:
-        for name, data in (("xdata", xdata), ("ydata", y)):
-            if hasattr(data, "shape") and not bool(tensor(data).to(torch.float64).isfinite().all()):
-                raise ValueError(f"{name} contains NaN or infinities: leave those points out")
-    p0 = _guess(f, p0, bounds, y, batched)
     curve = _Curve(f, xdata, y)
-    own_x = batched and isinstance(curve.tensor, Tensor) and curve.tensor.shape == y.shape
+    if check_finite or (check_finite is None and nan_policy is None):
+        for name, data in (("xdata", curve.tensor), ("ydata", y)):
+            if isinstance(data, Tensor) and not bool(data.isfinite().all()):
+                raise ValueError(f"{name} contains NaN or infinities: leave those points out, or see nan_policy")
+    elif nan_policy is not None:
+        y, curve.tensor, sigma = _without_nan(y, curve.tensor, sigma, nan_policy, batched)
+    p0 = _guess(f, p0, bounds, y, batched)
+    own_x = batched and _own_x(f, curve.tensor, p0, y)
     whiten, roots = _whitening(sigma, y, batched)
     cut = [t for t in (y, curve.tensor if own_x else None, roots if batched else None) if t is not None]
 
@@ -155,29 +178,28 @@ def curve_fit(
         """x, y and the root of sigma that go with p."""
         rest = list(data)
         target = rest.pop(0)
-        x = rest.pop(0) if own_x else curve.x(p)
+        x = _like(rest.pop(0), p) if own_x else curve.x(p)
         return x, target, rest.pop(0) if rest else roots
 
     def residuals(p: Any, *data: Any) -> Any:
         x, target, root = split(p, data)
-        model = f(x, *p)
-        if model is None:
-            raise TypeError("f returned None: it must return the curve at x")
-        if isinstance(p, Tensor) and not isinstance(model, Tensor):
-            raise TypeError(f"f returned {type(model).__name__} for tensors")
+        model = _values(model_of(x, *p), p)
         if model.ndim and tuple(model.shape) != tuple(target.shape):
             raise ValueError(f"f returned shape {tuple(model.shape)} for ydata of shape {tuple(target.shape)}")
-        r = model - (target if isinstance(p, Tensor) else _array(target))
+        r = model - _like(target, p)
         return r if whiten is None else whiten(torch.as_tensor(r), root)
 
     def slopes(p: Any, *data: Any) -> Any:
         x, _, root = split(p, data)
-        J = torch.as_tensor(jac(x, *p))
+        J = _tensor(slopes_of(x, *p))
         return J if whiten is None else whiten(J, root)
 
+    model_of, slopes_of = f, jac
+    if callable(jac):
+        model_of, slopes_of = (_fed(g, curve.tensor[0] if own_x else curve.tensor, p0, batched) for g in (f, jac))
     x0: Any = p0.numpy() if numpy else p0
     result = least_squares(
-        residuals, x0, jac=slopes if callable(jac) else jac or "auto", bounds=bounds, method=method,
+        residuals, x0, jac=slopes if callable(jac) else jac or "auto", bounds=bounds, method=method or "lm",
         args=tuple(cut) if batched else (y,), batched=batched, **kwargs,
     )  # fmt: skip
     if not batched and not result.success:
@@ -193,6 +215,7 @@ def curve_fit(
     return Fit(
         result.x, cov.cpu().numpy() if numpy else cov, result, f, m - n, noise if batched else float(noise),
         absolute_sigma, sigma is not None, batched,
+        curve.tensor.ndim - own_x if isinstance(curve.tensor, Tensor) else None,
     )  # fmt: skip
 
 
@@ -235,15 +258,15 @@ def _whitening(sigma: Any, y: Tensor, batched: bool) -> tuple[Callable[[Tensor, 
 
 def _guess(f: Callable[..., Any], p0: Any, bounds: Any, y: Tensor, batched: bool) -> Tensor:
     if p0 is not None:
-        p = torch.as_tensor(p0).to(y.device)
+        p = _tensor(p0).to(y.device)
         if p.is_complex() or (hasattr(p0, "dtype") and not p.is_floating_point()):
             raise TypeError(f"p0 is of type {p.dtype}: the parameters are real numbers, pass p0 as floating point")
         p = p.to(torch.float64).reshape(-1) if p.ndim == 0 else p.to(torch.float64)
         return p.expand(len(y), -1).clone() if batched and p.ndim == 1 else p
-    names = list(inspect.signature(f).parameters.values())
-    if any(name.kind is name.VAR_POSITIONAL for name in names) or len(names) < 2:
+    names = inspect.signature(f).parameters.values()
+    n = sum(name.kind in (name.POSITIONAL_ONLY, name.POSITIONAL_OR_KEYWORD) for name in names) - 1
+    if n < 1:
         raise ValueError("p0 is needed: the signature of f does not say how many parameters there are")
-    n = len(names) - 1
     lower, upper = (bounds.lb, bounds.ub) if hasattr(bounds, "lb") else bounds
     low, high = (torch.as_tensor(b, dtype=torch.float64).expand(n) for b in (lower, upper))
     p = torch.ones(n, dtype=torch.float64)
@@ -253,12 +276,98 @@ def _guess(f: Callable[..., Any], p0: Any, bounds: Any, y: Tensor, batched: bool
     return p.expand(len(y), -1).clone() if batched else p
 
 
+def _own_x(f: Callable[..., Any], x: Any, p: Tensor, y: Tensor) -> bool:
+    """Whether x has an entry for each data set: f returns a value for each point where it gets the x it is made for."""
+    if not isinstance(x, Tensor) or x.ndim < 2 or len(x) != len(y):
+        return False
+    points = tuple(y.shape[1:])
+    for_all, for_each = (_shape(f, z, p[0]) == points for z in (x, x[0]))
+    if for_all and for_each:
+        raise ValueError(
+            f"xdata of shape {tuple(x.shape)} may be that of all {len(y)} data sets or hold one for each: f returns "
+            f"{points} either way. Pass one for each, with the dimensions that f expects after the first"
+        )
+    return not for_all
+
+
+def _shape(f: Callable[..., Any], x: Tensor, p: Tensor) -> tuple[int, ...] | None:
+    for q in (p, _array(p)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return tuple(_values(f(_like(x, q), *q), q).shape)
+        except Exception:  # a function of arrays may raise anything on a tensor, and the reverse
+            continue
+    return None
+
+
+def _fed(g: Callable[..., Any], x: Any, p0: Tensor, batched: bool) -> Callable[..., Any]:
+    """g; where it is a function of arrays alone, one that takes tensors too."""
+    p = p0[0] if batched else p0
+
+    def on_arrays(x: Any, *p: Any) -> Any:
+        value = g(_array(x), *map(_array, p))
+        return _tensor(value).to(p[0].device) if isinstance(p[0], Tensor) else value
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DeprecationWarning)  # NumPy's, for what it does with tensors
+            g(x, *p)
+    except Exception:  # a function of arrays may raise anything on a tensor
+        try:
+            on_arrays(x, *p)
+        except Exception:  # it fails on both: the fit will tell
+            return g
+        return on_arrays
+    return g
+
+
+def _without_nan(y: Tensor, x: Any, sigma: Any, policy: str, batched: bool) -> tuple[Tensor, Any, Any]:
+    if not any(isinstance(data, Tensor) and bool(data.isnan().any()) for data in (x, y)):
+        return y, x, sigma
+    if policy == "raise":
+        raise ValueError("xdata or ydata contains NaN: leave those points out, nan_policy='omit'")
+    if batched:
+        raise ValueError("nan_policy='omit' would leave data sets of different length: fit them one by one")
+    if not isinstance(x, Tensor) or x.shape[-1:] != y.shape:
+        raise ValueError("nan_policy='omit' needs xdata as an array, with the points as its last dimension")
+    keep = ~(y.isnan() | x.isnan().reshape(-1, len(y)).any(0))
+    if sigma is not None:
+        sigma = _tensor(sigma)
+        sigma = sigma[keep] if sigma.ndim == 1 else sigma[keep][:, keep] if sigma.ndim == 2 else sigma
+    return y[keep], x[..., keep], sigma
+
+
 def _floating(name: str, data: Any) -> Tensor:
-    t = tensor(data)
+    t = _tensor(data)
     if t.is_complex():
         raise TypeError(f"{name} is complex: fit real and imaginary parts as one real vector")
     return t.to(torch.float64)
 
 
+def _tensor(data: Any) -> Tensor:
+    """Of arrays in the machine's byte order and with strides that torch takes, or of lists of such."""
+    if isinstance(data, (list, tuple)) and any(getattr(part, "ndim", 0) for part in data):
+        return torch.stack([_tensor(part) for part in data])
+    if isinstance(data, Tensor) or not hasattr(data, "dtype"):
+        return tensor(data)
+    return tensor(data.__array__().astype(data.dtype.newbyteorder("="), order="C"))
+
+
+def _values(model: Any, p: Any) -> Any:
+    """What f returned, as a tensor where p is one and as an array where not."""
+    if model is None:
+        raise TypeError("f returned None: it must return the curve at x")
+    if isinstance(model, (list, tuple)) and any(isinstance(value, Tensor) for value in model):
+        return torch.stack([torch.as_tensor(value, dtype=p.dtype, device=p.device) for value in model])
+    if isinstance(p, Tensor) and not isinstance(model, Tensor):
+        raise TypeError(f"f returned {type(model).__name__} for tensors: it must return the curve at x, a tensor")
+    return model if hasattr(model, "ndim") else _array(_tensor(model))
+
+
 def _array(data: Any) -> Any:
     return data.detach().cpu().numpy() if isinstance(data, Tensor) else data
+
+
+def _like(data: Tensor, p: Any) -> Any:
+    return data if isinstance(p, Tensor) else _array(data)

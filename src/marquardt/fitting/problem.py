@@ -14,6 +14,10 @@ from . import jacobian
 from .jacobian import Function
 
 
+class NoSecondDerivative(RuntimeError):
+    """torch cannot differentiate fun twice."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """f: (B, n) → (B, m) and J: (B, n) → (B, m, n), with weights.
@@ -30,7 +34,8 @@ class Problem:
     m: int
     weight: Tensor | None = None  # √w, (m,) or (B, m)
     loop: bool = False  # one problem after the other: NumPy, or what vmap cannot take
-    exact: bool = True  # torch can differentiate fun
+    exact: bool = True  # torch can differentiate fun, and as far as one can tell twice
+    box: tuple[Tensor, ...] = ()  # the bounds, (B, n) each, where jac needs them: differences stay inside
     seen: tuple[Tensor, ...] = ()  # x, f and J of a single problem, without weights: from looking how to call it
 
     def __getitem__(self, index: Tensor) -> Problem:
@@ -39,7 +44,7 @@ class Problem:
             return self
         args = tuple(a if d is None else a[_like(index, a)] for a, d in zip(self.args, self.cut, strict=True))
         weight = self.weight[index] if self.weight is not None and self.weight.ndim == 2 else self.weight
-        return replace(self, args=args, weight=weight)
+        return replace(self, args=args, weight=weight, box=tuple(b[index] for b in self.box))
 
     def raw(self, x: Tensor) -> Tensor:
         """The residuals as the function returns them: (B, m)."""
@@ -55,7 +60,7 @@ class Problem:
         return f if self.weight is None else f * self.weight
 
     def jacobian(self, x: Tensor) -> Tensor:
-        J = self._each(self.jac, x)
+        J = self._each(self.jac, x, *self.box)
         if J.shape != (len(x), self.m, x.shape[-1]):
             raise ValueError(
                 f"jac returned shape {tuple(J.shape[1:])}: it must be {(self.m, x.shape[-1])}, residuals × parameters"
@@ -73,7 +78,7 @@ class Problem:
         """Σ fᵢ∇²fᵢ of the weighted residuals f, the part of the Hessian that Gauss-Newton leaves out: (B, n, n)."""
         f = f if self.weight is None else f * self.weight
         inner = lambda x, f, *args: self.fun(x, *args) @ f  # noqa: E731
-        return self._each(jacfwd(jacrev(inner)), x, f)
+        return self._second(jacfwd(jacrev(inner)), x, f)
 
     def bend(self, x: Tensor, v: Tensor) -> Tensor:
         """d²f(x + tv)/dt², the second derivative of the weighted residuals along a step: (B, m)."""
@@ -82,8 +87,17 @@ class Problem:
             slope = lambda y: jvp(lambda z: self.fun(z, *args), (y,), (v,))[1]  # noqa: E731
             return jvp(slope, (x,), (v,))[1]  # type: ignore[no-any-return]
 
-        f = self._each(along, x, v)
+        f = self._second(along, x, v)
         return f if self.weight is None else f * self.weight
+
+    def _second(self, function: Function, *x: Tensor) -> Tensor:
+        needed = "second derivatives, as for geodesic=True, need a fun that torch can differentiate twice"
+        if not self.exact:
+            raise NoSecondDerivative(f"{needed}: pass geodesic=False")
+        try:
+            return self._each(function, *x)
+        except Exception as error:  # torch has many
+            raise NoSecondDerivative(f"{needed}: {_first_line(error)}") from error
 
     def knowing(self, J: Tensor) -> Problem:
         return self if self.batched else replace(self, seen=(*self.seen, J))
@@ -91,13 +105,13 @@ class Problem:
     def _each(self, function: Function, *x: Tensor) -> Tensor:
         """The function of every problem; x and what else has a leading dimension B."""
         if not self.batched:
-            return self.tensor(function(*(t[0].clone() for t in x), *self.args)).unsqueeze(0)
+            return self.tensor(function(*(t[0] for t in x), *self.args)).unsqueeze(0)
         if not self.loop:
             return self.tensor(vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args))
         values = []
         for i in range(len(x[0])):
             args = [a if d is None else a[i] for a, d in zip(self.args, self.cut, strict=True)]
-            values.append(self.tensor(function(*(t[i].clone() for t in x), *args)))
+            values.append(self.tensor(function(*(t[i] for t in x), *args)))
         return torch.stack(values)
 
     def tensor(self, value: Any) -> Tensor:
@@ -106,6 +120,8 @@ class Problem:
 
 def tensor(value: Any) -> Tensor:
     """Without a gradient; plain numbers in float64, where torch would take its default."""
+    if hasattr(value, "strides"):  # NumPy: torch takes neither foreign byte orders nor negative strides
+        value = value.astype(value.dtype.newbyteorder("="), order="C")
     plain = not hasattr(value, "dtype")
     t = torch.as_tensor(value, dtype=None if not plain else torch.complex128 if _complex(value) else torch.float64)
     return t.detach()
@@ -115,13 +131,17 @@ def _complex(value: Any) -> bool:
     return isinstance(value, complex) or (isinstance(value, (list, tuple)) and any(map(_complex, value)))
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def _like(index: Tensor, a: Any) -> Any:
     return index.to(a.device) if isinstance(a, Tensor) else index.cpu().numpy()
 
 
 @dataclass(frozen=True)
 class Call:
-    """How the user wants fun to be called."""
+    """How the user wants fun to be called. It gets a copy of x and gives one of f: it may reuse either."""
 
     fun: Function
     kwargs: dict[str, Any]
@@ -130,7 +150,7 @@ class Call:
     __name__ = "fun"  # torch.func asks for it, and would else print what the function holds
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
-        f = self.fun(x.detach().cpu().numpy() if self.numpy else x, *args, **self.kwargs)
+        f = self.fun(self.own(x), *args, **self.kwargs)
         if f is None:
             raise TypeError("fun returned None: it must return the residuals, a vector")
         if isinstance(f, (list, tuple)) and any(isinstance(r, Tensor) for r in f):
@@ -143,7 +163,11 @@ class Call:
             raise TypeError("fun returned complex residuals: return their real and imaginary parts as one real vector")
         if f.ndim > 1:
             raise ValueError(f"fun returned shape {tuple(f.shape)}: the residuals of one problem must be a vector")
-        return f.reshape(-1)
+        return f.reshape(-1).to(x.dtype, copy=True)
+
+    def own(self, x: Tensor) -> Any:
+        """A copy of x, of the kind that the user's functions take."""
+        return x.detach().cpu().numpy().copy() if self.numpy else x.clone()
 
 
 def build(
@@ -160,27 +184,29 @@ def build(
                 "dimension, one entry for each problem; pass what all problems share as kwargs"
             )
         cut.append(0 if batched and arraylike else None)
-    failures: list[Exception] = []
-    inexact: list[tuple[Problem, str]] = []
+    failures: dict[bool, Exception] = {}
+    inexact: dict[bool, tuple[Problem, str]] = {}
     for as_numpy in (True, False) if numpy and callable(jac) else (False, True):
         given = args if as_numpy else tuple(_to_tensor(a, x) for a in args)
-        call = Call(fun, kwargs, as_numpy)
+        call = Call(fun, kwargs if as_numpy else {k: _to_tensor(a, x) for k, a in kwargs.items()}, as_numpy)
         base = Problem(call, call, given, tuple(cut), batched, x[0], 0, loop=as_numpy, exact=not as_numpy)
         try:
             with warnings.catch_warnings():
                 if not as_numpy:  # NumPy deprecates what it does with tensors
                     warnings.simplefilter("ignore", DeprecationWarning)
-                base = _sized(base, x)
-                problem, note = _with_jacobian(base, x, jac, lower, upper)
+                base, i = _sized(base, x)
+                problem, note = _with_jacobian(base, x, jac, lower, upper, i)
         except Exception as error:  # a function of NumPy arrays may raise anything on a tensor, and the reverse
-            failures.append(error)
+            failures[as_numpy] = error
             continue
-        if problem.exact or callable(jac):
+        if not note:
             return problem, note
-        inexact.append((problem, note))
-    if inexact:
-        return inexact[-1]
-    raise failures[-1 if numpy and len(failures) > 1 and not _foreign(failures[-1]) else 0]
+        inexact[as_numpy] = problem, note
+    if inexact:  # where NumPy functions take tensors, they do it with warnings
+        problem, _ = inexact[True in inexact]
+        _, note = inexact[numpy if numpy in inexact else not numpy]
+        return problem, note
+    raise failures[numpy and not _foreign(failures[True])]
 
 
 def _foreign(error: Exception) -> bool:
@@ -188,9 +214,13 @@ def _foreign(error: Exception) -> bool:
     return "must be Tensor, not" in str(error)
 
 
-def _sized(base: Problem, x: Tensor) -> Problem:
-    """With the number of residuals; without vmap where it cannot take the function."""
-    one = base[torch.zeros(1, dtype=torch.int64, device=x.device)]
+def _only(i: int, x: Tensor) -> Tensor:
+    return torch.tensor([i], device=x.device)
+
+
+def _sized(base: Problem, x: Tensor) -> tuple[Problem, int]:
+    """With the number of residuals, without vmap where it cannot take the function; and a problem to look at."""
+    one = base[_only(0, x)]
     try:
         f = one._each(base.fun, x[:1])
     except Exception:
@@ -200,54 +230,76 @@ def _sized(base: Problem, x: Tensor) -> Problem:
         f = replace(one, loop=True)._each(base.fun, x[:1])
     if f.shape[-1] == 0:
         raise ValueError("fun returned no residuals")
-    return replace(base, m=f.shape[-1], seen=() if base.batched else (x, f))
+    base = replace(base, m=f.shape[-1], seen=() if base.batched else (x, f))
+    if not base.batched or bool(f.isfinite().all()):
+        return base, 0
+    return base, int(base.raw(x).isfinite().all(-1).int().argmax())  # the first one that is finite
 
 
-def _with_jacobian(base: Problem, x: Tensor, jac: Any, lower: Tensor, upper: Tensor) -> tuple[Problem, str]:
-    n, m = x.shape[-1], base.m
-    as_numpy = base.fun.numpy  # type: ignore[attr-defined]
-    first = torch.zeros(1, dtype=torch.int64, device=x.device)
-    by_differences = jacobian.differences(base.fun, lower[0], upper[0], 2 if jac == "2-point" else 3, base.tensor)
+def _with_jacobian(
+    base: Problem, x: Tensor, jac: Any, lower: Tensor, upper: Tensor, i: int
+) -> tuple[Problem, str]:  # fmt: skip
+    """With its Jacobian, tried on problem i, and a note where that is not exact."""
+    call, which, xi = base.fun, _only(i, x), x[i : i + 1]
+    assert isinstance(call, Call)
     if callable(jac):
-        kwargs = base.fun.kwargs  # type: ignore[attr-defined]
 
         def given(x: Tensor, *args: Any) -> Any:
-            J = jac(x.detach().cpu().numpy() if as_numpy else x, *args, **kwargs)
+            J = jac(call.own(x), *args, **call.kwargs)
             if J is None:
                 raise TypeError("jac returned None: it must return the Jacobian, residuals × parameters")
-            return J if isinstance(J, Tensor) else tensor(J)
+            return J.clone() if isinstance(J, Tensor) else tensor(J)
 
         problem = replace(base, jac=given)
-        return problem.knowing(problem[first].jacobian(x[:1])), ""
-    if jac in ("2-point", "3-point"):
-        return replace(
-            base, jac=by_differences, loop=base.batched, exact=False
-        ), f"The Jacobian is by {jac} differences."
-    reason = "fun works on NumPy arrays alone"
-    if not as_numpy:
-        for name, way in jacobian.order(n, m):
+        try:
+            J = problem[which].jacobian(xi)
+        except Exception:  # as in _sized
+            if not base.batched or base.loop:
+                raise
+            problem = replace(problem, loop=True)
+            J = problem[which].jacobian(xi)
+        return replace(problem, exact=not call.numpy and _derived(base[which], xi, J)).knowing(J), ""
+    reason = "fun works on NumPy arrays, of which torch knows no derivative"
+    if jac == "auto" and not call.numpy:
+        for name, way in jacobian.order(x.shape[-1], base.m):
             problem = replace(
-                base, jac=way(base.fun), loop=base.loop or (name == "rows" and base.batched), exact=name != "rows"
+                base, jac=way(call), loop=base.loop or (name == "rows" and base.batched), exact=name != "rows"
             )
-            one = problem[first]
+            one = problem[which]
             try:
-                J = one.jacobian(x[:1])[0]
+                J = one.jacobian(xi)
             except Exception as error:  # no such derivative, in-place code, data-dependent branches
-                reason = f"torch cannot differentiate fun: {str(error).splitlines()[0]}"
+                reason = f"torch cannot differentiate fun: {_first_line(error)}"
                 continue
-            if not bool(J.isfinite().all()) or jacobian.agrees(one, x[0], J):
-                return problem.knowing(J.unsqueeze(0)), ""
+            if not bool(J.isfinite().all()) or jacobian.agrees(one, xi[0], J[0], lower[i], upper[i]):
+                return problem.knowing(J), ""
             reason = "the derivative that torch finds is not that of fun; something in it is detached or not torch"
             break
+    points = 2 if jac == "2-point" else 3
+    one = base[which]
+    args = tuple(a if d is None else a[0] for a, d in zip(one.args, one.cut, strict=True))
+    relative = jacobian.steps(lambda x: base.tensor(call(x, *args)), xi[0], lower[i], upper[i], points)
+    by_differences = jacobian.differences(call, relative, points, base.tensor)
     return (
-        replace(base, jac=by_differences, loop=base.batched, exact=False),
+        replace(base, jac=by_differences, loop=base.batched, exact=False, box=(lower, upper)),
+        f"The Jacobian is by {jac} differences." if jac != "auto" else
         f"The Jacobian is by 3-point differences: {reason}.",
-    )
+    )  # fmt: skip
+
+
+def _derived(one: Problem, x: Tensor, J: Tensor) -> bool:
+    """Whether torch finds the Jacobian that was given, so that second derivatives are those of fun."""
+    try:
+        found = replace(one, jac=jacobian.forward(one.fun)).jacobian(x)
+    except Exception:  # any that torch, or fun on its kind of tensor, may raise
+        return False
+    return bool((found - J).norm() <= 1e-3 * J.norm())
 
 
 def _to_tensor(a: Any, x: Tensor) -> Any:
-    """A NumPy array as a tensor, real numbers in the precision of x."""
-    if isinstance(a, Tensor) or not (hasattr(a, "shape") and hasattr(a, "dtype")) or a.dtype.kind not in "fiub":
-        return a
-    t = torch.as_tensor(a)
-    return t.to(x) if t.is_floating_point() else t.to(x.device)
+    """An array as a tensor where x is, real numbers in its precision."""
+    if not isinstance(a, Tensor):
+        if not (hasattr(a, "shape") and hasattr(a, "dtype")) or a.dtype.kind not in "fiub":
+            return a
+        a = tensor(a)
+    return a.to(x) if a.is_floating_point() else a.to(x.device)

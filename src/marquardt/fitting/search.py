@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from .bounds import Box
 from .factor import Factor, norm
-from .problem import Problem
+from .problem import NoSecondDerivative, Problem
 from .robust import Loss
 from .solve import (
     BAD,
@@ -65,7 +66,7 @@ def search(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Op
     # What ran out of its share goes on from where it is, with what is left.
     again = (best.status == LIMIT).nonzero().squeeze(-1)
     left = options.max_nfev - int(best.nfev[again].max()) if len(again) else 0
-    if left > 1:
+    if left > 1 and not bool((best.status == STOPPED).any()):
         old, part = best[again], box and box[again]
         new = attempt(problem[again], old.x, part, replace(options, max_nfev=left))
         best = best.merge(again, better_of(old, new, old.scale, again))
@@ -76,7 +77,8 @@ def better_of(old: State, new: State, limit: Tensor, which: Tensor) -> State:
     """The new state where its scale is within the limit, with the evaluations of both."""
     index = (new.scale <= limit).nonzero().squeeze(-1)  # no NaN is
     kept = old.merge(index, new[index])
-    return replace(kept, which=which, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
+    status = torch.where(new.status == STOPPED, STOPPED, kept.status)  # the callback's word counts for all attempts
+    return replace(kept, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
 
 
 def faded(s: State, loss: Loss, options: Options) -> Tensor:
@@ -101,8 +103,9 @@ def lost_rank(problem: Problem, x0: Tensor, s: State, loss: Loss, box: Box | Non
     first = Factor.of(*reversed(loss.corrected(f, J)))
     lost = (first.condition <= ALIKE) & (s.scale > NOUGHT * loss.scale(f))
     if box is None and loss.rho is None and problem.exact:
-        value = torch.linalg.eigvalsh(hessian(problem, s).nan_to_num(0.0, 0.0, 0.0))
-        lost &= value[:, 0] <= 1e-9 * value[:, -1]
+        with suppress(NoSecondDerivative):
+            value = torch.linalg.eigvalsh(hessian(problem, s).nan_to_num(0.0, 0.0, 0.0))
+            lost &= value[:, 0] <= 1e-9 * value[:, -1]
     return lost
 
 
@@ -124,7 +127,10 @@ def finish(problem: Problem, s: State, loss: Loss, box: Box | None, options: Opt
         if not len(which):
             break
         some, old = problem[which], s[which]
-        x = old.x + newton(some, old)
+        try:
+            x = old.x + newton(some, old)
+        except NoSecondDerivative:
+            break
         new = linearised(old.which, x, some.residuals(x), some.jacobian(x), old.D, loss, None, options)
         slope = new.factor.slope
         better = (slope < 0.9 * old.factor.slope) & (new.scale <= (1 + 1e-9) * old.scale)  # false for a NaN
@@ -148,7 +154,10 @@ def escape(problem: Problem, s: State, attempt: Attempt, options: Options) -> St
         if not len(index):
             break
         old = s[index]
-        value, vector = torch.linalg.eigh(hessian(problem[index], old).nan_to_num(0.0, 0.0, 0.0))
+        try:
+            value, vector = torch.linalg.eigh(hessian(problem[index], old).nan_to_num(0.0, 0.0, 0.0))
+        except NoSecondDerivative:
+            break
         down = value[:, 0] < -1e-9 * value[:, -1]
         index, old, v = index[down], old[down], (vector[..., 0] / old.D)[down]
         if not len(index):
@@ -161,7 +170,7 @@ def escape(problem: Problem, s: State, attempt: Attempt, options: Options) -> St
         limit = (1 - 1e-9) * old.scale
         kept = better_of(old, new, limit, index)
         s = s.merge(index, replace(kept, nfev=kept.nfev + len(trials), njev=kept.njev + 1))
-        if not bool((new.scale <= limit).any()):
+        if not bool((new.scale <= limit).any()) or bool((s.status == STOPPED).any()):
             break
     return s
 

@@ -20,6 +20,7 @@ ACCEPT = 1e-4  # least ratio of actual to predicted decrease: MINPACK
 COMPACT = 0.7  # stopped problems leave the batch once fewer than this share is running
 NOISE = 1e3  # in eps: relative decreases of the cost below this may be rounding
 STATIONARY = 1e-6  # the largest cosine between residuals and a column of J at what may be called a minimum
+NEAR = 1e-3  # the same cosine, where a test of the step or of the decrease may end a search
 BEND = 0.75  # most of ‖a‖/‖p‖, the acceleration of a geodesic step (Transtrum and Sethna 2012)
 
 Watch = Callable[[Any, Any, int], None]  # State, Box | None, iteration
@@ -110,6 +111,7 @@ def start(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Opt
         f, J = torch.where(fine[:, None], f, 0), torch.where(fine[:, None, None], J, 0)
         s = linearised(which, x, f, J, torch.zeros_like(x), loss, box, options)
     first = norm(s.D * x)
+    going = RUNNING if options.max_nfev > 1 else LIMIT
     return replace(
         s,
         scale=torch.where(fine, s.scale, torch.nan),
@@ -117,7 +119,7 @@ def start(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Opt
         change=torch.full_like(first, torch.inf),
         nfev=torch.ones_like(which),
         njev=torch.ones_like(which),
-        status=torch.where(fine, torch.where((s.cosine <= options.gtol) | (s.scale == 0), GTOL, RUNNING), BAD),
+        status=torch.where(fine, torch.where((s.cosine <= options.gtol) | is_zero(s), GTOL, going), BAD),
     )
 
 
@@ -157,7 +159,8 @@ def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Op
     # nearer to stationary; that takes the Jacobian to say.
     change = relative_change(s.x, x - s.x)
     full = ~held & (predicted >= 0.5 * s.cosine**2) & (actual > -3)
-    flat = full & torch.where(downhill, torch.maximum(actual, predicted) <= NOISE * eps, change <= 1e-7)
+    noise = NOISE * eps + 4 * wobble(s.factor, s.x)
+    flat = full & torch.where(downhill, torch.maximum(actual, predicted) <= NOISE * eps, predicted <= noise)
 
     taken = torch.zeros_like(held)
     new = s
@@ -180,14 +183,15 @@ def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Op
     # Stopping. While steps shrink by a rate r, the distance to the limit is r/(1 − r) of the last one.
     rate = change / s.change
     error = torch.where(~held & (rate <= 0.5) & (s.change < 0.1), change * rate / (1 - rate), torch.inf)
-    by_x = taken & ((error <= options.xtol) | (~held & (change <= eps)))
-    by_f = taken & (torch.maximum(actual.abs(), predicted) <= options.ftol) & (ratio <= 2)
+    near = new.factor.slope <= NEAR  # a step may be small, or win little, far from any minimum
+    by_x = taken & near & ((error <= options.xtol) | (~held & (change <= eps)))
+    by_f = taken & (near | ~held) & (torch.maximum(actual.abs(), predicted) <= options.ftol) & (ratio <= 2)
     ended = ~taken & (flat | (radius <= eps**2 * norm(s.D * s.x)) | (x == s.x).all(-1))
-    stationary = (new.factor.slope <= STATIONARY) | (flat & (change <= 1e-7))
+    stationary = is_stationary(new, options) | flat
     status = torch.where(nfev >= options.max_nfev, LIMIT, RUNNING)
     status = torch.where(ended, torch.where(stationary, FTOL, STUCK), status)
     status = torch.where(by_x, torch.where(by_f, BOTH, XTOL), torch.where(by_f, FTOL, status))
-    status = torch.where((new.cosine <= options.gtol) | (new.scale == 0), GTOL, status)
+    status = torch.where((new.cosine <= options.gtol) | is_zero(new), GTOL, status)
     return replace(
         new,
         which=s.which,
@@ -217,6 +221,26 @@ def bend(problem: Problem, s: State, p: Tensor, loss: Loss) -> Tensor:
     most = BEND * norm(s.D * p)
     a, held = Factor.of(J, problem.bend(s.x, p)).within(most, s.D)
     return torch.where((held | ~a.isfinite().all(-1)).unsqueeze(-1), 0, a)  # too much of it: the step is too long
+
+
+def wobble(factor: Factor, x: Tensor) -> Tensor:
+    """ε·Σ‖Jⱼ‖|xⱼ|/‖f‖: by how much rounding of x alone changes the residuals, at most: (B,)"""
+    return torch.finfo(x.dtype).eps * (factor.length * x.abs()).sum(-1)
+
+
+def is_zero(s: State) -> Tensor:
+    """Residuals that are nothing but rounding."""
+    return (s.scale == 0) | (wobble(s.factor, s.x) >= 0.3)
+
+
+def is_stationary(s: State, options: Options) -> Tensor:
+    """Residuals orthogonal to every column of J, up to rounding; or columns that have vanished there."""
+    eps = torch.finfo(s.x.dtype).eps
+    found = s.factor.slope <= max(STATIONARY, 1e3 * eps) + 10 * wobble(s.factor, s.x)
+    if options.x_scale is None:  # D is then the largest length that each column has had
+        gradient = s.scale.unsqueeze(-1) * (s.factor.R.mT @ s.factor.c.unsqueeze(-1)).squeeze(-1)
+        found |= ((gradient / s.D).abs() <= eps**0.5).all(-1)
+    return found
 
 
 def relative_change(x: Tensor, p: Tensor) -> Tensor:

@@ -1,0 +1,287 @@
+"""What least_squares is given: functions of every kind, and data in every layout."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from torch import Tensor
+
+from marquardt import least_squares
+from marquardt.fitting.problem import NoSecondDerivative, build
+
+T = torch.linspace(0, 4, 40, dtype=torch.float64)
+Y = 2.5 * torch.exp(-1.3 * T) + 0.5 + 0.05 * torch.sin(13 * T**2)
+
+
+def decay(p: Any, t: Any, y: Any) -> Any:
+    return p[0] * torch.exp(-p[1] * t) + p[2] - y
+
+
+def decay_numpy(p: Any, t: Any, y: Any) -> Any:
+    return p[0] * np.exp(-p[1] * t) + p[2] - y
+
+
+def near(x: Any, best: Any, rtol: float = 1e-6) -> bool:
+    return np.allclose(np.asarray(x), np.asarray(best), rtol=rtol, atol=1e-9)
+
+
+BEST = scipy.optimize.least_squares(decay_numpy, np.ones(3), method="lm", xtol=1e-12, args=(T.numpy(), Y.numpy())).x
+
+
+# Single precision
+
+
+@pytest.mark.parametrize("way", ["args", "kwargs", "closure"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_data_of_single_precision_are_fitted_in_double(way: str, batched: bool):
+    t, y = T.float(), Y.float()
+    if way == "closure":
+        given: dict[str, Any] = {}
+    elif way == "args":
+        given = {"args": (t.expand(2, -1), y.expand(2, -1)) if batched else (t, y)}
+    else:
+        given = {"kwargs": {"t": t, "y": y}}
+    f = (lambda p: decay(p, t, y)) if way == "closure" else decay
+    fit = least_squares(f, torch.ones(2, 3) if batched else torch.ones(3), batched=batched, **given)
+    assert fit.x.dtype == fit.fun.dtype == fit.jac.dtype == torch.float64
+    assert bool(torch.as_tensor(fit.success).all()), fit.message
+    assert near(fit.x.reshape(-1, 3)[-1], BEST, 1e-5)
+
+
+def test_residuals_of_single_precision_do_no_harm():
+    fit = least_squares(lambda p: decay(p, T, Y).float(), torch.ones(3))
+    assert fit.success, fit.message
+    assert near(fit.x, BEST, 1e-3)
+
+
+# Functions that vary much faster than their parameters' size
+
+
+DAYS = np.linspace(2450000.0, 2450010.0, 201)
+HERTZ = np.linspace(1e9 - 100, 1e9 + 100, 201)
+SECONDS = np.linspace(0, 1000, 4001)
+STIFF = {
+    "Gaussian": (lambda p, t, lib: p[0] * lib.exp(-0.5 * ((t - p[1]) / p[2]) ** 2), DAYS,
+                 [2.0, 2450004.3, 0.7], [1.0, 2450004.0, 1.0]),
+    "Lorentzian": (lambda p, t, lib: p[0] / (1 + ((t - p[1]) / p[2]) ** 2), HERTZ,
+                   [3.0, 1e9 + 7, 12.0], [1.0, 1e9, 20.0]),
+    "sine": (lambda p, t, lib: p[0] * lib.sin(p[1] * t + p[2]), SECONDS, [2.0, 100.001, 0.3], [1.0, 100.0003, 0.2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "2-point"])
+@pytest.mark.parametrize("name", STIFF)
+def test_stiff_parameters_are_fitted(name: str, kind: str):
+    model, t, true, start = STIFF[name]
+    data = model(true, t, np) + 0.01 * np.sin(np.arange(len(t)) ** 2)
+    td, tt = torch.tensor(data), torch.tensor(t)
+    if kind == "torch":
+        fit = least_squares(lambda p: model(p, tt, torch) - td, start)
+        assert "differences" not in fit.message
+    else:
+        fit = least_squares(lambda p: model(p, t, np) - data, start, jac="auto" if kind == "numpy" else kind)
+        assert "differences" in fit.message
+    assert fit.success, fit.message
+    assert np.abs((fit.x - true) / [1, t.max() - t.min() if name != "sine" else 1, true[2]]).max() < 0.01
+
+
+def test_differences_keep_their_usual_step_where_the_function_is_noisy():
+    noisy = lambda p: np.round(decay_numpy(p, T.numpy(), Y.numpy()), 9)  # noqa: E731
+    fit = least_squares(noisy, np.ones(3))
+    assert near(fit.x, BEST, 1e-2)
+
+
+@pytest.mark.parametrize("detached", [
+    lambda p: torch.cat([p[:1].detach() ** 2 - 2, p[1:] - 3]),
+    lambda p: torch.cat([p[:1].detach() ** 2 - 2, 1e4 * (p[1:] - 3)]),
+    lambda p: p.detach() ** 2 - 2,
+    lambda p: torch.exp(p * (p / p).detach()) * p.detach() - 1,
+])  # fmt: skip
+def test_what_is_detached_is_noticed(detached: Any):
+    fit = least_squares(detached, torch.tensor([1.0, 2.0]))
+    assert "detached" in fit.message
+    assert fit.success
+
+
+@pytest.mark.parametrize("x0", [[0.0, 0.0], [0.0, 2.0]])
+def test_a_slope_that_is_zero_is_no_wrong_one(x0: list[float]):
+    fit = least_squares(lambda p: torch.stack([p[0] ** 2 + 1, p[1] ** 2 + p[0] ** 3 - 2]), x0)
+    assert "differences" not in fit.message
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_nothing_is_evaluated_outside_the_bounds(kind: str):
+    def f(p: Any) -> Any:
+        assert ((p >= 0) & (p <= 9)).all(), "outside"
+        return (torch if kind == "torch" else np).log1p(p) - 1
+
+    fit = least_squares(f, np.array([0.0, 9.0]), bounds=(0, 9))
+    assert near(fit.x, math.e - 1)
+    assert ("differences" in fit.message) == (kind == "numpy")
+
+
+# What functions do to their arguments and their output
+
+
+def test_a_function_may_reuse_its_output():
+    array, tensor, matrix = np.zeros(2), torch.zeros(2, dtype=torch.float64), np.zeros((2, 2))
+
+    def f(p: Any, out: Any) -> Any:
+        out[0], out[1] = p[0] - 1, p[1] ** 2 - 4
+        return out
+
+    def jac(p: Any) -> Any:
+        matrix[:] = [[1, 0], [0, 2 * p[1]]]
+        return matrix
+
+    fits = [
+        least_squares(lambda p: f(p, array), np.array([3.0, 3.0])),
+        least_squares(lambda p: f(p, tensor.detach()), torch.tensor([3.0, 3.0])),
+        least_squares(lambda p: f(p, array), np.array([3.0, 3.0]), jac=jac),
+    ]
+    for fit in fits:
+        assert near(fit.x, [1, 2])
+        assert near(fit.jac, [[1, 0], [0, 4]])
+
+
+@pytest.mark.parametrize(
+    ("numpy", "options"),
+    [(False, {}), (False, {"jac": "3-point"}), (False, {"geodesic": True}), (True, {}), (True, {"jac": "2-point"})],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_function_may_change_its_parameters(numpy: bool, options: dict[str, Any], batched: bool):
+    t, y = (T.numpy(), Y.numpy()) if numpy else (T, Y)
+
+    def doubled(p: Any) -> Any:
+        p *= 2
+        return (decay_numpy if numpy else decay)(p, t, y)
+
+    x0: Any = np.ones((2, 3) if batched else 3) if numpy else torch.ones((2, 3) if batched else 3)
+    fit = least_squares(doubled, x0, batched=batched, **options)
+    assert near(fit.x.reshape(-1, 3)[-1], BEST / 2)
+    assert bool((x0 == 1).all())
+
+
+# Derivatives
+
+
+class Cube(torch.autograd.Function):
+    """p³ as old code has it: neither torch.func nor a second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, p: Tensor) -> Tensor:
+        ctx.save_for_backward(p)
+        return p**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        return 3 * p**2 * g
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_jacobians_row_by_row_are_exact(batched: bool):
+    start = [2.0, 3.0]
+    fit = least_squares(lambda p: Cube.apply(p) - 8.5, torch.tensor([start] * 2 if batched else start), batched=batched)
+    assert "differences" not in fit.message
+    assert near(fit.x, 8.5 ** (1 / 3))
+
+
+def of(fun: Any, x: Tensor, jac: Any = "auto") -> Any:
+    far = torch.full_like(x, math.inf)
+    with torch.no_grad():
+        return build(fun, x, jac, (), {}, False, -far, far, False)[0]
+
+
+def test_exact_says_that_torch_has_second_derivatives():
+    x = torch.tensor([[2.0, 3.0]], dtype=torch.float64)
+    diagonal = lambda p: torch.diag(3 * p**2)  # noqa: E731
+    assert of(lambda p: p**3 - 8, x).exact
+    assert of(lambda p: p**3 - 8, x, diagonal).exact
+    assert not of(lambda p: p.detach() ** 3 - 8, x, diagonal).exact
+    rows = of(lambda p: Cube.apply(p) - 8, x)
+    assert not rows.exact
+    with pytest.raises(NoSecondDerivative, match="twice"):
+        rows.curvature(x, x)
+
+
+@pytest.mark.parametrize("fun", [lambda p: Cube.apply(p) - 8.5, lambda p: np.asarray(p) ** 3 - 8.5])
+def test_geodesic_steps_need_second_derivatives(fun: Any):
+    with pytest.raises(NoSecondDerivative, match=r"geodesic=True.* differentiate twice"):
+        least_squares(fun, np.array([2.0, 3.0]), geodesic=True)
+
+
+# Many problems
+
+
+def test_the_first_finite_problem_tells_how_to_differentiate():
+    y = torch.tensor([[math.nan, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    start = torch.tensor([[1.0, 2.0], [3.0, 4.0], [2.0, 2.0]])
+    fit = least_squares(lambda p, y: p.detach() ** 2 - y, start, args=(y,), batched=True)
+    assert fit.success.tolist() == [False, True, True]
+    assert near(fit.x[1:], y[1:].sqrt())
+
+
+@pytest.mark.parametrize("jac", ["auto", "2-point", "3-point"])
+def test_differences_keep_to_the_bounds_of_each_problem(jac: str):
+    low = np.array([[0.0], [5.0]])
+
+    def f(p: Any, low: Any) -> Any:
+        p, low = np.asarray(p), np.asarray(low)
+        assert (p >= low).all(), "outside"
+        return np.sqrt(p - low) - 1
+
+    fit = least_squares(f, low + 1e-6, jac, (low, np.inf), args=(low,), batched=True)
+    assert near(fit.x, low + 1)
+
+
+def test_a_jacobian_that_vmap_refuses_is_called_for_one_problem_at_a_time():
+    f = lambda p: torch.stack([10 * (p[1] - p[0] ** 2), 1 - p[0]])  # noqa: E731
+    jac = lambda p: torch.tensor([[-20 * p[0].item(), 10.0], [-1.0, 0.0]])  # noqa: E731
+    fit = least_squares(f, torch.tensor([[-1.2, 1.0], [2.0, 2.0]]), jac, batched=True)
+    assert near(fit.x, 1)
+
+
+# NumPy's layouts and numbers
+
+
+LAYOUTS = {
+    "reversed": lambda a: np.ascontiguousarray(a[::-1])[::-1],
+    "big-endian": lambda a: a.astype(">f8"),
+    "read-only": lambda a: np.lib.stride_tricks.as_strided(a, writeable=False),
+}
+
+
+@pytest.mark.parametrize("f", [decay, decay_numpy])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_of_every_layout_are_taken(layout: str, f: Any):
+    lay = LAYOUTS[layout]
+    data = lay(T.numpy()), lay(Y.numpy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fits = [
+            least_squares(f, lay(np.ones(3)), args=data, weights=lay(np.ones(40)), bounds=(lay(np.zeros(3)), np.inf)),
+            least_squares(f, lay(np.ones(3)), kwargs={"t": data[0], "y": data[1]}),
+            least_squares(lambda p: lay(decay_numpy(p, T.numpy(), Y.numpy())), np.ones(3)),
+        ]
+    assert all(near(fit.x, BEST) for fit in fits)
+
+
+def test_numbers_may_be_numpys():
+    fit = least_squares(
+        lambda p: decay(p, T, Y), np.ones(3), ftol=np.float32(1e-12), xtol=np.float64(1e-10), gtol=np.float32(0),
+        loss="huber", f_scale=np.float32(10), max_nfev=np.int64(500),
+    )  # fmt: skip
+    assert near(fit.x, BEST)
+
+
+def test_bounds_in_pairs_are_refused_with_their_order():
+    with pytest.raises(ValueError, match=r"bounds are \(lower, upper\)"):
+        least_squares(lambda p: p - 1, [0.5, 0.5], bounds=[(0, 2), (0, 2)])
