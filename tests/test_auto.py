@@ -332,7 +332,8 @@ def test_out_of_memory_for_good(monkeypatch, build, failure):
     assert same(before, world(model, opt))
     step = opt.step(x[:16], y[:16])
     assert step.accepted
-    assert opt.plan == plan  # a smaller batch does not change it
+    # A smaller batch does not change it; what memory is free may have changed.
+    assert opt.plan.rpartition(" of ")[0] == plan.rpartition(" of ")[0]
 
 
 def test_out_of_memory_elsewhere(monkeypatch):

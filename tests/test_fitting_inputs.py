@@ -285,3 +285,26 @@ def test_numbers_may_be_numpys():
 def test_bounds_in_pairs_are_refused_with_their_order():
     with pytest.raises(ValueError, match=r"bounds are \(lower, upper\)"):
         least_squares(lambda p: p - 1, [0.5, 0.5], bounds=[(0, 2), (0, 2)])
+
+
+def test_a_loss_written_for_scipy():
+    """One array of three rows, filled in."""
+
+    def soft_l1(z):
+        rows = np.empty((3, z.size))
+        t = 1 + z
+        rows[0], rows[1], rows[2] = 2 * (t**0.5 - 1), t**-0.5, -0.5 * t**-1.5
+        return rows
+
+    x = np.linspace(0, 4, 30)
+    y = 2.5 * np.exp(-1.3 * x) + 0.5
+    y[::7] += 2.0
+
+    def residuals(p):
+        return p[0] * np.exp(-p[1] * x) + p[2] - y
+
+    options = {"loss": soft_l1, "f_scale": 0.1}
+    ours = least_squares(residuals, np.ones(3), **options)
+    theirs = scipy.optimize.least_squares(residuals, np.ones(3), xtol=1e-12, ftol=1e-12, gtol=1e-12, **options)
+    np.testing.assert_allclose(ours.x, theirs.x, rtol=1e-5)
+    assert ours.cost == pytest.approx(theirs.cost, rel=1e-8)

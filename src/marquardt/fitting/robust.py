@@ -84,17 +84,21 @@ def resolve(loss: Any, f_scale: Any) -> Loss:
     return Loss(LOSSES[loss], float(f_scale))
 
 
-def _checked(rho: Callable[[Tensor], Any]) -> Rho:
-    """The user's ρ: three rows like z, as a sequence or stacked."""
+def _checked(rho: Callable[[Any], Any]) -> Rho:
+    """The user's ρ of a vector z: three rows like z, as a sequence or stacked, tensors or arrays."""
 
     def called(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows = rho(z)
+        flat = z.reshape(-1)
+        try:
+            rows = rho(flat)
+        except TypeError:  # written for NumPy, as SciPy's users do
+            rows = rho(flat.cpu().numpy())
         if rows is None or len(rows) != 3:
             raise ValueError(f"loss: {rho!r} must return ρ, ρ' and ρ'' of z, three tensors like z")
         rows = [torch.as_tensor(row, dtype=z.dtype, device=z.device) for row in rows]
-        if any(row.shape != z.shape for row in rows):
+        if any(row.shape != flat.shape for row in rows):
             shapes = [tuple(row.shape) for row in rows]
-            raise ValueError(f"loss: {rho!r} returned shapes {shapes} for z of shape {tuple(z.shape)}")
-        return rows[0], rows[1], rows[2]
+            raise ValueError(f"loss: {rho!r} returned shapes {shapes} for z of shape {tuple(flat.shape)}")
+        return rows[0].view_as(z), rows[1].view_as(z), rows[2].view_as(z)
 
     return called
