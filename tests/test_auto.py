@@ -186,7 +186,7 @@ def test_same_plan_every_time(memory):
     again = make(model, mq.Auto(memory=memory))
     again.load_state_dict(opt.state_dict())
     again.step(x, y)
-    assert again.plan == plan
+    assert again.plan.rpartition(" of ")[0] == plan.rpartition(" of ")[0]  # what memory is free may have changed
 
 
 # ---- remembered
