@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib
 import json
 import math
 import os
@@ -33,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from marquardt.paper import data as paper_data
 from marquardt.paper import problems
+from marquardt.paper.methods import Unavailable, peer
 
 MIB = 2**20
 PEER = "torch_levenberg_marquardt"
@@ -284,8 +284,7 @@ def lm(opt: Any) -> Step:
 def find_peer(path: Path | None) -> tuple[types.ModuleType, types.ModuleType, str] | None:
     """torch-levenberg-marquardt, where there is one: its modules training and loss, and its version.
 
-    `path` is a folder or a wheel to look in as well. The package itself imports Lightning and torchmetrics for its
-    training loop, which a step does not need: where those are missing, only the modules of the step are imported.
+    `path` is a folder or a wheel to look in as well.
     """
     if path is not None:
         if not path.exists():
@@ -293,17 +292,9 @@ def find_peer(path: Path | None) -> tuple[types.ModuleType, types.ModuleType, st
         wheels = sorted(path.glob(f"{PEER}-*.whl")) if path.is_dir() else []
         sys.path[:0] = [str(p) for p in [path, *wheels]]
     try:
-        importlib.import_module(PEER)
-    except ImportError:
-        for name in [name for name in sys.modules if name.split(".")[0] == PEER]:
-            del sys.modules[name]
-        spec = importlib.machinery.PathFinder.find_spec(PEER)
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        package = types.ModuleType(PEER)
-        package.__path__ = list(spec.submodule_search_locations)
-        sys.modules[PEER] = package
-    training, loss = (importlib.import_module(f"{PEER}.{name}") for name in ("training", "loss"))
+        training, loss = peer("training"), peer("loss")
+    except Unavailable:
+        return None
     try:
         version = metadata.version("torch-levenberg-marquardt")
     except metadata.PackageNotFoundError:

@@ -33,6 +33,7 @@ import marquardt as mq
 import measure
 from marquardt.paper import problems
 from marquardt.paper.data import data_directory
+from marquardt.paper.methods import deterministic
 from measure import Batch, Peak, Step, Timing, Verdict
 
 BATCH = 600  # the paper's
@@ -79,16 +80,6 @@ def peer(training: ModuleType, loss: Any, one_hot: bool) -> Callable[[nn.Module,
         return step
 
     return build
-
-
-def deterministic(model: nn.Module) -> nn.Module:
-    """Every RReLU becomes the LeakyReLU that it is in eval mode."""
-    for name, child in model.named_children():
-        if isinstance(child, nn.RReLU):
-            setattr(model, name, nn.LeakyReLU((child.lower + child.upper) / 2))
-        else:
-            deterministic(child)
-    return model
 
 
 # --- data ---

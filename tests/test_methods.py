@@ -19,7 +19,7 @@ from marquardt.damping import Identity, MaxDiagonal
 from marquardt.line_search import Grid
 from marquardt.momentum import AdaptiveMomentum
 from marquardt.paper import methods, problems
-from marquardt.paper.methods import ABLATION, METHODS, Choice, Ours, Range, Trainer, Unavailable, deterministic
+from marquardt.paper.methods import ABLATION, METHODS, Choice, Ours, Range, Stepwise, Unavailable, deterministic
 
 PROBLEMS = {"sine": "mse", "mnist": "cross_entropy"}
 EVERY = [
@@ -239,7 +239,7 @@ def test_both_ends_of_the_ablation(problem):
 # --- averages ---
 
 
-class Walk(Trainer):
+class Walk(Stepwise):
     """Weights that go where the batch says."""
 
     def step(self, x, y):

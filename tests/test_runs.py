@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from marquardt.paper import logs, problems, runs
 from marquardt.paper.data import Digits
-from marquardt.paper.methods import ABLATION, METHODS, Method, Trainer
+from marquardt.paper.methods import ABLATION, METHODS, Method, Stepwise, Trainer
 
 LABELS = {  # in the order of tables
     "lm": "LM (ours)",
@@ -89,7 +89,7 @@ def train(run, out, data=None):
     return steps_of(run.log(out))
 
 
-class Still(Trainer):
+class Still(Stepwise):
     """Does nothing."""
 
     def __init__(self, model, loss, hyper):

@@ -10,7 +10,7 @@ import torch
 
 from marquardt.paper import runs, tune
 from marquardt.paper.data import Digits
-from marquardt.paper.methods import METHODS, Choice, Method, Trainer, Unavailable
+from marquardt.paper.methods import METHODS, Choice, Method, Stepwise, Unavailable
 
 ON = {
     problem: [key for key, spec in METHODS.items() if problem == "sine" or not spec.sine_only] for problem in tune.SEEDS
@@ -192,7 +192,7 @@ def test_divergence_is_the_worst(problem):
     assert "the loss was" in message
 
 
-class Broken(Trainer):
+class Broken(Stepwise):
     def __init__(self, model, loss, hyper):
         super().__init__(model)
 

@@ -11,6 +11,7 @@ import importlib.machinery
 import io
 import sys
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class Unavailable(RuntimeError):
 # --- trainers: how to step, and which weights to evaluate ---
 
 
-class Trainer:
-    """A step for every batch, until `after` says that it was the last; an average of the weights where `average`."""
+class Trainer(ABC):
+    """Trains a model, batch by batch, and keeps an average of its weights where `average`."""
 
     def __init__(self, model: nn.Module, average: float | None = None) -> None:
         self.model = model
@@ -51,15 +52,9 @@ class Trainer:
         self.mean: Tensor | None = None
         self.count = 0
 
-    def step(self, x: Tensor, y: Tensor) -> None:
-        raise NotImplementedError
-
+    @abstractmethod
     def run(self, batches: Batches, after: Callable[[], bool]) -> None:
-        for x, y in batches:
-            self.step(x, y)
-            self.update_average()
-            if after():
-                return
+        """Steps, with a call of `after` behind each, until it says that this was the last."""
 
     @torch.no_grad()
     def update_average(self) -> None:
@@ -82,6 +77,20 @@ class Trainer:
             place(self.model, theta)
 
 
+class Stepwise(Trainer):
+    """A step for every batch."""
+
+    @abstractmethod
+    def step(self, x: Tensor, y: Tensor) -> None: ...
+
+    def run(self, batches: Batches, after: Callable[[], bool]) -> None:
+        for x, y in batches:
+            self.step(x, y)
+            self.update_average()
+            if after():
+                return
+
+
 @torch.no_grad()
 def place(model: nn.Module, theta: Tensor) -> None:
     """θ into the parameters, in place: an optimizer may hold views of them."""
@@ -90,7 +99,7 @@ def place(model: nn.Module, theta: Tensor) -> None:
         p.copy_(values.view_as(p))
 
 
-class Ours(Trainer):
+class Ours(Stepwise):
     """LM and its relatives: they keep the average themselves."""
 
     def __init__(self, opt: LM) -> None:
@@ -104,7 +113,7 @@ class Ours(Trainer):
         return self.opt.averaged() if self.opt.average is not None else nullcontext()
 
 
-class Torch(Trainer):
+class Torch(Stepwise):
     """An optimizer of torch.optim, or one with its manners."""
 
     def __init__(self, model: nn.Module, loss: str, opt: torch.optim.Optimizer, average: float | None) -> None:
@@ -121,7 +130,7 @@ class Torch(Trainer):
         self.opt.step(closure)
 
 
-class PSGD(Trainer):
+class PSGD(Stepwise):
     """psgd-torch: Kronecker-product preconditioners fitted to Hessian-vector products (Li 2018)."""
 
     def __init__(self, model: nn.Module, loss: str, hyper: Hyper) -> None:
@@ -141,7 +150,7 @@ class PSGD(Trainer):
         self.opt.step(lambda: self.loss(self.model(x), y))
 
 
-class Peer(Trainer):
+class Peer(Stepwise):
     """torch-levenberg-marquardt, with its fastest solver. Its vmap refuses RReLU: it gets the LeakyReLU of eval mode.
 
     On cross-entropy it takes the root of each sample's loss as residual, one row per sample.

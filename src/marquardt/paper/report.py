@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 import jinja2
 
@@ -338,4 +338,4 @@ def _data_uri(figure: figures.Drawn) -> str:
     svg = figure.path.read_text(encoding="utf-8")
     svg = svg.replace(figures.INK, "var(--ink)").replace(figures.PAPER, "var(--paper)")
     start = svg.index(">", svg.index("<svg")) + 1
-    return "data:image/svg+xml;base64," + base64.b64encode((svg[:start] + THEME + svg[start:]).encode()).decode()
+    return "data:image/svg+xml," + quote(svg[:start] + THEME + svg[start:], safe=" :/=;,.-")
