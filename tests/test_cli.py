@@ -25,7 +25,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner, Result
 
 from marquardt import cli
-from marquardt.paper import logs, methods, runs
+from marquardt.paper import logs, methods, runs, screen
 from marquardt.paper.data import Digits
 
 Invoke = Callable[..., Result]
@@ -121,7 +121,7 @@ def test_the_words_are_the_experiments() -> None:
 
 
 def test_the_table_takes_medians_and_a_diverged_seed_as_the_worst() -> None:
-    row = cli.Row("Adam", "mnist", seeds=3)
+    row = screen.Row("Adam", "mnist", seeds=3)
     assert [str(cell) for cell in row.cells()] == ["Adam", "waiting", "0/3", "–", "–", "–"]
     row.ended = [made(4, 0.97), made(6, 0.95)]
     assert [str(cell) for cell in row.cells()] == ["Adam", "under way", "2/3", "5", "96.00%", "2.0"]
@@ -145,10 +145,10 @@ def made(reached: int, accuracy: float) -> logs.Log:
 
 def test_a_low_screen_shows_the_rows_around_the_one_that_runs(invoke: Invoke) -> None:
     plan = runs.plan(["sine"], seeds=1)
-    screen = cli.Screen(cli.Console(width=80, height=14), plan, len(plan))
-    screen.start(plan[6])
-    assert screen.table("sine", 4).row_count == 4
-    lines = screen.console.render_lines(screen.picture())
+    shown = screen.Screen(cli.Console(width=80, height=14), plan, len(plan))
+    shown.start(plan[6])
+    assert shown.table("sine", 4).row_count == 4
+    lines = shown.console.render_lines(shown.picture())
     assert len(lines) < 14
     text = "".join(segment.text for line in lines for segment in line)
     assert plan[6].label in text
@@ -165,7 +165,7 @@ def test_a_terminal_shows_bars_drawn_between_the_steps(
         return execute(*arguments)
 
     monkeypatch.setattr(runs, "execute", watched)
-    monkeypatch.setattr(cli, "REFRESH", 0.0)
+    monkeypatch.setattr(screen, "REFRESH", 0.0)
     monkeypatch.setattr(cli, "Console", partial(cli.Console, force_terminal=True, width=80, height=24))
     result = invoke("paper", "sine", "swapped", "--seeds", "1", "--optimizers", "adam,sgd", "--out", out)
     assert result.exit_code == 0, result.output
