@@ -237,7 +237,7 @@ def batched(peaks: Peaks, given: bool) -> Callable[[], Tensor]:
         z = (peaks.t - x[1]) / x[2]
         e = torch.exp(-(z**2) / 2)
         slope = x[0] / x[2] * e * z
-        return torch.stack([e, slope, slope * z, torch.ones_like(e)], -1)  # (m, 4)
+        return torch.stack([e, slope, slope * z, torch.ones_like(e)]).mT  # (m, 4)
 
     jac = jacobian if given else "auto"
     return lambda: least_squares(peaks.residuals, peaks.x0, jac=jac, args=(peaks.y,), batched=True, **ENOUGH).x

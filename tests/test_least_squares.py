@@ -368,7 +368,8 @@ def test_jacobians_with_nans_and_lost_rank_at_once_are_survived():
     assert fit.x[0] > 0
     assert math.isfinite(fit.cost)
     R = torch.tensor([[[math.nan, 1.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]]], dtype=torch.float64)
-    assert Factor(R, torch.ones(2, 2, dtype=torch.float64)).decrement.isnan().tolist() == [True, False]
+    Rc = torch.cat([R, torch.ones(2, 2, 1, dtype=torch.float64)], -1)
+    assert Factor(Rc).decrement.isnan().tolist() == [True, False]
 
 
 def test_no_success_without_a_minimum():

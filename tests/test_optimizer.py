@@ -1304,6 +1304,34 @@ def test_batched_trials_keep_the_model():
     assert torch.equal(theta(lin.model), at)
 
 
+class Convolutions(nn.Module):
+    """Twice the same weights, several groups, no bias, a bias that does not train, another padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Conv2d(2, 2, 3, padding=1)
+        self.groups = nn.Conv2d(2, 4, 3, groups=2)
+        self.plain = nn.Conv1d(4, 3, 2, bias=False, padding=1, padding_mode="circular")
+        self.frozen = nn.Conv1d(3, 2, 1)
+        self.frozen.bias.requires_grad_(False)
+        self.volume = nn.Conv3d(1, 2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.groups(torch.tanh(self.twice(torch.tanh(self.twice(x))))).flatten(2)
+        x = self.frozen(torch.tanh(self.plain(x)))
+        return self.volume(torch.tanh(x).reshape(len(x), 1, 2, 5, 2)).flatten(1)[:, :3]
+
+
+def test_all_trials_of_convolutions_at_once():
+    torch.manual_seed(0)
+    model, x, y = Convolutions().double(), torch.randn(4, 2, 5, 5).double(), torch.randn(4, 3).double()
+    lin = mq.linearize(model, "mse", x, y)
+    d, rates = -lin.gradient, [1e-6, 0.25, 1.0, 4.0]
+    together = lin.evaluate_along(d, rates)
+    assert lin.plan.batched_trials
+    assert together == pytest.approx([lin.evaluate(d, lr).item() for lr in rates], rel=1e-12)
+
+
 # ---- averaged weights
 
 

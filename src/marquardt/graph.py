@@ -64,15 +64,11 @@ class Recorded:
                 remembers = opt.momentum is not None or opt.acceptance.looks_back
                 previous = None if not remembers else d if opt.lr == 1 else opt.lr * d
                 self.next = [D.state(), G.keep(), previous]
-                self.z = lin.open()[0].z
-        self.criterion = opt.loss
         self.questions, self.averaged, self.theta = len(tape.asked), G.averaged, lin.theta
         lin.close()
 
     def run(self, batch: Batch, state: State) -> Result | None:
         """The model one step further, or None where something was not as assumed: then `undo`."""
-        # Before the replay: a class that does not exist would end the process on the device.
-        self.criterion.check(self.z, batch.targets, batch.weight, part=True)
         _copy(self.batch, vars(batch))
         _copy(self.kept, _tensors(state))
         self.lam.fill_(state.lam)
@@ -104,9 +100,10 @@ def _with(state: State, kept: list[Any]) -> State:
 
 
 def _copy(to: Any, source: Any) -> None:
-    for a, b in zip(tree_leaves(to), tree_leaves(source), strict=True):
-        if isinstance(a, Tensor) and a is not b:
-            a.copy_(b)
+    leaves = zip(tree_leaves(to), tree_leaves(source), strict=True)
+    pairs = [(a, b) for a, b in leaves if isinstance(a, Tensor) and a is not b]
+    if pairs:
+        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
 
 
 def signature(opt: LM, batch: Batch, state: State) -> Any:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from .batch import Batch, Moment, assign, check_coupling, flatten, forward, shift, trainable
 from .chunk import Chunk, Plan
 from .diagonal import Diagonal, Factors
-from .layers import Block, Replay
+from .layers import Block, Line, Replay
 from .layers.capture import Slopes
 from .losses import Loss, resolve
 from .rows import Exact, Rows
@@ -420,7 +420,7 @@ class Linearization:
 
             def value(lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes) -> Tensor:
                 at = {name: p + lr * direction[name] for name, p in origin.items()}
-                with Replay(slopes):
+                with Replay(slopes), Line(origin, direction, at, lr):
                     z = forward(lambda *a, **k: functional_call(self.model, at, a, k), batch.inputs)
                 return self.criterion.value(z, batch.targets, batch.weight)
 

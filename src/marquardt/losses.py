@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .tape import ask
+from .tape import ask, recording
 
 __all__ = [
     "BinaryCrossEntropy",
@@ -400,6 +400,9 @@ class CrossEntropy(Loss):
                 raise ValueError(f"class_weight must have shape (C,), got {tuple(self.class_weight.shape)}")
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        if recording() and not y.is_floating_point():
+            # `check` is answered when all is done; until then no class that does not exist may end the process.
+            y = torch.where((y >= 0) & (y < z.shape[1]), y, self.ignore_index)
         return F.cross_entropy(
             z,
             y if y.is_floating_point() else y.long(),

@@ -301,7 +301,7 @@ class LM(torch.optim.Optimizer):
         if not all(id(p) in own for p in self.params):
             raise ValueError("the model's parameters were replaced since this LM was made: make a new one")
         frozen = {id(p) for p in self.params if not p.requires_grad}
-        for name in [name for name, p in self.model.named_parameters() if id(p) in frozen]:
+        for name in [name for name, p in self.model.named_parameters() if id(p) in frozen] if frozen else []:
             raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
 
     def _iterate(self, lin: Linearization) -> tuple[Step, State]:

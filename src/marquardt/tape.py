@@ -26,9 +26,9 @@ def recording() -> bool:
 
 
 def ask(fine: Tensor) -> bool:
-    """Whether all is well: a tensor () of bool"""
+    """Whether all is well: a tensor of bool, () or one for each problem of a batch"""
     if _tape is None:
-        return bool(fine)
+        return bool(fine if fine.ndim == 0 else fine.all())
     _tape.asked.append(fine)
     return True
 

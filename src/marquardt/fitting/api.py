@@ -43,6 +43,7 @@ def least_squares(
     batched: bool = False,
     geodesic: bool = False,
     restarts: bool = True,
+    capture: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> Result:
     """Minimise ½Σ C²ρ(wᵢfᵢ(x)²/C²) within bounds: scipy.optimize.least_squares on tensors, one problem or many.
@@ -64,7 +65,8 @@ def least_squares(
     batched: x0 is (B, n), B independent problems. fun is still that of one: torch.func.vmap makes it that of many.
     The arrays in args have a leading dimension B, kwargs are for all. Each problem has its own steps and its own end.
     geodesic: second-order correction of each step. restarts: where the fit ends in no minimum, try again from x0 with
-    smaller steps; nfev counts all. dtype: of the arithmetic.
+    smaller steps; nfev counts all. capture: on a GPU an iteration is recorded as a CUDA graph and replayed, so the
+    function is seldom called but must always do the same on tensors. dtype: of the arithmetic.
     """
     x, numpy = _start(x0, batched, dtype)
     n = x.shape[-1]
@@ -79,7 +81,7 @@ def least_squares(
         raise ValueError(f"max_nfev={max_nfev!r}: an integer of at least 1")
     options = Options(
         _tolerance("ftol", ftol), _tolerance("xtol", xtol), _tolerance("gtol", gtol), int(limit),
-        geodesic=geodesic, restarts=restarts, x_scale=_scale(x_scale, x),
+        geodesic=geodesic, restarts=restarts, capture=capture and x.is_cuda, x_scale=_scale(x_scale, x),
     )  # fmt: skip
     rho = resolve(loss, float(f_scale) if isinstance(f_scale, Real) else f_scale)
     box, lower, upper = _box(bounds, x)
@@ -219,6 +221,7 @@ class _Report:
             running = int((s.status == RUNNING).sum())
             print(f"{nit:>9} {running:>9} {_brief(s.nfev):>11} {_brief(s.scale**2 / 2):>13} {_brief(s.cosine):>10}")
         if self.callback is not None:
+            s = s.copy()  # a recording goes on in the same memory
             self.callback(describe(s, self.loss, box, s.f, [f"Iteration {nit}."], self.batched, self.numpy))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..tape import ask
 from .factor import Factor, norm
 
 
@@ -33,7 +34,7 @@ class Box:
         """The problem in the variables that may move."""
         g = (factor.R.mT @ factor.c.unsqueeze(-1)).squeeze(-1)
         held = self.held(x, g)
-        return factor.without(held, torch.zeros_like(x)) if bool(held.any()) else factor
+        return factor if ask((~held).all(-1)) else factor.without(held, torch.zeros_like(x))
 
     def within(self, factor: Factor, x: Tensor, radius: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
         """A step with ‖Dp‖ ≤ Δ and x + p in the box, and whether the region holds it back.
@@ -48,7 +49,7 @@ class Box:
             q, held = rest.within(left, D)
             q = torch.where(fixed, p, q)
             leaves = ((q < low) | (q > high)) & ~fixed
-            if not bool(leaves.any()):
+            if ask((~leaves).all(-1)):
                 return q, held
             fixed = fixed | leaves
             p = torch.where(fixed, q.clamp(low, high), 0)

@@ -3,23 +3,65 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..tape import ask, recording
+
 MARGIN = 0.1  # of Δ, on ‖Dp‖: Moré
+ROUNDS = 30  # most values of λ for one step
+RECORDED = 5  # and in a recording, which cannot stop early: hardly any step takes more
 
 
 def norm(a: Tensor, dim: int = -1) -> Tensor:
     """‖a‖₂ without overflow or underflow of the squares."""
-    # torch's own takes thirty times as long along any dimension but the last.
-    plain: Tensor = torch.linalg.vector_norm(a, dim=dim) if dim == -1 else (a * a).sum(dim).sqrt()
-    if bool(((plain > 1e-140) & (plain < 1e140)).all()):
+    # torch's own takes thirty times as long where the numbers do not lie side by side.
+    near = dim == -1 and a.stride(-1) == 1
+    plain: Tensor = torch.linalg.vector_norm(a, dim=dim) if near else (a * a).sum(dim).sqrt()
+    if not recording() and bool(((plain > 1e-140) & (plain < 1e140)).all()):
         return plain
     largest = a.abs().amax(dim, keepdim=True)
     safe = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     length: Tensor = torch.linalg.vector_norm(a / safe, dim=dim)
     return length * safe.squeeze(dim)
+
+
+class Part:
+    """Some of B problems: those where `mask` (B,) holds. In a recording, where no shape may depend on it, it is all of
+    them, and the mask decides what is kept."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self.index = None if recording() else mask.nonzero().squeeze(-1)
+        self.empty = self.index is not None and not len(self.index)
+        self.whole = self.index is None or len(self.index) == len(mask)
+
+    def of(self, t: Any, instead: Tensor | None = None) -> Any:
+        """Their part of what is indexed like a tensor. `instead` is what the others of a recording have in its place."""
+        if self.index is None:
+            return t if instead is None else self.into(instead, t)
+        return t if self.whole else t[self.index]
+
+    def into(self, old: Any, new: Any) -> Any:
+        """A tensor or factor of all problems, with theirs replaced."""
+        if self.index is not None:
+            return new if self.whole else replaced(old, self.index, new)
+        if isinstance(old, Factor):
+            return Factor(self.into(old.Rc, new.Rc))
+        return torch.where(self.mask.view(-1, *(1,) * (old.ndim - 1)), new, old)
+
+    def narrowed(self, mask: Tensor) -> Part:
+        """Those of the part where another mask holds, which has an entry for each of the part."""
+        return Part(self.into(torch.zeros_like(self.mask), mask))
+
+
+def replaced(old: Any, index: Tensor, new: Any) -> Any:
+    """A tensor or factor with the entries `index` replaced."""
+    if isinstance(old, Factor):
+        return Factor(old.Rc.index_copy(0, index, new.Rc))
+    return old.index_copy(0, index, new)
 
 
 class Factor:
@@ -29,29 +71,23 @@ class Factor:
     no scaling of the columns disturbs them.
     """
 
-    def __init__(self, R: Tensor, c: Tensor) -> None:
-        self.R, self.c = R, c  # (B, n, n), (B, n)
+    def __init__(self, Rc: Tensor) -> None:
+        self.Rc = Rc  # (B, n, n + 1)
+        self.R, self.c = Rc[..., :-1], Rc[..., -1]  # (B, n, n), (B, n)
 
     @staticmethod
     def of(J: Tensor, f: Tensor, unit: Tensor | None = None) -> Factor:
         n = J.shape[-1]
-        Jf = torch.cat([J, f.unsqueeze(-1)], -1)  # (B, m, n + 1)
-        if Jf.shape[1] < n:
-            Jf = torch.nn.functional.pad(Jf, (0, 0, 0, n - Jf.shape[1]))
-        R = torch.linalg.qr(Jf, mode="r").R[:, :n]  # (B, n, n + 1)
-        R = R if unit is None else R / unit[:, None, None]
-        return Factor(R[..., :n], R[..., n])
-
-    @staticmethod
-    def cat(parts: list[Factor]) -> Factor:
-        return Factor(torch.cat([part.R for part in parts]), torch.cat([part.c for part in parts]))
+        columns = torch.cat([J.mT, f.unsqueeze(-2)], -2)  # (B, n + 1, m)
+        if columns.shape[-1] < n:
+            columns = torch.nn.functional.pad(columns, (0, n - columns.shape[-1]))
+        Jf = columns.mT  # as LAPACK has it: factored in place, without a copy
+        torch.geqrf(Jf, out=(Jf, Jf.new_empty(len(Jf), min(Jf.shape[1:]))))
+        R = Jf[:, :n].triu()  # (B, n, n + 1)
+        return Factor(R if unit is None else R / unit[:, None, None])
 
     def __getitem__(self, index: Tensor) -> Factor:
-        return Factor(self.R[index], self.c[index])
-
-    def merge(self, index: Tensor, other: Factor) -> Factor:
-        """This one, with the problems `index` replaced by those of the other."""
-        return Factor(self.R.index_copy(0, index, other.R), self.c.index_copy(0, index, other.c))
+        return Factor(self.Rc[index])
 
     def without(self, fixed: Tensor, p: Tensor) -> Factor:
         """The problem in the other variables, those in `fixed` (B, n) moved by p and then held."""
@@ -72,14 +108,14 @@ class Factor:
         finite = self.R.isfinite().all(-1).all(-1)
         length = self.length
         cosine = torch.where(finite, norm(self.c), torch.nan)
-        short = (self.R.diagonal(dim1=-2, dim2=-1).abs() <= eps * length).any(-1)
-        deficient = (finite & short).nonzero().squeeze(-1)
-        if len(deficient):  # Q spans more than J does
-            length = torch.where(length > 0, length, 1)[deficient]
-            U, s, _ = torch.linalg.svd(self.R[deficient] / length.unsqueeze(-2))
-            b = (U.mT @ self.c[deficient].unsqueeze(-1)).squeeze(-1)
+        short = finite & (self.R.diagonal(dim1=-2, dim2=-1).abs() <= eps * length).any(-1)
+        if not ask(~short):  # Q spans more than J does
+            deficient = Part(short)
+            length = deficient.of(torch.where(length > 0, length, 1))
+            U, s, _ = torch.linalg.svd(deficient.of(self.R) / length.unsqueeze(-2))
+            b = (U.mT @ deficient.of(self.c).unsqueeze(-1)).squeeze(-1)
             inside = s > s.shape[-1] * eps * s.amax(-1, keepdim=True)
-            cosine = cosine.index_copy(0, deficient, norm(torch.where(inside, b, 0)))
+            cosine = deficient.into(cosine, norm(torch.where(inside, b, 0)))
         return cosine
 
     @cached_property
@@ -123,48 +159,46 @@ class Factor:
         """The step that minimises the model within ‖Dp‖ ≤ Δ, to 10 % of Δ, and whether the region holds it back."""
         p = self.undamped()
         # Written so that a NaN is outside.
-        outside = (~(norm(D * p) <= (1 + MARGIN) * radius)).nonzero().squeeze(-1)
-        if len(outside):
-            q = self[outside].damped(radius[outside], D[outside], p[outside])
-            p = p.index_copy(0, outside, q)
+        outside = Part(~(norm(D * p) <= (1 + MARGIN) * radius))
+        if not outside.empty:
+            R, delta, d, q, mask = (outside.of(t) for t in (self, radius, D, p, outside.mask))
+            p = outside.into(p, R.damped(delta, d, q, mask))
         return p, norm(D * p) >= (1 - MARGIN) * radius
 
-    def damped(self, radius: Tensor, D: Tensor, p: Tensor) -> Tensor:
+    def damped(self, radius: Tensor, D: Tensor, p: Tensor, going: Tensor) -> Tensor:
         """p(λ) = −(RᵀR + λD²)⁻¹Rᵀc with ‖Dp‖ = Δ, from p(0): Moré's iteration.
 
         Newton's on 1/‖Dp‖ − 1/Δ, kept between bounds. Each λ takes a QR of [R; √λD], which loses no digits where
         RᵀR would, however different the columns.
         """
-        R, c = self.R, self.c
-        n = R.shape[-1]
-        upper = norm((R.mT @ c.unsqueeze(-1)).squeeze(-1) / D) / radius
-        lower = _newton(R, p, D, radius)[1].nan_to_num(
-            0.0, 0.0, 0.0
-        )  # full rank: the root lies above the first iterate
+        n = self.R.shape[-1]
+        upper = norm((self.R.mT @ self.c.unsqueeze(-1)).squeeze(-1) / D) / radius
+        first = _newton(self.R, p, D, radius)[1]
+        lower = first.nan_to_num(0.0, 0.0, 0.0)  # full rank: the root lies above the first iterate
         lam = torch.where(lower > 0, lower, 1e-3 * upper).clamp(max=upper)
         negligible = torch.finfo(p.dtype).eps ** 2 * upper  # p(λ) is the shortest step then, J being rank deficient
         p = torch.zeros_like(p)
-        going = torch.arange(len(p), device=p.device)
-        for _ in range(30):
-            damping = torch.diag_embed(lam[going].sqrt().unsqueeze(-1) * D[going])
-            rhs = torch.nn.functional.pad(c[going], (0, n))
-            F = Factor.of(torch.cat([R[going], damping], 1), rhs)
-            q = F.undamped().nan_to_num(0.0, 0.0, 0.0)
-            excess, newton = _newton(F.R, q, D[going], radius[going])
-            p[going] = q
-            mu, low, high = lam[going], lower[going], upper[going]
-            low, high = (
-                torch.where(excess > 0, torch.maximum(low, mu), low),
-                torch.where(excess < 0, torch.minimum(high, mu), high),
+        part = Part(going)
+        for _ in range(RECORDED if recording() else ROUNDS):
+            R, c, d, delta, mu, low, high, least = (
+                part.of(t) for t in (self.R, self.c, D, radius, lam, lower, upper, negligible)
             )
-            lower[going], upper[going] = low, high
+            damping = torch.diag_embed(mu.sqrt().unsqueeze(-1) * d)
+            F = Factor.of(torch.cat([R, damping], 1), torch.nn.functional.pad(c, (0, n)))
+            q = F.undamped().nan_to_num(0.0, 0.0, 0.0)
+            excess, newton = _newton(F.R, q, d, delta)
+            low = torch.where(excess > 0, torch.maximum(low, mu), low)
+            high = torch.where(excess < 0, torch.minimum(high, mu), high)
             following = torch.maximum(mu + newton.nan_to_num(0.0, 0.0, 0.0), low)
-            following = torch.where(following > 0, following, 1e-3 * high)
-            lam[going] = torch.minimum(following, high)
-            interior = (low == 0) & (excess < 0) & (mu <= negligible[going])
-            going = going[(excess.abs() > MARGIN) & ~interior]
-            if not len(going):
+            following = torch.minimum(torch.where(following > 0, following, 1e-3 * high), high)
+            p, lam = part.into(p, q), part.into(lam, following)
+            lower, upper = part.into(lower, low), part.into(upper, high)
+            interior = (low == 0) & (excess < 0) & (mu <= least)
+            part = part.narrowed((excess.abs() > MARGIN) & ~interior)
+            if part.empty:
                 break
+        if recording():
+            ask(~part.mask)
         return p
 
 

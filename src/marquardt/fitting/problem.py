@@ -105,7 +105,7 @@ class Problem:
     def _each(self, function: Function, *x: Tensor) -> Tensor:
         """The function of every problem; x and what else has a leading dimension B."""
         if not self.batched:
-            return self.tensor(function(*(t[0] for t in x), *self.args)).unsqueeze(0)
+            return self.tensor(function(*(t[0] for t in x), *self.args)).unsqueeze(0).clone()  # it may reuse its own
         if not self.loop:
             return self.tensor(vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args))
         values = []
@@ -141,7 +141,7 @@ def _like(index: Tensor, a: Any) -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """How the user wants fun to be called. It gets a copy of x and gives one of f: it may reuse either."""
+    """How the user wants fun to be called. It gets a copy of x, which it may change."""
 
     fun: Function
     kwargs: dict[str, Any]
@@ -163,7 +163,7 @@ class Call:
             raise TypeError("fun returned complex residuals: return their real and imaginary parts as one real vector")
         if f.ndim > 1:
             raise ValueError(f"fun returned shape {tuple(f.shape)}: the residuals of one problem must be a vector")
-        return f.reshape(-1).to(x.dtype, copy=True)
+        return f.reshape(-1).to(x.dtype)
 
     def own(self, x: Tensor) -> Any:
         """A copy of x, of the kind that the user's functions take."""
@@ -248,7 +248,7 @@ def _with_jacobian(
             J = jac(call.own(x), *args, **call.kwargs)
             if J is None:
                 raise TypeError("jac returned None: it must return the Jacobian, residuals × parameters")
-            return J.clone() if isinstance(J, Tensor) else tensor(J)
+            return J if isinstance(J, Tensor) else tensor(J)
 
         problem = replace(base, jac=given)
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .bounds import Box
-from .factor import Factor, norm
+from .factor import Factor, Part, norm
 from .problem import NoSecondDerivative, Problem
 from .robust import Loss
 from .solve import (
@@ -131,15 +131,13 @@ def finish(problem: Problem, s: State, loss: Loss, box: Box | None, options: Opt
             x = old.x + newton(some, old)
         except NoSecondDerivative:
             break
-        new = linearised(old.which, x, some.residuals(x), some.jacobian(x), old.D, loss, None, options)
-        slope = new.factor.slope
-        better = (slope < 0.9 * old.factor.slope) & (new.scale <= (1 + 1e-9) * old.scale)  # false for a NaN
-        status = torch.where(slope <= STATIONARY, FTOL, old.status)
-        new = replace(new, radius=old.radius, change=old.change, nfev=old.nfev, njev=old.njev, status=status)
-        taken = better.nonzero().squeeze(-1)
-        old_x, old = old.x, old.merge(taken, new[taken])
-        s = s.merge(which, replace(old, nfev=old.nfev + 1, njev=old.njev + 2))  # a Jacobian, and a Hessian as another
-        index[which] = better & (relative_change(old_x, x - old_x) > options.xtol)
+        there = linearised(x, some.residuals(x), some.jacobian(x), old.D, loss, None, options)
+        slope = there.factor.slope
+        better = Part((slope < 0.9 * old.factor.slope) & (there.scale <= (1 + 1e-9) * old.scale))  # false for a NaN
+        status = torch.where(better.mask & (slope <= STATIONARY), FTOL, old.status)
+        new = replace(old.at(better, better.of(there)), status=status, nfev=old.nfev + 1, njev=old.njev + 2)
+        s = s.merge(which, new)  # a Jacobian more, and a Hessian as another
+        index[which] = better.mask & (relative_change(old.x, x - old.x) > options.xtol)
     return s
 
 

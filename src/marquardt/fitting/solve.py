@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .bounds import Box
-from .factor import Factor, norm
+from .factor import Factor, Part, norm, replaced
+from .graph import Replay
 from .problem import Problem
 from .robust import Loss
 
@@ -35,14 +36,14 @@ class Options:
     factor: float = 100.0  # the first radius is this times ‖Dx₀‖: MINPACK
     geodesic: bool = False
     restarts: bool = True
+    capture: bool = False
     x_scale: Tensor | None = None  # 1/D, or None for the norms of the Jacobian's columns
 
 
 @dataclass(frozen=True)
-class State:
-    """Where each of the B problems stands. f and J carry the weights, the factor the loss's correction as well."""
+class Point:
+    """Where B problems are. f and J carry the weights, the factor the loss's correction as well."""
 
-    which: Tensor  # (B,), of the batch that was asked for
     x: Tensor  # (B, n)
     f: Tensor  # (B, m)
     J: Tensor  # (B, m, n)
@@ -50,51 +51,75 @@ class State:
     scale: Tensor  # (B,), √(2·cost)
     cosine: Tensor  # (B,), of the angle between residuals and tangent space
     D: Tensor  # (B, n)
+
+    def __getitem__(self, index: Tensor) -> Point:
+        return mapped(lambda t: t[index], Point, self)
+
+
+@dataclass(frozen=True)
+class State(Point):
+    """And how they came there."""
+
+    which: Tensor  # (B,), of the batch that was asked for
     radius: Tensor  # (B,), Δ of ‖Dp‖ ≤ Δ
     change: Tensor  # (B,), the largest relative change of a parameter in the last step; infinite after a damped one
     nfev: Tensor  # (B,)
     njev: Tensor  # (B,)
     status: Tensor  # (B,)
 
+    def at(self, part: Part, point: Point) -> State:
+        """This one, with some of the problems at other points."""
+        return replace(self, **vars(mapped(part.into, Point, self, point)))
+
     def __getitem__(self, index: Tensor) -> State:
-        return State(*(getattr(self, field.name)[index] for field in fields(self)))
+        return mapped(lambda t: t[index], State, self)
+
+    @property
+    def running(self) -> Tensor:
+        return self.status == RUNNING
+
+    def tensors(self) -> list[Tensor]:
+        values = [getattr(self, k.name) for k in fields(self)]
+        return [value.Rc if isinstance(value, Factor) else value for value in values]
+
+    def renewed(self) -> State:
+        """The same tensors, without what was derived from them before."""
+        return mapped(lambda t: Factor(t.Rc) if isinstance(t, Factor) else t, State, self)
+
+    def copy(self) -> State:
+        return mapped(lambda t: Factor(t.Rc.clone()) if isinstance(t, Factor) else t.clone(), State, self)
 
     def merge(self, index: Tensor, other: State) -> State:
         """This one, with the problems `index` replaced by those of the other."""
         if len(index) == len(self.x):
             return other
-        return State(*(_copied(getattr(self, k.name), index, getattr(other, k.name)) for k in fields(self)))
-
-    @staticmethod
-    def cat(parts: list[State]) -> State:
-        """The problems of all parts, counted anew."""
-        joined = State(*(_joined([getattr(part, field.name) for part in parts]) for field in fields(State)))
-        return replace(joined, which=torch.arange(len(joined.x), device=joined.x.device))
+        return mapped(lambda old, new: replaced(old, index, new), State, self, other)
 
 
-def _copied(old: Any, index: Tensor, new: Any) -> Any:
-    return old.merge(index, new) if isinstance(old, Factor) else old.index_copy(0, index, new)
+P = TypeVar("P", bound=Point)
 
 
-def _joined(parts: list[Any]) -> Any:
-    return Factor.cat(parts) if isinstance(parts[0], Factor) else torch.cat(parts)
+def mapped(of: Callable[..., Any], kind: type[P], *points: Point) -> P:
+    """A point or state of what `of` makes of each field of the others."""
+    return kind(*(of(*(getattr(point, k.name) for point in points)) for k in fields(kind)))
 
 
 def solve(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options, watch: Watch) -> State:
     """Run every problem until it stops. `watch` sees the state after each iteration."""
     result = s = start(problem, x, loss, box, options)
+    advance = Replay(iterate) if options.capture else iterate
     nit = 0
     try:
         watch(s, box, nit)
         while True:
-            running = (s.status == RUNNING).nonzero().squeeze(-1)
-            if len(running) < COMPACT * len(s.x) or not len(running):
+            running = s.running.nonzero().squeeze(-1)
+            if not len(running) or (len(running) < COMPACT * len(s.x) and not options.capture):
                 result = result.merge(s.which, s)
                 if not len(running):
                     return result
                 s, problem = s[running], problem[running]
                 box = None if box is None else box[running]
-            s = iterate(problem, s, loss, box, options)
+            s = advance(problem, s, loss, box, options)
             nit += 1
             watch(s, box, nit)
     except StopIteration:
@@ -104,28 +129,27 @@ def solve(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Opt
 
 def start(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options) -> State:
     f, J = problem.at_start(x)
-    which = torch.arange(len(x), device=x.device)
-    s = linearised(which, x, f, J, torch.zeros_like(x), loss, box, options)
+    s = linearised(x, f, J, torch.zeros_like(x), loss, box, options)
     fine = s.scale.isfinite() & s.cosine.isfinite()  # numbers that are not finite reach R, and these
     if not bool(fine.all()):
         f, J = torch.where(fine[:, None], f, 0), torch.where(fine[:, None, None], J, 0)
-        s = linearised(which, x, f, J, torch.zeros_like(x), loss, box, options)
+        s = linearised(x, f, J, torch.zeros_like(x), loss, box, options)
     first = norm(s.D * x)
+    which = torch.arange(len(x), device=x.device)
     going = RUNNING if options.max_nfev > 1 else LIMIT
-    return replace(
-        s,
-        scale=torch.where(fine, s.scale, torch.nan),
+    status = torch.where(fine, torch.where((s.cosine <= options.gtol) | is_zero(s), GTOL, going), BAD)
+    return State(
+        **vars(replace(s, scale=torch.where(fine, s.scale, torch.nan))),
+        which=which,
         radius=options.factor * torch.where(first > 0, first, 1.0),
         change=torch.full_like(first, torch.inf),
         nfev=torch.ones_like(which),
         njev=torch.ones_like(which),
-        status=torch.where(fine, torch.where((s.cosine <= options.gtol) | is_zero(s), GTOL, going), BAD),
+        status=status,
     )
 
 
-def linearised(
-    which: Tensor, x: Tensor, f: Tensor, J: Tensor, D: Tensor, loss: Loss, box: Box | None, options: Options
-) -> State:
+def linearised(x: Tensor, f: Tensor, J: Tensor, D: Tensor, loss: Loss, box: Box | None, options: Options) -> Point:
     """What depends on the point alone, and D ← max(D, norms of the columns of J)."""
     scale = loss.scale(f)
     unit = torch.where(scale > 0, scale, 1.0)
@@ -138,8 +162,7 @@ def linearised(
         D = (1 / options.x_scale).expand_as(x)
     if box is not None:
         factor = box.free(factor, x)
-    later = torch.zeros_like(scale)  # for the caller to fill in
-    return State(which, x, f, J, factor, scale, factor.decrement, D, later, later, which, which, which)
+    return Point(x, f, J, factor, scale, factor.decrement, D)
 
 
 def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Options) -> State:
@@ -153,7 +176,7 @@ def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Op
     predicted = s.factor.predicted(p)
     actual = loss.decrease(s.f, f, s.scale).nan_to_num(-torch.inf)
     ratio = torch.where(predicted > 0, actual / predicted, -torch.inf)
-    running, downhill = s.status == RUNNING, ratio >= ACCEPT
+    running, downhill = s.running, ratio >= ACCEPT
 
     # Near the minimum the decrease drowns in rounding. There a full Gauss-Newton step counts if it brings the point
     # nearer to stationary; that takes the Jacobian to say.
@@ -162,20 +185,21 @@ def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Op
     noise = NOISE * eps + 4 * wobble(s.factor, s.x)
     flat = full & torch.where(downhill, torch.maximum(actual, predicted) <= NOISE * eps, predicted <= noise)
 
-    taken = torch.zeros_like(held)
-    new = s
-    index = (running & (downhill | flat)).nonzero().squeeze(-1)
-    if len(index):
-        some, part = (problem, box) if len(index) == len(s.x) else (problem[index], box and box[index])
-        t = linearised(s.which[index], x[index], f[index], some.jacobian(x[index]), s.D[index], loss, part, options)
-        usable = t.cosine.isfinite()  # a Jacobian that is not finite leaves no number in R
-        nearer = t.cosine < 0.9 * s.cosine[index]
-        keep = (usable & (nearer | ~flat[index])).nonzero().squeeze(-1)
-        taken[index[keep]] = True
-        wrong = index[~usable]
-        ratio[wrong], actual[wrong], flat[wrong] = -torch.inf, -torch.inf, False
-        new = s.merge(index[keep], t[keep] if len(keep) < len(index) else t)
-    njev = s.njev.index_add(0, index, torch.ones_like(index))
+    tried = Part(running & (downhill | flat))
+    new, taken = s, torch.zeros_like(held)
+    if not tried.empty:
+        y, r = tried.of(x, s.x), tried.of(f, s.f)
+        J = tried.of(problem).jacobian(y)
+        there = linearised(y, r, J, tried.of(s.D), loss, box and tried.of(box), options)
+        usable = there.cosine.isfinite()  # a Jacobian that is not finite leaves no number in R
+        nearer = there.cosine < 0.9 * tried.of(s.cosine)
+        good = Part(usable & (nearer | ~tried.of(flat)))
+        kept = tried.narrowed(good.mask)
+        new, taken = s.at(kept, good.of(there)), kept.mask
+        broken = tried.into(torch.zeros_like(held), ~usable)
+        ratio, actual = (torch.where(broken, -torch.inf, t) for t in (ratio, actual))
+        flat = flat & ~broken
+    njev = s.njev + tried.mask
     nfev = s.nfev + 1
 
     radius = torch.where(flat, s.radius, next_radius(s, p, actual, ratio, held))
@@ -194,7 +218,6 @@ def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Op
     status = torch.where((new.cosine <= options.gtol) | is_zero(new), GTOL, status)
     return replace(
         new,
-        which=s.which,
         radius=torch.where(running, radius, s.radius),
         change=torch.where(taken, torch.where(held, torch.inf, change), s.change),
         nfev=torch.where(running, nfev, s.nfev),
@@ -228,12 +251,12 @@ def wobble(factor: Factor, x: Tensor) -> Tensor:
     return torch.finfo(x.dtype).eps * (factor.length * x.abs()).sum(-1)
 
 
-def is_zero(s: State) -> Tensor:
+def is_zero(s: Point) -> Tensor:
     """Residuals that are nothing but rounding."""
     return (s.scale == 0) | (wobble(s.factor, s.x) >= 0.3)
 
 
-def is_stationary(s: State, options: Options) -> Tensor:
+def is_stationary(s: Point, options: Options) -> Tensor:
     """Residuals orthogonal to every column of J, up to rounding; or columns that have vanished there."""
     eps = torch.finfo(s.x.dtype).eps
     found = s.factor.slope <= max(STATIONARY, 1e3 * eps) + 10 * wobble(s.factor, s.x)

@@ -3,12 +3,14 @@
 from .block import Block, Explicit, Nothing
 from .capture import Call, Capture, Misfit, Replay, assemble
 from .generic import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
+from .line import Line
 
 __all__ = [
     "Block",
     "Call",
     "Capture",
     "Explicit",
+    "Line",
     "Misfit",
     "Nothing",
     "Replay",
