@@ -49,6 +49,7 @@ except ImportError:
     optimize = None
 
 OURS, OURS_GIVEN = "marquardt", "marquardt, Jacobian given"
+CAPTURED = ", captured"
 LM, TRF = "SciPy lm", "SciPy trf"
 LEASTSQ, LEAST_SQUARES = "SciPy leastsq, one by one", "SciPy least_squares lm, one by one"
 TOLERANCES = (1e-8, 1e-15)  # SciPy's default, and the least that MINPACK takes
@@ -230,8 +231,8 @@ class Peaks:
         return len(self.x0)
 
 
-def batched(peaks: Peaks, given: bool) -> Callable[[], Tensor]:
-    """All fits in one call; the Jacobian by torch, or `given` as SciPy gets it."""
+def batched(peaks: Peaks, given: bool, capture: bool = False) -> Callable[[], Tensor]:
+    """All fits in one call; the Jacobian by torch, or `given` as SciPy gets it; on a GPU with or without a graph."""
 
     def jacobian(x: Tensor, y: Tensor) -> Tensor:
         z = (peaks.t - x[1]) / x[2]
@@ -240,7 +241,8 @@ def batched(peaks: Peaks, given: bool) -> Callable[[], Tensor]:
         return torch.stack([e, slope, slope * z, torch.ones_like(e)]).mT  # (m, 4)
 
     jac = jacobian if given else "auto"
-    return lambda: least_squares(peaks.residuals, peaks.x0, jac=jac, args=(peaks.y,), batched=True, **ENOUGH).x
+    options = {"jac": jac, "args": (peaks.y,), "batched": True, "capture": capture, **ENOUGH}
+    return lambda: least_squares(peaks.residuals, peaks.x0, **options).x
 
 
 def one_by_one(peaks: Peaks, interface: str) -> Callable[[], Tensor]:
@@ -316,13 +318,16 @@ def run_batch(options: argparse.Namespace) -> tuple[list[str], list[Verdict], di
     peaks = Peaks.draw(200 if options.quick else FITS, options.seed)
     there = peaks.on(device)
     contestants = {OURS: batched(there, given=False), OURS_GIVEN: batched(there, given=True)}
+    if device.type == "cuda":
+        contestants |= {OURS + CAPTURED: batched(there, False, True), OURS_GIVEN + CAPTURED: batched(there, True, True)}
+    mine = list(contestants)
     if optimize and not options.against:
         contestants |= {name: one_by_one(peaks, name) for name in (LEASTSQ, LEAST_SQUARES)}
     answers = {}
     for name, run in contestants.items():
         measure.note(f"{len(peaks)} fits: {name}")
         answers[name] = run()  # a warm-up too
-    rounds = options.rounds or (1 if options.quick else 3)
+    rounds = options.rounds or (1 if options.quick else 7)
     timings = measure.interleave(contestants, rounds, device, warmup=0)
 
     seconds = {name: timing.median for name, timing in timings.items()}
@@ -337,7 +342,7 @@ def run_batch(options: argparse.Namespace) -> tuple[list[str], list[Verdict], di
 
     lines = []
     if known is not None:
-        for name in (OURS, OURS_GIVEN):
+        for name in mine:
             apart = difference(answers[name], known)
             lines.append(Verdict(f"{name}: largest relative difference to SciPy leastsq", apart, "≤", 1e-8))
     exact = polished(peaks, answers[OURS].cpu())
@@ -345,7 +350,7 @@ def run_batch(options: argparse.Namespace) -> tuple[list[str], list[Verdict], di
     lines.append(Verdict(f"{OURS}: largest relative error", errors[OURS], "≤", 1e-8))
     bound = 50.0 if device.type == "cuda" else 5.0
     for scipy in (name for name in seconds if name.startswith("SciPy")):
-        for ours in (OURS, OURS_GIVEN):
+        for ours in mine:
             lines.append(Verdict(f"{scipy} / {ours}", seconds[scipy] / seconds[ours], "≥", bound))
     rows = [
         [
@@ -372,7 +377,7 @@ def arguments() -> argparse.Namespace:
     parser = measure.parser(__doc__)
     add = parser.add_argument
     add("--only", choices=("classical", "batch"), help="one of the two parts (default: both)")
-    add("--rounds", type=measure.positive, help="times that the batch is fitted (default 3)")
+    add("--rounds", type=measure.positive, help="times that the batch is fitted (default 7)")
     add("--against", type=Path, metavar="FILE", help="JSON of an earlier run, for SciPy's side of the batch")
     options = parser.parse_args()
     if options.against and not options.against.is_file():

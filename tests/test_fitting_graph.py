@@ -13,7 +13,7 @@ from marquardt.fitting.bounds import Box
 from marquardt.fitting.factor import Factor
 from marquardt.fitting.problem import Problem, build
 from marquardt.fitting.robust import Loss
-from marquardt.fitting.solve import RUNNING, Options, State, iterate, start
+from marquardt.fitting.solve import Options, State, iterate, start
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -52,18 +52,17 @@ def test_an_iteration_is_recorded_as_it_is():
     several, options = problem(y, x), Options(xtol=1e-12)
     s = start(several, x, Loss(), None, options)
     seen = set()
-    for _ in range(30):
+    while bool(s.running.any()):
         new, fine = recorded(several, s, Loss(), None, options)
         s = iterate(several, s, Loss(), None, options)
         seen.update(s.status.tolist())
-        assert fine[s.running].double().mean() > 0.9
-        for name in ("x", "f", "J", "scale", "radius"):  # norms are taken in another way, and J may be ill-conditioned
+        assert fine.double().mean() > 0.9
+        for name in ("x", "f", "J", "scale", "radius"):
             torch.testing.assert_close(getattr(new, name)[fine], getattr(s, name)[fine], rtol=1e-6, atol=1e-9)
         assert all(torch.equal(getattr(new, name)[fine], getattr(s, name)[fine]) for name in ("nfev", "njev", "status"))
     assert len(s.njev.unique()) > 3
     assert bool((s.njev < s.nfev).any())  # rejected steps
     assert len(seen) > 2
-    assert RUNNING not in s.status
 
 
 def test_what_a_recording_assumes_is_asked():
@@ -79,7 +78,7 @@ def test_what_a_recording_assumes_is_asked():
     asked = tape.Tape([])
     with tape.recorded(asked):
         flat.decrement  # noqa: B018
-    assert not torch.stack(asked.asked).any()  # J without full rank
+    assert not torch.stack(asked.asked).all(0).any()  # J without full rank
 
 
 def test_capture_changes_nothing_on_a_cpu():

@@ -43,9 +43,8 @@ class Box:
         until none leaves. As Δ → 0 this is a step along the projected scaled gradient, which descends.
         """
         low, high = self.lower - x, self.upper - x
-        fixed, p, rest = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x), factor
+        fixed, p, rest, left = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x), factor, radius
         for _ in range(x.shape[-1] + 1):
-            left = (1 - (norm(D * p) / radius) ** 2).clamp(min=0.01).sqrt() * radius
             q, held = rest.within(left, D)
             q = torch.where(fixed, p, q)
             leaves = ((q < low) | (q > high)) & ~fixed
@@ -53,6 +52,7 @@ class Box:
                 return q, held
             fixed = fixed | leaves
             p = torch.where(fixed, q.clamp(low, high), 0)
+            left = (1 - (norm(D * p) / radius) ** 2).clamp(min=0.01).sqrt() * radius
             rest = factor.without(fixed, p)
         return p, held
 
