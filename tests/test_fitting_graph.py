@@ -102,6 +102,7 @@ def test_capture_changes_nothing_on_a_cpu():
 )
 def test_a_recorded_fit_is_the_fit(options):
     x, y = (t.cuda() for t in data())
+    x[:, 1] = x[:, 1].clamp(max=5.0)
     kept: list[Any] = []
     one = least_squares(peak, x, args=(y,), batched=True, capture=True, callback=kept.append, **options)
     other = least_squares(peak, x, args=(y,), batched=True, **options)

@@ -20,13 +20,20 @@ def test_questions_are_asked_at_once_or_later():
     assert tape.ask(yes)
     assert not tape.ask(no)
     assert tape.read(numbers) == [1.0, 2.0, 0.0]
+    seeds = torch.tensor([3, 4])
+    assert torch.equal(tape.draw(lambda seed: seeds + seed, 5, numbers), torch.tensor([8.0, 9.0]))
     recording = tape.Tape([7.0, 8.0, 9.0])
     with tape.recorded(recording):
+        place = tape.draw(lambda seed: seeds + seed, 5, numbers)
         assert tape.recording()
         assert tape.ask(yes)
         assert tape.ask(no)  # all is assumed to be well
         assert tape.read(numbers) == [7.0, 8.0, 9.0]
     assert not tape.recording()
+    assert place.dtype == numbers.dtype
+    with tape.recorded(tape.Tape([], [place])):
+        assert tape.draw(lambda seed: seeds + seed, 6, numbers) is place
+    assert [(to is place, of(7).tolist(), seed) for to, of, seed in recording.drawn] == [(True, [10, 11], 5)]
     assert tape.answers(recording, torch.tensor(5.0)).tolist() == [1.0, 0.0, 1.0, 2.0, 0.0, 5.0]
 
 
@@ -58,6 +65,7 @@ PARTS = {
     "default": {},
     "gram": {"curvature": mq.Gram()},
     "empirical": {"rows": mq.Empirical(), "average": None},
+    "sampled": {"rows": mq.Sampled(2), "curvature": mq.Gram()},
     "max-diagonal": {"damping": mq.MaxDiagonal(), "momentum": None, "acceptance": mq.Decrease()},
     "per layer": {"damping": mq.LayerMeanEigenvalue(), "curvature": mq.Gram()},
     "factored": {"damping": mq.FactoredMaxDiagonal(), "curvature": mq.Gram(whole=0)},

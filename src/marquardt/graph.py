@@ -45,7 +45,12 @@ class Recorded:
         self.lam = torch.zeros_like(opt.params[0].flatten()[0])
         self.kept = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, _tensors(state))
         self.normaliser = assumed[1]
-        tape = Tape(assumed)
+        tape = self._record(opt, state, Tape(assumed))
+        if tape.drawn:  # again: the graph uses its own memory several times over, what is put there does not last
+            tape = self._record(opt, state, Tape(assumed, [torch.empty_like(place) for place, _, _ in tape.drawn]))
+        self.questions, self.drawn = len(tape.asked), tape.drawn
+
+    def _record(self, opt: LM, state: State, tape: Tape) -> Tape:
         self.graph = torch.cuda.CUDAGraph()
         old = _with(state, self.kept)
         with warnings.catch_warnings(), torch.no_grad(), torch.autocast("cuda", enabled=False), recorded(tape):
@@ -64,19 +69,20 @@ class Recorded:
                 remembers = opt.momentum is not None or opt.acceptance.looks_back
                 previous = None if not remembers else d if opt.lr == 1 else opt.lr * d
                 self.next = [D.state(), G.keep(), previous]
-        self.questions, self.averaged, self.theta = len(tape.asked), G.averaged, lin.theta
+        self.averaged, self.theta = G.averaged, lin.theta
         lin.close()
+        return tape
 
     def run(self, batch: Batch, state: State) -> Result | None:
         """The model one step further, or None where something was not as assumed: then `undo`."""
         _copy(self.batch, vars(batch))
         _copy(self.kept, _tensors(state))
         self.lam.fill_(state.lam)
+        for place, numbers, seed in self.drawn:
+            place.copy_(numbers(seed + state.steps))
         self.graph.replay()
-        numbers: list[float] = self.found.tolist()
-        asked, (value, normaliser, lower, new_loss, gd, dGd, *cosine) = (
-            numbers[: self.questions], numbers[self.questions :],
-        )  # fmt: skip
+        found: list[float] = self.found.tolist()
+        asked, (value, normaliser, lower, new_loss, gd, dGd, *cosine) = found[: self.questions], found[self.questions :]
         if not all(asked) or normaliser != self.normaliser or not math.isfinite(value):
             return None
         return Result(value, lower, new_loss, gd, dGd, cosine[0] if cosine else None)

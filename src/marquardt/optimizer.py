@@ -257,7 +257,9 @@ class LM(torch.optim.Optimizer):
         """The step by a CUDA graph; None where there is none (yet), or where it did not go as recorded."""
         old, plan, device = self._state, self._plan, self.params[0].device
         steady = self.momentum is None or getattr(self.momentum, "same_data", False)
-        if device.type != "cuda" or plan.numbers is None or not plan.only_slopes or self.rows.random or not steady:
+        if device.type != "cuda" or plan.numbers is None:
+            return None
+        if not plan.only_slopes or not self.rows.recordable or not steady:
             return None
         if next(self.model.buffers(), None) is not None or old.repeats or old.steps % EVERY == 0:
             return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .losses import Loss, Root
+from .tape import draw
 
 
 class Cotangents(NamedTuple):
@@ -23,8 +24,8 @@ class Rows(Protocol):
     """A choice of rows."""
 
     @property
-    def random(self) -> bool:
-        """Whether they are drawn anew for every step."""
+    def recordable(self) -> bool:
+        """Whether a step can be recorded as a CUDA graph: one forward pass, and what is random is drawn by the tape."""
         ...
 
     def pick(self, N: int, seed: int) -> Tensor | None:
@@ -39,8 +40,8 @@ class Exact:
     """All rows of the root S of the loss: the true generalised Gauss-Newton matrix."""
 
     @property
-    def random(self) -> bool:
-        return False
+    def recordable(self) -> bool:
+        return True
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         return None
@@ -54,8 +55,8 @@ class Empirical:
     """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: the paper's curvature for cross-entropy."""
 
     @property
-    def random(self) -> bool:
-        return False
+    def recordable(self) -> bool:
+        return True
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         return None
@@ -80,7 +81,7 @@ class Sampled:
             raise ValueError(f"Sampled(k={self.k!r}): k is the number of rows per sample, an integer of at least 1")
 
     @property
-    def random(self) -> bool:
+    def recordable(self) -> bool:
         return True
 
     def pick(self, N: int, seed: int) -> Tensor | None:
@@ -88,11 +89,13 @@ class Sampled:
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         S, _, _ = loss.root(z, y, weight)  # (N, P, C, r)
-        # A generator of its own, on the CPU: the global one is the model's, and every device draws the same signs.
-        generator = torch.Generator("cpu").manual_seed((self.seed * 1_000_003 + seed) % 2**63)
-        bits = torch.randint(0, 2, (self.k, *S.shape[:2], S.shape[3]), generator=generator, device="cpu")
-        signs = (2 * bits - 1).to(S) / self.k**0.5  # (k, N, P, r)
-        SE = torch.einsum("npcr,knpr->knpc", S, signs)
+        shape = (self.k, *S.shape[:2], S.shape[3])
+
+        def signs(seed: int) -> Tensor:
+            return 2 * torch.randint(0, 2, shape, generator=_generator(self.seed, seed), device="cpu") - 1
+
+        E = draw(signs, seed, S) / self.k**0.5  # (k, N, P, r)
+        SE = torch.einsum("npcr,knpr->knpc", S, E)
         return Cotangents(loss.ungroup(SE, z), None, loss.gradient(z, y, weight))
 
 
@@ -114,17 +117,21 @@ class Fraction:
             raise TypeError(f"Fraction(rows={self.rows!r}): which rows of that part, for example mq.Exact()")
 
     @property
-    def random(self) -> bool:
-        return True
+    def recordable(self) -> bool:
+        return False
 
     def pick(self, N: int, seed: int) -> Tensor | None:
-        generator = torch.Generator("cpu").manual_seed((self.seed * 1_000_003 + seed) % 2**63)
         count = max(1, round(self.fraction * N))
-        return torch.randperm(N, generator=generator, device="cpu")[:count]
+        return torch.randperm(N, generator=_generator(self.seed, seed), device="cpu")[:count]
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         """Of the samples picked: SSᵀ is still that of each, the part's weight comes with the part."""
         return self.rows.draw(loss, z, y, weight, seed)
+
+
+def _generator(own: int, seed: int) -> torch.Generator:
+    """On the CPU: the global ones are the model's, and every device draws the same numbers."""
+    return torch.Generator("cpu").manual_seed((own * 1_000_003 + seed) % 2**63)
 
 
 def _spread(root: Root, loss: Loss, z: Tensor) -> Cotangents:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 class Tape:
     """Collects what would be asked while a step is recorded as a CUDA graph, and assumes that all is well."""
 
-    def __init__(self, assumed: Sequence[float]) -> None:
+    def __init__(self, assumed: Sequence[float], places: Sequence[Tensor] = ()) -> None:
         self.assumed = list(assumed)  # the answer to the one reading on the way: value, normaliser, lower bound
+        self.places = iter(places)  # for numbers that are drawn
         self.asked: list[Tensor] = []
+        self.drawn: list[tuple[Tensor, Callable[[int], Tensor], int]] = []  # a place, what draws for it, the seed
         self.read: list[Tensor] = []
 
 
@@ -40,6 +42,18 @@ def read(numbers: Tensor) -> list[float]:
         return found
     _tape.read.append(numbers)
     return _tape.assumed
+
+
+def draw(numbers: Callable[[int], Tensor], seed: int, like: Tensor) -> Tensor:
+    """Numbers that the host draws from a seed, of the dtype and device of another tensor. For a tape they are drawn
+    before every replay, from other seeds."""
+    found = numbers(seed)
+    if _tape is None:
+        return found.to(like)
+    place = next(_tape.places, None)
+    place = torch.empty(found.shape, dtype=like.dtype, device=like.device) if place is None else place
+    _tape.drawn.append((place, numbers, seed))
+    return place
 
 
 def numbers(*tensors: Tensor) -> list[float]:

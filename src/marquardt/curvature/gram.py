@@ -179,7 +179,7 @@ class GramCurvature(Curvature):
         A = Diagonal(A.scale.where(A.scale > 0, 1e-12 * K.diagonal().max().to(outer)), A.factors)
         K = K / A.scale.to(inner)
         h = None if self.h is None else self.h.to(outer)
-        plain = None if h is None else A.divide(h.clone(), self.lin.sizes).neg_()  # −A⁻¹h
+        plain = None if h is None else A.divide(-h, self.lin.sizes)  # −A⁻¹h
         if plain is None:
             moved = None
         elif self._Jh is not None and A.factors is None and outer == self.u.dtype:

@@ -333,8 +333,8 @@ class Combined:
     rows: Rows
 
     @property
-    def random(self) -> bool:
-        return True
+    def recordable(self) -> bool:
+        return False
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         return self.rows.pick(N, seed)

@@ -96,7 +96,7 @@ class Bilinear(Block):
         if self.weight is not None:
             out[:, : self.O * self.I] = self._samples(slice(None), None, None, dtype)
         if self.bias is not None:
-            out[:, -self.O :] = self.delta[:, :, :, 0].to(dtype).sum(2).transpose(0, 1).reshape(self.m, self.O)
+            out[:, -self.O :] = self._biases(dtype)
         return out
 
     def against(self, samples: Tensor) -> Tensor:
@@ -197,26 +197,28 @@ class Bilinear(Block):
     ) -> None:
         """The same from explicit rows, some outputs at a time: cheaper for long samples."""
         total = K.new_zeros(self.m, other.m)  # rows in the order (n, r)
-        image = K.new_zeros(self.m, 1)
+        image = K.new_zeros(self.m)
         for o in self._outputs():
             if self.weight is not None:
                 right = other._samples(o, None, None, K.dtype)
                 plain = u is None and v is None and other is self
                 add_product(total, right if plain else self._samples(o, u, v, K.dtype), right)
                 if product is not None:
-                    add_product(image, right, product.v[0].view(self.O, self.I)[o].reshape(1, -1))
+                    image.addmv_(right, product.v[0].view(self.O, self.I)[o].flatten())
         if self.bias is not None:
-            left, right = (
-                block.delta[:, :, :, 0].to(K.dtype).sum(2).transpose(0, 1).reshape(block.m, block.O)
-                for block in (self, other)
-            )
+            right = other._biases(K.dtype)
             if product is not None:
-                image += right @ product.v[-1][:, None]
+                image.addmv_(right, product.v[-1])
+            left = right if other is self else self._biases(K.dtype)
             left = left if u is None else left / u
             total.addmm_(left if b is None else left / b, right.T)
         K.view(self.R, self.N, other.R, other.N).add_(total.view(self.N, self.R, other.N, other.R).permute(1, 0, 3, 2))
         if product is not None:
             product.out.add_(image.view(self.N, self.R).T.flatten())
+
+    def _biases(self, dtype: torch.dtype) -> Tensor:
+        """Rows of the bias, sample by sample: (N·R, O)"""
+        return self.delta[:, :, :, 0].to(dtype).sum(2).transpose(0, 1).reshape(self.m, self.O)
 
     def _outputs(self) -> Iterator[slice]:
         size = max(1, SLAB // max(1, self.m * self.I))
