@@ -182,6 +182,7 @@ def release(device: torch.device) -> None:
     """Lets go of what no name holds any more."""
     gc.collect()
     if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # one for every stream that there was, CUDA graphs have their own
         torch.cuda.empty_cache()
 
 

@@ -308,3 +308,14 @@ def test_a_loss_written_for_scipy():
     theirs = scipy.optimize.least_squares(residuals, np.ones(3), xtol=1e-12, ftol=1e-12, gtol=1e-12, **options)
     np.testing.assert_allclose(ours.x, theirs.x, rtol=1e-5)
     assert ours.cost == pytest.approx(theirs.cost, rel=1e-8)
+
+
+def test_a_start_on_a_bound_may_be_rounded():
+    """0.1 in float32 lies above 0.1, and is where the user wants to start."""
+    fit = least_squares(lambda x: x - 1, torch.tensor([0.1]), bounds=(-1.0, 0.1))
+    assert fit.success
+    assert fit.x.item() == 0.1
+    with pytest.raises(ValueError, match="infeasible"):
+        least_squares(lambda x: x - 1, torch.tensor([0.1001]), bounds=(-1.0, 0.1))
+    with pytest.raises(ValueError, match="infeasible"):
+        least_squares(lambda x: x - 1, torch.tensor([0.1 + 1e-8], dtype=torch.float64), bounds=(-1.0, 0.1))

@@ -35,15 +35,15 @@ class Result(NamedTuple):
 class Recorded:
     """One step, recorded: linearise, represent, solve, try. The judgement stays with the host.
 
-    Everything that a step reads lies in tensors of its own: batch, λ, D, what the curvature keeps, the previous step.
-    Questions on the way are assumed to be answered by yes and verified after the replay; where one was not, the caller
-    takes the step back and does it again without the graph.
+    Everything that a step reads lies in tensors of its own: batch, λ, what is drawn, and what one step leaves to the
+    next (D, what the curvature keeps, the step), which the graph itself takes over from `next` to `kept`. Questions on
+    the way are assumed to be answered by yes and verified after the replay; where one was not, the caller takes the
+    step back and does it again without the graph.
     """
 
     def __init__(self, opt: LM, batch: Batch, state: State, assumed: list[float]) -> None:
-        self.batch = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, vars(batch))
+        self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), _tensors(state), _tensors(state)))
         self.lam = torch.zeros_like(opt.params[0].flatten()[0])
-        self.kept = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, _tensors(state))
         self.normaliser = assumed[1]
         tape = self._record(opt, state, Tape(assumed))
         if tape.drawn:  # again: the graph uses its own memory several times over, what is put there does not last
@@ -56,6 +56,7 @@ class Recorded:
         with warnings.catch_warnings(), torch.no_grad(), torch.autocast("cuda", enabled=False), recorded(tape):
             warnings.simplefilter("ignore")
             with torch.cuda.graph(self.graph):
+                _copy(self.kept, self.next)
                 lin = Linearization(
                     opt.model, opt.loss, opt.params, [Batch(**self.batch)], opt.rows, opt.curvature.chunk,
                     plan=opt._plan, seed=0, most=state.rows,
@@ -68,19 +69,22 @@ class Recorded:
                 self.found = answers(tape, lin.evaluate(d, opt.lr), *G.model(d), *back)
                 remembers = opt.momentum is not None or opt.acceptance.looks_back
                 previous = None if not remembers else d if opt.lr == 1 else opt.lr * d
-                self.next = [D.state(), G.keep(), previous]
+                _copy(self.next, [D.state(), G.keep(), previous])
         self.averaged, self.theta = G.averaged, lin.theta
         lin.close()
         return tape
 
-    def run(self, batch: Batch, state: State) -> Result | None:
-        """The model one step further, or None where something was not as assumed: then `undo`."""
+    def run(self, batch: Batch, state: State) -> None:
+        """The model one step further, before the host knows whether that is right: see `result`."""
         _copy(self.batch, vars(batch))
-        _copy(self.kept, _tensors(state))
+        _copy(self.next, _tensors(state))
         self.lam.fill_(state.lam)
         for place, numbers, seed in self.drawn:
             place.copy_(numbers(seed + state.steps))
         self.graph.replay()
+
+    def result(self) -> Result | None:
+        """None where something was not as assumed: then `undo`."""
         found: list[float] = self.found.tolist()
         asked, (value, normaliser, lower, new_loss, gd, dGd, *cosine) = found[: self.questions], found[self.questions :]
         if not all(asked) or normaliser != self.normaliser or not math.isfinite(value):
@@ -89,11 +93,12 @@ class Recorded:
 
     def keep(self, state: State) -> State:
         """The state with what the step leaves for the next one."""
-        _copy(self.kept, self.next)
-        return _with(state, self.kept)
+        return _with(state, self.next)
 
-    def undo(self, opt: LM) -> None:
+    def undo(self, opt: LM) -> State:
+        """The model as before the step, and its state."""
         assign(opt.params, self.theta)
+        return _with(opt._state, self.kept)
 
 
 def _tensors(state: State) -> list[Any]:
@@ -103,6 +108,10 @@ def _tensors(state: State) -> list[Any]:
 def _with(state: State, kept: list[Any]) -> State:
     D, past, previous = kept
     return replace(state, D=None if D is None else Diagonal.restored(D), past=past, previous=previous)
+
+
+def _clone(item: Any) -> Any:
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, item)
 
 
 def _copy(to: Any, source: Any) -> None:
@@ -118,7 +127,7 @@ def signature(opt: LM, batch: Batch, state: State) -> Any:
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
     places = tuple(p.data_ptr() for p in opt.params)
     modes = tuple(m.training for m in opt.model.modules())
-    return shapes, str(spec), places, modes, opt.lr, opt._plan.proven
+    return shapes, spec, places, modes, opt.lr, opt._plan.proven
 
 
 def record(opt: LM, batch: Batch, state: State, assumed: list[float]) -> Recorded | None:

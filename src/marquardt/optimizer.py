@@ -273,7 +273,10 @@ class LM(torch.optim.Optimizer):
         if recorded is None:
             return None
         rng = torch.cuda.get_rng_state(device)
-        found = recorded.run(batch, old)
+        recorded.run(batch, old)
+        with torch.no_grad():  # while the device is at work
+            averaged = self._average(old, False)
+        found = recorded.result()
         rule, f, repeats = None, math.nan, 0
         if found is not None:
             scale = self.loss.scale(recorded.normaliser)
@@ -281,14 +284,13 @@ class LM(torch.optim.Optimizer):
             repeats = old.starts_with(f, self.params[0].dtype)
             rule = self.acceptance.judge(Trial(f, found.new_loss, low, min(old.best, f), found.cosine))
         if found is None or rule is None or repeats > 1:
-            recorded.undo(self)
+            self._state = recorded.undo(self)
             torch.cuda.set_rng_state(rng, device)
             return None
         gain = gain_ratio(f - found.new_loss, self.lr, found.gd, found.dGd)
         lam = self.schedule.update(old.lam, Outcome(f, found.new_loss, gain, rule, False, recorded.averaged))
-        state = replace(recorded.keep(old.after(f, found.new_loss, lam)), accepted=old.accepted + 1, repeats=repeats)
-        with torch.no_grad():
-            self._state = self._average(state, False)
+        state = replace(averaged.after(f, found.new_loss, lam), accepted=old.accepted + 1, repeats=repeats)
+        self._state = recorded.keep(state)
         before, after = (self.loss.report(x, recorded.normaliser) for x in (f, found.new_loss))
         return Step(before, after, True, rule, old.lam, self.lr, gain)
 

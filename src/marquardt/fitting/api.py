@@ -68,7 +68,7 @@ def least_squares(
     smaller steps; nfev counts all. capture: on a GPU an iteration is recorded as a CUDA graph and replayed, so the
     function is seldom called but must always do the same on tensors. dtype: of the arithmetic.
     """
-    x, numpy = _start(x0, batched, dtype)
+    x, numpy, rounding = _start(x0, batched, dtype)
     n = x.shape[-1]
     if method not in ("lm", "trf"):
         raise ValueError(f"method={method!r}: pass 'lm'; it takes bounds and losses too ('trf' is accepted for it)")
@@ -84,7 +84,8 @@ def least_squares(
         geodesic=geodesic, restarts=restarts, capture=capture and x.is_cuda, x_scale=_scale(x_scale, x),
     )  # fmt: skip
     rho = resolve(loss, float(f_scale) if isinstance(f_scale, Real) else f_scale)
-    box, lower, upper = _box(bounds, x)
+    box, lower, upper = _box(bounds, x, rounding)
+    x = x.clamp(lower, upper)
 
     with torch.no_grad():
         problem, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy)
@@ -104,8 +105,8 @@ def least_squares(
     return result
 
 
-def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """x0 as (B, n), and whether it came as NumPy or plain numbers."""
+def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool, float]:
+    """x0 as (B, n), whether it came as NumPy or plain numbers, and its relative rounding where that is coarser."""
     numpy = not isinstance(x0, Tensor)
     typed = hasattr(x0, "dtype")
     try:
@@ -123,10 +124,11 @@ def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool]:
             "(problems, parameters), batched=True" if batched else "(parameters,); for many problems pass batched=True"
         )
         raise ValueError(f"x0 has shape {tuple(x.shape)}: it must be {wanted}")
+    given = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
     x = x.detach().to(dtype, copy=True).reshape(-1, x.shape[-1])
     if not bool(x.isfinite().all()):
         raise ValueError(f"x0 is not finite at {tuple((~x.isfinite()).nonzero()[0].tolist()[not batched :])}")
-    return x, numpy
+    return x, numpy, given if given > torch.finfo(dtype).eps else 0.0
 
 
 def _tolerance(name: str, value: float | None) -> float:
@@ -158,7 +160,8 @@ def _scale(x_scale: Any, x: Tensor) -> Tensor | None:
     return scale
 
 
-def _box(bounds: Any, x: Tensor) -> tuple[Box | None, Tensor, Tensor]:
+def _box(bounds: Any, x: Tensor, rounding: float) -> tuple[Box | None, Tensor, Tensor]:
+    """`rounding` is that of x0: 0.1 in float32 is more than 0.1."""
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
         bounds = (bounds.lb, bounds.ub)
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
@@ -166,9 +169,11 @@ def _box(bounds: Any, x: Tensor) -> tuple[Box | None, Tensor, Tensor]:
     lower, upper = (_fitted(f"the {name} bound", b, x) for name, b in zip(("lower", "upper"), bounds, strict=True))
     if bool((lower.isnan() | upper.isnan()).any()):
         raise ValueError("bounds contain NaN: pass -inf or inf where there is none")
+    slack = rounding * x.abs()
+    outside = (x + slack < lower) | (x - slack > upper)
     order = "bounds are (lower, upper), each a number or one for each parameter"
     for wrong, text in ((lower > upper, "the lower bound lies above the upper one"),
-                        ((x < lower) | (x > upper), "x0 is infeasible: it lies outside the bounds")):  # fmt: skip
+                        (outside, "x0 is infeasible: it lies outside the bounds")):  # fmt: skip
         if bool(wrong.any()):
             b, j = wrong.nonzero()[0].tolist()
             values = ", ".join(f"{k} {float(v[b, j]):g}" for k, v in (("lower", lower), ("x0", x), ("upper", upper)))
