@@ -261,7 +261,7 @@ class LM(torch.optim.Optimizer):
             return None
         if not plan.only_slopes or not self.rows.recordable or not steady:
             return None
-        if next(self.model.buffers(), None) is not None or old.repeats or old.steps % EVERY == 0:
+        if next(self.model.buffers(), None) is not None or old.repeats or old.steps % EVERY == EVERY - 1:
             return None
         key = signature(self, batch, old)
         if self._recorded is None or self._recorded[0] != key:
