@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -81,6 +82,16 @@ def test_what_a_recording_assumes_is_asked():
     assert not torch.stack(asked.asked).all(0).any()  # J without full rank
 
 
+def test_a_recording_is_that_of_its_thread():
+    """Another thread that records does not answer for this one."""
+    x, y = data()
+    options = {"args": (y,), "batched": True, "bounds": (0.0, x.max().item())}
+    plain = least_squares(peak, x, **options)
+    with ThreadPoolExecutor(1) as pool, tape.recorded(tape.Tape([])):
+        other = pool.submit(least_squares, peak, x, **options).result()
+    assert torch.equal(plain.x, other.x)
+
+
 def test_capture_changes_nothing_on_a_cpu():
     x, y = data()
     one, other = (least_squares(peak, x, args=(y,), batched=True, capture=capture) for capture in (True, False))
@@ -146,4 +157,5 @@ def test_what_cannot_be_recorded_is_fitted_without():
     least_squares(peak, x, args=(y,), batched=True)
     with pytest.warns(UserWarning, match="cannot be recorded"):
         fit = least_squares(waits, x, args=(y,), batched=True, capture=True)
+    assert torch.rand(3, device="cuda").isfinite().all()  # the generator is as before
     assert torch.equal(fit.x, least_squares(peak, x, args=(y,), batched=True).x)

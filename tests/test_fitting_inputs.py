@@ -319,3 +319,63 @@ def test_a_start_on_a_bound_may_be_rounded():
         least_squares(lambda x: x - 1, torch.tensor([0.1001]), bounds=(-1.0, 0.1))
     with pytest.raises(ValueError, match="infeasible"):
         least_squares(lambda x: x - 1, torch.tensor([0.1 + 1e-8], dtype=torch.float64), bounds=(-1.0, 0.1))
+    with pytest.raises(ValueError, match="infeasible"):
+        least_squares(lambda x: x - 1, torch.tensor([1.01], dtype=torch.bfloat16), bounds=(-1.0, 1.0))
+
+
+@pytest.mark.parametrize("jac", ["auto", "2-point", "3-point", "given"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_functions_may_reuse_tensors(jac, batched):
+    """Buffers, which vmap refuses: the problems are gone through one by one, and differences compare two results."""
+    t = torch.linspace(0, 1, 12, dtype=torch.float64)
+    residuals, slopes = torch.empty(12, dtype=torch.float64), torch.empty(12, 2, dtype=torch.float64)
+
+    def fun(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        residuals.copy_((x[0] * torch.exp(-x[1] * t) - y).detach())
+        return residuals
+
+    def given(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        e = torch.exp(-x[1] * t)
+        slopes.copy_(torch.stack([e, -x[0] * t * e], 1))
+        return slopes
+
+    true = torch.tensor([[2.0, 1.5], [1.0, 0.5], [3.0, 2.0]], dtype=torch.float64)
+    y = true[:, :1] * torch.exp(-true[:, 1:] * t)
+    x0, data, wanted = (1.2 * true, y, true) if batched else (1.2 * true[0], y[0], true[0])
+    fit = least_squares(fun, x0, jac=given if jac == "given" else jac, args=(data,), batched=batched)
+    assert torch.as_tensor(fit.success).all()
+    torch.testing.assert_close(fit.x, wanted, rtol=1e-6, atol=0)
+
+
+def test_results_share_no_memory_with_what_was_given():
+    A, b = torch.randn(3, 4, 2).double(), torch.randn(3, 4).double()
+    given = {"args": (A, b), "batched": True}
+    fits = [
+        least_squares(lambda x, A, b: A @ x - b, torch.ones(3, 2), jac=lambda x, A, b: A, **given),
+        least_squares(lambda x, A, b: b, torch.ones(3, 2), **given),
+    ]
+    kept = A.clone(), b.clone()
+    for fit in fits:
+        fit.jac.zero_()
+        fit.fun.zero_()
+    assert torch.equal(A, kept[0])
+    assert torch.equal(b, kept[1])
+
+
+def test_a_loss_may_reuse_its_tensors():
+    out = torch.empty(3, 5, dtype=torch.float64)
+
+    def cauchy(z: torch.Tensor) -> torch.Tensor:
+        out[0], out[1], out[2] = torch.log1p(z), 1 / (1 + z), -1 / (1 + z) ** 2
+        return out
+
+    y = torch.tensor([1.0, 1.1, 0.9, 1.0, 30.0], dtype=torch.float64)
+    own, named = (least_squares(lambda x: x[0] - y, [3.0], loss=loss) for loss in (cauchy, "cauchy"))
+    assert own.x == pytest.approx(named.x, rel=1e-9)
+
+
+def test_a_start_of_almost_nothing_is_left():
+    """Its own size is no measure of a step where it changes no residual."""
+    fit = least_squares(lambda x: x - 1, [1e-30, -1e-300])
+    assert fit.success
+    assert fit.x == pytest.approx([1, 1], rel=1e-12)

@@ -37,6 +37,16 @@ def test_questions_are_asked_at_once_or_later():
     assert tape.answers(recording, torch.tensor(5.0)).tolist() == [1.0, 0.0, 1.0, 2.0, 0.0, 5.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int8])
+def test_classes_that_do_not_exist_end_no_recording(dtype):
+    """The question whether they do is answered after the kernels ran."""
+    z, y = torch.randn(3, 4), torch.tensor([0, 1, 7], dtype=dtype)
+    with tape.recorded(tape.Tape([])):
+        found = mq.losses.CrossEntropy().ell(z, y)
+    torch.testing.assert_close(found[:2], nn.functional.cross_entropy(z[:2], y[:2].long(), reduction="none"))
+    assert found[2] == 0
+
+
 def test_capture_changes_nothing_on_a_cpu():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -29,6 +29,7 @@ import reference
 from cases import Poisson1D, Recurrent, TwoTowers, default_dtype, mlp, sample_weights
 from marquardt.curvature.contract import FactorizationError
 from marquardt.curvature.dense import DenseCurvature
+from marquardt.layers import Line
 from reference import error
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -1305,10 +1306,12 @@ def test_batched_trials_keep_the_model():
 
 
 class Convolutions(nn.Module):
-    """Twice the same weights, several groups, no bias, a bias that does not train, another padding."""
+    """Twice the same weights, several groups, no bias, a bias that does not train, another padding; weights that the
+    model itself changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: bool) -> None:
         super().__init__()
+        self.changes = changes
         self.twice = nn.Conv2d(2, 2, 3, padding=1)
         self.groups = nn.Conv2d(2, 4, 3, groups=2)
         self.plain = nn.Conv1d(4, 3, 2, bias=False, padding=1, padding_mode="circular")
@@ -1317,19 +1320,40 @@ class Convolutions(nn.Module):
         self.volume = nn.Conv3d(1, 2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes:
+            with torch.no_grad():
+                self.twice.weight.clamp_(-0.1, 0.1)
         x = self.groups(torch.tanh(self.twice(torch.tanh(self.twice(x))))).flatten(2)
         x = self.frozen(torch.tanh(self.plain(x)))
         return self.volume(torch.tanh(x).reshape(len(x), 1, 2, 5, 2)).flatten(1)[:, :3]
 
 
-def test_all_trials_of_convolutions_at_once():
+def on_a_line(model: nn.Module, x: torch.Tensor, d: dict[str, torch.Tensor], rates: torch.Tensor) -> torch.Tensor:
+    """The outputs at all rates, as linearize has them on a GPU."""
+    origin = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def at(lr: torch.Tensor) -> torch.Tensor:
+        point = {name: p + lr * d[name] for name, p in origin.items()}
+        with Line(origin, d, point, lr):
+            return torch.func.functional_call(model, point, (x,))
+
+    with torch.no_grad():
+        return torch.func.vmap(at)(rates)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_convolutions_of_all_trials_at_once(changes):
     torch.manual_seed(0)
-    model, x, y = Convolutions().double(), torch.randn(4, 2, 5, 5).double(), torch.randn(4, 3).double()
-    lin = mq.linearize(model, "mse", x, y)
-    d, rates = -lin.gradient, [1e-6, 0.25, 1.0, 4.0]
-    together = lin.evaluate_along(d, rates)
-    assert lin.plan.batched_trials
-    assert together == pytest.approx([lin.evaluate(d, lr).item() for lr in rates], rel=1e-12)
+    model, x = Convolutions(changes).double(), torch.randn(4, 2, 5, 5).double()
+    d = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    rates = torch.tensor([1e-6, 0.25, 1.0, 4.0]).double()
+    together = on_a_line(model, x, d, rates)
+    for lr, z in zip(rates, together, strict=True):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, p in other.named_parameters():
+                p += lr * d[name] if p.requires_grad else 0
+            torch.testing.assert_close(z, other(x), rtol=1e-10, atol=1e-12)
 
 
 # ---- averaged weights

@@ -15,7 +15,7 @@ class Average(Protocol):
         ...
 
     def update(self, mean: Tensor, theta: Tensor, count: int) -> Tensor:
-        """The next average from the last one, which is of `count` points."""
+        """The next average from the last one, which is of `count` points and stays as it is."""
         ...
 
 

@@ -74,7 +74,7 @@ class Diagonal:
     def quadratic(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
         """vᵀAv"""
         if self.factors is None:
-            return (v @ v) * self.scale
+            return v.square().sum() * self.scale
         return (self.entries(sizes) * v.square()).sum()
 
     def maximum(self, other: Diagonal) -> Diagonal:

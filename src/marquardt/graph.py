@@ -15,7 +15,7 @@ from .acceptance import cosine_of
 from .batch import Batch, assign
 from .diagonal import Diagonal
 from .linearize import Linearization
-from .tape import Tape, answers, recorded
+from .tape import Tape, answers, capturing, recorded
 
 if TYPE_CHECKING:
     from .optimizer import LM, State
@@ -132,12 +132,9 @@ def signature(opt: LM, batch: Batch, state: State) -> Any:
 
 def record(opt: LM, batch: Batch, state: State, assumed: list[float]) -> Recorded | None:
     """A recording, or None where the model or a part of the optimizer cannot be recorded."""
-    generator = torch.cuda.default_generators[opt.params[0].device.index or 0]
-    spare = generator.clone_state()
     try:
-        return Recorded(opt, batch, state, assumed)
+        with capturing(opt.params[0].device):
+            return Recorded(opt, batch, state, assumed)
     except Exception as error:  # CUDA refuses in many ways
-        # A recording that broke off leaves the generator as if it went on, and the next random number would be refused.
-        generator.graphsafe_set_state(spare)
         warnings.warn(f"this step cannot be recorded as a CUDA graph, it goes on without: {error}", stacklevel=2)
         return None

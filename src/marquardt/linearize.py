@@ -420,7 +420,7 @@ class Linearization:
 
             def value(lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes) -> Tensor:
                 at = {name: p + lr * direction[name] for name, p in origin.items()}
-                with Replay(slopes), Line(origin, direction, at, lr):
+                with Replay(slopes), Line(origin, direction, at, lr) if lr.is_cuda else nullcontext():
                     z = forward(lambda *a, **k: functional_call(self.model, at, a, k), batch.inputs)
                 return self.criterion.value(z, batch.targets, batch.weight)
 

@@ -402,6 +402,7 @@ class CrossEntropy(Loss):
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         if recording() and not y.is_floating_point():
             # `check` is answered when all is done; until then no class that does not exist may end the process.
+            y = y.long()
             y = torch.where((y >= 0) & (y < z.shape[1]), y, self.ignore_index)
         return F.cross_entropy(
             z,

@@ -259,7 +259,7 @@ class LM(torch.optim.Optimizer):
         steady = self.momentum is None or getattr(self.momentum, "same_data", False)
         if device.type != "cuda" or plan.numbers is None:
             return None
-        if not plan.only_slopes or not self.rows.recordable or not steady:
+        if not plan.only_slopes or not getattr(self.rows, "recordable", False) or not steady or old.D is None:
             return None
         if next(self.model.buffers(), None) is not None or old.repeats or old.steps % EVERY == EVERY - 1:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,39 +21,43 @@ class Tape:
         self.read: list[Tensor] = []
 
 
-_tape: Tape | None = None
+class _Current(threading.local):
+    tape: Tape | None = None
+
+
+_current = _Current()  # each thread has its own
 
 
 def recording() -> bool:
-    return _tape is not None
+    return _current.tape is not None
 
 
 def ask(fine: Tensor) -> bool:
     """Whether all is well: a tensor of bool, () or one for each problem of a batch"""
-    if _tape is None:
+    if _current.tape is None:
         return bool(fine if fine.ndim == 0 else fine.all())
-    _tape.asked.append(fine)
+    _current.tape.asked.append(fine)
     return True
 
 
 def read(numbers: Tensor) -> list[float]:
     """A few numbers: (k,)"""
-    if _tape is None:
+    if _current.tape is None:
         found: list[float] = numbers.double().tolist()
         return found
-    _tape.read.append(numbers)
-    return _tape.assumed
+    _current.tape.read.append(numbers)
+    return _current.tape.assumed
 
 
 def draw(numbers: Callable[[int], Tensor], seed: int, like: Tensor) -> Tensor:
     """Numbers that the host draws from a seed, of the dtype and device of another tensor. For a tape they are drawn
     before every replay, from other seeds."""
     found = numbers(seed)
-    if _tape is None:
+    if _current.tape is None:
         return found.to(like)
-    place = next(_tape.places, None)
+    place = next(_current.tape.places, None)
     place = torch.empty(found.shape, dtype=like.dtype, device=like.device) if place is None else place
-    _tape.drawn.append((place, numbers, seed))
+    _current.tape.drawn.append((place, numbers, seed))
     return place
 
 
@@ -64,15 +69,28 @@ def numbers(*tensors: Tensor) -> list[float]:
 
 @contextmanager
 def recorded(tape: Tape) -> Iterator[None]:
-    global _tape
-    _tape = tape
+    _current.tape = tape
     try:
         yield
     finally:
-        _tape = None
+        _current.tape = None
 
 
 def answers(tape: Tape, *more: Tensor) -> Tensor:
     """All of it in one tensor: what was asked, what was read, and more (): (k,)"""
     parts = [*(t.double().reshape(1) for t in tape.asked), *(t.double() for t in tape.read)]
     return torch.cat([*parts, *(t.double().reshape(1) for t in more)])
+
+
+@contextmanager
+def capturing(device: torch.device) -> Iterator[None]:
+    """Around a recording on that device. One that breaks off leaves the device's generator as if it went on, and the
+    next random number would be refused."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    spare = generator.clone_state()
+    try:
+        with torch.cuda.device(device):
+            yield
+    except Exception:
+        generator.graphsafe_set_state(spare)
+        raise

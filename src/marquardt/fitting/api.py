@@ -169,7 +169,7 @@ def _box(bounds: Any, x: Tensor, rounding: float) -> tuple[Box | None, Tensor, T
     lower, upper = (_fitted(f"the {name} bound", b, x) for name, b in zip(("lower", "upper"), bounds, strict=True))
     if bool((lower.isnan() | upper.isnan()).any()):
         raise ValueError("bounds contain NaN: pass -inf or inf where there is none")
-    slack = rounding * x.abs()
+    slack = rounding / 2 * x.abs()
     outside = (x + slack < lower) | (x - slack > upper)
     order = "bounds are (lower, upper), each a number or one for each parameter"
     for wrong, text in ((lower > upper, "the lower bound lies above the upper one"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..tape import Tape, recorded
+from ..tape import Tape, capturing, recorded
 from .bounds import Box
 from .problem import Problem
 
@@ -44,23 +44,26 @@ class Replay:
             again = self.iterate(problem[index], old, loss, None if box is None else box[index], options)
             for t, part in zip(self.new.tensors(), again.tensors(), strict=True):
                 t.index_copy_(0, index, part)
+            if 2 * len(index) > int(self.old.running.sum()):  # it knows too little of these problems
+                self.graph, self.refused = None, True
         return self.new.renewed()
 
     def _record(self, problem: Problem, s: State, *more: Any) -> None:
-        tape, graph, stream = Tape([]), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         self.old, self.new = s.copy(), s.copy()
-        stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(stream), recorded(tape):
-                graph.capture_begin()
-                try:
-                    torch._foreach_copy_(self.old.tensors(), self.new.tensors())
-                    new = self.iterate(problem, self.old.renewed(), *more)
-                    torch._foreach_copy_(self.new.tensors(), new.tensors())
-                    self.wrong = ~torch.stack(tape.asked).all(0) & self.old.running
-                finally:
-                    graph.capture_end()
-            torch.cuda.current_stream().wait_stream(stream)
+            with capturing(s.x.device):
+                tape, graph, stream = Tape([]), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream), recorded(tape):
+                    graph.capture_begin()
+                    try:
+                        torch._foreach_copy_(self.old.tensors(), self.new.tensors())
+                        new = self.iterate(problem, self.old.renewed(), *more)
+                        torch._foreach_copy_(self.new.tensors(), new.tensors())
+                        self.wrong = ~torch.stack(tape.asked).all(0) & self.old.running
+                    finally:
+                        graph.capture_end()
+                torch.cuda.current_stream().wait_stream(stream)
             self.graph = graph
         except Exception as error:  # CUDA refuses in many ways
             self.refused = True

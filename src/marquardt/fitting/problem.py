@@ -105,7 +105,7 @@ class Problem:
     def _each(self, function: Function, *x: Tensor) -> Tensor:
         """The function of every problem; x and what else has a leading dimension B."""
         if not self.batched:
-            return self.tensor(function(*(t[0] for t in x), *self.args)).unsqueeze(0).clone()  # it may reuse its own
+            return self.tensor(function(*(t[0] for t in x), *self.args)).unsqueeze(0)
         if not self.loop:
             return self.tensor(vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args))
         values = []
@@ -115,7 +115,8 @@ class Problem:
         return torch.stack(values)
 
     def tensor(self, value: Any) -> Tensor:
-        return tensor(value).to(self.like)
+        """A copy: the function may use its own again, or return what it was given."""
+        return tensor(value).to(self.like, copy=True)
 
 
 def tensor(value: Any) -> Tensor:
@@ -141,7 +142,7 @@ def _like(index: Tensor, a: Any) -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """How the user wants fun to be called. It gets a copy of x, which it may change."""
+    """How the user wants fun to be called. It gets a copy of x, which it may change; `Problem.tensor` copies f."""
 
     fun: Function
     kwargs: dict[str, Any]

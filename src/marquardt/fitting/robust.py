@@ -95,7 +95,7 @@ def _checked(rho: Callable[[Any], Any]) -> Rho:
             rows = rho(flat.cpu().numpy())
         if rows is None or len(rows) != 3:
             raise ValueError(f"loss: {rho!r} must return ρ, ρ' and ρ'' of z, three tensors like z")
-        rows = [torch.as_tensor(row, dtype=z.dtype, device=z.device) for row in rows]
+        rows = [torch.as_tensor(row).to(z, copy=True) for row in rows]  # it may use its own again
         if any(row.shape != flat.shape for row in rows):
             shapes = [tuple(row.shape) for row in rows]
             raise ValueError(f"loss: {rho!r} returned shapes {shapes} for z of shape {tuple(flat.shape)}")

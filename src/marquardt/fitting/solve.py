@@ -40,6 +40,9 @@ class Options:
     x_scale: Tensor | None = None  # 1/D, or None for the norms of the Jacobian's columns
 
 
+P = TypeVar("P", bound="Point")
+
+
 @dataclass(frozen=True)
 class Point:
     """Where B problems are. f and J carry the weights, the factor the loss's correction as well."""
@@ -52,8 +55,8 @@ class Point:
     cosine: Tensor  # (B,), of the angle between residuals and tangent space
     D: Tensor  # (B, n)
 
-    def __getitem__(self, index: Tensor) -> Point:
-        return mapped(lambda t: t[index], Point, self)
+    def __getitem__(self: P, index: Tensor) -> P:
+        return mapped(lambda t: t[index], type(self), self)
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,6 @@ class State(Point):
     def at(self, part: Part, point: Point) -> State:
         """This one, with some of the problems at other points."""
         return replace(self, **vars(mapped(part.into, Point, self, point)))
-
-    def __getitem__(self, index: Tensor) -> State:
-        return mapped(lambda t: t[index], State, self)
 
     @property
     def running(self) -> Tensor:
@@ -96,9 +96,6 @@ class State(Point):
         return mapped(lambda old, new: replaced(old, index, new), State, self, other)
 
 
-P = TypeVar("P", bound=Point)
-
-
 def mapped(of: Callable[..., Any], kind: type[P], *points: Point) -> P:
     """A point or state of what `of` makes of each field of the others."""
     return kind(*(of(*(getattr(point, k.name) for point in points)) for k in fields(kind)))
@@ -107,13 +104,14 @@ def mapped(of: Callable[..., Any], kind: type[P], *points: Point) -> P:
 def solve(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options, watch: Watch) -> State:
     """Run every problem until it stops. `watch` sees the state after each iteration."""
     result = s = start(problem, x, loss, box, options)
-    advance = Replay(iterate) if options.capture else iterate
+    replay = Replay(iterate)
+    advance = replay if options.capture else iterate
     nit = 0
     try:
         watch(s, box, nit)
         while True:
             running = s.running.nonzero().squeeze(-1)
-            if not len(running) or (len(running) < COMPACT * len(s.x) and not options.capture):
+            if not len(running) or (len(running) < COMPACT * len(s.x) and replay.graph is None):
                 result = result.merge(s.which, s)
                 if not len(running):
                     return result
@@ -135,13 +133,15 @@ def start(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Opt
         f, J = torch.where(fine[:, None], f, 0), torch.where(fine[:, None, None], J, 0)
         s = linearised(x, f, J, torch.zeros_like(x), loss, box, options)
     first = norm(s.D * x)
+    # Where x₀ as a whole changes the residuals by less than rounding, it might as well be 0.
+    first = torch.where(first > torch.finfo(x.dtype).eps * s.scale, first, 1.0)
     which = torch.arange(len(x), device=x.device)
     going = RUNNING if options.max_nfev > 1 else LIMIT
     status = torch.where(fine, torch.where((s.cosine <= options.gtol) | is_zero(s), GTOL, going), BAD)
     return State(
         **vars(replace(s, scale=torch.where(fine, s.scale, torch.nan))),
         which=which,
-        radius=options.factor * torch.where(first > 0, first, 1.0),
+        radius=options.factor * first,
         change=torch.full_like(first, torch.inf),
         nfev=torch.ones_like(which),
         njev=torch.ones_like(which),

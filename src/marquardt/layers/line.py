@@ -37,4 +37,6 @@ class Line(TorchFunctionMode):
                 biases = None if bias is None else torch.cat(self.ends[id(bias)])
                 origin, direction = func(x, weights, biases, *rest).chunk(2, 1 - weight.ndim)
                 return torch.addcmul(origin, direction, self.lr)
+        if args and func.__name__.endswith("_") and not func.__name__.endswith("__"):
+            self.ends.pop(id(args[0]), None)  # changed in place: no longer on the line
         return func(*args, **kwargs)
