@@ -107,7 +107,7 @@ class Problem:
         if not self.batched:
             return self.tensor(function(*(t[0] for t in x), *self.args)).unsqueeze(0)
         if not self.loop:
-            return self.tensor(vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args))
+            return tensor(vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args)).to(self.like)
         values = []
         for i in range(len(x[0])):
             args = [a if d is None else a[i] for a, d in zip(self.args, self.cut, strict=True)]
@@ -115,7 +115,7 @@ class Problem:
         return torch.stack(values)
 
     def tensor(self, value: Any) -> Tensor:
-        """A copy: the function may use its own again, or return what it was given."""
+        """A copy: the function may use its own again, which vmap refuses."""
         return tensor(value).to(self.like, copy=True)
 
 

@@ -70,8 +70,8 @@ def describe(
     g = (J.mT @ ft.unsqueeze(-1)).squeeze(-1)  # (B, n)
     held = torch.zeros_like(s.x, dtype=torch.bool) if box is None else box.held(s.x, g)
     side = torch.zeros_like(s.x, dtype=torch.int64) if box is None else box.side(s.x)
-    values = {
-        "x": s.x, "cost": 0.5 * s.scale**2, "fun": raw, "jac": J, "grad": g,
+    values = {  # copies, where they may be what the functions were given
+        "x": s.x, "cost": 0.5 * s.scale**2, "fun": raw.clone(), "jac": J.clone(), "grad": g,
         "optimality": torch.where(held, 0, g).abs().amax(-1), "active_mask": side,
         "nfev": s.nfev, "njev": s.njev, "status": s.status, "success": s.status > 0,
     }  # fmt: skip
