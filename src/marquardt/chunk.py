@@ -328,9 +328,16 @@ class Chunk:
                 if "out of memory" in str(error):
                     raise
                 self.lin.plan.batched_rows = False  # an operation whose backward vmap refuses
-        one_by_one = [backward(s) for s in S]
-        # In memory the rows of a sample stand together: that is how they are used.
-        return [None if d[0] is None else torch.stack(d, 1).transpose(0, 1) for d in zip(*one_by_one, strict=True)]
+        # In memory the rows of a sample stand together: that is how they are used. Each goes to its place at once, so
+        # that the next one finds its memory warm.
+        places: list[Tensor | None] = []
+        for r, s in enumerate(S):
+            row = backward(s)
+            places = places or [None if d is None else d.new_empty(len(d), len(S), *d.shape[1:]) for d in row]
+            for place, d in zip(places, row, strict=True):
+                if place is not None:
+                    place[:, r] = d
+        return [None if place is None else place.transpose(0, 1) for place in places]
 
     def _general(self, path: str, indices: list[int]) -> Tensor:
         params = [self.lin.params[i] for i in indices]
