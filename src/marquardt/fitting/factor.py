@@ -167,7 +167,7 @@ class Factor:
         return p, norm(D * p) >= (1 - MARGIN) * radius
 
     def damped(self, radius: Tensor, D: Tensor, p: Tensor, going: Tensor) -> Tensor:
-        """p(λ) = −(RᵀR + λD²)⁻¹Rᵀc with ‖Dp‖ = Δ, from p(0): Moré's iteration.
+        """p(λ) = −(RᵀR + λD²)⁻¹Rᵀc with ‖Dp‖ = Δ, from p(0), for the problems `going`: Moré's iteration.
 
         Newton's on 1/‖Dp‖ − 1/Δ, kept between bounds. Each λ takes a QR of [R; √λD], which loses no digits where
         RᵀR would, however different the columns.
