@@ -27,27 +27,38 @@ class Identity:
 
 @dataclass(frozen=True)
 class MeanEigenvalue:
-    """D = τI with τ = tr G / rank G, the largest so far: all parameters alike, in the units of the loss.
+    """D = τI with τ = tr G / rank G, the largest of late: all parameters alike, in the units of the loss.
 
     λ = 1 stands for the mean of the eigenvalues that are not zero, whatever the loss and the number of parameters:
-    multiplying the loss by a constant changes nothing.
+    multiplying the loss by a constant changes nothing. What is remembered of earlier steps is at most `memory` times
+    the present: one batch with an outlier costs a few steps, not the run.
     """
+
+    memory: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_memory(self)
 
     def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
         tau = Diagonal(G.trace() / G.rank)
-        return tau if D is None else D.maximum(tau)
+        return tau if D is None else D.recent(tau, self.memory).maximum(tau)
 
 
 @dataclass(frozen=True)
 class LayerMeanEigenvalue:
-    """D = τₗI in every layer l, with τₗ = tr Gₗ / rank Gₗ of its block of G, the largest so far.
+    """D = τₗI in every layer l, with τₗ = tr Gₗ / rank Gₗ of its block of G, the largest of late, as in MeanEigenvalue.
 
     One number per layer: the dual solve stays as cheap as with one for all.
     """
 
+    memory: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_memory(self)
+
     def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
         tau = G.traces()
-        return tau if D is None else D.maximum(tau)
+        return tau if D is None else D.recent(tau, self.memory).maximum(tau)
 
 
 @dataclass(frozen=True)
@@ -78,3 +89,11 @@ class FactoredMaxDiagonal:
 
     def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
         return (G.lin.n / G.rank) * G.factored_maximum(D)
+
+
+def check_memory(part: MeanEigenvalue | LayerMeanEigenvalue) -> None:
+    name = type(part).__name__
+    if not part.memory >= 1:
+        raise ValueError(
+            f"{name}(memory={part.memory!r}): how much larger than the present the past may be, at least 1"
+        )

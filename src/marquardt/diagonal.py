@@ -77,15 +77,30 @@ class Diagonal:
             return v.square().sum() * self.scale
         return (self.entries(sizes) * v.square()).sum()
 
-    def maximum(self, other: Diagonal) -> Diagonal:
-        """At least both of them, factor by factor."""
+    def _check_like(self, other: Diagonal) -> None:
         shapes = [None if d.factors is None else [[f.shape for f in part] for part in d.factors] for d in (self, other)]
         if shapes[0] != shapes[1]:
             raise ValueError("D is that of another damping: load a state that was saved with the same one")
+
+    def maximum(self, other: Diagonal) -> Diagonal:
+        """At least both of them, factor by factor."""
+        self._check_like(other)
         if self.factors is None or other.factors is None:
             return Diagonal(torch.maximum(self.scale, other.scale))
         pairs = zip(self.factors, other.factors, strict=True)
         return Diagonal(self.scale, [tuple(torch.maximum(a, b) for a, b in zip(p, q, strict=True)) for p, q in pairs])
+
+    def recent(self, present: Diagonal, memory: float) -> Diagonal:
+        """This, but at most `memory` times the present; nothing at present is no reason to forget."""
+        self._check_like(present)
+
+        def fade(past: Tensor, now: Tensor) -> Tensor:
+            return torch.minimum(past, (memory * now).where(now > 0, math.inf))
+
+        if self.factors is None or present.factors is None:
+            return Diagonal(fade(self.scale, present.scale))
+        pairs = zip(self.factors, present.factors, strict=True)
+        return Diagonal(self.scale, [tuple(fade(a, b) for a, b in zip(p, q, strict=True)) for p, q in pairs])
 
     def positive(self) -> Diagonal:
         """With 1 in the place of 0. A zero says that the curvature of a parameter has always been zero: its step is

@@ -14,6 +14,9 @@ from ..tape import ask
 
 Past = dict[str, Tensor]  # what a representation keeps from step to step
 
+# In a running average the past has at most so many times the trace of the present.
+MEMORY = 10.0
+
 
 class Curvature(ABC):
     """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some."""
@@ -49,6 +52,11 @@ class Curvature(ABC):
     def damped_quadratic(self, v: Tensor, damping: Diagonal) -> Tensor:
         """vᵀHv with the H that `newton` solves with: G + A, unless a representation damps in a way of its own"""
         return self.quadratic(v) + damping.quadratic(v, self.lin.sizes)
+
+    def slope(self, D: Diagonal) -> Tensor:
+        """gᵀD⁻¹g, the square of the length of the gradient in the metric of D"""
+        g = self.gradient
+        return g @ D.divide(g.clone(), self.lin.sizes)
 
     def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
         """gᵀd and dᵀGd: the model of the loss is f + gᵀd + ½dᵀGd"""
@@ -107,6 +115,13 @@ class Representation(Protocol):
         ...
 
     def represent(self, lin: Linearization) -> Curvature: ...
+
+
+def trusted(past: Tensor, present: Tensor) -> Tensor:
+    """The share of its weight that the past keeps in a running average of matrices, from their diagonals (…, n): all of
+    it, unless it is far larger than the present. One outlier would otherwise rule the average for a hundred batches."""
+    old, new = past.double().sum(-1), present.double().sum(-1)
+    return (MEMORY * new / old.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1).where(new > 0, 1)
 
 
 class FactorizationError(ArithmeticError):

@@ -12,7 +12,7 @@ from ..diagonal import Diagonal
 from ..layers import Block
 from ..linearize import Linearization
 from ..tape import ask
-from .contract import Curvature, Past, norm, spd_solve
+from .contract import Curvature, Past, norm, spd_solve, trusted
 
 # Up to this many parameters products cost nothing, and are formed in float64 at once.
 SMALL = 256
@@ -115,7 +115,7 @@ class DenseCurvature(Curvature):
         if self._keeps and past is not None and "G" in past:
             # Short memory at first, so that the very first batch, at weights of no interest, does not linger.
             self._past, k = past["G"], past["batches"]
-            self._weight = (k / (k + 2)).clamp(max=self.beta)
+            self._weight = (k / (k + 2)).clamp(max=self.beta) * trusted(self._past.diagonal(), self.G.diagonal())
             self._batches = k + 1
             self.G = self._mixed(self.G)
         self.averaged = self._keeps

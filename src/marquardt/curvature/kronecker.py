@@ -14,7 +14,7 @@ from ..layers import Block, Nothing
 from ..layers.bilinear import Bilinear
 from ..layers.embedding import Lookup
 from ..linearize import Linearization
-from .contract import Curvature, FactorizationError, Past
+from .contract import Curvature, FactorizationError, Past, trusted
 from .dense import check_chunk
 
 
@@ -227,7 +227,9 @@ class KroneckerCurvature(Curvature):
                 for side, new in (("left", layer.left), ("right", layer.right)):
                     old = past.get(f"{side} of {self._name(layer)}")
                     if old is not None and old.shape == new.shape:
-                        setattr(layer, side, torch.lerp(new, old.to(new), weight))
+                        old = old.to(new)
+                        share = weight * trusted(_diagonal(old).sum(0), _diagonal(new).sum(0)).to(new)
+                        setattr(layer, side, torch.lerp(new, old, share))
         if "age" in past and int(past["age"]) + 1 < self.every:
             self._recalled, self._age = past, int(past["age"]) + 1
 
