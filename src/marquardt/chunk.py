@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Plan:
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     batched_rows: bool = True  # backward passes of all rows at once
     unused: set[int] | None = None  # calls that the outputs do not depend on
-    numbers: list[float] | None = None  # value, normaliser and lower bound of the last step
+    numbers: Totals | None = None  # of the last step
     unrolls: bool = True  # convolutions may have a backward pass of our own
     rows: int = 0  # per sample, on the last step
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
@@ -65,6 +65,15 @@ class Plan:
     choice: Any = None  # what Auto picked,
     shapes: Any = None  # for these shapes
     squeeze: int = 0  # how often memory ran out since
+
+
+class Totals(NamedTuple):
+    """What is added up over the chunks, in Σ-units."""
+
+    value: float  # Σwℓ
+    normaliser: float
+    lower_bound: float
+    rounding: float  # of the value
 
 
 class Chunk:
@@ -104,8 +113,9 @@ class Chunk:
         self.N = len(z)
         with torch.no_grad():
             value, normaliser = loss.value(self.z, y, w), loss.normaliser(self.z, y, w)
-            numbers = torch.stack([value, normaliser, loss.lower_bound(self.z, y, w)])
-            self.value, self.normaliser, self.lower_bound = read(numbers)
+            low, rounding = loss.lower_bound(self.z, y, w), loss.rounding(self.z, y, w)
+            self.totals = Totals(*read(torch.stack([value, normaliser, low, rounding])))
+            self.value = self.totals.value
             if not math.isfinite(self.value):
                 raise ValueError(f"the loss is {self.value} at the current parameters: {self._blame()}")
         self.picked: list[Slopes] = []

@@ -13,12 +13,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .acceptance import cosine_of
 from .batch import Batch, assign
+from .chunk import Totals
 from .diagonal import Diagonal
 from .linearize import Linearization
 from .tape import Tape, answers, capturing, recorded
 
 if TYPE_CHECKING:
-    from .optimizer import LM, State
+    from .optimizer import LM
+    from .state import State
 
 
 class Result(NamedTuple):
@@ -26,10 +28,13 @@ class Result(NamedTuple):
 
     value: float  # Σwℓ before the step
     lower_bound: float
+    rounding: float  # of the value
     new_loss: float
     gd: float
     dGd: float
-    cosine: float | None
+    gDg: float
+    length: float  # ‖d‖
+    cosine: float | None = None
 
 
 class Recorded:
@@ -41,10 +46,10 @@ class Recorded:
     step back and does it again without the graph.
     """
 
-    def __init__(self, opt: LM, batch: Batch, state: State, assumed: list[float]) -> None:
+    def __init__(self, opt: LM, batch: Batch, state: State, assumed: Totals) -> None:
         self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), _tensors(state), _tensors(state)))
         self.lam = torch.zeros_like(opt.params[0].flatten()[0])
-        self.normaliser = assumed[1]
+        self.normaliser = assumed.normaliser
         tape = self._record(opt, state, Tape(assumed))
         if tape.drawn:  # again: the graph uses its own memory several times over, what is put there does not last
             tape = self._record(opt, state, Tape(assumed, [torch.empty_like(place) for place, _, _ in tape.drawn]))
@@ -64,9 +69,12 @@ class Recorded:
                 G = opt.curvature.represent(lin)
                 G.recall(old.past, old.steps, False)
                 D = opt.damping.update(old.D, G)
-                d = G.step(D.positive().scaled(self.lam))
+                A = D.positive()
+                d = G.step(A.scaled(self.lam))
                 back = [] if old.previous is None else [cosine_of(d, old.previous)]
-                self.found = answers(tape, lin.evaluate(d, opt.lr), *G.model(d), *back)
+                self.found = answers(
+                    tape, lin.evaluate(d, opt.lr), *G.model(d), G.slope(A), torch.linalg.vector_norm(d), *back
+                )
                 remembers = opt.momentum is not None or opt.acceptance.looks_back
                 previous = None if not remembers else d if opt.lr == 1 else opt.lr * d
                 _copy(self.next, [D.state(), G.keep(), previous])
@@ -86,10 +94,10 @@ class Recorded:
     def result(self) -> Result | None:
         """None where something was not as assumed: then `undo`."""
         found: list[float] = self.found.tolist()
-        asked, (value, normaliser, lower, new_loss, gd, dGd, *cosine) = found[: self.questions], found[self.questions :]
+        asked, (value, normaliser, *rest) = found[: self.questions], found[self.questions :]
         if not all(asked) or normaliser != self.normaliser or not math.isfinite(value):
             return None
-        return Result(value, lower, new_loss, gd, dGd, cosine[0] if cosine else None)
+        return Result(value, *rest)
 
     def keep(self, state: State) -> State:
         """The state with what the step leaves for the next one."""
@@ -130,7 +138,7 @@ def signature(opt: LM, batch: Batch, state: State) -> Any:
     return shapes, spec, places, modes, opt.lr, opt._plan.proven
 
 
-def record(opt: LM, batch: Batch, state: State, assumed: list[float]) -> Recorded | None:
+def record(opt: LM, batch: Batch, state: State, assumed: Totals) -> Recorded | None:
     """A recording, or None where the model or a part of the optimizer cannot be recorded."""
     try:
         with capturing(opt.params[0].device):

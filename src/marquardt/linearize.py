@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves
 
 from .batch import Batch, Moment, assign, check_coupling, flatten, forward, shift, trainable
-from .chunk import Chunk, Plan
+from .chunk import Chunk, Plan, Totals
 from .diagonal import Diagonal, Factors
 from .layers import Block, Line, Replay
 from .layers.capture import Slopes
@@ -62,7 +62,7 @@ class Linearization:
         self.start = Moment(model, self.device)
         self.moments: list[Moment] = []
         self.slopes: list[list[Slopes]] = []
-        self._totals: list[float] | None = None  # value, normaliser, lower bound
+        self._totals: Totals | None = None
         self._h: Tensor | None = None  # remainder of several chunks, in Σ-units
         self._open: list[Chunk] = []
         self._at: tuple[Tensor, float] | None = None  # (d, lr) where the parameters are θ + lr·d
@@ -89,7 +89,7 @@ class Linearization:
             check_coupling(self.model)
         self.start.restore()
         self.move()  # trial points may have been tried since
-        totals = [0.0, 0.0, 0.0]
+        totals = Totals(0.0, 0.0, 0.0, 0.0)
         h: Tensor | None = None
         for i, batch in enumerate(self.pieces()):
             chunk = Chunk(self, batch, self.seed + i)
@@ -101,8 +101,7 @@ class Linearization:
                     self.slopes.append(chunk.slopes)
                 else:  # bounded memory comes first: trials rely on the generators alone
                     self.checksum = self.checksum + batch.checksum()
-                for k, term in enumerate((chunk.value, chunk.normaliser, chunk.lower_bound)):
-                    totals[k] += term
+                totals = Totals(*map(sum, zip(totals, chunk.totals, strict=True)))
             if self.single and self.chunk is None:
                 self._open = [chunk]
             yield chunk
@@ -111,7 +110,7 @@ class Linearization:
         if not self.count:
             raise ValueError("no batches: the iterable given to step_over is empty")
         if first:
-            if not totals[1] > 0:
+            if not totals.normaliser > 0:
                 raise ValueError(
                     "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
                 )
@@ -157,7 +156,7 @@ class Linearization:
         self.move()
         return Chunk(self, list(self.pieces())[i], self.seed + i)
 
-    def totals(self) -> list[float]:
+    def totals(self) -> Totals:
         if self._totals is None:
             if self.single and self.chunk is None:
                 self.open()
@@ -170,7 +169,7 @@ class Linearization:
     @property
     def normaliser(self) -> float:
         """Σ of the weights that the mean divides by."""
-        return self.totals()[1]
+        return self.totals().normaliser
 
     @property
     def scale(self) -> float:
@@ -179,11 +178,16 @@ class Linearization:
 
     @property
     def loss(self) -> float:
-        return self.totals()[0] * self.scale
+        return self.totals().value * self.scale
 
     @property
     def lower_bound(self) -> float:
-        return self.totals()[2] * self.scale
+        return self.totals().lower_bound * self.scale
+
+    @property
+    def rounding(self) -> float:
+        """By how much f is uncertain."""
+        return self.totals().rounding * self.scale
 
     @cached_property
     def gradient(self) -> Tensor:
@@ -364,6 +368,10 @@ class Linearization:
         if d is not None:
             shift(self.params, d, lr)
         self._at = there
+
+    def hardly_moves(self, length: float) -> bool:
+        """Whether a step of this length leaves the first half of the digits of θ as they are."""
+        return bool(length <= torch.finfo(self.theta.dtype).eps ** 0.5 * torch.linalg.vector_norm(self.theta))
 
     def evaluate(self, d: Tensor, lr: float) -> Tensor:
         """f(θ + lr·d): () in float64. The model stays there: the optimizer decides where it ends."""

@@ -19,7 +19,7 @@ from .batch import Batch, Batches, assign, check_coupling, flatten, trainable
 from .chunk import EVERY, Plan
 from .curvature import Auto, Curvature, Representation
 from .curvature.auto import Exhausted
-from .curvature.contract import FactorizationError, Past
+from .curvature.contract import FactorizationError
 from .damping import Damping, MeanEigenvalue
 from .diagonal import Diagonal
 from .graph import Recorded, record, signature
@@ -29,10 +29,12 @@ from .losses import resolve
 from .momentum import AdaptiveMomentum, Damped, Momentum
 from .rows import Exact, Rows
 from .schedule import GainRatio, Outcome, Schedule
+from .state import UNHEARD, State
 from .tape import numbers
 
-# Two losses of the same data at the same θ differ by rounding alone (sums on a GPU are not reproducible).
-SAME_LOSS = {torch.float32: 1e-5, torch.float64: 1e-9}
+# A decrease of so many roundings of the loss is taken for one; if no more than so many are predicted, there is next to
+# nothing left to find. After so many steps in a row that look for it in vain, with several λ, the run has converged.
+ROUNDINGS, FAINT, IDLE = 4, 64, 10
 
 
 @dataclass(frozen=True)
@@ -42,46 +44,13 @@ class Step:
     loss: float  # f before
     new_loss: float  # f after: where the step was rejected, the same
     accepted: bool
-    rule: str  # "decrease" | "uphill" | "search" | "rejected"
+    rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
     lam: float  # λ of this step
     lr: float  # learning rate of this step; after a line search the one it found
-    gain: float  # ρ, actual over predicted decrease of the full step
+    gain: float  # ρ, actual over predicted decrease of the full step; NaN if both are below the rounding of the loss
     note: str = ""  # escalations, in words
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything a step leaves for the next one; replaced whole when a step is over."""
-
-    lam: float
-    steps: int = 0
-    accepted: int = 0
-    D: Diagonal | None = None
-    previous: Tensor | None = None  # last accepted step dθ
-    mean: Tensor | None = None  # average of the weights
-    points: int = 0  # how many points it is of
-    past: Past | None = None  # what the curvature keeps of earlier steps
-    rows: int = 0  # the most rows a step had
-    repeats: int = 0  # how often in a row the loss before a step was the loss after the last one
-    best: float = math.inf  # least f so far
-    expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
-
-    def starts_with(self, f: float, dtype: torch.dtype) -> int:
-        """How often in a row the loss before a step was the loss after the last one, if this step begins with f."""
-        same = self.expected is not None and abs(f - self.expected) <= SAME_LOSS[dtype] * abs(self.expected)
-        return self.repeats + 1 if same else 0
-
-    def after(self, f: float, new_loss: float, lam: float) -> State:
-        """One step later."""
-        return replace(self, lam=lam, steps=self.steps + 1, best=min(self.best, f, new_loss), expected=new_loss)
-
-    def like(self, theta: Tensor) -> State:
-        """The vectors in the precision and on the device of θ: the model may have been moved."""
-        found = {k: getattr(self, k) for k in ("D", "previous", "mean")}
-        moved: dict[str, Any] = {k: v.to(theta) for k, v in found.items() if v is not None}
-        if self.past is not None:  # in the precision that its representation chose
-            moved["past"] = {k: v.to(theta.device) for k, v in self.past.items()}
-        return replace(self, **moved)
+    slope: float = math.nan  # √(gᵀD⁻¹g): the length of the gradient in the metric of the damping
+    converged: bool = False  # on the same data: no decrease is left that could be told from the rounding of the loss
 
 
 class Attempt(NamedTuple):
@@ -94,6 +63,10 @@ class Attempt(NamedTuple):
     full_loss: float  # f after the full step, before any search
     gain: float
     note: str
+    slope: float = math.nan
+    length: float = math.nan  # ‖d‖
+    judged: bool = True  # whether its decrease, predicted or found, exceeds the rounding of f
+    faint: bool = False  # whether the decrease that it predicts is hardly more than that
 
 
 class LM(torch.optim.Optimizer):
@@ -231,30 +204,32 @@ class LM(torch.optim.Optimizer):
                 torch.cuda.empty_cache()
 
     def _try(self, batches: Iterable[Batch]) -> Step:
+        old = self._state
         lin = Linearization(
             self.model, self.loss, self.params, batches, self.rows, self.curvature.chunk,
-            plan=self._plan, seed=self._state.steps, single=not isinstance(batches, Batches), most=self._state.rows,
+            plan=self._plan, seed=old.steps, single=not isinstance(batches, Batches), most=old.rows,
         )  # fmt: skip
         try:
             with torch.no_grad(), torch.autocast(lin.device.type, enabled=False):
                 step, state = self._iterate(lin)
-        except BaseException:
-            assign(self.params, lin.theta)
-            lin.start.restore()
-            self._plan = Plan()  # what this step found out may be half of it
-            raise
-        else:
             # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
             if not step.accepted:
                 lin.start.restore()
             lin.end.restore(buffers=step.accepted)
-            self._state, self._plan.numbers = state, lin.totals()
-            return step
+            self._plan.numbers = lin.totals()
+            self._state = state  # one assignment: whatever is raised before it, an interrupt too, undoes the step
+        except BaseException:
+            if self._state is old:
+                assign(self.params, lin.theta)
+                lin.start.restore()
+                self._plan = Plan()  # what this step found out may be half of it
+            raise
         finally:
             lin.close()
+        return step
 
     def _replay(self, batch: Batch) -> Step | None:
-        """The step by a CUDA graph; None where there is none (yet), or where it did not go as recorded."""
+        """The step by a CUDA graph; None if there is none (yet), or if it did not go as recorded."""
         old, plan, device = self._state, self._plan, self.params[0].device
         steady = self.momentum is None or getattr(self.momentum, "same_data", False)
         if device.type != "cuda" or plan.numbers is None:
@@ -273,26 +248,40 @@ class LM(torch.optim.Optimizer):
         if recorded is None:
             return None
         rng = torch.cuda.get_rng_state(device)
-        recorded.run(batch, old)
-        with torch.no_grad():  # while the device is at work
-            averaged = self._average(old, False)
-        found = recorded.result()
-        rule, f, repeats = None, math.nan, 0
-        if found is not None:
-            scale = self.loss.scale(recorded.normaliser)
-            f, low = found.value * scale, found.lower_bound * scale
-            repeats = old.starts_with(f, self.params[0].dtype)
-            rule = self.acceptance.judge(Trial(f, found.new_loss, low, min(old.best, f), found.cosine))
-        if found is None or rule is None or repeats > 1:
-            self._state = recorded.undo(self)
-            torch.cuda.set_rng_state(rng, device)
+        step = None
+        try:
+            recorded.run(batch, old)
+            with torch.no_grad():  # while the device is at work
+                averaged = self._average(old, False)
+            judged = self._judge(recorded, averaged)
+            if judged is not None:
+                step, self._state = judged
+        finally:
+            if step is None and self._state is old:  # also if something was raised
+                self._state = recorded.undo(self)
+                torch.cuda.set_rng_state(rng, device)
+        return step
+
+    def _judge(self, recorded: Recorded, averaged: State) -> tuple[Step, State] | None:
+        """What a replay came to; None unless it went as most steps do."""
+        old, found = self._state, recorded.result()
+        if found is None:
             return None
-        gain = gain_ratio(f - found.new_loss, self.lr, found.gd, found.dGd)
+        scale = self.loss.scale(recorded.normaliser)
+        f, low, rounding = (x * scale for x in (found.value, found.lower_bound, found.rounding))
+        repeats = old.starts_with(f, self.params[0].dtype)
+        predicted = -self.lr * found.gd - 0.5 * self.lr**2 * found.dGd
+        rule = self.acceptance.judge(Trial(f, found.new_loss, low, min(old.best, f), found.cosine))
+        if rule is None or repeats > 1 or old.doubt(f, low, False) > 1 or not abs(predicted) > ROUNDINGS * rounding:
+            return None
+        gain = gain_ratio(f - found.new_loss, predicted)
         lam = self.schedule.update(old.lam, Outcome(f, found.new_loss, gain, rule, False, recorded.averaged))
-        state = replace(averaged.after(f, found.new_loss, lam), accepted=old.accepted + 1, repeats=repeats)
-        self._state = recorded.keep(state)
+        state = averaged.after(f, found.new_loss, low, lam).settled(f, found.new_loss, low, recorded.theta, False)
+        stride = self.lr * found.length
+        state = replace(state, accepted=old.accepted + 1, repeats=repeats, unjudged=0, idle=0, stride=stride)
         before, after = (self.loss.report(x, recorded.normaliser) for x in (f, found.new_loss))
-        return Step(before, after, True, rule, old.lam, self.lr, gain)
+        slope = math.sqrt(max(found.gDg, 0.0))
+        return Step(before, after, True, rule, old.lam, self.lr, gain, slope=slope), recorded.keep(state)
 
     def _check(self) -> None:
         """What may have changed since the optimizer was made."""
@@ -312,64 +301,99 @@ class LM(torch.optim.Optimizer):
         """The algorithm box: the step and the next state; the model ends at the next θ."""
         old = self._state.like(lin.theta)
         G = self.curvature.represent(lin)
-        f = lin.loss
+        f, low = lin.loss, lin.lower_bound
         repeats = old.starts_with(f, lin.theta.dtype)
         same_data = repeats > 1  # once may be chance, on large batches
+        doubt = old.doubt(f, low, same_data)
         G.recall(old.past, old.steps, same_data)
         D = self.damping.update(old.D, G)
-        A = D.positive()
-        lam, notes = old.lam, []
+        lam, unjudged, notes = old.lam, old.unjudged, list[str]()
+        if doubt > 1:
+            notes.append(f"the loss is {UNHEARD * doubt:.2g} times those of late: a careful step, λ times {doubt:.2g}")
         for _ in range(self.attempts):
-            used = lam
-            attempt = self._attempt(lin, G, lam * A, old, same_data)
-            outcome = Outcome(f, attempt.full_loss, attempt.gain, attempt.rule, same_data, G.averaged)
-            lam = self.schedule.update(lam, outcome)
+            used = doubt * lam
+            attempt = self._attempt(lin, G, D.positive(), used, old, same_data, doubt)
+            unjudged = 0 if attempt.judged else unjudged + 1
+            outcome = Outcome(f, attempt.full_loss, attempt.gain, attempt.rule, same_data, G.averaged, unjudged)
+            lam = self.schedule.update(lam, outcome) if doubt == 1 else lam
             if attempt.note:
                 notes.append(attempt.note)
-            if attempt.rule != "rejected":
+            if attempt.rule != "rejected" or not attempt.judged:
                 break
             notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
+        if old.tired(attempt.loss, same_data):
+            attempt = attempt._replace(rule="return", d=None, loss=old.haven_loss)
+            notes.append(f"back to where the loss was {old.away} steps ago")
+        idle = old.idle + 1 if same_data and attempt.rule == "rejected" and attempt.faint else 0
+        converged = idle >= IDLE and used <= self.schedule.initial  # a λ above λ₀ may be why so little is predicted
+        if converged:
+            notes.append("converged: no decrease is left that could be told from the rounding of the loss")
 
-        state = replace(old.after(f, attempt.loss, lam), repeats=repeats, rows=lin.most)
         lin.move(attempt.d, attempt.lr)
+        state = old.after(f, attempt.loss, low, lam, doubt).settled(f, attempt.loss, low, lin.theta, same_data)
+        state = replace(state, repeats=repeats, rows=lin.most, unjudged=unjudged, idle=idle)
+        if attempt.rule == "return" and old.haven is not None:
+            assign(self.params, old.haven)
+            state = self._average(replace(state, previous=None), same_data)
         if attempt.d is not None:
-            state = replace(state, accepted=old.accepted + 1, D=D, past=G.keep())
+            state = replace(state, accepted=old.accepted + 1)
+            if doubt == 1:
+                state = replace(state, D=D, past=G.keep(), stride=attempt.lr * attempt.length)
             if self.momentum is not None or self.acceptance.looks_back:
                 state = replace(state, previous=attempt.d if attempt.lr == 1 else attempt.lr * attempt.d)
             state = self._average(state, same_data)
         before, after = (self.loss.report(x, lin.normaliser) for x in (f, attempt.loss))
-        note = "; ".join(notes)
-        step = Step(before, after, attempt.rule != "rejected", attempt.rule, used, attempt.lr, attempt.gain, note)
+        step = Step(
+            before, after, attempt.d is not None, attempt.rule, used, attempt.lr, attempt.gain, "; ".join(notes),
+            attempt.slope, converged,
+        )  # fmt: skip
         return step, state
 
-    def _attempt(self, lin: Linearization, G: Curvature, A: Diagonal, old: State, same_data: bool) -> Attempt:
-        """Solve (G + A)d = −g, add momentum, try; where that fails, search."""
+    def _attempt(
+        self, lin: Linearization, G: Curvature, D: Diagonal, lam: float, old: State, same_data: bool, doubt: float
+    ) -> Attempt:
+        """Solve (G + λD)d = −g, add momentum, try; if that fails, search. In doubt of the batch the step is no longer
+        than the last one, and only a decrease counts."""
         f, lr = lin.loss, self.lr
-        H = Damped(G, A)
+        H = Damped(G, lam * D)
         try:
             plain = H.step()
         except FactorizationError as error:
             self._blame_gradient(G.gradient)
             return Attempt("rejected", lr, None, f, math.nan, -math.inf, str(error))
         d = plain if self.momentum is None else self.momentum.refine(plain, old.previous, H, same_data)
+        if doubt > 1:
+            d = d * (old.stride / torch.linalg.vector_norm(d).clamp(min=old.stride))
         back = None if old.previous is None else cosine_of(plain, old.previous)
         # One synchronisation for all that the judgement needs.
-        f_new, gd, dGd, *cosine = numbers(lin.evaluate(d, lr), *G.model(d), *([] if back is None else [back]))
-        gain = gain_ratio(f - f_new, lr, gd, dGd)
+        f_new, gd, dGd, gDg, length, *cosine = numbers(
+            lin.evaluate(d, lr), *G.model(d), G.slope(D), torch.linalg.vector_norm(d), *([] if back is None else [back])
+        )
+        predicted = -lr * gd - 0.5 * lr**2 * dGd
+        # The step can be judged if the decrease, as predicted or as found, can be told from rounding. What is estimated
+        # of that knows nothing of the layers within: if θ hardly moves, the change that is found is rounding too.
+        least = ROUNDINGS * lin.rounding
+        judged = not (abs(predicted) <= least and (abs(f - f_new) <= least or lin.hardly_moves(lr * length)))
+        gain = gain_ratio(f - f_new, predicted) if judged else math.nan
         note = "; ".join([*G.notes, *([] if math.isfinite(f_new) else [f"the trial loss is {f_new}"])])
         G.notes.clear()
+        found = partial(
+            Attempt, full_loss=f_new, gain=gain, note=note, slope=math.sqrt(max(gDg, 0.0)), length=length,
+            judged=judged, faint=abs(predicted) <= FAINT * lin.rounding,
+        )  # fmt: skip
 
-        direction = cosine[0] if cosine else None
+        sure = judged and doubt == 1
+        direction = cosine[0] if cosine and sure and f_new <= old.ceiling else None  # without one there is no uphill
         rule = self.acceptance.judge(Trial(f, f_new, lin.lower_bound, min(old.best, f), direction))
         if rule is not None:
-            return Attempt(rule, lr, d, f_new, f_new, gain, note)
-        if self.line_search is not None and lr > 0:
+            return found(rule, lr, d, f_new)
+        if self.line_search is not None and lr > 0 and sure:
             line = d if self.line_search.along_step else plain
             tried = (lr, f_new) if line is d else None
-            found = self.line_search.search(partial(lin.evaluate_along, line), f, lr, tried)
-            if found is not None:
-                return Attempt("search", found[0], line, found[1], f_new, gain, note)
-        return Attempt("rejected", lr, None, f, f_new, gain, note)
+            point = self.line_search.search(partial(lin.evaluate_along, line), f, lr, tried)
+            if point is not None:
+                return found("search", point[0], line, point[1], length=float(torch.linalg.vector_norm(line)))
+        return found("rejected", lr, None, f)
 
     def _average(self, state: State, same_data: bool) -> State:
         """θ̄ after another θ."""
@@ -445,9 +469,8 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def gain_ratio(decrease: float, lr: float, gd: float, dGd: float) -> float:
+def gain_ratio(decrease: float, predicted: float) -> float:
     """ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd); a model that predicts no decrease counts as failure."""
-    predicted = -lr * gd - 0.5 * lr**2 * dGd
     return decrease / predicted if predicted > 0 and not math.isnan(decrease) else -math.inf
 
 

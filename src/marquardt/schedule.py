@@ -12,10 +12,11 @@ class Outcome(NamedTuple):
 
     loss: float  # f, before
     new_loss: float  # f after the full step; NaN where it could not be computed
-    gain: float  # ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd), −∞ where the denominator is not positive
-    rule: str  # "decrease" | "uphill" | "search" | "rejected"
+    gain: float  # ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd), −∞ if the denominator is not positive
+    rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
     same_data: bool  # the loss before this step was the loss after the last one; False on changing batches
     averaged_curvature: bool = False  # over batches, not that of this one alone
+    unjudged: int = 0  # steps in a row, this one included, whose decrease could not be told from the rounding of f
 
 
 class Schedule(Protocol):
@@ -25,6 +26,24 @@ class Schedule(Protocol):
         ...
 
     def update(self, lam: float, outcome: Outcome) -> float: ...
+
+
+FAILED = ("rejected", "return")
+
+# On the same data, after so many steps in a row that could not be judged, smaller λ have been tried in vain.
+ENOUGH = 5
+
+
+def unjudged(lam: float, down: float, initial: float, outcome: Outcome) -> float:
+    """λ after a step whose decrease, predicted and found, is below the rounding of f.
+
+    Such a step says nothing against its λ: to raise it would make the next step smaller still, until θ + d = θ and
+    nothing could ever lower it again. A λ above λ₀ falls, since the step may be that small because of λ. On the same
+    data λ falls further, since a smaller one may still find a decrease, but not for ever: at a minimum there is none.
+    """
+    if lam > initial:
+        return max(down * lam, initial)
+    return down * lam if outcome.same_data and outcome.unjudged <= ENOUGH else lam
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,10 @@ class TenFold:
             raise ValueError(f"TenFold(factor={self.factor!r}): the factor must be finite and greater than 1")
 
     def update(self, lam: float, outcome: Outcome) -> float:
-        lam = lam * self.factor if outcome.rule == "rejected" else lam / self.factor
+        if outcome.unjudged:
+            lam = unjudged(lam, 1 / self.factor, self.initial, outcome)
+        else:
+            lam = lam * self.factor if outcome.rule in FAILED else lam / self.factor
         return min(max(lam, self.minimum), self.maximum)
 
 
@@ -75,8 +97,10 @@ class PaperSchedule:
         _check(self, self.minimum, self.maximum)
 
     def update(self, lam: float, outcome: Outcome) -> float:
+        if outcome.unjudged:
+            return max(unjudged(lam, 2 / 3, self.initial, outcome), min(lam, self.minimum))
         decrease = (outcome.loss - outcome.new_loss) / abs(outcome.loss) if outcome.loss else 0.0
-        if outcome.rule == "rejected":
+        if outcome.rule in FAILED:
             raised = decrease > -0.25 or not math.isfinite(outcome.new_loss)
             return lam * 1.5 if raised and lam <= self.maximum else lam
         return lam * 2 / 3 if outcome.rule != "search" and decrease > 0.75 and lam >= self.minimum else lam
@@ -114,7 +138,9 @@ class GainRatio:
 
     def update(self, lam: float, outcome: Outcome) -> float:
         down, up = (self.down, self.up) if outcome.same_data else (self.slow_down, self.slow_up)
-        if outcome.gain > 0.75:
+        if outcome.unjudged:
+            lam = unjudged(lam, down, self.initial, outcome)
+        elif outcome.gain > 0.75:
             lam *= down
         elif not outcome.gain >= 0.25:  # also where there is no gain to speak of
             lam *= up

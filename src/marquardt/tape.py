@@ -14,7 +14,7 @@ class Tape:
     """Collects what would be asked while a step is recorded as a CUDA graph, and assumes that all is well."""
 
     def __init__(self, assumed: Sequence[float], places: Sequence[Tensor] = ()) -> None:
-        self.assumed = list(assumed)  # the answer to the one reading on the way: value, normaliser, lower bound
+        self.assumed = list(assumed)  # the answer to the one reading on the way: chunk.Totals
         self.places = iter(places)  # for numbers that are drawn
         self.asked: list[Tensor] = []
         self.drawn: list[tuple[Tensor, Callable[[int], Tensor], int]] = []  # a place, what draws for it, the seed

@@ -67,6 +67,7 @@ class GramCurvature(Curvature):
         self._whole: list[Block] | None = None
         self._Jh: Tensor | None = None
         self._image: tuple[Tensor, int, Tensor] | None = None  # a step, its version, J̃ times it
+        self._steep: Tensor | None = None  # gᵀD⁻¹g for the D of the last step, without its scale
         super().__init__(lin)
 
     @property
@@ -114,6 +115,10 @@ class GramCurvature(Curvature):
         """gᵀd = uᵀJ̃d + hᵀd and dᵀGd = ‖J̃d‖²: no gradient is needed"""
         Jd = self.apply(d)
         return (self.u @ Jd if self.h is None else self.u @ Jd + self.h @ d), Jd @ Jd
+
+    def slope(self, D: Diagonal) -> Tensor:
+        """gᵀD⁻¹g = uᵀKu + 2uᵀJ̃D⁻¹h + hᵀD⁻¹h, which the solve with this D has come by"""
+        return super().slope(D) if self._steep is None else (self._steep / D.scale).to(self.u.dtype)
 
     def trace(self) -> Tensor:
         """tr J̃ᵀJ̃ = tr J̃J̃ᵀ"""
@@ -186,7 +191,12 @@ class GramCurvature(Curvature):
             moved = (-self._Jh / A.scale).to(inner)  # (m,)
         else:
             moved = self.apply(plain).to(inner)
-        w = spd_solve(K, torch.ones_like(K[0]), (-self.u if moved is None else -self.u - moved).to(inner), self.notes)
+        u = self.u.to(inner)
+        steep = (u @ (K @ u)).to(outer)  # gᵀA⁻¹g
+        if h is not None and plain is not None and moved is not None:
+            steep = steep - 2 * (u @ moved).to(outer) - h @ plain
+        self._steep = steep * A.scale
+        w = spd_solve(K, torch.ones_like(K[0]), -u if moved is None else -u - moved, self.notes)
         Kw = K @ w
         d = A.divide(self.adjoint(w.to(outer) / A.scale), self.lin.sizes, scaled=False)
         length = (w @ Kw).clamp(min=0).sqrt().to(outer)  # of d in the metric A

@@ -1,0 +1,107 @@
+"""What a step leaves for the next one, and what can be told from it: the same data, an unheard-of loss, a lost way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .curvature.contract import Past
+from .diagonal import Diagonal
+
+# Two losses of the same data at the same θ differ by rounding alone (sums on a GPU are not reproducible).
+SAME_LOSS = {torch.float32: 1e-5, torch.float64: 1e-9}
+
+# A batch whose loss is more than so many times those of late is doubted.
+UNHEARD = 10.0
+
+# Steps that uphill moves on the same data may take until the loss is below where they began. On the sine of the paper
+# those that come back at all do so within 20; 10 of them are too few for one seed in twenty.
+PATIENCE = 20
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a step leaves for the next one; replaced whole when a step is over."""
+
+    lam: float
+    steps: int = 0
+    accepted: int = 0
+    D: Diagonal | None = None
+    previous: Tensor | None = None  # last accepted step dθ
+    mean: Tensor | None = None  # average of the weights
+    points: int = 0  # how many points it is of
+    past: Past | None = None  # what the curvature keeps of earlier steps
+    rows: int = 0  # the most rows a step had
+    repeats: int = 0  # how often in a row the loss before a step was the loss after the last one
+    best: float = math.inf  # least f so far
+    expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
+    unjudged: int = 0  # steps in a row whose decrease could not be told from the rounding of f
+    idle: int = 0  # steps in a row on the same data that found nothing, and could have found next to nothing
+    # On changing batches: see `doubt`.
+    height: float | None = None  # f of late, above its lower bound
+    stride: float = math.inf  # how far the last accepted step went
+    doubted: bool = False  # whether the last batch was
+    # Uphill moves on the same data: see `settled`.
+    haven: Tensor | None = None  # θ before the first of those that have not paid so far
+    haven_loss: float = math.inf
+    away: int = 0  # steps since
+    ceiling: float = math.inf  # the loss that they may reach, since earlier ones have not paid
+
+    def starts_with(self, f: float, dtype: torch.dtype) -> int:
+        """How often in a row the loss before a step was the loss after the last one, if this step begins with f."""
+        same = self.expected is not None and abs(f - self.expected) <= SAME_LOSS[dtype] * abs(self.expected)
+        return self.repeats + 1 if same else 0
+
+    def doubt(self, f: float, low: float, same_data: bool) -> float:
+        """What λ is multiplied with on a batch whose loss f is unheard-of: f over UNHEARD times those of late, as
+        heights above the lower bound. 1 on all others.
+
+        One corrupt sample must not undo what all others have taught. A sample that is only hard loses little: it alone
+        has a large share of tr G, which is as many times λD as G has rank. Two such batches in a row are no accident.
+        """
+        if same_data or self.doubted or self.height is None or not self.height > 0:
+            return 1.0
+        return max(1.0, (f - low) / (UNHEARD * self.height))
+
+    def tired(self, loss: float, same_data: bool) -> bool:
+        """Whether uphill moves on the same data had time enough to pay, and end with this loss."""
+        return same_data and self.haven is not None and self.away >= PATIENCE and loss >= self.haven_loss
+
+    def settled(self, f: float, loss: float, low: float, theta: Tensor, same_data: bool) -> State:
+        """Uphill moves on the same data are loans: the point before them is kept until the loss is below that of this
+        point. If that takes too long the model goes back there, and until the loss has fallen by a hundredth others
+        rise by a hundredth at most. `theta` is the point with the loss f, `low` the lower bound of the loss."""
+        home = replace(self, haven=None, haven_loss=math.inf, away=0)
+        if not same_data:
+            return replace(home, ceiling=math.inf)
+        if self.haven is None:
+            state = replace(self, haven=theta, haven_loss=f, away=1) if loss > f else self
+        elif loss > self.haven_loss:
+            state = replace(self, away=self.away + 1)
+        elif loss == self.haven_loss:
+            state = replace(home, ceiling=low + 1.01 * (loss - low))
+        else:
+            state = home
+        return replace(state, ceiling=math.inf) if loss - low < 0.98 * (state.ceiling - low) else state
+
+    def after(self, f: float, new_loss: float, low: float, lam: float, doubt: float = 1.0) -> State:
+        """One step later."""
+        state = replace(self, lam=lam, steps=self.steps + 1, best=min(self.best, f, new_loss), expected=new_loss)
+        if doubt > 1:
+            return replace(state, doubted=True)
+        height = f - low
+        if self.height is not None and height <= UNHEARD * self.height:
+            height = 0.9 * self.height + 0.1 * height
+        return replace(state, height=height, doubted=False)
+
+    def like(self, theta: Tensor) -> State:
+        """The vectors in the precision and on the device of θ: the model may have been moved."""
+        found = {k: getattr(self, k) for k in ("D", "previous", "mean", "haven")}
+        moved: dict[str, Any] = {k: v.to(theta) for k, v in found.items() if v is not None}
+        if self.past is not None:  # in the precision that its representation chose
+            moved["past"] = {k: v.to(theta.device) for k, v in self.past.items()}
+        return replace(self, **moved)
