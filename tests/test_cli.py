@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner, Result
 
 from marquardt import cli
+from marquardt.paper import files as locks
 from marquardt.paper import logs, methods, runs, screen
 from marquardt.paper.data import Digits
 
@@ -311,14 +314,175 @@ def test_an_error_is_a_sentence_and_debug_shows_where(
     assert isinstance(debug.exception, FileNotFoundError)
 
 
-@pytest.mark.parametrize("content", ["{", '{"sine": {"adamw": {}}}'])
-def test_a_damaged_file_of_winners(invoke: Invoke, out: Path, content: str) -> None:
+@pytest.mark.parametrize("content", [b"{", b"\xff", b'{"sine": {"adamw": {}}}'])
+def test_a_damaged_file_of_winners(invoke: Invoke, out: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.tuning, "tune", None)  # refused before an hour of searching
     out.mkdir()
-    (out / "tuned.json").write_text(content)
-    result = invoke("paper", "sine", "--out", out)
+    (out / "tuned.json").write_bytes(content)
+    for command in ("run", "tune"):
+        result = invoke("paper", command, "sine", "--out", out)
+        assert result.exit_code == 1
+        assert f"Error: {out / 'tuned.json'}" in result.output
+        assert [path.name for path in out.iterdir()] == ["tuned.json"]
+
+
+def test_a_full_disk_is_told_with_the_file(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd", "--out", out).exit_code == 0
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        result = invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd,adam", "--out", out)
+    log = out / "logs/sine/adam.published.0.jsonl"
     assert result.exit_code == 1
-    assert f"Error: {out / 'tuned.json'}" in result.output
-    assert names(out) == set()
+    assert f"Error: {log} could not be written (No space left on device): free some space" in result.output
+    assert names(out) == {"sine/sgd.published.0"}
+    assert not list(out.rglob("*.part"))
+    assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd,adam", "--out", out).exit_code == 0
+
+
+# --- two processes at once ---
+
+HOLDER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import marquardt.paper
+from marquardt import cli
+from marquardt.paper import methods, runs
+
+sgd = methods.METHODS["sgd"]
+
+
+def build(*arguments):
+    print("at work", flush=True)
+    sys.stdin.readline()
+    return sgd.build(*arguments)
+
+
+marquardt.paper.report = SimpleNamespace(write=lambda out: out)
+methods.METHODS["sgd"] = replace(sgd, build=build)
+runs.SINE_STEPS, runs.WINNERS = 3, Path(sys.argv.pop(1))
+runs.QUICK = runs.QUICK._replace(sine_seconds=0.0, train_sample=20)
+sys.exit(runs.main() if sys.argv[1] != "paper" else cli.main())
+"""
+SINE = ("sine", "--optimizers", "sgd", "--seeds", "1")
+TUNE = ("tune", "sine", "--optimizers", "sgd", "--trials", "1")
+
+
+@pytest.fixture
+def holder(winners: Path, out: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Another process, which waits in the midst of its first run until its input ends."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", HOLDER, str(winners), *arguments, "--out", str(out)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, text=True, env=environment(), **pipes)
+        started.append(process)
+        assert any("at work" in line for line in process.stdout), process.stderr.read()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def files(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def by_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """The exit code and the output of `python -m marquardt.paper.runs`."""
+    monkeypatch.setattr(sys, "argv", ["runs", *arguments])
+    try:
+        runs.main()
+    except SystemExit as stop:
+        return int(stop.code or 0), capsys.readouterr().err
+    return 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [("paper", *SINE), SINE])
+def test_the_second_process_is_told_and_writes_nothing(
+    invoke: Invoke, holder: Any, out: Path, command: tuple[str, ...], monkeypatch: Any, capsys: Any
+) -> None:
+    assert invoke("paper", "sine", "--optimizers", "adam", "--seeds", "1", "--out", out).exit_code == 0
+    first = holder(*command)
+    before = files(out)
+    result = invoke("paper", *SINE, "--out", out)
+    for code, said in [
+        (result.exit_code, result.output),
+        by_module(monkeypatch, capsys, *SINE, "--out", str(out)),
+    ]:
+        assert code == 1
+        assert f"{out} is in use, process {first.pid} on " in said
+        assert shlex.join([*command, "--out", str(out)]) in said
+        assert "writes its logs: wait until that has ended, or choose another --out" in said
+        assert files(out) == before
+    assert invoke("paper", "report", "--out", out).exit_code == 0  # of what is done so far
+    _, errors = first.communicate()
+    assert (first.returncode, errors) == (0, "")
+    assert names(out) == {"sine/adam.published.0", "sine/sgd.published.0"}
+    assert [log.status for log in logs.read_all(out)] == ["finished"] * 2
+    assert "1 of 1 runs are done already" in invoke("paper", *SINE, "--out", out).output
+
+
+def test_what_a_killed_process_leaves_stands_in_nobodys_way(invoke: Invoke, holder: Any, out: Path) -> None:
+    first = holder("paper", *SINE)
+    assert len(list(out.rglob("*.part"))) == 1
+    first.kill()
+    first.wait()
+    for _ in range(2):
+        result = invoke("paper", *SINE, "--out", out)
+        assert result.exit_code == 0, result.output
+    assert names(out) == {"sine/sgd.published.0"}
+    assert not list(out.rglob("*.part"))
+
+
+def test_two_searches_at_once(invoke: Invoke, holder: Any, out: Path) -> None:
+    pytest.importorskip("optuna")
+    first = holder("paper", *TUNE)
+    result = invoke("paper", *TUNE, "--out", out)
+    assert result.exit_code == 1
+    assert f"{out} is in use, process {first.pid} on " in result.output
+    assert "writes its winners: wait" in result.output
+    assert not (out / "tuned.json").exists()
+    _, errors = first.communicate()
+    assert (first.returncode, errors) == (0, "")
+    assert list(runs.winners(out / "tuned.json")["sine"]) == ["sgd"]
+
+
+def test_a_folder_that_cannot_be_locked(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(locks, "_lock", refuse)
+    result = invoke("paper", *SINE, "--out", out)
+    assert result.exit_code == 1
+    assert f"{out / '.logs.lock'} cannot be locked (Function not implemented): choose another --out" in result.output
+
+
+def test_the_lock_of_windows(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[int] = set()
+
+    def locking(file: int, mode: int, length: int) -> None:
+        if taken:
+            raise PermissionError(13, "Permission denied")
+        taken.add(os.lseek(file, 0, os.SEEK_CUR))
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
+    spec = importlib.util.spec_from_file_location("windows", locks.__file__)
+    windows = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(windows)
+    with windows.held(out, "logs"), pytest.raises(windows.Held, match=f"process {os.getpid()} on "):
+        windows.held(out, "logs").__enter__()
+    assert min(taken) > (out / ".logs.lock").stat().st_size  # a locked byte cannot be read
 
 
 # --- tune, report ---
@@ -435,9 +599,13 @@ def test_version(invoke: Invoke) -> None:
     assert invoke("--version").output == f"marquardt {marquardt.__version__}\n"
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(marquardt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(Path(marquardt.__file__).parents[1])}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=120)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
 
 
 def test_python_m() -> None:

@@ -4,6 +4,7 @@ import csv
 import html.parser
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -379,7 +380,7 @@ def test_the_page_tells_everything(full):
         "line search: <no> step | found",  # the failed run, escaped
         "No module named 'torch_levenberg_marquardt'",
         "diverged",
-        "mnist/adam.published.99.part",
+        "mnist/adam.published.99.",
         "a made-up processor",
         "torch 2.13.0",
         "60,000 train, 10,000 test",
@@ -424,6 +425,42 @@ def test_no_logs_is_an_error_that_says_so(tmp_path):
     with pytest.raises(ValueError, match="no log of a run that has ended"):
         report.write(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw", lambda *_: [])
+    made_logs.write(tmp_path, made_logs.head("sine"), losses([1, 0.5, 0.2, 0.1]))
+    page = report.write(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    made_logs.write(tmp_path, made_logs.head("sine", "lm"), losses([1, 0.5, 0.2, 0.1]))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda part, path: full(part) if path == page else replace(part, path))
+    with pytest.raises(OSError, match=re.escape(f"{page} could not be written (No space left on device): free")):
+        report.write(tmp_path)
+    assert page.read_bytes() == before[page]
+    assert {path for path in tmp_path.rglob("*.*") if path.is_file()} - set(before) == {
+        tmp_path / "logs/sine/lm.published.0.jsonl"
+    }
+
+
+def test_two_reports_at_once(tmp_path, monkeypatch):
+    made_logs.write(tmp_path, made_logs.head("sine"), losses([1, 0.5, 0.2, 0.1]))
+
+    def draw(*_):
+        monkeypatch.setattr(figures, "draw", lambda *_: [])
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+        with pytest.raises(OSError, match=rf"{tmp_path} is in use, process {os.getpid()} .* writes its report: wait"):
+            report.write(tmp_path)
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+        return []
+
+    monkeypatch.setattr(figures, "draw", draw)
+    assert report.write(tmp_path).exists()
+    assert report.write(tmp_path).exists()
 
 
 def test_figures_are_the_same_for_the_same_logs(tmp_path):

@@ -6,9 +6,11 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from importlib import machinery
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -404,7 +406,10 @@ def test_log_gets_its_name_when_the_run_has_ended(tmp_path):
     folder = run.log(tmp_path).parent
     seen = []
     runs.execute(run, tmp_path, watch=lambda line: seen.append([path.name for path in folder.iterdir()]))
-    assert seen == [["sgd.published.0.part"]] * 4
+    (part,) = seen[0]
+    assert part.startswith("sgd.published.0.")
+    assert part.endswith(".part")
+    assert seen == [[part]] * 4
     assert [path.name for path in folder.iterdir()] == ["sgd.published.0.jsonl"]
     assert logs.unfinished(tmp_path) == []
 
@@ -424,6 +429,91 @@ def test_interrupted_run_leaves_nothing(tmp_path, key, at):
         runs.execute(run, tmp_path, watch=interrupt)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert not runs.done(run, tmp_path)
+
+
+def test_two_at_once_do_not_share_a_file(tmp_path):
+    run = made("sgd")
+
+    def another(line):
+        if line["step"] == 1:
+            runs.execute(run, tmp_path)  # as a process that knows of no lock
+
+    runs.execute(run, tmp_path, watch=another)
+    assert runs.done(run, tmp_path)
+    assert [path.name for path in run.log(tmp_path).parent.iterdir()] == ["sgd.published.0.jsonl"]
+
+
+# --- a disk that is full ---
+
+
+@contextmanager
+def room_for(size):
+    """The system writes so many bytes of a file, and refuses the rest."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def whole_length(out):
+    runs.execute(made("sgd"), out)
+    return made("sgd").log(out).stat().st_size
+
+
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.99])
+def test_log_that_cannot_be_written_is_named_and_replaces_none(tmp_path, part):
+    size = int(part * whole_length(tmp_path / "measured"))
+    run, out = made("sgd"), tmp_path / "out"
+    runs.execute(replace(run, steps=1), out)  # a log of other length has the name already
+    before = run.log(out).read_bytes()
+    with room_for(size), pytest.raises(OSError, match="sgd") as error:
+        runs.execute(run, out)
+    assert str(run.log(out)) in str(error.value)
+    assert "File too large" in str(error.value)
+    assert "free some space or choose another folder" in str(error.value)
+    assert [path.name for path in run.log(out).parent.iterdir()] == [run.log(out).name]
+    assert run.log(out).read_bytes() == before
+    assert not runs.done(run, out)
+    assert runs.execute(run, out).status == "finished"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_no_space_left(tmp_path, monkeypatch):
+    opened = Path.open
+
+    def full(path, mode="r", **options):
+        return opened(Path("/dev/full") if path.suffix == ".part" else path, mode.replace("x", "w"), **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    run = made("sgd")
+    with pytest.raises(OSError, match=f"{run.log(tmp_path)} could not be written .No space left on device.: free"):
+        runs.execute(run, tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_disk_that_is_full_when_the_log_is_whole(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")  # network file systems say so here
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"sgd\.published\.0\.jsonl could not be written"):
+        runs.execute(made("sgd"), tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_log_that_cannot_be_read_is_not_run_again(tmp_path, monkeypatch):
+    run = made("sgd")
+    runs.execute(run, tmp_path)
+
+    def refuse(path, *arguments, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError, match="sgd"):
+        runs.done(run, tmp_path)
 
 
 def test_digits_are_needed(tmp_path):
@@ -926,3 +1016,12 @@ def test_main_refuses_bad_input(main, monkeypatch, tmp_path, capsys, arguments, 
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_main_names_the_log_that_cannot_be_written(main, tmp_path, capsys):
+    with room_for(400), pytest.raises(SystemExit) as stop:  # enough for the lock
+        main("sine", "--optimizers", "sgd", "--columns", "published")
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert f"error: {tmp_path / 'out/logs/sine/sgd.published.0.jsonl'} could not be written" in said
+    assert [path.name for path in (tmp_path / "out").rglob("*") if path.is_file()] == [".logs.lock"]

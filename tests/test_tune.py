@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 
@@ -302,6 +303,30 @@ def test_file_that_is_no_search(tmp_path, content, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         tune.save(path, "sine", {"adam": {"lr": 0.1}})
     assert path.read_text() == content
+
+
+def test_winners_that_cannot_be_written_leave_those_before(tmp_path, monkeypatch):
+    path = tmp_path / "tuned.json"
+    tune.save(path, "sine", {"sgd": {"lr": 0.5}})
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"tuned\.json could not be written .No space left on device"):
+        tune.save(path, "sine", {"adam": {"lr": 0.1}})
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["tuned.json"]
+
+
+def test_a_full_disk_is_no_bad_trial(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"sgd\.tuned\.1000\.jsonl could not be written"):
+        tuned(["sgd"], "sine", trials=1)
 
 
 def test_file_is_plain_json(tmp_path):

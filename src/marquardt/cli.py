@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 
 from . import __version__
-from .paper import data, logs, runs
+from .paper import data, files, logs, runs
 from .paper import tune as tuning
 from .paper.methods import METHODS, Unavailable
 
@@ -210,7 +210,10 @@ def run(
         options: dict[str, Any] = {"full": full, "seeds": seeds, "device": device, "tuned": tuned}
         methods = check_methods(optimizers, runs.plan(names, **options))
         plan = runs.plan(names, methods=methods, **options)
-        failed = execute(plan, out, images.value, data_dir)
+        found = find_data(plan, out, images.value, data_dir)
+        make_folder(out)
+        with runs.held(out):
+            failed = execute(plan, out, found)
         console = Console()
         console.print("Report:", str(report.write(out)), highlight=False, soft_wrap=True)
         if failed:
@@ -238,13 +241,10 @@ def check_methods(optimizers: Sequence[str] | None, plan: Sequence[runs.Run]) ->
     return asked
 
 
-def execute(plan: Sequence[runs.Run], out: Path, images: str, directory: Path | None) -> int:
+def execute(plan: Sequence[runs.Run], out: Path, found: dict[str, data.Digits]) -> int:
     """Runs what is not done yet; how many failed."""
-    console = Console()
-    found = find_data(plan, out, images, directory)
-    make_folder(out)
     todo = [run for run in plan if not runs.done(run, out, found.get(run.problem))]
-    screen = Screen(console, plan, len(todo))
+    screen = Screen(Console(), plan, len(todo))
     for digits in found.values():
         screen.say(f"Data: {digits.name}, {digits.source}")
     if len(todo) < len(plan):
@@ -311,11 +311,14 @@ def tune(
         plan = runs.plan(chosen, seeds=1)
         asked = check_methods(optimizers, plan)
         jobs = [(run.problem, run.method) for run in plan if asked is None or run.method in asked]
+        if (out / TUNED).exists():
+            runs.winners(out / TUNED)  # a damaged file is better found now than when there is a winner to add
         images = data.find("mnist", data_dir) if "mnist" in chosen else None
         make_folder(out)
         console = Console()
+        bars = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console)
         failed = 0
-        with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as bars:
+        with files.held(out, "winners"), bars:
             bar = bars.add_task("", total=trials * len(jobs))
             for number, (problem, method) in enumerate(jobs, 1):
                 bars.update(bar, description=f"{problem}, {METHODS[method].label}")

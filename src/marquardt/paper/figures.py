@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from . import files
 from .logs import (
     COLUMNS,
     PARTS,
@@ -128,26 +130,32 @@ class Group:
         return STYLES.get(self.method, Style(POINTS))
 
 
-def _shorten(path: Path) -> None:
+def _shorten(svg: str) -> str:
     """Paths to a tenth of a point and without line breaks, which halves the file."""
 
     def shorter(match: re.Match[str]) -> str:
         return re.sub(r"(\d\.\d)\d+", r"\1", match[0]).replace("\n", "")
 
-    path.write_text(re.sub(r' d="M [^"]*"', shorter, path.read_text(encoding="utf-8")), encoding="utf-8")
+    return re.sub(r' d="M [^"]*"', shorter, svg)
+
+
+def _saved(figure: Figure, **options: Any) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, **options)
+    return content.getvalue()
 
 
 def draw(logs: Sequence[Log], folder: Path) -> list[Drawn]:
     """Every figure that the logs have something for, as SVG and PNG."""
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     with matplotlib.rc_context(RC):  # type: ignore[arg-type]  # the keys are literals in the stubs
         for name, experiment, title, caption, figure in _figures(logs):
             FigureCanvasAgg(figure)
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-            _shorten(folder / f"{name}.svg")
+            with files.whole(folder / f"{name}.svg") as write:
+                write(_shorten(_saved(figure, format="svg", metadata={"Date": None}).decode("utf-8")))
             figure.set_layout_engine("none")  # it stands, and laying out again costs as much as drawing
-            figure.savefig(folder / f"{name}.png", dpi=150)
+            with files.whole(folder / f"{name}.png") as write:
+                write(_saved(figure, format="png", dpi=150))
             wide = figure.get_figwidth() > SINGLE[0]
             drawn.append(Drawn(name, experiment, title, caption, folder / f"{name}.svg", wide))
     return drawn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from bisect import bisect_right
@@ -10,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from . import files
 
 FORMAT = 1
 HEAD = (
@@ -154,6 +157,11 @@ def unfinished(out: Path) -> list[Path]:
     return sorted(Path(out, "logs").glob("*/*.part"))
 
 
+def run_of(part: Path) -> str:
+    """method.column.seed: what follows is the process's own."""
+    return ".".join(part.name.split(".")[:3])
+
+
 def place(key: str) -> tuple[int, str]:
     """Of a method or a column in tables."""
     order = METHODS + COLUMNS
@@ -213,10 +221,12 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 def write_csv(logs: Iterable[Log], path: Path) -> None:
     """One line per run."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, CSV_FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(_csv_row(log) for log in logs)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_csv_row(log) for log in logs)
+    with files.whole(path) as write:
+        write(text.getvalue())
 
 
 CSV_FIELDS = (

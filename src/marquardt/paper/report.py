@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import jinja2
 
-from . import figures, logs, tables
+from . import figures, files, logs, tables
 from .logs import PARTS, Log, equal_seconds, horizon, quantile, runs_of, select
 from .tables import NOISE_FLOOR, PART_LABELS, Measure, Table, number
 
@@ -49,13 +49,16 @@ def write(out: Path) -> Path:
     found = logs.read_all(out)
     if not found:
         raise ValueError(f"{out / 'logs'} has no log of a run that has ended: run `marquardt paper` first")
-    logs.write_csv(found, out / "results.csv")
-    made = tables.tables(found)
-    (out / "tables").mkdir(exist_ok=True)
-    for table in made:
-        (out / "tables" / f"{table.name}.md").write_text(table.markdown(), encoding="utf-8")
     page = out / "report.html"
-    page.write_text(_page(found, made, figures.draw(found, out / "figures"), logs.unfinished(out)), encoding="utf-8")
+    with files.held(out, "report"):
+        logs.write_csv(found, out / "results.csv")
+        made = tables.tables(found)
+        for table in made:
+            with files.whole(out / "tables" / f"{table.name}.md") as write:
+                write(table.markdown())
+        drawn = figures.draw(found, out / "figures")
+        with files.whole(page) as write:
+            write(_page(found, made, drawn, logs.unfinished(out)))
     return page
 
 
@@ -79,7 +82,7 @@ def _page(found: Sequence[Log], made: Sequence[Table], drawn: Sequence[figures.D
         runs=len(found),
         hours=sum(seconds for log in found if math.isfinite(seconds := log.final("seconds"))) / 3600,
         started=sorted(log.head["started"] for log in found),
-        unfinished=[f"{path.parent.name}/{path.name}" for path in parts],
+        unfinished=sorted({f"{path.parent.name}/{logs.run_of(path)}" for path in parts}),
         image=_data_uri,
     )
 

@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from marquardt.paper import problems
+from marquardt.paper import files, logs, problems
 from marquardt.paper.data import Digits, find
 from marquardt.paper.methods import ABLATION, METHODS, Method, Trainer, Unavailable
 
@@ -152,7 +152,9 @@ def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: expected the JSON that `marquardt paper tune` writes ({error})") from error
+        raise ValueError(
+            f"{path}: expected the JSON that `marquardt paper tune` writes ({error}); delete the file"
+        ) from error
     if not isinstance(found, dict) or not all(isinstance(methods, dict) for methods in found.values()):
         raise ValueError(
             f"{path}: expected {{problem: {{optimizer: hyper-parameters}}}}, as `marquardt paper tune` writes it"
@@ -173,17 +175,22 @@ def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
 def done(run: Run, out: Path, data: Digits | None = None) -> bool:
     """Whether there is a log of this very run, on this data, that came to its end."""
     try:
-        with run.log(out).open(encoding="utf-8") as file:
-            head = json.loads(next(file))
-            *_, end = (json.loads(line) for line in file)
-    except (OSError, ValueError, StopIteration):
-        return False
-    if not isinstance(head, dict) or not isinstance(end, dict):
+        log = logs.read(run.log(out))
+    except (FileNotFoundError, ValueError):  # any other error may hide a log that is whole
         return False
     wanted = json.loads(json.dumps(_config(run, _about(run, data))))
-    for line in (wanted, head):
-        line.get("data", {}).pop("source", None)  # the same digits may lie elsewhere
-    return end.get("status") in ("finished", "diverged") and all(head.get(key) == wanted[key] for key in wanted)
+    for line in (wanted, log.head):
+        line["data"].pop("source", None)  # the same digits may lie elsewhere
+    return log.status in ("finished", "diverged") and all(log.head.get(key) == wanted[key] for key in wanted)
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """The logs under `out` are this process's to write, without what is left of runs that were killed."""
+    with files.held(out, "logs"):
+        for part in logs.unfinished(out):
+            part.unlink(missing_ok=True)
+        yield
 
 
 # --- problems, as a run sees them ---
@@ -299,27 +306,24 @@ def execute(
 ) -> Summary:
     """Train, and write the log: it gets its name when the run has ended, so an interrupted run leaves none.
 
-    `watch` is called with every line of a step. An error of the method ends the run as "failed", with its message.
+    `watch` is called with every line of a step. An error of the method ends the run as "failed", with its message;
+    a log that cannot be written is an error of its own. One process at a time: see `held`.
     """
-    path = run.log(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            summary = _Recording(run, data, file, watch).run()
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return summary
+    with files.whole(run.log(out)) as write:
+        return _Recording(run, data, write, watch).run()
 
 
 class _Recording:
     """A run in progress."""
 
     def __init__(
-        self, run: Run, data: Digits | None, file: IO[str], watch: Callable[[dict[str, Any]], None] | None
+        self,
+        run: Run,
+        data: Digits | None,
+        append: Callable[[str], None],
+        watch: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        self.spec, self.file, self.watch = run, file, watch
+        self.spec, self.append, self.watch = run, append, watch
         if run.problem == "sine":
             self.problem = _sine(run)
         else:
@@ -359,6 +363,8 @@ class _Recording:
                 message = f"{cause}, after step {self.step} of {self.steps}"
         except Unavailable as error:
             status, message = "unavailable", str(error)
+        except files.Unwritable:
+            raise
         except Exception as error:
             status, message = "failed", f"{type(error).__name__}: {error}"
         self.write({"kind": "end", "status": status, "step": self.step, "message": message})
@@ -398,7 +404,7 @@ class _Recording:
             self.watch(self.last)
 
     def write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n")
+        self.append(json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n")
 
 
 # --- what a log says of itself ---
@@ -500,13 +506,19 @@ def main() -> None:
         digits = find(options.data, options.data_dir) if any(run.problem == "mnist" for run in todo) else None
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
-    for run in todo:
-        if done(run, options.out, digits):
-            continue
-        end = execute(run, options.out, digits)
-        accuracy = "" if end.test_accuracy is None else f", test accuracy {end.test_accuracy:.2%}"
-        result = f"{end.status} at step {end.step}, {end.seconds:.2f} s, loss {end.train_loss:.4g}{accuracy}"
-        print(f"{run.name}: {result} {end.message}".rstrip(), flush=True)
+    try:
+        with held(options.out):
+            for run in todo:
+                if not done(run, options.out, digits):
+                    print(f"{run.name}: {_result(execute(run, options.out, digits))}", flush=True)
+    except (files.Held, files.Unwritable) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+
+
+def _result(end: Summary) -> str:
+    accuracy = "" if end.test_accuracy is None else f", test accuracy {end.test_accuracy:.2%}"
+    result = f"{end.status} at step {end.step}, {end.seconds:.2f} s, loss {end.train_loss:.4g}{accuracy}"
+    return f"{result} {end.message}".rstrip()
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from marquardt.paper import runs
+from marquardt.paper import files, runs
 from marquardt.paper.data import Digits
 from marquardt.paper.methods import METHODS, Choice, Method, needed
 
@@ -126,9 +125,8 @@ def score(lines: Sequence[Mapping[str, Any]]) -> float:
 
 
 def save(path: Path, problem: str, found: Mapping[str, dict[str, Any]]) -> None:
-    """Add these to the file; what it has of other problems and methods stays."""
+    """Add these to the file; what it has of other problems and methods stays. One process at a time."""
     known = runs.winners(path) if path.exists() else {}
     known[problem] = {**known.get(problem, {}), **found}
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    with files.whole(path) as write:
+        write(json.dumps(known, indent=1) + "\n")
