@@ -326,6 +326,22 @@ def test_a_damaged_file_of_winners(invoke: Invoke, out: Path, content: bytes, mo
         assert [path.name for path in out.iterdir()] == ["tuned.json"]
 
 
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"[]\n", b'{"kind": "run"'])
+def test_a_damaged_log_is_told_before_a_run(invoke: Invoke, out: Path, damage: bytes) -> None:
+    assert invoke("paper", *SINE, "--out", out).exit_code == 0
+    path = out / "logs/sine/sgd.published.0.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(damage + whole)
+    for command in (["run", *SINE], ["report"]):
+        result = invoke("paper", *command, "--out", out)
+        assert result.exit_code == 1
+        assert f"Error: {path}, line 1: " in result.output
+        assert "delete the file, and `marquardt paper` runs it again" in result.output
+        assert path.read_bytes() == damage + whole
+    path.unlink()
+    assert invoke("paper", *SINE, "--out", out).exit_code == 0
+
+
 def test_a_full_disk_is_told_with_the_file(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd", "--out", out).exit_code == 0
 

@@ -93,11 +93,27 @@ def test_runs_in_progress_are_left_out(tmp_path):
         (2, '{"kind": "step", "st', "line 2: not JSON;"),
         (2, '{"step": 3}', "line 2: no 'kind'"),
         (2, '{"kind": "spet"}', "line 2: unknown kind 'spet'"),
-        (2, '{"kind": "step", "step": "three"}', "line 2: could not convert"),
+        (2, '{"kind": "step", "step": "three"}', "line 2: 'step' is 'three', not a whole number;"),
+        (2, '{"kind": "step", "step": "3"}', "line 2: 'step' is '3', not a whole number;"),
+        (2, '{"kind": "step", "step": 0.5}', "line 2: 'step' is 0.5, not a whole number;"),
+        (2, '{"kind": "step", "step": true}', "line 2: 'step' is True, not a whole number;"),
+        (2, '{"kind": "step", "step": 0}', "line 2: no 'seconds';"),
+        (2, '{"kind": "step", "step": 0, "seconds": [], "train_loss": 1}', "line 2: 'seconds' is [], not a number"),
+        (2, '{"kind": "step", "step": 0, "seconds": 0, "train_loss": "1"}', "line 2: 'train_loss' is '1', not a"),
+        (2, '{"kind": "step", "step": 0, "seconds": 0, "train_loss": 1, "more": {}}', "line 2: {} is not a number"),
+        (2, f'{{"kind": "step", "step": 0, "seconds": 0, "train_loss": 1{"0" * 400}}}', "line 2: int too large"),
+        (2, "[" * 100_000, "line 2: not JSON"),
+        (3, '{"kind": "step", "step": 0, "seconds": 1, "train_loss": 1}', "line 3: step 0 after step 0;"),
+        (2, '{"kind": "data", "x": 1, "y": [1]}', "line 2: 'x' is 1, not a list"),
+        (2, '{"kind": "data", "x": [0, "1"], "y": [0, 1]}', "line 2: '1' is not a number"),
+        (2, '{"kind": "curve", "step": null, "x": [], "y": []}', "line 2: 'step' is None, not a whole number"),
+        (2, '{"kind": "curve", "step": 5, "x": [0, 1], "y": [0]}', "line 2: 2 values of x and 1 of y"),
+        (4, '{"kind": "end", "status": "finished", "step": "1", "message": ""}', "line 4: 'step' is '1', not a whole"),
+        (4, '{"kind": "end", "status": "finished", "step": 1, "message": null}', "line 4: 'message' is None, not text"),
         (2, "[]", "line 2: not a JSON object"),
         (1, '{"kind": "step", "step": 0}', "line 1: the head"),
         (1, '{"kind": "run", "format": 7}', "line 1: format 7"),
-        (1, '{"kind": "run", "format": 1}', "line 1: the head has no experiment, method"),
+        (1, '{"kind": "run", "format": 1}', "line 1: the head has no experiment, problem"),
         (4, "", "line 3: the log breaks off"),
         (4, '{"kind": "end", "status": "bored", "step": 1, "message": ""}', "line 4: the status 'bored'"),
         (5, '{"kind": "step", "step": 2}', "line 5: a line after the end"),
@@ -109,6 +125,55 @@ def test_a_damaged_log_is_named(tmp_path, line, text, message):
     lines[line - 1 : line] = [text] if text else []
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=re.escape(str(path)) + ", " + re.escape(message)):
+        logs.read_all(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": "0"}, "'seed' is '0', not a whole number"),
+        ({"steps": None}, "'steps' is None, not a whole number"),
+        ({"seconds": "2"}, "'seconds' is '2', not a number or null"),
+        ({"label": 3}, "'label' is 3, not text"),
+        ({"hyper": [["lr", 1]]}, "'hyper' is [['lr', 1]], not an object"),
+        ({"data": ["MNIST"]}, "'data' is ['MNIST'], not an object"),
+        ({"data": {"name": "MNIST", "train": 1, "test": 1}}, "no 'source'"),
+        ({"data": {"name": "MNIST", "train": "many", "test": 1, "source": ""}}, "'train' is 'many', not a whole"),
+        ({"machine": "fast"}, "'machine' is 'fast', not an object"),
+        ({"started": 2026}, "'started' is 2026, not text"),
+        ({"train_sample": "all"}, "'train_sample' is 'all', not a whole number"),
+    ],
+)
+def test_a_head_with_wrong_types_is_named(tmp_path, changes, message):
+    path = made_logs.write(tmp_path, made_logs.head("sine"), losses([0.5, 0.4]))
+    head, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({**json.loads(head), **changes}), *rest]) + "\n")
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line 1: {message}")):
+        logs.read_all(tmp_path)
+
+
+def test_a_head_without_a_problem_is_named(tmp_path):
+    head = made_logs.head("sine")
+    del head["problem"]
+    path = made_logs.write(tmp_path, head, losses([0.5, 0.4]))
+    with pytest.raises(ValueError, match=re.escape(f"{path}, line 1: the head has no problem")):
+        logs.read_all(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "damage", "message"),
+    [
+        (1, lambda text: text.encode("utf-16"), "line 1: not UTF-8, at byte 1 of the line"),
+        (3, lambda text: text.replace("kind", "k\xefnd").encode("latin-1"), "line 3: not UTF-8, at byte 4 of the line"),
+        (4, lambda text: text.encode()[:-9], "line 4: the line breaks off"),
+    ],
+)
+def test_bytes_that_are_no_text_are_named(tmp_path, line, damage, message):
+    path = made_logs.write(tmp_path, made_logs.head("sine"), losses([0.5, 0.4]))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_bytes(b"".join(damage(text) if n == line else text.encode() for n, text in enumerate(lines, 1)))
+    way_out = "delete the file, and `marquardt paper` runs it again"
+    with pytest.raises(ValueError, match=re.escape(f"{path}, {message}; {way_out}")):
         logs.read_all(tmp_path)
 
 

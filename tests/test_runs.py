@@ -819,6 +819,13 @@ def test_failed_run_is_not_done(finished, status):
     assert not runs.done(run, out, data)
 
 
+def test_log_with_a_damaged_line_is_not_done(finished):
+    run, out, data = finished
+    path = run.log(out)
+    path.write_text(path.read_text(encoding="utf-8").replace('"train_loss": ', '"train_loss": "low", "was": ', 1))
+    assert not runs.done(run, out, data)
+
+
 @pytest.mark.parametrize("content", [b"", b"\n", b"{}\n{}\n", b"[]\n[]\n", b"null\n1\n", b"\xff\xfe\n\xff\n"])
 def test_what_is_no_log_is_not_done(finished, content):
     run, out, data = finished

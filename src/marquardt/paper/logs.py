@@ -6,8 +6,9 @@ import csv
 import io
 import json
 import math
+import reprlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,20 @@ from typing import Any
 from . import files
 
 FORMAT = 1
-HEAD = (
-    *("experiment", "method", "label", "column", "seed", "steps", "seconds", "batch", "hyper", "parameters", "data"),
-    *("device", "machine", "versions", "started"),
-)
+TEXT, WHOLE, NUMBER, LIST, OBJECT = "text", "a whole number", "a number or null", "a list", "an object"
+TYPES: dict[str, tuple[type, ...]] = {  # of JSON's values; null stands for NaN, for infinity and for none
+    TEXT: (str,), WHOLE: (int,), NUMBER: (int, float, type(None)), LIST: (list,), OBJECT: (dict,),
+}  # fmt: skip
+HEAD = {
+    **dict.fromkeys(("experiment", "problem", "method", "label", "column", "device", "started"), TEXT),
+    **dict.fromkeys(("seed", "steps", "batch", "parameters"), WHOLE),
+    **dict.fromkeys(("data", "hyper", "machine", "versions"), OBJECT),
+    "seconds": NUMBER,
+}
+DATA = {"name": TEXT, "train": WHOLE, "test": WHOLE, "source": TEXT}  # of the head
+STEP = {"step": WHOLE, "seconds": NUMBER, "train_loss": NUMBER}  # any other key has a number too
+POINTS = {"x": LIST, "y": LIST}
+END = {"status": TEXT, "step": WHOLE, "message": TEXT}
 STATUSES = ("finished", "diverged", "failed", "unavailable")
 COLUMNS = ("published", "tuned")  # the paper's hyper-parameters, or those of a search
 PARTS = ("max-diagonal", "momentum", "search", "uphill")  # the paper's four improvements
@@ -27,6 +38,7 @@ METHODS = (  # in the order of tables
     *("sgd", "adam", "psgd", "tlm"),
     *("paper", *(f"paper-{part}" for part in PARTS), "vanilla", *(f"vanilla+{part}" for part in PARTS)),
 )
+WAY_OUT = "delete the file, and `marquardt paper` runs it again"
 TARGET = 0.9  # the accuracy that the paper's Table 1 waits for
 
 Curve = tuple[list[float], list[float]]  # x, y
@@ -106,7 +118,7 @@ def read(path: Path) -> Log:
     curves: dict[int, Curve] = {}
     data: Curve | None = None
     number = 0
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             try:
                 line = _parsed(text)
@@ -118,22 +130,22 @@ def read(path: Path) -> Log:
                 if kind == "run":
                     head = _checked_head(line)
                 elif kind == "step":
-                    records.append({key: _number(value) for key, value in line.items() if key != "kind"})
+                    records.append(_checked_step(line, records))
                 elif kind == "curve":
-                    curves[int(line["step"])] = (line["x"], line["y"])
+                    curves[_checked(line, {"step": WHOLE})["step"]] = _points(line)
                 elif kind == "data":
-                    data = (line["x"], line["y"])
+                    data = _points(line)
                 elif kind == "end":
-                    if line["status"] not in STATUSES:
-                        raise ValueError(f"the status {line['status']!r} is none of {', '.join(STATUSES)}")
-                    end = {"status": line["status"], "step": int(line["step"]), "message": str(line["message"])}
+                    end = _checked(line, END)
+                    if end["status"] not in STATUSES:
+                        raise ValueError(f"the status {end['status']!r} is none of {', '.join(STATUSES)}")
                 else:
                     raise ValueError(f"unknown kind {kind!r}")
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, OverflowError) as error:
                 what = f"no {error}" if isinstance(error, KeyError) else str(error)
-                raise ValueError(f"{path}, line {number}: {what}; delete the file and run it again") from error
+                raise ValueError(f"{path}, line {number}: {what}; {WAY_OUT}") from error
     if head is None or end is None:
-        raise ValueError(f"{path}, line {number}: the log breaks off; delete the file and run it again")
+        raise ValueError(f"{path}, line {number}: the log breaks off; {WAY_OUT}")
     steps = {key: [record.get(key, math.nan) for record in records] for key in (records[0] if records else ())}
     return Log(path, head, steps, curves, data, end["status"], end["step"], end["message"])
 
@@ -249,11 +261,13 @@ def _csv_row(log: Log) -> dict[str, Any]:
     }
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError("not JSON") from error
+        line = json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8, at byte {error.start + 1} of the line") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError("not JSON" if text.endswith(b"\n") else "the line breaks off") from error
     if not isinstance(line, dict):
         raise ValueError("not a JSON object")
     return line
@@ -265,10 +279,35 @@ def _checked_head(line: dict[str, Any]) -> dict[str, Any]:
     missing = [key for key in HEAD if key not in line]
     if missing:
         raise ValueError(f"the head has no {', '.join(missing)}")
+    _checked({"train_sample": 0, **line}, {**HEAD, "train_sample": WHOLE})  # the one that may be missing
+    _checked(line["data"], DATA)
     return line
 
 
-def _number(value: float | None) -> float:
+def _checked_step(line: dict[str, Any], before: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    _checked(line, STEP)
+    if before and line["step"] <= before[-1]["step"]:
+        raise ValueError(f"step {line['step']} after step {before[-1]['step']:g}")
+    return {key: _number(value) for key, value in line.items() if key != "kind"}
+
+
+def _points(line: dict[str, Any]) -> Curve:
+    x, y = ([_number(value) for value in _checked(line, POINTS)[axis]] for axis in POINTS)
+    if len(x) != len(y):
+        raise ValueError(f"{len(x)} values of x and {len(y)} of y")
+    return x, y
+
+
+def _checked(line: dict[str, Any], wanted: Mapping[str, str]) -> dict[str, Any]:
+    for key, kind in wanted.items():
+        if type(line[key]) not in TYPES[kind]:  # not isinstance: true is no number
+            raise ValueError(f"{key!r} is {reprlib.repr(line[key])}, not {kind}")
+    return line
+
+
+def _number(value: Any) -> float:
+    if type(value) not in TYPES[NUMBER]:
+        raise ValueError(f"{reprlib.repr(value)} is not {NUMBER}")
     return math.nan if value is None else float(value)
 
 
