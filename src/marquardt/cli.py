@@ -197,6 +197,7 @@ def run(
     """Run experiments and write the report.
 
     Stop at any time: the same command goes on where it was, and skips what is done.
+    A folder is for one process at a time; a second one is told which process has it.
     Every method runs with its published settings and with tuned ones: those that come with the package, or what
     `marquardt paper tune` has left in the output folder.
     """
