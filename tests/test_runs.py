@@ -1031,4 +1031,5 @@ def test_main_names_the_log_that_cannot_be_written(main, tmp_path, capsys):
     assert stop.value.code == 1
     said = capsys.readouterr().err
     assert f"error: {tmp_path / 'out/logs/sine/sgd.published.0.jsonl'} could not be written" in said
-    assert [path.name for path in (tmp_path / "out").rglob("*") if path.is_file()] == [".logs.lock"]
+    left = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert [(path.name, path.read_bytes()) for path in left] == [(".logs.lock", b"")]

@@ -58,7 +58,10 @@ def held(out: Path, what: str) -> Iterator[None]:
             os.ftruncate(file, 0)
             os.lseek(file, 0, os.SEEK_SET)
             os.write(file, _self().encode())
-        yield
+        try:
+            yield
+        finally:
+            os.ftruncate(file, 0)
     finally:
         os.close(file)
 
