@@ -29,6 +29,7 @@ from .layers import (
 )
 from .layers.capture import LAYOUTS, Layout, Slopes, grouped
 from .layers.unrolled import Refused
+from .proof import prove
 from .rows import Cotangents
 from .tape import read, recording
 
@@ -51,6 +52,7 @@ class Plan:
 
     layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)  # blocks with a rule, by their parameters
     general: dict[int, str] = field(default_factory=dict)  # the other parameters: one of PATHS
+    loss: object = None  # the loss whose derivatives are proven
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     batched_rows: bool = True  # backward passes of all rows at once
     unused: set[int] | None = None  # calls that the outputs do not depend on
@@ -118,6 +120,8 @@ class Chunk:
             self.value = self.totals.value
             if not math.isfinite(self.value):
                 raise ValueError(f"the loss is {self.value} at the current parameters: {self._blame()}")
+            if lin.plan.loss is not loss and not recording():
+                lin.plan.loss = loss if prove(loss, lin.rows_kind, self.z, y, w) else None
         self.picked: list[Slopes] = []
         index = lin.rows_kind.pick(self.N, seed) if whole is None else None
         self.rows: Cotangents

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -70,8 +70,13 @@ class Loss(ABC):
 
     A loss defines ℓ (`ell`), ∂ℓ/∂z (`slope`), the factors S, u of its curvature (`factors`), their empirical
     counterparts, and how outputs fall into groups; weights, normalisation and checks are the same for all.
+
+    On the first step a loss of your own is compared with its `ell` on a few samples: `slope` with ∂ℓ/∂z, Su with
+    `slope`, SSᵀ with ∂²ℓ/∂z². If SSᵀ lies above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class says
+    `majorises = True`.
     """
 
+    majorises: ClassVar[bool] = False
     reduction: str = "mean"
     factor: float = 1.0
     reported: Loss | None = None  # the same loss in the units in which it is reported, where they are others
@@ -224,11 +229,24 @@ class Elementwise(Loss):
     """ℓ(zₒ, yₒ) of each output on its own: P = outputs per sample, C = r = 1.
 
     S = s = √ℓ″ and u = ℓ′/s. Empirical rows are per output too: S = ℓ′, u = 1.
+
+    A loss of your own defines three functions, which are compared with each other on the first step:
+
+    >>> @dataclass(frozen=True, kw_only=True, eq=False)
+    ... class LogCosh(Elementwise):
+    ...     def ell(self, z, y):
+    ...         return (z - y).cosh().log()
+    ...
+    ...     def slope(self, z, y):
+    ...         return (z - y).tanh()
+    ...
+    ...     def s(self, z, y):
+    ...         return 1 / (z - y).cosh()
     """
 
     @abstractmethod
     def s(self, z: Tensor, y: Tensor) -> Tensor:
-        """√ℓ″, or the root of a majoriser, like z."""
+        """√ℓ″, or with `majorises` the root of more, like z."""
 
     def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         # s·(ℓ′/s) is the gradient for any s > 0; the floor keeps it so where ℓ″ underflows and ℓ′ does not
@@ -304,6 +322,7 @@ class Huber(Elementwise):
     and lies above it everywhere, so Su = ℓ′ holds on both sides.
     """
 
+    majorises: ClassVar[bool] = True
     delta: float = 1.0
 
     def __post_init__(self) -> None:

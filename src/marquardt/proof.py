@@ -1,0 +1,185 @@
+"""A loss that is not one of ours, on first use: its gradient and its root against its value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .losses import NAMES, Elementwise, Loss
+from .rows import Empirical, Fraction, Rows
+
+OURS = {type(loss) for loss in NAMES.values()}  # the tests have proven them; a subclass may compute anything
+
+# Samples that are looked at.
+FEW = 4
+
+# A wrong formula is wrong by far; a right one may smooth a corner, or lose digits.
+TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-3}
+
+
+class Check(NamedTuple):
+    """Two numbers that must agree, for every sample."""
+
+    method: str
+    what: str
+    found: Tensor  # (k,)
+    expected: Tensor  # (k,)
+    by: str  # how the expected ones were found
+    size: Tensor  # of the terms that were added up: (k,)
+    rounding: Tensor  # (k,) of the same at outputs where nothing underflows
+    advice: str
+
+    def fault(self) -> str | None:
+        """What is wrong, "" if nothing is; None if a number is not finite, which proves nothing."""
+        if not bool((self.found.isfinite() & self.expected.isfinite()).all()):
+            return None
+        eps = torch.finfo(self.found.dtype).eps
+        rounding = self.rounding[self.rounding.isfinite()].sum()
+        allowed = TOLERANCE[self.found.dtype] * self.size + eps**0.5 * rounding
+        wrong = ((self.found - self.expected).abs() > allowed).nonzero().flatten().tolist()
+        if not wrong:
+            return ""
+        found, expected = self.found[wrong[0]], self.expected[wrong[0]]
+        return f"{self.method}: {self.what} is {found:.6g}, but {expected:.6g} {self.by}. {self.advice}"
+
+
+def prove(loss: Loss, rows: Rows, z: Tensor, y: Any, weight: Tensor | None) -> bool:
+    """A ValueError if the derivatives of the loss are not those of its value; False if these outputs cannot tell.
+
+    In float64, or in the precision of z if the loss refuses that. At a kink of the loss a right formula may differ from
+    autograd: it is wrong only if it is wrong beside the outputs too.
+    """
+    if type(loss) in OURS:
+        return True
+    index = torch.arange(len(z), device=z.device) if weight is None else weight.nonzero().flatten()
+    if len(index) == 0:
+        return False
+    index = index[:FEW] if len(index) > 1 else index.expand(2)  # a single sample twice: do the two add up?
+    for dtype in dict.fromkeys((torch.float64, z.dtype)):
+        at, *data = (_part(item, index, len(z), dtype) for item in (z, y, weight))
+        try:
+            found = _fault(loss, rows, at, *data)
+            if found != "":
+                beside = _fault(loss, rows, at + 0.01 * (1 + at.abs()) * _random(at, 1), *data)
+                found = beside if beside == "" else found or beside
+        except Exception:  # whatever a loss says to a few samples in another precision
+            continue
+        if found:
+            raise ValueError(f"{type(loss).__name__}.{found}")
+        return found is not None
+    return True  # other outputs would not tell either
+
+
+def _part(item: Any, index: Tensor, N: int, dtype: torch.dtype) -> Any:
+    """Some of the N samples, in another precision."""
+
+    def part(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        t = t[index] if t.ndim and len(t) == N else t
+        return t.to(dtype) if t.is_floating_point() else t
+
+    return tree_map(part, item)
+
+
+def _random(z: Tensor, seed: int) -> Tensor:
+    return torch.randn(z.shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64).to(z)
+
+
+def _fault(loss: Loss, rows: Rows, z: Tensor, y: Any, weight: Tensor | None) -> str | None:
+    """The first fault at z, see Check."""
+    for check in _checks(loss, rows, z, y, weight):
+        fault = check.fault()
+        if fault != "":
+            return fault
+    return ""
+
+
+def _checks(loss: Loss, rows: Rows, z: Tensor, y: Any, weight: Tensor | None) -> Iterator[Check]:
+    """Everything along a random direction v of the outputs: an error would have to be orthogonal to it."""
+    singles, zero = _singles(loss, z, y, weight), z.new_zeros(len(z))
+    yield Check(
+        "ell", f"the value of {len(z)} samples", loss.value(z, y, weight)[None], singles.sum()[None],
+        "by adding it up over the samples one by one", singles.abs().sum()[None], zero,
+        "ell must return an entry for every group of outputs, with the samples first, and couple no samples",
+    )  # fmt: skip
+    v = _random(z, 0)
+    there_and_back = loss.ungroup(loss.group(v), z) * v
+    yield Check(
+        "ungroup", "vᵀ ungroup(group(v), v) of a random v", _by_sample(there_and_back), _by_sample(v * v), "by vᵀv",
+        _by_sample(v * v), zero, "ungroup must be the inverse of group",
+    )  # fmt: skip
+    mild = z / z.abs().max().clamp(min=1)  # where nothing underflows
+    slope = _named(loss, gradient="slope")
+    gv, mild_gv = (loss.gradient(t, y, weight) * v for t in (z, mild))
+    true_slope, true_curvature = _derivatives(loss, z, y, weight, v)
+    yield Check(
+        slope, "∂ℓ/∂z along a random direction", _by_sample(gv), true_slope, "by differentiating ell",
+        _by_sample(gv.abs()), _by_sample(mild_gv.abs()), f"Correct {slope}, or ell",
+    )  # fmt: skip
+    kind = rows.rows if isinstance(rows, Fraction) else rows
+    empirical = isinstance(kind, Empirical)
+    method = _named(loss, empirical="empirical_factors") if empirical else _named(loss, root="factors")
+    root = loss.empirical if empirical else loss.root
+    S, u, remainder = root(z, y, weight)
+    Suv = (torch.einsum("npcr,npr->npc", S, u) + (0 if remainder is None else remainder)) * loss.group(v)
+    yield Check(
+        method, "Su along a random direction", _by_sample(Suv), _by_sample(gv), f"by {slope}", _by_sample(Suv.abs()),
+        _by_sample(mild_gv.abs()), "S and u must give the gradient, Su = ∂ℓ/∂z",
+    )  # fmt: skip
+    if empirical:
+        return
+    if isinstance(loss, Elementwise) and method == "factors" and type(loss).factors is Elementwise.factors:
+        method = "s"
+    floor = 2 * torch.finfo(z.dtype).eps ** 1.5 * _by_sample(v * v)  # Elementwise does not let s fall below eps
+    curvature, mild_curvature = (_by_sample(_along(t, loss.group(v)).square()) for t in (S, root(mild, y, weight).S))
+    expected = torch.maximum(curvature, true_curvature) if loss.majorises else true_curvature
+    yield Check(
+        method, "vᵀSSᵀv in a random direction", curvature, expected, "by differentiating ell twice", curvature,
+        mild_curvature + floor,
+        f"Correct {method}; a loss whose SSᵀ lies above ∂²ℓ/∂z² declares majorises = True in its class",
+    )  # fmt: skip
+
+
+def _singles(loss: Loss, z: Tensor, y: Any, weight: Tensor | None) -> Tensor:
+    """The value of every sample by itself: (k,)"""
+    one = [torch.tensor([i], device=z.device) for i in range(len(z))]
+    return torch.stack([loss.value(*(_part(item, i, len(z), z.dtype) for item in (z, y, weight))) for i in one])
+
+
+def _derivatives(loss: Loss, z: Tensor, y: Any, weight: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
+    """∂ℓ/∂z·v and vᵀ∂²ℓ/∂z²v of every sample, by autograd, or if it has no graph by differences: (k,), (k,)"""
+    try:
+        with torch.enable_grad():
+            x = z.clone().requires_grad_()
+            (g,) = torch.autograd.grad(loss.value(x, y, weight), x, create_graph=True)
+            (Hv,) = torch.autograd.grad((g * v).sum(), x)
+        return _by_sample(g.detach() * v), _by_sample(Hv * v)
+    except RuntimeError:
+        if z.dtype != torch.float64:
+            raise
+    h = 1e-5
+    there, back = z + h * v, z - h * v
+    slope = _singles(loss, there, y, weight) - _singles(loss, back, y, weight)
+    Hv = loss.gradient(there, y, weight) - loss.gradient(back, y, weight)
+    return slope / (2 * h), _by_sample(Hv * v) / (2 * h)
+
+
+def _by_sample(t: Tensor) -> Tensor:
+    """(k, …) → (k,)"""
+    return t.reshape(len(t), -1).sum(1)
+
+
+def _along(S: Tensor, v: Tensor) -> Tensor:
+    """Sᵀv: (N, P, C, r), (N, P, C) → (N, P, r)"""
+    return torch.einsum("npcr,npc->npr", S, v)
+
+
+def _named(loss: Loss, **inherited: str) -> str:
+    """The method that the class itself has: the one that calls it, or if that is inherited, the one that it calls."""
+    ((method, called),) = inherited.items()
+    return called if getattr(type(loss), method) is getattr(Loss, method) else method
