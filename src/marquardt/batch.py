@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .tape import recording
 
+# What holds no samples, whatever the model makes of it.
+PLAIN = (
+    Number, str, bytes, type, type(None), range, slice, Enum, Iterator, Set, torch.dtype, torch.device, torch.Generator,
+    nn.Module,
+)  # fmt: skip
+
+# What keeps several copies or parts of a model, on devices or ranks.
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+def opaque(t: Any) -> bool:
+    """Whether it is an object that holds samples in a way of its own: a graph, a dataclass, an encoding."""
+    return not (isinstance(t, (Tensor, *PLAIN)) or hasattr(t, "__array__") or inspect.isroutine(t))
+
+
+def tensors(item: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors in it, also those in the attributes of objects, which may hold others (a PyG graph: two levels)."""
+    for t in tree_leaves(item):
+        if isinstance(t, Tensor):
+            yield t
+        elif depth and opaque(t):
+            slots = [getattr(t, name, None) for kind in type(t).__mro__ for name in getattr(kind, "__slots__", ())]
+            yield from tensors([getattr(t, "__dict__", None), slots], depth - 1)
+
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs as the model takes them (a tensor, tuple or dict of tensors), targets, and a weight per sample."""
+    """Inputs as the model takes them, targets, and a weight per sample.
+
+    The inputs are a tensor, a tuple or dict of tensors, or an object that the model takes whole.
+    """
 
     inputs: Any
     targets: Any = None
@@ -25,34 +56,51 @@ class Batch:
         """Inputs that no model can take a batch from."""
         if isinstance(self.inputs, (tuple, list, dict)):
             leaves = tree_leaves(self.inputs)
-            if leaves and not any(isinstance(t, Tensor) for t in leaves):
+            if leaves and not any(isinstance(t, Tensor) or opaque(t) for t in leaves):
                 raise TypeError(
                     f"the inputs are a {type(self.inputs).__name__} without a tensor: use torch.as_tensor()"
                 )
         elif not isinstance(self.inputs, Tensor):
-            raise TypeError(f"the inputs are {type(self.inputs).__name__}, not a tensor: use torch.as_tensor()")
+            if not opaque(self.inputs):
+                raise TypeError(f"the inputs are {type(self.inputs).__name__}, not a tensor: use torch.as_tensor()")
         elif self.inputs.ndim == 0:
             raise ValueError("the inputs have shape (): the first dimension must be the samples, as in (N, …)")
 
-    def versions(self) -> list[int]:
-        """What an operation in place would change."""
-        return [t._version for t in tree_leaves(self.inputs) if isinstance(t, Tensor)]
+    def versions(self) -> list[tuple[int, int]]:
+        """What an operation in place would change, or another tensor in the place of an object's attribute."""
+        return [(id(t), t._version) for t in tensors(self.inputs)]
 
     def checksum(self) -> Tensor | float:
         """One number for the targets, or for the inputs where there are none."""
-        tensors = [t for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor)]
-        return tensors[0].sum(dtype=torch.float64) if tensors else 0.0
+        found = next(tensors([self.targets, self.inputs]), None)
+        return 0.0 if found is None else found.sum(dtype=torch.float64)
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the inputs cannot be taken apart."""
+        return any(opaque(t) for t in tree_leaves(self.inputs))
 
     @property
     def samples(self) -> int:
+        """0 where it is not known before the model is called."""
         # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
-        return next((len(t) for t in tree_leaves([self.targets, self.inputs]) if isinstance(t, Tensor) and t.ndim), 0)
+        items = [self.targets] if self.opaque else [self.targets, self.inputs]
+        return next((len(t) for t in tree_leaves(items) if isinstance(t, Tensor) and t.ndim), 0)
+
+    def _check_parts(self, way_out: str) -> None:
+        for t in tree_leaves(self.inputs):
+            if opaque(t):
+                raise TypeError(
+                    f"the inputs hold a {type(t).__name__}, which goes to the model whole and cannot be cut into "
+                    f"samples: {way_out}, or pass tensors in a tuple or dict"
+                )
 
     def split(self, size: int | None) -> list[Batch]:
         """Chunks of at most `size` samples: tensors with a row per sample are cut, others go along whole."""
         N = self.samples
-        if size is None or size >= N:
+        if size is None or (size >= N and (N or not self.opaque)):
             return [self]
+        self._check_parts("leave chunk out")
         for what in ("targets", "weight"):
             for t in tree_leaves(getattr(self, what)):
                 if isinstance(t, Tensor) and (t.ndim == 0 or len(t) != N):
@@ -70,6 +118,7 @@ class Batch:
 
     def take(self, index: Tensor) -> Batch:
         """Some of the samples."""
+        self._check_parts("take the rows of all samples, rows=mq.Exact()")
         N = self.samples
 
         def part(t: Any) -> Any:
@@ -100,7 +149,7 @@ class Batches:
 
 
 def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
-    """z = model(inputs), for a tensor, a tuple (positional) or a dict (by name)."""
+    """z = model(inputs), for a tensor or an object, a tuple (positional) or a dict (by name)."""
     if isinstance(inputs, dict):
         z = model(**inputs)
     elif isinstance(inputs, (tuple, list)):
@@ -117,12 +166,11 @@ def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
 
 def unlike(inputs: Any, p: Tensor) -> str | None:
     """Why a model with parameters like p may have failed on these inputs."""
-    for t in tree_leaves(inputs):
-        if isinstance(t, Tensor):
-            if t.device != p.device:
-                return f"the inputs are on {t.device}, the parameters on {p.device}: move them with .to()"
-            if t.dtype != p.dtype:
-                return f"the inputs are {t.dtype}, the parameters {p.dtype}: convert the inputs with .to({p.dtype})"
+    for t in tensors(inputs):
+        if t.device != p.device:
+            return f"the inputs are on {t.device}, the parameters on {p.device}: move them with .to()"
+        if t.dtype != p.dtype:
+            return f"the inputs are {t.dtype}, the parameters {p.dtype}: convert the inputs with .to({p.dtype})"
     return None
 
 

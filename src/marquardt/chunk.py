@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from .batch import Batch, Moment, check_coupling, forward, unlike
+from .batch import Batch, Moment, check_coupling, forward, tensors, unlike
 from .layers import (
     Block,
     Capture,
@@ -147,17 +146,25 @@ class Chunk:
 
     def _forward(self, known: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Capture]:
         with torch.enable_grad(), Capture(self.lin.params, known, once, self.batch.samples) as capture:
+            capture.reorders = self.batch.opaque  # where the samples are in an object, no operation may tell
             return forward(self.lin.model, self.batch.inputs), capture
 
     def _blame(self) -> str:
         """Where a loss that is not finite comes from; the loss itself has checked the targets and weights."""
-        for t in tree_leaves(self.batch.inputs):
-            if isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()):
+        for t in tensors(self.batch.inputs):
+            if t.is_floating_point() and not bool(t.isfinite().all()):
                 return "the inputs hold NaN or infinite values, clean the data"
         for name, p in self.lin.model.named_parameters():
             if not bool(p.isfinite().all()):
                 return f"the model's parameter {name!r} holds NaN or infinite values, load an earlier checkpoint"
-        return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"
+        if not bool(self.z.isfinite().all()):
+            return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"
+        data = {"output": self.z, "target": self.batch.targets, "weight": self.batch.weight}
+        largest = {name: max((float(t.abs().max()) for t in tensors(item)), default=0.0) for name, item in data.items()}
+        found = ", ".join(f"the largest {name} is {size:.3g}" for name, size in largest.items() if size)
+        way_out = "scale the data" + (", or use float64" if self.z.dtype == torch.float32 else "")
+        loss = type(self.lin.criterion).__name__
+        return f"outputs, targets and parameters are finite, but {loss} of them is not; {found}: {way_out}"
 
     @property
     def gradient(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -161,8 +162,14 @@ class LM(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, inputs: Any = None, targets: Any = None, weight: Tensor | None = None, *, closure: Any = None
     ) -> Step:
-        """One iteration on one batch; `weight` weighs the samples, f = Σwℓ/Σw."""
-        if closure is not None or callable(inputs) or (inputs is None and targets is None):
+        """One iteration on one batch; `weight` weighs the samples, f = Σwℓ/Σw.
+
+        `inputs` go to the model as they are: a tensor or an object as model(x), a tuple as model(*x), a dict as
+        model(**x). An object is never cut, so that it takes no `chunk`.
+        """
+        # Not every callable is a closure: a graph of PyG is one too.
+        callback = inspect.isroutine(inputs) or isinstance(inputs, (partial, type))
+        if closure is not None or callback or (inputs is None and targets is None):
             raise TypeError(
                 "LM.step takes the batch, step(inputs, targets), not a closure: it evaluates the model itself, "
                 "because it needs the outputs and not only the loss"
@@ -232,7 +239,7 @@ class LM(torch.optim.Optimizer):
         """The step by a CUDA graph; None if there is none (yet), or if it did not go as recorded."""
         old, plan, device = self._state, self._plan, self.params[0].device
         steady = self.momentum is None or getattr(self.momentum, "same_data", False)
-        if device.type != "cuda" or plan.numbers is None:
+        if device.type != "cuda" or plan.numbers is None or batch.opaque:  # what an object holds cannot be copied
             return None
         if not plan.only_slopes or not getattr(self.rows, "recordable", False) or not steady or old.D is None:
             return None

@@ -129,6 +129,8 @@ class Auto:
     def _choose(self, lin: Linearization, shapes: Shapes) -> Choice:
         budget = parse(self.memory) if self.memory is not None else free(lin.device)
         plans = list(self._plans(shapes, lin.single))
+        if lin.single and any(batch.opaque for batch in lin.batches):  # nothing that a chunk could be cut from
+            plans = [plan for plan in plans if plan[0].chunk == self.chunk]
         fitting = [(r, b, why) for r, b, why in plans if budget is None or b <= budget]
         if lin.plan.squeeze < len(fitting):
             representation, size, why = fitting[lin.plan.squeeze]

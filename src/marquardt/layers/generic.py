@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..batch import opaque
+from .capture import Misfit
 
 # Numbers that the cotangents of one batched backward pass may hold: 64 MiB in float32.
 BATCH = 1 << 24
@@ -22,6 +25,7 @@ def rows_by_vmap(
     S: Tensor,
 ) -> Tensor:
     """Every sample by itself, all at once: (m, n). The model must treat the samples alike and independently."""
+    _check_parts(inputs)
     R, N = S.shape[:2]
     dims = tree_map(lambda t: 0 if isinstance(t, Tensor) and t.ndim and len(t) == N else None, inputs)
     fixed = {name: p.detach() for name, p in [*model.named_parameters(), *model.named_buffers()]}
@@ -41,6 +45,12 @@ def rows_by_vmap(
     return torch.cat([found[name].flatten(2) for name in params], 2).transpose(0, 1).reshape(R * N, n)
 
 
+def _check_parts(inputs: Any) -> None:
+    """With an object that goes along whole, every part would be the whole batch: right for one sample only."""
+    if any(opaque(t) for t in tree_leaves(inputs)):
+        raise Misfit("the inputs cannot be cut into samples")
+
+
 def rows_in_parts(
     model: torch.nn.Module,
     params: Sequence[Tensor],
@@ -50,6 +60,7 @@ def rows_in_parts(
 ) -> Tensor:
     """A few samples at a time, each with its own forward pass: (m, n). The samples must be independent, the model not
     random. A backward pass for one row goes through all samples of its forward pass: the fewer, the less is wasted."""
+    _check_parts(inputs)
     R, N = S.shape[:2]
     size = max(8, round(N**0.5))  # as many parts as samples in a part: neither the calls nor the waste dominate
     pieces = []
