@@ -29,6 +29,113 @@ def double():
         yield
 
 
+# ---- process groups
+
+
+RANKS = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, distribute_module
+from torch.nn.parallel import DistributedDataParallel
+
+import marquardt as mq
+
+def says(make):
+    try:
+        make()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+rank, file = int(sys.argv[1]), sys.argv[2]
+torch.manual_seed(0)
+x, y = torch.randn(8, 2), torch.randn(8, 3)
+before = mq.LM(nn.Linear(2, 3), "mse")
+before.step(x, y)
+dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
+kept = [p.clone() for p in before.params]
+assert f"rank {rank} of a process group of 2" in says(lambda: before.step(x, y))
+assert all(torch.equal(p, q) for p, q in zip(before.params, kept)) and before._state.steps == 1
+assert "group=False" in says(lambda: mq.LM(nn.Linear(2, 3), "mse"))
+for group in (None, False):
+    wrapped = says(lambda: mq.LM(DistributedDataParallel(nn.Linear(2, 3)), "mse", group=group))
+    assert "DistributedDataParallel" in wrapped and "model.module" in wrapped, wrapped
+shards = distribute_module(nn.Linear(2, 3), DeviceMesh("cpu", [0, 1]))
+assert "'weight' is a DTensor" in says(lambda: mq.LM(shards, "mse", group=False))
+model = nn.Linear(2, 3)
+step = mq.LM(model, "mse", group=False).step(x[rank::2], y[rank::2])
+assert step.accepted and step.new_loss < step.loss
+dist.barrier()
+dist.destroy_process_group()
+assert before.step(x, y).accepted
+print("rank", rank, "is through")
+"""
+
+
+def test_ranks_of_a_process_group(tmp_path):
+    """Two processes: each is refused alike, before anything changes, unless the runs are independent."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, str(rank), str(tmp_path / "group")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    for rank, process in enumerate(ranks):
+        said, _ = process.communicate(timeout=120)
+        assert f"rank {rank} is through" in said, said
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """What torch says in a process group, without one."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+
+
+def test_a_group_of_two_is_refused(two_ranks):
+    model, x, y = problem()
+    with refused("rank 1", "group of 2", "group=False"):
+        lm(model)
+    assert lm(model, group=False).step(x, y).accepted
+    assert mq.presets.vanilla(model, "mse", group=False).step(x, y).accepted
+
+
+def test_a_group_that_comes_later_is_refused(request):
+    model, x, y = problem()
+    opt = lm(model)
+    opt.step(x, y)
+    request.getfixturevalue("two_ranks")
+    before = world(model, opt)
+    for ask in (lambda: opt.step(x, y), lambda: opt.step_over([(x, y)])):
+        with refused("rank 1", "group=False"):
+            ask()
+    assert changes(before, world(model, opt)) == []
+
+
+def test_a_group_of_one_is_none(monkeypatch, two_ranks):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    model, x, y = problem()
+    assert lm(model).step(x, y).accepted
+
+
+@pytest.mark.parametrize("group", [True, 0, "gloo", object()])
+def test_other_groups_are_refused(group):
+    with refused("group=", "None", "False"):
+        lm(mlp(2, 3), group=group)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: nn.Sequential(nn.DataParallel(m))], ids=["it", "within"])
+def test_data_parallel_is_refused(wrap):
+    with refused("DataParallel", "model.module"):
+        lm(wrap(mlp(2, 3)))
+
+
 # ---- losses of one's own
 
 
@@ -388,6 +495,46 @@ def test_units_of_a_loss(scale):
         lm(model, Scaled(a=1.1)).step(x, y)
 
 
+# ---- averaged weights
+
+
+def test_a_step_within_averaged_is_refused():
+    model, opt, x, y = stochastic()
+    before = world(model, opt)
+    with opt.averaged():
+        for ask in (lambda: opt.step(x, y), lambda: opt.step_over([(x, y)])):
+            with pytest.raises(RuntimeError, match=r"averaged.*would be lost"):
+                ask()
+        with opt.averaged():
+            pass
+        with pytest.raises(RuntimeError, match="would be lost"):  # the inner block ends, the outer one does not
+            opt.step(x, y)
+        opt.load_state_dict(opt.state_dict())
+        with pytest.raises(RuntimeError, match="would be lost"):
+            opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+    assert math.isfinite(opt.step(x, y).loss)
+
+
+def test_a_step_after_an_averaged_block_that_failed():
+    model, opt, x, y = stochastic()
+    twin_model, twin = copy.deepcopy((model, opt))
+    with pytest.raises(ZeroDivisionError), opt.averaged(), opt.averaged():
+        raise ZeroDivisionError
+    assert opt.step(x, y) == twin.step(x, y)
+    assert same(theta(model), theta(twin_model))
+
+
+def test_a_copy_made_within_averaged_is_free():
+    model, opt, x, y = stochastic()
+    with opt.averaged():
+        other_model, other = copy.deepcopy((model, opt))
+        mean = theta(model)
+        assert math.isfinite(other.step(x, y).loss)
+        assert same(theta(model), mean)
+        assert not same(theta(other_model), mean)
+
+
 # ---- batches that are objects
 
 
@@ -679,6 +826,96 @@ def test_inputs_that_are_no_batch(inputs):
         lm(mlp(2, 3)).step(inputs, torch.randn(3, 3))
 
 
+# ---- loaded states
+
+
+def spoil(t: Tensor) -> Tensor:
+    t = t.clone()
+    t.view(-1)[0] = math.nan
+    return t
+
+
+def edited(**entries: Any) -> Any:
+    def edit(state: dict[str, Any]) -> None:
+        state["marquardt"].update(entries)
+
+    return edit
+
+
+def nan_in(key: str) -> Any:
+    def edit(state: dict[str, Any]) -> None:
+        value = state["marquardt"][key]
+        assert value is not None
+        leaves, spec = torch.utils._pytree.tree_flatten(value)
+        bad = [spoil(t) if isinstance(t, Tensor) else t for t in leaves]
+        state["marquardt"][key] = torch.utils._pytree.tree_unflatten(bad, spec)
+
+    return edit
+
+
+def without(key: str) -> Any:
+    return lambda state: state["marquardt"].pop(key)
+
+
+STATES: dict[str, tuple[Any, list[str]]] = {
+    "λ NaN": (edited(lam=math.nan), ["'lam'", "nan"]),
+    "λ infinite": (edited(lam=math.inf), ["λ = inf"]),
+    "λ negative": (edited(lam=-1.0), ["λ = -1.0"]),
+    "λ zero": (edited(lam=0.0), ["λ = 0.0", "TenFold", "positive"]),
+    "λ a string": (edited(lam="1"), ["λ = '1'"]),
+    "λ missing": (without("lam"), ["'lam'"]),
+    "an unknown entry": (edited(temperature=1.0), ["'temperature'", "newer"]),
+    "steps negative": (edited(steps=-1), ["'steps'", "-1"]),
+    "accepted negative": (edited(accepted=-2), ["'accepted'", "-2"]),
+    "steps half": (edited(steps=2.5), ["'steps'", "2.5", "integer"]),
+    "best NaN": (edited(best=math.nan), ["'best'", "nan"]),
+    "expected NaN": (edited(expected=math.nan), ["'expected'", "nan"]),
+    "NaN in D": (nan_in("D"), ["'D'", "NaN"]),
+    "NaN in previous": (nan_in("previous"), ["'previous'", "NaN"]),
+    "NaN in mean": (nan_in("mean"), ["'mean'", "NaN"]),
+    "NaN in past": (nan_in("past"), ["'past'", "NaN"]),
+    "mean a list": (edited(mean=[1.0]), ["'mean'", "list"]),
+    "past a list": (edited(past=[1.0]), ["'past'", "list"]),
+    "D a number": (edited(D=1.0), ["D"]),
+    "no dict": (lambda state: state.update(marquardt=[1.0]), ["'marquardt'", "list"]),
+    "no groups": (lambda state: state.pop("param_groups"), ["'param_groups'"]),
+    "no state": (lambda state: state.pop("state"), ["'state'"]),
+    "no lr": (lambda state: state["param_groups"][0].pop("lr"), ["'lr'"]),
+    "lr NaN": (lambda state: state["param_groups"][0].update(lr=math.nan), ["lr=nan"]),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_state_that_is_refused(case):
+    edit, says = STATES[case]
+    model, opt, x, y = trained(curvature=mq.Dense(inertia=0.5))
+    state = opt.state_dict()
+    edit(state)
+    before = world(model, opt)
+    with refused(*says):
+        opt.load_state_dict(state)
+    assert changes(before, world(model, opt)) == []
+    assert math.isfinite(opt.step(x, y).loss)
+
+
+def test_entries_with_a_default_may_be_missing():
+    """A state of an earlier version."""
+    _, opt, x, y = trained()
+    state = opt.state_dict()
+    for key in ("repeats", "best", "expected", "rows", "past"):
+        del state["marquardt"][key]
+    opt.load_state_dict(state)
+    assert opt._state == replace(opt._state, repeats=0, best=math.inf, expected=None, rows=0, past=None)
+    assert math.isfinite(opt.step(x, y).loss)
+
+
+def test_lambda_zero_where_the_schedule_has_it():
+    model, x, y = problem()
+    opt = lm(model, schedule=mq.Constant(0.0))
+    opt.step(x, y)
+    lm(model, schedule=mq.Constant(1.0)).load_state_dict(opt.state_dict())
+
+
 # ---- a loss that is not finite
 
 
@@ -706,3 +943,43 @@ def test_what_overflows(outputs, targets, says):
     if outputs < 1e38:
         with refused("the loss is inf", "scale the data"):
             lm(Scaled().double(), "mse").step(x * 1e200, targets * x * 1e200)
+
+
+# ---- what is printed
+
+
+def test_repr():
+    model, x, _ = problem()
+    opt = mq.LM(model, CrossEntropy(label_smoothing=0.1), momentum=None, curvature=mq.Auto(memory="1GiB"))
+    assert repr(opt) == (
+        "LM of Sequential, 27 parameters, CrossEntropy(label_smoothing=0.1)\n"
+        "    curvature   Auto(memory='1GiB')\n"
+        "    rows        Exact()\n"
+        "    damping     MeanEigenvalue()\n"
+        "    schedule    GainRatio()\n"
+        "    momentum    None\n"
+        "    acceptance  Uphill(b=1.0)\n"
+        "    line_search Backtracking()\n"
+        "    average     EMA()\n"
+        "    lr=1.0, attempts=1, capture=False, group=None\n"
+        "    λ = 1, steps: 0, accepted: 0"
+    )
+    opt.step(x, torch.arange(8) % 3)
+    last = repr(opt).splitlines()[-2:]
+    assert last[0].endswith("steps: 1, accepted: 1")
+    assert last[1] == f"    plan: {opt.plan}"
+
+
+def test_repr_of_tensors_and_parts_of_ones_own():
+    class Schedule:
+        initial = 1.0
+
+        def update(self, lam, outcome):
+            return lam
+
+        def __repr__(self):
+            return "mine"
+
+    opt = lm(mlp(2, 3), CrossEntropy(class_weight=torch.tensor([1.0, 2.0, 3.0])), schedule=Schedule())
+    assert "class_weight=tensor([1., 2., 3.]" in repr(opt)
+    assert "schedule    mine" in repr(opt)

@@ -243,6 +243,7 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
     """The parameters that train, after a look at all that no step can work with."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"LM(model, loss) takes the model itself, not {type(model).__name__}: LM(model, 'mse')")
+    check_whole(model)
     given = list(model.parameters() if params is None else params)
     for p in given:
         if isinstance(p, dict):
@@ -275,6 +276,35 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
             "the parameters are on the meta device, without values: model.to_empty(device=...) and load some"
         )
     return chosen
+
+
+def check_whole(model: nn.Module) -> None:
+    """A step sees all of the model, once: nothing here adds up over copies, ranks or shards."""
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
+                raise TypeError(
+                    f"the model is wrapped in {kind.__name__}, and LM does not add up over its copies or shards, which "
+                    "would drift apart: pass the plain model, model.module, and train it on one device"
+                )
+    for name, p in model.named_parameters():
+        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor, and LM does not add up over its shards: pass the plain model and "
+                "train it on one device"
+            )
+
+
+def check_group(group: bool | None) -> None:
+    """Ranks that each take steps of their own drift apart."""
+    if group is not None and group is not False:
+        raise ValueError(f"group={group!r}: None, or False for runs that are independent of the other ranks")
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        raise ValueError(
+            f"this is rank {rank} of a process group of {ranks}, and LM does not add up over ranks, which would drift "
+            "apart: train on one rank alone, or let the ranks be independent runs, and say so by LM(..., group=False)"
+        )
 
 
 def check_coupling(model: nn.Module) -> None:

@@ -6,17 +6,17 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .acceptance import Acceptance, Trial, Uphill, cosine_of
 from .average import EMA, Average
-from .batch import Batch, Batches, assign, check_coupling, flatten, trainable
+from .batch import Batch, Batches, assign, check_coupling, check_group, flatten, trainable
 from .chunk import EVERY, Plan
 from .curvature import Auto, Curvature, Representation
 from .curvature.auto import Exhausted
@@ -95,6 +95,9 @@ class LM(torch.optim.Optimizer):
     `capture`: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
     for small networks. The model must then do the same for every batch, its Python code is not run again; steps that do
     not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so is every eighth.
+
+    `group`: nothing here adds up over the ranks of a process group, so that a group of several is refused. False says
+    that this run is independent of the other ranks.
     """
 
     def __init__(
@@ -114,8 +117,10 @@ class LM(torch.optim.Optimizer):
         average: Average | None = EMA(),
         attempts: int = 1,
         capture: bool = False,
+        group: bool | None = None,
     ) -> None:
         chosen = trainable(model, params)
+        check_group(group)
         check_rate(lr)
         if not isinstance(attempts, int) or attempts < 1:
             raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
@@ -130,9 +135,10 @@ class LM(torch.optim.Optimizer):
         self.model, self.loss = model, resolve(loss)
         self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
         self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
-        self.average, self.attempts, self.capture = average, attempts, capture
+        self.average, self.attempts, self.capture, self.group = average, attempts, capture, group
         self._recorded: tuple[Any, Recorded | None] | None = None  # for these shapes; None where it failed
         self._last: Any = None  # shapes of the last step
+        self._averaged = False  # whether the model holds the averaged weights
         self._plan = Plan()
         self._state = State(lam=schedule.initial)
         super().__init__(chosen, {"lr": lr})
@@ -292,6 +298,11 @@ class LM(torch.optim.Optimizer):
 
     def _check(self) -> None:
         """What may have changed since the optimizer was made."""
+        if self._averaged:
+            raise RuntimeError(
+                "a step within `with opt.averaged():` would be lost when the weights are put back: end the block first"
+            )
+        check_group(self.group)
         if self.curvature.by_sample:
             check_coupling(self.model)
         check_rate(self.lr)
@@ -422,15 +433,17 @@ class LM(torch.optim.Optimizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with its averaged weights, for evaluation."""
+        """The model with its averaged weights, for evaluation: a step would be lost, and is refused."""
         if self.average is None:
             raise ValueError("this optimizer keeps no average: pass average=mq.EMA() or mq.Polyak()")
-        theta = flatten(self.params)
+        theta, outer = flatten(self.params), self._averaged
         if self._state.mean is not None:
             assign(self.params, self._state.mean)
+        self._averaged = True
         try:
             yield
         finally:
+            self._averaged = outer
             assign(self.params, theta)
 
     def state_dict(self) -> dict[str, Any]:
@@ -442,25 +455,17 @@ class LM(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "marquardt" not in state_dict:
             raise ValueError("this state_dict has no entry 'marquardt': it was not made by marquardt.LM")
-        loaded = dict(state_dict["marquardt"])
-        n = sum(p.numel() for p in self.params)
-        for key in ("previous", "mean"):
-            if loaded[key] is not None and len(loaded[key]) != n:
-                raise ValueError(f"the state {key!r} is of {len(loaded[key])} parameters, this optimizer has {n}")
-        past = (loaded["past"] or {}).get("G")
-        if past is not None and len(past) != n:
-            raise ValueError(f"the curvature in this state is of {len(past)} parameters, this optimizer has {n}")
+        loaded = check_state(state_dict["marquardt"], self.schedule, [p.numel() for p in self.params])
+        check_groups(state_dict)
         where = self.params[0].device
         loaded = tree_map(lambda v: v.clone().to(where) if isinstance(v, Tensor) else v, loaded)
-        if loaded["D"] is not None:
+        if loaded.get("D") is not None:
             loaded["D"] = Diagonal.restored(loaded["D"])
-            if not loaded["D"].fits([p.numel() for p in self.params]):
-                raise ValueError("the damping D in this state is that of another model: load the state of this one")
         state = State(**loaded)
-        known = self._plan, self._recorded, self._last  # of the model, not of the state
+        known = self._plan, self._recorded, self._last, self._averaged  # of the model, not of the state
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
         self._state = state
-        self._plan, self._recorded, self._last = known
+        self._plan, self._recorded, self._last, self._averaged = known
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and so does the wrapper that schedulers put in the place of `step`.
@@ -469,7 +474,22 @@ class LM(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan, self._recorded, self._last = Plan(), None, None
+        self._plan, self._recorded, self._last, self._averaged = Plan(), None, None, False
+
+    def __repr__(self) -> str:
+        names = ("curvature", "rows", "damping", "schedule", "momentum", "acceptance", "line_search", "average")
+        parts = [f"    {name:<12}{brief(getattr(self, name))}" for name in names]
+        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("lr", "attempts", "capture", "group"))
+        n, state = sum(p.numel() for p in self.params), self._state
+        return "\n".join(
+            [
+                f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}",
+                *parts,
+                f"    {options}",
+                f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
+                *([] if self._plan.choice is None else [f"    plan: {self._plan.choice}"]),
+            ]
+        )
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -486,6 +506,76 @@ def check_rate(lr: Any) -> None:
         raise TypeError(f"lr={lr!r}: the learning rate must be a number; LM's natural one is 1")
     if not 0 <= lr < math.inf:
         raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
+
+
+def check_state(state: Any, schedule: Schedule, sizes: list[int]) -> dict[str, Any]:
+    """A loaded State, as a dict, of parameters of these sizes; entries with a default may be missing."""
+    if not isinstance(state, dict):
+        raise TypeError(f"the entry 'marquardt' of this state_dict is {type(state).__name__}, not a dict of LM's state")
+    entries = {f.name: f for f in fields(State)}
+    for key in state:
+        if key not in entries:
+            raise ValueError(f"the state has an entry {key!r} that this version does not know: load it in a newer one")
+    for key, entry in entries.items():
+        if key not in state and entry.default is MISSING:
+            raise ValueError(f"the state has no entry {key!r}: it is not one that marquardt.LM saved")
+        if key in state:
+            check_entry(key, state[key], entry.default)
+    check_lam(state["lam"], schedule)
+    n = sum(sizes)
+    past = state.get("past")
+    if not isinstance(past, (dict, type(None))):
+        raise ValueError(f"the state 'past' is {type(past).__name__}: it must be a dict of tensors, or None")
+    for key, t in (("previous", state.get("previous")), ("mean", state.get("mean")), ("past", (past or {}).get("G"))):
+        if not isinstance(t, (Tensor, type(None))):
+            raise ValueError(f"the state {key!r} is {type(t).__name__}: it must be a tensor, or None")
+        if t is not None and len(t) != n:
+            raise ValueError(f"the state {key!r} is of {len(t)} parameters, this optimizer has {n}")
+    D = state.get("D")
+    if D is not None and not (isinstance(D, list) and len(D) == 2 and Diagonal.restored(D).fits(sizes)):
+        raise ValueError("the damping D in this state is that of another model: load the state of this one")
+    return dict(state)
+
+
+def check_entry(key: str, value: Any, default: Any) -> None:
+    """Counters count, and nothing is NaN."""
+    if isinstance(default, int) and (not isinstance(value, int) or value < 0):
+        raise ValueError(f"the state {key!r} is {value!r}: it must be an integer of at least 0, load an earlier one")
+    for t in tree_leaves(value):
+        if isinstance(t, float) and math.isnan(t):
+            raise ValueError(f"the state {key!r} is {value!r}: load an earlier one")
+        if isinstance(t, Tensor) and not bool(t.isfinite().all()):
+            raise ValueError(f"the state {key!r} holds NaN or infinite values: load an earlier one")
+
+
+def check_lam(lam: Any, schedule: Schedule) -> None:
+    if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not 0 <= lam < math.inf:
+        raise ValueError(f"the state has λ = {lam!r}: it must be finite and at least 0, load an earlier one")
+    if is_dataclass(schedule) and "initial" in {f.name for f in fields(schedule)}:
+        try:
+            replace(schedule, initial=lam)
+        except ValueError as error:
+            raise ValueError(f"the state has λ = {lam!r}, which this schedule does not start from: {error}") from None
+
+
+def check_groups(state_dict: dict[str, Any]) -> None:
+    """torch's own part of a state_dict, as far as torch does not look at it."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"this state_dict has no entry {key!r}: it was not made by marquardt.LM")
+    for group in state_dict["param_groups"]:
+        if "lr" not in group:
+            raise ValueError("this state_dict has a parameter group without 'lr': it was not made by marquardt.LM")
+        check_rate(group["lr"])
+
+
+def brief(part: Any) -> str:
+    """A part with the options that are not its defaults."""
+    if not is_dataclass(part):
+        return str(part)
+    found = [(f.name, getattr(part, f.name), f.default) for f in fields(part)]
+    options = [f"{k}={v!r}" for k, v, usual in found if v is not usual and (isinstance(v, Tensor) or v != usual)]
+    return f"{type(part).__name__}({', '.join(options)})"
 
 
 def check_part(name: str, part: Any) -> None:
