@@ -364,7 +364,7 @@ def test_a_refused_batch_leaves_the_fast_rules():
         opt.step(spoilt(X, NAN), Y)
     opt.step(X, Y)
     other.step(X, Y)
-    assert opt._plan.general == other._plan.general == {}
+    assert opt._plan.proof.general == other._plan.proof.general == {}
     assert opt._plan.trial_needs_grad == other._plan.trial_needs_grad
 
 

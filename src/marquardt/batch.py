@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .tape import recording
@@ -150,6 +151,8 @@ class Batches:
 
 def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
     """z = model(inputs), for a tensor or an object, a tuple (positional) or a dict (by name)."""
+    # A model that enters autocast keeps its converted weights until the outermost autocast ends, and that is ours.
+    torch.clear_autocast_cache()
     if isinstance(inputs, dict):
         z = model(**inputs)
     elif isinstance(inputs, (tuple, list)):
@@ -174,12 +177,29 @@ def unlike(inputs: Any, p: Tensor) -> str | None:
     return None
 
 
+class Draws(TorchDispatchMode):
+    """Looks for operations that draw random numbers."""
+
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Chance:
+    """Whether the model draws random numbers. If not, the generators are left to the other threads of the program."""
+
+    drawn: bool = False
+
+
 class Moment:
     """The state that a forward pass changes: random number generators and buffers."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, chance: Chance) -> None:
         self.buffers: list[Any] = []
-        self.device = device
+        self.device, self.chance = device, chance
         self.cpu: Tensor | None = None
         self.cuda: Tensor | None = None
         if recording():  # a model that is recorded has no such state but the generator, which the graph knows
@@ -193,13 +213,13 @@ class Moment:
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def drew_since(self, earlier: Moment) -> bool:
-        """Whether random numbers were drawn in between."""
-        if self.cpu is None or earlier.cpu is None:
+    def drew_since(self) -> bool:
+        """Whether random numbers were drawn since, by the model or another thread."""
+        if self.cpu is None:
             return False
-        if self.cuda is not None and earlier.cuda is not None and not torch.equal(self.cuda, earlier.cuda):
+        if self.cuda is not None and not torch.equal(self.cuda, torch.cuda.get_rng_state(self.device)):
             return True
-        return not torch.equal(self.cpu, earlier.cpu)
+        return not torch.equal(self.cpu, torch.get_rng_state())
 
     def restore(self, *, buffers: bool = True, gently: bool = False) -> None:
         """As it was; gently where a graph may hold the buffers, which then must not be touched for nothing."""
@@ -213,9 +233,10 @@ class Moment:
                         if buffer is not None and value is not None and not (gently and torch.equal(buffer, value)):
                             buffer.copy_(value)
                         module._buffers[name] = buffer
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
+        if self.chance.drawn:
+            torch.set_rng_state(self.cpu)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda, self.device)
 
 
 def flatten(params: Sequence[Tensor]) -> Tensor:

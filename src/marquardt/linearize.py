@@ -5,18 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
-from .batch import Batch, Moment, assign, check_coupling, flatten, forward, shift, trainable
+from .batch import Batch, Chance, Moment, assign, check_coupling, flatten, forward, shift, trainable
 from .chunk import Chunk, Plan, Totals
 from .diagonal import Diagonal, Factors
-from .layers import Block, Line, Replay
+from .layers import Block, Line, Replay, call_with
 from .layers.capture import Slopes
 from .losses import Loss, resolve
 from .rows import Exact, Rows
@@ -59,21 +58,26 @@ class Linearization:
         self.m = 0  # rows, counted on the first pass
         self.count = 0  # chunks
         self.checksum: Any = 0.0  # of the targets
-        self.start = Moment(model, self.device)
+        self.chance = Chance()
+        self.start = self.moment()
         self.moments: list[Moment] = []
         self.slopes: list[list[Slopes]] = []
         self._totals: Totals | None = None
         self._h: Tensor | None = None  # remainder of several chunks, in Σ-units
+        self._gradient: Tensor | None = None
+        self._remainder: Tensor | None = None
         self._open: list[Chunk] = []
         self._at: tuple[Tensor, float] | None = None  # (d, lr) where the parameters are θ + lr·d
 
     @property
     def paths(self) -> dict[str, str]:
-        """Parameter name → "rule", or the path that its rows take."""
+        """Parameter name → "rule", or the path that its rows take; "none" if the outputs do not depend on it."""
         for chunk in self.chunks():
             _ = chunk.blocks
-        covered = {i for key in self.plan.layouts for i in key}
-        return {name: "rule" if i in covered else self.plan.general[i] for i, name in enumerate(self.names)}
+        return {name: self.plan.proof.path(i) for i, name in enumerate(self.names)}
+
+    def moment(self) -> Moment:
+        return Moment(self.model, self.device, self.chance)
 
     def pieces(self) -> Iterator[Batch]:
         for batch in self.batches:
@@ -116,7 +120,7 @@ class Linearization:
                 )
             self._totals = totals
             self._h = h
-            self.end = Moment(self.model, self.device)
+            self.end = self.moment()
 
     def samples(self) -> int:
         """Samples of the batch, where there is one."""
@@ -126,9 +130,7 @@ class Linearization:
         """Starts again with chunks of another size."""
         self.close()
         self.chunk, self.m, self.count = chunk, 0, 0
-        self._totals = self._h = None
-        for name in ("gradient", "remainder"):
-            self.__dict__.pop(name, None)
+        self._totals = self._h = self._gradient = self._remainder = None
         self.start.restore()
 
     @property
@@ -189,21 +191,31 @@ class Linearization:
         """By how much f is uncertain."""
         return self.totals().rounding * self.scale
 
-    @cached_property
+    @property
     def gradient(self) -> Tensor:
         """∇f: (n,)"""
-        total: Tensor | None = None
-        for chunk in self.chunks():
-            total = chunk.gradient if total is None else total + chunk.gradient
-        assert total is not None
-        return total * self.scale
+        if self._gradient is None:
+            total: Tensor | None = None
+            for chunk in self.chunks():
+                total = chunk.gradient if total is None else total + chunk.gradient
+            assert total is not None
+            self._gradient = total * self.scale
+        return self.silenced(self._gradient)
 
-    @cached_property
+    @property
     def remainder(self) -> Tensor | None:
         """h = Jᵀv, the part of g outside the range of J̃ᵀ: (n,), None means 0"""
         self.totals()
         h = self._open[0].h if self._open else self._h
-        return None if h is None else h * self.scale
+        if h is not None and self._remainder is None:
+            self._remainder = h * self.scale
+        return None if self._remainder is None else self.silenced(self._remainder)
+
+    def silenced(self, v: Tensor) -> Tensor:
+        """v with 0 for the parameters without influence, in place: (n,). They may be known only once there are rows."""
+        for i in self.plan.proof.mute:
+            v[self.starts[i] : self.starts[i] + self.sizes[i]] = 0
+        return v
 
     def columns(self, blocks: Sequence[Block]) -> list[tuple[slice, slice]]:
         """Where the parameters of some blocks are: (columns of θ, columns of the blocks side by side)"""
@@ -326,8 +338,9 @@ class Linearization:
         ways: dict[int, set[tuple[int, ...] | None]] = {}  # the rules by which a parameter was reached
         total = 0
         for chunk in self.chunks():
-            total += chunk.N
-            for block in (b for b in chunk.blocks if not b.empty):
+            blocks = [b for b in chunk.blocks if not b.empty]
+            total += chunk.N if blocks else 0
+            for block in blocks:
                 key, v = tuple(self.index[id(p)] for p in block.params), block.inputs()
                 for i, column in zip(key, block.diagonal().split([self.sizes[i] for i in key]), strict=True):
                     columns[i] = columns[i] + column if i in columns else column
@@ -403,14 +416,14 @@ class Linearization:
             if len(rates) > 1 and size > 1 and self.plan.batched_trials is not False and not self.plan.trial_needs_grad:
                 self.move()
                 losses = self._evaluate_together(d, rates, size)
-                if self.plan.batched_trials is None:  # a model may keep its weights where functional_call does not look
+                if self.plan.batched_trials is None:  # a model may keep its weights where nothing replaces them
                     true = float(self.evaluate(d, rates[-1]))
                     self.plan.batched_trials = not abs(losses[-1] - true) > 1e-3 * abs(true)
                 if self.plan.batched_trials:
                     return losses
         except torch.OutOfMemoryError:
             pass
-        except Exception:  # vmap and functional_call refuse models in many ways
+        except Exception:  # vmap refuses models in many ways
             self.plan.batched_trials = False
         return [float(self.evaluate(d, lr)) for lr in rates]
 
@@ -420,16 +433,16 @@ class Linearization:
         return ((1 << 26) if self.device.type == "cuda" else (1 << 18)) // max(1, inputs) if self.single else 1
 
     def _evaluate_together(self, d: Tensor, rates: Sequence[float], size: int) -> list[float]:
-        origin = self._named(self.theta)
-        direction = self._named(d)
+        origin = self._by_id(self.theta)
+        direction = self._by_id(d)
         self.start.restore()
         total: Any = 0.0
         for batch, slopes in zip(self.pieces(), self.slopes, strict=True):
 
             def value(lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes) -> Tensor:
-                at = {name: p + lr * direction[name] for name, p in origin.items()}
+                at = {key: p + lr * direction[key] for key, p in origin.items()}
                 with Replay(slopes), Line(origin, direction, at, lr) if lr.is_cuda else nullcontext():
-                    z = forward(lambda *a, **k: functional_call(self.model, at, a, k), batch.inputs)
+                    z = forward(call_with(self.model, at), batch.inputs)
                 return self.criterion.value(z, batch.targets, batch.weight)
 
             with torch.no_grad(), warnings.catch_warnings():
@@ -438,9 +451,9 @@ class Linearization:
                 total = total + vmap(value, randomness="same", chunk_size=size)(lrs)
         return [float(f) for f in (total.double() * self.scale).tolist()]
 
-    def _named(self, theta: Tensor) -> dict[str, Tensor]:
-        pieces = theta.split(self.sizes)
-        return {name: t.view_as(p) for name, p, t in zip(self.names, self.params, pieces, strict=True)}
+    def _by_id(self, theta: Tensor) -> dict[int, Tensor]:
+        """The parts of θ in the place of the parameters."""
+        return {id(p): t.view_as(p) for p, t in zip(self.params, theta.split(self.sizes), strict=True)}
 
 
 def linearize(

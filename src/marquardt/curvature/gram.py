@@ -138,7 +138,9 @@ class GramCurvature(Curvature):
                 right = left if i == j else self._rows(self.lin.chunk_at(j))
                 whole = rows == len(self.u)
                 part = K if whole else torch.zeros(rows, self.sizes[j], dtype=dtype, device=self.u.device)
-                if [[id(p) for p in b.params] for b in left] == [[id(p) for p in b.params] for b in right]:
+                if all(b.empty for b in left) or all(b.empty for b in right):
+                    pass  # zero, as with weights that are all zero
+                elif _kinds(left) == _kinds(right):
                     for a, b in zip(left, right, strict=True):
                         of = None if factors is None else [factors[self.lin.index[id(p)]] for p in a.params]
                         v = None if h is None else [h[self.lin.index[id(p)]] for p in a.params]
@@ -231,3 +233,8 @@ class GramCurvature(Curvature):
             moved = None if A is None else A.to(self.u.to(dtype)).factors
             self._K[dtype] = (factors, self.gram(moved, dtype))
         return self._K[dtype][1]
+
+
+def _kinds(blocks: list[Block]) -> list[tuple[type[Block], list[int]]]:
+    """What two chunks must have in common if their blocks are to be paired."""
+    return [(type(b), [id(p) for p in b.params]) for b in blocks]

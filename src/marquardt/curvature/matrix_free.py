@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..batch import check_coupling
-from ..chunk import Chunk
+from ..chunk import Chunk, exhausted
 from ..diagonal import Diagonal, Factors
 from ..layers.block import SLAB
 from ..linearize import Linearization
@@ -89,7 +89,8 @@ class MatrixFreeCurvature(Curvature):
         lin.keep_graph = True
         # One chunk that stays open between products; several are linearised again for every product.
         self._open: Products | None = None
-        self._way: Way | None = None
+        self._ways = list(ways(lin.model))  # that have not failed
+        self._way: Way | None = None  # the first of them, once it is proven
         self._proven = False
         lin.split(lin.chunk)  # a chunk from before may come from kernels that cannot be differentiated twice
         self._R = 0  # rows per sample
@@ -111,26 +112,40 @@ class MatrixFreeCurvature(Curvature):
 
     @property
     def gradient(self) -> Tensor:
-        return self._g
+        return self.lin.silenced(self._g)
 
     # Products.
 
     def __matmul__(self, v: Tensor) -> Tensor:
         total: Tensor | None = None
         with torch.no_grad(), twice_differentiable(self.lin.model):
-            for part in self._parts():
-                found = part.product(v)
+            for found in self._each(lambda part: part.product(v)):
                 total = found if total is None else total.add_(found)
         assert total is not None
-        return total.mul_(self.lin.scale)
+        return self.lin.silenced(total.mul_(self.lin.scale))
 
     def quadratic(self, v: Tensor) -> Tensor:
-        """vᵀGv = ‖SᵀJv‖², half of a product"""
-        if self.options.hessian:
-            return super().quadratic(v)
+        """vᵀGv = ‖SᵀJv‖², half of a product; of a Hessian it is a whole one"""
         with torch.no_grad(), twice_differentiable(self.lin.model):
-            squares = [part.rows(v).square().sum() for part in self._parts() if isinstance(part, GaussNewton)]
+            squares = list(self._each(lambda part: part.square(v)))
         return torch.stack(squares).sum() * self.lin.scale
+
+    def _each(self, form: Callable[[Products], Tensor]) -> Iterator[Tensor]:
+        """Something of every part; if the way there fails on these data, by the next one."""
+        for part in self._parts():
+            while True:
+                try:
+                    found = form(part)
+                    break
+                except Exception as error:
+                    if self._way is None or len(self._ways) == 1 or exhausted(error):
+                        raise
+                    self._ways.pop(0)
+                    self._way = None
+                    part = self._products(part.chunk)
+                    if self._open is not None:
+                        self._open = part
+            yield found
 
     def _parts(self) -> Iterator[Products]:
         lin = self.lin
@@ -153,36 +168,38 @@ class MatrixFreeCurvature(Curvature):
                 raise ValueError(NOT_SYMMETRIC)
             self._proven = True
             return second
-        if self._way is not None:
-            return GaussNewton(chunk, self._way)
         reasons = []
-        for way in ways(chunk.lin.model):
+        while self._ways:
+            way = self._ways[0]
             try:
                 found = GaussNewton(chunk, way)
-                if found.proven():
+                if way is self._way or found.proven():
                     self._way = way
                     return found
                 reason = "its derivatives contradict each other"
-            except Exception as error:  # autograd and functional_call refuse models in many ways
-                if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            except Exception as error:  # autograd refuses models in many ways
+                if exhausted(error):
                     raise
                 reason = str(error).split("\n")[0]
             reasons.append(f"{way.__name__.replace('_', ' ')}: {reason}")
+            self._ways.pop(0)
         raise ValueError(f"no product Gv can be formed with this model. {'; '.join(reasons)}")
 
     # The step.
 
     def newton(self, damping: Diagonal | Tensor) -> Tensor:
         """(G + A)⁻¹g by conjugate gradients, as far as the model of the loss is worth it"""
-        lin, options, g = self.lin, self.options, self._g
+        lin, options = self.lin, self.options
         with torch.no_grad():
-            if not bool(g.isfinite().all()):
+            if not bool(self._g.isfinite().all()):
                 raise FactorizationError("the gradient is not finite")
-            A = Diagonal.of(damping, lin.sizes).to(g).entries(lin.sizes)  # (n,)
+            A = Diagonal.of(damping, lin.sizes).to(lin.theta).entries(lin.sizes)  # (n,)
+            M = self._preconditioner(A)
+            g = self.gradient  # after the preconditioner, whose rows show which parameters have no influence
             start = None if self._start is None or options.warm == 0 else options.warm * self._start.to(g)
             iterates, curved = conjugate_gradients(
-                lambda v: (self @ v).add_(A * v), g, self._preconditioner(A), start, options.iterations,
-                options.tolerance, keep=options.backtrack,
+                lambda v: (self @ v).add_(A * v), g, M, start, options.iterations, options.tolerance,
+                keep=options.backtrack,
             )  # fmt: skip
             taken = self._best(iterates) if options.backtrack and len(iterates) > 1 else iterates[-1]
             if not bool(taken.x.isfinite().all()):

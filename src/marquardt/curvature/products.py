@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -9,13 +10,15 @@ from functools import partial
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..batch import forward
-from ..chunk import Chunk
-from ..layers import Replay
+from ..chunk import Chunk, tolerance_of
+from ..layers import Replay, call_with
 from ..linearize import Linearization
 from .hessian import again, flat, slope_with_graph
+
+# The level of forward mode is one number for the whole program, and torch refuses a second one: a thread at a time.
+LEVEL = threading.RLock()
 
 
 class Products(ABC):
@@ -29,6 +32,10 @@ class Products(ABC):
     def product(self, v: Tensor) -> Tensor:
         """(n,) → (n,)"""
 
+    def square(self, v: Tensor) -> Tensor:
+        """vᵀ(product): ()"""
+        return v @ self.product(v)
+
 
 class GaussNewton(Products):
     """JᵀS(SᵀJv)"""
@@ -40,19 +47,22 @@ class GaussNewton(Products):
     def product(self, v: Tensor) -> Tensor:
         return self.adjoint(self.rows(v))
 
+    def square(self, v: Tensor) -> Tensor:
+        return self.rows(v).square().sum()
+
     def proven(self) -> bool:
         """Whether tᵀ(SᵀJv) = (JᵀSt)ᵀv for random t and v = JᵀSt.
 
         A layer may have derivatives that autograd takes without complaint and that are wrong: a backward pass that is
-        no function of its cotangent, weights that functional_call does not find.
+        no function of its cotangent, weights that are kept where nothing replaces them.
         """
         S = self.chunk.rows.S
         t = torch.randn(S.shape[:2], generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu")
         t = t.to(S)
         v = self.adjoint(t)
         there, here = (t * self.rows(v)).sum().item(), (v @ v).item()
-        # TF32 is right to 1e-3; a wrong derivative is wrong by far. What is not finite, the step will see.
-        return not abs(there - here) > (1e-6 if S.dtype == torch.float64 else 1e-2) * here
+        # What is not finite, the step will see.
+        return not abs(there - here) > tolerance_of(self.chunk.picked_from.coarsest) * here
 
 
 class HessianProducts(Products):
@@ -77,7 +87,7 @@ class HessianProducts(Products):
         u, v = (torch.randn(theta.shape, generator=generator, dtype=theta.dtype, device=theta.device) for _ in "uv")
         Hv, Hu = self.product(v), self.product(u)
         size = (u.norm() * Hv.norm()).item()
-        return not abs((u @ Hv - v @ Hu).item()) > (1e-6 if theta.dtype == torch.float64 else 1e-2) * size
+        return not abs((u @ Hv - v @ Hu).item()) > tolerance_of(self.chunk.coarsest) * size
 
 
 # Ways to SᵀJv, (n,) → (R, N), and JᵀSt, (R, N) → (n,). The first that is proven right is taken.
@@ -109,9 +119,9 @@ def by_forward_mode(chunk: Chunk) -> Pair:
     lin = chunk.lin
 
     def rows(v: Tensor) -> Tensor:
-        with forward_ad.dual_level(), torch.set_grad_enabled(lin.plan.trial_needs_grad):
-            parts = zip(lin.names, lin.params, v.split(lin.sizes), strict=True)
-            z = repeated(chunk, {name: forward_ad.make_dual(p.detach(), t.view_as(p)) for name, p, t in parts})
+        with LEVEL, forward_ad.dual_level(), torch.set_grad_enabled(lin.plan.trial_needs_grad):
+            parts = zip(lin.params, v.split(lin.sizes), strict=True)
+            z = repeated(chunk, {id(p): forward_ad.make_dual(p.detach(), t.view_as(p)) for p, t in parts})
             Jv = forward_ad.unpack_dual(z).tangent
         return seen_by(chunk, None if Jv is None else Jv.detach())
 
@@ -143,19 +153,18 @@ def seen_by(chunk: Chunk, Jv: Tensor | None) -> Tensor:
     return S.new_zeros(S.shape[:2]) if Jv is None else (S * Jv).reshape(*S.shape[:2], -1).sum(2)
 
 
-def repeated(chunk: Chunk, replaced: dict[str, Tensor]) -> Tensor:
+def repeated(chunk: Chunk, replaced: dict[int, Tensor]) -> Tensor:
     """The forward pass of a chunk once more, with other tensors in the place of some parameters.
 
     On copies of the buffers: restoring them in place would spoil the graph of the chunk.
     """
     model = chunk.lin.model
     before = {id(b): value for _, saved in chunk.before.buffers for b, value in saved.values() if b is not None}
-    values = {name: before.get(id(b)) for name, b in model.named_buffers()}
-    buffers = {name: value.clone() for name, value in values.items() if value is not None}
+    buffers = {id(b): before[id(b)].clone() for b in model.buffers() if id(b) in before}
     chunk.before.restore(buffers=False)
     try:
         with Replay(chunk.slopes):
-            return forward(lambda *a, **k: functional_call(model, {**buffers, **replaced}, a, k), chunk.batch.inputs)
+            return forward(call_with(model, {**buffers, **replaced}), chunk.batch.inputs)
     finally:
         chunk.after.restore(buffers=False)
 

@@ -30,6 +30,12 @@ class Bilinear(Block):
         self.I = a.shape[-1]
         self.m = self.R * self.N
 
+    def without(self, some: Sequence[Tensor]) -> Block | None:
+        weight, bias = (None if any(p is q for q in some) else p for p in (self.weight, self.bias))
+        if weight is None and bias is None:
+            return None
+        return Bilinear(self.a if weight is not None else self.a[..., :0], self.delta, weight, bias)
+
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         start = 0
         for g, o in self._pieces() if self.weight is not None else ():

@@ -41,6 +41,10 @@ class Block(ABC):
     def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
         """out ← J̃ᵀw: (m,) → by parameter, flat"""
 
+    def without(self, some: Sequence[Tensor]) -> Block | None:
+        """The same for its other parameters; None if there are none."""
+        return None
+
     def pull(self, w: Tensor) -> Tensor:
         """J̃ᵀw: (m,) → (columns,)"""
         total = torch.empty(self.columns, dtype=w.dtype, device=w.device)
@@ -141,6 +145,10 @@ class Nothing(Block):
     def __init__(self, params: list[Tensor], m: int, N: int) -> None:
         self.params, self.m, self.N = params, m, N
 
+    def without(self, some: Sequence[Tensor]) -> Block | None:
+        kept = [p for p in self.params if all(p is not q for q in some)]
+        return Nothing(kept, self.m, self.N) if kept else None
+
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         size = max(1, SLAB // self.m)
         for first in range(0, self.columns, size):
@@ -166,6 +174,11 @@ class Explicit(Block):
 
     def __init__(self, params: list[Tensor], rows: Tensor, N: int) -> None:
         self.params, self._rows, self.m, self.N = params, rows, rows.shape[0], N  # (m, columns)
+
+    def without(self, some: Sequence[Tensor]) -> Block | None:
+        pieces = self._rows.split([p.numel() for p in self.params], 1)
+        kept = [(p, piece) for p, piece in zip(self.params, pieces, strict=True) if all(p is not q for q in some)]
+        return Explicit([p for p, _ in kept], torch.cat([piece for _, piece in kept], 1), self.N) if kept else None
 
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, self._rows.shape[1]), self._rows.to(dtype)

@@ -52,15 +52,20 @@ class Call:
         o = self.operand
         if o.x._version != self.version:
             raise Misfit("the input was changed in place after the call")
-        delta = layout(o.delta(delta), o.lead, N, 1)  # type: ignore[assignment]
-        a = layout(o.a().detach(), o.lead, N, 0)
-        if a is None or delta is None:
+        if not layout.fits(o.x.shape[: o.lead], N):
             raise Misfit("no dimension holds the samples")
+        dtype = self.params[0].dtype  # under autocast a and δ may be less precise
+        delta = layout(o.delta(delta.to(dtype)), o.lead, N, 1)
+        a = layout(o.a().detach(), o.lead, N, 0)
         if self.is_lookup:
             assert o.weight is not None
             return Lookup(a.flatten(1), delta, o.weight)
-        a = a if o.weight is not None else a[..., :0]
+        a = a.to(dtype) if o.weight is not None else a[..., :0].to(dtype)
         return Bilinear(a.flatten(1, -3), delta.flatten(2, -3), o.weight, o.bias)
+
+    def fits(self, N: int) -> tuple[bool, ...]:
+        """The layouts that its leading dimensions could have."""
+        return tuple(layout.fits(self.operand.x.shape[: self.operand.lead], N) for layout in LAYOUTS)
 
 
 class Capture(TorchFunctionMode):
@@ -81,6 +86,9 @@ class Capture(TorchFunctionMode):
         self.calls: list[Call] = []
         self.slopes: list[Slopes] = []
         self.reorders = False  # whether the model indexes by data: then samples may come in another order next time
+        self.convolves = False  # whether there is a convolution that might have a backward pass of our own,
+        self.unrolled = False  # and whether one has
+        self.coarsest = torch.float64  # of all dtypes that the model computes with
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -93,8 +101,12 @@ class Capture(TorchFunctionMode):
         if func is F.rrelu:
             return self._rrelu(*args, **kwargs)
         out = unrolled(*args, **kwargs) if self.once and func is F.conv2d else None
+        self.convolves = self.convolves or func is F.conv2d
+        self.unrolled = self.unrolled or out is not None
         if out is None:
             out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and out.dtype is not self.coarsest and out.is_floating_point():
+            self.coarsest = max(out.dtype, self.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
         if func in RULES and isinstance(out, Tensor) and out.requires_grad:
             operand = RULES[func](*args, **kwargs)
             if operand is not None:
@@ -196,20 +208,20 @@ class Layout:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, t: Tensor, lead: int, N: int, skip: int) -> Tensor | None:
-        """(skip…, *lead, *rest) → (skip…, N, T, *rest), or None where these dimensions cannot mean this."""
-        dims = t.shape[skip : skip + lead]
-        samples_first = self.name in ("first", "flat")
+    def fits(self, dims: Sequence[int], N: int) -> bool:
+        """Whether these leading dimensions can mean this."""
         if self.name in ("flat", "flat-time"):  # (N·T, …) or (T·N, …)
-            if not dims or dims[0] == N or dims[0] % N:
-                return None
+            return bool(dims) and dims[0] != N and dims[0] % N == 0
+        if self.name == "first":  # (N, …)
+            return bool(dims) and dims[0] == N
+        return len(dims) > 1 and dims[1] == N  # (T, N, …)
+
+    def __call__(self, t: Tensor, lead: int, N: int, skip: int) -> Tensor:
+        """(skip…, *lead, *rest) → (skip…, N, T, *rest)"""
+        samples_first = self.name in ("first", "flat")
+        if self.name in ("flat", "flat-time"):
             t = t.unflatten(skip, (N, -1) if samples_first else (-1, N))
             lead += 1
-        elif samples_first:  # (N, …)
-            if not dims or dims[0] != N:
-                return None
-        elif len(dims) < 2 or dims[1] != N:  # (T, N, …)
-            return None
         if not samples_first:
             t = t.movedim(skip + 1, skip)
         rest = t.shape[skip + lead :]

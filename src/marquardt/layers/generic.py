@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..batch import opaque
 from .capture import Misfit
+from .substituted import call_with
 
 # Numbers that the cotangents of one batched backward pass may hold: 64 MiB in float32.
 BATCH = 1 << 24
@@ -19,7 +20,7 @@ BATCH = 1 << 24
 
 def rows_by_vmap(
     model: torch.nn.Module,
-    params: dict[str, Tensor],
+    params: Sequence[Tensor],
     call: Callable[[Callable[..., Any], Any], Tensor],
     inputs: Any,
     S: Tensor,
@@ -28,21 +29,20 @@ def rows_by_vmap(
     _check_parts(inputs)
     R, N = S.shape[:2]
     dims = tree_map(lambda t: 0 if isinstance(t, Tensor) and t.ndim and len(t) == N else None, inputs)
-    fixed = {name: p.detach() for name, p in [*model.named_parameters(), *model.named_buffers()]}
-    theta = {name: p.detach() for name, p in params.items()}
+    fixed = {id(t): t.detach() for t in [*model.parameters(), *model.buffers()]}
 
-    def rows_of_one(x: Any, cotangents: Tensor) -> dict[str, Tensor]:
+    def rows_of_one(x: Any, cotangents: Tensor) -> list[Tensor]:
         one = tree_map(lambda t, d: t[None] if d == 0 else t, x, dims)
 
-        def outputs(theta: dict[str, Tensor]) -> Tensor:
-            return call(lambda *a, **k: functional_call(model, {**fixed, **theta}, a, k), one)[0]
+        def outputs(theta: list[Tensor]) -> Tensor:
+            return call(call_with(model, {**fixed, **{id(p): t for p, t in zip(params, theta, strict=True)}}), one)[0]
 
-        pullback = vjp(outputs, theta)[1]
+        pullback = vjp(outputs, [p.detach() for p in params])[1]
         return vmap(lambda w: pullback(w)[0])(cotangents)  # type: ignore[no-any-return]
 
-    n = sum(p.numel() for p in params.values())
+    n = sum(p.numel() for p in params)
     found = vmap(rows_of_one, in_dims=(dims, 1), chunk_size=max(1, BATCH // (R * n)))(inputs, S)
-    return torch.cat([found[name].flatten(2) for name in params], 2).transpose(0, 1).reshape(R * N, n)
+    return torch.cat([rows.flatten(2) for rows in found], 2).transpose(0, 1).reshape(R * N, n)
 
 
 def _check_parts(inputs: Any) -> None:

@@ -20,10 +20,10 @@ class Line(TorchFunctionMode):
     """
 
     def __init__(
-        self, origin: Mapping[str, Tensor], direction: Mapping[str, Tensor], at: Mapping[str, Tensor], lr: Tensor
+        self, origin: Mapping[int, Tensor], direction: Mapping[int, Tensor], at: Mapping[int, Tensor], lr: Tensor
     ) -> None:
         super().__init__()
-        self.ends = {id(p): (origin[name], direction[name]) for name, p in at.items()}
+        self.ends = {id(p): (origin[key], direction[key]) for key, p in at.items()}
         self.lr = lr
 
     def __torch_function__(

@@ -75,10 +75,12 @@ def _backward(delta: Tensor, x: Tensor, weight: Tensor, options: Options, which:
 
 
 def _watched(input: Tensor) -> bool:
-    """Where torch itself looks at the operations: under torch.func, in a checkpoint; and where there is no gain."""
+    """Where torch itself looks at the operations: under torch.func, in a checkpoint, under autocast; and where there is
+    no gain."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return transformed or hooked or input.is_complex() or input.device.type != "cpu"
+    mixed = torch.is_autocast_enabled(input.device.type)
+    return transformed or hooked or mixed or input.is_complex() or input.device.type != "cpu"
 
 
 def unrolled(
