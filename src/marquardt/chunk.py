@@ -195,6 +195,7 @@ class Chunk:
         if lin.chance.drawn or not self.before.drew_since():
             return
         here = lin.moment()
+        lin.chance.drawn = True  # even if the look is interrupted
         lin.chance.drawn = modes in lin.plan.random or self._draws()
         if lin.chance.drawn:
             lin.plan.random.add(modes)
