@@ -1,0 +1,651 @@
+"""Random networks, losses and optimizers: every step of mq.LM against the same step by brute force.
+
+    python tests/fuzz/networks.py --cases 5000 --seed 0 --jobs 2
+    python tests/fuzz/networks.py --only 1234            one case, in full
+    python tests/fuzz/networks.py --shrink 1234          the same with all that can be left out left out
+
+θ of every step is compared with −(G + λD)⁻¹g, momentum, trial and search from J, G and g by brute force. What comes from
+the library: the rules of λ, of D from step to step, of acceptance and of the search (each fed with numbers by brute
+force), the samples that `Fraction` picks, the signs of `Sampled`, and for FactoredMaxDiagonal D itself, of which only
+D ≥ diag G is checked. With Kronecker, whose H is another, f, θ's f and the descent are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import math
+import multiprocessing
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import torch
+from brute import Brute
+from cases_drawn import Case, build, chosen_params, draw, make_batches, make_loss
+from reference import call
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.acceptance import Trial, cosine_of
+from marquardt.curvature.contract import Curvature
+from marquardt.diagonal import Diagonal
+from marquardt.losses import resolve
+
+SOURCES = str(Path(mq.__file__).parent)
+EPS = torch.finfo(torch.float64).eps
+ENOUGH = 1e-7  # of the length of the step
+
+# Refusals that a drawn case may meet, each for a reason.
+EXPECTED = [
+    r"the total weight of the batch is 0",  # weights="zeros", or all targets ignored
+    r"has no Kronecker factors",  # layers without a rule
+    r"Kronecker cannot damp every entry",
+    r"the second derivatives of the model are not symmetric",  # weight_norm
+    r"the model cannot be differentiated twice",
+    r"couples the samples of a batch in train mode",
+    r"the outputs do not depend on the trainable parameters",  # what is left after freezing
+    r"ignore_index=\d+ needs class indices",
+    r"the model changes its inputs in place",  # an activation that does is its first layer
+]
+
+
+class Failure(Exception):
+    """What is wrong: a class of failures, and the figures."""
+
+    def __init__(self, what: str, detail: str = "") -> None:
+        super().__init__(f"{what}: {detail}" if detail else what)
+        self.what = what
+
+
+@dataclass
+class Report:
+    """What became of one case."""
+
+    seed: int
+    case: str = ""
+    steps: int = 0  # tried
+    compared: int = 0  # accepted steps whose θ was compared
+    rejected: int = 0
+    invalid: int = 0  # plain autograd fails too
+    ill: int = 0  # compared by the residual alone, or with a threshold above ENOUGH
+    close: int = 0  # decisions that rounding could turn
+    partly: int = 0  # Kronecker: descent and losses alone
+    worst: float = 0.0  # relative error of a step, of those that are not ill-conditioned
+    refusals: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)  # parameters of layers with a rule that took another path
+    seconds: float = 0.0
+
+
+class Spy:
+    """A part that remembers what it was asked."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["part"], name)
+
+    def update(self, *args: Any) -> Any:
+        found = self.part.update(*args)
+        self.calls.append((*args, found))
+        return found
+
+
+class Given(Curvature):
+    """G as the damping rules see it, from a matrix. `layers` are the parameters that count as one layer."""
+
+    def __init__(self, G: Tensor, g: Tensor, lin: Any, rank: int, layers: list[list[int]], second: bool) -> None:
+        self.G, self.g, self.lin, self.rank, self.layers, self.second = G, g, lin, rank, layers, second
+        self.notes: list[str] = []
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.g
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        return self.G @ v
+
+    def newton(self, damping: Any) -> Tensor:
+        raise NotImplementedError
+
+    def diagonal(self) -> Tensor:
+        return self.G.diagonal().abs() if self.second else self.G.diagonal()
+
+    def traces(self) -> Diagonal:
+        pieces = self.diagonal().split(self.lin.sizes)
+        parts: list[Any] = [(self.g.new_zeros(()),)] * len(pieces)
+        for members in self.layers:
+            size = sum(self.lin.sizes[i] for i in members)
+            tau = sum(pieces[i].sum() for i in members) / (size if self.second else min(size, self.lin.most))
+            for i in members:
+                parts[i] = (tau,)
+        return Diagonal(self.g.new_ones(()), parts)
+
+    def factored_maximum(self, D: Diagonal | None) -> Diagonal:
+        return self.maximum(D, 0.0)  # of a Hessian; for the others D is not compared
+
+
+def run(case: Case) -> Report:
+    report = Report(case.seed, str(case))
+    begin = time.perf_counter()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module="marquardt")
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        warnings.filterwarnings("ignore", "Using padding='same' with even kernel")
+        try:
+            Run(case, report).go()
+        except Failure as failure:
+            report.failures.append(str(failure))
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+class Run:
+    def __init__(self, case: Case, report: Report) -> None:
+        self.case, self.report = case, report
+        self.model, self.loss, self.batches = build(case), make_loss(case), make_batches(case)
+        torch.manual_seed(case.seed)
+
+    def go(self) -> None:
+        case = self.case
+        self.damping, self.schedule = Spy(case.damping), Spy(case.schedule)
+        params = chosen_params(case, self.model)
+        try:
+            self.lm = mq.LM(
+                self.model, self.loss, params=params, lr=case.lr, curvature=case.curvature, rows=case.rows,
+                damping=self.damping, schedule=self.schedule, momentum=case.momentum, acceptance=case.acceptance,
+                line_search=case.line_search, average=case.average, attempts=case.attempts,
+            )  # fmt: skip
+        except Exception as error:
+            self.refused(error)
+            return
+        self.looks = structure(self.model)
+        for k, batch in enumerate(self.batches):
+            try:
+                self.step(k, batch)
+            except Failure as failure:
+                raise Failure(f"{failure.what}", f"step {k}, {str(failure).removeprefix(failure.what + ': ')}") from None
+
+    def step(self, k: int, batch: tuple[Any, Any, Any]) -> None:
+        """One step, and everything that has to hold after it."""
+        lm, case, report = self.lm, self.case, self.report
+        batches = halves(batch) if case.over else [batch]
+        before = Snapshot(self.model, lm)
+        second = isinstance(case.curvature, mq.Hessian)
+        chunk = None if second else case.curvature.chunk
+        try:
+            brute = Brute(
+                self.model, lm.params, self.loss, case.rows, batches, chunk, lm._state.steps, case.over, second
+            )
+        except Exception as error:
+            brute = None
+            problem = error
+        before.restore_rng()
+        self.damping.calls.clear()
+        self.schedule.calls.clear()
+        report.steps += 1
+        try:
+            step = lm.step_over(batches) if case.over else lm.step(*batch)
+        except Exception as error:
+            self.intact()
+            if brute is None:  # nor does autograd know what to do with this model
+                report.invalid += 1
+            else:
+                self.refused(error, brute)
+            before.same(self.model, lm)
+            return
+        if brute is None:
+            raise Failure("the model alone fails, the step does not", f"{type(problem).__name__}: {problem}"[:200])
+        self.healthy(batch, brute, step, before)
+        self.slow_paths()
+        torch.set_rng_state(brute.end)
+        self.check(step, brute, before)
+        torch.set_rng_state(brute.end)
+
+    def refused(self, error: Exception, brute: Brute | None = None) -> None:
+        """A refusal has to be ours, and to be expected."""
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = frames[-1].filename.startswith(SOURCES)
+        text = str(error).split("\n")[0]
+        if not ours or not isinstance(error, (ValueError, TypeError)):
+            where = next((f for f in reversed(frames) if f.filename.startswith(SOURCES)), frames[-1])
+            raise Failure(f"crash {type(error).__name__} in {where.name} ({generic(text)[:50]})", text[:200])
+        self.report.refusals.append(generic(text))
+        if not any(re.search(pattern, text) for pattern in EXPECTED):
+            raise Failure("unexpected refusal", text[:300])
+        if "total weight" in text and brute is not None and brute.possible:
+            raise Failure("false refusal", text)
+
+    def slow_paths(self) -> None:
+        general = getattr(self.lm._plan, "general", {})
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for i, path in general.items():
+            name = names[id(self.lm.params[i])]
+            owner = self.model.get_submodule(name.rpartition(".")[0])
+            if path != "none" and type(owner) in RULED:
+                self.report.slow.append(f"{type(owner).__name__}.{name.rpartition('.')[2]} ({path})")
+
+    def intact(self) -> None:
+        if structure(self.model) != self.looks:
+            raise Failure("the model was changed", difference(structure(self.model), self.looks))
+
+    def healthy(self, batch: tuple[Any, Any, Any], brute: Brute, step: Any, before: Snapshot) -> None:
+        self.intact()
+        if not torch.equal(torch.get_rng_state(), brute.end):
+            raise Failure("the generator is not where one forward pass leaves it")
+        wanted = brute.end_buffers if step.accepted else before.buffers
+        for b, e in zip(self.model.buffers(), wanted, strict=True):
+            if not torch.allclose(b, e, rtol=1e-9, atol=1e-12):
+                raise Failure("buffers", f"off by {float((b - e).abs().max()):.2g}, accepted={step.accepted}")
+        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+            raise Failure("parameters are not finite")
+        for p, q in before.frozen(self.model, self.lm.params):
+            if not torch.equal(p, q):
+                raise Failure("a parameter that does not train was changed")
+        kept = [b.clone() for b in self.model.buffers()]
+        try:
+            with torch.no_grad():
+                call(self.model, batch[0])
+        except Exception as error:
+            raise Failure(f"the model no longer runs: {type(error).__name__}", str(error)[:150]) from None
+        with torch.no_grad():
+            for b, e in zip(self.model.buffers(), kept, strict=True):
+                b.copy_(e)
+
+    # The comparison.
+
+    def check(self, step: Any, b: Brute, before: Snapshot) -> None:
+        old, lm, case = before.state, self.lm, self.case
+        if not b.possible:
+            raise Failure("a batch without any weight was taken")
+        outcome = self.schedule.calls[0][1]
+        same = outcome.same_data
+        near("f", step.loss, b.f, 1e-10, abs(b.f))
+        G_lib = self.damping.calls[-1][1]
+        kind = type(G_lib).__name__
+        G = self.mixed(b, G_lib, old, same) if kind == "DenseCurvature" else b.G
+        if step.accepted:
+            near("f at the new θ", step.new_loss, b.at(flat(lm.params)), 1e-9, abs(step.new_loss) + abs(b.f))
+        elif not torch.equal(flat(lm.params), before.theta):
+            raise Failure("θ moved though the step was rejected")
+        if kind == "KroneckerCurvature":
+            self.report.partly += 1
+            if step.rule == "decrease" and not step.new_loss < step.loss:
+                raise Failure("no decrease")
+            if case.momentum is None and step.accepted and not float(b.g @ (flat(lm.params) - before.theta)) < 0:
+                raise Failure("no descent", f"gᵀd = {float(b.g @ (flat(lm.params) - before.theta)):.3g}")
+            return
+        A = self.damped(G, b, G_lib, old)
+        calls = self.schedule.calls
+        if calls[0][0] != old.lam:
+            raise Failure("λ", f"{calls[0][0]} instead of {old.lam}")
+        for lam, outcome, _ in calls[:-1]:
+            if outcome.rule != "rejected":
+                raise Failure("another attempt after a step that was accepted")
+            self.attempt(step, b, G, lam * A, outcome, old, same, None)
+        lam, outcome, after = calls[-1]
+        if lm.lam != after or step.lam != lam or step.rule != outcome.rule:
+            raise Failure("the step and its λ", f"{step} against {calls[-1]}")
+        moved = flat(lm.params) - before.theta if step.accepted else None
+        self.attempt(step, b, G, lam * A, outcome, old, same, moved)
+
+    def mixed(self, b: Brute, G_lib: Any, old: Any, same: bool) -> Tensor:
+        """Dense with inertia: the running average."""
+        past, beta = old.past, G_lib.beta
+        if beta == 0 or same or past is None or "G" not in past:
+            return b.G
+        k = float(past["batches"])
+        return torch.lerp(b.G, past["G"], min(k / (k + 2), beta))
+
+    def damped(self, G: Tensor, b: Brute, G_lib: Any, old: Any) -> Tensor:
+        """The entries of D that the step solves with: (n,)"""
+        D_old, _, D = self.damping.calls[-1]
+        found = D.entries(b.sizes)
+        second = isinstance(self.case.curvature, mq.Hessian)
+        most = max(old.rows, b.m)
+        if isinstance(self.case.damping, mq.FactoredMaxDiagonal) and not second:
+            least = b.n / min(b.n, most) * G.diagonal()
+            if bool((found < least * (1 - 1e-9) - 1e-14 * least.max()).any()):
+                raise Failure("D of FactoredMaxDiagonal is below diag G")
+            return D.positive().entries(b.sizes)
+        lin = SimpleNamespace(theta=b.theta, n=b.n, sizes=b.sizes, params=b.params, most=most, scale=1.0)
+        layers = [[i] for i in range(len(b.sizes))]
+        if isinstance(self.case.damping, mq.LayerMeanEigenvalue) and not second:
+            same: dict[float, list[int]] = collections.defaultdict(list)
+            for i, (tau,) in enumerate(D.factors):
+                same[float(tau)].append(i)
+            layers = list(same.values())
+        given = Given(G, b.g, lin, b.n if second else min(b.n, most), layers, second)
+        if second or b.m:
+            wanted = self.case.damping.update(D_old, given).entries(b.sizes)
+            off = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
+            if not off <= 1e-8:
+                raise Failure("D", f"off by {off:.2g}; max {float(wanted.max()):.3g}")
+        return D.positive().entries(b.sizes)
+
+    def attempt(
+        self, step: Any, b: Brute, G: Tensor, A: Tensor, outcome: Any, old: Any, same: bool, moved: Tensor | None
+    ) -> None:
+        """One λ: the step, its loss, its gain, the decision, and θ."""
+        case, report = self.case, self.report
+        H = G + A.diag()
+        s = H.diagonal().clamp(min=1e-300).rsqrt()
+        spectrum = torch.linalg.eigvalsh(H * s * s[:, None])
+        lowest, highest = float(spectrum[0]), float(spectrum[-1])
+        if math.isnan(outcome.new_loss) and outcome.gain == -math.inf and "trial loss" not in step.note:
+            if lowest > 1e-9:
+                raise Failure("could not be factored", f"eigenvalues from {lowest:.2g} to {highest:.2g}, {step.note}")
+            report.rejected += 1
+            return
+        if lowest <= 0 and isinstance(case.curvature, mq.Hessian):
+            if lowest < -1e-9:
+                raise Failure("an indefinite Hessian was solved with", f"eigenvalue {lowest:.2g}")
+            report.ill += 1
+            return
+        condition = highest / max(lowest, 1e-300)
+        cg = isinstance(case.curvature, mq.MatrixFree)
+        allowed = max(1e-6, 1e3 * EPS * condition) if cg else max(ENOUGH, 30 * EPS * condition)
+        ill = condition > (1e9 if cg else 1e8)
+        plain = -torch.linalg.solve(H, b.g)
+        d = plain
+        if case.momentum is not None:
+            given = SimpleNamespace(G=SimpleNamespace(gradient=b.g), quadratic=lambda v: v @ H @ v)
+            d = case.momentum.refine(plain, old.previous, given, same)
+        lr = self.lm.lr
+        f_new = b.at(b.theta + lr * d)
+        predicted = float(-lr * (b.g @ d) - 0.5 * lr**2 * (d @ G @ d))
+        if not ill:
+            self.losses(outcome, b, f_new, predicted, allowed)
+        back = None if old.previous is None else float(cosine_of(plain, old.previous))
+
+        def judged(f: float) -> str | None:
+            return case.acceptance.judge(Trial(b.f, f, b.low, min(old.best, b.f), back))
+
+        margin = 1e-9 * (abs(b.f) + abs(f_new))
+        rule, rate, line = judged(f_new), lr, d
+        if len({judged(f_new + e) for e in (-margin, 0.0, margin)}) > 1 or (ill and rule != outcome.rule):
+            report.close += 1
+            rule = outcome.rule if outcome.rule in ("decrease", "uphill") else None
+        if rule is None and case.line_search is not None and lr > 0:
+            line = d if case.line_search.along_step else plain
+            along = lambda rates: [b.at(b.theta + r * line) for r in rates]  # noqa: E731
+            found = case.line_search.search(along, b.f, lr, (lr, f_new) if line is d else None)
+            rule, rate = ("search", found[0]) if found is not None else (None, lr)
+            rule, rate = self.settled(b, line, rule, rate, outcome, step, found)
+        if (rule or "rejected") != outcome.rule:
+            raise Failure("decision", f"{outcome.rule} instead of {rule}; f {b.f:.17g}, f_new {f_new:.17g}, {outcome}")
+        if moved is None:
+            report.rejected += 1
+            return
+        if step.lr != rate:
+            raise Failure("rate", f"{step.lr} instead of {rate}")
+        self.compare(moved, rate * line, b, H, rate, line is plain, allowed, ill, condition)
+
+    def settled(
+        self, b: Brute, line: Tensor, rule: str | None, rate: float, outcome: Any, step: Any, found: Any
+    ) -> tuple[str | None, float]:
+        """The library's rate in the place of ours where rounding decides between the two."""
+        theirs = outcome.rule if outcome.rule == "search" else None
+        if rule == theirs and (rule is None or step.lr == rate):
+            return rule, rate
+        f_ours = b.f if rule is None else found[1]
+        f_theirs = b.f if theirs is None else b.at(b.theta + step.lr * line)
+        if abs(f_ours - f_theirs) <= 1e-8 * (abs(b.f) + abs(f_ours)):
+            self.report.close += 1
+            return theirs, step.lr if theirs else rate
+        return rule, rate
+
+    def losses(self, outcome: Any, b: Brute, f_new: float, predicted: float, allowed: float) -> None:
+        if not math.isfinite(f_new) or abs(f_new) > 1e6 * (abs(b.f) + 1):
+            return  # there the loss is too steep to compare
+        size = abs(b.f) + abs(f_new)
+        near("f of the trial", outcome.new_loss, f_new, 10 * allowed + 1e-9, size)
+        if predicted > 1e-7 * abs(b.f):
+            gain = (b.f - f_new) / predicted
+            near("gain", outcome.gain, gain, 1e-6 + 20 * allowed * size / predicted, 1 + abs(gain))
+
+    def compare(
+        self, moved: Tensor, wanted: Tensor, b: Brute, H: Tensor, rate: float, plain: bool, allowed: float, ill: bool,
+        condition: float,
+    ) -> None:  # fmt: skip
+        report = self.report
+        length = float(wanted.norm())
+        error = float((moved - wanted).norm())
+        rounding = 4 * EPS * float(b.theta.norm())  # θ + d − θ
+        if ill:
+            report.ill += 1
+            if plain and rate > 0:
+                d = moved / rate
+                residual = float((H @ d + b.g).norm())
+                size = float(H.norm() * d.norm() + b.g.norm()) + rounding * float(H.norm()) / EPS
+                if not residual <= 1e-7 * size:
+                    raise Failure("θ", f"residual {residual / size:.2g}, condition {condition:.2g}")
+            return
+        report.compared += 1
+        report.ill += allowed > ENOUGH and not isinstance(self.case.curvature, mq.MatrixFree)
+        if not error <= allowed * length + rounding:
+            raise Failure("θ", f"relative error {error / length:.2g} of the step, condition {condition:.2g}")
+        if length > 1e6 * rounding:
+            report.worst = max(report.worst, error / length)
+
+
+RULED = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear,
+)  # fmt: skip
+
+
+class Snapshot:
+    """All that a refused step must leave as it was."""
+
+    def __init__(self, model: nn.Module, lm: mq.LM) -> None:
+        self.rng = torch.get_rng_state()
+        self.params = [p.detach().clone() for p in model.parameters()]
+        self.buffers = [b.clone() for b in model.buffers()]
+        self.theta = flat(lm.params)
+        self.state = replace(
+            lm._state,
+            previous=None if lm._state.previous is None else lm._state.previous.clone(),
+            past=None if lm._state.past is None else {k: v.clone() for k, v in lm._state.past.items()},
+        )
+        self.kept = lm._state
+
+    def restore_rng(self) -> None:
+        torch.set_rng_state(self.rng)
+
+    def frozen(self, model: nn.Module, trained: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        own = {id(p) for p in trained}
+        return ((p, q) for p, q in zip(model.parameters(), self.params, strict=True) if id(p) not in own)
+
+    def same(self, model: nn.Module, lm: mq.LM) -> None:
+        if not torch.equal(torch.get_rng_state(), self.rng):
+            raise Failure("a refused step drew random numbers")
+        for what, now, then in (("θ", model.parameters(), self.params), ("a buffer", model.buffers(), self.buffers)):
+            if not all(torch.equal(a, b) for a, b in zip(now, then, strict=True)):
+                raise Failure(f"a refused step changed {what}")
+        if lm._state is not self.kept:
+            raise Failure("a refused step changed the state")
+
+
+def structure(model: nn.Module) -> dict[str, Any]:
+    """What a step must not change: which tensors and modules are where, hooks, flags."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[name] = (id(module), module.training, type(module).__name__)
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            found[f"{name} {kind}"] = len(getattr(module, kind))
+        for key, p in module._parameters.items():
+            if p is not None:
+                hooks = len(p._backward_hooks or {})
+                found[f"{name}.{key}"] = (id(p), type(p).__name__, p.requires_grad, p.grad is None, p.is_leaf, hooks)
+        for key, b in module._buffers.items():
+            found[f"{name}.{key}"] = id(b)
+        found[f"{name} attributes"] = sorted(module.__dict__)
+    return found
+
+
+def difference(now: dict[str, Any], then: dict[str, Any]) -> str:
+    keys = [k for k in {**now, **then} if now.get(k) != then.get(k)]
+    return "; ".join(f"{k}: {then.get(k)} → {now.get(k)}" for k in keys[:3])
+
+
+def halves(batch: tuple[Any, Any, Any]) -> list[tuple[Any, Any, Any]]:
+    from brute import cut, length
+
+    N = length(batch[0])
+    parts = [slice(0, N - N // 2), slice(N - N // 2, N)] if N > 1 else [slice(0, 1)]
+    return [tuple(cut(t, part, N) for t in batch) for part in parts]
+
+
+def flat(params: list[Tensor]) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def near(what: str, found: float, wanted: float, tolerance: float, size: float) -> None:
+    if not abs(found - wanted) <= tolerance * size + 1e-300 and found != wanted:
+        raise Failure(what, f"{found:.12g} instead of {wanted:.12g}")
+
+
+def generic(text: str) -> str:
+    """A message without its names and figures."""
+    return re.sub(r"'[^']*'", "'…'", re.sub(r"\d+", "0", text))[:110]
+
+
+# ---- many cases
+
+
+def one(seed: int) -> Report:
+    torch.set_num_threads(1)
+    try:
+        return run(draw(seed))
+    except Exception as error:  # of this file, not of the library
+        text = "".join(traceback.format_exception(error)[-3:])
+        return Report(seed, failures=[f"the fuzzer itself: {text}"])
+
+
+def many(seeds: range, jobs: int, minutes: float) -> Iterator[Report]:
+    until = time.monotonic() + 60 * minutes
+    if jobs == 1:
+        found: Iterator[Report] = map(one, seeds)
+        yield from itertools.takewhile(lambda _: time.monotonic() < until, found)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for report in pool.imap_unordered(one, seeds, chunksize=8):
+            yield report
+            if time.monotonic() > until:
+                return
+
+
+def summary(reports: list[Report]) -> str:
+    counted = ("steps", "compared", "rejected", "invalid", "ill", "close", "partly")
+    total = {k: sum(getattr(r, k) for r in reports) for k in counted}
+    failures = collections.Counter(kind_of(f) for r in reports for f in r.failures)
+    refusals = collections.Counter(text for r in reports for text in r.refusals)
+    slow = collections.Counter(text for r in reports for text in set(r.slow))
+    worst = max((r.worst for r in reports), default=0.0)
+    lines = [
+        f"{len(reports)} cases, {total['steps']} steps, {total['compared']} compared ({total['ill']} ill-conditioned, "
+        f"{total['close']} decisions that rounding turns), {total['rejected']} rejected, {total['partly']} Kronecker, "
+        f"{total['invalid']} that plain autograd refuses; "
+        f"{sum(refusals.values())} refusals, {sum(failures.values())} failures; worst relative error {worst:.2g}; "
+        f"{sum(r.seconds for r in reports):.0f} s, longest {max((r.seconds for r in reports), default=0):.1f} s"
+    ]
+    lines += [f"  failure  {count:4d} × {text}" for text, count in failures.most_common()]
+    lines += [f"  refusal  {count:4d} × {text}" for text, count in refusals.most_common()]
+    lines += [f"  no rule  {count:4d} × {text}" for text, count in slow.most_common()]
+    return "\n".join(lines)
+
+
+def kind_of(failure: str) -> str:
+    return re.sub(r"\d+", "0", failure.split(": step ")[0])[:100]
+
+
+# ---- one case, made smaller
+
+SIMPLER: dict[str, list[Any]] = {
+    "curvature": [mq.Dense(), mq.Gram()], "rows": [mq.Exact()], "damping": [mq.Identity()],
+    "schedule": [mq.Constant(1.0)], "momentum": [None], "acceptance": [mq.Decrease()], "line_search": [None],
+    "average": [None], "attempts": [1], "lr": [1.0], "weights": ["none"], "over": [False], "frozen": [0],
+    "chosen": [False], "inputs": ["tensor"], "training": [False], "same": [False], "head": ["vector"], "loss": ["mse"],
+    "kind": ["v", "s"],
+}  # fmt: skip
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    for i in range(len(case.pieces)):
+        yield replace(case, pieces=case.pieces[:i] + case.pieces[i + 1 :])
+    for name, values in SIMPLER.items():
+        yield from (replace(case, **{name: value}) for value in values if getattr(case, name) != value)
+    if len(case.sizes) > 1:
+        yield from (replace(case, sizes=sizes) for sizes in (case.sizes[:-1], case.sizes[1:]))
+    for i, N in enumerate(case.sizes):
+        if N > 2 and not case.same:
+            yield replace(case, sizes=(*case.sizes[:i], 2, *case.sizes[i + 1 :]))
+
+
+def shrink(case: Case) -> Case:
+    """The same failure with all that can be left out left out."""
+
+    def kind(case: Case) -> str | None:
+        try:
+            failures = run(case).failures
+        except Exception:
+            return None
+        return kind_of(failures[0]) if failures else None
+
+    wanted = kind(case)
+    if wanted is None:
+        return case
+    while True:
+        found = next((c for c in smaller(case) if kind(c) == wanted), None)
+        if found is None:
+            return case
+        case = found
+
+
+def show(case: Case, report: Report) -> None:
+    print(case, build(case), make_loss(case), sep="\n")
+    print(report)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--only", type=int, help="this seed alone, in full")
+    parser.add_argument("--shrink", type=int, help="this seed, made smaller")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.only is not None or options.shrink is not None:
+        case = draw(options.only if options.only is not None else options.shrink)
+        case = case if options.shrink is None else shrink(case)
+        report = run(case)
+        show(case, report)
+        return bool(report.failures)
+    reports = []
+    for report in many(range(options.seed, options.seed + options.cases), options.jobs, options.minutes):
+        reports.append(report)
+        for failure in report.failures:
+            print(f"{report.seed}  {failure}\n    {report.case}", flush=True)
+    print(summary(reports))
+    return any(report.failures for report in reports)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
