@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from reference import NAMED, call, elements, per_sample
 from torch import Tensor, nn
 from torch.func import hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import marquardt as mq
+from reference import NAMED, call, elements, per_sample
 
 
 class Slopes:
@@ -39,17 +39,18 @@ class Slopes:
 class RReLU(nn.Module):
     def __init__(self, original: nn.RReLU, slopes: Slopes) -> None:
         super().__init__()
-        self.lower, self.upper, self.slopes = original.lower, original.upper, slopes
+        self.lower, self.upper, self.inplace, self.slopes = original.lower, original.upper, original.inplace, slopes
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.slopes.mode == "plain":
-            return F.rrelu(x, self.lower, self.upper, self.training)
+            return F.rrelu(x, self.lower, self.upper, self.training, self.inplace)
         if self.slopes.mode == "replay":
             slope, state = self.slopes.left.pop(0)
             torch.set_rng_state(state)
             return torch.where(x < 0, slope * x, x)
-        z = F.rrelu(x, self.lower, self.upper, True)
-        slope = torch.where(x < 0, z / x, (self.lower + self.upper) / 2).detach()
+        before = x.detach().clone()
+        z = F.rrelu(x, self.lower, self.upper, True, self.inplace)
+        slope = torch.where(before < 0, z.detach() / before, (self.lower + self.upper) / 2)
         self.slopes.drawn.append((slope, torch.get_rng_state()))
         return z
 
@@ -94,11 +95,15 @@ class Brute:
 
     def __init__(
         self, model: nn.Module, params: list[Tensor], loss: Any, rows: Any, batches: list[tuple[Any, Any, Any]],
-        chunk: int | None, seed: int, over: bool, second: bool = False,
+        chunk: int | None, seed: int, over: bool, second: bool = False, nudge: float = 0.0,
     ) -> None:  # fmt: skip
         self.twin, self.slopes = twin_of(model)
         pairs = dict(zip(map(id, model.parameters()), self.twin.parameters(), strict=True))
         self.params = [pairs[id(p)] for p in params]
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in self.params if nudge else []:
+                p.mul_(1 + nudge * torch.randn(p.shape, generator=generator, dtype=p.dtype))
         self.sizes = [p.numel() for p in self.params]
         self.n = sum(self.sizes)
         self.loss, self.over = NAMED.get(loss, loss) if isinstance(loss, str) else loss, over
@@ -223,7 +228,9 @@ class Brute:
             q = self._probabilities(z, y)
             leaf = z.clone().requires_grad_()
             terms = -leaf.log_softmax(1)
-            slopes = torch.stack([torch.autograd.grad(t, leaf, retain_graph=True)[0].flatten() for t in terms.flatten()])
+            slopes = torch.stack(
+                [torch.autograd.grad(t, leaf, retain_graph=True)[0].flatten() for t in terms.flatten()]
+            )
             return slopes.T @ ((per_sample(w, q) * q).flatten()[:, None] * slopes)
         if empirical:
             leaf = z.clone().requires_grad_()

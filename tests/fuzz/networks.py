@@ -4,16 +4,17 @@
     python tests/fuzz/networks.py --only 1234            one case, in full
     python tests/fuzz/networks.py --shrink 1234          the same with all that can be left out left out
 
-θ of every step is compared with −(G + λD)⁻¹g, momentum, trial and search from J, G and g by brute force. What comes from
-the library: the rules of λ, of D from step to step, of acceptance and of the search (each fed with numbers by brute
-force), the samples that `Fraction` picks, the signs of `Sampled`, and for FactoredMaxDiagonal D itself, of which only
-D ≥ diag G is checked. With Kronecker, whose H is another, f, θ's f and the descent are checked.
+θ of every step is compared with −(G + λD)⁻¹g, momentum, trial and search from J, G and g by brute force. What comes
+from the library: the rules of λ, of D from step to step, of acceptance and of the search (each fed with brute-force
+numbers), the samples that `Fraction` picks, the signs of `Sampled`, and for FactoredMaxDiagonal D itself, of which only
+D ≥ diag G is checked. With Kronecker, whose H is another one, only f, f at the next θ and the descent are checked.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import itertools
 import math
 import multiprocessing
@@ -22,25 +23,24 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from brute import Brute
-from cases_drawn import Case, build, chosen_params, draw, make_batches, make_loss
-from reference import call
+from drawn import Case, build, chosen_params, draw, make_batches, make_loss
 from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.acceptance import Trial, cosine_of
 from marquardt.curvature.contract import Curvature
 from marquardt.diagonal import Diagonal
-from marquardt.losses import resolve
+from reference import call
 
 SOURCES = str(Path(mq.__file__).parent)
 EPS = torch.finfo(torch.float64).eps
@@ -53,7 +53,7 @@ EXPECTED = [
     r"Kronecker cannot damp every entry",
     r"the second derivatives of the model are not symmetric",  # weight_norm
     r"the model cannot be differentiated twice",
-    r"couples the samples of a batch in train mode",
+    r"couples the samples of a batch in train mode",  # also "diag G needs rows that belong to one sample each, but …"
     r"the outputs do not depend on the trainable parameters",  # what is left after freezing
     r"ignore_index=\d+ needs class indices",
     r"the model changes its inputs in place",  # an activation that does is its first layer
@@ -63,9 +63,9 @@ EXPECTED = [
 class Failure(Exception):
     """What is wrong: a class of failures, and the figures."""
 
-    def __init__(self, what: str, detail: str = "") -> None:
+    def __init__(self, what: str, detail: str = "", size: float | None = None) -> None:
         super().__init__(f"{what}: {detail}" if detail else what)
-        self.what = what
+        self.what, self.size = what, size  # relative error, where there is one
 
 
 @dataclass
@@ -80,6 +80,7 @@ class Report:
     invalid: int = 0  # plain autograd fails too
     ill: int = 0  # compared by the residual alone, or with a threshold above ENOUGH
     close: int = 0  # decisions that rounding could turn
+    unsure: int = 0  # D of LayerMeanEigenvalue taken as it was
     partly: int = 0  # Kronecker: descent and losses alone
     worst: float = 0.0  # relative error of a step, of those that are not ill-conditioned
     refusals: list[str] = field(default_factory=list)
@@ -178,7 +179,9 @@ class Run:
             try:
                 self.step(k, batch)
             except Failure as failure:
-                raise Failure(f"{failure.what}", f"step {k}, {str(failure).removeprefix(failure.what + ': ')}") from None
+                raise Failure(
+                    f"{failure.what}", f"step {k}, {str(failure).removeprefix(failure.what + ': ')}"
+                ) from None
 
     def step(self, k: int, batch: tuple[Any, Any, Any]) -> None:
         """One step, and everything that has to hold after it."""
@@ -187,10 +190,9 @@ class Run:
         before = Snapshot(self.model, lm)
         second = isinstance(case.curvature, mq.Hessian)
         chunk = None if second else case.curvature.chunk
+        arguments = self.loss, case.rows, batches, chunk, lm._state.steps, case.over, second
         try:
-            brute = Brute(
-                self.model, lm.params, self.loss, case.rows, batches, chunk, lm._state.steps, case.over, second
-            )
+            brute = Brute(self.model, lm.params, *arguments)
         except Exception as error:
             brute = None
             problem = error
@@ -212,8 +214,11 @@ class Run:
             raise Failure("the model alone fails, the step does not", f"{type(problem).__name__}: {problem}"[:200])
         self.healthy(batch, brute, step, before)
         self.slow_paths()
-        torch.set_rng_state(brute.end)
-        self.check(step, brute, before)
+        try:
+            self.check(step, brute, before)
+        except Failure as failure:
+            before.restore_rng()
+            self.excused(failure, brute, lambda: Brute(*before.model(self.model), *arguments, 8 * EPS))
         torch.set_rng_state(brute.end)
 
     def refused(self, error: Exception, brute: Brute | None = None) -> None:
@@ -303,6 +308,19 @@ class Run:
         moved = flat(lm.params) - before.theta if step.accepted else None
         self.attempt(step, b, G, lam * A, outcome, old, same, moved)
 
+    def excused(self, failure: Failure, b: Brute, nudged: Callable[[], Brute]) -> None:
+        """Raises the failure, unless this step is that sensitive: θ off by a rounding error gives such another one."""
+        if failure.what not in ("θ", "f of the trial", "gain", "decision", "rate", "D"):
+            raise failure
+        A = self.schedule.calls[-1][0] * self.damping.calls[-1][2].positive().entries(b.sizes)
+        d, other = (-torch.linalg.solve(at.G + A.diag(), at.g) for at in (b, nudged()))
+        shift = float((d - other).norm() / d.norm())
+        if shift > 1e-3 and float(d.norm()) > 1e6 * (1 + float(b.theta.norm())):
+            raise Failure("a step of rounding alone", f"length {float(d.norm()):.2g}, {failure}")
+        if not (failure.size or 1e-6) <= 1e3 * shift:
+            raise failure
+        self.report.ill += 1
+
     def mixed(self, b: Brute, G_lib: Any, old: Any, same: bool) -> Tensor:
         """Dense with inertia: the running average."""
         past, beta = old.past, G_lib.beta
@@ -318,24 +336,38 @@ class Run:
         second = isinstance(self.case.curvature, mq.Hessian)
         most = max(old.rows, b.m)
         if isinstance(self.case.damping, mq.FactoredMaxDiagonal) and not second:
-            least = b.n / min(b.n, most) * G.diagonal()
+            least = b.n / min(b.n, most) * b.G.diagonal()
             if bool((found < least * (1 - 1e-9) - 1e-14 * least.max()).any()):
                 raise Failure("D of FactoredMaxDiagonal is below diag G")
             return D.positive().entries(b.sizes)
         lin = SimpleNamespace(theta=b.theta, n=b.n, sizes=b.sizes, params=b.params, most=most, scale=1.0)
-        layers = [[i] for i in range(len(b.sizes))]
-        if isinstance(self.case.damping, mq.LayerMeanEigenvalue) and not second:
-            same: dict[float, list[int]] = collections.defaultdict(list)
-            for i, (tau,) in enumerate(D.factors):
-                same[float(tau)].append(i)
-            layers = list(same.values())
-        given = Given(G, b.g, lin, b.n if second else min(b.n, most), layers, second)
-        if second or b.m:
+        coupled = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self.model.modules())
+        by_layer = isinstance(self.case.damping, mq.LayerMeanEigenvalue) and not second
+        off = 0.0
+        for layers in self.layers(D) if by_layer else [[[i] for i in range(len(b.sizes))]]:
+            # Dense with inertia: traces of layers are those of this batch alone
+            given = Given(b.G if by_layer else G, b.g, lin, b.n if second else min(b.n, most), layers, second)
             wanted = self.case.damping.update(D_old, given).entries(b.sizes)
             off = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
-            if not off <= 1e-8:
-                raise Failure("D", f"off by {off:.2g}; max {float(wanted.max()):.3g}")
+            if off <= 1e-8:
+                break
+        if by_layer and off > 1e-8 and len(b.parts) > 1:
+            self.report.unsure += 1  # batches that go different ways through the model are joined to larger layers
+        elif off > 1e-8 and (second or not coupled):  # if samples are coupled, traces are estimates
+            raise Failure("D", f"off by {off:.2g}; max {float(wanted.max()):.3g}")
         return D.positive().entries(b.sizes)
+
+    def layers(self, D: Diagonal) -> Iterator[list[list[int]]]:
+        """Which parameters count as one layer: as planned, or those with the same number."""
+        plan = self.lm._plan
+        paths: dict[str, list[int]] = collections.defaultdict(list)
+        for i, path in plan.general.items():
+            paths[path].append(i)
+        yield [list(key) for key in plan.layouts] + [members for path, members in paths.items() if path != "none"]
+        same: dict[float, list[int]] = collections.defaultdict(list)
+        for i, (tau,) in enumerate(D.factors or ()):
+            same[float(tau)].append(i)
+        yield list(same.values())
 
     def attempt(
         self, step: Any, b: Brute, G: Tensor, A: Tensor, outcome: Any, old: Any, same: bool, moved: Tensor | None
@@ -358,8 +390,10 @@ class Run:
             return
         condition = highest / max(lowest, 1e-300)
         cg = isinstance(case.curvature, mq.MatrixFree)
+        if cg:  # its preconditioner is not the whole diagonal
+            condition = max(condition, float(torch.linalg.cond(H)))
         allowed = max(1e-6, 1e3 * EPS * condition) if cg else max(ENOUGH, 30 * EPS * condition)
-        ill = condition > (1e9 if cg else 1e8)
+        ill = condition > 1e8
         plain = -torch.linalg.solve(H, b.g)
         d = plain
         if case.momentum is not None:
@@ -438,7 +472,8 @@ class Run:
         report.compared += 1
         report.ill += allowed > ENOUGH and not isinstance(self.case.curvature, mq.MatrixFree)
         if not error <= allowed * length + rounding:
-            raise Failure("θ", f"relative error {error / length:.2g} of the step, condition {condition:.2g}")
+            text = f"relative error {error / length:.2g} of the step, condition {condition:.2g}"
+            raise Failure("θ", text, error / length)
         if length > 1e6 * rounding:
             report.worst = max(report.worst, error / length)
 
@@ -457,6 +492,8 @@ class Snapshot:
         self.params = [p.detach().clone() for p in model.parameters()]
         self.buffers = [b.clone() for b in model.buffers()]
         self.theta = flat(lm.params)
+        where = {id(p): i for i, p in enumerate(model.parameters())}
+        self.trained = [where[id(p)] for p in lm.params]
         self.state = replace(
             lm._state,
             previous=None if lm._state.previous is None else lm._state.previous.clone(),
@@ -466,6 +503,16 @@ class Snapshot:
 
     def restore_rng(self) -> None:
         torch.set_rng_state(self.rng)
+
+    def model(self, now: nn.Module) -> tuple[nn.Module, list[Tensor]]:
+        """A copy of the model as it was, and the parameters that train"""
+        then = copy.deepcopy(now)
+        with torch.no_grad():
+            for tensors, values in ((then.parameters(), self.params), (then.buffers(), self.buffers)):
+                for t, value in zip(tensors, values, strict=True):
+                    t.copy_(value)
+        params = list(then.parameters())
+        return then, [params[i] for i in self.trained]
 
     def frozen(self, model: nn.Module, trained: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         own = {id(p) for p in trained}
@@ -551,7 +598,7 @@ def many(seeds: range, jobs: int, minutes: float) -> Iterator[Report]:
 
 
 def summary(reports: list[Report]) -> str:
-    counted = ("steps", "compared", "rejected", "invalid", "ill", "close", "partly")
+    counted = ("steps", "compared", "rejected", "invalid", "ill", "close", "unsure", "partly")
     total = {k: sum(getattr(r, k) for r in reports) for k in counted}
     failures = collections.Counter(kind_of(f) for r in reports for f in r.failures)
     refusals = collections.Counter(text for r in reports for text in r.refusals)
@@ -559,8 +606,8 @@ def summary(reports: list[Report]) -> str:
     worst = max((r.worst for r in reports), default=0.0)
     lines = [
         f"{len(reports)} cases, {total['steps']} steps, {total['compared']} compared ({total['ill']} ill-conditioned, "
-        f"{total['close']} decisions that rounding turns), {total['rejected']} rejected, {total['partly']} Kronecker, "
-        f"{total['invalid']} that plain autograd refuses; "
+        f"{total['close']} decisions that rounding turns, {total['unsure']} with D as it was), "
+        f"{total['rejected']} rejected, {total['partly']} Kronecker, {total['invalid']} that plain autograd refuses; "
         f"{sum(refusals.values())} refusals, {sum(failures.values())} failures; worst relative error {worst:.2g}; "
         f"{sum(r.seconds for r in reports):.0f} s, longest {max((r.seconds for r in reports), default=0):.1f} s"
     ]
@@ -589,7 +636,9 @@ def smaller(case: Case) -> Iterator[Case]:
     for i in range(len(case.pieces)):
         yield replace(case, pieces=case.pieces[:i] + case.pieces[i + 1 :])
     for name, values in SIMPLER.items():
-        yield from (replace(case, **{name: value}) for value in values if getattr(case, name) != value)
+        now = getattr(case, name)
+        better = values[: values.index(now)] if now in values else values
+        yield from (replace(case, **{name: value}) for value in better)
     if len(case.sizes) > 1:
         yield from (replace(case, sizes=sizes) for sizes in (case.sizes[:-1], case.sizes[1:]))
     for i, N in enumerate(case.sizes):
@@ -619,7 +668,7 @@ def shrink(case: Case) -> Case:
 
 def show(case: Case, report: Report) -> None:
     print(case, build(case), make_loss(case), sep="\n")
-    print(report)
+    print(*report.failures, f"{replace(report, case='')}", sep="\n")
 
 
 def main() -> int:

@@ -118,7 +118,9 @@ def twice(rng: Random, shape: Shape) -> Any:
 def two_names(rng: Random, shape: Shape) -> Any:
     """One module under two names."""
     found = inner(rng, shape)
-    return None if found is None else (Fn(lambda x, f, g: f(x) + g(x.tanh()), "f(x) + g(tanh x)", f=found, g=found), shape)
+    return (
+        None if found is None else (Fn(lambda x, f, g: f(x) + g(x.tanh()), "f(x) + g(tanh x)", f=found, g=found), shape)
+    )
 
 
 @piece("vsci", 0.7)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-import layers
+import pieces
 import torch
 from torch import Tensor, nn
 
@@ -83,8 +83,8 @@ def sketch(seed: int, rng: Random) -> Case:
     shape = {"t": "s"}.get(kind, kind)
     names = []
     for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 5])):
-        fitting = [n for n, (kinds, _, _) in layers.PIECES.items() if shape in kinds]
-        name = rng.choices(fitting, [layers.PIECES[n][1] for n in fitting])[0]
+        fitting = [n for n, (kinds, _, _) in pieces.PIECES.items() if shape in kinds]
+        name = rng.choices(fitting, [pieces.PIECES[n][1] for n in fitting])[0]
         shape = {"as_image": "c", "as_sequence": "s", "flatten": "v"}.get(name, shape)
         shape = "v" if name in ("mean_over_time", "last_of_time") else shape
         names.append((name, rng.randrange(10**6)))
@@ -118,8 +118,8 @@ def draw_curvature(rng: Random) -> Any:
         mq.Dense(), mq.Dense(), mq.Dense(small=0), mq.Dense(chunk=rng.choice([1, 2, 5])), mq.Dense(inertia=0.6),
         mq.Dense(chunk=3, small=0), mq.Gram(), mq.Gram(), mq.Gram(whole=0), mq.Gram(whole=0),
         mq.Gram(chunk=rng.choice([1, 2, 5])), mq.Auto(), mq.Auto(inertia=0.8), mq.Auto(chunk=4),
-        mq.MatrixFree(iterations=200, warm=0.0, **exact), mq.MatrixFree(iterations=200, precondition=None, **exact),
-        mq.MatrixFree(chunk=2, iterations=200, **exact), mq.Hessian(), mq.Kronecker(), mq.Kronecker(every=2, chunk=3),
+        mq.MatrixFree(iterations=1000, warm=0.0, **exact), mq.MatrixFree(iterations=1000, precondition=None, **exact),
+        mq.MatrixFree(chunk=2, iterations=1000, **exact), mq.Hessian(), mq.Kronecker(), mq.Kronecker(every=2, chunk=3),
     ])  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def assembled(case: Case) -> Net:
         shape = ("s", shape[1], E)
     body: list[nn.Module] = []
     for name, own in case.pieces:
-        kinds, _, make = layers.PIECES[name]
+        kinds, _, make = pieces.PIECES[name]
         torch.manual_seed(own)
         made = make(Random(own), shape) if shape[0] in kinds else None
         if made is not None and math.prod(made[1][1:]) <= 60:
@@ -219,7 +219,7 @@ def assembled(case: Case) -> Net:
     return model
 
 
-def make_head(case: Case, shape: layers.Shape, table: nn.Embedding | None) -> nn.Module:
+def make_head(case: Case, shape: pieces.Shape, table: nn.Embedding | None) -> nn.Module:
     rng = Random(f"{case.seed} head")
     classes = case.loss == "cross_entropy"
     O = rng.choice([2, 3, 4]) if classes else rng.choice([1, 1, 2, 3])
@@ -228,7 +228,7 @@ def make_head(case: Case, shape: layers.Shape, table: nn.Embedding | None) -> nn
     if case.head == "positions" and shape[0] != "v" and math.prod(shape[2:]) * O <= 16:
         if shape[0] == "s":
             f = nn.Linear(shape[2], O)
-            return nn.Sequential(f, layers.Fn(lambda z: z.movedim(-1, 1), "classes second")) if classes else f
+            return nn.Sequential(f, pieces.Fn(lambda z: z.movedim(-1, 1), "classes second")) if classes else f
         make = nn.Conv1d if shape[0] == "c" else nn.Conv2d
         return make(shape[1], O, 1)
     flat = [nn.Flatten()] if shape[0] != "v" else []
