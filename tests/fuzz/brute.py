@@ -144,7 +144,7 @@ class Brute:
 
     def _forward(self, x: Any, y: Any, w: Any, taken: Any = None, second: bool = False) -> Part:
         if taken is None:
-            self.slopes.record() if not self.over else setattr(self.slopes, "mode", "plain")
+            self.slopes.record()
         else:
             self.slopes.replay(taken)
         with sdpa_kernel(SDPBackend.MATH):
@@ -264,7 +264,7 @@ class Brute:
                 p.copy_(t.view_as(p))
             total = 0.0
             for part in self.parts:
-                if self.over:
+                if self.over:  # slopes are drawn again
                     self.slopes.mode = "plain"
                 else:
                     self.slopes.replay(part.slopes)

@@ -45,7 +45,7 @@ class Case:
     lr: float
     sizes: tuple[int, ...]
     same: bool  # the same data in every step
-    weights: str  # "none" | "some" | "zeros"
+    weights: str  # "none" | "some" | "zeros" here and there | "halves": none for the first or the last samples
     over: bool  # several batches in one step
     frozen: float  # share of the parameters that do not train
     chosen: bool  # these are the params= of the optimizer, not frozen ones
@@ -102,7 +102,7 @@ def sketch(seed: int, rng: Random) -> Case:
                                 mq.Grid(stop=1.5, along_step=True), mq.Backtracking(along_step=True)]),
         average=rng.choice([None, None, mq.EMA(), mq.Polyak()]), attempts=rng.choice([1, 1, 3]),
         lr=rng.choice([1.0, 1.0, 1.0, 0.5]),
-        sizes=draw_sizes(rng, same), same=same, weights=rng.choice(["none", "none", "some", "zeros"]), over=over,
+        sizes=draw_sizes(rng, same), same=same, weights=rng.choice(["none", "none", "none", "some", "some", "zeros", "halves"]), over=over,
         frozen=rng.choice([0, 0, 0, 0, 0.3, 0.6]), chosen=rng.random() < 0.3,
         inputs=rng.choice(["tensor"] * 6 + ["tuple", "dict"]),
         training=isinstance(curvature, (mq.Hessian, mq.MatrixFree)) and rng.random() < 0.3,
@@ -117,7 +117,7 @@ def draw_curvature(rng: Random) -> Any:
     return rng.choice([
         mq.Dense(), mq.Dense(), mq.Dense(small=0), mq.Dense(chunk=rng.choice([1, 2, 5])), mq.Dense(inertia=0.6),
         mq.Dense(chunk=3, small=0), mq.Gram(), mq.Gram(), mq.Gram(whole=0), mq.Gram(whole=0),
-        mq.Gram(chunk=rng.choice([1, 2, 5])), mq.Auto(), mq.Auto(inertia=0.8), mq.Auto(chunk=4),
+        mq.Gram(chunk=rng.choice([1, 2, 3])), mq.Gram(chunk=2, whole=0), mq.Auto(), mq.Auto(inertia=0.8), mq.Auto(chunk=4),
         mq.MatrixFree(iterations=1000, warm=0.0, **exact), mq.MatrixFree(iterations=1000, precondition=None, **exact),
         mq.MatrixFree(chunk=2, iterations=1000, **exact), mq.Hessian(), mq.Kronecker(), mq.Kronecker(every=2, chunk=3),
     ])  # fmt: skip
@@ -325,4 +325,7 @@ def make_batch(case: Case, N: int, out: torch.Size) -> tuple[Any, Any, Tensor | 
     w = None if case.weights == "none" else torch.rand(N, dtype=torch.float64) + 0.3
     if case.weights == "zeros" and w is not None:
         w = w * (torch.rand(N) > 0.4)
+    if case.weights == "halves" and w is not None:
+        first = bool(torch.rand(()) < 0.7)
+        w = torch.where((torch.arange(N) < N // 2) == first, 0.0, w)
     return {"tensor": x, "tuple": (x,), "dict": {"x": x}}[case.inputs], y, w

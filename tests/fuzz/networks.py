@@ -218,7 +218,8 @@ class Run:
             self.check(step, brute, before)
         except Failure as failure:
             before.restore_rng()
-            self.excused(failure, brute, lambda: Brute(*before.model(self.model), *arguments, 8 * EPS))
+            nudged = lambda: Brute(*before.model(self.model), *arguments, 8 * EPS)  # noqa: E731
+            self.excused(failure, brute, before.state, nudged)
         torch.set_rng_state(brute.end)
 
     def refused(self, error: Exception, brute: Brute | None = None) -> None:
@@ -289,6 +290,8 @@ class Run:
             raise Failure("θ moved though the step was rejected")
         if kind == "KroneckerCurvature":
             self.report.partly += 1
+            if "could not be factored" in step.note:
+                raise Failure("Kronecker: the damped factors could not be factored", step.note)
             if step.rule == "decrease" and not step.new_loss < step.loss:
                 raise Failure("no decrease")
             if case.momentum is None and step.accepted and not float(b.g @ (flat(lm.params) - before.theta)) < 0:
@@ -308,12 +311,21 @@ class Run:
         moved = flat(lm.params) - before.theta if step.accepted else None
         self.attempt(step, b, G, lam * A, outcome, old, same, moved)
 
-    def excused(self, failure: Failure, b: Brute, nudged: Callable[[], Brute]) -> None:
+    def refined(self, H: Tensor, g: Tensor, old: Any, same: bool) -> tuple[Tensor, Tensor]:
+        """−H⁻¹g, and with momentum"""
+        plain = -torch.linalg.solve(H, g)
+        if self.case.momentum is None:
+            return plain, plain
+        given = SimpleNamespace(G=SimpleNamespace(gradient=g), quadratic=lambda v: v @ H @ v)
+        return plain, self.case.momentum.refine(plain, old.previous, given, same)
+
+    def excused(self, failure: Failure, b: Brute, old: Any, nudged: Callable[[], Brute]) -> None:
         """Raises the failure, unless this step is that sensitive: θ off by a rounding error gives such another one."""
-        if failure.what not in ("θ", "f of the trial", "gain", "decision", "rate", "D"):
+        if failure.what not in ("θ", "f of the trial", "f at the new θ", "gain", "decision", "rate", "D"):
             raise failure
         A = self.schedule.calls[-1][0] * self.damping.calls[-1][2].positive().entries(b.sizes)
-        d, other = (-torch.linalg.solve(at.G + A.diag(), at.g) for at in (b, nudged()))
+        same = self.schedule.calls[-1][1].same_data
+        d, other = (self.refined(at.G + A.diag(), at.g, old, same)[1] for at in (b, nudged()))
         shift = float((d - other).norm() / d.norm())
         if shift > 1e-3 and float(d.norm()) > 1e6 * (1 + float(b.theta.norm())):
             raise Failure("a step of rounding alone", f"length {float(d.norm()):.2g}, {failure}")
@@ -393,12 +405,12 @@ class Run:
         if cg:  # its preconditioner is not the whole diagonal
             condition = max(condition, float(torch.linalg.cond(H)))
         allowed = max(1e-6, 1e3 * EPS * condition) if cg else max(ENOUGH, 30 * EPS * condition)
-        ill = condition > 1e8
-        plain = -torch.linalg.solve(H, b.g)
-        d = plain
-        if case.momentum is not None:
-            given = SimpleNamespace(G=SimpleNamespace(gradient=b.g), quadratic=lambda v: v @ H @ v)
-            d = case.momentum.refine(plain, old.previous, given, same)
+        # Slopes of the loss near 0 are differences of numbers near 1, which momentum of a given length blows up.
+        J = math.sqrt(sum(float(part.J.square().sum()) for part in b.parts))
+        noise = 8 * EPS * J / b.norm / max(float(b.g.norm()), 1e-300)
+        allowed = max(allowed, noise)
+        ill = condition > 1e8 or noise > ENOUGH
+        plain, d = self.refined(H, b.g, old, same)
         lr = self.lm.lr
         f_new = b.at(b.theta + lr * d)
         predicted = float(-lr * (b.g @ d) - 0.5 * lr**2 * (d @ G @ d))
@@ -472,8 +484,8 @@ class Run:
         report.compared += 1
         report.ill += allowed > ENOUGH and not isinstance(self.case.curvature, mq.MatrixFree)
         if not error <= allowed * length + rounding:
-            text = f"relative error {error / length:.2g} of the step, condition {condition:.2g}"
-            raise Failure("θ", text, error / length)
+            size = error / max(length, 1e-300)
+            raise Failure("θ", f"relative error {size:.2g} of the step, condition {condition:.2g}", size)
         if length > 1e6 * rounding:
             report.worst = max(report.worst, error / length)
 
@@ -563,7 +575,7 @@ def flat(params: list[Tensor]) -> Tensor:
 
 
 def near(what: str, found: float, wanted: float, tolerance: float, size: float) -> None:
-    if not abs(found - wanted) <= tolerance * size + 1e-300 and found != wanted:
+    if not abs(found - wanted) <= tolerance * size + 1e-25 and found != wanted:
         raise Failure(what, f"{found:.12g} instead of {wanted:.12g}")
 
 

@@ -190,7 +190,7 @@ def by_sample(rng: Random, shape: Shape) -> Any:
     return Fn(lambda x, f: torch.stack([f(row) for row in x]), "stack(f(row) for row in x)", f=f), ("v", O)
 
 
-@piece("v", 0.3)
+@piece("v", 0.6)
 def ordered(rng: Random, shape: Shape) -> Any:
     """The layer sees the samples in an order that depends on the data."""
     O = width(rng)
