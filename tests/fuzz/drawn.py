@@ -102,7 +102,8 @@ def sketch(seed: int, rng: Random) -> Case:
                                 mq.Grid(stop=1.5, along_step=True), mq.Backtracking(along_step=True)]),
         average=rng.choice([None, None, mq.EMA(), mq.Polyak()]), attempts=rng.choice([1, 1, 3]),
         lr=rng.choice([1.0, 1.0, 1.0, 0.5]),
-        sizes=draw_sizes(rng, same), same=same, weights=rng.choice(["none", "none", "none", "some", "some", "zeros", "halves"]), over=over,
+        sizes=draw_sizes(rng, same), same=same, over=over,
+        weights=rng.choice(["none", "none", "none", "some", "some", "zeros", "halves"]),
         frozen=rng.choice([0, 0, 0, 0, 0.3, 0.6]), chosen=rng.random() < 0.3,
         inputs=rng.choice(["tensor"] * 6 + ["tuple", "dict"]),
         training=isinstance(curvature, (mq.Hessian, mq.MatrixFree)) and rng.random() < 0.3,
@@ -117,7 +118,8 @@ def draw_curvature(rng: Random) -> Any:
     return rng.choice([
         mq.Dense(), mq.Dense(), mq.Dense(small=0), mq.Dense(chunk=rng.choice([1, 2, 5])), mq.Dense(inertia=0.6),
         mq.Dense(chunk=3, small=0), mq.Gram(), mq.Gram(), mq.Gram(whole=0), mq.Gram(whole=0),
-        mq.Gram(chunk=rng.choice([1, 2, 3])), mq.Gram(chunk=2, whole=0), mq.Auto(), mq.Auto(inertia=0.8), mq.Auto(chunk=4),
+        mq.Gram(chunk=rng.choice([1, 2, 3])), mq.Gram(chunk=2, whole=0),
+        mq.Auto(), mq.Auto(inertia=0.8), mq.Auto(chunk=4),
         mq.MatrixFree(iterations=1000, warm=0.0, **exact), mq.MatrixFree(iterations=1000, precondition=None, **exact),
         mq.MatrixFree(chunk=2, iterations=1000, **exact), mq.Hessian(), mq.Kronecker(), mq.Kronecker(every=2, chunk=3),
     ])  # fmt: skip
