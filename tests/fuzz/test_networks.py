@@ -1,7 +1,12 @@
 """A fixed budget of random networks; `python tests/fuzz/networks.py` goes on from there."""
 
+from dataclasses import replace
+
 import pytest
-from networks import one
+from drawn import draw
+from networks import one, run
+
+import marquardt as mq
 
 CHUNKS, CASES = 8, 60
 
@@ -12,3 +17,29 @@ def test_steps_are_those_of_brute_force(chunk):
     assert [(r.seed, r.failures, r.case) for r in reports if r.failures] == []
     # a fuzzer that refuses or rejects everything would pass too
     assert sum(r.compared for r in reports) > CASES
+
+
+RECIPES = {
+    "order by data, chunks without weight": {
+        "kind": "v", "pieces": ("ordered",), "curvature": mq.Gram(chunk=2), "weights": "halves", "sizes": (4, 6, 5),
+    },
+    "batched rows through dropout": {
+        "kind": "i", "pieces": ("conv", "prelu", "conv", "dropout", "flatten"), "curvature": mq.Dense(),
+    },
+    "one sample, then many": {
+        "kind": "s", "pieces": ("attention",), "curvature": mq.Gram(chunk=2), "sizes": (1, 7, 3), "weights": "none",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_chance_meets_seldom(name):
+    recipe = dict(RECIPES[name])
+    names = recipe.pop("pieces")
+    failures = []
+    for seed in range(30):
+        pieces = tuple((piece, 10 * seed + i) for i, piece in enumerate(names))
+        plain = {"damping": mq.Identity(), "line_search": None, "over": False, "same": False}
+        report = run(replace(draw(seed), pieces=pieces, **plain, **recipe))
+        failures += [(seed, report.failures, report.case)] if report.failures else []
+    assert failures == []
