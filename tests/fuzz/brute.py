@@ -48,10 +48,13 @@ class RReLU(nn.Module):
             slope, state = self.slopes.left.pop(0)
             torch.set_rng_state(state)
             return torch.where(x < 0, slope * x, x)
-        before = x.detach().clone()
+        state, before = torch.get_rng_state(), x.detach().clone(memory_format=torch.contiguous_format)
         z = F.rrelu(x, self.lower, self.upper, True, self.inplace)
-        slope = torch.where(before < 0, z.detach() / before, (self.lower + self.upper) / 2)
-        self.slopes.drawn.append((slope, torch.get_rng_state()))
+        after, noise = torch.get_rng_state(), torch.empty_like(before)
+        torch.set_rng_state(state)
+        torch.ops.aten.rrelu_with_noise(before, noise, self.lower, self.upper, True)  # once more, for the slopes
+        assert torch.equal(torch.get_rng_state(), after)
+        self.slopes.drawn.append((noise.where(noise != 1, (self.lower + self.upper) / 2), after))
         return z
 
 
