@@ -328,7 +328,7 @@ def test_uphill_against_the_best_loss():
     assert opt.state_dict()["marquardt"]["best"] == best
 
 
-PLAIN_TYPES = {"accepted": bool, "rule": str, "note": str}  # the others are float
+PLAIN_TYPES = {"accepted": bool, "rule": str, "note": str, "converged": bool}  # the others are float
 
 
 @pytest.mark.parametrize("lr", [1.0, 3.0, 1, torch.tensor(0.5)], ids=["one", "rejected", "integer", "tensor"])

@@ -10,6 +10,7 @@ import copy
 import io
 import itertools
 import math
+import math
 import random
 from dataclasses import dataclass
 
@@ -36,8 +37,8 @@ REPRESENTATIONS = {
 PARTS = {
     "damping": {
         "identity": mq.Identity(),
-        "mean": mq.MeanEigenvalue(),
-        "layer-mean": mq.LayerMeanEigenvalue(),
+        "mean": mq.MeanEigenvalue(memory=math.inf),
+        "layer-mean": mq.LayerMeanEigenvalue(memory=math.inf),
         "max": mq.MaxDiagonal(),
         "factored": mq.FactoredMaxDiagonal(),
     },

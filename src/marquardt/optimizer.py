@@ -33,9 +33,9 @@ from .schedule import GainRatio, Outcome, Schedule
 from .state import UNHEARD, State
 from .tape import numbers
 
-# A decrease of so many roundings of the loss is taken for one; if no more than so many are predicted, there is next to
-# nothing left to find. After so many steps in a row that look for it in vain, with several λ, the run has converged.
-ROUNDINGS, FAINT, IDLE = 4, 64, 10
+# A decrease of so many roundings of the loss is taken for one. A run on the same data has converged if so many steps in
+# a row, with several λ, predict no more than so many roundings each, and have found no more all in all.
+ROUNDINGS, IDLE, FAINT = 4, 10, 64
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Attempt(NamedTuple):
     slope: float = math.nan
     length: float = math.nan  # ‖d‖
     judged: bool = True  # whether its decrease, predicted or found, exceeds the rounding of f
-    faint: bool = False  # whether the decrease that it predicts is hardly more than that
+    predicted: float = math.inf  # the decrease, or its absolute value
 
 
 class LM(torch.optim.Optimizer):
@@ -325,12 +325,13 @@ class LM(torch.optim.Optimizer):
         doubt = old.doubt(f, low, same_data)
         G.recall(old.past, old.steps, same_data)
         D = self.damping.update(old.D, G)
+        A = D.positive()
         lam, unjudged, notes = old.lam, old.unjudged, list[str]()
         if doubt > 1:
             notes.append(f"the loss is {UNHEARD * doubt:.2g} times those of late: a careful step, λ times {doubt:.2g}")
         for _ in range(self.attempts):
             used = doubt * lam
-            attempt = self._attempt(lin, G, D.positive(), used, old, same_data, doubt)
+            attempt = self._attempt(lin, G, A, used, old, same_data, doubt)
             unjudged = 0 if attempt.judged else unjudged + 1
             outcome = Outcome(f, attempt.full_loss, attempt.gain, attempt.rule, same_data, G.averaged, unjudged)
             lam = self.schedule.update(lam, outcome) if doubt == 1 else lam
@@ -342,14 +343,17 @@ class LM(torch.optim.Optimizer):
         if old.tired(attempt.loss, same_data):
             attempt = attempt._replace(rule="return", d=None, loss=old.haven_loss)
             notes.append(f"back to where the loss was {old.away} steps ago")
-        idle = old.idle + 1 if same_data and attempt.rule == "rejected" and attempt.faint else 0
-        converged = idle >= IDLE and used <= self.schedule.initial  # a λ above λ₀ may be why so little is predicted
+        # Steps that all in all have found next to nothing; a λ above λ₀ may be why they predict so little.
+        faint = same_data and attempt.predicted <= FAINT * lin.rounding
+        start = old.idle_from if old.idle else f
+        idle = old.idle + 1 if faint and abs(start - attempt.loss) <= FAINT * lin.rounding else 0
+        converged = idle >= IDLE and used <= self.schedule.initial
         if converged:
             notes.append("converged: no decrease is left that could be told from the rounding of the loss")
 
         lin.move(attempt.d, attempt.lr)
         state = old.after(f, attempt.loss, low, lam, doubt).settled(f, attempt.loss, low, lin.theta, same_data)
-        state = replace(state, repeats=repeats, rows=lin.most, unjudged=unjudged, idle=idle)
+        state = replace(state, repeats=repeats, rows=lin.most, unjudged=unjudged, idle=idle, idle_from=start)
         if attempt.rule == "return" and old.haven is not None:
             assign(self.params, old.haven)
             state = self._average(replace(state, previous=None), same_data)
@@ -397,7 +401,7 @@ class LM(torch.optim.Optimizer):
         G.notes.clear()
         found = partial(
             Attempt, full_loss=f_new, gain=gain, note=note, slope=math.sqrt(max(gDg, 0.0)), length=length,
-            judged=judged, faint=abs(predicted) <= FAINT * lin.rounding,
+            judged=judged, predicted=abs(predicted),
         )  # fmt: skip
 
         sure = judged and doubt == 1

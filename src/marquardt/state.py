@@ -40,7 +40,8 @@ class State:
     best: float = math.inf  # least f so far
     expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
     unjudged: int = 0  # steps in a row whose decrease could not be told from the rounding of f
-    idle: int = 0  # steps in a row on the same data that found nothing, and could have found next to nothing
+    idle: int = 0  # steps in a row on the same data that found next to nothing, and predicted no more
+    idle_from: float = math.inf  # f before them
     # On changing batches: see `doubt`.
     height: float | None = None  # f of late, above its lower bound
     stride: float = math.inf  # how far the last accepted step went

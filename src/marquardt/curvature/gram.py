@@ -209,7 +209,10 @@ class GramCurvature(Curvature):
         if outer != torch.float64 and not ask(self._error(K, w, h, plain, inner, outer) <= ROUNDING * length):
             return None
         d = d.to(self.u.dtype)
-        self._image = (d, d._version, Kw.to(self.u.dtype))
+        # At small λ, w has a large part outside the range of J̃, and Kw only the rounding of its product with K.
+        lost = torch.finfo(inner).eps * K.diagonal().sum() * w.norm()
+        sound = outer != torch.float64 or (len(self.u) <= self.lin.n and ask(lost <= 1e-6 * Kw.norm()))
+        self._image = (d, d._version, Kw.to(self.u.dtype)) if sound else None
         return d
 
     def _error(
