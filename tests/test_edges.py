@@ -638,7 +638,7 @@ def test_tensors_first_and_then_an_object():
     data = Graphs(x.flip(0), x, x, 0)
     for o in (opt, other):
         o.step(x, y)
-    assert set(opt._plan.general.values()) == {"vmap"}
+    assert set(opt._plan.proof.general.values()) == {"vmap"}
     assert opt.step(data, y).new_loss == pytest.approx(other.step(x.flip(0), y).new_loss, rel=1e-12)
     assert error(theta(model), theta(other.model)) < 1e-12
 

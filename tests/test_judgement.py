@@ -14,7 +14,7 @@ import marquardt as mq
 from marquardt import optimizer
 from marquardt.diagonal import Diagonal
 from marquardt.schedule import ENOUGH, Outcome
-from marquardt.state import PATIENCE, UNHEARD, State
+from marquardt.state import HEARD, PATIENCE, UNHEARD, State
 
 CURVATURES = [mq.Dense(), mq.Gram(), mq.MatrixFree(), mq.Kronecker(), mq.Hessian(), mq.Auto(inertia=0.8)]
 
@@ -257,7 +257,7 @@ def test_one_corrupt_batch_does_not_end_the_run(curvature, kind):
 
 def test_doubt():
     """In proportion to the loss above its bound; two such batches in a row are no accident."""
-    state = State(lam=1.0).after(3.0, 2.0, 1.0, 1.0)  # a height of 2
+    state = State(lam=1.0, steps=HEARD).after(3.0, 2.0, 1.0, 1.0)  # a height of 2
     assert state.doubt(1.0 + 2 * UNHEARD, 1.0, False) == pytest.approx(1)
     assert state.doubt(1.0 + 50 * UNHEARD, 1.0, False) == pytest.approx(25)
     assert state.doubt(1.0 + 50 * UNHEARD, 1.0, True) == 1
@@ -266,6 +266,8 @@ def test_doubt():
     assert doubted.doubt(1e6, 1.0, False) == 1
     assert doubted.after(1e6, 1e6, 0.0, 1.0).height == 1e6
     assert State(lam=1.0).doubt(1e30, 0.0, False) == 1
+    assert State(lam=1.0).after(3.0, 2.0, 1.0, 1.0).doubt(1e30, 0.0, False) == 1  # of one batch there is no "of late"
+    assert state.after(1.0, 1.0, 1.0, 1.0).height == pytest.approx(1.8)  # the largest, fading
 
 
 @pytest.mark.parametrize("part", [mq.MeanEigenvalue(), mq.LayerMeanEigenvalue()], ids=name)

@@ -10,7 +10,6 @@ import copy
 import io
 import itertools
 import math
-import math
 import random
 from dataclasses import dataclass
 

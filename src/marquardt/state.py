@@ -15,8 +15,8 @@ from .diagonal import Diagonal
 # Two losses of the same data at the same θ differ by rounding alone (sums on a GPU are not reproducible).
 SAME_LOSS = {torch.float32: 1e-5, torch.float64: 1e-9}
 
-# A batch whose loss is more than so many times those of late is doubted.
-UNHEARD = 10.0
+# A batch whose loss is more than so many times those of late is doubted, once so many batches were heard.
+UNHEARD, HEARD = 10.0, 10
 
 # Steps that uphill moves on the same data may take until the loss is below where they began. On the sine of the paper
 # those that come back at all do so within 20; 10 of them are too few for one seed in twenty.
@@ -43,7 +43,7 @@ class State:
     idle: int = 0  # steps in a row on the same data that found next to nothing, and predicted no more
     idle_from: float = math.inf  # f before them
     # On changing batches: see `doubt`.
-    height: float | None = None  # f of late, above its lower bound
+    height: float = 0.0  # the largest f of late, above its lower bound
     stride: float = math.inf  # how far the last accepted step went
     doubted: bool = False  # whether the last batch was
     # Uphill moves on the same data: see `settled`.
@@ -64,7 +64,7 @@ class State:
         One corrupt sample must not undo what all others have taught. A sample that is only hard loses little: it alone
         has a large share of tr G, which is as many times λD as G has rank. Two such batches in a row are no accident.
         """
-        if same_data or self.doubted or self.height is None or not self.height > 0:
+        if same_data or self.doubted or self.steps < HEARD or not self.height > 0:
             return 1.0
         return max(1.0, (f - low) / (UNHEARD * self.height))
 
@@ -94,10 +94,7 @@ class State:
         state = replace(self, lam=lam, steps=self.steps + 1, best=min(self.best, f, new_loss), expected=new_loss)
         if doubt > 1:
             return replace(state, doubted=True)
-        height = f - low
-        if self.height is not None and height <= UNHEARD * self.height:
-            height = 0.9 * self.height + 0.1 * height
-        return replace(state, height=height, doubted=False)
+        return replace(state, height=max(f - low, 0.9 * self.height), doubted=False)
 
     def like(self, theta: Tensor) -> State:
         """The vectors in the precision and on the device of θ: the model may have been moved."""
