@@ -1,0 +1,114 @@
+"""Is a step slower than at another commit? Both versions, each in a process of its own, step by turns in one run.
+
+    git worktree add /tmp/old 772c54d
+    python benchmarks/alternate.py --old /tmp/old/src
+    python benchmarks/alternate.py --old /tmp/old/src --device cuda --cases cnn captured mlp
+
+The ratio is that of the medians over the turns, new over old: what else the machine does meets both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CASES = {
+    "cnn": "the paper's CNN, batch 600, exact rows",
+    "captured": "the same, recorded as a CUDA graph",
+    "one row": "the same, one row per sample",
+    "mlp": "an MLP of 1.9 M parameters, batch 128 (Gram)",
+    "wide": "an MLP of 37 M parameters, batch 128 (Gram), for a GPU",
+    "same data": "a sine by 61 parameters in float64, the same data in each step",
+}
+STEPS = {"cnn": 2, "captured": 16, "one row": 4, "mlp": 1, "wide": 4, "same data": 20}
+
+
+def work(case: str, device: str) -> None:
+    """One version: for every line on stdin some steps, and how long one of them took."""
+    import torch
+    from torch import nn
+
+    import marquardt as mq
+    from marquardt.paper import problems
+
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"capture": True} if case == "captured" else {}
+    if case in ("cnn", "captured", "one row"):
+        model: nn.Module = problems.mnist_cnn(0, device=device)
+        pattern = torch.randn(10, 1, 28, 28)
+        y = torch.randint(0, 10, (8, 600))
+        x = pattern[y] + torch.randn(8, 600, 1, 28, 28)
+        loss = "cross_entropy"
+        options |= {"rows": mq.Empirical()} if case == "one row" else {}
+    elif case == "same data":
+        model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1)).double()
+        x = torch.linspace(-3, 3, 200, dtype=torch.float64)[None, :, None]
+        y, loss = torch.sin(2 * x) + 0.1 * torch.randn_like(x), "mse"
+    else:
+        wide = 1024 if case == "mlp" else 5000
+        model = nn.Sequential(nn.Linear(784, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 10))
+        x, y, loss = torch.randn(8, 128, 784), torch.randint(0, 10, (8, 128)), "cross_entropy"
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    opt = mq.LM(model, loss, **options)
+    taken = 0
+    for line in sys.stdin:
+        began = time.perf_counter()
+        for _ in range(int(line)):
+            opt.step(x[taken % len(x)], y[taken % len(x)])
+            taken += 1
+        if device == "cuda":
+            torch.cuda.synchronize()
+        print((time.perf_counter() - began) / int(line), flush=True)
+
+
+def start(source: Path, case: str, device: str) -> subprocess.Popen[str]:
+    here = [sys.executable, __file__, "--work", case, "--device", device]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    return subprocess.Popen(here, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def turn(version: subprocess.Popen[str], steps: int) -> float:
+    assert version.stdin is not None
+    assert version.stdout is not None
+    print(steps, file=version.stdin, flush=True)
+    return float(version.stdout.readline())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--old", type=Path, help="the `src` folder of the other commit")
+    parser.add_argument("--new", type=Path, default=Path(__file__).resolve().parent.parent / "src")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["cnn", "one row", "mlp", "same data"])
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work is not None:
+        return work(args.work, args.device)
+    if args.old is None:
+        parser.error("--old is needed: the `src` folder of the commit to compare with")
+    found = {}
+    for case in args.cases:
+        versions = [start(source, case, args.device) for source in (args.old, args.new)]
+        for version in versions:
+            turn(version, 10)  # proofs, plans and recordings
+        times = [[turn(version, STEPS[case]) for version in versions] for _ in range(args.turns)]
+        for version in versions:
+            version.communicate()
+        old, new = (statistics.median(column) for column in zip(*times, strict=True))
+        found[case] = {"old": old, "new": new, "ratio": new / old, "turns": args.turns}
+        print(f"{case:10}  {1e3 * old:8.2f} → {1e3 * new:8.2f} ms   ratio {new / old:.3f}   {CASES[case]}", flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
