@@ -70,6 +70,37 @@ def test_tensors_in_tensors_out():
     assert torch.allclose(fit.predict(torch.tensor(X)), decay(torch.tensor(X), *popt))
 
 
+def test_a_fit_is_scipys_pair():
+    fit = curve_fit(decay, X, Y)
+    assert fit[0] is fit[-2] is fit.popt
+    assert fit[1] is fit[-1] is fit.pcov
+    assert len(fit) == len(fit[:]) == 2
+    with pytest.raises(IndexError):
+        fit[2]
+
+
+def test_parameters_with_defaults_may_be_left_out():
+    def offset(x: Any, a: Any, b: Any, c: Any = 0.5) -> Any:
+        return decay(x, a, b, c)
+
+    assert curve_fit(offset, X, Y, [1.0, 1.0]).popt.shape == (2,)
+    assert curve_fit(offset, X, Y, [1.0, 1.0, 1.0]).popt.shape == (3,)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_integers_are_taken_as_scipy_does(kind: Any):
+    x, y, p0 = [1, 2, 3, 5], [2, 3, 5, 9], [1, 1]
+    fit = curve_fit(lambda x, a, b: a / x + b * x, kind(x), kind(y), kind(p0), sigma=kind([1, 1, 2, 2]))
+    known, known_cov = optimize.curve_fit(lambda x, a, b: a / x + b * x, x, y, p0, sigma=[1, 1, 2, 2])
+    assert np.asarray(fit.popt) == pytest.approx(known, rel=1e-6)
+    assert np.asarray(fit.pcov) == pytest.approx(known_cov, rel=1e-5)
+
+
+def test_one_number_for_all_points():
+    constant = curve_fit(lambda x, a, b: a * x + b, [1, 2, 3], 3).popt
+    assert constant == pytest.approx(optimize.curve_fit(lambda x, a, b: a * x + b, [1, 2, 3], 3)[0], abs=1e-7)
+
+
 @pytest.mark.parametrize("nu", [1, 2, 3, 7, 30, 1000, 1e5, math.inf])
 def test_quantiles_of_students_t(nu: float):
     for p in (0.5, 0.6, 0.9, 0.975, 0.9995, 0.2, 1e-6):
@@ -126,6 +157,21 @@ def test_many_data_sets(sigma: Any):
         assert many.popt[i] == pytest.approx(one.popt, rel=1e-8)
         assert many.pcov[i] == pytest.approx(one.pcov, rel=1e-6)
         assert many.confidence_band(X)[0][i] == pytest.approx(one.confidence_band(X)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("p0", [None, [1.0, 1.0, 0.5], np.array([[1.0, 1.0, 0.5]] * 3)], ids=["none", "one", "each"])
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, np.ndarray.tolist])
+def test_bounds_of_each_data_set(kind: Any, p0: Any):
+    y = decay_numpy(X, 2.5, 1.3, 0.5) + 0.05 * NOISE[:3]
+    lower, upper = np.zeros((3, 3)), np.full((3, 3), 9.0)
+    upper[0, 0], lower[1, 2], lower[2, 2] = 2.0, 0.1, 0.5  # the first holds
+    many = curve_fit(decay, X, y, p0, bounds=(kind(lower), kind(upper)), batched=True)
+    assert many.popt[0, 0] == 2.0
+    for i in range(3):
+        alone = curve_fit(decay, X, y[i], [1.0, 1.0, 0.5], bounds=(lower[i], upper[i]))
+        assert many.popt[i] == pytest.approx(alone.popt, rel=1e-6)
+    shared = curve_fit(decay, X, y, p0, bounds=np.stack([lower[0], upper[0]]), batched=True)  # as one array
+    assert shared.popt[0] == pytest.approx(many.popt[0])
 
 
 def test_two_independent_variables():
@@ -331,11 +377,19 @@ def test_a_fit_that_fails_says_so():
         ({"ydata": Y * 1j}, TypeError, "complex"),
         ({"f": lambda x, *p: decay(x, *p)}, ValueError, "p0 is needed"),
         ({"f": lambda x, a: None}, TypeError, "None"),
-        ({"p0": np.array([1, 1, 1])}, TypeError, "floating point"),
+        ({"p0": [1j, 1, 1]}, TypeError, "p0 is complex"),
+        ({"p0": [1.0, 1.0]}, ValueError, r"p0 has length 2, f takes 3 parameters after x \(a, b, c\)"),
+        ({"p0": 1.0}, ValueError, "p0 has length 1, f takes 3"),
+        ({"p0": [1.0] * 4}, ValueError, "p0 has length 4, f takes 3"),
+        ({"p0": [1.0] * 4, "ydata": np.stack([Y, Y]), "batched": True}, ValueError, "p0 has length 4, f takes 3"),
+        ({"p0": np.ones((3, 3)), "ydata": np.stack([Y, Y]), "batched": True}, ValueError, r"\(3, 3\) for 2 data sets"),
+        ({"f": torch.mul}, ValueError, "p0 is needed"),
         ({"sigma": SIGMA[:39]}, ValueError, r"\(39,\)"),
         ({"sigma": -SIGMA}, ValueError, "positive"),
         ({"sigma": -COVARIANCE}, ValueError, "positive definite"),
         ({"bounds": (2, 1)}, ValueError, "above the upper"),
+        ({"bounds": ([0, 0], 9)}, ValueError, r"lower bound has shape \(2,\)"),
+        ({"bounds": (0, 1, 2)}, ValueError, r"bounds=\(0, 1, 2\)"),
         ({"method": "dogbox"}, ValueError, "'dogbox'.*'lm'.*'trf'"),
         ({"full_output": True}, ValueError, r"full_output=True.*\.result"),
         ({"nan_policy": "propagate"}, ValueError, "nan_policy='propagate'.*'omit'"),

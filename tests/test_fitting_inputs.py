@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -280,6 +282,66 @@ def test_numbers_may_be_numpys():
         loss="huber", f_scale=np.float32(10), max_nfev=np.int64(500),
     )  # fmt: skip
     assert near(fit.x, BEST)
+
+
+@pytest.mark.parametrize("x0", [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), np.array([1, 2], dtype=np.uint8)])
+def test_integer_starts_are_real_numbers(x0: Any):
+    fit = least_squares(lambda p: torch.exp(p) - 1.5, x0)
+    assert fit.x.dtype == (torch.float64 if isinstance(x0, Tensor) else np.float64)
+    assert near(fit.x, math.log(1.5))
+
+
+@pytest.mark.parametrize("x0", [1, np.int64(1), torch.tensor(1)])
+def test_an_integer_is_one_parameter(x0: Any):
+    assert near(least_squares(lambda p: torch.exp(p) - 1.5, x0).x, math.log(1.5))
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, np.ndarray.tolist])
+def test_bounds_of_each_problem(kind: Any):
+    lower, upper = np.array([[0, 0], [0, 2], [-9, 0]]), np.array([[9, 9], [9, 9], [0.5, 9]])
+    fit = least_squares(
+        lambda p: p - 1, np.array([[3, 3], [3, 3], [0, 3]]), bounds=(kind(lower), kind(upper)), batched=True
+    )
+    assert near(fit.x, [[1, 1], [1, 2], [0.5, 1]])
+    assert fit.active_mask.tolist() == [[0, 0], [0, -1], [1, 0]]
+    one = least_squares(lambda p: p - 1, [3, 3], bounds=np.array([[0, 2], [9, 9]]))  # as one array
+    assert near(one.x, [1, 2])
+
+
+# Without NumPy
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+import torch
+import marquardt as mq
+
+fit = mq.least_squares(lambda p: torch.stack([p[0] - 1, 10 * (p[1] - p[0] ** 2)]), [-1, 2], bounds=([-2, -2], [2, 2]))
+assert torch.allclose(fit.x, torch.ones(2, dtype=torch.float64)), fit
+f = lambda x, a, b: a * torch.exp(-b * x)
+x, y = [0, 1, 2, 3, 4], [5.0, 3.1, 1.9, 1.2, 0.7]
+popt, pcov = one = mq.curve_fit(f, x, y)
+many = mq.curve_fit(f, [x, x], [y, y], [1, 1], batched=True, loss="huber")
+assert torch.allclose(many.popt, popt.expand(2, 2), rtol=1e-6), (popt, many.popt)
+assert one.predict([1.0, 2.0]).shape == (2,) and many.confidence_band(x)[0].shape == (2, 5)
+try:
+    mq.least_squares(lambda p: [float(p[0])], [1.0])
+except TypeError as error:
+    assert "must return a tensor" in str(error), error
+else:
+    raise AssertionError("a function of plain numbers")
+assert "numpy" not in sys.modules
+"""
+
+
+def test_plain_numbers_are_fitted_without_numpy():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_bounds_in_pairs_are_refused_with_their_order():

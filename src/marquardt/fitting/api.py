@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .bounds import Box
-from .problem import Problem, build, tensor
+from .problem import Problem, build, has_numpy, tensor
 from .result import Result, describe
 from .robust import Loss, resolve
 from .search import search
@@ -49,12 +49,14 @@ def least_squares(
     """Minimise ½Σ C²ρ(wᵢfᵢ(x)²/C²) within bounds: scipy.optimize.least_squares on tensors, one problem or many.
 
     fun(x, *args, **kwargs) → residuals of one problem, x of shape (n,). A function of torch tensors gets an exact
-    Jacobian; one of NumPy arrays alone works through differences, and the message says so. The result is of the kind
-    of x0, tensors or NumPy arrays. fun may change its x, a copy, but must leave args and kwargs as they are; where it
+    Jacobian; one of NumPy arrays alone works through differences, and the message says so. A tensor x0 gives tensors,
+    an array or plain numbers give NumPy arrays; without NumPy those give tensors, too. Integers are taken as real
+    numbers. fun may change its x, a copy, but must leave args and kwargs as they are; where it
     works on tensors it gets those as tensors of x's precision.
 
     jac: "auto", "2-point", "3-point", or a function like fun that returns (m, n).
-    bounds: (lower, upper), numbers or one for each parameter. method: "lm" or "trf", two names for the one algorithm.
+    bounds: (lower, upper), numbers or one for each parameter, with batched also (B, n), one for each of each problem.
+    method: "lm" or "trf", two names for the one algorithm.
     ftol: relative decrease of the cost, predicted and actual; None for as far as the arithmetic allows.
     xtol: estimated relative error of every parameter.
     gtol: cosine of the angle between the residuals and the space that the columns of the Jacobian span.
@@ -106,17 +108,14 @@ def least_squares(
 
 
 def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool, float]:
-    """x0 as (B, n), whether it came as NumPy or plain numbers, and its relative rounding where that is coarser."""
-    numpy = not isinstance(x0, Tensor)
-    typed = hasattr(x0, "dtype")
+    """x0 as (B, n), whether the results are NumPy arrays, and its relative rounding where that is coarser."""
+    numpy = not isinstance(x0, Tensor) and has_numpy()
     try:
         x = tensor(x0)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"x0={x0!r}: the start must be a vector of real numbers") from error
     if x.is_complex():
         raise TypeError("x0 is complex: fit the real and imaginary parts as separate real parameters")
-    if typed and not x.is_floating_point():
-        raise TypeError(f"x0 is of type {x0.dtype}: the parameters are real numbers, pass x0 as floating point")
     if x.ndim == 0 and not batched:
         x = x.reshape(1)
     if x.ndim != 1 + batched or 0 in x.shape:
@@ -160,13 +159,18 @@ def _scale(x_scale: Any, x: Tensor) -> Tensor | None:
     return scale
 
 
-def _box(bounds: Any, x: Tensor, rounding: float) -> tuple[Box | None, Tensor, Tensor]:
-    """`rounding` is that of x0: 0.1 in float32 is more than 0.1."""
+def limits(bounds: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The lower and the upper bounds, (B, n) each."""
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
         bounds = (bounds.lb, bounds.ub)
-    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+    if not hasattr(bounds, "__len__") or len(bounds) != 2:
         raise ValueError(f"bounds={bounds!r}: pass (lower, upper), each a number or one for each parameter")
-    lower, upper = (_fitted(f"the {name} bound", b, x) for name, b in zip(("lower", "upper"), bounds, strict=True))
+    return _fitted("the lower bound", bounds[0], x), _fitted("the upper bound", bounds[1], x)
+
+
+def _box(bounds: Any, x: Tensor, rounding: float) -> tuple[Box | None, Tensor, Tensor]:
+    """`rounding` is that of x0: 0.1 in float32 is more than 0.1."""
+    lower, upper = limits(bounds, x)
     if bool((lower.isnan() | upper.isnan()).any()):
         raise ValueError("bounds contain NaN: pass -inf or inf where there is none")
     slack = rounding / 2 * x.abs()

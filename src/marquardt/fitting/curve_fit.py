@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .api import least_squares
-from .problem import build, tensor
+from .api import least_squares, limits
+from .problem import build, has_numpy, tensor
 from .result import Result
 from .student import quantile
 
 
 @dataclass(frozen=True, repr=False)
 class Fit:
-    """The outcome of curve_fit; unpacks as popt, pcov."""
+    """The outcome of curve_fit; unpacks and is indexed as the pair popt, pcov."""
 
     popt: Any  # (n,), or (B, n)
     pcov: Any  # (n, n), or (B, n, n)
@@ -35,6 +35,12 @@ class Fit:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.popt, self.pcov))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.popt, self.pcov)[index]
+
+    def __len__(self) -> int:
+        return 2
 
     def __repr__(self) -> str:
         return f"Fit(popt={self.popt}, perr={self.perr})"
@@ -138,12 +144,13 @@ def curve_fit(
 
     sigma: standard deviations (m,), or the covariance (m, m) of ydata; pcov is scaled by the residuals unless they are
     absolute. p0: ones, or the middle of finite bounds, by default. jac(x, *p) → (m, n), or as in least_squares.
-    Arrays give arrays, tensors give tensors. kwargs go to least_squares; maxfev is max_nfev.
+    Arrays and plain numbers give arrays, without NumPy tensors; tensors give tensors. kwargs go to least_squares;
+    maxfev is max_nfev.
     nan_policy: "raise", or "omit" to leave out the points with NaN; by default neither NaN nor infinities are taken.
 
-    batched: ydata is (B, m), B data sets; p0 (B, n) or (n,), sigma (m,), (B, m) or (B, m, m). xdata is that of all
-    sets, (m,) or (k, m), or has a leading dimension B, one for each set; where k = B it is read such that f returns m
-    values. A fit that failed is found in result.success; of a single fit it is a RuntimeError.
+    batched: ydata is (B, m), B data sets; p0 and each bound (B, n) or (n,), sigma (m,), (B, m) or (B, m, m). xdata is
+    that of all sets, (m,) or (k, m), or has a leading dimension B, one for each set; where k = B it is read such that f
+    returns m values. A fit that failed is found in result.success; of a single fit it is a RuntimeError.
     """
     if full_output:
         raise ValueError("full_output=True: curve_fit returns popt and pcov; the rest is in curve_fit(…).result")
@@ -153,16 +160,18 @@ def curve_fit(
         if "max_nfev" in kwargs:
             raise TypeError("maxfev and max_nfev are one and the same: pass one of them")
         kwargs["max_nfev"] = kwargs.pop("maxfev") or None  # 0 is SciPy's default
-    numpy = not any(isinstance(a, Tensor) for a in (xdata, ydata, p0))
+    numpy = has_numpy() and not any(isinstance(a, Tensor) for a in (xdata, ydata, p0))
     y = _floating("ydata", ydata)
     device = next((a.device for a in (xdata, ydata, p0) if isinstance(a, Tensor) and a.device.type != "cpu"), y.device)
     y = y.to(device)
+    curve = _Curve(f, xdata, y)
+    if y.ndim == 0 and isinstance(curve.tensor, Tensor) and curve.tensor.ndim:  # one number for all points
+        y = y.expand(curve.tensor.shape[-1])
     if y.ndim != 1 + batched or not y.numel():
         raise ValueError(
             f"ydata has shape {tuple(y.shape)}: it must be {'(data sets, points)' if batched else '(points,)'}; "
             "see batched" if y.ndim > 1 else f"ydata has shape {tuple(y.shape)}: it must be (points,)"
         )  # fmt: skip
-    curve = _Curve(f, xdata, y)
     if check_finite or (check_finite is None and nan_policy is None):
         for name, data in (("xdata", curve.tensor), ("ydata", y)):
             if isinstance(data, Tensor) and not bool(data.isfinite().all()):
@@ -257,23 +266,35 @@ def _whitening(sigma: Any, y: Tensor, batched: bool) -> tuple[Callable[[Tensor, 
 
 
 def _guess(f: Callable[..., Any], p0: Any, bounds: Any, y: Tensor, batched: bool) -> Tensor:
+    """The start, as given or from the bounds: (n,), or (B, n)."""
+    names, most = _parameters(f)
     if p0 is not None:
-        p = _tensor(p0).to(y.device)
-        if p.is_complex() or (hasattr(p0, "dtype") and not p.is_floating_point()):
-            raise TypeError(f"p0 is of type {p.dtype}: the parameters are real numbers, pass p0 as floating point")
-        p = p.to(torch.float64).reshape(-1) if p.ndim == 0 else p.to(torch.float64)
+        p = _floating("p0", p0).to(y.device)
+        p = p.reshape(-1) if p.ndim == 0 else p
+        if not sum(name.default is name.empty for name in names) <= p.shape[-1] <= most:
+            takes = f"{len(names)} parameters after x ({', '.join(name.name for name in names)})"
+            raise ValueError(f"p0 has length {p.shape[-1]}, f takes {takes}: pass a number for each of them")
+        if batched and p.ndim == 2 and len(p) != len(y):
+            raise ValueError(f"p0 has shape {tuple(p.shape)} for {len(y)} data sets: pass (n,), or a row for each set")
         return p.expand(len(y), -1).clone() if batched and p.ndim == 1 else p
-    names = inspect.signature(f).parameters.values()
-    n = sum(name.kind in (name.POSITIONAL_ONLY, name.POSITIONAL_OR_KEYWORD) for name in names) - 1
-    if n < 1:
+    if not names:
         raise ValueError("p0 is needed: the signature of f does not say how many parameters there are")
-    lower, upper = (bounds.lb, bounds.ub) if hasattr(bounds, "lb") else bounds
-    low, high = (torch.as_tensor(b, dtype=torch.float64).expand(n) for b in (lower, upper))
-    p = torch.ones(n, dtype=torch.float64)
+    p = y.new_ones(len(y) if batched else 1, len(names))
+    low, high = limits(bounds, p)
     p = torch.where(low.isfinite() & high.isfinite(), (low + high) / 2, p)
     p = torch.where(low.isfinite() & ~high.isfinite(), low + 1, p)
-    p = torch.where(~low.isfinite() & high.isfinite(), high - 1, p).to(y.device)
-    return p.expand(len(y), -1).clone() if batched else p
+    p = torch.where(~low.isfinite() & high.isfinite(), high - 1, p)
+    return p if batched else p[0]
+
+
+def _parameters(f: Callable[..., Any]) -> tuple[list[inspect.Parameter], float]:
+    """What f takes after x as far as it is named, and how many in all."""
+    try:
+        names = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):  # a function of another language
+        return [], math.inf
+    positional = [name for name in names if name.kind in (name.POSITIONAL_ONLY, name.POSITIONAL_OR_KEYWORD)]
+    return positional[1:], math.inf if any(name.kind == name.VAR_POSITIONAL for name in names) else len(positional) - 1
 
 
 def _own_x(f: Callable[..., Any], x: Any, p: Tensor, y: Tensor) -> bool:
@@ -291,8 +312,9 @@ def _own_x(f: Callable[..., Any], x: Any, p: Tensor, y: Tensor) -> bool:
 
 
 def _shape(f: Callable[..., Any], x: Tensor, p: Tensor) -> tuple[int, ...] | None:
-    for q in (p, _array(p)):
+    for kind in (Tensor.detach, _array):
         try:
+            q = kind(p)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return tuple(_values(f(_like(x, q), *q), q).shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,6 +127,16 @@ def tensor(value: Any) -> Tensor:
     plain = not hasattr(value, "dtype")
     t = torch.as_tensor(value, dtype=None if not plain else torch.complex128 if _complex(value) else torch.float64)
     return t.detach()
+
+
+@cache
+def has_numpy() -> bool:
+    """Whether torch can make NumPy arrays: NumPy is no dependency."""
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _complex(value: Any) -> bool:
