@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import marquardt as mq
+from marquardt.fitting.robust import Loss
+from marquardt.fitting.solve import Options, is_stationary, linearised
 
 D = torch.float64
 
@@ -30,6 +32,35 @@ def test_a_small_relative_step_is_no_minimum(fun, x0):
     wobble = torch.finfo(D).eps * result.jac.abs().amax() * result.x.abs().amax()
     assert result.success
     assert result.grad.abs().amax() <= 10 * wobble * result.jac.abs().amax()
+
+
+def hump(p):
+    """Two outliers draw it into a peak: the factor grows without end, and its column of J fades."""
+    return p[0] * (T / 6) ** p[1] * (1 - T / 6) ** p[2] - Y
+
+
+T = torch.tensor(
+    [0.1148, 0.44, 0.5762, 0.7213, 0.8927, 1.0094, 1.8051, 2.3155, 2.4914, 2.6606, 2.9414, 3.151, 3.6257, 3.8999,
+     3.9891, 4.2585, 4.2949, 4.4653, 4.6562, 4.9709], dtype=D)  # fmt: skip
+Y = 4 * (T / 6) ** 1.2 * (1 - T / 6) ** 2
+Y[6], Y[7] = Y[6] - 1.57, Y[7] + 11.67
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_factor_on_its_way_to_infinity_is_no_minimum(restarts):
+    result = mq.least_squares(hump, torch.tensor([4.53, 1.95, 2.02], dtype=D), restarts=restarts, max_nfev=800)
+    cosines = result.grad.abs() / result.jac.norm(dim=0) / result.fun.norm()
+    assert not result.success or cosines.amax() < 1e-6
+    assert result.cost < 48 or not restarts  # with the lengths that the columns have now it goes on
+
+
+def test_a_column_that_was_longer_is_no_column_of_nothing():
+    """The cosine of the only column is 0.6; that D is 1e10 times its length says nothing about the point."""
+    f, J = torch.tensor([[3.0, 4.0]], dtype=D), torch.tensor([[[1.0], [0.0]]], dtype=D)
+    x, options = torch.tensor([[2.0]], dtype=D), Options()
+    assert not is_stationary(linearised(x, f, J, torch.full_like(x, 1e10), Loss(), None, options), options)
+    # One that changes nothing even if its parameter is doubled is another matter.
+    assert is_stationary(linearised(x, f, 1e-10 * J, torch.ones_like(x), Loss(), None, options), options)
 
 
 def test_a_step_held_short_does_not_end_the_search():

@@ -120,10 +120,20 @@ class Factor:
         return cosine
 
     @cached_property
-    def slope(self) -> Tensor:
-        """The largest cosine of the angle between the residuals and a column of J: (B,)"""
+    def gradient(self) -> Tensor:
+        """Jᵀf/‖f‖²: (B, n)."""
+        return (self.R.mT @ self.c.unsqueeze(-1)).squeeze(-1)
+
+    @cached_property
+    def cosines(self) -> Tensor:
+        """Of the angles between the residuals and the columns of J: (B, n)."""
         length = self.length
-        return ((self.R.mT @ self.c.unsqueeze(-1)).squeeze(-1) / torch.where(length > 0, length, 1)).abs().amax(-1)
+        return (self.gradient / torch.where(length > 0, length, 1)).abs()
+
+    @property
+    def slope(self) -> Tensor:
+        """The largest of these cosines: (B,)."""
+        return self.cosines.amax(-1)
 
     @property
     def condition(self) -> Tensor:

@@ -17,6 +17,7 @@ from .solve import (
     BAD,
     FTOL,
     LIMIT,
+    STALE,
     STATIONARY,
     STOPPED,
     STUCK,
@@ -63,11 +64,15 @@ def search(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Op
         still = doubtful(problem[again], x[again], new, loss, part, options)
         limit = torch.where(still, 1 - 1e-9, 1 + 1e-9) * old.scale
         best = best.merge(again, better_of(old, new, limit, again))
-    # What ran out of its share goes on from where it is, with what is left.
-    again = (best.status == LIMIT).nonzero().squeeze(-1)
-    left = options.max_nfev - int(best.nfev[again].max()) if len(again) else 0
-    if left > 1 and not bool((best.status == STOPPED).any()):
-        old, part = best[again], box and box[again]
+    # What ran out of its share goes on from where it is, with what is left. So does what is stuck with a D that is that
+    # of columns which have faded since: ‖Dp‖ ≤ Δ held their parameters, and a new start measures D anew.
+    while not bool((best.status == STOPPED).any()):
+        stuck = (best.status == STUCK) & faded(best, loss, options, STALE).any(-1)
+        going = ((best.status == LIMIT) | stuck) & (best.nfev < options.max_nfev - 1)
+        again = going.nonzero().squeeze(-1)
+        if not len(again):
+            break
+        old, part, left = best[again], box and box[again], options.max_nfev - int(best.nfev[again].max())
         new = attempt(problem[again], old.x, part, replace(options, max_nfev=left))
         best = best.merge(again, better_of(old, new, old.scale, again))
     return best
@@ -81,11 +86,11 @@ def better_of(old: State, new: State, limit: Tensor, which: Tensor) -> State:
     return replace(kept, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
 
 
-def faded(s: State, loss: Loss, options: Options) -> Tensor:
-    """Which parameters have lost their influence: (B, n)."""
+def faded(s: State, loss: Loss, options: Options, share: float = FADED) -> Tensor:
+    """Which parameters have lost their influence, all but this share of it: (B, n)."""
     if options.x_scale is not None:  # D remembers nothing
         return torch.zeros_like(s.x, dtype=torch.bool)
-    return norm(loss.corrected(s.f, s.J)[1], 1) <= FADED * s.D
+    return norm(loss.corrected(s.f, s.J)[1], 1) <= share * s.D
 
 
 def doubtful(problem: Problem, x0: Tensor, s: State, loss: Loss, box: Box | None, options: Options) -> Tensor:

@@ -22,6 +22,7 @@ COMPACT = 0.7  # stopped problems leave the batch once fewer than this share is 
 NOISE = 1e3  # in eps: relative decreases of the cost below this may be rounding
 STATIONARY = 1e-6  # the largest cosine between residuals and a column of J at what may be called a minimum
 NEAR = 1e-3  # the same cosine, where a test of the step or of the decrease may end a search
+STALE = 1e-3  # a column of J this much shorter than D has it
 BEND = 0.75  # most of ‖a‖/‖p‖, the acceleration of a geodesic step (Transtrum and Sethna 2012)
 
 Watch = Callable[[Any, Any, int], None]  # State, Box | None, iteration
@@ -257,13 +258,17 @@ def is_zero(s: Point) -> Tensor:
 
 
 def is_stationary(s: Point, options: Options) -> Tensor:
-    """Residuals orthogonal to every column of J, up to rounding; or columns that have vanished there."""
+    """Residuals orthogonal to every column of J, up to rounding, but for columns that have vanished on the way.
+
+    Such a column is that of a parameter on its way to infinity: it has faded, and to change all of the parameter
+    would not change the cost.
+    """
     eps = torch.finfo(s.x.dtype).eps
-    found = s.factor.slope <= max(STATIONARY, 1e3 * eps) + 10 * wobble(s.factor, s.x)
+    small = s.factor.cosines <= max(STATIONARY, 1e3 * eps) + 10 * wobble(s.factor, s.x).unsqueeze(-1)
     if options.x_scale is None:  # D is then the largest length that each column has had
-        gradient = s.scale.unsqueeze(-1) * (s.factor.R.mT @ s.factor.c.unsqueeze(-1)).squeeze(-1)
-        found |= ((gradient / s.D).abs() <= eps**0.5).all(-1)
-    return found
+        faded = s.scale.unsqueeze(-1) * s.factor.length <= STALE * s.D
+        small |= faded & ((s.factor.gradient * s.x).abs() <= eps**0.5)
+    return small.all(-1)
 
 
 def relative_change(x: Tensor, p: Tensor) -> Tensor:
