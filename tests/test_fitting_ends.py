@@ -63,6 +63,17 @@ def test_a_column_that_was_longer_is_no_column_of_nothing():
     assert is_stationary(linearised(x, f, 1e-10 * J, torch.ones_like(x), Loss(), None, options), options)
 
 
+def test_a_parameter_at_its_bound_is_not_measured_by_another_ones_column():
+    """Columns 1e8 and 1e-8 long: their products with parameters of 1e-8 and 1e8 are those of an ordinary problem."""
+
+    def residuals(p):
+        return torch.stack([1e8 * p[0] + 1e-8 * p[1] - 3, 1e8 * p[0] - 1e-8 * p[1] - 1])
+
+    result = mq.least_squares(residuals, torch.tensor([1e-9, 5e7], dtype=D), bounds=(0, torch.tensor([1.0, 5e7])))
+    assert result.success
+    torch.testing.assert_close(result.x, torch.tensor([2e-8, 5e7], dtype=D), rtol=1e-9, atol=0)
+
+
 def test_a_step_held_short_does_not_end_the_search():
     result = mq.least_squares(lambda p: p - 1, torch.tensor([1e-14], dtype=D), ftol=1e-8)
     assert result.success

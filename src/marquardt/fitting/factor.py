@@ -91,9 +91,12 @@ class Factor:
         return Factor(self.Rc[index])
 
     def without(self, fixed: Tensor, p: Tensor) -> Factor:
-        """The problem in the other variables, those in `fixed` (B, n) moved by p and then held."""
+        """The problem in the other variables, those in `fixed` (B, n) moved by p and then held.
+
+        Their columns keep their lengths: what rounding of x does to the residuals is measured by them.
+        """
         R = torch.where(fixed.unsqueeze(-2), 0, self.R)
-        hold = torch.diag_embed(fixed.to(R)) * R.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
+        hold = torch.diag_embed(torch.where(fixed, self.length.clamp(min=1e-30), 0))
         c = self.c + self.product(torch.where(fixed, p, 0))
         return Factor.of(torch.cat([R, hold], 1), torch.cat([c, torch.zeros_like(c)], 1))
 
