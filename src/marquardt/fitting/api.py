@@ -51,8 +51,8 @@ def least_squares(
     fun(x, *args, **kwargs) → residuals of one problem, x of shape (n,). A function of torch tensors gets an exact
     Jacobian; one of NumPy arrays alone works through differences, and the message says so. A tensor x0 gives tensors,
     an array or plain numbers give NumPy arrays; without NumPy those give tensors, too. Integers are taken as real
-    numbers. fun may change its x, a copy, but must leave args and kwargs as they are; where it
-    works on tensors it gets those as tensors of x's precision.
+    numbers. fun may change its x, a copy, but must leave args and kwargs as they are; where it works on tensors it gets
+    those as tensors of x's precision.
 
     jac: "auto", "2-point", "3-point", or a function like fun that returns (m, n).
     bounds: (lower, upper), numbers or one for each parameter, with batched also (B, n), one for each of each problem.
@@ -163,9 +163,11 @@ def limits(bounds: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The lower and the upper bounds, (B, n) each."""
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
         bounds = (bounds.lb, bounds.ub)
-    if not hasattr(bounds, "__len__") or len(bounds) != 2:
-        raise ValueError(f"bounds={bounds!r}: pass (lower, upper), each a number or one for each parameter")
-    return _fitted("the lower bound", bounds[0], x), _fitted("the upper bound", bounds[1], x)
+    try:
+        lower, upper = bounds
+    except (TypeError, ValueError):
+        raise ValueError(f"bounds={bounds!r}: pass (lower, upper), each a number or one for each parameter") from None
+    return _fitted("the lower bound", lower, x), _fitted("the upper bound", upper, x)
 
 
 def _box(bounds: Any, x: Tensor, rounding: float) -> tuple[Box | None, Tensor, Tensor]:

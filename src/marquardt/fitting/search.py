@@ -67,9 +67,9 @@ def search(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Op
     # What ran out of its share goes on from where it is, with what is left. So does what is stuck with a D that is that
     # of columns which have faded since: ‖Dp‖ ≤ Δ held their parameters, and a new start measures D anew.
     while not bool((best.status == STOPPED).any()):
-        stuck = (best.status == STUCK) & faded(best, loss, options, STALE).any(-1)
-        going = ((best.status == LIMIT) | stuck) & (best.nfev < options.max_nfev - 1)
-        again = going.nonzero().squeeze(-1)
+        stale = (faded(best, loss, options, STALE) & (best.J != 0).any(1)).any(-1)
+        going = (best.status == LIMIT) | ((best.status == STUCK) & stale)
+        again = (going & (best.nfev < options.max_nfev - 1)).nonzero().squeeze(-1)
         if not len(again):
             break
         old, part, left = best[again], box and box[again], options.max_nfev - int(best.nfev[again].max())
