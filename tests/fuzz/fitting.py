@@ -155,7 +155,7 @@ def make(seed: int) -> Case:
 def fit(case: Case) -> Any:
     """Our result, with a leading dimension of problems."""
     lib: Any = np if case.arrays else torch
-    bounds = case.bounds if case.batched else case.bounds[:, 0]
+    bounds = tuple(case.bounds if case.batched else case.bounds[:, 0])
     options: dict[str, Any] = {"loss": case.loss, "f_scale": case.f_scale, "dtype": case.dtype, "batched": case.batched}
     options["max_nfev"] = 600  # those that need more are not worth the time
     x0, y = (case.x0, case.y) if case.batched else (case.x0[0], case.y[0])
