@@ -149,7 +149,7 @@ def test_rounding_of_a_loss(loss):
     y = (z + 0.01 * torch.randn_like(z)).abs()
     near = z * (1 + torch.finfo(torch.float32).eps * (2 * torch.rand_like(z) - 1))
     moved = (loss.value(near, y) - loss.value(z, y)).abs()
-    found = loss.rounding(z.float(), y.float())
+    found = loss.rounding(loss.value(z.float(), y.float()), z.float(), y.float())
     assert moved < found < 100 * moved + 1e-6 * loss.value(z, y).abs()
 
 

@@ -131,7 +131,7 @@ class Chunk:
         self.N = len(z)
         with torch.no_grad():
             value, normaliser = loss.value(self.z, y, w), loss.normaliser(self.z, y, w)
-            low, rounding = loss.lower_bound(self.z, y, w), loss.rounding(self.z, y, w)
+            low, rounding = loss.lower_bound(self.z, y, w), loss.rounding(value, self.z, y, w)
             self.totals = Totals(*read(torch.stack([value, normaliser, low, rounding])))
             self.value = self.totals.value
             if not math.isfinite(self.value):
