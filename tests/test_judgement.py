@@ -142,14 +142,16 @@ def test_slope_is_the_gradient_in_the_metric_of_the_damping(curvature, damping, 
     assert step.slope == pytest.approx((g.square() / D).sum().sqrt().item(), rel=1e-7)
 
 
+@pytest.mark.parametrize("rows", [mq.Exact(), mq.Sampled(1)], ids=name)
 @pytest.mark.parametrize("loss", [mq.losses.SquaredError(), mq.losses.Huber(), mq.losses.Poisson()], ids=name)
-def test_rounding_of_a_loss(loss):
+def test_rounding_of_a_loss(loss, rows):
     """Outputs that are right to their last digit give a loss that is right to a few roundings."""
     z = 3 * torch.randn(200, 2, dtype=torch.float64)
     y = (z + 0.01 * torch.randn_like(z)).abs()
     near = z * (1 + torch.finfo(torch.float32).eps * (2 * torch.rand_like(z) - 1))
     moved = (loss.value(near, y) - loss.value(z, y)).abs()
-    found = loss.rounding(loss.value(z.float(), y.float()), z.float(), y.float())
+    drawn = rows.draw(loss, z.float(), y.float(), None, 0)
+    found = drawn.rounding(loss.value(z.float(), y.float()), z.float())
     assert moved < found < 100 * moved + 1e-6 * loss.value(z, y).abs()
 
 

@@ -129,18 +129,22 @@ class Chunk:
         y, w = batch.targets, batch.weight
         loss.check(self.z, y, w, part=True)
         self.N = len(z)
+        index = lin.rows_kind.pick(self.N, seed) if whole is None else None
+        self.rows: Cotangents  # of all samples, or of those picked
         with torch.no_grad():
             value, normaliser = loss.value(self.z, y, w), loss.normaliser(self.z, y, w)
-            low, rounding = loss.lower_bound(self.z, y, w), loss.rounding(value, self.z, y, w)
-            self.totals = Totals(*read(torch.stack([value, normaliser, low, rounding])))
+            if index is None:
+                self.rows = lin.rows_kind.draw(loss, self.z, y, w, seed)
+            else:
+                self.rows = Cotangents(self.z[None], None, loss.gradient(self.z, y, w))
+            numbers = [value, normaliser, loss.lower_bound(self.z, y, w), self.rows.rounding(value, self.z)]
+            self.totals = Totals(*read(torch.stack(numbers)))
             self.value = self.totals.value
             if not math.isfinite(self.value):
                 raise ValueError(f"the loss is {self.value} at the current parameters: {self._blame()}")
             if lin.plan.loss is not loss and not recording():
                 lin.plan.loss = loss if prove(loss, lin.rows_kind, self.z, y, w) else None
         self.picked: list[Slopes] = []
-        index = lin.rows_kind.pick(self.N, seed) if whole is None else None
-        self.rows: Cotangents
         self._is_part = whole is not None
         self._part: Chunk | None = None  # the samples whose rows are formed, where they are not all
         if index is not None:
@@ -148,12 +152,9 @@ class Chunk:
             self.picked = [slopes.take(index, self.N) for slopes in capture.slopes]
             self._part = Chunk(lin, batch.take(index), seed, self)
             self.after.restore(gently=True)
-            self.rows = Cotangents(self._part.rows.S, None, loss.gradient(self.z, y, w))
-        else:
-            with torch.no_grad():
-                self.rows = lin.rows_kind.draw(loss, self.z, y, w, seed)
-            if whole is not None:  # in the units of the whole
-                self.rows = Cotangents(self.rows.S * (whole.N / self.N) ** 0.5, None, None)
+            self.rows = self.rows._replace(S=self._part.rows.S)
+        elif whole is not None:  # in the units of the whole
+            self.rows = Cotangents(self.rows.S * (whole.N / self.N) ** 0.5, None, None)
         self.m = self.rows.S.shape[0] * self.rows.S.shape[1]
         lin.plan.rows = len(self.rows.S)
         self._graph: Tensor | None = z

@@ -168,11 +168,6 @@ class Loss(ABC):
         """A number that value never falls below, whatever z."""
         return z.new_zeros(())
 
-    def rounding(self, value: Tensor, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        """By how much this value is uncertain if z is right to its last digit: ε·(|value| + ‖∂value/∂z ∘ z‖)."""
-        through_z: Tensor = torch.linalg.vector_norm(self.gradient(z, y, weight) * z)
-        return torch.finfo(z.dtype).eps * (value.abs() + through_z)
-
     def check(self, z: Tensor, y: Target, weight: Tensor | None = None, *, part: bool = False) -> None:
         """Raises ValueError or TypeError, with the way out, if the loss cannot be taken of these arguments.
 

@@ -395,7 +395,8 @@ class LM(torch.optim.Optimizer):
         # The step can be judged if the decrease, as predicted or as found, can be told from rounding. What is estimated
         # of that knows nothing of the layers within: if θ hardly moves, the change that is found is rounding too.
         least = ROUNDINGS * lin.rounding
-        judged = not (abs(predicted) <= least and (abs(f - f_new) <= least or lin.hardly_moves(lr * length)))
+        hidden = abs(predicted) <= least and (abs(f - f_new) <= least or lin.hardly_moves(lr * length))
+        judged = f_new != f and not hidden
         gain = gain_ratio(f - f_new, predicted) if judged else math.nan
         note = "; ".join([*G.notes, *([] if math.isfinite(f_new) else [f"the trial loss is {f_new}"])])
         G.notes.clear()

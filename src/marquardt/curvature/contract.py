@@ -120,8 +120,7 @@ class Representation(Protocol):
 def trusted(past: Tensor, present: Tensor) -> Tensor:
     """The share of its weight that the past keeps in a running average of matrices, from their diagonals (…, n): all of
     it, unless it is far larger than the present. One outlier would otherwise rule the average for a hundred batches."""
-    old, new = past.double().sum(-1), present.double().sum(-1)
-    return (MEMORY * new / old.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1).where(new > 0, 1)
+    return (MEMORY * (present.sum(-1) / past.sum(-1))).nan_to_num(1.0).clamp(max=1)
 
 
 class FactorizationError(ArithmeticError):
