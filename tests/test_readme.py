@@ -73,7 +73,10 @@ def test_the_readme_pasted_from_top_to_bottom(tmp_path):
         assert any(says(comment, line) for line in printed), comment  # in the order of the page
 
 
-def test_the_page_on_least_squares_runs_from_top_to_bottom(tmp_path):
-    code = "\n".join(blocks(DOCS / "least_squares.md"))
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("page", ["curvature.md", "least_squares.md", "steps.md"])
+def test_a_page_runs_from_top_to_bottom(page, tmp_path):
+    code = "\n".join(blocks(DOCS / page))
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
+    stated = re.findall(r"^print\(step.converged\)  # (.*)$", code, re.MULTILINE)
+    assert run.stdout.splitlines()[-len(stated) :] == stated or not stated
