@@ -99,6 +99,7 @@ def test_lambda_after_steps_that_rounding_hides(schedule):
     assert after(start, ENOUGH + 1, same_data=True) == start
     assert after(start, 1, same_data=False) == start
     assert after(start / 100, 1, same_data=False) == start / 100
+    assert start / 100 < after(start / 100, ENOUGH + 1, same_data=True) < start  # and back, in the end
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -114,7 +115,20 @@ def test_a_run_says_that_it_has_converged(curvature, dtype):
     assert not math.isinf(steps[-1].gain)
     assert opt.lam >= 1e-12  # nor has λ wandered off meanwhile
     assert not opt.step(x, y + 1).converged
-    assert opt.step(x, y + 1).new_loss < 0.1
+    assert min(opt.step(x, y + 1).new_loss for _ in range(20)) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_loss_of_zero_is_the_end(dtype):
+    """Cross-entropy of classes that can be told apart rounds to 0, where the rows still have a gradient."""
+    y = torch.arange(12) % 3
+    x = 4 * torch.nn.functional.one_hot(y, 3).to(dtype) + 0.1 * torch.randn(12, 3, dtype=dtype)
+    opt = mq.LM(nn.Linear(3, 3).to(dtype), "cross_entropy")
+    steps = [opt.step(x, y) for _ in range(150)]
+    assert steps[-1].new_loss < 1e-6
+    assert steps[-1].converged
+    assert 1e-3 < opt.lam <= 1
+    assert min(s.lam for s in steps[-50:]) > 1e-12
 
 
 def test_nothing_converges_on_changing_batches():

@@ -344,7 +344,7 @@ class LM(torch.optim.Optimizer):
             attempt = attempt._replace(rule="return", d=None, loss=old.haven_loss)
             notes.append(f"back to where the loss was {old.away} steps ago")
         # Steps that all in all have found next to nothing; a λ above λ₀ may be why they predict so little.
-        faint = same_data and attempt.predicted <= FAINT * lin.rounding
+        faint = same_data and min(attempt.predicted, f - low) <= FAINT * lin.rounding
         start = old.idle_from if old.idle else f
         idle = old.idle + 1 if faint and abs(start - attempt.loss) <= FAINT * lin.rounding else 0
         converged = idle >= IDLE and used <= self.schedule.initial

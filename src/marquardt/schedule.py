@@ -30,7 +30,7 @@ class Schedule(Protocol):
 
 FAILED = ("rejected", "return")
 
-# On the same data, after so many steps in a row that could not be judged, smaller λ have been tried in vain.
+# After so many steps in a row that could not be judged, smaller λ have been tried in vain.
 ENOUGH = 5
 
 
@@ -40,10 +40,13 @@ def unjudged(lam: float, down: float, initial: float, outcome: Outcome) -> float
     Such a step says nothing against its λ: to raise it would make the next step smaller still, until θ + d = θ and
     nothing could ever lower it again. A λ above λ₀ falls, since the step may be that small because of λ. On the same
     data λ falls further, since a smaller one may still find a decrease, but not for ever: at a minimum there is none.
+    After some such steps λ goes back to λ₀, where it began and where other data may begin.
     """
     if lam > initial:
         return max(down * lam, initial)
-    return down * lam if outcome.same_data and outcome.unjudged <= ENOUGH else lam
+    if outcome.unjudged > ENOUGH:
+        return min(lam / down, initial)
+    return down * lam if outcome.same_data else lam
 
 
 @dataclass(frozen=True)
