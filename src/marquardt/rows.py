@@ -112,7 +112,8 @@ class Sampled:
 class Fraction:
     """Rows of a part of the batch only, drawn anew for every step: G in the mean is that of the batch.
 
-    The gradient and the losses are always those of the whole batch.
+    The gradient and the losses are always those of the whole batch. RReLU keeps its slopes; what else is random is
+    drawn anew for the part, so that with Dropout G is that of other masks than the losses.
     """
 
     fraction: float = 0.25
@@ -131,7 +132,7 @@ class Fraction:
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         count = max(1, round(self.fraction * N))
-        return torch.randperm(N, generator=_generator(self.seed, seed), device="cpu")[:count]
+        return torch.randperm(N, generator=_generator(self.seed, seed), device="cpu")[:count].sort().values
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         """Of the samples picked: SSᵀ is still that of each, the part's weight comes with the part."""

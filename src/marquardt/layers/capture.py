@@ -128,11 +128,12 @@ class Capture(TorchFunctionMode):
             return next(self.known)(input, inplace)
         # Written as a product: the backward pass of rrelu cannot be batched over rows.
         started = _rng(input.device)
-        noise = torch.empty_like(input, requires_grad=False)
+        # The kernel writes the slopes one after the other, whatever the strides.
+        noise = torch.empty_like(input, requires_grad=False, memory_format=torch.contiguous_format)
         with torch.no_grad():
             torch.ops.aten.rrelu_with_noise(input, noise, lower, upper, True)  # the slopes, 1 where positive
         self.slopes.append(Slopes(noise, lower, upper, started))
-        return input.mul_(noise) if inplace else input * noise
+        return input.mul_(noise) if inplace else (input * noise).contiguous()  # as torch has it, for Dropout after it
 
 
 def _by_data(func: Callable[..., Any], args: Sequence[Any], samples: int) -> bool:
@@ -156,6 +157,7 @@ class Slopes:
 
     def __init__(self, noise: Tensor, lower: float, upper: float, started: Tensor | None) -> None:
         self.noise, self.mean = noise, (lower + upper) / 2
+        self.part: tuple[Tensor, int] | None = None  # these of so many samples
         self.convex = upper <= 1
         self.started, self.state = started, _rng(noise.device)  # of the generator, before and after
 
@@ -166,18 +168,32 @@ class Slopes:
     def take(self, index: Tensor, N: int) -> Slopes:
         """Those of some of the N samples."""
         some = copy.copy(self)
-        some.__dict__.pop("slope", None)
-        if len(self.noise) == N:
-            some.noise = self.noise[index.to(self.noise.device)]
+        some.part = (index.to(self.noise.device), N) if len(index) < N else None
         return some
+
+    def _like(self, x: Tensor) -> Tensor:
+        """The slopes for x: of a part of the samples, which are in the dimension that is shorter in x"""
+        if self.part is None or x.shape == self.slope.shape:
+            return self.slope
+        index, N = self.part
+        sizes = zip(self.slope.shape, x.shape, strict=True)
+        changed = [(k, *size) for k, size in enumerate(sizes) if size[0] != size[1]]
+        if [size for _, *size in changed] != [[N, len(index)]]:
+            raise ValueError(
+                f"Fraction takes {len(index)} of {N} samples, and the input of an RReLU has the shape {tuple(x.shape)} "
+                f"in the place of {tuple(self.slope.shape)}: no dimension of it holds the samples, so their slopes "
+                "cannot be told; use rows=mq.Exact() or another activation"
+            )
+        return self.slope.index_select(changed[0][0], index)
 
     def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
         if self.state is not None:
             _set_rng(self.noise.device, self.state)  # as if the slopes had been drawn
+        slope = self._like(x)
         if self.convex and not inplace and not torch.is_grad_enabled():
-            return torch.maximum(x, x * self.slope)  # the same, faster
-        factor = torch.where(x.detach() < 0, self.slope, 1)
-        return x.mul_(factor) if inplace else x * factor
+            return torch.maximum(x, x * slope).contiguous()  # the same, faster
+        factor = torch.where(x.detach() < 0, slope, 1)
+        return x.mul_(factor) if inplace else (x * factor).contiguous()
 
 
 class Replay(TorchFunctionMode):
