@@ -85,6 +85,7 @@ class Plan:
     rows: int = 0  # per sample, on the last step
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
     batched_trials: bool | None = None  # forward passes of all trial points at once; None while unproven
+    trial_modes: object = None  # of the modules, when that was proven
     trial_needs_grad: bool = False  # the model differentiates itself
     choice: Any = None  # what Auto picked,
     shapes: Any = None  # for these shapes

@@ -411,20 +411,28 @@ class Linearization:
 
     def evaluate_along(self, d: Tensor, rates: Sequence[float]) -> list[float]:
         """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other where vmap refuses."""
-        size = self._together()
+        size, plan = self._together(), self.plan
+        modes = tuple(m.training for m in self.model.modules())
+        if plan.trial_modes != modes:  # in another mode the model may draw random numbers
+            plan.batched_trials, plan.trial_modes = None, modes
         try:
-            if len(rates) > 1 and size > 1 and self.plan.batched_trials is not False and not self.plan.trial_needs_grad:
+            if len(rates) > 1 and size > 1 and plan.batched_trials is not False and not plan.trial_needs_grad:
                 self.move()
                 losses = self._evaluate_together(d, rates, size)
-                if self.plan.batched_trials is None:  # a model may keep its weights where nothing replaces them
-                    true = float(self.evaluate(d, rates[-1]))
-                    self.plan.batched_trials = not abs(losses[-1] - true) > 1e-3 * abs(true)
-                if self.plan.batched_trials:
+                if plan.batched_trials:
                     return losses
+                # A model may keep its weights where nothing replaces them, or draw other numbers in a batched pass. At
+                # one point alone, far away, that may not show.
+                true = [float(self.evaluate(d, lr)) for lr in rates]
+                tolerance = 1e-6 if d.dtype == torch.float64 else 1e-3
+                plan.batched_trials = not any(
+                    abs(a - b) > tolerance * abs(b) for a, b in zip(losses, true, strict=True)
+                )
+                return true
         except torch.OutOfMemoryError:
             pass
         except Exception:  # vmap refuses models in many ways
-            self.plan.batched_trials = False
+            plan.batched_trials = False
         return [float(self.evaluate(d, lr)) for lr in rates]
 
     def _together(self) -> int:
