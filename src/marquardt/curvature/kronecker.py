@@ -145,7 +145,7 @@ class Sums:
         if isinstance(block, Lookup):
             each = torch.ones_like(block.delta[0, :, :, 0])  # (N, P)
             each = each if weight is None else each * weight.to(each)[:, None]
-            A = each.new_zeros(1, len(block.table)).index_add_(1, block.index.flatten(), each.view(1, -1))
+            A = each.new_zeros(1, len(block.table)).index_add_(1, block.index.flatten(), each.reshape(1, -1))
             self._plus(A, _moment(block.delta.reshape(1, -1, block.E)), each.sum())
             return
         assert isinstance(block, Bilinear)
@@ -182,7 +182,7 @@ class Sums:
         assert self.A is not None
         if self.B is None:
             return Layer(members, lin.sizes, torch.ones_like(self.A[:, :1, 0]), self.A * lin.scale, self.bias, True)
-        A, B = self.A / self.count, self.B * lin.scale
+        A, B = self.A / torch.as_tensor(self.count).clamp(min=torch.finfo(self.A.dtype).tiny), self.B * lin.scale
         left, right = (A, B) if A.ndim == 2 else (B, A)
         return Layer(members, lin.sizes, left, right, self.bias, False)
 

@@ -235,7 +235,7 @@ class Bilinear(Block):
         """Rows of some outputs of the weight over u ⊗ v, sample by sample: (N·R, o·I)"""
         delta, a = self.delta[:, :, :, 0, o].to(dtype), self.a[:, :, 0].to(dtype)
         delta = delta if u is None else delta / u[o]
-        folded = delta.permute(1, 0, 3, 2).reshape(self.N, -1, self.P)  # (N, R·o, P)
+        folded = delta.permute(1, 0, 3, 2).reshape(self.N, self.R * delta.shape[3], self.P)  # (N, R·o, P)
         return torch.bmm(folded, a if v is None else a / v).view(self.m, -1)
 
     def _scales(self, D: Sequence[Factors] | None) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
