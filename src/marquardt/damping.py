@@ -48,7 +48,8 @@ class MeanEigenvalue:
 class LayerMeanEigenvalue:
     """D = τₗI in every layer l, with τₗ = tr Gₗ / rank Gₗ of its block of G, the largest of late, as in MeanEigenvalue.
 
-    One number per layer: the dual solve stays as cheap as with one for all.
+    One number per layer: the dual solve stays as cheap as with one for all. A τₗ below eps times the largest of all
+    layers may be rounding, and is taken for as much.
     """
 
     memory: float = 10.0
@@ -63,7 +64,11 @@ class LayerMeanEigenvalue:
 
 @dataclass(frozen=True)
 class MaxDiagonal:
-    """D ← max(D, diag G) element-wise over all steps: invariant to rescaling a parameter where diag G exceeds D₀."""
+    """D ← max(D, diag G) element-wise over all steps: invariant to rescaling a parameter where diag G exceeds D₀.
+
+    A curvature of less than eps times that of another output of the same layer may be rounding, and is taken for as
+    much: there the invariance ends.
+    """
 
     floor: float = 0.01  # D₀: the paper, section 2.3
 
@@ -82,7 +87,8 @@ class FactoredMaxDiagonal:
         v_i ← max(v_i, mean a_i²)              a the layer's input; 1 for a bias
         u_o ← max(u_o, max_i (diag G)_oi/v_i)
 
-    At least every diagonal so far, and covariant to rescaling any unit. Dividing a by √v and δ by √u keeps the dual
+    At least every diagonal so far, and covariant to rescaling any unit, as far as its u is not below eps times that of
+    another one, where it may be rounding. Dividing a by √v and δ by √u keeps the dual
     solve exact without J̃: this is the max-diagonal damping for large networks. There G has many more columns than its
     rank, and D is multiplied by their ratio: λ = 1 stands for the mean eigenvalue, as in MeanEigenvalue.
     """

@@ -12,6 +12,22 @@ from torch import Tensor
 Factors = tuple[Tensor, ...]
 
 
+def known(t: Tensor, dim: int = 0) -> Tensor:
+    """t, from eps times the largest along one dimension on; what is 0 stays so.
+
+    The gradient of a parameter without influence, like the bias of the keys of attention, is rounding: eps times that
+    of others, and its curvature eps². Their ratio would be a step of 1/eps; with a curvature of eps it is an ordinary
+    one.
+    """
+    return torch.maximum(t, torch.finfo(t.dtype).eps * t.amax(dim, keepdim=True)).where(t > 0, 0)
+
+
+def known_entries(t: Tensor, p: Tensor) -> Tensor:
+    """The same for all entries of a parameter, flat: among its outputs, which are first. Its inputs may be of any size,
+    for what they multiply has no part in that rounding."""
+    return known(t.view(*p.shape[:1], -1)).flatten() if t.numel() else t
+
+
 class Diagonal:
     """scale·I, or for every parameter scale times a product of factors that broadcast to it.
 
@@ -101,6 +117,12 @@ class Diagonal:
             return Diagonal(fade(self.scale, present.scale))
         pairs = zip(self.factors, present.factors, strict=True)
         return Diagonal(self.scale, [tuple(fade(a, b) for a, b in zip(p, q, strict=True)) for p, q in pairs])
+
+    def known(self, params: Sequence[Tensor]) -> Diagonal:
+        """Entry by entry, from the rounding of the largest on."""
+        assert self.factors is not None
+        pairs = zip(self.factors, params, strict=True)
+        return Diagonal(self.scale, [(known_entries(part[0], p),) for part, p in pairs])
 
     def positive(self) -> Diagonal:
         """With 1 in the place of 0. A zero says that the curvature of a parameter has always been zero: its step is

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from .batch import Batch, Chance, Moment, assign, check_coupling, flatten, forward, shift, trainable
 from .chunk import Chunk, Plan, Totals
-from .diagonal import Diagonal, Factors
+from .diagonal import Diagonal, Factors, known, known_entries
 from .layers import Block, Line, Replay, call_with
 from .layers.capture import Slopes
 from .losses import Loss, resolve
@@ -310,7 +310,7 @@ class Linearization:
             if v is None or len(old[weight]) == 1:  # entry by entry; also where a rule was lost or found since
                 for i, column in zip(members, columns, strict=True):
                     last = Diagonal(zero + 1, [old[i]]).entries([self.sizes[i]]) if old[i] else column
-                    parts[i] = (torch.maximum(last, column),)
+                    parts[i] = (known_entries(torch.maximum(last, column), self.params[i]),)
                 continue
             if old[weight]:
                 v = torch.maximum(old[weight][1], v)  # (G, 1, I)
@@ -320,6 +320,7 @@ class Linearization:
                 u = torch.maximum(u, columns[1].view_as(u))
             if old[weight]:
                 u = torch.maximum(old[weight][0], u)
+            u = known(u, 1)
             parts[weight] = (u, v)
             for i in bias:
                 parts[i] = (u,)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..diagonal import Diagonal, Factors
+from ..diagonal import Diagonal, Factors, known
 from ..linearize import Linearization
 from ..tape import ask
 
@@ -82,23 +83,29 @@ class Curvature(ABC):
     def traces(self) -> Diagonal:
         """The mean eigenvalue of every layer: its trace over its rank"""
         zero = torch.zeros_like(self.lin.theta[0])
-        parts: list[Factors] = [(zero,)] * len(self.lin.params)  # where the outputs do not depend on a parameter
+        means = [zero] * len(self.lin.params)  # where the outputs do not depend on a parameter
         for members, trace in self.lin.traces():
             size = sum(self.lin.sizes[i] for i in members)
             for i in members:
-                parts[i] = (trace / min(size, self.lin.most),)
-        return Diagonal(zero + 1, parts)
+                means[i] = trace / min(size, self.lin.most)
+        return one_each(means)
 
     def maximum(self, D: Diagonal | None, floor: float) -> Diagonal:
-        """D ← max(D, diag G), element-wise, from `floor` on"""
+        """D ← max(D, diag G), element-wise, from `floor` on, and from the rounding of the largest on"""
         diagonal = self.diagonal()
         found = Diagonal.of(diagonal.clamp(min=floor) if D is None else diagonal, self.lin.sizes)
-        return found if D is None else D.maximum(found)
+        return (found if D is None else D.maximum(found)).known(self.lin.params)
 
     def factored_maximum(self, D: Diagonal | None) -> Diagonal:
         """v_i ← max(v_i, mean a_i²), u_o ← max(u_o, max_i diag_oi/v_i) for every layer: u_o·v_i is at least every
         diagonal so far. Parameters without such a structure: max(D, diag G)."""
         return self.lin.factored_maximum(D)
+
+
+def one_each(means: Sequence[Tensor]) -> Diagonal:
+    """One number for every parameter, from the rounding of the largest on: () each"""
+    parts: list[Factors] = [(mean,) for mean in known(torch.stack(list(means)))]
+    return Diagonal(torch.ones_like(means[0]), parts)
 
 
 class Representation(Protocol):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..chunk import Chunk
-from ..diagonal import Diagonal, Factors
+from ..diagonal import Diagonal
 from ..linearize import Linearization
-from .contract import Curvature, FactorizationError
+from .contract import Curvature, FactorizationError, one_each
 from .dense import SMALL
 
 # Numbers that the cotangents of one batched backward pass may hold.
@@ -97,14 +97,13 @@ class HessianCurvature(Curvature):
 
     def traces(self) -> Diagonal:
         """The mean of |∂²f/∂θᵢ²| in every parameter"""
-        parts: list[Factors] = [(d.abs().mean(),) for d in self.diagonal().split(self.lin.sizes)]
-        return Diagonal(torch.ones_like(parts[0][0]), parts)
+        return one_each([d.abs().mean() for d in self.diagonal().split(self.lin.sizes)])
 
     def maximum(self, D: Diagonal | None, floor: float) -> Diagonal:
         """D ← max(D, |diag ∇²f|)"""
         diagonal = self.diagonal().abs()
         found = Diagonal.of(diagonal.clamp(min=floor) if D is None else diagonal, self.lin.sizes)
-        return found if D is None else D.maximum(found)
+        return (found if D is None else D.maximum(found)).known(self.lin.params)
 
     def factored_maximum(self, D: Diagonal | None) -> Diagonal:
         """The diagonal of a Hessian has no factors: the same element by element"""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..diagonal import Diagonal, Factors
+from ..diagonal import Diagonal, Factors, known, known_entries
 from ..layers import Block, Nothing
 from ..layers.bilinear import Bilinear
 from ..layers.embedding import Lookup
 from ..linearize import Linearization
-from .contract import Curvature, FactorizationError, Past, trusted
+from .contract import Curvature, FactorizationError, Past, one_each, trusted
 from .dense import check_chunk
 
 
@@ -274,13 +274,12 @@ class KroneckerCurvature(Curvature):
         return torch.stack([layer.trace() for layer in self.layers]).sum()
 
     def traces(self) -> Diagonal:
-        parts: list[Factors] = [()] * len(self.lin.params)
+        means = [self.lin.theta.new_zeros(())] * len(self.lin.params)
         for layer in self.layers:
             size = sum(self.lin.sizes[i] for i in layer.members)
-            tau = layer.trace() / min(size, self.lin.most)
             for i in layer.members:
-                parts[i] = (tau,)
-        return Diagonal(self.lin.theta.new_ones(()), parts)
+                means[i] = layer.trace() / min(size, self.lin.most)
+        return one_each(means)
 
     def maximum(self, D: Diagonal | None, floor: float) -> Diagonal:
         """The factored one. u and v start at √floor: D = u ⊗ v starts at the floor in a weight, at its root in a bias,
@@ -294,23 +293,23 @@ class KroneckerCurvature(Curvature):
 
     def _maximum(self, D: Diagonal | None, floor: float) -> Diagonal:
         parts: list[Factors] = [()] * len(self.lin.params)
-        known = [()] * len(parts) if D is None or D.factors is None else D.factors
+        before = [()] * len(parts) if D is None or D.factors is None else D.factors
         for layer in self.layers:
             if layer.small:
                 diagonal = layer.split(layer.diagonal(layer.left))
                 for i, new in zip(layer.members, diagonal, strict=True):
-                    parts[i] = (_larger(known[i], 0, new, floor),)
+                    parts[i] = (known_entries(_larger(before[i], 0, new, floor), self.lin.params[i]),)
                 continue
-            first, old = layer.members[0], known[layer.members[0]]
+            first, old = layer.members[0], before[layer.members[0]]
             u, v = _diagonal(layer.left)[:, :, None], _diagonal(layer.right)[:, None]  # (K, L, 1), (K, 1, R)
             if layer.bias and len(layer.members) == 1:  # its input is 1
-                parts[first] = (_larger(old, 0, u, floor**0.5),)
+                parts[first] = (known(_larger(old, 0, u, floor**0.5), 1),)
                 continue
             v = v[:, :, : layer.widths[0]]
             top = _larger(old, 1, v, floor**0.5)
             if not layer.bias:
                 u = u * (v / top).where(top > 0, 0).amax(2, keepdim=True)
-            u = _larger(old, 0, u, floor**0.5)
+            u = known(_larger(old, 0, u, floor**0.5), 1)
             parts[first] = (u, top)
             for i in layer.members[1:]:
                 parts[i] = (u,)

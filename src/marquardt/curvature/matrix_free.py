@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..batch import check_coupling
 from ..chunk import Chunk, exhausted
-from ..diagonal import Diagonal, Factors
+from ..diagonal import Diagonal
 from ..layers.block import SLAB
 from ..linearize import Linearization
 from ..losses import Loss
 from ..rows import Cotangents, Rows
 from .conjugate_gradients import Iterate, conjugate_gradients
-from .contract import Curvature, FactorizationError, Past
+from .contract import Curvature, FactorizationError, Past, one_each
 from .dense import check_chunk
 from .hessian import NOT_SYMMETRIC, twice_differentiable
 from .products import GaussNewton, HessianProducts, Products, Way, same_without_grad, versions, ways
@@ -268,11 +268,8 @@ class MatrixFreeCurvature(Curvature):
         if self._has_rows() and self._rows_fit:
             return super().traces()
         lin = self.lin
-        parts: list[Factors] = [
-            (self._size(slice(start, start + size)) / min(size, lin.most),)
-            for start, size in zip(lin.starts, lin.sizes, strict=True)
-        ]
-        return Diagonal(torch.ones_like(parts[0][0]), parts)
+        pairs = zip(lin.starts, lin.sizes, strict=True)
+        return one_each([self._size(slice(start, start + size)) / min(size, lin.most) for start, size in pairs])
 
     def _size(self, block: slice) -> Tensor:
         """The trace of a diagonal block of G, estimated by signs in this block alone: it cannot become negative"""
