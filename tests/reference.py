@@ -6,6 +6,7 @@ J = ∂z/∂θ comes from one Jacobian of the batched output (nothing is assumed
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -96,8 +97,10 @@ def jacobian(model: nn.Module, params: dict[str, Tensor], x: Any) -> tuple[Tenso
 
 
 def jacobian_traced(model: nn.Module, params: dict[str, Tensor], x: Any) -> tuple[Tensor, Tensor]:
+    twin = copy.deepcopy(model)  # functional_call leaves a module with two names in pieces
+
     def outputs(theta: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        z = functional_call(model, theta, *split(x))
+        z = functional_call(twin, theta, *split(x))
         return z, z
 
     J, z = jacrev(outputs, has_aux=True)({k: p.detach() for k, p in params.items()})
