@@ -151,6 +151,18 @@ def test_inputs_of_any_size_keep_their_own_curvature():
     assert error(D.entries(lin.sizes)[1:6:2], lin.diagonal()[1:6:2]) < 1e-12
 
 
+@pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram()], ids=lambda c: type(c).__name__)
+def test_a_gradient_without_any_curvature_is_a_gradient_step(curvature):
+    """The samples that Fraction picks have no weight."""
+    model, x, y, rows = nn.Linear(2, 1), torch.randn(6, 2), torch.randn(6, 1), mq.Fraction(0.5)
+    weight = torch.ones(6)
+    weight[rows.pick(6, 0)] = 0
+    g, before = mq.linearize(model, "mse", x, y, weight).gradient, theta(model)
+    parts = {**PLAIN, "schedule": mq.Constant(4.0), "damping": mq.MeanEigenvalue()}
+    mq.LM(model, "mse", curvature=curvature, rows=rows, **parts).step(x, y, weight)
+    assert error(theta(model) - before, -g / 4) < 1e-10
+
+
 # ---- layers without samples, and gradients in another order
 
 

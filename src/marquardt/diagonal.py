@@ -126,9 +126,9 @@ class Diagonal:
 
     def positive(self) -> Diagonal:
         """With 1 in the place of 0. A zero says that the curvature of a parameter has always been zero: its step is
-        zero then, whatever its damping."""
+        zero then, whatever its damping, or a gradient step if its rows were not picked."""
         if self.factors is None:
-            return self
+            return Diagonal(self.scale.where(self.scale > 0, 1))
         return Diagonal(self.scale, self._each(lambda f: f.where(f > 0, 1)))
 
     def fits(self, sizes: Sequence[int]) -> bool:
