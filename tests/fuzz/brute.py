@@ -19,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import marquardt as mq
 from reference import NAMED, call, elements, per_sample
 
+EPS = torch.finfo(torch.float64).eps
+
 
 class Slopes:
     """The random slopes of RReLU in the order of the calls: trials take those of the linearisation, and the mean slope
@@ -28,6 +30,7 @@ class Slopes:
         self.mode = "plain"
         self.drawn: list[tuple[Tensor, Tensor]] = []
         self.left: list[tuple[Tensor, Tensor]] = []
+        self.index: Tensor | None = None
 
     def record(self) -> None:
         self.mode, self.drawn = "record", []
@@ -47,7 +50,10 @@ class RReLU(nn.Module):
         if self.slopes.mode == "replay":
             slope, state = self.slopes.left.pop(0)
             torch.set_rng_state(state)
-            return torch.where(x < 0, slope * x, x)
+            for dim, (whole, part) in enumerate(zip(slope.shape, x.shape, strict=True)):
+                if whole != part:  # of a part of the samples, wherever they are
+                    slope = slope.index_select(dim, self.slopes.index)
+            return torch.where(x < 0, slope * x, x).contiguous()
         state, before = torch.get_rng_state(), x.detach().clone(memory_format=torch.contiguous_format)
         z = F.rrelu(x, self.lower, self.upper, True, self.inplace)
         after, noise = torch.get_rng_state(), torch.empty_like(before)
@@ -125,8 +131,8 @@ class Brute:
         return [tuple(cut(t, slice(i, i + (chunk or N)), N) for t in batch) for i in starts]
 
     def _linearise(self, rows: Any, seed: int, second: bool) -> None:
-        value, norm, low = 0.0, 0.0, 0.0
-        G, g = self.theta.new_zeros(self.n, self.n), self.theta.new_zeros(self.n)
+        value, norm, low, rounding = 0.0, 0.0, 0.0, 0.0
+        G, g, terms = self.theta.new_zeros(self.n, self.n), self.theta.new_zeros(self.n), self.theta.new_zeros(self.n)
         self.parts: list[Part] = []
         for i, piece in enumerate(self.pieces):
             part = self._forward(*piece, second=second)
@@ -134,7 +140,10 @@ class Brute:
             value = value + self.value(part.z, part.y, part.w)
             norm = norm + self.normaliser(part)
             low = low + self.lower(part)
-            g += part.J.T @ self._slope(part)
+            slope = self._slope(part)
+            rounding = rounding + EPS * (self.value(part.z, part.y, part.w).abs() + (slope * part.z.flatten()).norm())
+            g += part.J.T @ slope
+            terms += part.J.abs().T @ slope.abs()
             after, buffers = torch.get_rng_state(), [b.clone() for b in self.twin.buffers()]
             G += self._second if second else self._rows(part, rows, seed + i)
             torch.set_rng_state(after)
@@ -142,7 +151,10 @@ class Brute:
         self.norm = 1.0 if getattr(self.loss, "reduction", "mean") == "sum" else float(norm)
         self.possible = float(norm) > 0  # some weight is left
         scale = 1 / self.norm if self.possible else math.nan
-        self.f, self.low, self.g, self.G = float(value) * scale, float(low) * scale, g * scale, G * scale
+        self.f, self.low, self.rounding = float(value) * scale, float(low) * scale, float(rounding) * scale
+        self.g, self.G = g * scale, G * scale
+        largest = [t.max().expand_as(t) for t in (terms * scale).split(self.sizes)]
+        self.terms = torch.cat(largest)  # of what g is summed from, the largest in each parameter: (n,)
         self.end, self.end_buffers = torch.get_rng_state(), [b.clone() for b in self.twin.buffers()]
 
     def _forward(self, x: Any, y: Any, w: Any, taken: Any = None, second: bool = False) -> Part:
@@ -202,8 +214,9 @@ class Brute:
         N = len(part.z)
         if isinstance(rows, mq.Fraction):
             index = rows.pick(N, seed)
-            taken = [(s[index] if len(s) == N else s, state) for s, state in part.slopes]
-            some = self._forward(*(cut(t, index, N) for t in (part.x, part.y, part.w)), taken=taken)
+            self.slopes.index = index
+            some = self._forward(*(cut(t, index, N) for t in (part.x, part.y, part.w)), taken=part.slopes)
+            self.slopes.index = None
             return N / len(index) * self._rows(some, rows.rows, seed)
         self.m += N * self.rows_per_sample(part, rows)
         if isinstance(rows, mq.Sampled):
@@ -243,7 +256,10 @@ class Brute:
             delta = loss.delta if isinstance(loss, nn.HuberLoss) else loss.beta
             h = (delta / (z - y).abs()).clamp(max=1) * self.unit
             return (per_sample(w, h) * h).flatten().diag()
-        return hessian(lambda z: self.value(z, y, w))(z).reshape(Z, Z)
+        H = hessian(lambda z: self.value(z, y, w))(z).reshape(Z, Z)
+        if not isinstance(loss, nn.CrossEntropyLoss):  # √ℓ″ is at least eps: so ℓ′ over it, the residual, is finite
+            H.diagonal().clamp_(min=EPS**2 * per_sample(w, torch.ones_like(z)).expand_as(z).flatten())
+        return H
 
     def _probabilities(self, z: Tensor, y: Tensor) -> Tensor:
         """What each −log p counts: smoothed targets times the class weights, 0 if ignored: like z"""

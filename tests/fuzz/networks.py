@@ -5,9 +5,10 @@
     python tests/fuzz/networks.py --shrink 1234          the same with all that can be left out left out
 
 θ of every step is compared with −(G + λD)⁻¹g, momentum, trial and search from J, G and g by brute force. What comes
-from the library: the rules of λ, of D from step to step, of acceptance and of the search (each fed with brute-force
-numbers), the samples that `Fraction` picks, the signs of `Sampled`, and for FactoredMaxDiagonal D itself, of which only
-D ≥ diag G is checked. With Kronecker, whose H is another one, only f, f at the next θ and the descent are checked.
+from the library: the rules of λ, of D from step to step, of doubt, of acceptance and of the search (each fed with
+brute-force numbers), the samples that `Fraction` picks, the signs of `Sampled`, and for FactoredMaxDiagonal D itself,
+of which only D ≥ diag G is checked. With Kronecker, whose H is another one, only f, f at the next θ and the descent
+are checked.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.acceptance import Trial, cosine_of
-from marquardt.curvature.contract import Curvature
+from marquardt.curvature.contract import Curvature, one_each, trusted
 from marquardt.diagonal import Diagonal
+from marquardt.optimizer import ROUNDINGS
 from reference import call
 
 SOURCES = str(Path(mq.__file__).parent)
@@ -81,6 +83,7 @@ class Report:
     ill: int = 0  # compared by the residual alone, or with a threshold above ENOUGH
     close: int = 0  # decisions that rounding could turn
     unsure: int = 0  # D of LayerMeanEigenvalue taken as it was
+    doubted: int = 0  # batches with an unheard-of loss
     partly: int = 0  # Kronecker: descent and losses alone
     worst: float = 0.0  # relative error of a step, of those that are not ill-conditioned
     refusals: list[str] = field(default_factory=list)
@@ -127,13 +130,13 @@ class Given(Curvature):
 
     def traces(self) -> Diagonal:
         pieces = self.diagonal().split(self.lin.sizes)
-        parts: list[Any] = [(self.g.new_zeros(()),)] * len(pieces)
+        means = [self.g.new_zeros(())] * len(pieces)
         for members in self.layers:
             size = sum(self.lin.sizes[i] for i in members)
             tau = sum(pieces[i].sum() for i in members) / (size if self.second else min(size, self.lin.most))
             for i in members:
-                parts[i] = (tau,)
-        return Diagonal(self.g.new_ones(()), parts)
+                means[i] = tau
+        return one_each(means)
 
     def factored_maximum(self, D: Diagonal | None) -> Diagonal:
         return self.maximum(D, 0.0)  # of a Hessian; for the others D is not compared
@@ -174,6 +177,8 @@ class Run:
         except Exception as error:
             self.refused(error)
             return
+        self.tried: list[tuple[float, bool, float, Any]] = []
+        self.lm._attempt = self.watched(self.lm._attempt)  # type: ignore[method-assign]
         self.looks = structure(self.model)
         for k, batch in enumerate(self.batches):
             try:
@@ -182,6 +187,16 @@ class Run:
                 raise Failure(
                     f"{failure.what}", f"step {k}, {str(failure).removeprefix(failure.what + ': ')}"
                 ) from None
+
+    def watched(self, attempt: Callable[..., Any]) -> Callable[..., Any]:
+        """Remembers every λ that was tried: whether on the same data, in what doubt of the batch, what came of it."""
+
+        def found(lin: Any, G: Any, D: Any, lam: float, old: Any, same_data: bool, doubt: float) -> Any:
+            tried = attempt(lin, G, D, lam, old, same_data, doubt)
+            self.tried.append((lam, same_data, doubt, tried))
+            return tried
+
+        return found
 
     def step(self, k: int, batch: tuple[Any, Any, Any]) -> None:
         """One step, and everything that has to hold after it."""
@@ -199,6 +214,7 @@ class Run:
         before.restore_rng()
         self.damping.calls.clear()
         self.schedule.calls.clear()
+        self.tried.clear()
         report.steps += 1
         try:
             step = lm.step_over(batches) if case.over else lm.step(*batch)
@@ -237,7 +253,7 @@ class Run:
             raise Failure("false refusal", text)
 
     def slow_paths(self) -> None:
-        general = getattr(self.lm._plan, "general", {})
+        general = self.lm._plan.proof.general
         names = {id(p): name for name, p in self.model.named_parameters()}
         for i, path in general.items():
             name = names[id(self.lm.params[i])]
@@ -278,8 +294,9 @@ class Run:
         old, lm, case = before.state, self.lm, self.case
         if not b.possible:
             raise Failure("a batch without any weight was taken")
-        outcome = self.schedule.calls[0][1]
-        same = outcome.same_data
+        _, same, doubt, _ = self.tried[0]
+        near("doubt", doubt, old.doubt(b.f, b.low, same), 1e-8, doubt)
+        self.report.doubted += doubt > 1
         near("f", step.loss, b.f, 1e-10, abs(b.f))
         G_lib = self.damping.calls[-1][1]
         kind = type(G_lib).__name__
@@ -298,22 +315,22 @@ class Run:
                 raise Failure("no descent", f"gᵀd = {float(b.g @ (flat(lm.params) - before.theta)):.3g}")
             return
         A = self.damped(G, b, G_lib, old)
-        calls = self.schedule.calls
-        if calls[0][0] != old.lam:
-            raise Failure("λ", f"{calls[0][0]} instead of {old.lam}")
-        for lam, outcome, _ in calls[:-1]:
-            if outcome.rule != "rejected":
-                raise Failure("another attempt after a step that was accepted")
-            self.attempt(step, b, G, lam * A, outcome, old, same, None)
-        lam, outcome, after = calls[-1]
-        if lm.lam != after or step.lam != lam or step.rule != outcome.rule:
-            raise Failure("the step and its λ", f"{step} against {calls[-1]}")
-        moved = flat(lm.params) - before.theta if step.accepted else None
-        self.attempt(step, b, G, lam * A, outcome, old, same, moved)
+        lam, calls = old.lam, self.schedule.calls if doubt == 1 else [(old.lam, None, old.lam)] * len(self.tried)
+        for (used, _, _, tried), (asked, _, after) in zip(self.tried, calls, strict=True):
+            if asked != lam or used != doubt * lam:
+                raise Failure("λ", f"{used} and {asked} instead of {doubt} times {lam}")
+            last, lam = tried is self.tried[-1][-1], after
+            if not last and (tried.rule != "rejected" or not tried.judged):
+                raise Failure("another attempt after a step that was accepted, or that rounding hides")
+            moved = flat(lm.params) - before.theta if last and step.accepted else None
+            self.attempt(step, b, G, used * A, tried, old, same, doubt, moved)
+        if lm.lam != lam or step.lam != used or step.rule != tried.rule:
+            raise Failure("the step and its λ", f"{step} against {self.tried[-1]}, {calls[-1]}")
 
     def refined(self, H: Tensor, g: Tensor, old: Any, same: bool) -> tuple[Tensor, Tensor]:
         """−H⁻¹g, and with momentum"""
-        plain = -torch.linalg.solve(H, g)
+        s = H.diagonal().clamp(min=1e-300).rsqrt()  # the units of the parameters are gone
+        plain = -s * torch.linalg.solve(H * s * s[:, None], s * g)
         if self.case.momentum is None:
             return plain, plain
         given = SimpleNamespace(G=SimpleNamespace(gradient=g), quadratic=lambda v: v @ H @ v)
@@ -323,10 +340,10 @@ class Run:
         """Raises the failure, unless this step is that sensitive: θ off by a rounding error gives such another one."""
         if failure.what not in ("θ", "f of the trial", "f at the new θ", "gain", "decision", "rate", "D"):
             raise failure
-        A = self.schedule.calls[-1][0] * self.damping.calls[-1][2].positive().entries(b.sizes)
-        same = self.schedule.calls[-1][1].same_data
-        d, other = (self.refined(at.G + A.diag(), at.g, old, same)[1] for at in (b, nudged()))
-        shift = float((d - other).norm() / d.norm())
+        lam, same, _, _ = self.tried[-1]
+        A = lam * self.damping.calls[-1][2].positive().entries(b.sizes)
+        pairs = zip(*(self.refined(at.G + A.diag(), at.g, old, same) for at in (b, nudged())), strict=True)
+        shift, d = max(((float((d - other).norm() / d.norm()), d) for d, other in pairs), key=lambda pair: pair[0])
         if shift > 1e-3 and float(d.norm()) > 1e6 * (1 + float(b.theta.norm())):
             raise Failure("a step of rounding alone", f"length {float(d.norm()):.2g}, {failure}")
         if not (failure.size or 1e-6) <= 1e3 * shift:
@@ -339,7 +356,7 @@ class Run:
         if beta == 0 or same or past is None or "G" not in past:
             return b.G
         k = float(past["batches"])
-        return torch.lerp(b.G, past["G"], min(k / (k + 2), beta))
+        return torch.lerp(b.G, past["G"], min(k / (k + 2), beta) * trusted(past["G"].diagonal(), b.G.diagonal()))
 
     def damped(self, G: Tensor, b: Brute, G_lib: Any, old: Any) -> Tensor:
         """The entries of D that the step solves with: (n,)"""
@@ -349,48 +366,51 @@ class Run:
         most = max(old.rows, b.m)
         if isinstance(self.case.damping, mq.FactoredMaxDiagonal) and not second:
             least = b.n / min(b.n, most) * b.G.diagonal()
-            if bool((found < least * (1 - 1e-9) - 1e-14 * least.max()).any()):
-                raise Failure("D of FactoredMaxDiagonal is below diag G")
+            below = ((least - found - 1e-14 * least.max()) / least).where(least > 0, 0).max()
+            if float(below) > 1e-9:
+                raise Failure("D", f"of FactoredMaxDiagonal is {float(below):.2g} below diag G", float(below))
             return D.positive().entries(b.sizes)
         lin = SimpleNamespace(theta=b.theta, n=b.n, sizes=b.sizes, params=b.params, most=most, scale=1.0)
         coupled = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self.model.modules())
         by_layer = isinstance(self.case.damping, mq.LayerMeanEigenvalue) and not second
-        off = 0.0
+        off, allowed = 0.0, max(1e-8, 4 * noise_of(b))
         for layers in self.layers(D) if by_layer else [[[i] for i in range(len(b.sizes))]]:
             # Dense with inertia: traces of layers are those of this batch alone
             given = Given(b.G if by_layer else G, b.g, lin, b.n if second else min(b.n, most), layers, second)
             wanted = self.case.damping.update(D_old, given).entries(b.sizes)
             off = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
-            if off <= 1e-8:
+            if off <= allowed:
                 break
-        if by_layer and off > 1e-8 and len(b.parts) > 1:
+        if by_layer and off > allowed and len(b.parts) > 1:
             self.report.unsure += 1  # batches that go different ways through the model are joined to larger layers
-        elif off > 1e-8 and (second or not coupled):  # if samples are coupled, traces are estimates
+        elif off > allowed and (second or not coupled):  # if samples are coupled, traces are estimates
             raise Failure("D", f"off by {off:.2g}; max {float(wanted.max()):.3g}")
         return D.positive().entries(b.sizes)
 
     def layers(self, D: Diagonal) -> Iterator[list[list[int]]]:
         """Which parameters count as one layer: as planned, or those with the same number."""
-        plan = self.lm._plan
+        proof = self.lm._plan.proof
         paths: dict[str, list[int]] = collections.defaultdict(list)
-        for i, path in plan.general.items():
-            paths[path].append(i)
-        yield [list(key) for key in plan.layouts] + [members for path, members in paths.items() if path != "none"]
+        for i in proof.general:
+            paths[proof.path(i)].append(i)
+        rules = [[i for i in key if i not in proof.mute] for key in proof.layouts]
+        yield [key for key in rules if key] + [members for path, members in paths.items() if path != "none"]
         same: dict[float, list[int]] = collections.defaultdict(list)
         for i, (tau,) in enumerate(D.factors or ()):
             same[float(tau)].append(i)
         yield list(same.values())
 
     def attempt(
-        self, step: Any, b: Brute, G: Tensor, A: Tensor, outcome: Any, old: Any, same: bool, moved: Tensor | None
-    ) -> None:
+        self, step: Any, b: Brute, G: Tensor, A: Tensor, tried: Any, old: Any, same: bool, doubt: float,
+        moved: Tensor | None,
+    ) -> None:  # fmt: skip
         """One λ: the step, its loss, its gain, the decision, and θ."""
         case, report = self.case, self.report
         H = G + A.diag()
         s = H.diagonal().clamp(min=1e-300).rsqrt()
         spectrum = torch.linalg.eigvalsh(H * s * s[:, None])
         lowest, highest = float(spectrum[0]), float(spectrum[-1])
-        if math.isnan(outcome.new_loss) and outcome.gain == -math.inf and "trial loss" not in step.note:
+        if math.isnan(tried.full_loss) and tried.gain == -math.inf and "trial loss" not in step.note:
             if lowest > 1e-9:
                 raise Failure("could not be factored", f"eigenvalues from {lowest:.2g} to {highest:.2g}, {step.note}")
             report.rejected += 1
@@ -405,9 +425,7 @@ class Run:
         if cg:  # its preconditioner is not the whole diagonal
             condition = max(condition, float(torch.linalg.cond(H)))
         allowed = max(1e-6, 1e3 * EPS * condition) if cg else max(ENOUGH, 30 * EPS * condition)
-        # Slopes of the loss near 0 are differences of numbers near 1, which momentum of a given length blows up.
-        J = math.sqrt(sum(float(part.J.square().sum()) for part in b.parts))
-        noise = 8 * EPS * J / b.norm / max(float(b.g.norm()), 1e-300)
+        noise = noise_of(b)  # which momentum of a given length blows up
         allowed = max(allowed, noise)
         ill = condition > 1e8 or noise > ENOUGH
         plain, d = self.refined(H, b.g, old, same)
@@ -416,29 +434,35 @@ class Run:
             largest = float(torch.linalg.eigvalsh(G * A.rsqrt() * A.rsqrt()[:, None])[-1])
             lost = 100 * EPS * math.sqrt(max(largest, 0) * 2 * abs(b.f) / float(A.min()))
             allowed = max(allowed, lost / max(float(d.norm()), 1e-300))
+        if doubt > 1:
+            d = d * min(1.0, old.stride / float(d.norm()))
         lr = self.lm.lr
         f_new = b.at(b.theta + lr * d)
         predicted = float(-lr * (b.g @ d) - 0.5 * lr**2 * (d @ G @ d))
+        sees = self.judged(b, f_new, predicted, lr * float(d.norm()), tried.judged, ill)
+        if not sees and not math.isnan(tried.gain):
+            raise Failure("gain", f"{tried.gain} of a step that rounding hides")
         if not ill:
-            self.losses(outcome, b, f_new, predicted, allowed)
-        back = None if old.previous is None else float(cosine_of(plain, old.previous))
+            self.losses(tried, b, f_new, predicted, allowed)
+        sure = sees and doubt == 1
+        back = float(cosine_of(plain, old.previous)) if old.previous is not None and sure else None
 
         def judged(f: float) -> str | None:
             return case.acceptance.judge(Trial(b.f, f, b.low, min(old.best, b.f), back))
 
         margin = 1e-9 * (abs(b.f) + abs(f_new))
         rule, rate, line = judged(f_new), lr, d
-        if len({judged(f_new + e) for e in (-margin, 0.0, margin)}) > 1 or (ill and rule != outcome.rule):
+        if len({judged(f_new + e) for e in (-margin, 0.0, margin)}) > 1 or (ill and rule != tried.rule):
             report.close += 1
-            rule = outcome.rule if outcome.rule in ("decrease", "uphill") else None
-        if rule is None and case.line_search is not None and lr > 0:
+            rule = tried.rule if tried.rule in ("decrease", "uphill") else None
+        if rule is None and case.line_search is not None and lr > 0 and sure:
             line = d if case.line_search.along_step else plain
             along = lambda rates: [b.at(b.theta + r * line) for r in rates]  # noqa: E731
             found = case.line_search.search(along, b.f, lr, (lr, f_new) if line is d else None)
             rule, rate = ("search", found[0]) if found is not None else (None, lr)
-            rule, rate = self.settled(b, line, rule, rate, outcome, step, found)
-        if (rule or "rejected") != outcome.rule:
-            raise Failure("decision", f"{outcome.rule} instead of {rule}; f {b.f:.17g}, f_new {f_new:.17g}, {outcome}")
+            rule, rate = self.settled(b, line, rule, rate, tried, step, found)
+        if (rule or "rejected") != tried.rule:
+            raise Failure("decision", f"{tried.rule} instead of {rule}; f {b.f:.17g}, f_new {f_new:.17g}, {tried}")
         if moved is None:
             report.rejected += 1
             return
@@ -447,11 +471,27 @@ class Run:
         exact = line is plain and noise <= ENOUGH
         self.compare(moved, rate * line, b, H, rate, exact, allowed, ill, condition)
 
+    def judged(self, b: Brute, f_new: float, predicted: float, length: float, theirs: bool, ill: bool) -> bool:
+        """Whether the decrease can be told from rounding; the library's answer if rounding decides that too."""
+        least, still = ROUNDINGS * b.rounding, EPS**0.5 * float(b.theta.norm())
+
+        def hidden(slack: float) -> bool:
+            found = abs(b.f - f_new) <= least + (slack - 1) * 8 * b.rounding or length <= slack * still
+            return abs(predicted) <= slack * least and found
+
+        ours = {not hidden(slack) for slack in (1 / 3, 1.0, 3.0)}
+        if len(ours) > 1 or ill:
+            self.report.close += theirs not in ours or len(ours) > 1
+            return theirs
+        if theirs not in ours:
+            raise Failure("decision", f"judged: {theirs}; f {b.f:.17g}, f_new {f_new:.17g}, predicted {predicted:.3g}")
+        return theirs
+
     def settled(
-        self, b: Brute, line: Tensor, rule: str | None, rate: float, outcome: Any, step: Any, found: Any
+        self, b: Brute, line: Tensor, rule: str | None, rate: float, tried: Any, step: Any, found: Any
     ) -> tuple[str | None, float]:
         """The library's rate in the place of ours where rounding decides between the two."""
-        theirs = outcome.rule if outcome.rule == "search" else None
+        theirs = tried.rule if tried.rule == "search" else None
         if rule == theirs and (rule is None or step.lr == rate):
             return rule, rate
         f_ours = b.f if rule is None else found[1]
@@ -461,14 +501,14 @@ class Run:
             return theirs, step.lr if theirs else rate
         return rule, rate
 
-    def losses(self, outcome: Any, b: Brute, f_new: float, predicted: float, allowed: float) -> None:
+    def losses(self, tried: Any, b: Brute, f_new: float, predicted: float, allowed: float) -> None:
         if not math.isfinite(f_new) or abs(f_new) > 1e6 * (abs(b.f) + 1):
             return  # there the loss is too steep to compare
         size = abs(b.f) + abs(f_new)
-        near("f of the trial", outcome.new_loss, f_new, 10 * allowed + 1e-9, size)
-        if predicted > 1e-7 * abs(b.f):
+        near("f of the trial", tried.full_loss, f_new, 10 * allowed + 1e-9, size)
+        if predicted > 1e-7 * abs(b.f) and tried.judged:
             gain = (b.f - f_new) / predicted
-            near("gain", outcome.gain, gain, 1e-6 + 20 * allowed * size / predicted, 1 + abs(gain))
+            near("gain", tried.gain, gain, 1e-6 + 20 * allowed * size / predicted, 1 + abs(gain))
 
     def compare(
         self, moved: Tensor, wanted: Tensor, b: Brute, H: Tensor, rate: float, exact: bool, allowed: float, ill: bool,
@@ -477,7 +517,9 @@ class Run:
         """θ against ours; if the system is ill-conditioned, the residual of what was moved, if it should be 0."""
         report = self.report
         length = float(wanted.norm())
-        error = float((moved - wanted).norm())
+        # The gradient of one entry may be no more than the rounding of those of the others of its parameter.
+        unknown = rate * 100 * EPS * b.terms / H.diagonal()
+        error = float(((moved - wanted).abs() - unknown).clamp(min=0).norm())
         rounding = 4 * EPS * float(b.theta.norm())  # θ + d − θ
         if ill:
             report.ill += 1
@@ -569,6 +611,13 @@ def difference(now: dict[str, Any], then: dict[str, Any]) -> str:
     return "; ".join(f"{k}: {then.get(k)} → {now.get(k)}" for k in keys[:3])
 
 
+def noise_of(b: Brute) -> float:
+    """Of the slopes of the loss, relative to them: near 0 they, and second derivatives, are differences of numbers near
+    1."""
+    J = math.sqrt(sum(float(part.J.square().sum()) for part in b.parts))
+    return 8 * EPS * J / b.norm / max(float(b.g.norm()), 1e-300)
+
+
 def halves(batch: tuple[Any, Any, Any]) -> list[tuple[Any, Any, Any]]:
     from brute import cut, length
 
@@ -617,7 +666,7 @@ def many(seeds: range, jobs: int, minutes: float) -> Iterator[Report]:
 
 
 def summary(reports: list[Report]) -> str:
-    counted = ("steps", "compared", "rejected", "invalid", "ill", "close", "unsure", "partly")
+    counted = ("steps", "compared", "rejected", "invalid", "ill", "close", "unsure", "doubted", "partly")
     total = {k: sum(getattr(r, k) for r in reports) for k in counted}
     failures = collections.Counter(kind_of(f) for r in reports for f in r.failures)
     refusals = collections.Counter(text for r in reports for text in r.refusals)
@@ -626,7 +675,8 @@ def summary(reports: list[Report]) -> str:
     lines = [
         f"{len(reports)} cases, {total['steps']} steps, {total['compared']} compared ({total['ill']} ill-conditioned, "
         f"{total['close']} decisions that rounding turns, {total['unsure']} with D as it was), "
-        f"{total['rejected']} rejected, {total['partly']} Kronecker, {total['invalid']} that plain autograd refuses; "
+        f"{total['rejected']} rejected, {total['doubted']} in doubt of the batch, {total['partly']} Kronecker, "
+        f"{total['invalid']} that plain autograd refuses; "
         f"{sum(refusals.values())} refusals, {sum(failures.values())} failures; worst relative error {worst:.2g}; "
         f"{sum(r.seconds for r in reports):.0f} s, longest {max((r.seconds for r in reports), default=0):.1f} s"
     ]

@@ -221,7 +221,7 @@ def routed(rng: Random, shape: Shape) -> Any:
 def time_major(rng: Random, shape: Shape) -> Any:
     O = out_width(rng)
     layer = nn.Linear(shape[2], O, bias=rng.random() < 0.8)
-    f = nn.Sequential(layer, nn.Tanh()) if rng.random() < 0.5 else layer
+    f = nn.Sequential(layer, rng.choice([nn.Tanh, nn.Tanh, nn.RReLU])()) if rng.random() < 0.5 else layer
     return Fn(lambda x, f: f(x.transpose(0, 1)).transpose(0, 1), "(T, N, E)", f=f), ("s", shape[1], O)
 
 
