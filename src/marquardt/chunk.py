@@ -242,7 +242,7 @@ class Chunk:
                 self._gradient = self.lin.adjoint(self._blocks, u.flatten())
             else:
                 self._gradient = self.vjp(self.lin.criterion.gradient(self.z, self.batch.targets, self.batch.weight))
-        return self.lin.silenced(self._gradient)
+        return self._gradient
 
     @cached_property
     def h(self) -> Tensor | None:
@@ -299,8 +299,6 @@ class Chunk:
                     self.lin.plan.unrolls = False  # for good: this model needs a graph of torch's own
                     self._forward_again(False)
                     self._blocks = self._form()
-            if not self._is_part and self.h is not None:
-                self.lin.silenced(self.h)
         return self._blocks
 
     def _form(self) -> list[Block]:
@@ -317,8 +315,8 @@ class Chunk:
         elif not recording():
             plan.proof, plan.proven = plan.proofs[signature], signature
         try:
-            blocks = self._rules(groups) + self._others()
-            doubtful = known and not recording() and not self._plausible(blocks)
+            blocks, loud = self._audible(self._rules(groups) + self._others())
+            doubtful = known and not recording() and (loud or not self._plausible(blocks))
         except Exception as error:  # what was proven on other data may fail on these
             if not known or recording() or exhausted(error):
                 raise
@@ -329,7 +327,9 @@ class Chunk:
             if plan.proof.same(old):  # near a minimum the gradient is all rounding
                 plan.proof.alarms = old.alarms + 1
                 plan.proof.quiet = EVERY * 2**plan.proof.alarms
-            blocks = self._rules(groups) + self._others()
+            blocks, _ = self._audible(self._rules(groups) + self._others())
+        # Of the samples that were not picked nothing is known.
+        self.lin.heard(() if self._is_part else plan.proof.mute)
         blocks = self._formed(blocks)
         if not known:
             plan.trial_needs_grad = not self._same_without_grad()
@@ -361,23 +361,37 @@ class Chunk:
         for key, layout in layouts.items():
             members = groups.get(key, [])
             block = assemble([calls[i] for i in members], [deltas[i] for i in members], self.N, layout)
-            blocks += self._audible(block or Nothing([params[i] for i in key], self.m, self.N))
+            blocks.append(block or Nothing([params[i] for i in key], self.m, self.N))
         return blocks
 
-    def _audible(self, block: Block) -> list[Block]:
-        """The block, with zero in the columns of the parameters without influence."""
-        mute = [p for p in block.params if self.lin.index[id(p)] in self.lin.plan.proof.mute]
-        if not mute:
-            return [block]
-        rest = block.without(mute)
-        return [*([] if rest is None else [rest]), Nothing(mute, self.m, self.N)]
+    def _audible(self, blocks: list[Block]) -> tuple[list[Block], bool]:
+        """The blocks, with zero in the columns of the parameters without influence, and whether one of them has some
+        now: a bias before InstanceNorm may gain it through an activation between the two."""
+        index, limits = self.lin.index, self.lin.plan.proof.mute
+        found: list[Block] = []
+        loud: list[Tensor] = []
+        for block in blocks:
+            mute = [p for p in block.params if index[id(p)] in limits]
+            if not mute or block.empty:
+                found.append(block)
+                continue
+            pulled = block.pull(self._random().flatten()).split([p.numel() for p in block.params])
+            # The rows round in another way than a backward pass.
+            loud += [
+                t.norm() > 4 * limits[index[id(p)]]
+                for p, t in zip(block.params, pulled, strict=True)
+                if index[id(p)] in limits
+            ]
+            rest = block.without(mute)
+            found += [*([] if rest is None else [rest]), Nothing(mute, self.m, self.N)]
+        return found, bool(loud) and not recording() and bool(torch.stack(loud).any())
 
     def _others(self) -> list[Block]:
         """The blocks of all other parameters."""
         blocks: list[Block] = []
         proof = self.lin.plan.proof
         for path in ("none", *PATHS):
-            indices = [i for i in proof.general if proof.path(i) == path]
+            indices = [i for i in proof.general if proof.general[i] == path]
             some = [self.lin.params[i] for i in indices]
             if indices:
                 blocks.append(

@@ -67,6 +67,7 @@ class Linearization:
         self._gradient: Tensor | None = None
         self._remainder: Tensor | None = None
         self._open: list[Chunk] = []
+        self.mute: set[int] | None = None  # parameters without influence in all chunks whose rows were formed so far
         self._at: tuple[Tensor, float] | None = None  # (d, lr) where the parameters are θ + lr·d
 
     @property
@@ -129,7 +130,7 @@ class Linearization:
     def split(self, chunk: int | None) -> None:
         """Starts again with chunks of another size."""
         self.close()
-        self.chunk, self.m, self.count = chunk, 0, 0
+        self.chunk, self.m, self.count, self.mute = chunk, 0, 0, None
         self._totals = self._h = self._gradient = self._remainder = None
         self.start.restore()
 
@@ -211,9 +212,14 @@ class Linearization:
             self._remainder = h * self.scale
         return None if self._remainder is None else self.silenced(self._remainder)
 
+    def heard(self, mute: Iterable[int]) -> None:
+        """The parameters without influence in one more chunk: another chunk may have gone where they have some."""
+        self.mute = set(mute) if self.mute is None else self.mute & set(mute)
+
     def silenced(self, v: Tensor) -> Tensor:
-        """v with 0 for the parameters without influence, in place: (n,). They may be known only once there are rows."""
-        for i in self.plan.proof.mute:
+        """v with 0 for the parameters without influence: (n,). They are known only once there are rows."""
+        v = v.clone() if self.mute else v
+        for i in self.mute or ():
             v[self.starts[i] : self.starts[i] + self.sizes[i]] = 0
         return v
 

@@ -331,6 +331,7 @@ class MatrixFreeCurvature(Curvature):
             found = lin.scatter((block, block.diagonal()) for block in chunk.blocks)
             total = found if total is None else total.add_(found)
         assert total is not None
+        lin.mute = sketch.mute
         return total.mul_(lin.scale)
 
 
