@@ -84,8 +84,8 @@ class Plan:
     unrolls: bool = True  # convolutions may have a backward pass of our own
     rows: int = 0  # per sample, on the last step
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
-    batched_trials: bool | None = None  # forward passes of all trial points at once; None while unproven
-    trial_modes: object = None  # of the modules, when that was proven
+    # Whether forward passes of all trial points at once are right, by how the model is called; missing while unproven.
+    batched_trials: dict[object, bool] = field(default_factory=dict)
     trial_needs_grad: bool = False  # the model differentiates itself
     choice: Any = None  # what Auto picked,
     shapes: Any = None  # for these shapes

@@ -418,28 +418,27 @@ class Linearization:
 
     def evaluate_along(self, d: Tensor, rates: Sequence[float]) -> list[float]:
         """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other where vmap refuses."""
-        size, plan = self._together(), self.plan
-        modes = tuple(m.training for m in self.model.modules())
-        if plan.trial_modes != modes:  # in another mode the model may draw random numbers
-            plan.batched_trials, plan.trial_modes = None, modes
+        size, proven = self._together(), self.plan.batched_trials
+        # Which random numbers a batched pass draws depends on the modes and the strides, and so on the sizes.
+        sizes = tuple(batch.samples for batch in self.batches) if self.single and self.chance.drawn else None
+        key = tuple(m.training for m in self.model.modules()), sizes
         try:
-            if len(rates) > 1 and size > 1 and plan.batched_trials is not False and not plan.trial_needs_grad:
+            if len(rates) > 1 and size > 1 and proven.get(key, True) and not self.plan.trial_needs_grad:
                 self.move()
                 losses = self._evaluate_together(d, rates, size)
-                if plan.batched_trials:
+                if key in proven:
                     return losses
                 # A model may keep its weights where nothing replaces them, or draw other numbers in a batched pass. At
                 # one point alone, far away, that may not show.
                 true = [float(self.evaluate(d, lr)) for lr in rates]
                 tolerance = 1e-6 if d.dtype == torch.float64 else 1e-3
-                plan.batched_trials = not any(
-                    abs(a - b) > tolerance * abs(b) for a, b in zip(losses, true, strict=True)
-                )
+                pairs = zip(losses, true, strict=True)
+                proven[key] = not any(abs(a - b) > tolerance * abs(b) for a, b in pairs)
                 return true
         except torch.OutOfMemoryError:
             pass
         except Exception:  # vmap refuses models in many ways
-            plan.batched_trials = False
+            proven[key] = False
         return [float(self.evaluate(d, lr)) for lr in rates]
 
     def _together(self) -> int:
