@@ -163,6 +163,35 @@ def test_a_gradient_without_any_curvature_is_a_gradient_step(curvature):
     assert error(theta(model) - before, -g / 4) < 1e-10
 
 
+class Silent(nn.Module):
+    """A bias before InstanceNorm, which has an influence only on samples with both signs between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(1, 2, 1), nn.LeakyReLU(0.3), nn.InstanceNorm1d(2), nn.Flatten())
+        self.head = nn.Linear(10, 1)
+        with torch.no_grad():
+            self.layers[0].weight.fill_(1.0)
+            self.layers[0].bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).square())
+
+
+@pytest.mark.parametrize("rows", [mq.Exact(), mq.Sampled(1)], ids=["exact", "sampled"])
+@pytest.mark.parametrize("order", [[0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], ids=str)
+def test_a_bias_is_heard_in_the_chunks_where_it_has_an_influence(order, rows):
+    model, x, y = Silent(), torch.randn(8, 1, 5), torch.randn(8, 1)
+    both = torch.tensor(order).repeat_interleave(2).bool()[:, None, None]
+    x = torch.where(both, x, x.abs())
+    wanted = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+    lin = mq.linearize(model, "mse", x, y, chunk=2, rows=rows)
+    G = mq.Dense(small=0).represent(lin)
+    assert error(G.gradient, torch.cat([g.flatten() for g in wanted])) < 1e-10
+    assert error(lin.gradient, torch.cat([g.flatten() for g in wanted])) < 1e-10
+    assert G.diagonal()[2:4].min() > 1e-6  # the bias
+
+
 # ---- layers without samples, and gradients in another order
 
 
@@ -236,13 +265,14 @@ class Far(nn.Module):
         return self.layers(x).mean(1) + self.bias
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_trial_points_have_the_random_numbers_of_the_linearisation(trains):
-    """Also if the way to their losses was proven in eval mode."""
-    model, plan, batch = Far(), Plan(), Batch(torch.randn(6, 5, 4), torch.randn(6, 4))
+@pytest.mark.parametrize(("trains", "samples"), [(True, 6), (False, 6), (True, 1)], ids=["same", "eval", "one sample"])
+def test_trial_points_have_the_random_numbers_of_the_linearisation(trains, samples):
+    """Also if the way to their losses was proven in eval mode, or on one sample, for which strides do not count."""
+    model, plan, x, y = Far(), Plan(), torch.randn(6, 5, 4), torch.randn(6, 4)
     rates = [0.0, 0.5, 1.0]
-    for mode in (trains, True):
+    for mode, N in ((trains, samples), (True, 6)):
         model.train(mode)
+        batch = Batch(x[:N], y[:N])
         lin = Linearization(model, resolve("mse"), list(model.parameters()), [batch], mq.Exact(), plan=plan)
         d = torch.zeros_like(lin.theta)
         d[:1] = 1e3  # the bias
