@@ -102,6 +102,13 @@ def test_lambda_after_steps_that_rounding_hides(schedule):
     assert start / 100 < after(start / 100, ENOUGH + 1, same_data=True) < start  # and back, in the end
 
 
+def test_a_lambda_that_no_longer_matters_stays():
+    good = {"loss": 1.0, "new_loss": 0.5, "gain": 1.0, "rule": "decrease", "same_data": True}
+    schedule = mq.GainRatio()
+    assert schedule.update(1e-9, Outcome(**good, share=1e-3)) < 1e-9
+    assert schedule.update(1e-9, Outcome(**good, share=1e-7)) == 1e-9
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("curvature", CURVATURES, ids=name)
 def test_a_run_says_that_it_has_converged(curvature, dtype):
@@ -129,6 +136,26 @@ def test_a_loss_of_zero_is_the_end(dtype):
     assert steps[-1].converged
     assert 1e-3 < opt.lam <= 1
     assert min(s.lam for s in steps[-50:]) > 1e-12
+
+
+def test_a_model_in_bfloat16_converges():
+    """What it computes with decides what its loss can tell apart, not what it returns."""
+
+    class Coarse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(3, 6), nn.Linear(6, 1)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.outer(self.inner(x).tanh()).float()
+
+    x, y = noisy_line()
+    opt = mq.LM(Coarse(), "mse")
+    steps = [opt.step(x, y) for _ in range(200)]
+    assert steps[-1].new_loss < 0.1 * steps[0].loss
+    assert any(s.converged for s in steps)
+    assert all(s.accepted or s.note for s in steps)
 
 
 def test_nothing_converges_on_changing_batches():
@@ -165,7 +192,9 @@ def test_rounding_of_a_loss(loss, rows):
     near = z * (1 + torch.finfo(torch.float32).eps * (2 * torch.rand_like(z) - 1))
     moved = (loss.value(near, y) - loss.value(z, y)).abs()
     drawn = rows.draw(loss, z.float(), y.float(), None, 0)
-    found = drawn.rounding(loss.value(z.float(), y.float()), z.float())
+    found = drawn.rounding(loss.value(z.float(), y.float()), z.float(), torch.float32)
+    coarse = drawn.rounding(loss.value(z.float(), y.float()), z.float(), torch.bfloat16)
+    assert coarse == pytest.approx(2**16 * found.item())
     assert moved < found < 100 * moved + 1e-6 * loss.value(z, y).abs()
 
 

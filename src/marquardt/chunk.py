@@ -138,7 +138,8 @@ class Chunk:
                 self.rows = lin.rows_kind.draw(loss, self.z, y, w, seed)
             else:
                 self.rows = Cotangents(self.z[None], None, loss.gradient(self.z, y, w))
-            numbers = [value, normaliser, loss.lower_bound(self.z, y, w), self.rows.rounding(value, self.z)]
+            rounding = self.rows.rounding(value, self.z, capture.coarsest)
+            numbers = [value, normaliser, loss.lower_bound(self.z, y, w), rounding]
             self.totals = Totals(*read(torch.stack(numbers)))
             self.value = self.totals.value
             if not math.isfinite(self.value):

@@ -176,7 +176,9 @@ class Loss(ABC):
         if not isinstance(z, Tensor):
             raise TypeError(f"the model must return one tensor, got {type(z).__name__}: wrap it so that it does")
         if z.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"outputs are {z.dtype}: the model must return torch.float32 or torch.float64")
+            raise TypeError(
+                f"outputs are {z.dtype}: the model must return torch.float32 or torch.float64 (in autocast: .float())"
+            )
         if z.ndim == 0:
             raise ValueError("outputs have shape (): the first dimension must be the samples, as in (N, …)")
         if z.numel() == 0:

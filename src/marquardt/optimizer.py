@@ -68,6 +68,7 @@ class Attempt(NamedTuple):
     length: float = math.nan  # ‖d‖
     judged: bool = True  # whether its decrease, predicted or found, exceeds the rounding of f
     predicted: float = math.inf  # the decrease, or its absolute value
+    share: float = 1.0  # of damping in the step: see schedule.Outcome
 
 
 class LM(torch.optim.Optimizer):
@@ -333,11 +334,16 @@ class LM(torch.optim.Optimizer):
             used = doubt * lam
             attempt = self._attempt(lin, G, A, used, old, same_data, doubt)
             unjudged = 0 if attempt.judged else unjudged + 1
-            outcome = Outcome(f, attempt.full_loss, attempt.gain, attempt.rule, same_data, G.averaged, unjudged)
+            outcome = Outcome(
+                f, attempt.full_loss, attempt.gain, attempt.rule, same_data, G.averaged, unjudged, attempt.share
+            )
             lam = self.schedule.update(lam, outcome) if doubt == 1 else lam
             if attempt.note:
                 notes.append(attempt.note)
-            if attempt.rule != "rejected" or not attempt.judged:
+            if attempt.rule != "rejected":
+                break
+            if not attempt.judged:
+                notes.append("rejected: rounding of the loss hides what the step would gain")
                 break
             notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
         if old.tired(attempt.loss, same_data):
@@ -349,6 +355,7 @@ class LM(torch.optim.Optimizer):
         idle = old.idle + 1 if faint and abs(start - attempt.loss) <= FAINT * lin.rounding else 0
         converged = idle >= IDLE and used <= self.schedule.initial
         if converged:
+            notes.clear()
             notes.append("converged: no decrease is left that could be told from the rounding of the loss")
 
         lin.move(attempt.d, attempt.lr)
@@ -374,7 +381,7 @@ class LM(torch.optim.Optimizer):
     def _attempt(
         self, lin: Linearization, G: Curvature, D: Diagonal, lam: float, old: State, same_data: bool, doubt: float
     ) -> Attempt:
-        """Solve (G + λD)d = −g, add momentum, try; if that fails, search. In doubt of the batch the step is no longer
+        """Solve (G + λD)d = −g, add momentum, try; if that fails, search. In doubt of the batch the step is shorter
         than the last one, and only a decrease counts."""
         f, lr = lin.loss, self.lr
         H = Damped(G, lam * D)
@@ -385,7 +392,8 @@ class LM(torch.optim.Optimizer):
             return Attempt("rejected", lr, None, f, math.nan, -math.inf, str(error))
         d = plain if self.momentum is None else self.momentum.refine(plain, old.previous, H, same_data)
         if doubt > 1:
-            d = d * (old.stride / torch.linalg.vector_norm(d).clamp(min=old.stride))
+            longest = old.stride / math.sqrt(doubt)
+            d = d * (longest / torch.linalg.vector_norm(d).clamp(min=longest))
         back = None if old.previous is None else cosine_of(plain, old.previous)
         # One synchronisation for all that the judgement needs.
         f_new, gd, dGd, gDg, length, *cosine = numbers(
@@ -398,11 +406,14 @@ class LM(torch.optim.Optimizer):
         hidden = abs(predicted) <= least and (abs(f - f_new) <= least or lin.hardly_moves(lr * length))
         judged = f_new != f and not hidden
         gain = gain_ratio(f - f_new, predicted) if judged else math.nan
+        share = 1.0
+        if same_data and judged and predicted > 0:
+            share = 0.5 * lam * lr**2 * float(D.quadratic(d, lin.sizes)) / predicted
         note = "; ".join([*G.notes, *([] if math.isfinite(f_new) else [f"the trial loss is {f_new}"])])
         G.notes.clear()
         found = partial(
             Attempt, full_loss=f_new, gain=gain, note=note, slope=math.sqrt(max(gDg, 0.0)), length=length,
-            judged=judged, predicted=abs(predicted),
+            judged=judged, predicted=abs(predicted), share=share,
         )  # fmt: skip
 
         sure = judged and doubt == 1

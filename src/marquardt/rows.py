@@ -19,14 +19,14 @@ class Cotangents(NamedTuple):
     u: Tensor | None  # (R, N)     None: the gradient is not in the range of these rows
     v: Tensor | None  # (N, *out)  Su + v = ∂value/∂z; None means 0
 
-    def rounding(self, value: Tensor, z: Tensor) -> Tensor:
-        """By how much the value is uncertain if z is right to its last digit: ε·(|value| + ‖∂value/∂z ∘ z‖)"""
+    def rounding(self, value: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
+        """By how much the value is uncertain if z has the digits of this dtype: ε·(|value| + ‖∂value/∂z ∘ z‖)"""
         slope = self.v
         if self.u is not None:
             Su = (self.S * self.u.view(*self.u.shape, *[1] * (self.S.ndim - 2))).sum(0)
             slope = Su if slope is None else Su + slope
         through_z = value.new_zeros(()) if slope is None else torch.linalg.vector_norm(slope * z)
-        return torch.finfo(z.dtype).eps * (value.abs() + through_z)
+        return torch.finfo(dtype).eps * (value.abs() + through_z)
 
 
 class Rows(Protocol):

@@ -17,6 +17,7 @@ class Outcome(NamedTuple):
     same_data: bool  # the loss before this step was the loss after the last one; False on changing batches
     averaged_curvature: bool = False  # over batches, not that of this one alone
     unjudged: int = 0  # steps in a row, this one included, whose decrease could not be told from the rounding of f
+    share: float = 1.0  # λdᵀDd over twice the predicted decrease: what damping has of the step; known on the same data
 
 
 class Schedule(Protocol):
@@ -29,6 +30,9 @@ class Schedule(Protocol):
 
 
 FAILED = ("rejected", "return")
+
+# A share of damping in a step that a smaller λ could not use.
+NEGLIGIBLE = 1e-6
 
 # After so many steps in a row that could not be judged, smaller λ have been tried in vain.
 ENOUGH = 5
@@ -115,7 +119,8 @@ class GainRatio:
 
     On the same data ρ is exact, and λ moves fast. From batch to batch ρ is noisy, and λ moves slowly. Where the
     curvature is that of the batch alone, ρ praises every step that fits the noise of the batch: λ then stays above
-    `floor`. The factors were measured, docs/recipe.md.
+    `floor`. A λ that no longer matters to the step does not fall any further: it could not come back in time. The
+    factors were measured, docs/recipe.md.
     """
 
     initial: float = 1.0
@@ -124,7 +129,7 @@ class GainRatio:
     slow_down: float = 0.7
     slow_up: float = 1.5
     floor: float = 3.0
-    minimum: float = 1e-12
+    minimum: float = 1e-20
     maximum: float = 1e12
 
     def __post_init__(self) -> None:
@@ -144,7 +149,7 @@ class GainRatio:
         if outcome.unjudged:
             lam = unjudged(lam, down, self.initial, outcome)
         elif outcome.gain > 0.75:
-            lam *= down
+            lam *= down if outcome.share > NEGLIGIBLE else 1.0
         elif not outcome.gain >= 0.25:  # also where there is no gain to speak of
             lam *= up
         honest = outcome.same_data or outcome.averaged_curvature
