@@ -392,8 +392,7 @@ class LM(torch.optim.Optimizer):
             return Attempt("rejected", lr, None, f, math.nan, -math.inf, str(error))
         d = plain if self.momentum is None else self.momentum.refine(plain, old.previous, H, same_data)
         if doubt > 1:
-            longest = old.stride / math.sqrt(doubt)
-            d = d * (longest / torch.linalg.vector_norm(d).clamp(min=longest))
+            d = d * (old.stride / math.sqrt(doubt) / torch.linalg.vector_norm(d)).clamp(max=1)
         back = None if old.previous is None else cosine_of(plain, old.previous)
         # One synchronisation for all that the judgement needs.
         f_new, gd, dGd, gDg, length, *cosine = numbers(
