@@ -347,8 +347,9 @@ class Run:
         for d, other in pairs:
             off = (d - other).abs()
             shift = max(shift, float(off.norm() / d.norm()))
-            # Where curvature is small but known, steps may be of any length; those of rounding are to be no longer.
-            known = float(d[off <= 1e-3 * d.abs()].norm() + b.theta.norm()) + 1
+            # Where curvature is small but known, steps may be of any length; those of rounding, which change by about
+            # as much as they are, are to be no longer.
+            known = float(d[off <= 0.5 * d.abs()].norm() + b.theta.norm()) + 1
             if float(off.norm()) > 1e6 * known:
                 raise Failure("a step of rounding alone", f"length {float(off.norm()):.2g}, {failure}")
         if not (failure.size or 1e-6) <= 1e3 * shift:
