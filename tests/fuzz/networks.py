@@ -343,18 +343,25 @@ class Run:
         lam, same, _, _ = self.tried[-1]
         A = lam * self.damping.calls[-1][2].positive().entries(b.sizes)
         pairs = zip(*(self.refined(at.G + A.diag(), at.g, old, same) for at in (b, nudged())), strict=True)
-        shift = 0.0
+        shift, apart = 0.0, self.apart(b)
         for d, other in pairs:
             off = (d - other).abs()
             shift = max(shift, float(off.norm() / d.norm()))
-            # Where curvature is small but known, steps may be of any length; those of rounding, which change by about
-            # as much as they are, are to be no longer.
-            known = float(d[off <= 0.5 * d.abs()].norm() + b.theta.norm()) + 1
-            if float(off.norm()) > 1e6 * known:
+            # Where curvature is small but known, steps may be of any length; those of rounding are to be no longer.
+            known = float(d[off <= 1e-3 * d.abs()].norm() + b.theta.norm()) + 1
+            if float(off[~apart].norm()) > 1e6 * known:
                 raise Failure("a step of rounding alone", f"length {float(off.norm()):.2g}, {failure}")
         if not (failure.size or 1e-6) <= 1e3 * shift:
             raise failure
         self.report.ill += 1
+
+    def apart(self, b: Brute) -> Tensor:
+        """Parameters all of whose curvature is below the rounding of that of others: (n,). With floor=0 MaxDiagonal
+        is invariant to rescaling a parameter as a whole, and so may be the length of its step."""
+        if self.case.damping != mq.MaxDiagonal(floor=0.0):
+            return torch.zeros(b.n, dtype=torch.bool)
+        D = self.damping.calls[-1][2].entries(b.sizes)
+        return torch.cat([(part.max() < EPS * D.max()).expand(len(part)) for part in D.split(b.sizes)])
 
     def mixed(self, b: Brute, G_lib: Any, old: Any, same: bool) -> Tensor:
         """Dense with inertia: the running average."""
@@ -523,8 +530,11 @@ class Run:
         """θ against ours; if the system is ill-conditioned, the residual of what was moved, if it should be 0."""
         report = self.report
         length = float(wanted.norm())
-        # The gradient of one entry may be no more than the rounding of those of the others of its parameter.
+        # The gradient of one entry may be no more than the rounding of those of the others of its parameter: its step
+        # is anything then, but not far longer than θ and those of the others.
         unknown = rate * 100 * EPS * b.terms / H.diagonal()
+        known = float(wanted[unknown <= 1e-3 * wanted.abs()].norm() + b.theta.norm()) + 1
+        unknown = unknown.clamp(max=1e4 * known)
         error = float(((moved - wanted).abs() - unknown).clamp(min=0).norm())
         rounding = 4 * EPS * float(b.theta.norm())  # θ + d − θ
         if ill:
