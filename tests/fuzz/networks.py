@@ -448,7 +448,7 @@ class Run:
             lost = 100 * EPS * math.sqrt(max(largest, 0) * 2 * abs(b.f) / float(A.min()))
             allowed = max(allowed, lost / max(float(d.norm()), 1e-300))
         if doubt > 1:
-            d = d * min(1.0, old.stride / float(d.norm()))
+            d = d * min(1.0, old.stride / doubt**0.5 / float(d.norm()))
         lr = self.lm.lr
         f_new = b.at(b.theta + lr * d)
         predicted = float(-lr * (b.g @ d) - 0.5 * lr**2 * (d @ G @ d))
