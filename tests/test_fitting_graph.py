@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from marquardt import least_squares, tape
+from marquardt import deferred as tape
+from marquardt import least_squares
 from marquardt.fitting.bounds import Box
 from marquardt.fitting.factor import Factor
 from marquardt.fitting.problem import Problem, build

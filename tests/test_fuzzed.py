@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import marquardt as mq
 import reference
-from marquardt.batch import Batch
-from marquardt.chunk import Plan
-from marquardt.linearize import Linearization
+from marquardt.jacobian.chunk import Plan
+from marquardt.jacobian.linearization import Linearization
 from marquardt.losses import resolve
+from marquardt.model.batch import Batch
 from reference import error
 
 PLAIN: dict[str, Any] = {"schedule": mq.Constant(1.0), "momentum": None, "line_search": None, "average": None}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt import tape
+from marquardt import deferred as tape
 from reference import error
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

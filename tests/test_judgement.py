@@ -12,8 +12,8 @@ from torch import nn
 
 import marquardt as mq
 from marquardt import optimizer
-from marquardt.diagonal import Diagonal
-from marquardt.schedule import ENOUGH, Outcome
+from marquardt.metric import Diagonal
+from marquardt.parts.schedule import ENOUGH, Outcome
 from marquardt.state import HEARD, PATIENCE, UNHEARD, State
 
 CURVATURES = [mq.Dense(), mq.Gram(), mq.MatrixFree(), mq.Kronecker(), mq.Hessian(), mq.Auto(inertia=0.8)]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import marquardt as mq
 import reference
 from cases import mlp
-from marquardt.momentum import Damped
 from marquardt.paper import problems
+from marquardt.parts.momentum import Damped
 from oracle import kfac_dense, kfac_matrix
 from reference import error
 

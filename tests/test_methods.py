@@ -14,12 +14,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import marquardt as mq
 from marquardt import presets
-from marquardt.acceptance import Decrease, Uphill
-from marquardt.damping import Identity, MaxDiagonal
-from marquardt.line_search import Grid
-from marquardt.momentum import AdaptiveMomentum
 from marquardt.paper import methods, problems
 from marquardt.paper.methods import ABLATION, METHODS, Choice, Ours, Range, Stepwise, Unavailable, deterministic
+from marquardt.parts.acceptance import Decrease, Uphill
+from marquardt.parts.damping import Identity, MaxDiagonal
+from marquardt.parts.line_search import Grid
+from marquardt.parts.momentum import AdaptiveMomentum
 
 PROBLEMS = {"sine": "mse", "mnist": "cross_entropy"}
 EVERY = [

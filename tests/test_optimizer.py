@@ -1887,7 +1887,7 @@ def test_a_step_lets_go_of_its_rows():
     import gc
     import weakref
 
-    from marquardt.linearize import Linearization
+    from marquardt.jacobian.linearization import Linearization
 
     model, x, y = problem()
     opt, seen = lm(model, curvature=mq.Gram()), []

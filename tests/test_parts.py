@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import marquardt as mq
 import reference
 from cases import build
-from marquardt.acceptance import Trial
 from marquardt.curvature import Curvature
 from marquardt.curvature.gram import GramCurvature
-from marquardt.diagonal import Diagonal
 from marquardt.layers.bilinear import Bilinear
-from marquardt.schedule import Outcome
+from marquardt.metric import Diagonal
+from marquardt.parts.acceptance import Trial
+from marquardt.parts.schedule import Outcome
 from reference import error
 
 f64 = torch.float64

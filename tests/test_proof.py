@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import marquardt as mq
 import reference
-from marquardt import chunk as chunks
-from marquardt.batch import Batch
-from marquardt.chunk import Plan
 from marquardt.curvature.hessian import twice_differentiable
 from marquardt.curvature.matrix_free import MatrixFreeCurvature
 from marquardt.curvature.products import by_double_backward, by_forward_mode
-from marquardt.linearize import Linearization
+from marquardt.jacobian import chunk as chunks
+from marquardt.jacobian.chunk import Plan
+from marquardt.jacobian.linearization import Linearization
 from marquardt.losses import resolve
+from marquardt.model.batch import Batch
 from reference import error
 
 DOUBLE = {"dtype": torch.float64}
@@ -135,7 +135,7 @@ def test_module_under_two_names(build, curvature):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_substitution_is_taken_back(fails):
-    from marquardt.layers.substituted import substituted
+    from marquardt.model.substituted import substituted
 
     model = nn.Sequential(nn.LSTM(2, 3), nn.BatchNorm1d(3))
     before = [(vars(m), dict(m._parameters), dict(m._buffers)) for m in model.modules()]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import marquardt as mq
 import reference
+from marquardt.jacobian.linearization import Linearization
 from marquardt.layers import Block
 from marquardt.layers.bilinear import Bilinear
-from marquardt.linearize import Linearization
 from reference import error
 
 

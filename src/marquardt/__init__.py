@@ -1,18 +1,18 @@
 """Levenberg–Marquardt for PyTorch."""
 
 from . import losses, presets
-from .acceptance import Decrease, Uphill
-from .average import EMA, Polyak
 from .curvature import Auto, Dense, Gram, Hessian, Kronecker, MatrixFree
-from .damping import FactoredMaxDiagonal, Identity, LayerMeanEigenvalue, MaxDiagonal, MeanEigenvalue
-from .diagonal import Diagonal
 from .fitting import curve_fit, least_squares
-from .line_search import Backtracking, Bracket, Grid
-from .linearize import Linearization, linearize
-from .momentum import AdaptiveMomentum
+from .jacobian.linearization import Linearization, linearize
+from .jacobian.rows import Empirical, Exact, Fraction, Sampled
+from .metric import Diagonal
 from .optimizer import LM, Step
-from .rows import Empirical, Exact, Fraction, Sampled
-from .schedule import Constant, GainRatio, PaperSchedule, TenFold
+from .parts.acceptance import Decrease, Uphill
+from .parts.average import EMA, Polyak
+from .parts.damping import FactoredMaxDiagonal, Identity, LayerMeanEigenvalue, MaxDiagonal, MeanEigenvalue
+from .parts.line_search import Backtracking, Bracket, Grid
+from .parts.momentum import AdaptiveMomentum
+from .parts.schedule import Constant, GainRatio, PaperSchedule, TenFold
 
 __version__ = "0.1.0"
 

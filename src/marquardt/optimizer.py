@@ -14,24 +14,26 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .acceptance import Acceptance, Trial, Uphill, cosine_of
-from .average import EMA, Average
-from .batch import Batch, Batches, assign, check_coupling, check_group, flatten, trainable
-from .chunk import EVERY, Plan
 from .curvature import Auto, Curvature, Representation
 from .curvature.auto import Exhausted
 from .curvature.contract import FactorizationError
-from .damping import Damping, MeanEigenvalue
-from .diagonal import Diagonal
-from .graph import Recorded, record, signature
-from .line_search import Backtracking, LineSearch
-from .linearize import Linearization
+from .deferred import numbers
+from .jacobian.chunk import EVERY, Plan
+from .jacobian.linearization import Linearization
+from .jacobian.rows import Exact, Rows
 from .losses import resolve
-from .momentum import AdaptiveMomentum, Damped, Momentum
-from .rows import Exact, Rows
-from .schedule import GainRatio, Outcome, Schedule
+from .metric import Diagonal
+from .model.batch import Batch, Batches
+from .model.checks import check_coupling, check_group, trainable
+from .model.parameters import assign, flatten
+from .parts.acceptance import Acceptance, Trial, Uphill, cosine_of
+from .parts.average import EMA, Average
+from .parts.damping import Damping, MeanEigenvalue
+from .parts.line_search import Backtracking, LineSearch
+from .parts.momentum import AdaptiveMomentum, Damped, Momentum
+from .parts.schedule import GainRatio, Outcome, Schedule
+from .recorded import Recorded, record, signature
 from .state import UNHEARD, State
-from .tape import numbers
 
 # A decrease of so many roundings of the loss is taken for one. A run on the same data has converged if so many steps in
 # a row, with several λ, predict no more than so many roundings each, and have found no more all in all.

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from .acceptance import Decrease, Uphill
 from .curvature import Auto, Hessian, Kronecker, MatrixFree
-from .damping import Identity, MaxDiagonal
-from .line_search import Backtracking, Grid
+from .jacobian.rows import Empirical, Exact, Sampled
 from .losses import CrossEntropy, Loss, SquaredError, resolve
-from .momentum import AdaptiveMomentum
 from .optimizer import LM
-from .rows import Empirical, Exact, Sampled
-from .schedule import Constant, GainRatio, PaperSchedule, TenFold
+from .parts.acceptance import Decrease, Uphill
+from .parts.damping import Identity, MaxDiagonal
+from .parts.line_search import Backtracking, Grid
+from .parts.momentum import AdaptiveMomentum
+from .parts.schedule import Constant, GainRatio, PaperSchedule, TenFold
 
 
 def _in_sums(loss: Any) -> Loss:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .curvature.contract import Past
-from .diagonal import Diagonal
+from .metric import Diagonal
 
 # Two losses of the same data at the same θ differ by rounding alone (sums on a GPU are not reproducible).
 SAME_LOSS = {torch.float32: 1e-5, torch.float64: 1e-9}

@@ -38,10 +38,10 @@ from drawn import Case, build, chosen_params, draw, make_batches, make_loss
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.acceptance import Trial, cosine_of
 from marquardt.curvature.contract import Curvature, one_each, trusted
-from marquardt.diagonal import Diagonal
+from marquardt.metric import Diagonal
 from marquardt.optimizer import ROUNDINGS
+from marquardt.parts.acceptance import Trial, cosine_of
 from reference import call
 
 SOURCES = str(Path(mq.__file__).parent)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..linearize import Linearization
+from ..jacobian.linearization import Linearization
 from .contract import Curvature, Representation
 from .dense import Dense, check_chunk, check_inertia
 from .gram import Gram

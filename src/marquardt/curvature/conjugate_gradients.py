@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tape import numbers
+from ..deferred import numbers
 from .contract import FactorizationError
 
 # Iterates number ⌈1.3ʲ⌉ are kept for backtracking: Martens, section 4.6.

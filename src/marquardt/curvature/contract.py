@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..diagonal import Diagonal, Factors, known
-from ..linearize import Linearization
-from ..tape import ask
+from ..deferred import ask
+from ..jacobian.linearization import Linearization
+from ..metric import Diagonal, Factors, known
 
 Past = dict[str, Tensor]  # what a representation keeps from step to step
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..diagonal import Diagonal
+from ..deferred import ask
+from ..jacobian.linearization import Linearization
 from ..layers import Block
-from ..linearize import Linearization
-from ..tape import ask
+from ..metric import Diagonal
 from .contract import Curvature, Past, norm, spd_solve, trusted
 
 # Up to this many parameters products cost nothing, and are formed in float64 at once.

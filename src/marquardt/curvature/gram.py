@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..chunk import Chunk
-from ..diagonal import Diagonal, Factors
+from ..deferred import ask
+from ..jacobian.chunk import Chunk
+from ..jacobian.linearization import Linearization
 from ..layers import Block, Explicit
 from ..layers.block import Product
-from ..linearize import Linearization
-from ..tape import ask
+from ..metric import Diagonal, Factors
 from .contract import Curvature, norm, spd_solve
 from .dense import check_chunk
 

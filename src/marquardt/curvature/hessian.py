@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..chunk import Chunk
-from ..diagonal import Diagonal
-from ..linearize import Linearization
+from ..jacobian.chunk import Chunk
+from ..jacobian.linearization import Linearization
+from ..metric import Diagonal
 from .contract import Curvature, FactorizationError, one_each
 from .dense import SMALL
 

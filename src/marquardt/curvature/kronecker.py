@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..diagonal import Diagonal, Factors, known, known_entries
+from ..jacobian.linearization import Linearization
 from ..layers import Block, Nothing
 from ..layers.bilinear import Bilinear
-from ..layers.embedding import Lookup
-from ..linearize import Linearization
+from ..layers.lookup import Lookup
+from ..metric import Diagonal, Factors, known, known_entries
 from .contract import Curvature, FactorizationError, Past, one_each, trusted
 from .dense import check_chunk
 

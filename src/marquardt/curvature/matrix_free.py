@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import check_coupling
-from ..chunk import Chunk, exhausted
-from ..diagonal import Diagonal
+from ..jacobian.chunk import Chunk, exhausted
+from ..jacobian.linearization import Linearization
+from ..jacobian.rows import Cotangents, Rows
 from ..layers.block import SLAB
-from ..linearize import Linearization
 from ..losses import Loss
-from ..rows import Cotangents, Rows
+from ..metric import Diagonal
+from ..model.checks import check_coupling
 from .conjugate_gradients import Iterate, conjugate_gradients
 from .contract import Curvature, FactorizationError, Past, one_each
 from .dense import check_chunk
@@ -346,6 +346,10 @@ class Combined:
     mean (Chapelle and Erhan, 2011)."""
 
     rows: Rows
+
+    @property
+    def empirical(self) -> bool:
+        return self.rows.empirical
 
     @property
     def recordable(self) -> bool:

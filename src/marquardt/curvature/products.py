@@ -11,10 +11,11 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
-from ..batch import forward
-from ..chunk import Chunk, tolerance_of
-from ..layers import Replay, call_with
-from ..linearize import Linearization
+from ..jacobian.chunk import Chunk, tolerance_of
+from ..jacobian.linearization import Linearization
+from ..model.batch import forward
+from ..model.randomness import SameSlopes
+from ..model.substituted import call_with
 from .hessian import again, flat, slope_with_graph
 
 # The level of forward mode is one number for the whole program, and torch refuses a second one: a thread at a time.
@@ -163,7 +164,7 @@ def repeated(chunk: Chunk, replaced: dict[int, Tensor]) -> Tensor:
     buffers = {id(b): before[id(b)].clone() for b in model.buffers() if id(b) in before}
     chunk.before.restore(buffers=False)
     try:
-        with Replay(chunk.slopes):
+        with SameSlopes(chunk.slopes):
             return forward(call_with(model, {**buffers, **replaced}), chunk.batch.inputs)
     finally:
         chunk.after.restore(buffers=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..tape import ask
+from ..deferred import ask
 from .factor import Factor, norm
 
 

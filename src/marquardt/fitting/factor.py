@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tape import ask, recording
+from ..deferred import ask, recording
 
 MARGIN = 0.1  # of Δ, on ‖Dp‖: Moré
 ROUNDS = 30  # most values of λ for one step

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..tape import Tape, capturing, recorded
+from ..deferred import Tape, capturing, recorded
 from .bounds import Box
 from .problem import Problem
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..diagonal import Factors
+from ..metric import Factors
 from .block import SLAB, Block, Product, add_product
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..diagonal import Diagonal, Factors
+from ..metric import Diagonal, Factors
 
 # A slab of explicit rows is at most this many numbers: 256 MiB in float32.
 SLAB = 1 << 26

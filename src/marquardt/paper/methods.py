@@ -23,14 +23,14 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 from marquardt import presets
-from marquardt.acceptance import Decrease, Uphill
-from marquardt.average import EMA
-from marquardt.damping import Identity, MaxDiagonal
-from marquardt.line_search import Grid
-from marquardt.momentum import AdaptiveMomentum
+from marquardt.jacobian.rows import Empirical, Exact
 from marquardt.optimizer import LM
-from marquardt.rows import Empirical, Exact
-from marquardt.schedule import GainRatio, PaperSchedule, TenFold
+from marquardt.parts.acceptance import Decrease, Uphill
+from marquardt.parts.average import EMA
+from marquardt.parts.damping import Identity, MaxDiagonal
+from marquardt.parts.line_search import Grid
+from marquardt.parts.momentum import AdaptiveMomentum
+from marquardt.parts.schedule import GainRatio, PaperSchedule, TenFold
 
 Hyper = Mapping[str, Any]  # plain values: they go into logs and files
 Batches = Iterable[tuple[Tensor, Tensor]]

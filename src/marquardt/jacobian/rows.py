@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .losses import Loss, Root
-from .tape import draw
+from ..deferred import draw
+from ..losses import Loss, Root
 
 
 class Cotangents(NamedTuple):
@@ -37,6 +37,11 @@ class Rows(Protocol):
         """Whether a step can be recorded as a CUDA graph: one forward pass, and what is random is drawn by the tape."""
         ...
 
+    @property
+    def empirical(self) -> bool:
+        """Whether they come from `Loss.empirical`, and not from `Loss.root`."""
+        ...
+
     def pick(self, N: int, seed: int) -> Tensor | None:
         """The samples whose rows are formed, None for all of them."""
         ...
@@ -47,6 +52,10 @@ class Rows(Protocol):
 @dataclass(frozen=True)
 class Exact:
     """All rows of the root S of the loss: the true generalised Gauss-Newton matrix."""
+
+    @property
+    def empirical(self) -> bool:
+        return False
 
     @property
     def recordable(self) -> bool:
@@ -62,6 +71,10 @@ class Exact:
 @dataclass(frozen=True)
 class Empirical:
     """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: the paper's curvature for cross-entropy."""
+
+    @property
+    def empirical(self) -> bool:
+        return True
 
     @property
     def recordable(self) -> bool:
@@ -88,6 +101,10 @@ class Sampled:
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"Sampled(k={self.k!r}): k is the number of rows per sample, an integer of at least 1")
+
+    @property
+    def empirical(self) -> bool:
+        return False
 
     @property
     def recordable(self) -> bool:
@@ -125,6 +142,10 @@ class Fraction:
             raise ValueError(f"Fraction({self.fraction!r}): the part of the batch, above 0 and at most 1")
         if not hasattr(self.rows, "draw") or isinstance(self.rows, (type, Fraction)):
             raise TypeError(f"Fraction(rows={self.rows!r}): which rows of that part, for example mq.Exact()")
+
+    @property
+    def empirical(self) -> bool:
+        return self.rows.empirical
 
     @property
     def recordable(self) -> bool:

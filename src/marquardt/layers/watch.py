@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,10 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from ..tape import recording
+from ..model.randomness import Slopes, rng_state
 from .bilinear import Bilinear
 from .block import Block, Explicit
-from .embedding import Lookup
+from .lookup import Lookup
 from .rules import RULES, Operand, opened_attention
 from .unrolled import unrolled
 
@@ -68,7 +66,7 @@ class Call:
         return tuple(layout.fits(self.operand.x.shape[: self.operand.lead], N) for layout in LAYOUTS)
 
 
-class Capture(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Records the calls that use one of `params` directly, and the slopes that RReLU draws."""
 
     def __init__(
@@ -127,7 +125,7 @@ class Capture(TorchFunctionMode):
         if self.known is not None:
             return next(self.known)(input, inplace)
         # Written as a product: the backward pass of rrelu cannot be batched over rows.
-        started = _rng(input.device)
+        started = rng_state(input.device)
         # The kernel writes the slopes one after the other, whatever the strides.
         noise = torch.empty_like(input, requires_grad=False, memory_format=torch.contiguous_format)
         with torch.no_grad():
@@ -149,73 +147,6 @@ REORDERING = {
     "gather", "index_add", "index_copy", "index_put", "index_select", "masked_scatter", "masked_select", "scatter",
     "scatter_add", "sort", "take", "take_along_dim", "topk", "_pack_padded_sequence", "pack_padded_sequence", "unbind",
 }  # fmt: skip
-
-
-class Slopes:
-    """The slopes one RReLU drew, as the model would have drawn them. torch draws for negative inputs only; the others
-    have the mean slope here, for trials in which an input changes its sign."""
-
-    def __init__(self, noise: Tensor, lower: float, upper: float, started: Tensor | None) -> None:
-        self.noise, self.mean = noise, (lower + upper) / 2
-        self.part: tuple[Tensor, int] | None = None  # these of so many samples
-        self.convex = upper <= 1
-        self.started, self.state = started, _rng(noise.device)  # of the generator, before and after
-
-    @cached_property
-    def slope(self) -> Tensor:
-        return self.noise.where(self.noise != 1, self.mean)  # 1 marks an input that was positive
-
-    def take(self, index: Tensor, N: int) -> Slopes:
-        """Those of some of the N samples."""
-        some = copy.copy(self)
-        some.part = (index.to(self.noise.device), N) if len(index) < N else None
-        return some
-
-    def _like(self, x: Tensor) -> Tensor:
-        """The slopes for x: of a part of the samples, which are in the dimension that is shorter in x"""
-        if self.part is None or x.shape == self.slope.shape:
-            return self.slope
-        index, N = self.part
-        sizes = zip(self.slope.shape, x.shape, strict=True)
-        changed = [(k, *size) for k, size in enumerate(sizes) if size[0] != size[1]]
-        if [size for _, *size in changed] != [[N, len(index)]]:
-            raise ValueError(
-                f"Fraction takes {len(index)} of {N} samples, and the input of an RReLU has the shape {tuple(x.shape)} "
-                f"in the place of {tuple(self.slope.shape)}: no dimension of it holds the samples, so their slopes "
-                "cannot be told; use rows=mq.Exact() or another activation"
-            )
-        return self.slope.index_select(changed[0][0], index)
-
-    def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
-        if self.state is not None:
-            _set_rng(self.noise.device, self.state)  # as if the slopes had been drawn
-        slope = self._like(x)
-        if self.convex and not inplace and not torch.is_grad_enabled():
-            return torch.maximum(x, x * slope).contiguous()  # the same, faster
-        factor = torch.where(x.detach() < 0, slope, 1)
-        return x.mul_(factor) if inplace else (x * factor).contiguous()
-
-
-class Replay(TorchFunctionMode):
-    """A forward pass with the RReLU slopes of an earlier one."""
-
-    def __init__(self, slopes: Sequence[Slopes]) -> None:
-        super().__init__()
-        self.slopes = iter(slopes)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.rrelu and kwargs.get("training", args[3] if len(args) > 3 else False):
-            inplace = kwargs.get("inplace", args[4] if len(args) > 4 else False)
-            slopes = next(self.slopes, None)
-            if slopes is None:
-                raise RuntimeError(
-                    "the model called RReLU more often than before: it must not depend on chance otherwise"
-                )
-            return slopes(args[0] if args else kwargs["input"], inplace)
-        return func(*args, **kwargs)
 
 
 class Layout:
@@ -283,16 +214,3 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, lay
             params[id(p)] = p
             columns[id(p)] = columns[id(p)] + piece if id(p) in columns else piece
     return Explicit(list(params.values()), torch.cat(list(columns.values()), 1), N)
-
-
-def _rng(device: torch.device) -> Tensor | None:
-    if recording():
-        return None
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_rng(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .curvature import Curvature
-from .diagonal import Diagonal
+from ..curvature import Curvature
+from ..metric import Diagonal
 
 
 class Damped:

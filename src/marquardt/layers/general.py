@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..batch import opaque
-from .capture import Misfit
-from .substituted import call_with
+from ..model.batch import opaque
+from ..model.substituted import call_with
+from .watch import Misfit
 
 # Numbers that the cotangents of one batched backward pass may hold: 64 MiB in float32.
 BATCH = 1 << 24

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from .acceptance import cosine_of
-from .batch import Batch, assign
-from .chunk import Totals
-from .diagonal import Diagonal
-from .linearize import Linearization
-from .tape import Tape, answers, capturing, recorded
+from .deferred import Tape, answers, capturing, recorded
+from .jacobian.chunk import Totals
+from .jacobian.linearization import Linearization
+from .metric import Diagonal
+from .model.batch import Batch
+from .model.parameters import assign
+from .parts.acceptance import cosine_of
 
 if TYPE_CHECKING:
     from .optimizer import LM

@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
-from .batch import Batch, Chance, Moment, assign, check_coupling, flatten, forward, shift, trainable
+from ..layers import Block, Line
+from ..losses import Loss, resolve
+from ..metric import Diagonal, Factors, known, known_entries
+from ..model.batch import Batch, forward
+from ..model.checks import check_coupling, trainable
+from ..model.parameters import assign, flatten, shift
+from ..model.randomness import Chance, Moment, SameSlopes, Slopes
+from ..model.substituted import call_with
 from .chunk import Chunk, Plan, Totals
-from .diagonal import Diagonal, Factors, known, known_entries
-from .layers import Block, Line, Replay, call_with
-from .layers.capture import Slopes
-from .losses import Loss, resolve
 from .rows import Exact, Rows
 
 
@@ -414,7 +417,7 @@ class Linearization:
         return found
 
     def _replay(self, i: int) -> AbstractContextManager[object]:
-        return Replay(self.slopes[i]) if self.single else nullcontext()
+        return SameSlopes(self.slopes[i]) if self.single else nullcontext()
 
     def evaluate_along(self, d: Tensor, rates: Sequence[float]) -> list[float]:
         """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other where vmap refuses."""
@@ -457,7 +460,7 @@ class Linearization:
 
             def value(lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes) -> Tensor:
                 at = {key: p + lr * direction[key] for key, p in origin.items()}
-                with Replay(slopes), Line(origin, direction, at, lr) if lr.is_cuda else nullcontext():
+                with SameSlopes(slopes), Line(origin, direction, at, lr) if lr.is_cuda else nullcontext():
                     z = forward(call_with(self.model, at), batch.inputs)
                 return self.criterion.value(z, batch.targets, batch.weight)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .losses import NAMES, Elementwise, Loss
-from .rows import Empirical, Fraction, Rows
+from . import Elementwise, Loss
+from .resolve import NAMES
 
 OURS = {type(loss) for loss in NAMES.values()}  # the tests have proven them; a subclass may compute anything
 
@@ -47,8 +47,10 @@ class Check(NamedTuple):
         return f"{self.method}: {self.what} is {found:.6g}, but {expected:.6g} {self.by}. {self.advice}"
 
 
-def prove(loss: Loss, rows: Rows, z: Tensor, y: Any, weight: Tensor | None) -> bool:
+def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None) -> bool:
     """A ValueError if the derivatives of the loss are not those of its value; False if these outputs cannot tell.
+
+    `empirical`: whether the rows are those of `Loss.empirical`, and not of `Loss.root`.
 
     In float64, or in the precision of z if the loss refuses that. At a kink of the loss a right formula may differ from
     autograd: it is wrong only if it is wrong beside the outputs too.
@@ -62,9 +64,9 @@ def prove(loss: Loss, rows: Rows, z: Tensor, y: Any, weight: Tensor | None) -> b
     for dtype in dict.fromkeys((torch.float64, z.dtype)):
         at, *data = (_part(item, index, len(z), dtype) for item in (z, y, weight))
         try:
-            found = _fault(loss, rows, at, *data)
+            found = _fault(loss, empirical, at, *data)
             if found != "":
-                beside = _fault(loss, rows, at + 0.01 * (1 + at.abs()) * _random(at, 1), *data)
+                beside = _fault(loss, empirical, at + 0.01 * (1 + at.abs()) * _random(at, 1), *data)
                 found = beside if beside == "" else found or beside
         except Exception:  # whatever a loss says to a few samples in another precision
             continue
@@ -90,16 +92,16 @@ def _random(z: Tensor, seed: int) -> Tensor:
     return torch.randn(z.shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64).to(z)
 
 
-def _fault(loss: Loss, rows: Rows, z: Tensor, y: Any, weight: Tensor | None) -> str | None:
+def _fault(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None) -> str | None:
     """The first fault at z, see Check."""
-    for check in _checks(loss, rows, z, y, weight):
+    for check in _checks(loss, empirical, z, y, weight):
         fault = check.fault()
         if fault != "":
             return fault
     return ""
 
 
-def _checks(loss: Loss, rows: Rows, z: Tensor, y: Any, weight: Tensor | None) -> Iterator[Check]:
+def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None) -> Iterator[Check]:
     """Everything along a random direction v of the outputs: an error would have to be orthogonal to it."""
     singles, zero = _singles(loss, z, y, weight), z.new_zeros(len(z))
     yield Check(
@@ -121,8 +123,6 @@ def _checks(loss: Loss, rows: Rows, z: Tensor, y: Any, weight: Tensor | None) ->
         slope, "∂ℓ/∂z along a random direction", _by_sample(gv), true_slope, "by differentiating ell",
         _by_sample(gv.abs()), _by_sample(mild_gv.abs()), f"Correct {slope}, or ell",
     )  # fmt: skip
-    kind = rows.rows if isinstance(rows, Fraction) else rows
-    empirical = isinstance(kind, Empirical)
     method = _named(loss, empirical="empirical_factors") if empirical else _named(loss, root="factors")
     root = loss.empirical if empirical else loss.root
     S, u, remainder = root(z, y, weight)

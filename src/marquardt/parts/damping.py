@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from .curvature import Curvature
-from .diagonal import Diagonal
+from ..curvature import Curvature
+from ..metric import Diagonal
 
 
 class Damping(Protocol):

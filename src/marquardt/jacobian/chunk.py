@@ -12,29 +12,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .batch import Batch, Draws, check_coupling, forward, tensors, unlike
-from .layers import (
+from ..deferred import read, recording
+from ..layers import (
     Block,
-    Capture,
     Explicit,
     Misfit,
     Nothing,
-    Replay,
+    Watch,
     assemble,
-    call_with,
     rows_by_loop,
     rows_by_vmap,
     rows_in_batches,
     rows_in_parts,
 )
-from .layers.capture import LAYOUTS, Layout, Slopes, grouped
-from .layers.unrolled import Refused
-from .proof import prove
+from ..layers.unrolled import Refused
+from ..layers.watch import LAYOUTS, Layout, grouped
+from ..losses.proof import prove
+from ..model.batch import Batch, forward, tensors, unlike
+from ..model.checks import check_coupling
+from ..model.randomness import Draws, SameSlopes, Slopes
+from ..model.substituted import call_with
 from .rows import Cotangents
-from .tape import read, recording
 
 if TYPE_CHECKING:
-    from .linearize import Linearization
+    from .linearization import Linearization
 
 # Ways to the rows of parameters without a rule, fastest first; the first that is proven right is taken.
 PATHS = ("vmap", "parts", "rows", "loop")
@@ -145,7 +146,7 @@ class Chunk:
             if not math.isfinite(self.value):
                 raise ValueError(f"the loss is {self.value} at the current parameters: {self._blame()}")
             if lin.plan.loss is not loss and not recording():
-                lin.plan.loss = loss if prove(loss, lin.rows_kind, self.z, y, w) else None
+                lin.plan.loss = loss if prove(loss, lin.rows_kind.empirical, self.z, y, w) else None
         self.picked: list[Slopes] = []
         self._is_part = whole is not None
         self._part: Chunk | None = None  # the samples whose rows are formed, where they are not all
@@ -171,10 +172,10 @@ class Chunk:
         """Several rows of a sample pay for a backward pass of our own."""
         return self.lin.plan.unrolls and rows > 1 and not self.lin.keep_graph and self.lin.device.type == "cpu"
 
-    def _forward(self, known: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Capture]:
+    def _forward(self, known: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Watch]:
         lin = self.lin
         try:
-            with torch.enable_grad(), Capture(lin.params, known, once, self.batch.samples) as capture:
+            with torch.enable_grad(), Watch(lin.params, known, once, self.batch.samples) as capture:
                 capture.reorders = self.batch.opaque  # where the samples are in an object, no operation may tell
                 return forward(lin.model, self.batch.inputs), capture
         except Refused:
@@ -555,7 +556,7 @@ class Chunk:
         """Whether the model gives the same outputs under no_grad: a network that differentiates itself does not."""
         self.before.restore()
         try:
-            with torch.no_grad(), Replay(self.slopes):
+            with torch.no_grad(), SameSlopes(self.slopes):
                 z = forward(self.lin.model, self.batch.inputs)
             return bool((z - self.z).norm() <= 1e-3 * self.z.norm())
         except Exception:  # whatever the model says to a forward pass without gradients

@@ -1,0 +1,1 @@
+"""From a batch to the rows J̃ = SᵀJ of its curvature, block by block."""

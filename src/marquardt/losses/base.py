@@ -1,0 +1,205 @@
+"""Losses: value, gradient and curvature root of each, side by side.
+
+z, y    outputs of the model (N, …) and targets; w sample weights (N,), or None for 1
+value   Σᵢ wᵢ ℓᵢ: a sum, so everything here adds up over batches; f = factor · value / normaliser
+S, u    SSᵀ = ∂²ℓ/∂z² and Su = ∂ℓ/∂z of each group of outputs that ℓ couples:
+        N samples, P groups per sample, C outputs per group, r columns
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..deferred import ask
+
+Target: TypeAlias = Any  # a tensor; Residual takes None too
+
+
+class Root(NamedTuple):
+    """SSᵀ = ∂²value/∂z² and Su + v = ∂value/∂z, group by group."""
+
+    S: Tensor  # (N, P, C, r)
+    u: Tensor  # (N, P, r)
+    v: Tensor | None = None  # (N, P, C); None means 0
+
+
+class Fault(NamedTuple):
+    """A condition on the data that must hold nowhere, and what to tell the user where it does."""
+
+    bad: Tensor  # mask, shaped like `data`
+    data: Tensor
+    name: str
+    advice: str
+
+    def __str__(self) -> str:
+        index = [int(i) for i in self.bad.nonzero()[0]]  # the first offender
+        value = self.data[tuple(index)].item()
+        return f"{self.name}{index or ''} is {value:{'g' if isinstance(value, float) else ''}}: {self.advice}"
+
+
+def weighted(t: Tensor, weight: Tensor | None) -> Tensor:
+    """wᵢ tᵢ for t (N, …)."""
+    return t if weight is None else t * weight.reshape(-1, *[1] * (t.ndim - 1))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loss(ABC):
+    """f = factor · Σᵢ wᵢ ℓ(zᵢ, yᵢ) / normaliser with reduction="mean", factor · Σᵢ wᵢ ℓ(zᵢ, yᵢ) with "sum".
+
+    A loss defines ℓ (`ell`), ∂ℓ/∂z (`slope`), the factors S, u of its curvature (`factors`), their empirical
+    counterparts, and how outputs fall into groups; weights, normalisation and checks are the same for all.
+
+    On the first step a loss of your own is compared with its `ell` on a few samples: `slope` with ∂ℓ/∂z, Su with
+    `slope`, SSᵀ with ∂²ℓ/∂z². If SSᵀ lies above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class says
+    `majorises = True`.
+    """
+
+    majorises: ClassVar[bool] = False
+    reduction: str = "mean"
+    factor: float = 1.0
+    reported: Loss | None = None  # the same loss in the units in which it is reported, where they are others
+
+    def __post_init__(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f'reduction must be "mean" or "sum" (one number to minimise), got {self.reduction!r}')
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ValueError(f"factor must be positive and finite, got {self.factor!r}")
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, theirs = ([getattr(loss, f.name) for f in fields(self)] for loss in (self, other))
+        return all(
+            torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.reduction, self.factor))
+
+    # what a loss defines, for weight 1
+    @abstractmethod
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        """ℓ, one entry per group, with the samples first."""
+
+    @abstractmethod
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        """∂ℓ/∂z, like z."""
+
+    @abstractmethod
+    def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """S (N, P, C, r) and u (N, P, r) with SSᵀ = ∂²ℓ/∂z² and Su = ∂ℓ/∂z."""
+
+    @abstractmethod
+    def empirical_factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """S and u with the gradients of log-likelihood terms as columns of S."""
+
+    @abstractmethod
+    def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
+        """t (…, *z.shape) → (…, N, P, C); without z, t has no leading dimensions."""
+
+    @abstractmethod
+    def ungroup(self, t: Tensor, z: Tensor) -> Tensor:
+        """t (…, N, P, C) → (…, *z.shape): the inverse of `group`."""
+
+    @abstractmethod
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        """Raises for targets of the wrong shape or dtype; the faults are conditions on their values."""
+
+    # what the optimizer calls
+    def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        """Σᵢ wᵢ ℓᵢ."""
+        return weighted(self.ell(z, y), weight).sum()
+
+    def gradient(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        """∂value/∂z, like z."""
+        return weighted(self.slope(z, y), weight)
+
+    def root(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
+        """√w S and √w u: SSᵀ = ∂²value/∂z², Su = ∂value/∂z."""
+        root_w = None if weight is None else weight.sqrt()
+        S, u = self.factors(z, y)
+        return Root(weighted(S, root_w), weighted(u, root_w))
+
+    def empirical(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
+        """The paper's rows: S = √w ∂ℓ/∂z, u = √w, so that SSᵀ = w ∇ℓ∇ℓᵀ and Su = ∂value/∂z."""
+        root_w = None if weight is None else weight.sqrt()
+        S, u = self.empirical_factors(z, y)
+        return Root(weighted(S, root_w), weighted(u, root_w))
+
+    def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        """What torch's mean divides by: P · Σw."""
+        groups = self.group(z[:1]).shape[-2]
+        return z.new_full((), groups * z.shape[0]) if weight is None else groups * weight.sum()
+
+    def scale(self, normaliser: float) -> float:
+        """f / value."""
+        return self.factor / normaliser if self.reduction == "mean" else self.factor
+
+    def report(self, f: float, normaliser: float) -> float:
+        """f in the units of `reported`."""
+        if self.reported is None:
+            return f
+        return f * self.reported.scale(normaliser) / self.scale(normaliser)
+
+    def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        """A number that value never falls below, whatever z."""
+        return z.new_zeros(())
+
+    def check(self, z: Tensor, y: Target, weight: Tensor | None = None, *, part: bool = False) -> None:
+        """Raises ValueError or TypeError, with the way out, if the loss cannot be taken of these arguments.
+
+        A part of a batch may have no weight at all.
+        """
+        if not isinstance(z, Tensor):
+            raise TypeError(f"the model must return one tensor, got {type(z).__name__}: wrap it so that it does")
+        if z.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"outputs are {z.dtype}: the model must return torch.float32 or torch.float64 (in autocast: .float())"
+            )
+        if z.ndim == 0:
+            raise ValueError("outputs have shape (): the first dimension must be the samples, as in (N, …)")
+        if z.numel() == 0:
+            raise ValueError(f"the batch is empty: outputs have shape {tuple(z.shape)}")
+        faults = self.faults(z, y)
+        if weight is not None:
+            check_like(weight, z, "weight")
+            if weight.shape != z.shape[:1]:
+                shape = tuple(weight.shape)
+                raise ValueError(f"weight has shape {shape}: one weight per sample is needed, {tuple(z.shape[:1])}")
+            bad = ~(weight >= 0) | weight.isinf()
+            faults.append(Fault(bad, weight, "weight", "sample weights must be finite and not negative"))
+        if not part:
+            total = self.normaliser(z, y, weight)
+            nothing = "every target has weight 0 or is ignored (ignore_index), leave this batch out"
+            faults.append(Fault(~(total > 0), total, "the total weight of the batch", nothing))
+        if faults and not ask(~torch.stack([fault.bad.any() for fault in faults]).any()):
+            raise ValueError(str(next(fault for fault in faults if fault.bad.any())))
+
+
+def check_like(t: Any, z: Tensor, name: str) -> None:
+    """t is a tensor with the dtype and device of the outputs."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+    if t.dtype != z.dtype:
+        raise TypeError(f"{name}: dtype {t.dtype}, but the outputs are {z.dtype}: use {name}.to({z.dtype})")
+    same_device(t, z, name)
+
+
+def same_device(t: Tensor, z: Tensor, name: str) -> None:
+    if t.device != z.device:
+        raise ValueError(f"{name} on {t.device}, but the outputs are on {z.device}: use {name}.to({str(z.device)!r})")
+
+
+def check_weights(t: Any, name: str) -> None:
+    """t is a floating tensor, finite, not negative, not all zero: for options of a loss."""
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {t!r}")
+    if t.numel() == 0 or not bool(t.isfinite().all() & (t >= 0).all() & (t > 0).any()):
+        raise ValueError(f"{name} must be finite, not negative and not all zero, got {t.tolist()}")

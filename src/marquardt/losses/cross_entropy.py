@@ -1,0 +1,169 @@
+"""Cross-entropy over classes: the loss that couples the outputs of a sample."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..deferred import recording
+from .base import Fault, Loss, Target, check_like, check_weights, same_device, weighted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CrossEntropy(Loss):
+    """Over classes, with logits z (N, C, d₁, …), p = softmax(z), q̃ = class_weight ∘ q and w̃ = Σ q̃:
+
+        ℓ = −Σₖ q̃ₖ log pₖ,  ∂ℓ/∂z = w̃p − q̃,  S = √w̃ (I − p1ᵀ) diag(s),  u = (w̃p − q̃)/(√w̃ s),  s = √p.
+
+    y: class indices (N, d₁, …), or probabilities q (N, C, d₁, …). One group per position: P = d₁⋯, r = C − 1.
+    """
+
+    label_smoothing: float = 0.0
+    class_weight: Tensor | None = None  # (C,)
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
+        if self.class_weight is not None:
+            check_weights(self.class_weight, "class_weight")
+            if self.class_weight.ndim != 1:
+                raise ValueError(f"class_weight must have shape (C,), got {tuple(self.class_weight.shape)}")
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        if recording() and not y.is_floating_point():
+            # `check` is answered when all is done; until then no class that does not exist may end the process.
+            y = y.long()
+            y = torch.where((y >= 0) & (y < z.shape[1]), y, self.ignore_index)
+        return F.cross_entropy(
+            z,
+            y if y.is_floating_point() else y.long(),
+            weight=None if self.class_weight is None else self.class_weight.to(z),
+            ignore_index=self.ignore_index,
+            reduction="none",
+            label_smoothing=self.label_smoothing,
+        )
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.ungroup(self.difference(self.group(z).softmax(-1), self.targets(z, y)), z)
+
+    def difference(self, p: Tensor, q: Tensor) -> Tensor:
+        """w̃p − q̃ (N, P, C)."""
+        return tangent(q.sum(-1, keepdim=True) * p - q, p)
+
+    def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """SQ and Qᵀu without the column m of Q: with m = argmax p, Q the Householder reflection of n = p/s to −eₘ,
+        and Sn = 0, that column of SQ is 0.
+        """
+        p, q = self.group(z).softmax(-1), self.targets(z, y)  # (N, P, C)
+        root_w = q.sum(-1, keepdim=True).sqrt()  # (N, P, 1)
+        # Su = ∂ℓ/∂z for any s > 0: the floor keeps it so, and u bounded, for a class with q > 0 whose p underflows
+        limits = torch.finfo(p.dtype)
+        s = p.sqrt().clamp(min=limits.tiny)
+        s = s.where((q == 0) | (s > limits.eps), limits.eps)
+        u = self.difference(p, q) / root_w.where(root_w > 0, 1) / s
+        n = p / s  # |n| = 1
+        # column m leaves, the last one takes its place; m = argmax p keeps 1 − pₘ, which cancels, away from a large u
+        top = p.argmax(-1, keepdim=True)  # (N, P, 1)
+        classes = torch.arange(p.shape[-1], device=p.device)
+        keep = torch.where(classes[:-1] == top, classes[-1], classes[:-1])  # (N, P, C−1)
+        s_m, n_m, u_m = (t.gather(-1, top) for t in (s, n, u))
+        s_k, n_k, u_k = (t.gather(-1, keep) for t in (s, n, u))
+        e_k = (classes[:, None] == keep[..., None, :]).to(p)  # (N, P, C, C−1)
+        e_m = (classes[:, None] == top[..., None, :]).to(p)  # (N, P, C, 1)
+        # Q = I − hhᵀ/(1 + nₘ), h = n + eₘ, Sh = √w̃ sₘ(eₘ − p), hᵀu = nᵀu + uₘ
+        S = s_k[..., None, :] * (e_k - p[..., None])
+        S -= (n_k * s_m / (1 + n_m))[..., None, :] * (e_m - p[..., None])
+        S *= root_w[..., None]
+        return S, u_k - n_k * ((n * u).sum(-1, keepdim=True) + u_m) / (1 + n_m)
+
+    def empirical_factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Hard labels: S = √w̃ (p − e_y), u = √w̃, r = 1. Soft: one column √q̃ₖ (p − eₖ), uₖ = √q̃ₖ, per class."""
+        p, q = self.group(z).softmax(-1), self.targets(z, y)  # (N, P, C)
+        if not y.is_floating_point() and self.label_smoothing == 0:
+            u = q.sum(-1, keepdim=True).sqrt()  # (N, P, 1)
+            return (self.difference(p, q) / u.where(u > 0, 1))[..., None], u
+        p = p[..., None]  # (N, P, C, 1)
+        columns = tangent(p - torch.eye(p.shape[-2], dtype=p.dtype, device=p.device), p, dim=-2)
+        return columns * q.sqrt()[..., None, :], q.sqrt()
+
+    def targets(self, z: Tensor, y: Tensor) -> Tensor:
+        """q̃ (N, P, C): smoothed, times the class weights, 0 where ignored."""
+        C = z.shape[1]
+        if y.is_floating_point():
+            q, kept = self.group(y), z.new_ones(())
+        else:
+            y = y.long().reshape(z.shape[0], -1, 1)  # (N, P, 1); small integer types could not hold ignore_index
+            kept = (y != self.ignore_index).to(z)
+            q = (torch.arange(C, device=z.device) == y) * kept
+        q = (1 - self.label_smoothing) * q + self.label_smoothing / C * kept
+        return q if self.class_weight is None else q * self.class_weight.to(z)
+
+    def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        """Class indices: Σ w · class_weight[y] over the positions not ignored. Probabilities: P · Σw."""
+        if y.is_floating_point():
+            return super().normaliser(z, y, weight)
+        y = y.long()
+        count = (y != self.ignore_index).to(z)
+        if self.class_weight is not None:
+            count = count * self.class_weight.to(z)[y.clamp(0, z.shape[1] - 1)]
+        return weighted(count, weight).sum()
+
+    def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
+        z = t if z is None else z
+        k = t.ndim - z.ndim
+        return t.movedim(k + 1, -1).reshape(*t.shape[:k], z.shape[0], math.prod(z.shape[2:]), z.shape[1])
+
+    def ungroup(self, t: Tensor, z: Tensor) -> Tensor:
+        lead = t.shape[:-3]
+        return t.reshape(*lead, z.shape[0], *z.shape[2:], z.shape[1]).movedim(-1, len(lead) + 1)
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        if not isinstance(y, Tensor) or y.dtype == torch.bool or y.is_complex():
+            got = y.dtype if isinstance(y, Tensor) else type(y).__name__
+            raise TypeError(f"CrossEntropy needs a tensor of class indices or probabilities as targets, got {got}")
+        same_device(y, z, "targets")
+        if z.ndim < 2 or z.shape[1] < 2:
+            raise ValueError(
+                f"logits have shape {tuple(z.shape)}: CrossEntropy needs (N, C, …) with at least 2 classes "
+                "(one logit per sample takes BinaryCrossEntropy)"
+            )
+        C, indices = z.shape[1], (z.shape[0], *z.shape[2:])
+        if self.class_weight is not None and len(self.class_weight) != C:
+            raise ValueError(f"class_weight has {len(self.class_weight)} entries, the logits have {C} classes")
+        if y.is_floating_point() and y.shape == indices:
+            raise TypeError(f"class indices are {y.dtype}: they must be integers, use y.long()")
+        if not y.is_floating_point() and y.shape == z.shape:
+            raise TypeError(f"targets of the logits' shape are {y.dtype}: use y.to({z.dtype}), or indices y.argmax(1)")
+        if y.shape != (z.shape if y.is_floating_point() else indices):
+            way_out = ""
+            if y.shape == z.shape[:-1]:
+                way_out = "; classes are dimension 1 of the logits: use z.movedim(-1, 1)"
+            elif y.shape == (*indices, 1):
+                way_out = "; use y.squeeze(-1)"
+            raise ValueError(
+                f"logits of shape {tuple(z.shape)} need class indices of shape {indices} or probabilities "
+                f"of shape {tuple(z.shape)}, got targets of shape {tuple(y.shape)}{way_out}"
+            )
+        if y.is_floating_point():
+            if self.ignore_index >= 0:
+                raise ValueError(f"ignore_index={self.ignore_index} needs class indices, the targets are probabilities")
+            check_like(y, z, "targets")
+            return [
+                Fault(~y.isfinite(), y, "targets", "the targets are non-finite; drop or repair such samples"),
+                Fault(y < 0, y, "targets", "probabilities must not be negative"),
+            ]
+        y = y.long()
+        outside = ((y < 0) | (y >= C)) & (y != self.ignore_index)
+        advice = f"the logits have {C} classes, so indices run from 0 to {C - 1} (ignore_index is {self.ignore_index})"
+        return [Fault(outside, y, "targets", advice)]
+
+
+def tangent(d: Tensor, p: Tensor, dim: int = -1) -> Tensor:
+    """(I − p1ᵀ)d: unchanged when Σd = 0. Where pₘ ≈ 1, pₘ − 1 has lost its digits; the other entries restore them."""
+    return d - p * d.sum(dim, keepdim=True)

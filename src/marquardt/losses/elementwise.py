@@ -1,0 +1,191 @@
+"""Losses of each output on its own: squared error, Huber, binary cross-entropy, Poisson."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Fault, Loss, Target, check_like, check_weights, weighted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Elementwise(Loss):
+    """ℓ(zₒ, yₒ) of each output on its own: P = outputs per sample, C = r = 1.
+
+    S = s = √ℓ″ and u = ℓ′/s. Empirical rows are per output too: S = ℓ′, u = 1.
+
+    A loss of your own defines three functions, which are compared with each other on the first step:
+
+    >>> @dataclass(frozen=True, kw_only=True, eq=False)
+    ... class LogCosh(Elementwise):
+    ...     def ell(self, z, y):
+    ...         return (z - y).cosh().log()
+    ...
+    ...     def slope(self, z, y):
+    ...         return (z - y).tanh()
+    ...
+    ...     def s(self, z, y):
+    ...         return 1 / (z - y).cosh()
+    """
+
+    @abstractmethod
+    def s(self, z: Tensor, y: Tensor) -> Tensor:
+        """√ℓ″, or with `majorises` the root of more, like z."""
+
+    def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        # s·(ℓ′/s) is the gradient for any s > 0; the floor keeps it so where ℓ″ underflows and ℓ′ does not
+        s = self.s(z, y).clamp(min=torch.finfo(z.dtype).eps)
+        return self.group(s)[..., None], self.group(self.slope(z, y) / s)
+
+    def empirical_factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        g = self.group(self.slope(z, y))
+        return g[..., None], torch.ones_like(g)
+
+    def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
+        z = t if z is None else z
+        lead = t.shape[: t.ndim - z.ndim]
+        return t.reshape(*lead, z.shape[0], math.prod(z.shape[1:]), 1)
+
+    def ungroup(self, t: Tensor, z: Tensor) -> Tensor:
+        return t.reshape(*t.shape[:-3], *z.shape)
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        name = type(self).__name__
+        if y is None:
+            raise TypeError(f"{name} needs targets, got None (a model that returns residuals takes losses.Residual())")
+        if isinstance(y, Tensor) and not y.is_floating_point():
+            raise TypeError(
+                f"targets are {y.dtype}: {name} needs floating-point targets, y.to({z.dtype}) "
+                "(for class labels use cross_entropy)"
+            )
+        check_like(y, z, "targets")
+        if y.shape != z.shape:
+            way_out = "give the targets the shape of the outputs"
+            if [d for d in z.shape if d != 1] == [d for d in y.shape if d != 1]:
+                way_out = "use y.unsqueeze(-1), or z.squeeze(-1)" if z.ndim > y.ndim else "use y.squeeze(-1)"
+            raise ValueError(
+                f"outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: "
+                f"broadcasting would pair the wrong elements; {way_out}"
+            )
+        return [Fault(~y.isfinite(), y, "targets", "the targets are non-finite; drop or repair such samples")]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SquaredError(Elementwise):
+    """ℓ = (z − y)²,  ℓ′ = 2(z − y),  s = √2:  `nn.MSELoss`."""
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z - y).square()
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return 2 * (z - y)
+
+    def s(self, z: Tensor, y: Tensor) -> Tensor:
+        return torch.full_like(z, math.sqrt(2))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Residual(SquaredError):
+    """ℓ = z²: the squared error of residuals that the model returns itself; targets are not looked at."""
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        return super().ell(z, z.new_zeros(()))
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return super().slope(z, z.new_zeros(()))
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        return []
+
+
+@dataclass(frozen=True, eq=False)
+class Huber(Elementwise):
+    """With e = z − y:  ℓ = ½e² if |e| ≤ δ else δ(|e| − ½δ),  ℓ′ = min(1, δ/|e|) e,  s = √min(1, δ/|e|).
+
+    Beyond δ the curvature is 0 where the gradient is not: s is the root of the quadratic that touches ℓ at e
+    and lies above it everywhere, so Su = ℓ′ holds on both sides.
+    """
+
+    majorises: ClassVar[bool] = True
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (math.isfinite(self.delta) and self.delta > 0):
+            raise ValueError(f"delta must be positive and finite, got {self.delta!r}")
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.huber_loss(z, y, reduction="none", delta=self.delta)
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z - y).clamp(-self.delta, self.delta)
+
+    def s(self, z: Tensor, y: Tensor) -> Tensor:
+        return (self.delta / (z - y).abs().clamp(min=self.delta)).sqrt()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BinaryCrossEntropy(Elementwise):
+    """On logits, σ = sigmoid(z), a = pos_weight:  ℓ = −a y log σ − (1 − y) log(1 − σ),
+    ℓ′ = (1 − y)σ − a y(1 − σ),  s = √((a y + 1 − y) σ(1 − σ)):  `nn.BCEWithLogitsLoss`.
+    """
+
+    pos_weight: Tensor | None = None  # broadcasts against one sample's outputs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pos_weight is not None:
+            check_weights(self.pos_weight, "pos_weight")
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(z, y, pos_weight=self.a(z), reduction="none")
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return (1 - y) * z.sigmoid() - self.a(z) * y * (-z).sigmoid()  # 1 − σ(z) = σ(−z), without cancellation
+
+    def s(self, z: Tensor, y: Tensor) -> Tensor:
+        return ((self.a(z) * y + 1 - y) * z.sigmoid() * (-z).sigmoid()).sqrt()
+
+    def a(self, z: Tensor) -> Tensor:
+        return z.new_ones(()) if self.pos_weight is None else self.pos_weight.to(z)
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        shape = (1, *z.shape[1:])
+        if not broadcasts(self.a(z).shape, shape):
+            raise ValueError(
+                f"pos_weight of shape {tuple(self.a(z).shape)} does not broadcast to the outputs of one sample, {shape}"
+            )
+        advice = "BinaryCrossEntropy needs targets in [0, 1]"
+        return [*super().faults(z, y), Fault((y < 0) | (y > 1), y, "targets", advice)]
+
+
+def broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """a broadcasts to b without widening it."""
+    return len(a) <= len(b) and all(i in (1, j) for i, j in zip(reversed(a), reversed(b), strict=False))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Poisson(Elementwise):
+    """Counts y with log-rate z:  ℓ = e^z − y z,  ℓ′ = e^z − y,  s = e^{z/2}:  `nn.PoissonNLLLoss`."""
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        return z.exp() - y * z
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return z.exp() - y
+
+    def s(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z / 2).exp()
+
+    def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        """Σ w (y − y log y): the saturated model, z = log y."""
+        return weighted(y - torch.xlogy(y, y), weight).sum()
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        return [*super().faults(z, y), Fault(y < 0, y, "targets", "Poisson needs targets that are not negative")]

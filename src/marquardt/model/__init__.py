@@ -1,0 +1,1 @@
+"""The model as a step sees it: called on batches, repeated as it was, with its parameters as one vector."""

@@ -1,0 +1,170 @@
+"""What a step is taken on: batches, and the model called on them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+# What holds no samples, whatever the model makes of it.
+PLAIN = (
+    Number, str, bytes, type, type(None), range, slice, Enum, Iterator, Set, torch.dtype, torch.device, torch.Generator,
+    nn.Module,
+)  # fmt: skip
+
+
+def opaque(t: Any) -> bool:
+    """Whether it is an object that holds samples in a way of its own: a graph, a dataclass, an encoding."""
+    return not (isinstance(t, (Tensor, *PLAIN)) or hasattr(t, "__array__") or inspect.isroutine(t))
+
+
+def tensors(item: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors in it, also those in the attributes of objects, which may hold others (a PyG graph: two levels)."""
+    for t in tree_leaves(item):
+        if isinstance(t, Tensor):
+            yield t
+        elif depth and opaque(t):
+            slots = [getattr(t, name, None) for kind in type(t).__mro__ for name in getattr(kind, "__slots__", ())]
+            yield from tensors([getattr(t, "__dict__", None), slots], depth - 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs as the model takes them, targets, and a weight per sample.
+
+    The inputs are a tensor, a tuple or dict of tensors, or an object that the model takes whole.
+    """
+
+    inputs: Any
+    targets: Any = None
+    weight: Tensor | None = None
+
+    def check(self) -> None:
+        """Inputs that no model can take a batch from."""
+        if isinstance(self.inputs, (tuple, list, dict)):
+            leaves = tree_leaves(self.inputs)
+            if leaves and not any(isinstance(t, Tensor) or opaque(t) for t in leaves):
+                raise TypeError(
+                    f"the inputs are a {type(self.inputs).__name__} without a tensor: use torch.as_tensor()"
+                )
+        elif not isinstance(self.inputs, Tensor):
+            if not opaque(self.inputs):
+                raise TypeError(f"the inputs are {type(self.inputs).__name__}, not a tensor: use torch.as_tensor()")
+        elif self.inputs.ndim == 0:
+            raise ValueError("the inputs have shape (): the first dimension must be the samples, as in (N, …)")
+
+    def versions(self) -> list[tuple[int, int]]:
+        """What an operation in place would change, or another tensor in the place of an object's attribute."""
+        return [(id(t), t._version) for t in tensors(self.inputs)]
+
+    def checksum(self) -> Tensor | float:
+        """One number for the targets, or for the inputs where there are none."""
+        found = next(tensors([self.targets, self.inputs]), None)
+        return 0.0 if found is None else found.sum(dtype=torch.float64)
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the inputs cannot be taken apart."""
+        return any(opaque(t) for t in tree_leaves(self.inputs))
+
+    @property
+    def samples(self) -> int:
+        """0 where it is not known before the model is called."""
+        # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
+        items = [self.targets] if self.opaque else [self.targets, self.inputs]
+        return next((len(t) for t in tree_leaves(items) if isinstance(t, Tensor) and t.ndim), 0)
+
+    def _check_parts(self, way_out: str) -> None:
+        for t in tree_leaves(self.inputs):
+            if opaque(t):
+                raise TypeError(
+                    f"the inputs hold a {type(t).__name__}, which goes to the model whole and cannot be cut into "
+                    f"samples: {way_out}, or pass tensors in a tuple or dict"
+                )
+
+    def split(self, size: int | None) -> list[Batch]:
+        """Chunks of at most `size` samples: tensors with a row per sample are cut, others go along whole."""
+        N = self.samples
+        if size is None or (size >= N and (N or not self.opaque)):
+            return [self]
+        self._check_parts("leave chunk out")
+        for what in ("targets", "weight"):
+            for t in tree_leaves(getattr(self, what)):
+                if isinstance(t, Tensor) and (t.ndim == 0 or len(t) != N):
+                    raise ValueError(f"{what} of shape {tuple(t.shape)} for {N} samples: one row per sample is needed")
+
+        def part(item: Any, first: int) -> Any:
+            whole = [isinstance(t, Tensor) and t.ndim > 0 and len(t) == N for t in tree_leaves(item)]
+            flags = iter(whole)
+            return tree_map(lambda t: t[first : first + size] if next(flags) else t, item)
+
+        return [
+            Batch(*(part(item, first) for item in (self.inputs, self.targets, self.weight)))
+            for first in range(0, N, size)
+        ]
+
+    def take(self, index: Tensor) -> Batch:
+        """Some of the samples."""
+        self._check_parts("take the rows of all samples, rows=mq.Exact()")
+        N = self.samples
+
+        def part(t: Any) -> Any:
+            return t[index.to(t.device)] if isinstance(t, Tensor) and t.ndim and len(t) == N else t
+
+        return Batch(*(tree_map(part, item) for item in (self.inputs, self.targets, self.weight)))
+
+
+class Batches:
+    """The user's batches as Batch objects, every time they are gone through."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"step_over goes through the batches several times, and {type(batches).__name__} is used up after the "
+                "first: pass a list or a DataLoader"
+            )
+        if not isinstance(batches, Iterable):
+            raise TypeError(f"step_over takes a list of batches or a DataLoader, not {batches!r}")
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        for item in self.batches:
+            if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
+                found = f"{len(item)} items" if isinstance(item, (tuple, list)) else type(item).__name__
+                raise TypeError(f"step_over takes batches (inputs, targets) or (inputs, targets, weight), not {found}")
+            yield Batch(*item)
+
+
+def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
+    """z = model(inputs), for a tensor or an object, a tuple (positional) or a dict (by name)."""
+    # A model that enters autocast keeps its converted weights until the outermost autocast ends, and that is ours.
+    torch.clear_autocast_cache()
+    if isinstance(inputs, dict):
+        z = model(**inputs)
+    elif isinstance(inputs, (tuple, list)):
+        z = model(*inputs)
+    else:
+        z = model(inputs)
+    if not isinstance(z, Tensor) or z.ndim == 0:
+        found = f"a {type(z).__name__}" if not isinstance(z, Tensor) else "a 0-dimensional tensor"
+        raise TypeError(
+            f"the model returned {found}; it must return one tensor with a row per sample: wrap it in one that does"
+        )
+    return z
+
+
+def unlike(inputs: Any, p: Tensor) -> str | None:
+    """Why a model with parameters like p may have failed on these inputs."""
+    for t in tensors(inputs):
+        if t.device != p.device:
+            return f"the inputs are on {t.device}, the parameters on {p.device}: move them with .to()"
+        if t.dtype != p.dtype:
+            return f"the inputs are {t.dtype}, the parameters {p.dtype}: convert the inputs with .to({p.dtype})"
+    return None

@@ -1,0 +1,94 @@
+"""What no step can work with, found before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# What keeps several copies or parts of a model, on devices or ranks.
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
+    """The parameters that train, after a look at all that no step can work with."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"LM(model, loss) takes the model itself, not {type(model).__name__}: LM(model, 'mse')")
+    check_whole(model)
+    given = list(model.parameters() if params is None else params)
+    for p in given:
+        if isinstance(p, dict):
+            raise ValueError("LM solves for all parameters together: one parameter group, chosen by LM(..., params=)")
+        if not isinstance(p, Tensor):
+            raise TypeError(f"params= holds a {type(p).__name__}: pass parameters, such as model.head.parameters()")
+    own = {id(p) for p in model.parameters()}
+    if any(id(p) not in own for p in given):
+        raise ValueError("params= holds a tensor that is not a parameter of the model: pass some of model.parameters()")
+    if len({id(p) for p in given}) < len(given):
+        raise ValueError("params= holds a parameter twice: pass each of them once")
+    chosen = [p for p in given if p.requires_grad]
+    if not chosen:
+        raise ValueError("no trainable parameters: set requires_grad=True on some, or pass others as params=")
+    for what, found in (("dtypes", {p.dtype for p in chosen}), ("devices", {p.device for p in chosen})):
+        if len(found) > 1:
+            names = ", ".join(sorted(str(f) for f in found))
+            raise ValueError(f"the trainable parameters have several {what} ({names}): bring them to one by model.to()")
+    if any(nn.parameter.is_lazy(p) for p in chosen):
+        raise ValueError(
+            "the model has lazy parameters without a shape: run a forward pass once, then make the optimizer"
+        )
+    p = chosen[0]
+    if p.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"the parameters are {p.dtype}, steps need torch.float32 or torch.float64: model.float() or model.double()"
+        )
+    if p.device.type == "meta":
+        raise ValueError(
+            "the parameters are on the meta device, without values: model.to_empty(device=...) and load some"
+        )
+    return chosen
+
+
+def check_whole(model: nn.Module) -> None:
+    """A step sees all of the model, once: nothing here adds up over copies, ranks or shards."""
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
+                raise TypeError(
+                    f"the model is wrapped in {kind.__name__}, and LM does not add up over its copies or shards, which "
+                    "would drift apart: pass the plain model, model.module, and train it on one device"
+                )
+    for name, p in model.named_parameters():
+        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor, and LM does not add up over its shards: pass the plain model and "
+                "train it on one device"
+            )
+
+
+def check_group(group: bool | None) -> None:
+    """Ranks that each take steps of their own drift apart."""
+    if group is not None and group is not False:
+        raise ValueError(f"group={group!r}: None, or False for runs that are independent of the other ranks")
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        raise ValueError(
+            f"this is rank {rank} of a process group of {ranks}, and LM does not add up over ranks, which would drift "
+            "apart: train on one rank alone, or let the ranks be independent runs, and say so by LM(..., group=False)"
+        )
+
+
+def check_coupling(model: nn.Module) -> None:
+    """Samples that depend on each other have no rows of their own."""
+    for name, module in model.named_modules():
+        coupled = module.training or getattr(module, "running_mean", None) is None
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and coupled:
+            call = f"model.get_submodule({name!r}).eval()" if name else "model.eval()"
+            raise ValueError(
+                f"layer {name!r} ({type(module).__name__}) couples the samples of a batch in train mode: call {call} "
+                "to use its running statistics, replace it by GroupNorm or LayerNorm, or use curvature=mq.MatrixFree() "
+                "on the whole batch (chunk=None, rows=mq.Exact())"
+            )

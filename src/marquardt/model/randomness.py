@@ -1,0 +1,160 @@
+"""What chance and state bring into a forward pass, and how a pass is repeated as it was: random number generators,
+buffers, and the slopes of RReLU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..deferred import recording
+
+
+class Draws(TorchDispatchMode):
+    """Looks for operations that draw random numbers."""
+
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Chance:
+    """Whether the model draws random numbers. If not, the generators are left to the other threads of the program."""
+
+    drawn: bool = False
+
+
+class Moment:
+    """The state that a forward pass changes: random number generators and buffers."""
+
+    def __init__(self, model: nn.Module, device: torch.device, chance: Chance) -> None:
+        self.buffers: list[Any] = []
+        self.device, self.chance = device, chance
+        self.cpu: Tensor | None = None
+        self.cuda: Tensor | None = None
+        if recording():  # a model that is recorded has no such state but the generator, which the graph knows
+            return
+        # By name: a forward pass may put another tensor in the place of a buffer, or a first one.
+        self.buffers = [
+            (module, {name: (b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()})
+            for module in model.modules()
+            if module._buffers
+        ]
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def drew_since(self) -> bool:
+        """Whether random numbers were drawn since, by the model or another thread."""
+        if self.cpu is None:
+            return False
+        if self.cuda is not None and not torch.equal(self.cuda, torch.cuda.get_rng_state(self.device)):
+            return True
+        return not torch.equal(self.cpu, torch.get_rng_state())
+
+    def restore(self, *, buffers: bool = True, gently: bool = False) -> None:
+        """As it was; gently where a graph may hold the buffers, which then must not be touched for nothing."""
+        if self.cpu is None:
+            return
+        if buffers:
+            with torch.no_grad():
+                for module, saved in self.buffers:
+                    module._buffers.clear()
+                    for name, (buffer, value) in saved.items():
+                        if buffer is not None and value is not None and not (gently and torch.equal(buffer, value)):
+                            buffer.copy_(value)
+                        module._buffers[name] = buffer
+        if self.chance.drawn:
+            torch.set_rng_state(self.cpu)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+class Slopes:
+    """The slopes one RReLU drew, as the model would have drawn them. torch draws for negative inputs only; the others
+    have the mean slope here, for trials in which an input changes its sign."""
+
+    def __init__(self, noise: Tensor, lower: float, upper: float, started: Tensor | None) -> None:
+        self.noise, self.mean = noise, (lower + upper) / 2
+        self.part: tuple[Tensor, int] | None = None  # these of so many samples
+        self.convex = upper <= 1
+        self.started, self.state = started, rng_state(noise.device)  # of the generator, before and after
+
+    @cached_property
+    def slope(self) -> Tensor:
+        return self.noise.where(self.noise != 1, self.mean)  # 1 marks an input that was positive
+
+    def take(self, index: Tensor, N: int) -> Slopes:
+        """Those of some of the N samples."""
+        some = copy.copy(self)
+        some.part = (index.to(self.noise.device), N) if len(index) < N else None
+        return some
+
+    def _like(self, x: Tensor) -> Tensor:
+        """The slopes for x: of a part of the samples, which are in the dimension that is shorter in x"""
+        if self.part is None or x.shape == self.slope.shape:
+            return self.slope
+        index, N = self.part
+        sizes = zip(self.slope.shape, x.shape, strict=True)
+        changed = [(k, *size) for k, size in enumerate(sizes) if size[0] != size[1]]
+        if [size for _, *size in changed] != [[N, len(index)]]:
+            raise ValueError(
+                f"Fraction takes {len(index)} of {N} samples, and the input of an RReLU has the shape {tuple(x.shape)} "
+                f"in the place of {tuple(self.slope.shape)}: no dimension of it holds the samples, so their slopes "
+                "cannot be told; use rows=mq.Exact() or another activation"
+            )
+        return self.slope.index_select(changed[0][0], index)
+
+    def __call__(self, x: Tensor, inplace: bool = False) -> Tensor:
+        if self.state is not None:
+            set_rng_state(self.noise.device, self.state)  # as if the slopes had been drawn
+        slope = self._like(x)
+        if self.convex and not inplace and not torch.is_grad_enabled():
+            return torch.maximum(x, x * slope).contiguous()  # the same, faster
+        factor = torch.where(x.detach() < 0, slope, 1)
+        return x.mul_(factor) if inplace else (x * factor).contiguous()
+
+
+class SameSlopes(TorchFunctionMode):
+    """A forward pass with the RReLU slopes of an earlier one."""
+
+    def __init__(self, slopes: Sequence[Slopes]) -> None:
+        super().__init__()
+        self.slopes = iter(slopes)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.rrelu and kwargs.get("training", args[3] if len(args) > 3 else False):
+            inplace = kwargs.get("inplace", args[4] if len(args) > 4 else False)
+            slopes = next(self.slopes, None)
+            if slopes is None:
+                raise RuntimeError(
+                    "the model called RReLU more often than before: it must not depend on chance otherwise"
+                )
+            return slopes(args[0] if args else kwargs["input"], inplace)
+        return func(*args, **kwargs)
+
+
+def rng_state(device: torch.device) -> Tensor | None:
+    if recording():
+        return None
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_rng_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
