@@ -14,8 +14,13 @@ class Tape:
     """Collects what would be asked while a step is recorded as a CUDA graph, and assumes that all is well."""
 
     def __init__(self, assumed: Sequence[float], places: Sequence[Tensor] = ()) -> None:
-        self.assumed = list(assumed)  # the answer to the one reading on the way: chunk.Totals
-        self.places = iter(places)  # for numbers that are drawn
+        self.assumed = list(assumed)  # the answer to the one reading on the way: objective.Totals
+        self._given = list(places)  # for numbers that are drawn
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Before the recorded work is done, for the first time or again."""
+        self.places = iter(self._given)
         self.asked: list[Tensor] = []
         self.drawn: list[tuple[Tensor, Callable[[int], Tensor], int]] = []  # a place, what draws for it, the seed
         self.read: list[Tensor] = []
@@ -61,7 +66,7 @@ def draw(numbers: Callable[[int], Tensor], seed: int, like: Tensor) -> Tensor:
     return place
 
 
-def numbers(*tensors: Tensor) -> list[float]:
+def floats(*tensors: Tensor) -> list[float]:
     """What several 0-dimensional tensors hold, in one synchronisation"""
     found: list[float] = torch.stack([t.double() for t in tensors]).tolist()
     return found

@@ -1,160 +1,222 @@
-"""Diagonal matrices over all parameters, in as few numbers as describe them: the D of (G + λD)δ = −g."""
+"""The D of (G + λD)δ = −g: the metric in which the length of a step is measured."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-Factors = tuple[Tensor, ...]
+B_co = TypeVar("B_co", covariant=True)
+B = TypeVar("B")
 
 
-def known(t: Tensor, dim: int = 0) -> Tensor:
-    """t, from eps times the largest along one dimension on; what is 0 stays so.
+class Part(NamedTuple):
+    """The entries of D for one parameter: written out, or a product."""
 
-    The gradient of a parameter without influence, like the bias of the keys of attention, is rounding: eps times that
-    of others, and its curvature eps². Their ratio would be a step of 1/eps; with a curvature of eps it is an ordinary
-    one.
-    """
-    return torch.maximum(t, torch.finfo(t.dtype).eps * t.amax(dim, keepdim=True)).where(t > 0, 0)
+    entries: Tensor | None = None  # one for every entry of the parameter, flat; or one for all of them: ()
+    u: Tensor | None = None  # by output: (G, O, 1)
+    v: Tensor | None = None  # by input: (G, 1, I); None means 1, as for a bias
 
+    def flat(self, size: int) -> Tensor:
+        """All of them: (size,)"""
+        if self.entries is not None:
+            return self.entries.expand(size)
+        assert self.u is not None
+        return (self.u if self.v is None else self.u * self.v).reshape(size)
 
-def known_entries(t: Tensor, p: Tensor) -> Tensor:
-    """The same for all entries of a parameter, flat: among its outputs, which are first. Its inputs may be of any size,
-    for what they multiply has no part in that rounding."""
-    return known(t.view(*p.shape[:1], -1)).flatten() if t.numel() else t
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in self if t is not None)
 
-
-class Diagonal:
-    """scale·I, or for every parameter scale times a product of factors that broadcast to it.
-
-    all entries of a parameter        (D,)                          as many numbers as the parameter
-    one number for a parameter        (c,)                          ()
-    a weight of G groups, O × I each  (u, v), D_goi = u_go·v_gi     (G, O, 1) and (G, 1, I)
-    """
-
-    def __init__(self, scale: Tensor, factors: Sequence[Factors] | None = None) -> None:
-        self.scale, self.factors = scale, None if factors is None else tuple(factors)
+    def each(self, change: Callable[[Tensor], Tensor]) -> Part:
+        return Part(*(None if t is None else change(t) for t in self))
 
     @staticmethod
-    def of(A: Diagonal | Tensor, sizes: Sequence[int]) -> Diagonal:
+    def of(factors: Sequence[Tensor]) -> Part:
+        """From the tensors alone, as a saved state has them."""
+        if len(factors) == 1 and factors[0].ndim < 3:
+            return Part(factors[0])
+        return Part(None, *factors)
+
+
+class Whitenable(Protocol[B_co]):
+    """Columns of J̃, see layers.Block."""
+
+    def whitened(self, D: Sequence[Part]) -> B_co: ...
+
+
+class Metric(ABC):
+    """scale·D₀ with a D₀ that stays the same while λ changes: what a damping returns and the solvers work with.
+
+    `sizes` are the numbers of entries of the parameters, in the order of θ.
+    """
+
+    scale: Tensor  # ()
+
+    @abstractmethod
+    def with_scale(self, scale: Tensor) -> Metric:
+        """The same D₀ with another scale."""
+
+    @abstractmethod
+    def solve(self, x: Tensor, sizes: Sequence[int], *, scaled: bool = True) -> Tensor:
+        """A⁻¹x: (n,) → (n,), in place; D₀⁻¹x if the scale is done already"""
+
+    @abstractmethod
+    def quadratic(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        """vᵀAv: ()"""
+
+    @abstractmethod
+    def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
+        """The columns J̃D₀^-½ of some parameters, by number; None if D₀ = I leaves them as they are. The scale stays
+        out: J̃D₀⁻¹J̃ᵀ is formed once for all λ."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> object:
+        """D₀ itself: while this is the same object, what was formed with D₀ still holds."""
+
+    @abstractmethod
+    def to(self, like: Tensor) -> Metric:
+        """In the precision and on the device of another tensor."""
+
+    @abstractmethod
+    def positive(self) -> Metric:
+        """With 1 in the place of 0. A zero says that the curvature of a parameter has always been zero: its step is
+        zero then, whatever its damping, or a gradient step if its rows were not picked."""
+
+    @abstractmethod
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether it can be that of parameters of these sizes."""
+
+    @abstractmethod
+    def state(self) -> list[Any]:
+        """What `restored` needs: tensors, and lists of them."""
+
+    def entries(self, sizes: Sequence[int]) -> Tensor:
+        """The diagonal, if that is all of it: (n,)"""
+        raise ValueError(f"{type(self).__name__} is no diagonal matrix: use curvature=mq.Gram()")
+
+    @property
+    def parts(self) -> Sequence[Part] | None:
+        """D₀ by parameters, if it is diagonal; None if it is the identity"""
+        raise ValueError(f"{type(self).__name__} is no diagonal matrix: use curvature=mq.Gram()")
+
+    def __rmul__(self, c: float | Tensor) -> Metric:
+        return self.with_scale(c * self.scale)
+
+
+class Diagonal(Metric):
+    """scale·I, or for every parameter scale times its part, in as few numbers as describe it.
+
+    all entries of a parameter        Part(entries)                 as many numbers as the parameter
+    one number for a parameter        Part(entries)                 ()
+    a weight of G groups, O × I each  Part(u=u, v=v), u_go·v_gi     (G, O, 1) and (G, 1, I)
+    """
+
+    def __init__(self, scale: Tensor, parts: Sequence[Part] | None = None) -> None:
+        self.scale, self._parts = scale, None if parts is None else tuple(parts)
+
+    @staticmethod
+    def of(A: Metric | Tensor, sizes: Sequence[int]) -> Metric:
         """Also from one number () or one per parameter (n,)."""
-        if isinstance(A, Diagonal):
+        if isinstance(A, Metric):
             return A
         if A.ndim == 0:
             return Diagonal(A)
-        return Diagonal(A.new_ones(()), [(part,) for part in A.split(list(sizes))])
+        return Diagonal(A.new_ones(()), [Part(part) for part in A.split(list(sizes))])
 
-    def __rmul__(self, c: float) -> Diagonal:
-        return self.scaled(c)
+    @staticmethod
+    def restored(state: list[Any]) -> Diagonal:
+        scale, parts = state
+        return Diagonal(scale, None if parts is None else [Part.of(part) for part in parts])
 
-    def scaled(self, c: float | Tensor) -> Diagonal:
-        return Diagonal(c * self.scale, self.factors)
+    def state(self) -> list[Any]:
+        return [self.scale, None if self._parts is None else [list(part.factors) for part in self._parts]]
 
-    def to(self, like: Tensor) -> Diagonal:
-        """In the precision and on the device of another tensor."""
-        if self.scale.dtype == like.dtype and self.scale.device == like.device:
-            return self
-        moved = None if self.factors is None else self._each(lambda f: f.to(like))
-        return Diagonal(self.scale.to(like), moved)
+    def with_scale(self, scale: Tensor) -> Diagonal:
+        return Diagonal(scale, self._parts)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> list[Factors]:
-        """Every factor changed; one that a weight and its bias share stays shared."""
-        assert self.factors is not None
-        changed = {id(f): change(f) for part in self.factors for f in part}
-        return [tuple(changed[id(f)] for f in part) for part in self.factors]
-
-    def entries(self, sizes: Sequence[int]) -> Tensor:
-        """(n,)"""
-        if self.factors is None:
-            return self.scale.expand(sum(sizes))
-        return torch.cat([_product(part).expand(size) for part, size in zip(self.factors, sizes, strict=True)]).mul_(
-            self.scale
-        )
-
-    def divide(self, x: Tensor, sizes: Sequence[int], scaled: bool = True) -> Tensor:
-        """A⁻¹x: (n,) → (n,), in place; without its scale if that is done already"""
+    def solve(self, x: Tensor, sizes: Sequence[int], *, scaled: bool = True) -> Tensor:
         if scaled:
             x.div_(self.scale)
-        if self.factors is not None:
-            for part, piece in zip(self.factors, x.split(list(sizes)), strict=True):
-                shape = _shape(part)
+        if self._parts is not None:
+            for part, piece in zip(self._parts, x.split(list(sizes)), strict=True):
+                shape = torch.broadcast_shapes(*(f.shape for f in part.factors))
                 view = piece.view(shape) if math.prod(shape) == len(piece) else piece
-                for factor in part:
+                for factor in part.factors:
                     view.div_(factor)
         return x
 
     def quadratic(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
-        """vᵀAv"""
-        if self.factors is None:
+        if self._parts is None:
             return v.square().sum() * self.scale
         return (self.entries(sizes) * v.square()).sum()
 
-    def _check_like(self, other: Diagonal) -> None:
-        shapes = [None if d.factors is None else [[f.shape for f in part] for part in d.factors] for d in (self, other)]
-        if shapes[0] != shapes[1]:
-            raise ValueError("D is that of another damping: load a state that was saved with the same one")
+    def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
+        return None if self._parts is None else block.whitened([self._parts[i] for i in members])
 
-    def maximum(self, other: Diagonal) -> Diagonal:
-        """At least both of them, factor by factor."""
-        self._check_like(other)
-        if self.factors is None or other.factors is None:
-            return Diagonal(torch.maximum(self.scale, other.scale))
-        pairs = zip(self.factors, other.factors, strict=True)
-        return Diagonal(self.scale, [tuple(torch.maximum(a, b) for a, b in zip(p, q, strict=True)) for p, q in pairs])
+    @property
+    def shape(self) -> object:
+        return self._parts
 
-    def recent(self, present: Diagonal, memory: float) -> Diagonal:
-        """This, but at most `memory` times the present; nothing at present is no reason to forget."""
-        self._check_like(present)
+    @property
+    def parts(self) -> Sequence[Part] | None:
+        return self._parts
 
-        def fade(past: Tensor, now: Tensor) -> Tensor:
-            return torch.minimum(past, (memory * now).where(now > 0, math.inf))
+    def entries(self, sizes: Sequence[int]) -> Tensor:
+        if self._parts is None:
+            return self.scale.expand(sum(sizes))
+        return torch.cat([part.flat(size) for part, size in zip(self._parts, sizes, strict=True)]).mul_(self.scale)
 
-        if self.factors is None or present.factors is None:
-            return Diagonal(fade(self.scale, present.scale))
-        pairs = zip(self.factors, present.factors, strict=True)
-        return Diagonal(self.scale, [tuple(fade(a, b) for a, b in zip(p, q, strict=True)) for p, q in pairs])
-
-    def known(self, params: Sequence[Tensor]) -> Diagonal:
-        """Entry by entry, from the rounding of the largest on."""
-        assert self.factors is not None
-        pairs = zip(self.factors, params, strict=True)
-        return Diagonal(self.scale, [(known_entries(part[0], p),) for part, p in pairs])
+    def to(self, like: Tensor) -> Diagonal:
+        if self.scale.dtype == like.dtype and self.scale.device == like.device:
+            return self
+        return Diagonal(self.scale.to(like), self._each(lambda f: f.to(like)))
 
     def positive(self) -> Diagonal:
-        """With 1 in the place of 0. A zero says that the curvature of a parameter has always been zero: its step is
-        zero then, whatever its damping, or a gradient step if its rows were not picked."""
-        if self.factors is None:
+        if self._parts is None:
             return Diagonal(self.scale.where(self.scale > 0, 1))
         return Diagonal(self.scale, self._each(lambda f: f.where(f > 0, 1)))
 
+    def _each(self, change: Callable[[Tensor], Tensor]) -> list[Part] | None:
+        """Every factor changed; one that a weight and its bias share stays shared."""
+        if self._parts is None:
+            return None
+        changed = {id(f): change(f) for part in self._parts for f in part.factors}
+        return [part.each(lambda f: changed[id(f)]) for part in self._parts]
+
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether it can be that of parameters of these sizes."""
-        if self.factors is None:
+        if self._parts is None:
             return True
-        return len(self.factors) == len(sizes) and all(
-            math.prod(_shape(part)) in (1, size) for part, size in zip(self.factors, sizes, strict=True)
+        shapes = [torch.broadcast_shapes(*(f.shape for f in part.factors)) for part in self._parts]
+        return len(shapes) == len(sizes) and all(
+            math.prod(shape) in (1, size) for shape, size in zip(shapes, sizes, strict=True)
         )
 
-    def state(self) -> list[Any]:
-        return [self.scale, None if self.factors is None else [list(part) for part in self.factors]]
+    # From step to step: what dampings remember.
 
-    @staticmethod
-    def restored(state: list[Any]) -> Diagonal:
-        scale, factors = state
-        return Diagonal(scale, None if factors is None else [tuple(part) for part in factors])
+    def maximum(self, other: Diagonal) -> Diagonal:
+        """At least both of them, factor by factor."""
+        return self._with(other, torch.maximum)
+
+    def recent(self, present: Diagonal, memory: float) -> Diagonal:
+        """This, but at most `memory` times the present; nothing at present is no reason to forget."""
+        return self._with(present, lambda past, now: torch.minimum(past, (memory * now).where(now > 0, math.inf)))
+
+    def _with(self, other: Diagonal, join: Callable[[Tensor, Tensor], Tensor]) -> Diagonal:
+        mine, theirs = ([[f.shape for f in part.factors] for part in d._parts or ()] for d in (self, other))
+        if mine != theirs:
+            raise ValueError("D is that of another damping: load a state that was saved with the same one")
+        if self._parts is None or other._parts is None:
+            return Diagonal(join(self.scale, other.scale))
+        pairs = zip(self._parts, other._parts, strict=True)
+        return Diagonal(self.scale, [p.each(_paired(p, q, join)) for p, q in pairs])
 
 
-def _shape(part: Factors) -> tuple[int, ...]:
-    return tuple(torch.broadcast_shapes(*(f.shape for f in part)))
-
-
-def _product(part: Factors) -> Tensor:
-    """The factors multiplied out: flat"""
-    total = part[0]
-    for factor in part[1:]:
-        total = total * factor
-    return total.flatten()
+def _paired(part: Part, other: Part, join: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    partner = {id(f): g for f, g in zip(part.factors, other.factors, strict=True)}
+    return lambda f: join(f, partner[id(f)])

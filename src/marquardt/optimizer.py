@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from .curvature import Auto, Curvature, Representation
-from .curvature.auto import Exhausted
-from .curvature.contract import FactorizationError
-from .deferred import numbers
-from .jacobian.chunk import EVERY, Plan
+from .curvature import Auto, Representation
+from .curvature.plan import Plan
+from .curvature.solve import FactorizationError
+from .deferred import floats
+from .iteration import FAILED, Ending, Matrices, Parts, averaged, concluded, damped, judge, kept, next_lam, propose
+from .jacobian.known import Known
 from .jacobian.linearization import Linearization
+from .jacobian.objective import Level, Objective
 from .jacobian.rows import Exact, Rows
 from .losses import resolve
-from .metric import Diagonal
 from .model.batch import Batch, Batches
 from .model.checks import check_coupling, check_group, trainable
-from .model.parameters import assign, flatten
-from .parts.acceptance import Acceptance, Trial, Uphill, cosine_of
+from .model.parameters import Parameters
+from .model.randomness import rng_state, set_rng_state
+from .parts.acceptance import Acceptance, Uphill
 from .parts.average import EMA, Average
 from .parts.damping import Damping, MeanEigenvalue
 from .parts.line_search import Backtracking, LineSearch
-from .parts.momentum import AdaptiveMomentum, Damped, Momentum
-from .parts.schedule import GainRatio, Outcome, Schedule
-from .recorded import Recorded, record, signature
+from .parts.momentum import AdaptiveMomentum, Momentum
+from .parts.schedule import GainRatio, Schedule
+from .recorded import RecordedStep, Recordings
+from .saving import check_groups, check_rate, loaded, saved
 from .state import UNHEARD, State
-
-# A decrease of so many roundings of the loss is taken for one. A run on the same data has converged if so many steps in
-# a row, with several λ, predict no more than so many roundings each, and have found no more all in all.
-ROUNDINGS, IDLE, FAINT = 4, 10, 64
+from .trials import Trials
 
 
 @dataclass(frozen=True)
@@ -54,23 +53,6 @@ class Step:
     note: str = ""  # escalations, in words
     slope: float = math.nan  # √(gᵀD⁻¹g): the length of the gradient in the metric of the damping
     converged: bool = False  # on the same data: no decrease is left that could be told from the rounding of the loss
-
-
-class Attempt(NamedTuple):
-    """What came of one λ."""
-
-    rule: str
-    lr: float
-    d: Tensor | None  # (n,), None where rejected
-    loss: float  # f where it ends
-    full_loss: float  # f after the full step, before any search
-    gain: float
-    note: str
-    slope: float = math.nan
-    length: float = math.nan  # ‖d‖
-    judged: bool = True  # whether its decrease, predicted or found, exceeds the rounding of f
-    predicted: float = math.inf  # the decrease, or its absolute value
-    share: float = 1.0  # of damping in the step: see schedule.Outcome
 
 
 class LM(torch.optim.Optimizer):
@@ -133,16 +115,15 @@ class LM(torch.optim.Optimizer):
         }  # fmt: skip
         for name, part in parts.items():
             check_part(name, part)
-        if curvature.by_sample:
+        if curvature.needs.by_sample:
             check_coupling(model)
         self.model, self.loss = model, resolve(loss)
         self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
         self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
         self.average, self.attempts, self.capture, self.group = average, attempts, capture, group
-        self._recorded: tuple[Any, Recorded | None] | None = None  # for these shapes; None where it failed
-        self._last: Any = None  # shapes of the last step
         self._averaged = False  # whether the model holds the averaged weights
-        self._plan = Plan()
+        self._known, self._recordings = Known(), Recordings()  # what was found out about the model
+        self._planned: Plan | None = None  # of the attempt under way
         self._state = State(lam=schedule.initial)
         super().__init__(chosen, {"lr": lr})
 
@@ -196,108 +177,193 @@ class LM(torch.optim.Optimizer):
     @property
     def plan(self) -> str:
         """How the curvature is represented and why; with Auto, once there was a step."""
-        return str(self._plan.choice or self.curvature)
+        return str(self._state.plan or self.curvature)
 
     def _step(self, batches: Iterable[Batch]) -> Step:
         self._check()
         if self.capture and isinstance(batches, list):
-            step = self._replay(batches[0])
+            step = self._replayed(batches[0])
             if step is not None:
                 return step
+        plan = self._state.plan
         while True:
-            plan = self._plan
+            self._planned = plan
             try:
-                return self._try(batches)
+                return self._try(batches, plan)
             except RuntimeError as error:
-                if not out_of_memory(error) or not getattr(self.curvature, "adapts", False):
+                # Everything is as it was before the step: again, with the next smaller plan, if there is one.
+                plan = self.curvature.smaller(self._planned, error)
+                if plan is None:
                     raise
-                if isinstance(error, Exhausted) or plan.squeeze > 8:
-                    self._plan = Plan()  # the next step begins afresh: its batch may be smaller
-                    raise
-                # Everything is as it was before the step: again, with the next smaller plan.
-                self._plan = Plan(squeeze=plan.squeeze + 1, shapes=plan.shapes)
             if self.params[0].is_cuda:
                 torch.cuda.empty_cache()
 
-    def _try(self, batches: Iterable[Batch]) -> Step:
-        old = self._state
+    def _try(self, batches: Iterable[Batch], plan: Plan | None) -> Step:
+        """The step, or everything as it was before it."""
+        old, parts = self._state, self.parts
         lin = Linearization(
-            self.model, self.loss, self.params, batches, self.rows, self.curvature.chunk,
-            plan=self._plan, seed=old.steps, single=not isinstance(batches, Batches), most=old.rows,
+            self._objective(), batches, parts.rows, parts.curvature.needs, known=self._known, seed=old.steps,
+            single=not isinstance(batches, Batches), most=old.most_rows,
         )  # fmt: skip
+        theta, start = lin.theta, lin.start
         try:
-            with torch.no_grad(), torch.autocast(lin.device.type, enabled=False):
-                step, state = self._iterate(lin)
+            representation, self._planned = parts.curvature.choose(lin, plan)
+            if representation.needs.together and not lin.single:
+                raise ValueError(
+                    f"{type(representation).__name__} needs all rows of a step at once: use curvature=mq.Dense() or "
+                    "mq.MatrixFree() with step_over"
+                )
+            lin = lin.made_for(representation.needs)
+            with torch.no_grad(), torch.autocast(lin.parameters.device.type, enabled=False):
+                step, state = self._iterate(lin, representation)
             # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
             if not step.accepted:
-                lin.start.restore()
+                start.restore()
             lin.end.restore(buffers=step.accepted)
-            self._plan.numbers = lin.totals()
+            self._known.totals = lin.totals()
             self._state = state  # one assignment: whatever is raised before it, an interrupt too, undoes the step
         except BaseException:
             if self._state is old:
-                assign(self.params, lin.theta)
-                lin.start.restore()
-                self._plan = Plan()  # what this step found out may be half of it
+                lin.parameters.assign(theta)
+                start.restore()
+                self._known = Known()  # what this step found out may be half of it
             raise
         finally:
             lin.close()
         return step
 
-    def _replay(self, batch: Batch) -> Step | None:
-        """The step by a CUDA graph; None if there is none (yet), or if it did not go as recorded."""
-        old, plan, device = self._state, self._plan, self.params[0].device
-        steady = self.momentum is None or getattr(self.momentum, "same_data", False)
-        if device.type != "cuda" or plan.numbers is None or batch.opaque:  # what an object holds cannot be copied
-            return None
-        if not plan.only_slopes or not getattr(self.rows, "recordable", False) or not steady or old.D is None:
-            return None
-        if next(self.model.buffers(), None) is not None or old.repeats or old.steps % EVERY == EVERY - 1:
-            return None
-        key = signature(self, batch, old)
-        if self._recorded is None or self._recorded[0] != key:
-            if self._last == key:
-                self._recorded = (key, record(self, batch, old, plan.numbers))
-            self._last = key
-            return None
-        recorded = self._recorded[1]
-        if recorded is None:
-            return None
-        rng = torch.cuda.get_rng_state(device)
-        step = None
+    def _iterate(self, lin: Linearization, representation: Representation) -> tuple[Step, State]:
+        """The algorithm box: the step and the next state; the model ends at the next θ."""
+        parts, old = self.parts, self._state.like(lin.theta)
+        G = representation.represent(lin)
+        level = lin.level
+        repeats = old.starts_with(level.f, lin.theta.dtype)
+        same_data = repeats > 1  # once may be chance, on large batches
+        doubt = old.doubt(level.f, level.low, same_data)
+        of = damped(parts, G, old, same_data)
+        lam, unjudged, notes = old.lam, old.unjudged, self._first_notes(doubt)
+        for _ in range(self.attempts):
+            used = doubt * lam
+            end = self._attempt(lin, of, level, used, old, same_data, doubt, notes)
+            unjudged = 0 if end.verdict.judged else unjudged + 1
+            lam = next_lam(parts, lam, level, end, same_data, G.averaged, unjudged) if doubt == 1 else lam
+            if end.rule != "rejected":
+                break
+            if not end.verdict.judged:
+                notes.append("rejected: rounding of the loss hides what the step would gain")
+                break
+            notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
+        if old.overdue(end.loss, same_data):
+            end = end._replace(rule="return", d=None, loss=old.haven_loss)
+            notes.append(f"back to where the loss was {old.away} steps ago")
+
+        lin.position.move(end.d, end.lr)
+        state, converged = concluded(
+            old, level, end, lam, used, lin.theta, same_data, repeats, unjudged, doubt, parts.schedule.initial
+        )
+        state = replace(state, plan=self._planned, most_rows=lin.most)
+        if end.rule == "return" and old.haven is not None:
+            lin.parameters.assign(old.haven)
+            state = averaged(parts, replace(state, previous=None), lin.parameters.vector(), same_data)
+        if end.d is not None:
+            state = averaged(parts, kept(parts, state, of, end, doubt), lin.parameters.vector(), same_data)
+        if converged:
+            notes = ["converged: no decrease is left that could be told from the rounding of the loss"]
+        return self._report(level, end, used, notes, converged), state
+
+    def _attempt(
+        self, lin: Linearization, of: Matrices, level: Level, lam: float, old: State, same_data: bool, doubt: float,
+        notes: list[str],
+    ) -> Ending:  # fmt: skip
+        """One λ: propose, judge; if that fails, search."""
+        parts, lr, f = self.parts, self.lr, level.f
         try:
-            recorded.run(batch, old)
+            proposal = propose(parts, lin, of, lam, lr, old, same_data, doubt)
+        except FactorizationError as error:
+            self._blame_gradient(of.G.gradient)
+            notes.append(str(error))
+            return Ending("rejected", lr, None, f, None, FAILED)
+        finally:
+            notes += of.G.notes
+            of.G.notes.clear()
+        d, plain, readings = proposal
+        found = readings.read(floats(*readings.tensors()))  # one synchronisation for all that the judgement needs
+        if not math.isfinite(found.new_loss):
+            notes.append(f"the trial loss is {found.new_loss}")
+        verdict = judge(parts, level, found, lam, lr, old, torch.finfo(d.dtype).eps, doubt)
+        if verdict.rule is not None:
+            return Ending(verdict.rule, lr, d, found.new_loss, found, verdict, found.length)
+        if parts.line_search is not None and lr > 0 and verdict.judged and doubt == 1:
+            line = d if parts.line_search.along_step else plain
+            tried = (lr, found.new_loss) if line is d else None
+            point = parts.line_search.search(partial(Trials(lin).losses, line), f, lr, tried)
+            if point is not None:
+                return Ending("search", point[0], line, point[1], found, verdict, float(lin.parameters.norm(line)))
+        return Ending("rejected", lr, None, f, found, verdict, found.length)
+
+    def _first_notes(self, doubt: float) -> list[str]:
+        notes = []
+        plan = self._planned
+        if plan is not None and plan.squeeze and plan is not self._state.plan:
+            notes.append(f"out of memory, planned anew: {plan}")
+        if doubt > 1:
+            notes.append(f"the loss is {UNHEARD * doubt:.2g} times those of late: a careful step, λ times {doubt:.2g}")
+        return notes
+
+    def _report(self, level: Level, end: Ending, lam: float, notes: Sequence[str], converged: bool) -> Step:
+        before, after = (self.loss.report(x, level.normaliser) for x in (level.f, end.loss))
+        slope = math.nan if end.found is None else math.sqrt(max(end.found.gDg, 0.0))
+        gain, words = end.verdict.gain, "; ".join(notes)
+        return Step(before, after, end.d is not None, end.rule, lam, end.lr, gain, words, slope, converged)
+
+    def _replayed(self, batch: Batch) -> Step | None:
+        """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
+        old, parts, device = self._state, self.parts, self.params[0].device
+        recording = self._recordings.of(parts, self._objective(), batch, old, self._known, self.lr)
+        if recording is None:
+            return None
+        rng, step = rng_state(device), None
+        try:
+            recording.run(batch, old)
             with torch.no_grad():  # while the device is at work
-                averaged = self._average(old, False)
-            judged = self._judge(recorded, averaged)
+                mean = averaged(parts, old, recording.objective.parameters.vector(), False)
+            judged = self._judged(recording, mean)
             if judged is not None:
                 step, self._state = judged
         finally:
             if step is None and self._state is old:  # also if something was raised
-                self._state = recorded.undo(self)
-                torch.cuda.set_rng_state(rng, device)
+                self._state = recording.undo(old)
+                if rng is not None:
+                    set_rng_state(device, rng)
         return step
 
-    def _judge(self, recorded: Recorded, averaged: State) -> tuple[Step, State] | None:
+    def _judged(self, recording: RecordedStep, mean: State) -> tuple[Step, State] | None:
         """What a replay came to; None unless it went as most steps do."""
-        old, found = self._state, recorded.result()
-        if found is None:
+        result, parts, old, lr = recording.result(), self.parts, self._state, self.lr
+        if result is None:
             return None
-        scale = self.loss.scale(recorded.normaliser)
-        f, low, rounding = (x * scale for x in (found.value, found.lower_bound, found.rounding))
-        repeats = old.starts_with(f, self.params[0].dtype)
-        predicted = -self.lr * found.gd - 0.5 * self.lr**2 * found.dGd
-        rule = self.acceptance.judge(Trial(f, found.new_loss, low, min(old.best, f), found.cosine))
-        if rule is None or repeats > 1 or old.doubt(f, low, False) > 1 or not abs(predicted) > ROUNDINGS * rounding:
+        level, found = result
+        repeats = old.starts_with(level.f, recording.theta.dtype)
+        verdict = judge(parts, level, found, old.lam, lr, old, torch.finfo(recording.theta.dtype).eps)
+        unusual = not verdict.judged or repeats > 1 or old.doubt(level.f, level.low, False) > 1
+        if verdict.rule is None or unusual:
             return None
-        gain = gain_ratio(f - found.new_loss, predicted)
-        lam = self.schedule.update(old.lam, Outcome(f, found.new_loss, gain, rule, False, recorded.averaged))
-        state = averaged.after(f, found.new_loss, low, lam).settled(f, found.new_loss, low, recorded.theta, False)
-        stride = self.lr * found.length
-        state = replace(state, accepted=old.accepted + 1, repeats=repeats, unjudged=0, idle=0, stride=stride)
-        before, after = (self.loss.report(x, recorded.normaliser) for x in (f, found.new_loss))
-        slope = math.sqrt(max(found.gDg, 0.0))
-        return Step(before, after, True, rule, old.lam, self.lr, gain, slope=slope), recorded.keep(state)
+        end = Ending(verdict.rule, lr, recording.d, found.new_loss, found, verdict, found.length)
+        lam = next_lam(parts, old.lam, level, end, False, recording.averaged, 0)
+        state, converged = concluded(
+            mean, level, end, lam, old.lam, recording.theta, False, repeats, 0, 1.0, parts.schedule.initial
+        )
+        return self._report(level, end, old.lam, (), converged), recording.keep(state)
+
+    def _objective(self) -> Objective:
+        return Objective(self.model, self.loss, self.params)
+
+    @property
+    def parts(self) -> Parts:
+        return Parts(
+            self.curvature, self.rows, self.damping, self.schedule, self.momentum, self.acceptance, self.line_search,
+            self.average,
+        )  # fmt: skip
 
     def _check(self) -> None:
         """What may have changed since the optimizer was made."""
@@ -306,7 +372,7 @@ class LM(torch.optim.Optimizer):
                 "a step within `with opt.averaged():` would be lost when the weights are put back: end the block first"
             )
         check_group(self.group)
-        if self.curvature.by_sample:
+        if self.curvature.needs.by_sample:
             check_coupling(self.model)
         check_rate(self.lr)
         if torch.is_inference_mode_enabled():
@@ -317,127 +383,6 @@ class LM(torch.optim.Optimizer):
         frozen = {id(p) for p in self.params if not p.requires_grad}
         for name in [name for name, p in self.model.named_parameters() if id(p) in frozen] if frozen else []:
             raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
-
-    def _iterate(self, lin: Linearization) -> tuple[Step, State]:
-        """The algorithm box: the step and the next state; the model ends at the next θ."""
-        old = self._state.like(lin.theta)
-        G = self.curvature.represent(lin)
-        f, low = lin.loss, lin.lower_bound
-        repeats = old.starts_with(f, lin.theta.dtype)
-        same_data = repeats > 1  # once may be chance, on large batches
-        doubt = old.doubt(f, low, same_data)
-        G.recall(old.past, old.steps, same_data)
-        D = self.damping.update(old.D, G)
-        A = D.positive()
-        lam, unjudged, notes = old.lam, old.unjudged, list[str]()
-        if doubt > 1:
-            notes.append(f"the loss is {UNHEARD * doubt:.2g} times those of late: a careful step, λ times {doubt:.2g}")
-        for _ in range(self.attempts):
-            used = doubt * lam
-            attempt = self._attempt(lin, G, A, used, old, same_data, doubt)
-            unjudged = 0 if attempt.judged else unjudged + 1
-            outcome = Outcome(
-                f, attempt.full_loss, attempt.gain, attempt.rule, same_data, G.averaged, unjudged, attempt.share
-            )
-            lam = self.schedule.update(lam, outcome) if doubt == 1 else lam
-            if attempt.note:
-                notes.append(attempt.note)
-            if attempt.rule != "rejected":
-                break
-            if not attempt.judged:
-                notes.append("rejected: rounding of the loss hides what the step would gain")
-                break
-            notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
-        if old.tired(attempt.loss, same_data):
-            attempt = attempt._replace(rule="return", d=None, loss=old.haven_loss)
-            notes.append(f"back to where the loss was {old.away} steps ago")
-        # Steps that all in all have found next to nothing; a λ above λ₀ may be why they predict so little.
-        faint = same_data and min(attempt.predicted, f - low) <= FAINT * lin.rounding
-        start = old.idle_from if old.idle else f
-        idle = old.idle + 1 if faint and abs(start - attempt.loss) <= FAINT * lin.rounding else 0
-        converged = idle >= IDLE and used <= self.schedule.initial
-        if converged:
-            notes.clear()
-            notes.append("converged: no decrease is left that could be told from the rounding of the loss")
-
-        lin.move(attempt.d, attempt.lr)
-        state = old.after(f, attempt.loss, low, lam, doubt).settled(f, attempt.loss, low, lin.theta, same_data)
-        state = replace(state, repeats=repeats, rows=lin.most, unjudged=unjudged, idle=idle, idle_from=start)
-        if attempt.rule == "return" and old.haven is not None:
-            assign(self.params, old.haven)
-            state = self._average(replace(state, previous=None), same_data)
-        if attempt.d is not None:
-            state = replace(state, accepted=old.accepted + 1)
-            if doubt == 1:
-                state = replace(state, D=D, past=G.keep(), stride=attempt.lr * attempt.length)
-            if self.momentum is not None or self.acceptance.looks_back:
-                state = replace(state, previous=attempt.d if attempt.lr == 1 else attempt.lr * attempt.d)
-            state = self._average(state, same_data)
-        before, after = (self.loss.report(x, lin.normaliser) for x in (f, attempt.loss))
-        step = Step(
-            before, after, attempt.d is not None, attempt.rule, used, attempt.lr, attempt.gain, "; ".join(notes),
-            attempt.slope, converged,
-        )  # fmt: skip
-        return step, state
-
-    def _attempt(
-        self, lin: Linearization, G: Curvature, D: Diagonal, lam: float, old: State, same_data: bool, doubt: float
-    ) -> Attempt:
-        """Solve (G + λD)d = −g, add momentum, try; if that fails, search. In doubt of the batch the step is shorter
-        than the last one, and only a decrease counts."""
-        f, lr = lin.loss, self.lr
-        H = Damped(G, lam * D)
-        try:
-            plain = H.step()
-        except FactorizationError as error:
-            self._blame_gradient(G.gradient)
-            return Attempt("rejected", lr, None, f, math.nan, -math.inf, str(error))
-        d = plain if self.momentum is None else self.momentum.refine(plain, old.previous, H, same_data)
-        if doubt > 1:
-            d = d * (old.stride / math.sqrt(doubt) / torch.linalg.vector_norm(d)).clamp(max=1)
-        back = None if old.previous is None else cosine_of(plain, old.previous)
-        # One synchronisation for all that the judgement needs.
-        f_new, gd, dGd, gDg, length, *cosine = numbers(
-            lin.evaluate(d, lr), *G.model(d), G.slope(D), torch.linalg.vector_norm(d), *([] if back is None else [back])
-        )
-        predicted = -lr * gd - 0.5 * lr**2 * dGd
-        # The step can be judged if the decrease, as predicted or as found, can be told from rounding. What is estimated
-        # of that knows nothing of the layers within: if θ hardly moves, the change that is found is rounding too.
-        least = ROUNDINGS * lin.rounding
-        hidden = abs(predicted) <= least and (abs(f - f_new) <= least or lin.hardly_moves(lr * length))
-        judged = f_new != f and not hidden
-        gain = gain_ratio(f - f_new, predicted) if judged else math.nan
-        share = 1.0
-        if same_data and judged and predicted > 0:
-            share = 0.5 * lam * lr**2 * float(D.quadratic(d, lin.sizes)) / predicted
-        note = "; ".join([*G.notes, *([] if math.isfinite(f_new) else [f"the trial loss is {f_new}"])])
-        G.notes.clear()
-        found = partial(
-            Attempt, full_loss=f_new, gain=gain, note=note, slope=math.sqrt(max(gDg, 0.0)), length=length,
-            judged=judged, predicted=abs(predicted), share=share,
-        )  # fmt: skip
-
-        sure = judged and doubt == 1
-        direction = cosine[0] if cosine and sure and f_new <= old.ceiling else None  # without one there is no uphill
-        rule = self.acceptance.judge(Trial(f, f_new, lin.lower_bound, min(old.best, f), direction))
-        if rule is not None:
-            return found(rule, lr, d, f_new)
-        if self.line_search is not None and lr > 0 and sure:
-            line = d if self.line_search.along_step else plain
-            tried = (lr, f_new) if line is d else None
-            point = self.line_search.search(partial(lin.evaluate_along, line), f, lr, tried)
-            if point is not None:
-                return found("search", point[0], line, point[1], length=float(torch.linalg.vector_norm(line)))
-        return found("rejected", lr, None, f)
-
-    def _average(self, state: State, same_data: bool) -> State:
-        """θ̄ after another θ."""
-        if self.average is None:
-            return state
-        theta = flatten(self.params)
-        if state.mean is None or (same_data and self.average.restarts):
-            return replace(state, mean=theta, points=1)
-        return replace(state, mean=self.average.update(state.mean, theta, state.points), points=state.points + 1)
 
     def _blame_gradient(self, g: Tensor) -> None:
         """A gradient that is not finite is an error, not a matter of λ."""
@@ -453,45 +398,41 @@ class LM(torch.optim.Optimizer):
         """The model with its averaged weights, for evaluation: a step would be lost, and is refused."""
         if self.average is None:
             raise ValueError("this optimizer keeps no average: pass average=mq.EMA() or mq.Polyak()")
-        theta, outer = flatten(self.params), self._averaged
+        parameters, outer = Parameters(self.model, self.params), self._averaged
+        theta = parameters.vector()
         if self._state.mean is not None:
-            assign(self.params, self._state.mean)
+            parameters.assign(self._state.mean)
         self._averaged = True
         try:
             yield
         finally:
             self._averaged = outer
-            assign(self.params, theta)
+            parameters.assign(theta)
 
     def state_dict(self) -> dict[str, Any]:
-        state = {k: v.state() if isinstance(v, Diagonal) else v for k, v in vars(self._state).items()}
-        state = tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, state)
         # Beside torch's own entries: torch casts those to the dtype of the parameters.
-        return {**super().state_dict(), "marquardt": state}
+        return {**super().state_dict(), "marquardt": saved(self._state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "marquardt" not in state_dict:
             raise ValueError("this state_dict has no entry 'marquardt': it was not made by marquardt.LM")
-        loaded = check_state(state_dict["marquardt"], self.schedule, [p.numel() for p in self.params])
+        sizes, device = [p.numel() for p in self.params], self.params[0].device
+        state = loaded(state_dict["marquardt"], self.schedule, self.curvature, sizes, device)
         check_groups(state_dict)
-        where = self.params[0].device
-        loaded = tree_map(lambda v: v.clone().to(where) if isinstance(v, Tensor) else v, loaded)
-        if loaded.get("D") is not None:
-            loaded["D"] = Diagonal.restored(loaded["D"])
-        state = State(**loaded)
-        known = self._plan, self._recorded, self._last, self._averaged  # of the model, not of the state
+        found = self._known, self._recordings, self._averaged  # of the model, not of the state
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
+        self._known, self._recordings, self._averaged = found
         self._state = state
-        self._plan, self._recorded, self._last, self._averaged = known
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and so does the wrapper that schedulers put in the place of `step`.
-        left = ("step", "_plan", "_recorded", "_last")
+        left = ("step", "_known", "_recordings")
         return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan, self._recorded, self._last, self._averaged = Plan(), None, None, False
+        self._averaged = False
+        self._known, self._recordings = Known(), Recordings()
 
     def __repr__(self) -> str:
         names = ("curvature", "rows", "damping", "schedule", "momentum", "acceptance", "line_search", "average")
@@ -504,86 +445,9 @@ class LM(torch.optim.Optimizer):
                 *parts,
                 f"    {options}",
                 f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
-                *([] if self._plan.choice is None else [f"    plan: {self._plan.choice}"]),
+                *([] if state.plan is None else [f"    plan: {state.plan}"]),
             ]
         )
-
-
-def out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def gain_ratio(decrease: float, predicted: float) -> float:
-    """ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd); a model that predicts no decrease counts as failure."""
-    return decrease / predicted if predicted > 0 and not math.isnan(decrease) else -math.inf
-
-
-def check_rate(lr: Any) -> None:
-    if not isinstance(lr, (int, float, Tensor)):
-        raise TypeError(f"lr={lr!r}: the learning rate must be a number; LM's natural one is 1")
-    if not 0 <= lr < math.inf:
-        raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
-
-
-def check_state(state: Any, schedule: Schedule, sizes: list[int]) -> dict[str, Any]:
-    """A loaded State, as a dict, of parameters of these sizes; entries with a default may be missing."""
-    if not isinstance(state, dict):
-        raise TypeError(f"the entry 'marquardt' of this state_dict is {type(state).__name__}, not a dict of LM's state")
-    entries = {f.name: f for f in fields(State)}
-    for key in state:
-        if key not in entries:
-            raise ValueError(f"the state has an entry {key!r} that this version does not know: load it in a newer one")
-    for key, entry in entries.items():
-        if key not in state and entry.default is MISSING:
-            raise ValueError(f"the state has no entry {key!r}: it is not one that marquardt.LM saved")
-        if key in state:
-            check_entry(key, state[key], entry.default)
-    check_lam(state["lam"], schedule)
-    n = sum(sizes)
-    past = state.get("past")
-    if not isinstance(past, (dict, type(None))):
-        raise ValueError(f"the state 'past' is {type(past).__name__}: it must be a dict of tensors, or None")
-    for key, t in (("previous", state.get("previous")), ("mean", state.get("mean")), ("past", (past or {}).get("G"))):
-        if not isinstance(t, (Tensor, type(None))):
-            raise ValueError(f"the state {key!r} is {type(t).__name__}: it must be a tensor, or None")
-        if t is not None and len(t) != n:
-            raise ValueError(f"the state {key!r} is of {len(t)} parameters, this optimizer has {n}")
-    D = state.get("D")
-    if D is not None and not (isinstance(D, list) and len(D) == 2 and Diagonal.restored(D).fits(sizes)):
-        raise ValueError("the damping D in this state is that of another model: load the state of this one")
-    return dict(state)
-
-
-def check_entry(key: str, value: Any, default: Any) -> None:
-    """Counters count, and nothing is NaN."""
-    if isinstance(default, int) and (not isinstance(value, int) or value < 0):
-        raise ValueError(f"the state {key!r} is {value!r}: it must be an integer of at least 0, load an earlier one")
-    for t in tree_leaves(value):
-        if isinstance(t, float) and math.isnan(t):
-            raise ValueError(f"the state {key!r} is {value!r}: load an earlier one")
-        if isinstance(t, Tensor) and not bool(t.isfinite().all()):
-            raise ValueError(f"the state {key!r} holds NaN or infinite values: load an earlier one")
-
-
-def check_lam(lam: Any, schedule: Schedule) -> None:
-    if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not 0 <= lam < math.inf:
-        raise ValueError(f"the state has λ = {lam!r}: it must be finite and at least 0, load an earlier one")
-    if is_dataclass(schedule) and "initial" in {f.name for f in fields(schedule)}:
-        try:
-            replace(schedule, initial=lam)
-        except ValueError as error:
-            raise ValueError(f"the state has λ = {lam!r}, which this schedule does not start from: {error}") from None
-
-
-def check_groups(state_dict: dict[str, Any]) -> None:
-    """torch's own part of a state_dict, as far as torch does not look at it."""
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(f"this state_dict has no entry {key!r}: it was not made by marquardt.LM")
-    for group in state_dict["param_groups"]:
-        if "lr" not in group:
-            raise ValueError("this state_dict has a parameter group without 'lr': it was not made by marquardt.LM")
-        check_rate(group["lr"])
 
 
 def brief(part: Any) -> str:

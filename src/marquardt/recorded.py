@@ -4,84 +4,101 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .deferred import Tape, answers, capturing, recorded
-from .jacobian.chunk import Totals
+from .iteration import Found, Parts, damped, propose
+from .jacobian.known import Known
 from .jacobian.linearization import Linearization
+from .jacobian.objective import Level, Objective, Totals
+from .jacobian.proof import EVERY
 from .metric import Diagonal
 from .model.batch import Batch
-from .model.parameters import assign
-from .parts.acceptance import cosine_of
-
-if TYPE_CHECKING:
-    from .optimizer import LM
-    from .state import State
+from .state import State
 
 
-class Result(NamedTuple):
-    """What a replay found."""
+class Recorder(Protocol):
+    """Makes a recording of some work on tensors that stay where they are."""
 
-    value: float  # Σwℓ before the step
-    lower_bound: float
-    rounding: float  # of the value
-    new_loss: float
-    gd: float
-    dGd: float
-    gDg: float
-    length: float  # ‖d‖
-    cosine: float | None = None
+    def record(self, work: Callable[[], Tensor]) -> Tensor:
+        """Does or records the work; the tensor that it returns is what every replay fills again."""
+        ...
+
+    def replay(self) -> None: ...
 
 
-class Recorded:
+class CudaGraph:
+    """By a CUDA graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.graph, self.device = torch.cuda.CUDAGraph(), device
+
+    def record(self, work: Callable[[], Tensor]) -> Tensor:
+        with capturing(self.device), torch.cuda.graph(self.graph):
+            return work()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+# How a step is recorded on each kind of device; on others it is not.
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraph}
+
+
+class RecordedStep:
     """One step, recorded: linearise, represent, solve, try. The judgement stays with the host.
 
     Everything that a step reads lies in tensors of its own: batch, λ, what is drawn, and what one step leaves to the
-    next (D, what the curvature keeps, the step), which the graph itself takes over from `next` to `kept`. Questions on
-    the way are assumed to be answered by yes and verified after the replay; where one was not, the caller takes the
-    step back and does it again without the graph.
+    next (D, what the curvature keeps, the step), which the recording itself takes over from `next` to `kept`. Questions
+    on the way are assumed to be answered by yes and verified after the replay; where one was not, the caller takes the
+    step back and does it again without the recording.
     """
 
-    def __init__(self, opt: LM, batch: Batch, state: State, assumed: Totals) -> None:
+    def __init__(
+        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, assumed: Totals, lr: float
+    ) -> None:
+        self.parts, self.objective, self.known, self.lr = parts, objective, known, lr
         self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), _tensors(state), _tensors(state)))
-        self.lam = torch.zeros_like(opt.params[0].flatten()[0])
+        self.lam = torch.zeros((), dtype=objective.parameters.dtype, device=objective.parameters.device)
         self.normaliser = assumed.normaliser
-        tape = self._record(opt, state, Tape(assumed))
+        tape = self._record(state, Tape(assumed))
         if tape.drawn:  # again: the graph uses its own memory several times over, what is put there does not last
-            tape = self._record(opt, state, Tape(assumed, [torch.empty_like(place) for place, _, _ in tape.drawn]))
+            tape = self._record(state, Tape(assumed, [torch.empty_like(place) for place, _, _ in tape.drawn]))
         self.questions, self.drawn = len(tape.asked), tape.drawn
 
-    def _record(self, opt: LM, state: State, tape: Tape) -> Tape:
-        self.graph = torch.cuda.CUDAGraph()
-        old = _with(state, self.kept)
-        with warnings.catch_warnings(), torch.no_grad(), torch.autocast("cuda", enabled=False), recorded(tape):
+    def _record(self, state: State, tape: Tape) -> Tape:
+        device = self.objective.parameters.device
+        self.recorder = RECORDERS[device.type](device)
+        with warnings.catch_warnings(), torch.no_grad(), torch.autocast(device.type, enabled=False):
             warnings.simplefilter("ignore")
-            with torch.cuda.graph(self.graph):
-                _copy(self.kept, self.next)
-                lin = Linearization(
-                    opt.model, opt.loss, opt.params, [Batch(**self.batch)], opt.rows, opt.curvature.chunk,
-                    plan=opt._plan, seed=0, most=state.rows,
-                )  # fmt: skip
-                G = opt.curvature.represent(lin)
-                G.recall(old.past, old.steps, False)
-                D = opt.damping.update(old.D, G)
-                A = D.positive()
-                d = G.step(A.scaled(self.lam))
-                back = [] if old.previous is None else [cosine_of(d, old.previous)]
-                self.found = answers(
-                    tape, lin.evaluate(d, opt.lr), *G.model(d), G.slope(A), torch.linalg.vector_norm(d), *back
-                )
-                remembers = opt.momentum is not None or opt.acceptance.looks_back
-                previous = None if not remembers else d if opt.lr == 1 else opt.lr * d
-                _copy(self.next, [D.state(), G.keep(), previous])
-        self.averaged, self.theta = G.averaged, lin.theta
-        lin.close()
+            self.answers = self.recorder.record(lambda: self._work(state, tape))
         return tape
+
+    def _work(self, state: State, tape: Tape) -> Tensor:
+        parts = self.parts
+        tape.rewind()
+        with recorded(tape):
+            _copy(self.kept, self.next)
+            old = _with(state, self.kept)
+            lin = Linearization(
+                self.objective, [Batch(**self.batch)], parts.rows, parts.curvature.needs, known=self.known,
+                most=state.most_rows,
+            )  # fmt: skip
+            representation, _ = parts.curvature.choose(lin, state.plan)
+            lin = lin.made_for(representation.needs)
+            of = damped(parts, representation.represent(lin), old, False)
+            proposal = propose(parts, lin, of, self.lam, self.lr, old, False)
+            self.readings, self.d, self.theta, self.averaged = proposal.readings, proposal.d, lin.theta, of.G.averaged
+            previous = None if not parts.remembers else proposal.d if self.lr == 1 else self.lr * proposal.d
+            _copy(self.next, [of.D.state(), of.G.keep(), previous])
+            lin.close()
+            return answers(tape, *proposal.readings.tensors())
 
     def run(self, batch: Batch, state: State) -> None:
         """The model one step further, before the host knows whether that is right: see `result`."""
@@ -90,24 +107,77 @@ class Recorded:
         self.lam.fill_(state.lam)
         for place, numbers, seed in self.drawn:
             place.copy_(numbers(seed + state.steps))
-        self.graph.replay()
+        self.recorder.replay()
 
-    def result(self) -> Result | None:
+    def result(self) -> tuple[Level, Found] | None:
         """None where something was not as assumed: then `undo`."""
-        found: list[float] = self.found.tolist()
-        asked, (value, normaliser, *rest) = found[: self.questions], found[self.questions :]
-        if not all(asked) or normaliser != self.normaliser or not math.isfinite(value):
+        found: list[float] = self.answers.tolist()
+        asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
+        level = self.objective.level(Totals(*totals)) if totals[1] == self.normaliser else None
+        if not all(asked) or level is None or not math.isfinite(level.f):
             return None
-        return Result(value, *rest)
+        return level, self.readings.read(rest)
 
     def keep(self, state: State) -> State:
         """The state with what the step leaves for the next one."""
         return _with(state, self.next)
 
-    def undo(self, opt: LM) -> State:
+    def undo(self, state: State) -> State:
         """The model as before the step, and its state."""
-        assign(opt.params, self.theta)
-        return _with(opt._state, self.kept)
+        self.objective.parameters.assign(self.theta)
+        return _with(state, self.kept)
+
+
+class Recordings:
+    """Which step is recorded, if any: the second of two in a row that look alike to a recording."""
+
+    def __init__(self) -> None:
+        self.made: tuple[Any, RecordedStep | None] | None = None  # for these shapes; None where it failed
+        self._last: Any = None  # shapes of the last step
+
+    def of(
+        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float
+    ) -> RecordedStep | None:
+        """The recording of such a step; None if there is none."""
+        totals = known.totals
+        if totals is None or not recordable(parts, objective, batch, state, known):
+            return None
+        key = signature(objective, batch, state, known, lr)
+        if self.made is None or self.made[0] != key:
+            if self._last == key:
+                self.made = (key, self._record(lambda: RecordedStep(parts, objective, batch, state, known, totals, lr)))
+            self._last = key
+            return None
+        return self.made[1]
+
+    @staticmethod
+    def _record(make: Callable[[], RecordedStep]) -> RecordedStep | None:
+        """None where the model or a part of the optimizer cannot be recorded."""
+        try:
+            return make()
+        except Exception as error:  # CUDA refuses in many ways
+            warnings.warn(f"this step cannot be recorded as a CUDA graph, it goes on without: {error}", stacklevel=2)
+            return None
+
+
+def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known) -> bool:
+    """Whether a step can be recorded at all. Every eighth is done without, for a look at what was proven."""
+    if objective.parameters.device.type not in RECORDERS or batch.opaque:  # what an object holds cannot be copied
+        return False
+    steady = parts.momentum is None or parts.momentum.recordable
+    if not known.only_slopes or not parts.rows.recordable or not steady or state.D is None:
+        return False
+    plain = next(objective.model.buffers(), None) is None
+    return plain and not state.repeats and state.steps % EVERY != EVERY - 1
+
+
+def signature(objective: Objective, batch: Batch, state: State, known: Known, lr: float) -> Any:
+    """What a recording depends on."""
+    leaves, spec = tree_flatten([vars(batch), _tensors(state)])
+    shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
+    places = tuple(p.data_ptr() for p in objective.parameters.tensors)
+    modes = tuple(m.training for m in objective.model.modules())
+    return shapes, spec, places, modes, lr, known.proven, state.plan
 
 
 def _tensors(state: State) -> list[Any]:
@@ -128,22 +198,3 @@ def _copy(to: Any, source: Any) -> None:
     pairs = [(a, b) for a, b in leaves if isinstance(a, Tensor) and a is not b]
     if pairs:
         torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
-
-
-def signature(opt: LM, batch: Batch, state: State) -> Any:
-    """What a recording depends on."""
-    leaves, spec = tree_flatten([vars(batch), _tensors(state)])
-    shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
-    places = tuple(p.data_ptr() for p in opt.params)
-    modes = tuple(m.training for m in opt.model.modules())
-    return shapes, spec, places, modes, opt.lr, opt._plan.proven
-
-
-def record(opt: LM, batch: Batch, state: State, assumed: Totals) -> Recorded | None:
-    """A recording, or None where the model or a part of the optimizer cannot be recorded."""
-    try:
-        with capturing(opt.params[0].device):
-            return Recorded(opt, batch, state, assumed)
-    except Exception as error:  # CUDA refuses in many ways
-        warnings.warn(f"this step cannot be recorded as a CUDA graph, it goes on without: {error}", stacklevel=2)
-        return None

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from .curvature.contract import Past
-from .metric import Diagonal
-
-# Two losses of the same data at the same θ differ by rounding alone (sums on a GPU are not reproducible).
-SAME_LOSS = {torch.float32: 1e-5, torch.float64: 1e-9}
+from .curvature.plan import Plan
+from .metric import Metric
+from .tolerances import SAME_LOSS
 
 # A batch whose loss is more than so many times those of late is doubted, once so many batches were heard.
 UNHEARD, HEARD = 10.0, 10
@@ -30,12 +29,13 @@ class State:
     lam: float
     steps: int = 0
     accepted: int = 0
-    D: Diagonal | None = None
+    D: Metric | None = None
     previous: Tensor | None = None  # last accepted step dθ
     mean: Tensor | None = None  # average of the weights
     points: int = 0  # how many points it is of
     past: Past | None = None  # what the curvature keeps of earlier steps
-    rows: int = 0  # the most rows a step had
+    plan: Plan | None = None  # how the curvature is represented, if that was a choice
+    most_rows: int = 0  # that a step had
     repeats: int = 0  # how often in a row the loss before a step was the loss after the last one
     best: float = math.inf  # least f so far
     expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
@@ -68,7 +68,7 @@ class State:
             return 1.0
         return max(1.0, (f - low) / (UNHEARD * self.height))
 
-    def tired(self, loss: float, same_data: bool) -> bool:
+    def overdue(self, loss: float, same_data: bool) -> bool:
         """Whether uphill moves on the same data had time enough to pay, and end with this loss."""
         return same_data and self.haven is not None and self.away >= PATIENCE and loss >= self.haven_loss
 

@@ -1,11 +1,11 @@
 """Representations of the curvature G, all behind one contract."""
 
 from .auto import Auto
-from .contract import Curvature, Representation
+from .contract import Curvature, Damped, Representation
 from .dense import Dense
 from .gram import Gram
 from .hessian import Hessian
 from .kronecker import Kronecker
 from .matrix_free import MatrixFree
 
-__all__ = ["Auto", "Curvature", "Dense", "Gram", "Hessian", "Kronecker", "MatrixFree", "Representation"]
+__all__ = ["Auto", "Curvature", "Damped", "Dense", "Gram", "Hessian", "Kronecker", "MatrixFree", "Representation"]

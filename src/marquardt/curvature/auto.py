@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..jacobian.linearization import Linearization
-from .contract import Curvature, Representation
-from .dense import Dense, check_chunk, check_inertia
+from ..jacobian.linearization import Linearization, Needs
+from ..memory import Exhausted, out_of_memory
+from .contract import Curvature, Past, Representation, check_chunk, check_inertia, check_square
+from .dense import Dense
 from .gram import Gram
 from .matrix_free import MatrixFree
+from .plan import Plan, Shapes, readable
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
@@ -22,46 +24,12 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 # What is left to the rest of the world when memory is measured and not given.
 SHARE = 0.8
 
-
-@dataclass(frozen=True)
-class Shapes:
-    """What memory depends on. Numbers per sample are those of the layers that have a rule."""
-
-    n: int  # parameters
-    N: int  # samples
-    R: int  # rows per sample
-    inputs: float  # numbers that the weights multiply, per sample
-    outputs: float  # numbers at the outputs of these layers, per sample
-    itemsize: int
-    others: int = 0  # parameters without a rule: their rows are explicit
-    single: bool = True  # one batch, not several in step_over
-
-    @property
-    def m(self) -> int:
-        return self.R * self.N
+# How often a step is repeated with a smaller plan.
+PLANS = 9
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What Auto picked, and why."""
-
-    representation: Representation
-    bytes: int  # predicted for a step, beside the parameters themselves
-    budget: int | None
-    why: str
-    numbers: int = 0  # in the inputs of the batch that it was made for
-
-    def __str__(self) -> str:
-        limit = "" if self.budget is None else f" of {readable(self.budget)}"
-        return f"{self.representation}: {self.why}; about {readable(self.bytes)}{limit}"
-
-
-class Exhausted(torch.OutOfMemoryError):
-    """There is no smaller plan."""
-
-
-@dataclass(frozen=True)
-class Auto:
+class Auto(Representation):
     """Dense where there are fewer parameters than rows, Gram elsewhere; in chunks, or MatrixFree, where these do not
     fit into memory: `memory`, such as "4GiB", or what the device has free. `opt.plan` says what was picked and why.
 
@@ -79,87 +47,106 @@ class Auto:
         if self.memory is not None:
             parse(self.memory)
 
-    adapts = True  # to less memory, when it runs out
-
     @property
-    def by_sample(self) -> bool:
-        return True
+    def needs(self) -> Needs:
+        return Needs(self.chunk)
+
+    def check(self, past: Past, n: int) -> None:
+        check_square(past, "G", n)
 
     def represent(self, lin: Linearization) -> Curvature:
-        choice = self.choose(lin)
-        G = choice.representation.represent(lin)
-        if lin.plan.squeeze and lin.plan.choice is not choice:
-            G.notes.append(f"out of memory, planned anew: {choice}")
-        lin.plan.choice = choice
-        return G
+        return self.choose(lin, None)[0].represent(lin)
 
-    def choose(self, lin: Linearization) -> Choice:
-        """The plan for this step: the last one, while the shapes are the same."""
-        if lin.plan.shapes is not None and lin.plan.shapes.single != lin.single:  # that was another kind of step
-            lin.plan.squeeze, lin.plan.shapes, lin.plan.choice = 0, None, None
-        known = lin.plan.choice
-        if known is not None and known.representation.chunk != self.chunk and numbers(lin) <= known.numbers:
-            lin.split(known.representation.chunk)  # at once: a forward pass of the whole batch may not fit
-            return known  # type: ignore[no-any-return]
-        size = lin.theta.element_size()
-        if lin.plan.squeeze:  # there was not enough memory to find out the shapes, or less than predicted
-            shapes = lin.plan.shapes or Shapes(lin.n, lin.samples(), 1, 0, 0, size, single=lin.single)
-        elif lin.single:
-            lin.totals()  # the forward pass alone: the rows are not formed before they are needed
-            shapes = self._shapes(lin)
-        else:
-            shapes = Shapes(lin.n, 1, 1, 0, 0, size, single=False)
-        choice: Choice = known if known is not None and lin.plan.shapes == shapes else self._choose(lin, shapes)
-        lin.plan.shapes = shapes
-        if choice.representation.chunk != lin.chunk:
-            lin.split(choice.representation.chunk)
-        return choice
+    @property
+    def _options(self) -> tuple[object, ...]:
+        return self.chunk, self.inertia, self.memory
 
-    def _shapes(self, lin: Linearization) -> Shapes:
-        size = lin.theta.element_size()
-        if lin.chunk is not None:
+    def of(self, plan: Plan) -> Representation:
+        """What a plan has picked."""
+        kinds: dict[str | None, Representation] = {
+            "Dense": Dense(plan.chunk, self.inertia), "Gram": Gram(plan.chunk), "MatrixFree": MatrixFree(plan.chunk),
+        }  # fmt: skip
+        return kinds[plan.kind]
+
+    def choose(self, lin: Linearization, plan: Plan | None) -> tuple[Representation, Plan]:
+        """The last plan, while the shapes are the same; otherwise another one."""
+        other_kind = plan is not None and plan.shapes is not None and plan.shapes.single != lin.single
+        if plan is None or plan.options != self._options or other_kind:
+            plan = Plan(self._options)
+        known = plan.kind is not None
+        if known and plan.chunk != self.chunk and numbers_in(lin) <= plan.numbers:
+            return self.of(plan), plan  # at once: a forward pass of the whole batch may not fit
+        shapes = self._shapes(lin, plan)
+        if not known or shapes != plan.shapes:
+            plan = self._plan(lin, replace(plan, shapes=shapes))
+        return self.of(plan), plan
+
+    def smaller(self, plan: Plan | None, error: RuntimeError) -> Plan | None:
+        plan = Plan(self._options) if plan is None else plan
+        if not out_of_memory(error) or isinstance(error, Exhausted) or plan.squeeze >= PLANS:
+            return None
+        return Plan(self._options, shapes=plan.shapes, squeeze=plan.squeeze + 1)
+
+    def restored(self, plan: Plan, device: torch.device) -> Plan | None:
+        budget = parse(self.memory) if self.memory is not None else free(device)
+        fits = budget is None or plan.bytes <= budget
+        return plan if plan.options == self._options and fits else None
+
+    def _shapes(self, lin: Linearization, plan: Plan) -> Shapes:
+        n, size = lin.n, lin.theta.element_size()
+        if plan.squeeze:  # there was not enough memory to find out the shapes, or less than predicted
+            return plan.shapes or Shapes(n, lin.samples(), 1, 0, 0, size, single=lin.single)
+        if not lin.single:
+            return Shapes(n, 1, 1, 0, 0, size, single=False)
+        if self.chunk is not None:
             N = lin.samples()
-            return Shapes(lin.n, N, max(1, lin.most // N), 0, 0, size)
-        (chunk,) = lin.open()
-        R = chunk.rows.S.shape[0]
-        inputs, outputs, others = chunk.numbers()
+            return Shapes(n, N, max(1, lin.most // N), 0, 0, size)
+        piece = lin.whole()  # the forward pass alone: the rows are not formed before they are needed
+        R = piece.jacobian.R
+        inputs, outputs, others = piece.activations()
         # A ragged batch does not change the representation: the largest so far decides.
-        return Shapes(lin.n, max(chunk.rows.S.shape[1], lin.most // R), R, inputs, outputs, size, others)
+        return Shapes(n, max(piece.jacobian.N, lin.most // R), R, inputs, outputs, size, others)
 
-    def _choose(self, lin: Linearization, shapes: Shapes) -> Choice:
-        budget = parse(self.memory) if self.memory is not None else free(lin.device)
-        plans = list(self._plans(shapes, lin.single))
+    def _plan(self, lin: Linearization, plan: Plan) -> Plan:
+        """For these shapes, the fastest that fits; after memory ran out, so many further down the list."""
+        assert plan.shapes is not None
+        budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
+        ways = list(self._ways(plan.shapes))
         if lin.single and any(batch.opaque for batch in lin.batches):  # nothing that a chunk could be cut from
-            plans = [plan for plan in plans if plan[0].chunk == self.chunk]
-        fitting = [(r, b, why) for r, b, why in plans if budget is None or b <= budget]
-        if lin.plan.squeeze < len(fitting):
-            representation, size, why = fitting[lin.plan.squeeze]
-            return Choice(representation, size, budget, why, numbers(lin))
-        smallest, least, _ = min(plans, key=lambda plan: plan[1])
+            ways = [way for way in ways if way[0].needs.chunk == self.chunk]
+        fitting = [way for way in ways if budget is None or way[1] <= budget]
+        if plan.squeeze < len(fitting):
+            picked, size, why = fitting[plan.squeeze]
+            kind, chunk = type(picked).__name__, picked.needs.chunk
+            return replace(
+                plan, kind=kind, chunk=chunk, name=str(picked), bytes=size, budget=budget, why=why,
+                numbers=numbers_in(lin),
+            )  # fmt: skip
+        smallest, least, _ = min(ways, key=lambda way: way[1])
         if fitting:
             raise Exhausted(
                 f"out of memory with every plan, down to {fitting[-1][0]}: use a smaller model or a smaller batch"
             )
         assert budget is not None
         raise ValueError(
-            f"no representation of the curvature of {shapes.n:,} parameters fits into {readable(budget)}: the "
+            f"no representation of the curvature of {plan.shapes.n:,} parameters fits into {readable(budget)}: the "
             f"smallest, {type(smallest).__name__}, needs about {readable(least)}; allow more (memory=), or train "
             "fewer parameters (params=)"
         )
 
-    def _plans(self, s: Shapes, single: bool) -> Iterator[tuple[Representation, int, str]]:
+    def _ways(self, s: Shapes) -> Iterator[tuple[Representation, int, str]]:
         """Every way to go, fastest first, with its bytes."""
         dense, gram = Dense(self.chunk, self.inertia), Gram(self.chunk)
-        primal = s.n <= s.m or not single
-        why = f"{s.n:,} parameters, {s.m:,} rows" if single else f"{s.n:,} parameters, several batches"
+        primal = s.n <= s.m or not s.single
+        why = f"{s.n:,} parameters, {s.m:,} rows" if s.single else f"{s.n:,} parameters, several batches"
         first: Dense | Gram = dense if primal else gram
-        cut = single and self.chunk is None
+        cut = s.single and self.chunk is None
         smaller = [s.N // k for k in (4, 16, 64) if s.N // k > 0] if cut else []
         size = dense_bytes if primal else gram_bytes
         yield first, size(s, self.chunk, self.inertia), why
         for part in smaller if primal else smaller[:2]:  # Gram goes through every pair of chunks
             yield replace(first, chunk=part), size(s, part, self.inertia), f"{why}, in chunks of {part}"
-        if single:
+        if s.single:
             other, other_size = (gram, gram_bytes) if primal else (dense, dense_bytes)
             yield other, other_size(s, self.chunk, self.inertia), f"{why}, the larger matrix does not fit"
         for chunk in dict.fromkeys([self.chunk, *smaller, *([1] if cut else [])]):
@@ -171,7 +158,7 @@ class Auto:
             )
 
 
-def numbers(lin: Linearization) -> int:
+def numbers_in(lin: Linearization) -> int:
     """In the inputs of the one batch."""
     leaves = tree_leaves([batch.inputs for batch in lin.batches]) if lin.single else []
     return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
@@ -215,10 +202,3 @@ def parse(memory: str | int) -> int:
     if isinstance(memory, bool) or found is None or unit is None or float(found[1]) <= 0:
         raise ValueError(f'memory={memory!r}: bytes, as a number or in words such as "4GiB" or "500MB"')
     return int(float(found[1]) * unit)
-
-
-def readable(size: int) -> str:
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} B"

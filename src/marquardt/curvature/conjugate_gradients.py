@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..deferred import numbers
-from .contract import FactorizationError
+from ..deferred import floats
+from .solve import FactorizationError
 
 # Iterates number ⌈1.3ʲ⌉ are kept for backtracking: Martens, section 4.6.
 SPACING = 1.3
@@ -32,6 +32,7 @@ def conjugate_gradients(
     tolerance: float,
     *,
     keep: bool = True,
+    dot: Callable[[Tensor, Tensor], Tensor] = torch.dot,
 ) -> tuple[list[Iterate], bool]:
     """Minimises φ(x) = ½xᵀHx − gᵀx, preconditioned by the diagonal M: some of the iterates, the last one always, and
     whether negative curvature ended it.
@@ -46,25 +47,25 @@ def conjugate_gradients(
     gx, xr = 0.0, 0.0
     if start is not None:
         residual = g - H(start)
-        sx, sr = numbers(g @ start, residual @ start)
+        sx, sr = floats(dot(g, start), dot(residual, start))
         if sx > sr and sx + sr > 0:  # positive curvature, and better than 0: φ = −½(gᵀx + rᵀx)
             x, r, gx, xr, phi = start, residual, sx, sr, -0.5 * (sx + sr)
     z = divided(r)
     p = z.clone()
-    rz, scale = numbers(r @ z, g @ divided(g))
+    rz, scale = floats(dot(r, z), dot(g, divided(g)))
     phis, iterates, curved = [phi], [], False
     marks = {math.ceil(SPACING**j) for j in range(100)} if keep else set()
     i = 0
     while i < iterations and rz > torch.finfo(g.dtype).eps ** 2 * scale:
         Hp = H(p)
-        (pHp,) = numbers(p @ Hp)
+        (pHp,) = floats(dot(p, Hp))
         if not math.isfinite(pHp):
             raise FactorizationError("conjugate gradients overflowed")
         if pHp <= 0:
             curved = True
             if i == 0 and gx == 0:  # the preconditioned gradient, as long as if the curvature had the other sign
                 x = p.mul_(rz / -pHp if pHp < 0 else 1.0)
-                (gx,) = numbers(g @ x)
+                (gx,) = floats(dot(g, x))
                 xr = gx - pHp * (rz / pHp) ** 2 if pHp < 0 else gx
             break
         if i in marks:
@@ -73,7 +74,7 @@ def conjugate_gradients(
         r.sub_(Hp, alpha=rz / pHp)
         z = divided(r)
         old = rz
-        rz, gx, xr = numbers(r @ z, g @ x, r @ x)
+        rz, gx, xr = floats(dot(r, z), dot(g, x), dot(r, x))
         i += 1
         phis.append(-0.5 * (gx + xr))
         if not math.isfinite(phis[i] + rz):

@@ -1,17 +1,25 @@
-"""The contract of the curvature, and the one factorisation that the representations share."""
+"""The contract of the curvature: what a representation of G has to say, and what it may say better.
+
+To add one, write two classes in one file. The first is a frozen dataclass with the options, derived from
+`Representation`: `needs` says what it asks of the linearisation, `represent` returns the second. The second derives
+from `Curvature` and defines `__matmul__` and `newton`; docs/extending.md adds one from outside the package.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..deferred import ask
-from ..jacobian.linearization import Linearization
-from ..metric import Diagonal, Factors, known
+from ..jacobian import statistics
+from ..jacobian.linearization import Linearization, Needs
+from ..jacobian.statistics import Moments
+from ..metric import Metric
+from .plan import Plan
 
 Past = dict[str, Tensor]  # what a representation keeps from step to step
 
@@ -23,11 +31,16 @@ class Curvature(ABC):
     """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some."""
 
     averaged = False  # over batches, not that of this one alone
+    separable: ClassVar[bool] = False  # whether it can only be damped by a D that is u ⊗ v in every layer
 
     def __init__(self, lin: Linearization) -> None:
-        self.lin = lin
-        self.rank = min(lin.n, lin.most)  # at most: the smaller of parameters and rows, in the largest batch so far
+        self.lin, self.parameters = lin, lin.parameters
         self.notes: list[str] = []  # escalations since the last step, in words
+
+    @property
+    def rank(self) -> int:
+        """At most: the smaller of parameters and rows, in the largest batch so far"""
+        return min(self.parameters.n, self.lin.most)
 
     @property
     def gradient(self) -> Tensor:
@@ -39,144 +52,134 @@ class Curvature(ABC):
         """Gv: (n,) → (n,)"""
 
     @abstractmethod
-    def newton(self, damping: Diagonal | Tensor) -> Tensor:
-        """(G + A)⁻¹g: (n,); A is a Diagonal, one number () or one per parameter (n,)"""
+    def newton(self, damping: Metric | Tensor) -> Tensor:
+        """(G + A)⁻¹g: (n,); A is a metric, one number () or one per parameter (n,). A FactorizationError if G + A is
+        not positive definite."""
 
-    def step(self, A: Diagonal) -> Tensor:
+    def step(self, A: Metric) -> Tensor:
         """−(G + A)⁻¹g: (n,)"""
         return self.newton(A).neg_()
 
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀGv"""
-        return v @ (self @ v)
+        return self.parameters.dot(v, self @ v)
 
-    def damped_quadratic(self, v: Tensor, damping: Diagonal) -> Tensor:
+    def damped_quadratic(self, v: Tensor, damping: Metric) -> Tensor:
         """vᵀHv with the H that `newton` solves with: G + A, unless a representation damps in a way of its own"""
-        return self.quadratic(v) + damping.quadratic(v, self.lin.sizes)
+        return self.quadratic(v) + damping.quadratic(v, self.parameters.sizes)
 
-    def slope(self, D: Diagonal) -> Tensor:
+    def slope(self, D: Metric) -> Tensor:
         """gᵀD⁻¹g, the square of the length of the gradient in the metric of D"""
         g = self.gradient
-        return g @ D.divide(g.clone(), self.lin.sizes)
+        return self.parameters.dot(g, D.solve(g.clone(), self.parameters.sizes))
 
     def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
         """gᵀd and dᵀGd: the model of the loss is f + gᵀd + ½dᵀGd"""
-        return self.gradient @ d, self.quadratic(d)
+        return self.parameters.dot(self.gradient, d), self.quadratic(d)
 
-    def recall(self, past: Past | None, steps: int, same_data: bool) -> None:
-        """Takes up what an earlier step kept, after so many steps."""
+    # From step to step.
+
+    def recall(self, past: Past | None, same_data: bool) -> None:
+        """Takes up what an earlier step kept."""
         return None
 
     def keep(self) -> Past | None:
         """What the next step shall recall."""
         return None
 
-    # What damping asks for.
+    # Statistics, for damping. None of them is negative.
 
     def diagonal(self) -> Tensor:
         """diag G: (n,)"""
-        return self.lin.diagonal()
+        return statistics.diagonal(self.lin)
 
     def trace(self) -> Tensor:
+        """tr G: ()"""
         return self.diagonal().sum()
 
-    def traces(self) -> Diagonal:
-        """The mean eigenvalue of every layer: its trace over its rank"""
-        zero = torch.zeros_like(self.lin.theta[0])
-        means = [zero] * len(self.lin.params)  # where the outputs do not depend on a parameter
-        for members, trace in self.lin.traces():
-            size = sum(self.lin.sizes[i] for i in members)
-            for i in members:
-                means[i] = trace / min(size, self.lin.most)
-        return one_each(means)
+    def traces(self) -> list[tuple[list[int], Tensor, int]]:
+        """Of every layer: its parameters, by number; the trace of its block of G (); the rank of the block, at most"""
+        sizes, most = self.parameters.sizes, self.lin.most
+        found = statistics.traces(self.lin)
+        return [(members, trace, min(sum(sizes[i] for i in members), most)) for members, trace in found]
 
-    def maximum(self, D: Diagonal | None, floor: float) -> Diagonal:
-        """D ← max(D, diag G), element-wise, from `floor` on, and from the rounding of the largest on"""
-        diagonal = self.diagonal()
-        found = Diagonal.of(diagonal.clamp(min=floor) if D is None else diagonal, self.lin.sizes)
-        return (found if D is None else D.maximum(found)).known(self.lin.params)
-
-    def factored_maximum(self, D: Diagonal | None) -> Diagonal:
-        """v_i ← max(v_i, mean a_i²), u_o ← max(u_o, max_i diag_oi/v_i) for every layer: u_o·v_i is at least every
-        diagonal so far. Parameters without such a structure: max(D, diag G)."""
-        return self.lin.factored_maximum(D)
+    def moments(self) -> Iterator[Moments]:
+        """diag G layer by layer, with the mean squares of the layer's inputs"""
+        return statistics.moments(self.lin)
 
 
-def one_each(means: Sequence[Tensor]) -> Diagonal:
-    """One number for every parameter, from the rounding of the largest on: () each"""
-    parts: list[Factors] = [(mean,) for mean in known(torch.stack(list(means)))]
-    return Diagonal(torch.ones_like(means[0]), parts)
+class Damped:
+    """H, the matrix the step solves with: G + A, with Kronecker the product of the damped factors."""
+
+    def __init__(self, G: Curvature, A: Metric) -> None:
+        self.G, self.A = G, A
+
+    def step(self) -> Tensor:
+        """−H⁻¹g"""
+        return self.G.step(self.A)
+
+    @property
+    def gradient(self) -> Tensor:
+        """g"""
+        return self.G.gradient
+
+    def quadratic(self, v: Tensor) -> Tensor:
+        """vᵀHv"""
+        return self.G.damped_quadratic(v, self.A)
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """aᵀb"""
+        return self.G.parameters.dot(a, b)
 
 
-class Representation(Protocol):
+@dataclass(frozen=True)
+class Representation(ABC):
     """A way to represent G, chosen before there is one."""
 
     @property
-    def chunk(self) -> int | None:
-        """Samples that are linearised at once."""
-        ...
+    def needs(self) -> Needs:
+        """What it asks of the linearisation."""
+        return Needs()
 
-    @property
-    def by_sample(self) -> bool:
-        """Whether it needs rows that belong to one sample each: then a layer must not couple the samples."""
-        ...
+    @abstractmethod
+    def represent(self, lin: Linearization) -> Curvature:
+        """G of a linearisation that was made for these needs."""
 
-    def represent(self, lin: Linearization) -> Curvature: ...
+    def choose(self, lin: Linearization, plan: Plan | None) -> tuple[Representation, Plan | None]:
+        """What represents G in this step, after a look at the batch, and what the next step shall know of that. `lin`
+        is made for the needs of this; if those of the choice are others, there will be another one."""
+        return self, None
+
+    def smaller(self, plan: Plan | None, error: RuntimeError) -> Plan | None:
+        """The next plan after memory ran out; None if there is no other."""
+        return None
+
+    def restored(self, plan: Plan, device: torch.device) -> Plan | None:
+        """A plan that was saved, if it still holds here."""
+        return None
+
+    def check(self, past: Past, n: int) -> None:
+        """Raises ValueError if what an earlier step kept cannot be that of n parameters."""
+        return None
+
+
+def check_square(past: Past, key: str, n: int) -> None:
+    t: Any = past.get(key)
+    if t is not None and len(t) != n:
+        raise ValueError(f"the state 'past' is of {len(t)} parameters, this optimizer has {n}")
+
+
+def check_chunk(chunk: int | None) -> None:
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk={chunk!r}: a number of samples of at least 1, or None for all at once")
+
+
+def check_inertia(inertia: float) -> None:
+    if not 0 <= inertia < 1:
+        raise ValueError(f"inertia={inertia!r}: the weight of earlier batches, at least 0 (none) and below 1")
 
 
 def trusted(past: Tensor, present: Tensor) -> Tensor:
     """The share of its weight that the past keeps in a running average of matrices, from their diagonals (…, n): all of
     it, unless it is far larger than the present. One outlier would otherwise rule the average for a hundred batches."""
     return (MEMORY * (present.sum(-1) / past.sum(-1))).nan_to_num(1.0).clamp(max=1)
-
-
-class FactorizationError(ArithmeticError):
-    """G + λD is not positive definite in floating point: the step fails, and a larger λ is the way out."""
-
-
-def norm(M: Tensor, s: Tensor | None = None) -> Tensor:
-    """‖diag s · M · diag s‖ for positive semi-definite M, by a few power iterations: right to a factor of two."""
-    v = M.diagonal().clone() if s is None else s
-    for _ in range(6):
-        v = v / torch.linalg.vector_norm(v)
-        v = M @ v if s is None else s * (M @ (s * v))
-    length: Tensor = torch.linalg.vector_norm(v)
-    return length
-
-
-def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str]) -> Tensor:
-    """(H + diag A)⁻¹b for symmetric positive definite H + diag A by Cholesky; on failure in float64, then with jitter.
-
-    A is added to H in place and taken off again: H may be large.
-    """
-    diagonal = H.diagonal()
-    kept = diagonal.clone()
-    try:
-        diagonal.add_(A)
-        x = _cholesky(H, b)
-        if x is not None:
-            return x
-        # Unit diagonal first: positive definiteness then no longer depends on the units of the parameters.
-        s = torch.where(diagonal > 0, diagonal, torch.ones_like(diagonal)).rsqrt().double()
-        M = H.double() * s * s[:, None]
-    finally:
-        diagonal.copy_(kept)
-    for jitter in (0.0, 1e2 * torch.finfo(torch.float64).eps):
-        M.diagonal().add_(jitter * len(M))
-        x = _cholesky(M, s * b)
-        if x is not None:
-            if H.dtype != torch.float64:
-                notes.append("factored in float64")
-            if jitter:
-                notes.append("factored with jitter")
-            return (x * s).to(b.dtype)
-    raise FactorizationError("the damped curvature could not be factored")
-
-
-def _cholesky(H: Tensor, b: Tensor) -> Tensor | None:
-    upper = not H.is_cuda  # the faster one: by a fifth on a CPU, and by half on a GPU
-    F, info = torch.linalg.cholesky_ex(H, upper=upper)
-    L = F.mT if upper else F
-    y = torch.linalg.solve_triangular(L, b.to(H.dtype)[:, None], upper=False)
-    x: Tensor = torch.linalg.solve_triangular(L.mT, y, upper=True)[:, 0]
-    return x if ask((info == 0) & x.isfinite().all()) else None

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask
-from ..jacobian.linearization import Linearization
+from ..jacobian.linearization import Linearization, Needs
 from ..layers import Block
-from ..metric import Diagonal
-from .contract import Curvature, Past, norm, spd_solve, trusted
+from ..metric import Diagonal, Metric
+from ..model.parameters import Range
+from .contract import Curvature, Past, Representation, check_chunk, check_inertia, check_square, trusted
+from .solve import norm, spd_solve
 
 # Up to this many parameters products cost nothing, and are formed in float64 at once.
 SMALL = 256
@@ -22,7 +24,7 @@ PAYS = 256
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Representation):
     """G = J̃ᵀJ̃ itself. For up to some ten thousand parameters; any number of samples, `chunk` of them at a time.
 
     On changing batches G is a running average, Ḡ ← β·Ḡ + (1−β)·G with β = `inertia`. A step that divides the gradient
@@ -39,42 +41,45 @@ class Dense:
         check_inertia(self.inertia)
 
     @property
-    def by_sample(self) -> bool:
-        return True
+    def needs(self) -> Needs:
+        return Needs(self.chunk)
+
+    def check(self, past: Past, n: int) -> None:
+        check_square(past, "G", n)
 
     def represent(self, lin: Linearization) -> DenseCurvature:
-        return DenseCurvature(lin, self.inertia, self.small)
+        return DenseCurvature(lin.made_for(self.needs), self.inertia, self.small)
 
 
 class DenseCurvature(Curvature):
     def __init__(self, lin: Linearization, inertia: float = 0.0, small: int = 0) -> None:
-        self.lin, self.beta, self.small = lin, inertia, small
+        super().__init__(lin)
+        self.beta, self.small = inertia, small
         self._past: Tensor | None = None
         self._weight = torch.zeros(())  # of the past in the average
         self._keeps = inertia > 0
-        self.G, self._g = self._form(torch.float64 if lin.n <= small else lin.params[0].dtype)
-        super().__init__(lin)
+        self.G, self._g = self._form(torch.float64 if lin.n <= small else self.parameters.dtype)
 
     def _form(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """G = ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks, in that precision from the same rows."""
-        lin = self.lin
-        G = torch.zeros(lin.n, lin.n, dtype=dtype, device=lin.device)
-        g = torch.zeros(lin.n, dtype=dtype, device=lin.device)
-        for chunk in lin.chunks():
-            u = None if chunk.rows.u is None else chunk.rows.u.to(dtype)  # (R, N)
+        lin, device = self.lin, self.parameters.device
+        G = torch.zeros(lin.n, lin.n, dtype=dtype, device=device)
+        g = torch.zeros(lin.n, dtype=dtype, device=device)
+        for piece in lin.pieces():
+            u = None if piece.u is None else piece.u.to(dtype)  # (R, N)
             if lin.n <= self.small:  # one product: there is nothing to save but calls
-                rows = lin.dense(chunk.blocks, dtype)  # (m, n)
+                rows = piece.dense(dtype)  # (m, n)
                 G.addmm_(rows.T, rows)
                 if u is not None:
                     g.addmv_(rows.T, u.flatten())
             else:
-                self._add_blocks(G, g, chunk.blocks, u)
+                self._add_blocks(G, g, piece.blocks, u)
         G, g = self._mixed(G.mul_(lin.scale)), g.mul_(lin.scale)
         return G, g if lin.remainder is None else g + lin.remainder
 
     @property
     def gradient(self) -> Tensor:
-        return self._g.to(self.lin.theta.dtype)
+        return self._g.to(self.parameters.dtype)
 
     def _add_blocks(self, G: Tensor, g: Tensor, blocks: list[Block], u: Tensor | None) -> None:
         """G += J̃ᵀJ̃ and g += J̃ᵀu by pairs of layers: half of them by symmetry, each in its cheapest form."""
@@ -85,7 +90,7 @@ class DenseCurvature(Curvature):
             for right in factored[k + 1 :]:
                 self._place(G, [left], [right], right.against(left.samples(G.dtype)))
             if u is not None:
-                self.lin.add(g, [left], left.pull(u.flatten()))
+                self._add(g, [left], left.pull(u.flatten()))
         if plain:
             rows = torch.empty(plain[0].m, sum(b.columns for b in plain), dtype=G.dtype, device=G.device)
             start = 0
@@ -96,12 +101,20 @@ class DenseCurvature(Curvature):
             for right in factored:
                 self._place(G, plain, [right], right.against(rows))
             if u is not None:
-                self.lin.add(g, plain, rows.T @ u.T.flatten())
+                self._add(g, plain, rows.T @ u.T.flatten())
+
+    def _ranges(self, blocks: list[Block]) -> list[Range]:
+        return self.parameters.ranges(p for block in blocks for p in block.params)
+
+    def _add(self, g: Tensor, blocks: list[Block], part: Tensor) -> None:
+        """g += a part that belongs to some blocks: (n,), (columns,)"""
+        for here, there in self._ranges(blocks):
+            g[here] += part[there]
 
     def _place(self, G: Tensor, left: list[Block], right: list[Block], product: Tensor) -> None:
         """G += the product of two groups of columns, and its transpose"""
-        for p, across in self.lin.ranges(left):
-            for q, along in self.lin.ranges(right):
+        for p, across in self._ranges(left):
+            for q, along in self._ranges(right):
                 G[p, q] += product[across, along]
                 if left[0] is not right[0]:
                     G[q, p] += product[across, along].T
@@ -109,7 +122,7 @@ class DenseCurvature(Curvature):
     def _mixed(self, G: Tensor) -> Tensor:
         return G if self._past is None else G.lerp_(self._past.to(G.dtype), self._weight.to(G))
 
-    def recall(self, past: Past | None, steps: int, same_data: bool) -> None:
+    def recall(self, past: Past | None, same_data: bool) -> None:
         self._keeps = self.beta > 0 and not same_data
         self._batches = torch.ones((), dtype=torch.float64, device=self.G.device)
         if self._keeps and past is not None and "G" in past:
@@ -127,10 +140,10 @@ class DenseCurvature(Curvature):
         return (self.G @ v.to(self.G.dtype)).to(v.dtype)
 
     def diagonal(self) -> Tensor:
-        return self.G.diagonal().to(self.lin.theta.dtype)
+        return self.G.diagonal().to(self.parameters.dtype)
 
-    def newton(self, damping: Diagonal | Tensor) -> Tensor:
-        A = Diagonal.of(damping, self.lin.sizes).entries(self.lin.sizes)
+    def newton(self, damping: Metric | Tensor) -> Tensor:
+        A = Diagonal.of(damping, self.parameters.sizes).entries(self.parameters.sizes)
         if self.G.dtype != torch.float64:
             # JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖. That is the
             # worst case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
@@ -138,7 +151,7 @@ class DenseCurvature(Curvature):
             if not ask(error <= 1e-3):
                 self.notes.append("curvature formed again in float64")
                 self.G, self._g = self._form(torch.float64)
-        return spd_solve(self.G, A, self._g, self.notes).to(self.lin.theta.dtype)
+        return spd_solve(self.G, A, self._g, self.notes).to(self.parameters.dtype)
 
 
 def symmetric(rows: Tensor) -> Tensor:
@@ -152,13 +165,3 @@ def symmetric(rows: Tensor) -> Tensor:
         torch.mm(rows[:, first:last].T, rows[:, first:], out=product[first:last, first:])
         product[last:, first:last] = product[first:last, last:].T
     return product
-
-
-def check_inertia(inertia: float) -> None:
-    if not 0 <= inertia < 1:
-        raise ValueError(f"inertia={inertia!r}: the weight of earlier batches, at least 0 (none) and below 1")
-
-
-def check_chunk(chunk: int | None) -> None:
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk={chunk!r}: a number of samples of at least 1, or None for all at once")

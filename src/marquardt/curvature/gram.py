@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask
-from ..jacobian.chunk import Chunk
-from ..jacobian.linearization import Linearization
+from ..jacobian.linearization import Linearization, Needs
+from ..jacobian.piece import Piece
+from ..jacobian.products import adjoint, apply, dense
 from ..layers import Block, Explicit
 from ..layers.block import Product
-from ..metric import Diagonal, Factors
-from .contract import Curvature, norm, spd_solve
-from .dense import check_chunk
+from ..metric import Diagonal, Metric
+from .contract import Curvature, Representation, check_chunk
+from .solve import norm, spd_solve
 
 # The relative error that rounding may leave in a float32 step, as a bound that is seldom reached: errors are a tenth of
 # it. Where it would be more, K is formed and factored in float64, and then the products with the rows as well.
@@ -22,7 +23,7 @@ ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
-class Gram:
+class Gram(Representation):
     """K = J̃D⁻¹J̃ᵀ, layer by layer: J̃ is never built where a layer has a rule.
 
     For more parameters than rows. With `chunk` the rows of two chunks at a time are in memory; they are computed again
@@ -36,39 +37,30 @@ class Gram:
         check_chunk(self.chunk)
 
     @property
-    def by_sample(self) -> bool:
-        return True
+    def needs(self) -> Needs:
+        return Needs(self.chunk, together=True)
 
     def represent(self, lin: Linearization) -> GramCurvature:
-        if not lin.single:
-            raise ValueError(
-                "Gram needs all rows of a step at once: use curvature=mq.Dense() or mq.MatrixFree() with step_over"
-            )
-        return GramCurvature(lin, self.whole)
+        return GramCurvature(lin.made_for(self.needs), self.whole)
 
 
 class GramCurvature(Curvature):
     """In what follows J̃ and u carry the normaliser: J̃ = √scale·SᵀJ, so that G = J̃ᵀJ̃ and g = J̃ᵀu + h."""
 
     def __init__(self, lin: Linearization, whole: int = 0) -> None:
+        super().__init__(lin)
         self.whole = whole
-        if lin.chunk is None:
-            lin.open()
-        us, sizes = [], []
-        for chunk in lin.chunks():
-            R, N = chunk.rows.S.shape[:2]
-            u = chunk.rows.u
-            us.append(chunk.z.new_zeros(R * N) if u is None else u.flatten())
-            sizes.append(R * N)
-        self.sizes = sizes
+        us, self.sizes = [], []
+        for piece in lin.pieces():
+            us.append(piece.z.new_zeros(piece.m) if piece.u is None else piece.u.flatten())
+            self.sizes.append(piece.m)
         self.root = lin.scale**0.5
         self.u = torch.cat(us) * self.root  # (m,)
-        self._K: dict[torch.dtype, tuple[tuple[Factors, ...] | None, Tensor]] = {}
+        self._K: dict[torch.dtype, tuple[object, Tensor]] = {}  # and the D₀ that it was formed with
         self._whole: list[Block] | None = None
         self._Jh: Tensor | None = None
         self._image: tuple[Tensor, int, Tensor] | None = None  # a step, its version, J̃ times it
         self._steep: Tensor | None = None  # gᵀD⁻¹g for the D of the last step, without its scale
-        super().__init__(lin)
 
     @property
     def gradient(self) -> Tensor:
@@ -83,23 +75,22 @@ class GramCurvature(Curvature):
         """J̃v: (n,) → (m,)"""
         if self._image is not None and v is self._image[0] and v._version == self._image[1]:
             return self._image[2]
-        parts = [self.lin.apply(self._rows(chunk), v) for chunk in self.lin.chunks()]
+        parts = [apply(self._blocks(piece), v, self.parameters) for piece in self.lin.pieces()]
         return torch.cat(parts).mul_(self.root)
 
-    def _rows(self, chunk: Chunk) -> list[Block]:
-        """The blocks of a chunk; where J̃ is small, as one."""
-        if chunk.m * self.lin.n > self.whole or self.lin.chunk is not None:
-            return chunk.blocks
+    def _blocks(self, piece: Piece) -> list[Block]:
+        """The blocks of a piece; where J̃ is small, as one."""
+        if piece.m * self.lin.n > self.whole or not self.lin.in_one:
+            return piece.blocks
         if self._whole is None:
-            rows = self.lin.dense(chunk.blocks, self.u.dtype)
-            self._whole = [Explicit(self.lin.params, rows, chunk.N)]
+            self._whole = [Explicit(self.parameters.tensors, piece.dense(self.u.dtype), piece.N)]
         return self._whole
 
     def adjoint(self, w: Tensor) -> Tensor:
         """J̃ᵀw: (m,) → (n,)"""
         total = None
-        for chunk, part in zip(self.lin.chunks(), (w * self.root).split(self.sizes), strict=True):
-            found = self.lin.adjoint(self._rows(chunk), part)
+        for piece, part in zip(self.lin.pieces(), (w * self.root).split(self.sizes), strict=True):
+            found = adjoint(self._blocks(piece), part, self.parameters)
             total = found if total is None else total.add_(found)
         assert total is not None
         return total
@@ -114,9 +105,9 @@ class GramCurvature(Curvature):
     def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
         """gᵀd = uᵀJ̃d + hᵀd and dᵀGd = ‖J̃d‖²: no gradient is needed"""
         Jd = self.apply(d)
-        return (self.u @ Jd if self.h is None else self.u @ Jd + self.h @ d), Jd @ Jd
+        return (self.u @ Jd if self.h is None else self.u @ Jd + self.parameters.dot(self.h, d)), Jd @ Jd
 
-    def slope(self, D: Diagonal) -> Tensor:
+    def slope(self, D: Metric) -> Tensor:
         """gᵀD⁻¹g = uᵀKu + 2uᵀJ̃D⁻¹h + hᵀD⁻¹h, which the solve with this D has come by"""
         return super().slope(D) if self._steep is None else (self._steep / D.scale).to(self.u.dtype)
 
@@ -124,44 +115,51 @@ class GramCurvature(Curvature):
         """tr J̃ᵀJ̃ = tr J̃J̃ᵀ"""
         return self._gram(None, self.u.dtype).diagonal().sum()
 
-    def gram(self, factors: tuple[Factors, ...] | None, dtype: torch.dtype) -> Tensor:
-        """J̃D⁻¹J̃ᵀ: (m, m); D by its factors, None is the identity"""
+    def gram(self, D: Metric | None, dtype: torch.dtype) -> Tensor:
+        """J̃D₀⁻¹J̃ᵀ: (m, m); None is the identity"""
         K = torch.zeros(len(self.u), len(self.u), dtype=dtype, device=self.u.device)
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        # J̃h is wanted with K, and comes along where K is in one piece.
-        together = self.h is not None and len(self.sizes) == 1 and dtype == self.u.dtype
-        h = self.h.split(self.lin.sizes) if self.h is not None and together else None
-        Jh = torch.zeros_like(self.u)
+        # J̃h is wanted with K, and comes along where K is in one piece and D is no more than a number.
+        plain = D is None or D.shape is None
+        together = self.h is not None and plain and len(self.sizes) == 1 and dtype == self.u.dtype
+        Jh = torch.zeros_like(self.u) if together else None
         for i, rows in enumerate(self.sizes):
-            left = self._rows(self.lin.chunk_at(i))
+            left = self._whitened(self._blocks(self.lin.piece_at(i)), D)
             for j in range(i, len(self.sizes)):
-                right = left if i == j else self._rows(self.lin.chunk_at(j))
+                right = left if i == j else self._whitened(self._blocks(self.lin.piece_at(j)), D)
                 whole = rows == len(self.u)
                 part = K if whole else torch.zeros(rows, self.sizes[j], dtype=dtype, device=self.u.device)
-                if all(b.empty for b in left) or all(b.empty for b in right):
-                    pass  # zero, as with weights that are all zero
-                elif _kinds(left) == _kinds(right):
-                    for a, b in zip(left, right, strict=True):
-                        of = None if factors is None else [factors[self.lin.index[id(p)]] for p in a.params]
-                        v = None if h is None else [h[self.lin.index[id(p)]] for p in a.params]
-                        a.gram(part, b, of, None if v is None else Product(v, Jh))
-                else:  # samples that take different ways through the model
-                    J = self.lin.dense(left, dtype)
-                    if factors is not None:
-                        J /= Diagonal(J.new_ones(()), factors).entries(self.lin.sizes)
-                    part.addmm_(J, self.lin.dense(right, dtype).T)
+                self._add_pairs(part, left, right, Jh)
                 if not whole:
                     K[starts[i] : starts[i] + rows, starts[j] : starts[j] + self.sizes[j]] = part
                     if i != j:
                         K[starts[j] : starts[j] + self.sizes[j], starts[i] : starts[i] + rows] = part.T
-        if together:
+        if Jh is not None:
             self._Jh = Jh.mul_(self.root)
         return K.mul_(self.lin.scale)
 
-    def newton(self, damping: Diagonal | Tensor) -> Tensor:
-        return -self.step(Diagonal.of(damping, self.lin.sizes))
+    def _whitened(self, blocks: list[Block], D: Metric | None) -> list[Block]:
+        """J̃D₀^-½"""
+        if D is None:
+            return blocks
+        return [D.whiten(b, self.parameters.members(b.params)) or b for b in blocks]
 
-    def step(self, A: Diagonal) -> Tensor:
+    def _add_pairs(self, K: Tensor, left: list[Block], right: list[Block], Jh: Tensor | None) -> None:
+        """K += J̃J̃'ᵀ of two pieces, and J̃h if it is asked for"""
+        if all(b.empty for b in left) or all(b.empty for b in right):
+            return  # zero, as with weights that are all zero
+        if len(left) == len(right) and all(a.pairs_with(b) for a, b in zip(left, right, strict=True)):
+            h = None if Jh is None or self.h is None else self.parameters.split(self.h)
+            for a, b in zip(left, right, strict=True):
+                v = None if h is None else [h[i] for i in self.parameters.members(a.params)]
+                a.gram(K, b, None if v is None or Jh is None else Product(v, Jh))
+        else:  # samples that take different ways through the model
+            K.addmm_(dense(left, K.dtype, self.parameters), dense(right, K.dtype, self.parameters).T)
+
+    def newton(self, damping: Metric | Tensor) -> Tensor:
+        return -self.step(Diagonal.of(damping, self.parameters.sizes))
+
+    def step(self, A: Metric) -> Tensor:
         """−A⁻¹[h + J̃ᵀ(I + J̃A⁻¹J̃ᵀ)⁻¹(u − J̃A⁻¹h)]: solve in the m rows, not the n parameters.
 
         Plain Woodbury, A⁻¹g − A⁻¹J̃ᵀ(…)⁻¹J̃A⁻¹g, loses all digits of float32 at small λ; this form keeps them.
@@ -178,34 +176,35 @@ class GramCurvature(Curvature):
         assert d is not None
         return d
 
-    def _solve(self, A: Diagonal, inner: torch.dtype, outer: torch.dtype) -> Tensor | None:
+    def _solve(self, A: Metric, inner: torch.dtype, outer: torch.dtype) -> Tensor | None:
         """The formula with K in one precision and the products with J̃ in another, or None where rounding spoils it."""
+        sizes = self.parameters.sizes
         K = self._gram(A, inner)
         A = A.to(self.u.to(outer))
         # λ = 0 is the limit λ → 0, which is the shortest of the Gauss-Newton steps.
-        A = Diagonal(A.scale.where(A.scale > 0, 1e-12 * K.diagonal().max().to(outer)), A.factors)
+        A = A.with_scale(A.scale.where(A.scale > 0, 1e-12 * K.diagonal().max().to(outer)))
         K = K / A.scale.to(inner)
         h = None if self.h is None else self.h.to(outer)
-        plain = None if h is None else A.divide(-h, self.lin.sizes)  # −A⁻¹h
+        plain = None if h is None else A.solve(-h, sizes)  # −A⁻¹h
         if plain is None:
             moved = None
-        elif self._Jh is not None and A.factors is None and outer == self.u.dtype:
+        elif self._Jh is not None and A.shape is None and outer == self.u.dtype:
             moved = (-self._Jh / A.scale).to(inner)  # (m,)
         else:
             moved = self.apply(plain).to(inner)
         u = self.u.to(inner)
         steep = (u @ (K @ u)).to(outer)  # gᵀA⁻¹g
         if h is not None and plain is not None and moved is not None:
-            steep = steep - 2 * (u @ moved).to(outer) - h @ plain
+            steep = steep - 2 * (u @ moved).to(outer) - self.parameters.dot(h, plain)
         self._steep = steep * A.scale
         w = spd_solve(K, torch.ones_like(K[0]), -u if moved is None else -u - moved, self.notes)
         Kw = K @ w
-        d = A.divide(self.adjoint(w.to(outer) / A.scale), self.lin.sizes, scaled=False)
+        d = A.solve(self.adjoint(w.to(outer) / A.scale), sizes, scaled=False)
         length = (w @ Kw).clamp(min=0).sqrt().to(outer)  # of d in the metric A
         if plain is not None and moved is not None:
             d += plain
             Kw += moved
-            length = A.quadratic(d, self.lin.sizes).sqrt()
+            length = A.quadratic(d, sizes).sqrt()
         if outer != torch.float64 and not ask(self._error(K, w, h, plain, inner, outer) <= ROUNDING * length):
             return None
         d = d.to(self.u.dtype)
@@ -226,18 +225,12 @@ class GramCurvature(Curvature):
         large, size = norm(K).to(outer), w.norm().to(outer)
         error: Tensor = 0.5 * torch.finfo(inner).eps * large * size + torch.finfo(outer).eps * large.sqrt() * size
         if h is not None and plain is not None:
-            error = error + torch.finfo(outer).eps * (-(h @ plain)).sqrt() * (1 + 0.5 * large.sqrt())
+            error = error + torch.finfo(outer).eps * (-self.parameters.dot(h, plain)).sqrt() * (1 + 0.5 * large.sqrt())
         return error
 
-    def _gram(self, A: Diagonal | None, dtype: torch.dtype) -> Tensor:
+    def _gram(self, A: Metric | None, dtype: torch.dtype) -> Tensor:
         """Does not depend on the scale of A: another λ costs only the factorisation."""
-        factors = None if A is None else A.factors
-        if dtype not in self._K or self._K[dtype][0] is not factors:
-            moved = None if A is None else A.to(self.u.to(dtype)).factors
-            self._K[dtype] = (factors, self.gram(moved, dtype))
+        shape = None if A is None else A.shape
+        if dtype not in self._K or self._K[dtype][0] is not shape:
+            self._K[dtype] = (shape, self.gram(None if A is None else A.to(self.u.to(dtype)), dtype))
         return self._K[dtype][1]
-
-
-def _kinds(blocks: list[Block]) -> list[tuple[type[Block], list[int]]]:
-    """What two chunks must have in common if their blocks are to be paired."""
-    return [(type(b), [id(p) for p in b.params]) for b in blocks]

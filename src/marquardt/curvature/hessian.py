@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
-from ..jacobian.chunk import Chunk
-from ..jacobian.linearization import Linearization
-from ..metric import Diagonal
-from .contract import Curvature, FactorizationError, one_each
+from .. import tolerances
+from ..jacobian.linearization import Linearization, Needs
+from ..jacobian.piece import Piece
+from ..jacobian.statistics import Moments
+from ..memory import out_of_memory
+from ..metric import Diagonal, Metric
+from ..model.kernels import twice_differentiable
+from ..model.parameters import flat
+from .contract import Curvature, Representation
 from .dense import SMALL
+from .solve import FactorizationError
 
 # Numbers that the cotangents of one batched backward pass may hold.
 BATCH = 1 << 22
 
 
 @dataclass(frozen=True)
-class Hessian:
+class Hessian(Representation):
     """G = ∇²f, all of it and not only its Gauss-Newton part: Newton's method, for up to some thousand parameters.
 
     It needs a model that can be differentiated twice, and may be indefinite: where G + λD is not positive definite the
@@ -31,47 +34,45 @@ class Hessian:
     """
 
     @property
-    def chunk(self) -> int | None:
-        return None
-
-    @property
-    def by_sample(self) -> bool:
-        return False
+    def needs(self) -> Needs:
+        return Needs(by_sample=False, graph=True)
 
     def represent(self, lin: Linearization) -> HessianCurvature:
-        return HessianCurvature(lin)
+        return HessianCurvature(lin.made_for(self.needs))
 
 
 class HessianCurvature(Curvature):
     def __init__(self, lin: Linearization) -> None:
-        dtype = torch.float64 if lin.n <= SMALL else lin.params[0].dtype
-        self.G = torch.zeros(lin.n, lin.n, dtype=dtype, device=lin.device)
-        self._g = torch.zeros(lin.n, dtype=dtype, device=lin.device)
-        lin.split(lin.chunk)  # a chunk from before may come from kernels that cannot be differentiated twice
-        lin.keep_graph = True
-        with twice_differentiable(lin.model):
-            for chunk in lin.chunks():
-                slopes = slope_with_graph(chunk)
-                self.G += hessian_of(slopes, lin.params)
-                self._g += flat([None if s is None else s.detach() for s in slopes], lin.params)
+        super().__init__(lin)
+        n, device, params = lin.n, self.parameters.device, self.parameters.tensors
+        dtype = torch.float64 if n <= SMALL else self.parameters.dtype
+        self.G = torch.zeros(n, n, dtype=dtype, device=device)
+        self._g = torch.zeros(n, dtype=dtype, device=device)
+        for piece in lin.pieces():
+            with twice_differentiable(lin.objective.model):
+                slopes = slope_with_graph(piece)
+                self.G += hessian_of(slopes, params)
+                self._g += self.parameters.joined([None if s is None else s.detach() for s in slopes])
         self.G *= lin.scale
         self._g *= lin.scale
-        super().__init__(lin)
-        self.rank = lin.n
+
+    @property
+    def rank(self) -> int:
+        return self.parameters.n
 
     @property
     def gradient(self) -> Tensor:
-        return self._g.to(self.lin.theta.dtype)
+        return self._g.to(self.parameters.dtype)
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return (self.G @ v.to(self.G.dtype)).to(v.dtype)
 
-    def newton(self, damping: Diagonal | Tensor) -> Tensor:
+    def newton(self, damping: Metric | Tensor) -> Tensor:
         """(G + A)⁻¹g by Cholesky, which is also the test for positive definiteness: so no jitter."""
         H = self.G.double()
         if H is self.G:
             H = H.clone()
-        H.diagonal().add_(Diagonal.of(damping, self.lin.sizes).entries(self.lin.sizes))
+        H.diagonal().add_(Diagonal.of(damping, self.parameters.sizes).entries(self.parameters.sizes))
         diagonal = H.diagonal()
         if not bool((diagonal > 0).all()):  # also where it is NaN
             raise FactorizationError(NOT_POSITIVE)
@@ -84,30 +85,23 @@ class HessianCurvature(Curvature):
         x: Tensor = torch.cholesky_solve((s * self._g.double())[:, None], L)[:, 0] * s
         if not bool(x.isfinite().all()):
             raise FactorizationError("the step is not finite")
-        return x.to(self.lin.theta.dtype)
+        return x.to(self.parameters.dtype)
 
-    # What damping asks for: never negative, so |diag ∇²f| in the place of diag ∇²f.
+    # Statistics are never negative, so |diag ∇²f| in the place of diag ∇²f.
 
     def diagonal(self) -> Tensor:
-        return self.G.diagonal().to(self.lin.theta.dtype)
+        """|∂²f/∂θᵢ²|: (n,)"""
+        return self.G.diagonal().abs().to(self.parameters.dtype)
 
-    def trace(self) -> Tensor:
-        """Σ|∂²f/∂θᵢ²|"""
-        return self.diagonal().abs().sum()
+    def traces(self) -> list[tuple[list[int], Tensor, int]]:
+        """Every parameter by itself"""
+        parts = self.parameters.split(self.diagonal())
+        return [([i], part.sum(), len(part)) for i, part in enumerate(parts)]
 
-    def traces(self) -> Diagonal:
-        """The mean of |∂²f/∂θᵢ²| in every parameter"""
-        return one_each([d.abs().mean() for d in self.diagonal().split(self.lin.sizes)])
-
-    def maximum(self, D: Diagonal | None, floor: float) -> Diagonal:
-        """D ← max(D, |diag ∇²f|)"""
-        diagonal = self.diagonal().abs()
-        found = Diagonal.of(diagonal.clamp(min=floor) if D is None else diagonal, self.lin.sizes)
-        return (found if D is None else D.maximum(found)).known(self.lin.params)
-
-    def factored_maximum(self, D: Diagonal | None) -> Diagonal:
-        """The diagonal of a Hessian has no factors: the same element by element"""
-        return self.maximum(D, 0.0)
+    def moments(self) -> Iterator[Moments]:
+        """The diagonal of a Hessian has no factors: every parameter by itself"""
+        for i, part in enumerate(self.parameters.split(self.diagonal())):
+            yield Moments((i,), (part,), None)
 
 
 NOT_POSITIVE = "the Hessian with this damping is not positive definite"
@@ -119,57 +113,12 @@ NOT_SYMMETRIC = (
 )
 
 
-class Shared:
-    """A setting of the whole program: the first thread that enters makes it, the last one that leaves takes it back."""
-
-    def __init__(self, setting: Callable[[], AbstractContextManager[object]]) -> None:
-        self.setting = setting
-        self.lock, self.inside = threading.Lock(), 0
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self.lock:
-            if not self.inside:
-                self.made = self.setting()
-                self.made.__enter__()
-            self.inside += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.inside -= 1
-                if not self.inside:
-                    self.made.__exit__(None, None, None)
-
-
-@contextmanager
-def _without_cudnn() -> Iterator[None]:
-    enabled = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = enabled
-
-
-PLAIN_ATTENTION = Shared(lambda: sdpa_kernel(SDPBackend.MATH))
-PLAIN_RECURRENCE = Shared(_without_cudnn)
-
-
-@contextmanager
-def twice_differentiable(model: nn.Module) -> Iterator[None]:
-    """Kernels that can be differentiated twice, where a fused one cannot: attention, and cuDNN's recurrent layers."""
-    recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
-    with PLAIN_ATTENTION(), PLAIN_RECURRENCE() if recurrent else nullcontext():
-        yield
-
-
-def slope_with_graph(chunk: Chunk) -> list[Tensor | None]:
+def slope_with_graph(piece: Piece) -> list[Tensor | None]:
     """∂value/∂θ by parameters, to be differentiated again; None for those that the outputs do not depend on."""
-    lin, batch = chunk.lin, chunk.batch
+    objective = piece.objective
     with torch.enable_grad():
-        value = lin.criterion.value(chunk.graph, batch.targets, batch.weight)
-        slopes = torch.autograd.grad(value, lin.params, create_graph=True, allow_unused=True)
+        value = objective.value(piece.whole.graph, piece.batch)
+        slopes = torch.autograd.grad(value, objective.parameters.tensors, create_graph=True, allow_unused=True)
         found: list[Tensor | None] = [s.to_dense() if s is not None and s.is_sparse else s for s in slopes]
     if ends_early(found):
         raise ValueError(f"{ONCE}. {WAY_OUT}")
@@ -196,11 +145,11 @@ def hessian_of(slopes: Sequence[Tensor | None], params: Sequence[Tensor]) -> Ten
         try:
             H = torch.cat([rows_of(s, p, params, batched) for s, p in zip(slopes, params, strict=True)])
         except RuntimeError as error:
-            if not batched or "out of memory" in str(error):
+            if not batched or out_of_memory(error):
                 raise
             continue  # an operation whose backward vmap refuses
-        # Rounding in float32 leaves 1e-5; a wrong derivative is wrong by far. What is not finite, newton sees.
-        if not bool((H - H.T).norm() > (1e-8 if H.dtype == torch.float64 else 1e-2) * H.norm()):
+        # What is not finite, newton sees.
+        if not bool((H - H.T).norm() > tolerances.of_symmetry(H.dtype) * H.norm()):
             return (H + H.T) / 2
     raise ValueError(NOT_SYMMETRIC)
 
@@ -216,7 +165,7 @@ def rows_of(slope: Tensor | None, p: Tensor, params: Sequence[Tensor], batched: 
         rows = min(size, p.numel() - first)
         unit = torch.eye(rows, p.numel(), dtype=p.dtype, device=p.device).roll(first, 1).view(-1, *p.shape)
         if not batched:
-            pieces += [flat(again(slope, params, one), params)[None] for one in unit]
+            pieces += [joined(again(slope, params, one), params)[None] for one in unit]
             continue
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")
@@ -237,12 +186,11 @@ def again(
     try:
         return torch.autograd.grad(slopes, params, along, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if out_of_memory(error):
             raise
         raise ValueError(f"{ONCE}: {error}. {WAY_OUT}") from error
 
 
-def flat(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
+def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
     """One vector: (n,)"""
-    pairs = zip(grads, params, strict=True)
-    return torch.cat([p.new_zeros(p.numel()) if g is None else g.to_dense().flatten() for g, p in pairs])
+    return torch.cat([flat(g, p) for g, p in zip(grads, params, strict=True)])

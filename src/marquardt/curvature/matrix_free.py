@@ -5,7 +5,6 @@ J. Martens, Deep learning via Hessian-free optimization, ICML 2010.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,18 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..jacobian.chunk import Chunk, exhausted
-from ..jacobian.linearization import Linearization
+from ..jacobian import statistics
+from ..jacobian.linearization import Linearization, Needs
+from ..jacobian.piece import Piece
+from ..jacobian.products import scattered
 from ..jacobian.rows import Cotangents, Rows
+from ..jacobian.statistics import Moments
 from ..layers.block import SLAB
 from ..losses import Loss
-from ..metric import Diagonal
+from ..memory import out_of_memory
+from ..metric import Diagonal, Metric
 from ..model.checks import check_coupling
+from ..model.kernels import twice_differentiable
+from ..trials import Trials
 from .conjugate_gradients import Iterate, conjugate_gradients
-from .contract import Curvature, FactorizationError, Past, one_each
-from .dense import check_chunk
-from .hessian import NOT_SYMMETRIC, twice_differentiable
+from .contract import Curvature, Past, Representation, check_chunk
+from .hessian import NOT_SYMMETRIC
 from .products import GaussNewton, HessianProducts, Products, Way, same_without_grad, versions, ways
+from .solve import FactorizationError
 
 # Random signs in an estimate of a trace: it is right to √(2/8) at the worst.
 PROBES = 8
@@ -34,7 +39,7 @@ FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
-class MatrixFree:
+class MatrixFree(Representation):
     """(G + A)x = g by preconditioned conjugate gradients: G appears only in products Gv = JᵀS(SᵀJv) (Martens, 2010).
 
     A product costs about as much as two gradients, and memory grows with the activations alone. Samples may depend on
@@ -76,57 +81,59 @@ class MatrixFree:
             )
 
     @property
-    def by_sample(self) -> bool:
-        return False
+    def needs(self) -> Needs:
+        return Needs(self.chunk, by_sample=False, graph=True)
 
     def represent(self, lin: Linearization) -> MatrixFreeCurvature:
-        return MatrixFreeCurvature(lin, self)
+        return MatrixFreeCurvature(lin.made_for(self.needs), self)
 
 
 class MatrixFreeCurvature(Curvature):
     def __init__(self, lin: Linearization, options: MatrixFree) -> None:
+        super().__init__(lin)
         self.options = options
-        lin.keep_graph = True
-        # One chunk that stays open between products; several are linearised again for every product.
+        # One piece that stays open between products; several are linearised again for every product.
         self._open: Products | None = None
-        self._ways = list(ways(lin.model))  # that have not failed
+        self._ways = list(ways(lin.objective.model))  # that have not failed
         self._way: Way | None = None  # the first of them, once it is proven
         self._proven = False
-        lin.split(lin.chunk)  # a chunk from before may come from kernels that cannot be differentiated twice
         self._R = 0  # rows per sample
-        with twice_differentiable(lin.model):
-            for chunk in lin.chunks():
-                if not self._R and lin.plan.proven is None:  # otherwise the rows have shown it
-                    lin.plan.trial_needs_grad = not same_without_grad(chunk)
-                self._R, self._rows_fit = len(chunk.rows.S), _fits(chunk)
-                if lin.single and lin.chunk is None:
-                    _ = chunk.gradient  # while the graph is fresh
-                    self._open = self._products(chunk)
-        self._g = lin.gradient if self._open is None else self._open.chunk.gradient * lin.scale
+        for piece in lin.pieces():
+            if not self._R and lin.known.proven is None:  # otherwise the rows have shown it
+                lin.known.differentiates = not same_without_grad(piece.whole)
+            self._R, self._rows_fit = piece.jacobian.R, _fits(piece)
+            if lin.in_one:
+                _ = piece.gradient  # while the graph is fresh
+                with twice_differentiable(lin.objective.model):
+                    self._open = self._products(piece)
+        self._g = lin.gradient if self._open is None else self._open.piece.gradient * lin.scale
+        self._mute: set[int] | None = None  # parameters without influence, as the preconditioner has found
         self._start: Tensor | None = None  # (n,) of an earlier step
         self._last: Tensor | None = None  # (n,) where CG ended
         self._known: tuple[Tensor, float, float] | None = None  # x, gᵀx, xᵀGx of the step taken
         self._diagonal: Tensor | None = None
         self._sketched = False
-        super().__init__(lin)
 
     @property
     def gradient(self) -> Tensor:
-        return self.lin.silenced(self._g)
+        return self._silenced(self._g)
+
+    def _silenced(self, v: Tensor) -> Tensor:
+        return self.parameters.without(v, self.lin.mute if self._mute is None else self._mute)
 
     # Products.
 
     def __matmul__(self, v: Tensor) -> Tensor:
         total: Tensor | None = None
-        with torch.no_grad(), twice_differentiable(self.lin.model):
+        with torch.no_grad(), twice_differentiable(self.lin.objective.model):
             for found in self._each(lambda part: part.product(v)):
                 total = found if total is None else total.add_(found)
         assert total is not None
-        return self.lin.silenced(total.mul_(self.lin.scale))
+        return self._silenced(total.mul_(self.lin.scale))
 
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀGv = ‖SᵀJv‖², half of a product; of a Hessian it is a whole one"""
-        with torch.no_grad(), twice_differentiable(self.lin.model):
+        with torch.no_grad(), twice_differentiable(self.lin.objective.model):
             squares = list(self._each(lambda part: part.square(v)))
         return torch.stack(squares).sum() * self.lin.scale
 
@@ -138,11 +145,11 @@ class MatrixFreeCurvature(Curvature):
                     found = form(part)
                     break
                 except Exception as error:
-                    if self._way is None or len(self._ways) == 1 or exhausted(error):
+                    if self._way is None or len(self._ways) == 1 or out_of_memory(error):
                         raise
                     self._ways.pop(0)
                     self._way = None
-                    part = self._products(part.chunk)
+                    part = self._products(part.piece)
                     if self._open is not None:
                         self._open = part
             yield found
@@ -150,20 +157,17 @@ class MatrixFreeCurvature(Curvature):
     def _parts(self) -> Iterator[Products]:
         lin = self.lin
         if self._open is None:
-            for chunk in lin.chunks():
-                yield self._products(chunk)
+            for piece in lin.pieces():
+                yield self._products(piece)
             return
-        if self._open.versions != versions(lin):  # trial points were tried, and the graph holds on to its weights
-            self._open = None  # first: two graphs may not fit
-            lin.start.restore()
-            lin.move()
-            (batch,) = lin.pieces()
-            self._open = self._products(Chunk(lin, batch, lin.seed))
+        if self._open.versions != versions(lin.objective.model):  # trial points were tried, and the graph is spoilt
+            self._open = None
+            self._open = self._products(lin.reopened())
         yield self._open
 
-    def _products(self, chunk: Chunk) -> Products:
+    def _products(self, piece: Piece) -> Products:
         if self.options.hessian:
-            second = HessianProducts(chunk)
+            second = HessianProducts(piece)
             if not (self._proven or second.proven()):
                 raise ValueError(NOT_SYMMETRIC)
             self._proven = True
@@ -172,13 +176,13 @@ class MatrixFreeCurvature(Curvature):
         while self._ways:
             way = self._ways[0]
             try:
-                found = GaussNewton(chunk, way)
+                found = GaussNewton(piece, way)
                 if way is self._way or found.proven():
                     self._way = way
                     return found
                 reason = "its derivatives contradict each other"
             except Exception as error:  # autograd refuses models in many ways
-                if exhausted(error):
+                if out_of_memory(error):
                     raise
                 reason = str(error).split("\n")[0]
             reasons.append(f"{way.__name__.replace('_', ' ')}: {reason}")
@@ -187,19 +191,19 @@ class MatrixFreeCurvature(Curvature):
 
     # The step.
 
-    def newton(self, damping: Diagonal | Tensor) -> Tensor:
+    def newton(self, damping: Metric | Tensor) -> Tensor:
         """(G + A)⁻¹g by conjugate gradients, as far as the model of the loss is worth it"""
-        lin, options = self.lin, self.options
+        lin, options, sizes = self.lin, self.options, self.parameters.sizes
         with torch.no_grad():
             if not bool(self._g.isfinite().all()):
                 raise FactorizationError("the gradient is not finite")
-            A = Diagonal.of(damping, lin.sizes).to(lin.theta).entries(lin.sizes)  # (n,)
+            A = Diagonal.of(damping, sizes).to(lin.theta).entries(sizes)  # (n,)
             M = self._preconditioner(A)
             g = self.gradient  # after the preconditioner, whose rows show which parameters have no influence
             start = None if self._start is None or options.warm == 0 else options.warm * self._start.to(g)
             iterates, curved = conjugate_gradients(
                 lambda v: (self @ v).add_(A * v), g, M, start, options.iterations, options.tolerance,
-                keep=options.backtrack,
+                keep=options.backtrack, dot=self.parameters.dot,
             )  # fmt: skip
             taken = self._best(iterates) if options.backtrack and len(iterates) > 1 else iterates[-1]
             if not bool(taken.x.isfinite().all()):
@@ -211,15 +215,17 @@ class MatrixFreeCurvature(Curvature):
                 + ("" if taken is iterates[-1] else f", back to iteration {taken.number}")
             )
             self._last = iterates[-1].x
-            xGx = taken.xHx - float((A * taken.x) @ taken.x)
+            xGx = taken.xHx - float(self.parameters.dot(A * taken.x, taken.x))
             self._known = taken.x, taken.gx, xGx if options.hessian else max(xGx, 0.0)
             return taken.x.clone()
 
     def _best(self, iterates: list[Iterate]) -> Iterate:
         """Backtracking: while the loss of the iterate before is lower (Martens, section 4.6)"""
 
+        trials = Trials(self.lin)
+
         def loss(x: Tensor) -> float:
-            f = float(self.lin.evaluate(x, -1.0))
+            f = float(trials.loss(x, -1.0))
             return f if math.isfinite(f) else math.inf
 
         best, least = iterates[-1], loss(iterates[-1].x)
@@ -228,7 +234,7 @@ class MatrixFreeCurvature(Curvature):
             if least < math.inf and not f < least:
                 break
             best, least = iterate, f
-        self.lin.move()
+        self.lin.position.move()
         return best
 
     def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +243,7 @@ class MatrixFreeCurvature(Curvature):
             return numbers[0], numbers[1]
         return super().model(d)
 
-    def recall(self, past: Past | None, steps: int, same_data: bool) -> None:
+    def recall(self, past: Past | None, same_data: bool) -> None:
         if past is not None and "x" in past and len(past["x"]) == self.lin.n:
             self._start = past["x"]
 
@@ -245,15 +251,15 @@ class MatrixFreeCurvature(Curvature):
         last = self._start if self._last is None else self._last
         return None if last is None else {"x": last}
 
-    # What damping and the preconditioner ask for.
+    # Statistics, for damping and the preconditioner.
 
     def diagonal(self) -> Tensor:
         self._need_rows("diag G")
         return super().diagonal()
 
-    def factored_maximum(self, D: Diagonal | None) -> Diagonal:
+    def moments(self) -> Iterator[Moments]:
         self._need_rows("diag G")
-        return super().factored_maximum(D)
+        return super().moments()
 
     def trace(self) -> Tensor:
         """tr G from the rows, or by Hutchinson's estimate vᵀGv with random signs v, the same in every step
@@ -261,15 +267,14 @@ class MatrixFreeCurvature(Curvature):
         A Hessian may have any trace, where damping asks for a size: there it is max(|tr|, ‖·‖_F), both estimated.
         """
         if self._has_rows() and self._R <= FEW_ROWS and self._rows_fit:
-            return torch.stack([trace for _, trace in self.lin.traces()]).sum()
+            return torch.stack([trace for _, trace in statistics.traces(self.lin)]).sum()
         return self._size(slice(None))
 
-    def traces(self) -> Diagonal:
+    def traces(self) -> list[tuple[list[int], Tensor, int]]:
         if self._has_rows() and self._rows_fit:
             return super().traces()
-        lin = self.lin
-        pairs = zip(lin.starts, lin.sizes, strict=True)
-        return one_each([self._size(slice(start, start + size)) / min(size, lin.most) for start, size in pairs])
+        sizes, most = self.parameters.sizes, self.lin.most
+        return [([i], self._size(self.parameters.slice_of(i)), min(size, most)) for i, size in enumerate(sizes)]
 
     def _size(self, block: slice) -> Tensor:
         """The trace of a diagonal block of G, estimated by signs in this block alone: it cannot become negative"""
@@ -281,7 +286,7 @@ class MatrixFreeCurvature(Curvature):
             v[block] = (2 * bits - 1).to(v)
             if self.options.hessian:
                 Gv = self @ v
-                trace, square = trace + v @ Gv / PROBES, square + Gv[block].square().sum() / PROBES
+                trace, square = trace + self.parameters.dot(v, Gv) / PROBES, square + Gv[block].square().sum() / PROBES
             else:
                 trace = trace + self.quadratic(v) / PROBES
         return torch.maximum(trace.abs(), square.sqrt())
@@ -301,7 +306,7 @@ class MatrixFreeCurvature(Curvature):
                 "model, or mq.MatrixFree(hessian=False)"
             )
         try:
-            check_coupling(self.lin.model)
+            check_coupling(self.lin.objective.model)
         except ValueError as error:
             raise ValueError(f"{what} needs rows that belong to one sample each, but {error}. Or {ways_out}") from error
 
@@ -319,29 +324,27 @@ class MatrixFreeCurvature(Curvature):
     def _sketch(self) -> Tensor | None:
         """diag G, estimated from one row per sample: one backward pass, however many outputs there are."""
         lin = self.lin
-        lin.start.restore()
-        lin.move()
-        sketch = copy.copy(lin)
-        sketch.rows_kind, sketch.keep_graph = Combined(lin.rows_kind), False
+        lin.rewind()
         total: Tensor | None = None
-        for i, batch in enumerate(lin.pieces()):
-            chunk = Chunk(sketch, batch, lin.seed + i)
-            if not _fits(chunk):
+        for i, batch in enumerate(lin.cut()):
+            piece = lin.piece(batch, lin.seed + i, Combined(lin.rows_kind), graph=False)
+            if not _fits(piece):
                 return None
-            found = lin.scatter((block, block.diagonal()) for block in chunk.blocks)
+            found = scattered(((block, block.diagonal()) for block in piece.blocks), self.parameters)
             total = found if total is None else total.add_(found)
+            if piece.mute is not None:
+                self._mute = piece.mute if self._mute is None else self._mute & piece.mute
         assert total is not None
-        lin.mute = sketch.mute
         return total.mul_(lin.scale)
 
 
-def _fits(chunk: Chunk) -> bool:
+def _fits(piece: Piece) -> bool:
     """Whether the rows of parameters without a rule, which are written out, are few enough."""
-    return chunk.m * chunk.numbers()[2] <= SLAB
+    return piece.m * piece.activations()[2] <= SLAB
 
 
 @dataclass(frozen=True)
-class Combined:
+class Combined(Rows):
     """The rows of every sample added up with random signs: one row, whose square is the sum of their squares in the
     mean (Chapelle and Erhan, 2011)."""
 
@@ -350,10 +353,6 @@ class Combined:
     @property
     def empirical(self) -> bool:
         return self.rows.empirical
-
-    @property
-    def recordable(self) -> bool:
-        return False
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         return self.rows.pick(N, seed)

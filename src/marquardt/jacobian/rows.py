@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,47 +30,43 @@ class Cotangents(NamedTuple):
         return torch.finfo(dtype).eps * (value.abs() + through_z)
 
 
-class Rows(Protocol):
+@dataclass(frozen=True)
+class Rows(ABC):
     """A choice of rows."""
 
     @property
     def recordable(self) -> bool:
         """Whether a step can be recorded as a CUDA graph: one forward pass, and what is random is drawn by the tape."""
-        ...
+        return False
 
     @property
     def empirical(self) -> bool:
         """Whether they come from `Loss.empirical`, and not from `Loss.root`."""
-        ...
+        return False
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         """The samples whose rows are formed, None for all of them."""
-        ...
+        return None
 
-    def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents: ...
+    @abstractmethod
+    def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
+        """The cotangents of these outputs."""
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Rows):
     """All rows of the root S of the loss: the true generalised Gauss-Newton matrix."""
-
-    @property
-    def empirical(self) -> bool:
-        return False
 
     @property
     def recordable(self) -> bool:
         return True
-
-    def pick(self, N: int, seed: int) -> Tensor | None:
-        return None
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         return _spread(loss.root(z, y, weight), loss, z)
 
 
 @dataclass(frozen=True)
-class Empirical:
+class Empirical(Rows):
     """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: the paper's curvature for cross-entropy."""
 
     @property
@@ -80,15 +77,12 @@ class Empirical:
     def recordable(self) -> bool:
         return True
 
-    def pick(self, N: int, seed: int) -> Tensor | None:
-        return None
-
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         return _spread(loss.empirical(z, y, weight), loss, z)
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Sampled(Rows):
     """k rows per sample, Sε/√k with random signs ε: E[Sε εᵀSᵀ] = SSᵀ, so G is unbiased.
 
     S depends on the model's own prediction alone, not on the targets, and so do these rows: they have the first two
@@ -103,15 +97,8 @@ class Sampled:
             raise ValueError(f"Sampled(k={self.k!r}): k is the number of rows per sample, an integer of at least 1")
 
     @property
-    def empirical(self) -> bool:
-        return False
-
-    @property
     def recordable(self) -> bool:
         return True
-
-    def pick(self, N: int, seed: int) -> Tensor | None:
-        return None
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         S, _, _ = loss.root(z, y, weight)  # (N, P, C, r)
@@ -126,7 +113,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Fraction:
+class Fraction(Rows):
     """Rows of a part of the batch only, drawn anew for every step: G in the mean is that of the batch.
 
     The gradient and the losses are always those of the whole batch. RReLU keeps its slopes; what else is random is
@@ -146,10 +133,6 @@ class Fraction:
     @property
     def empirical(self) -> bool:
         return self.rows.empirical
-
-    @property
-    def recordable(self) -> bool:
-        return False
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         count = max(1, round(self.fraction * N))

@@ -12,19 +12,23 @@ Linear, convolution (on patches) and the scale of a normalisation layer differ o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..metric import Factors
-from .block import SLAB, Block, Product, add_product
+from ..metric import Part
+from .block import SLAB, Block, Product, Sums, add_product
 
 
 class Bilinear(Block):
     """J̃ of a weight and, after it, a bias; either may be missing."""
 
-    def __init__(self, a: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(
+        self, a: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None, one: Tensor | None = None
+    ) -> None:
         self.a, self.delta, self.weight, self.bias = a, delta, weight, bias
+        self.one = one  # what the bias multiplies, if it is not 1: ()
         self.params = [p for p in (weight, bias) if p is not None]
         self.R, self.N, self.P, self.G, self.O = delta.shape
         self.I = a.shape[-1]
@@ -44,7 +48,10 @@ class Bilinear(Block):
             start += piece.shape[1]
         if self.bias is not None:
             piece = self.delta.to(dtype).sum(2).reshape(self.m, -1)
-            yield slice(start, start + piece.shape[1]), piece
+            yield slice(start, start + piece.shape[1]), self._times_one(piece)
+
+    def _times_one(self, t: Tensor) -> Tensor:
+        return t if self.one is None else t * self.one.to(t)
 
     def _pieces(self) -> Iterator[tuple[slice, slice]]:
         """(groups, outputs) of each slab: several groups at once, or a part of one, as memory allows."""
@@ -67,7 +74,7 @@ class Bilinear(Block):
             V = v[0].view(self.G, self.O, self.I)
             total = torch.einsum("npgi,goi->npgo", self.a.to(dtype), V)
         if self.bias is not None:
-            b = v[-1].view(self.G, self.O)
+            b = self._times_one(v[-1]).view(self.G, self.O)
             total = b.expand(self.N, self.P, -1, -1) if total is None else total.add_(b)
         assert total is not None
         # (N, R, P·G·O) (N, P·G·O, 1) → (N, R)
@@ -89,10 +96,12 @@ class Bilinear(Block):
                 out[0].copy_(torch.einsum("npgo,npgi->goi", delta, a).flatten())
         if self.bias is not None:
             torch.sum(delta.flatten(2).flatten(0, 1), 0, out=out[-1])
+            if self.one is not None:
+                out[-1].mul_(self.one)
 
     @property
     def factored(self) -> bool:
-        return self.P == self.G == 1 < self.R
+        return self.P == self.G == 1 < self.R and self.one is None
 
     def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         if self.G > 1 or self.P == 1:
@@ -100,7 +109,7 @@ class Bilinear(Block):
         if out is None:
             out = torch.empty(self.m, self.columns, dtype=dtype, device=self.delta.device)
         if self.weight is not None:
-            out[:, : self.O * self.I] = self._samples(slice(None), None, None, dtype)
+            out[:, : self.O * self.I] = self._samples(slice(None), dtype)
         if self.bias is not None:
             out[:, -self.O :] = self._biases(dtype)
         return out
@@ -145,7 +154,7 @@ class Bilinear(Block):
         return torch.cat([found[:, :, :-1].flatten(1), found[:, :, -1]], 1)
 
     def diagonal(self) -> Tensor:
-        if self.P != 1:
+        if self.P != 1 or self.one is not None:
             return super().diagonal()
         squares = self.delta[:, :, 0].square().sum(0)  # (N, G, O)
         parts = []
@@ -156,7 +165,7 @@ class Bilinear(Block):
         return torch.cat(parts)
 
     def trace(self) -> Tensor:
-        if self.P > 1 or self.G > 1:
+        if self.P > 1 or self.G > 1 or self.one is not None:
             return super().trace()
         inputs = self.a.square().sum((1, 2, 3)) + (self.bias is not None)  # (N,)
         return self.delta.square().sum((0, 2, 3, 4)) @ inputs
@@ -165,26 +174,24 @@ class Bilinear(Block):
         # Not .mean(): a chunk that does not reach the layer has no positions.
         return None if self.weight is None else self.a.square().sum((0, 1))[:, None] / max(1, self.N * self.P)
 
-    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None, product: Product | None = None) -> None:
-        """(AV⁻¹Aᵀ + 1) ∘ ΔU⁻¹Δᵀ for D = U ⊗ V, summed over pairs of positions: J̃ is never built."""
-        assert isinstance(other, Bilinear)
-        scales = None if self.G > 1 else self._scales(D)
-        if scales is None:
-            return super().gram(K, other, D, product)
+    def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
+        """(AAᵀ + 1) ∘ ΔΔᵀ, summed over pairs of positions: J̃ is never built."""
+        other = cast(Bilinear, other)
+        if self.G > 1:
+            return super().gram(K, other, product)
         pairs = self.m * self.P * other.m * other.P
         # Operations of the pairwise form against those of the explicit rows: take the cheaper one.
         pairwise = pairs * (self.O + self.I / self.R**2) < (self.m * other.m + self.m * self.P) * self.O * self.I
         if (self.P > 1 and not pairwise) or pairs > 8 * SLAB:
-            return self._gram_of_rows(K, other, *scales, product)
+            return self._gram_of_rows(K, other, product)
         if product is not None:
             product.add(self)
-        u, v, b = scales
         left, right = (block.delta.reshape(-1, block.O).to(K.dtype) for block in (self, other))
         A, B = (block.a.reshape(block.N * block.P, block.I).to(K.dtype) for block in (self, other))
-        deltas = ((left if u is None else left / u) @ right.T).view(self.R, self.N, self.P, other.R, other.N, other.P)
-        inputs = (A if v is None else A / v) @ B.T  # (N·P, N'·P'), zero where there is no weight (I = 0)
+        deltas = (left @ right.T).view(self.R, self.N, self.P, other.R, other.N, other.P)
+        inputs = A @ B.T  # (N·P, N'·P'), zero where there is no weight (I = 0)
         if self.bias is not None:
-            inputs += 1 if b is None else 1 / b
+            inputs += 1 if self.one is None else self.one.square().to(K.dtype)
         factor = inputs.view(1, self.N, self.P, 1, other.N, other.P)
         blocks = K.view(self.R, self.N, other.R, other.N)
         if self.P == other.P == 1:
@@ -192,75 +199,97 @@ class Bilinear(Block):
         else:
             blocks += deltas.mul_(factor).sum((2, 5))
 
-    def _gram_of_rows(
-        self,
-        K: Tensor,
-        other: Bilinear,
-        u: Tensor | None,
-        v: Tensor | None,
-        b: Tensor | None,
-        product: Product | None,
-    ) -> None:
+    def _gram_of_rows(self, K: Tensor, other: Bilinear, product: Product | None) -> None:
         """The same from explicit rows, some outputs at a time: cheaper for long samples."""
         total = K.new_zeros(self.m, other.m)  # rows in the order (n, r)
         image = K.new_zeros(self.m)
         for o in self._outputs():
             if self.weight is not None:
-                right = other._samples(o, None, None, K.dtype)
-                plain = u is None and v is None and other is self
-                add_product(total, right if plain else self._samples(o, u, v, K.dtype), right)
+                right = other._samples(o, K.dtype)
+                add_product(total, right if other is self else self._samples(o, K.dtype), right)
                 if product is not None:
                     image.addmv_(right, product.v[0].view(self.O, self.I)[o].flatten())
         if self.bias is not None:
             right = other._biases(K.dtype)
             if product is not None:
                 image.addmv_(right, product.v[-1])
-            left = right if other is self else self._biases(K.dtype)
-            left = left if u is None else left / u
-            total.addmm_(left if b is None else left / b, right.T)
+            total.addmm_(right if other is self else self._biases(K.dtype), right.T)
         K.view(self.R, self.N, other.R, other.N).add_(total.view(self.N, self.R, other.N, other.R).permute(1, 0, 3, 2))
         if product is not None:
             product.out.add_(image.view(self.N, self.R).T.flatten())
 
     def _biases(self, dtype: torch.dtype) -> Tensor:
         """Rows of the bias, sample by sample: (N·R, O)"""
-        return self.delta[:, :, :, 0].to(dtype).sum(2).transpose(0, 1).reshape(self.m, self.O)
+        rows = self.delta[:, :, :, 0].to(dtype).sum(2).transpose(0, 1).reshape(self.m, self.O)
+        return self._times_one(rows)
 
     def _outputs(self) -> Iterator[slice]:
         size = max(1, SLAB // max(1, self.m * self.I))
         for first in range(0, self.O, size):
             yield slice(first, first + size)
 
-    def _samples(self, o: slice, u: Tensor | None, v: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Rows of some outputs of the weight over u ⊗ v, sample by sample: (N·R, o·I)"""
+    def _samples(self, o: slice, dtype: torch.dtype) -> Tensor:
+        """Rows of some outputs of the weight, sample by sample: (N·R, o·I)"""
         delta, a = self.delta[:, :, :, 0, o].to(dtype), self.a[:, :, 0].to(dtype)
-        delta = delta if u is None else delta / u[o]
         folded = delta.permute(1, 0, 3, 2).reshape(self.N, self.R * delta.shape[3], self.P)  # (N, R·o, P)
-        return torch.bmm(folded, a if v is None else a / v).view(self.m, -1)
+        return torch.bmm(folded, a).view(self.m, -1)
 
-    def _scales(self, D: Sequence[Factors] | None) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
-        """u (O,), v (I,) and the number b of the bias with D = u ⊗ (v, b); None where D is not of that form."""
-        found: list[Tensor | None] = [None, None]  # v and b
-        along: list[list[Tensor]] = []  # what depends on the output, by parameter
-        for p, factors in zip(self.params, D or (), strict=D is not None):
-            k = 0 if p is self.weight else 1
-            along.append([])
-            for f in factors:
-                if f.numel() == 1 or f.shape[-2:-1] == (1,):
-                    old = found[k]
-                    found[k] = f.flatten() if old is None else old * f.flatten()
-                elif f.shape[-1] == 1:
-                    along[-1].append(f)
-                else:
-                    return None
-        first = along[0] if along else []
-        for others in along[1:]:
-            same = len(first) == len(others) and all(
-                f is g or torch.equal(f, g) for f, g in zip(first, others, strict=True)
-            )
-            if not same:
-                return None
-        u: Tensor | None = None
-        for f in first:
-            u = f.flatten() if u is None else u * f.flatten()
-        return u, found[0], found[1]
+    def whitened(self, D: Sequence[Part]) -> Block:
+        """With D = u ⊗ (v, b) it is of the same form: δ/√u, a/√v, and 1/√b for the bias"""
+        parts = {id(p): d for p, d in zip(self.params, D, strict=True)}
+        written = [d for p, d in zip(self.params, D, strict=True) if d.entries is not None and d.entries.numel() > 1]
+        u = next((d.u for d in D if d.u is not None), None)
+        if written or self.G > 1 or not all(_equal(d.u, u) for d in D):
+            return super().whitened(D)
+        a, one = self.a, self.one
+        if self.weight is not None:
+            weight = parts[id(self.weight)]
+            v = weight.v if weight.entries is None else weight.entries
+            a = a if v is None else a / v.reshape(-1).sqrt()
+        if self.bias is not None and (b := parts[id(self.bias)].entries) is not None:
+            one = b.reshape(()).rsqrt()
+        delta = self.delta if u is None else self.delta / u.reshape(-1).sqrt()
+        return Bilinear(a, delta, self.weight, self.bias, one)
+
+    def beside(self, others: Sequence[Bilinear]) -> Bilinear:
+        blocks = [self, *others]
+        delta = torch.cat([b.delta for b in blocks], 2)
+        return Bilinear(torch.cat([b.a for b in blocks], 1), delta, self.weight, self.bias)
+
+    def sums(self, weight: Tensor | None) -> Sums:
+        if self.G > 1 and self.O == 1:
+            return Sums(self._own_blocks(), None, 1.0, self.bias is not None)
+        a = self.a.permute(2, 0, 1, 3).reshape(self.G, self.N * self.P, self.I)  # (G, N·P, I)
+        each = a.new_ones(self.N) if weight is None else weight.to(a)
+        each = each.repeat_interleave(self.P)[:, None]  # (N·P, 1)
+        A = a.mT @ (a if weight is None else a * each)
+        if self.bias is not None:  # the row and the column of its input 1, without a copy of a
+            A = torch.nn.functional.pad(A, (0, 1, 0, 1))
+            A[:, -1, :-1] = A[:, :-1, -1] = (a.mT @ each)[:, :, 0]
+            A[:, -1, -1] = each.sum()
+        delta = self.delta.permute(3, 0, 1, 2, 4).reshape(self.G, -1, self.O)
+        return Sums(A, delta.mT @ delta, each.sum(), self.bias is not None)
+
+    def _own_blocks(self) -> Tensor:
+        """The block of every output itself, Σ xxᵀ with x = Σₚ δₚaₚ: (G, I, I)"""
+        total = self.a.new_zeros(())
+        for delta in self.delta[..., 0]:  # (N, P, G), row by row to bound the memory
+            pieces = [torch.einsum("npg,npgi->gni", delta, self.a)]
+            if self.bias is not None:
+                pieces.append(delta.sum(1).T[:, :, None])
+            x = torch.cat(pieces, 2)
+            total = total + x.mT @ x
+        return total
+
+    def second_moments(self, left: Tensor | None, right: Tensor) -> Tensor:
+        """δ → δ·left, (a, 1) → (a, 1)·right, and the diagonal as if of one weight: (G, O, I + 1)"""
+        a = self.a if self.bias is None else torch.cat([self.a, self.a.new_ones(*self.a.shape[:-1], 1)], -1)
+        a = torch.einsum("npgi,gij->npgj", a, right)
+        delta = self.delta if left is None else torch.einsum("rnpgo,gok->rnpgk", self.delta, left)
+        J = a.shape[-1]
+        weight = a.new_empty(()).expand(self.G * self.O, J)  # for its shape
+        return Bilinear(a, delta, weight, None).diagonal().view(self.G, self.O, J)
+
+
+def _equal(u: Tensor | None, other: Tensor | None) -> bool:
+    return u is other or (u is not None and other is not None and torch.equal(u, other))

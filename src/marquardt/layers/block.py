@@ -1,20 +1,43 @@
-"""The contract of a block of columns of J̃, and the block that simply holds its rows."""
+"""The contract of a block of columns of J̃, and the blocks without a structure."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from ..metric import Diagonal, Factors
+from ..metric import Part
 
 # A slab of explicit rows is at most this many numbers: 256 MiB in float32.
 SLAB = 1 << 26
 # Columns of a piece of a product that few rows share: 512 measured best on an H200.
 PIECE = 512
+
+
+Own = TypeVar("Own", bound="Block")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What Kronecker factors are made of, added up over samples and positions, in Σ-units.
+
+    A weight is left ⊗ right with B at its outputs and A at its inputs; a table of an embedding has them the other way
+    round. A factor is a matrix (G, d, d) or the diagonal of one (G, d).
+    """
+
+    A: Tensor  # Σ w·aaᵀ, a the input with a 1 for the bias
+    B: Tensor | None  # Σ δδᵀ, over rows too; None: every output has inputs of its own, and A is the block of each
+    count: Tensor | float  # Σ w over samples and positions
+    bias: bool
+    table: bool = False
+
+    def __add__(self, other: Sums) -> Sums:
+        B = None if self.B is None or other.B is None else self.B + other.B
+        return Sums(self.A + other.A, B, self.count + other.count, self.bias, self.table)
 
 
 class Block(ABC):
@@ -94,23 +117,41 @@ class Block(ABC):
         """tr J̃ᵀJ̃: ()"""
         return self.diagonal().sum()
 
-    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None, product: Product | None = None) -> None:
-        """K += J̃D⁻¹J̃'ᵀ with this block's J̃ and the other's J̃' (the same layer, other samples); D by the factors of
-        every parameter, None means the identity. A product J̃v goes along, which explicit rows give for nothing."""
+    def whitened(self, D: Sequence[Part]) -> Block:
+        """The columns J̃D^-½; D by parameter"""
+        return Whitened(self, D)
+
+    def pairs_with(self, other: Block) -> bool:
+        """Whether `gram` takes the other: the same parameters in the same form"""
+        return type(self) is type(other) and [id(p) for p in self.params] == [id(p) for p in other.params]
+
+    def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
+        """K += J̃J̃'ᵀ with this block's J̃ and the other's J̃' (the same layer, other samples). A product J̃v goes along,
+        which explicit rows give for nothing."""
         if product is not None:
             product.add(self)
-        entries = None if D is None else self.entries(D)
         pairs = (
             ((s, s) for s in self.slabs(K.dtype))
             if other is self
             else zip(self.slabs(K.dtype), other.slabs(K.dtype), strict=True)
         )
-        for (columns, left), (_, right) in pairs:
-            add_product(K, left if entries is None else left / entries[columns], right)
+        for (_, left), (_, right) in pairs:
+            add_product(K, left, right)
 
-    def entries(self, D: Sequence[Factors]) -> Tensor:
-        """(columns,)"""
-        return Diagonal(D[0][0].new_ones(()), D).entries([p.numel() for p in self.params])
+    def beside(self: Own, others: Sequence[Own]) -> Own | None:
+        """One block of the same parameters with the positions of all of them; None if this kind has no positions"""
+        return None
+
+    # What Kronecker factors ask for; None if this block has none.
+
+    def sums(self, weight: Tensor | None) -> Sums | None:
+        """Its part of the sums that the factors are made of; one weight per sample (N,)"""
+        return None
+
+    def second_moments(self, left: Tensor | None, right: Tensor) -> Tensor | None:
+        """The diagonal of J̃ᵀJ̃ in another basis, that of the columns of left ⊗ right (None: the identity): like the
+        parameters, with those of the bias beside the weight's"""
+        return None
 
 
 class Product(NamedTuple):
@@ -165,8 +206,11 @@ class Nothing(Block):
     def diagonal(self) -> Tensor:
         return self.params[0].new_zeros(self.columns)
 
-    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None, product: Product | None = None) -> None:
+    def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
         pass
+
+    def whitened(self, D: Sequence[Part]) -> Block:
+        return self
 
 
 class Explicit(Block):
@@ -191,3 +235,30 @@ class Explicit(Block):
         found = self._rows.T.to(w.dtype) @ w
         for part, piece in zip(out, found.split([len(part) for part in out]), strict=True):
             part.copy_(piece)
+
+
+class Whitened(Block):
+    """Another block with every column divided by the root of a number of its own."""
+
+    def __init__(self, block: Block, D: Sequence[Part]) -> None:
+        self.block, self.params, self.m, self.N = block, block.params, block.m, block.N
+        self.roots = torch.cat([d.flat(p.numel()) for d, p in zip(D, self.params, strict=True)]).sqrt()  # (columns,)
+
+    def _split(self, t: Tensor) -> Sequence[Tensor]:
+        parts: Sequence[Tensor] = t.split([p.numel() for p in self.params])
+        return parts
+
+    def pairs_with(self, other: Block) -> bool:
+        return super().pairs_with(other) and self.block.pairs_with(cast(Whitened, other).block)
+
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        for columns, piece in self.block.slabs(dtype):
+            yield columns, piece / self.roots[columns].to(dtype)
+
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        return self.block.apply([part / root for part, root in zip(v, self._split(self.roots.to(v[0])), strict=True)])
+
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        self.block.adjoint(w, out)
+        for part, root in zip(out, self._split(self.roots.to(w)), strict=True):
+            part /= root

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..metric import Factors
-from .block import SLAB, Block, Product
+from ..metric import Part
+from .block import SLAB, Block, Product, Sums
 
 
 class Lookup(Block):
     """J̃ of an embedding table (V, E): row (r, n) holds Σₚ δ[r, n, p] at the table's row index[n, p]."""
 
-    def __init__(self, index: Tensor, delta: Tensor, table: Tensor) -> None:
+    def __init__(self, index: Tensor, delta: Tensor, table: Tensor, roots: Tensor | None = None) -> None:
         self.index, self.delta, self.table = index, delta, table  # (N, P), (R, N, P, E)
+        self.roots = roots  # that the columns are divided by, like the table
         self.params = [table]
         self.R, self.N, self.P, self.E = delta.shape
         self.m = self.R * self.N
@@ -31,15 +33,19 @@ class Lookup(Block):
 
     def _rows_of(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         hot = (self.index[:, :, None] == tokens).to(dtype)  # (N, P, tokens)
-        return torch.einsum("rnpe,npt->rnte", self.delta.to(dtype), hot).reshape(self.m, -1)
+        rows = torch.einsum("rnpe,npt->rnte", self.delta.to(dtype), hot)
+        return (rows if self.roots is None else rows / self.roots[tokens].to(dtype)).reshape(self.m, -1)
 
     def apply(self, v: Sequence[Tensor]) -> Tensor:
-        (table,) = v
-        return torch.einsum("npe,rnpe->rn", table.view_as(self.table)[self.index], self.delta.to(table.dtype)).flatten()
+        table = v[0].view_as(self.table)
+        table = table if self.roots is None else table / self.roots.to(table)
+        return torch.einsum("npe,rnpe->rn", table[self.index], self.delta.to(table.dtype)).flatten()
 
     def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
         delta = torch.einsum("rn,rnpe->npe", w.view(self.R, self.N), self.delta.to(w.dtype))
-        out[0].zero_().view_as(self.table).index_add_(0, self.index.flatten(), delta.flatten(0, 1))
+        found = out[0].zero_().view_as(self.table).index_add_(0, self.index.flatten(), delta.flatten(0, 1))
+        if self.roots is not None:
+            found /= self.roots
 
     def diagonal(self) -> Tensor:
         total = torch.zeros_like(self.table)
@@ -47,15 +53,34 @@ class Lookup(Block):
             total[tokens] = self._rows_of(tokens, self.delta.dtype).square().sum(0).view(-1, self.E)
         return total.flatten()
 
-    def gram(self, K: Tensor, other: Block, D: Sequence[Factors] | None, product: Product | None = None) -> None:
-        assert isinstance(other, Lookup)
+    def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
+        other = cast(Lookup, other)
         if product is not None:
             product.add(self)
-        entries = None if D is None else self.entries(D).view_as(self.table)
         shared = self.index.unique()
         for tokens in self._tokens(shared[torch.isin(shared, other.index)]):
-            left, right = self._rows_of(tokens, K.dtype), other._rows_of(tokens, K.dtype)
-            K.addmm_(left if entries is None else left / entries[tokens].flatten(), right.T)
+            left = self._rows_of(tokens, K.dtype)
+            K.addmm_(left, (left if other is self else other._rows_of(tokens, K.dtype)).T)
+
+    def whitened(self, D: Sequence[Part]) -> Block:
+        """Whatever D is, only the tokens that occur are looked at"""
+        (part,) = D
+        return Lookup(self.index, self.delta, self.table, part.flat(self.table.numel()).view_as(self.table).sqrt())
+
+    def beside(self, others: Sequence[Lookup]) -> Lookup:
+        blocks = [self, *others]
+        return Lookup(torch.cat([b.index for b in blocks], 1), torch.cat([b.delta for b in blocks], 2), self.table)
+
+    def sums(self, weight: Tensor | None) -> Sums:
+        each = torch.ones_like(self.delta[0, :, :, 0])  # (N, P)
+        each = each if weight is None else each * weight.to(each)[:, None]
+        A = each.new_zeros(1, len(self.table)).index_add_(1, self.index.flatten(), each.reshape(1, -1))
+        delta = self.delta.reshape(1, -1, self.E)
+        return Sums(A, delta.mT @ delta, each.sum(), bias=False, table=True)
+
+    def second_moments(self, left: Tensor | None, right: Tensor) -> Tensor:
+        """δ → δ·right: (1, V, E)"""
+        return Lookup(self.index, self.delta @ right[0], self.table).diagonal().view(1, *self.table.shape)
 
     def _tokens(self, tokens: Tensor) -> Iterator[Tensor]:
         yield from tokens.split(max(1, SLAB // (self.m * self.E)))

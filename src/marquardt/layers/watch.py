@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from ..model.randomness import Slopes, rng_state
+from ..model.randomness import Slopes, drawn_rrelu
 from .bilinear import Bilinear
 from .block import Block, Explicit
 from .lookup import Lookup
@@ -124,14 +124,9 @@ class Watch(TorchFunctionMode):
             return F.rrelu(input, lower, upper, training, inplace)
         if self.known is not None:
             return next(self.known)(input, inplace)
-        # Written as a product: the backward pass of rrelu cannot be batched over rows.
-        started = rng_state(input.device)
-        # The kernel writes the slopes one after the other, whatever the strides.
-        noise = torch.empty_like(input, requires_grad=False, memory_format=torch.contiguous_format)
-        with torch.no_grad():
-            torch.ops.aten.rrelu_with_noise(input, noise, lower, upper, True)  # the slopes, 1 where positive
-        self.slopes.append(Slopes(noise, lower, upper, started))
-        return input.mul_(noise) if inplace else (input * noise).contiguous()  # as torch has it, for Dropout after it
+        out, slopes = drawn_rrelu(input, lower, upper, inplace)
+        self.slopes.append(slopes)
+        return out
 
 
 def _by_data(func: Callable[..., Any], args: Sequence[Any], samples: int) -> bool:
@@ -194,22 +189,19 @@ def grouped(calls: Sequence[Call]) -> list[list[int]]:
 
 def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, layout: Layout) -> Block | None:
     """The block of a group of calls: J̃ is the sum over the calls. None where the outputs do not depend on them."""
-    blocks = [call.block(delta, N, layout) for call, delta in zip(calls, deltas, strict=True) if delta is not None]
+    blocks: list[Block] = [
+        call.block(delta, N, layout) for call, delta in zip(calls, deltas, strict=True) if delta is not None
+    ]
     if not blocks:
         return None
+    first, *others = blocks
     if len({call.kind for call in calls}) == 1:
-        first = blocks[0]
-        if len(blocks) == 1:
-            return first
-        delta = torch.cat([b.delta for b in blocks], 2)
-        if isinstance(first, Lookup):
-            return Lookup(torch.cat([b.index for b in blocks if isinstance(b, Lookup)], 1), delta, first.table)
-        return Bilinear(torch.cat([b.a for b in blocks if isinstance(b, Bilinear)], 1), delta, first.weight, first.bias)
+        return first.beside(others) if others else first
     # A weight that different layers share: add its columns up.
     columns: dict[int, Tensor] = {}
     params: dict[int, Tensor] = {}
     for block in blocks:
-        pieces = block.rows(block.delta.dtype).split([p.numel() for p in block.params], 1)
+        pieces = block.rows(block.params[0].dtype).split([p.numel() for p in block.params], 1)
         for p, piece in zip(block.params, pieces, strict=True):
             params[id(p)] = p
             columns[id(p)] = columns[id(p)] + piece if id(p) in columns else piece

@@ -1,29 +1,131 @@
-"""The parameters that train, as one vector θ."""
+"""The parameters that train, as one vector θ, and the algebra of such vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+Range = tuple[slice, slice]  # columns of θ, columns of some blocks side by side
 
 
-def flatten(params: Sequence[Tensor]) -> Tensor:
-    """θ: (n,), a copy"""
-    return torch.cat([p.detach().flatten() for p in params])
+class Parameters:
+    """n numbers in the parameters of a model, flattened one after the other: the vectors θ, g and d are (n,).
+
+    Products of two such vectors are formed here and nowhere else.
+    """
+
+    def __init__(self, model: nn.Module, params: Sequence[Tensor]) -> None:
+        self.tensors = list(params)
+        self.index = {id(p): i for i, p in enumerate(self.tensors)}
+        self.sizes = [p.numel() for p in self.tensors]
+        self.n = sum(self.sizes)
+        self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self.dtype, self.device = self.tensors[0].dtype, self.tensors[0].device
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.names = [names[id(p)] for p in self.tensors]
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    # θ and the model.
+
+    def vector(self) -> Tensor:
+        """θ, a copy: (n,)"""
+        return torch.cat([p.detach().flatten() for p in self.tensors])
+
+    def assign(self, theta: Tensor) -> None:
+        """The parameters ← θ"""
+        with torch.no_grad():
+            torch._foreach_copy_(self.tensors, self.shaped(theta))
+
+    def shift(self, d: Tensor, lr: float) -> None:
+        """The parameters += lr·d, without another vector in memory"""
+        with torch.no_grad():
+            torch._foreach_add_(self.tensors, self.shaped(d), alpha=lr)
+
+    # Vectors and their pieces.
+
+    def split(self, v: Tensor) -> Sequence[Tensor]:
+        """By parameter, flat"""
+        parts: Sequence[Tensor] = v.split(self.sizes)
+        return parts
+
+    def shaped(self, v: Tensor) -> list[Tensor]:
+        """By parameter, in its shape"""
+        return [t.view_as(p) for p, t in zip(self.tensors, self.split(v), strict=True)]
+
+    def joined(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """One vector from gradients by parameter, None for 0: (n,)"""
+        return torch.cat([flat(g, p) for g, p in zip(grads, self.tensors, strict=True)])
+
+    def members(self, some: Iterable[Tensor]) -> list[int]:
+        """The numbers of some parameters"""
+        return [self.index[id(p)] for p in some]
+
+    def slice_of(self, i: int) -> slice:
+        return slice(self.starts[i], self.starts[i] + self.sizes[i])
+
+    def ranges(self, params: Iterable[Tensor]) -> list[Range]:
+        """Where some parameters are, flattened side by side: (columns of θ, columns there), with neighbours joined"""
+        joined: list[Range] = []
+        start = 0
+        for i in self.members(params):
+            here, there = self.slice_of(i), slice(start, start + self.sizes[i])
+            start = there.stop
+            if joined and joined[-1][0].stop == here.start:
+                a, b = joined.pop()
+                here, there = slice(a.start, here.stop), slice(b.start, there.stop)
+            joined.append((here, there))
+        return joined
+
+    def without(self, v: Tensor, mute: Iterable[int]) -> Tensor:
+        """v with 0 for some parameters: (n,)"""
+        mute = list(mute)
+        v = v.clone() if mute else v
+        for i in mute:
+            v[self.slice_of(i)] = 0
+        return v
+
+    # Products.
+
+    def dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """aᵀb: ()"""
+        return a @ b
+
+    def norm(self, a: Tensor) -> Tensor:
+        """‖a‖: ()"""
+        length: Tensor = torch.linalg.vector_norm(a)
+        return length
+
+    def cosine(self, a: Tensor, b: Tensor) -> Tensor:
+        """Without the copies that torch.cosine_similarity makes of vectors that may be large: ()"""
+        return self.dot(a, b) / (self.norm(a) * self.norm(b)).clamp(min=1e-30)
 
 
-def assign(params: Sequence[Tensor], theta: Tensor) -> None:
-    """The parameters ← θ"""
-    with torch.no_grad():
-        torch._foreach_copy_(list(params), _pieces(params, theta))
+def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
+    """The gradient of a parameter as a vector, None for 0"""
+    if gradient is None:
+        return p.new_zeros(p.numel())
+    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
 
 
-def shift(params: Sequence[Tensor], d: Tensor, lr: float) -> None:
-    """The parameters += lr·d, without another vector in memory"""
-    with torch.no_grad():
-        torch._foreach_add_(list(params), _pieces(params, d), alpha=lr)
+class Position:
+    """Where the parameters are: at θ, or at a trial point θ + lr·d."""
 
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+        self.theta = parameters.vector()  # (n,)
+        self._at: tuple[Tensor, float] | None = None
 
-def _pieces(params: Sequence[Tensor], v: Tensor) -> list[Tensor]:
-    return [t.view_as(p) for p, t in zip(params, v.split([p.numel() for p in params]), strict=True)]
+    def move(self, d: Tensor | None = None, lr: float = 0.0) -> None:
+        """The parameters to θ + lr·d, or back to θ."""
+        there = None if d is None else (d, lr)
+        if self._at is not None:
+            if there is not None and self._at[0] is there[0] and self._at[1] == there[1]:
+                return
+            self.parameters.assign(self.theta)
+        if d is not None:
+            self.parameters.shift(d, lr)
+        self._at = there

@@ -125,6 +125,18 @@ class Slopes:
         return x.mul_(factor) if inplace else (x * factor).contiguous()
 
 
+def drawn_rrelu(x: Tensor, lower: float, upper: float, inplace: bool) -> tuple[Tensor, Slopes]:
+    """RReLU in training, and the slopes that it drew. Written as a product: the backward pass of torch's own cannot be
+    batched over rows."""
+    started = rng_state(x.device)
+    # The kernel writes the slopes one after the other, whatever the strides.
+    noise = torch.empty_like(x, requires_grad=False, memory_format=torch.contiguous_format)
+    with torch.no_grad():
+        torch.ops.aten.rrelu_with_noise(x, noise, lower, upper, True)  # the slopes, 1 where positive
+    slopes = Slopes(noise, lower, upper, started)
+    return x.mul_(noise) if inplace else (x * noise).contiguous(), slopes  # as torch has it, for Dropout after it
+
+
 class SameSlopes(TorchFunctionMode):
     """A forward pass with the RReLU slopes of an earlier one."""
 

@@ -6,9 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
-from torch import Tensor
-
 
 class Trial(NamedTuple):
     """What is known of a trial point."""
@@ -71,9 +68,3 @@ class Uphill:
         reference = trial.best if self.against_best else trial.loss
         factor = min(1.0, 1.0 - max(-1.0, min(1.0, trial.cosine))) ** self.b
         return "uphill" if factor * (trial.new_loss - trial.lower_bound) <= reference - trial.lower_bound else None
-
-
-def cosine_of(a: Tensor, b: Tensor) -> Tensor:
-    """Without the copies that torch.cosine_similarity makes of vectors that may be large"""
-    cosine: Tensor = (a @ b) / (torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b)).clamp(min=1e-30)
-    return cosine

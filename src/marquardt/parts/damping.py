@@ -1,4 +1,4 @@
-"""Damping: the D of (G + λD)δ = −g."""
+"""Damping: the D of (G + λD)δ = −g, from statistics of the curvature and the D of the step before."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from ..curvature import Curvature
-from ..metric import Diagonal
+from ..curvature.contract import Curvature
+from ..jacobian.statistics import Moments
+from ..metric import Diagonal, Metric, Part
 
 
 class Damping(Protocol):
-    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
+    def update(self, D: Metric | None, G: Curvature) -> Metric:
         """The next D, from the last one (None at first) and the curvature of this step."""
         ...
 
@@ -21,8 +23,8 @@ class Damping(Protocol):
 class Identity:
     """D = I: Levenberg's damping. λ carries the units of the curvature."""
 
-    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
-        return Diagonal(torch.ones_like(G.lin.theta[0]))
+    def update(self, D: Metric | None, G: Curvature) -> Diagonal:
+        return Diagonal(one(G))
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class MeanEigenvalue:
     def __post_init__(self) -> None:
         check_memory(self)
 
-    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
-        tau = Diagonal(G.trace() / G.rank)
-        return tau if D is None else D.recent(tau, self.memory).maximum(tau)
+    def update(self, D: Metric | None, G: Curvature) -> Diagonal:
+        tau, past = Diagonal(G.trace() / G.rank), earlier(D)
+        return tau if past is None else past.recent(tau, self.memory).maximum(tau)
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,13 @@ class LayerMeanEigenvalue:
     def __post_init__(self) -> None:
         check_memory(self)
 
-    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
-        tau = G.traces()
-        return tau if D is None else D.recent(tau, self.memory).maximum(tau)
+    def update(self, D: Metric | None, G: Curvature) -> Diagonal:
+        means = [torch.zeros_like(one(G))] * len(G.parameters)  # where the outputs do not depend on a parameter
+        for members, trace, rank in G.traces():
+            for i in members:
+                means[i] = trace / rank
+        tau, past = Diagonal(one(G), [Part(mean) for mean in known(torch.stack(means))]), earlier(D)
+        return tau if past is None else past.recent(tau, self.memory).maximum(tau)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,8 @@ class MaxDiagonal:
     """D ← max(D, diag G) element-wise over all steps: invariant to rescaling a parameter where diag G exceeds D₀.
 
     A curvature of less than eps times that of another output of the same layer may be rounding, and is taken for as
-    much: there the invariance ends.
+    much: there the invariance ends. A Kronecker product can be damped by a product alone: with it D = u ⊗ v, as in
+    FactoredMaxDiagonal, and u and v start at √D₀.
     """
 
     floor: float = 0.01  # D₀: the paper, section 2.3
@@ -76,8 +83,15 @@ class MaxDiagonal:
         if not 0 <= self.floor < float("inf"):
             raise ValueError(f"MaxDiagonal(floor={self.floor!r}): D₀ must be finite and at least 0")
 
-    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
-        return G.maximum(D, self.floor)
+    def update(self, D: Metric | None, G: Curvature) -> Diagonal:
+        if G.separable:
+            return factored_maximum(earlier(D), G, self.floor)
+        diagonal, past = G.diagonal(), earlier(D)
+        parts = G.parameters.split(diagonal.clamp(min=self.floor) if past is None else diagonal)
+        found = Diagonal(one(G), [Part(part) for part in parts])
+        found = found if past is None else past.maximum(found)
+        pairs = zip(found.parts or (), G.parameters.tensors, strict=True)
+        return Diagonal(found.scale, [Part(known_entries(part.flat(p.numel()), p)) for part, p in pairs])
 
 
 @dataclass(frozen=True)
@@ -93,8 +107,74 @@ class FactoredMaxDiagonal:
     rank, and D is multiplied by their ratio: λ = 1 stands for the mean eigenvalue, as in MeanEigenvalue.
     """
 
-    def update(self, D: Diagonal | None, G: Curvature) -> Diagonal:
-        return (G.lin.n / G.rank) * G.factored_maximum(D)
+    def update(self, D: Metric | None, G: Curvature) -> Metric:
+        return (G.parameters.n / G.rank) * factored_maximum(earlier(D), G, 0.0)
+
+
+def factored_maximum(D: Diagonal | None, G: Curvature, floor: float) -> Diagonal:
+    """v_i ← max(v_i, mean a_i²), u_o ← max(u_o, max_i diag_oi/v_i) for every layer: u_o·v_i is at least every diagonal
+    so far. Parameters without such a structure: max(D, diag G). The first u and v start at the root of the floor."""
+    # A layer that no batch has reached so far has one 0; one that this batch does not reach keeps what it has.
+    nothing = Part(torch.zeros_like(one(G)))
+    parts = [nothing] * len(G.parameters) if D is None or D.parts is None else list(D.parts)
+    for layer in G.moments():
+        weight, *biases = layer.members
+        old = parts[weight]
+        if layer.inputs is None or (old.entries is not None and old.entries.ndim > 0):
+            # Entry by entry; also where a rule was lost or found since.
+            for i, column in zip(layer.members, layer.diagonals, strict=True):
+                parts[i] = Part(_larger_entries(parts[i], column, floor, G.parameters.tensors[i]))
+            continue
+        u, v = _larger_factors(layer, old, floor)
+        parts[weight] = Part(u=u, v=v)
+        for i in biases:
+            parts[i] = Part(u=u)
+    return Diagonal(one(G), parts)
+
+
+def _larger_factors(layer: Moments, old: Part, floor: float) -> tuple[Tensor, Tensor]:
+    """u (G, O, 1) and v (G, 1, I) of a weight, after one more batch"""
+    assert layer.inputs is not None
+    v = layer.inputs.clamp(min=floor**0.5) if old.v is None else torch.maximum(old.v, layer.inputs)
+    ratio = layer.diagonals[0].view(len(v), -1, v.shape[2]) / v  # (G, O, I)
+    u = ratio.where(v > 0, 0).amax(2, keepdim=True)  # (G, O, 1)
+    for bias in layer.diagonals[1:]:  # its input is 1
+        u = torch.maximum(u, bias.view_as(u))
+    return known(u.clamp(min=floor**0.5) if old.u is None else torch.maximum(old.u, u), 1), v
+
+
+def _larger_entries(old: Part, new: Tensor, floor: float, p: Tensor) -> Tensor:
+    """max(D, diag G) of one parameter, flat"""
+    first = old.entries is not None and old.entries.ndim == 0
+    return known_entries(new.clamp(min=floor) if first else torch.maximum(old.flat(p.numel()), new), p)
+
+
+def known(t: Tensor, dim: int = 0) -> Tensor:
+    """t, from eps times the largest along one dimension on; what is 0 stays so.
+
+    The gradient of a parameter without influence, like the bias of the keys of attention, is rounding: eps times that
+    of others, and its curvature eps². Their ratio would be a step of 1/eps; with a curvature of eps it is an ordinary
+    one.
+    """
+    return torch.maximum(t, torch.finfo(t.dtype).eps * t.amax(dim, keepdim=True)).where(t > 0, 0)
+
+
+def known_entries(t: Tensor, p: Tensor) -> Tensor:
+    """The same for all entries of a parameter, flat: among its outputs, which are first. Its inputs may be of any size,
+    for what they multiply has no part in that rounding."""
+    return known(t.view(*p.shape[:1], -1)).flatten() if t.numel() else t
+
+
+def one(G: Curvature) -> Tensor:
+    """1 in the precision of the parameters: ()"""
+    return torch.ones((), dtype=G.parameters.dtype, device=G.parameters.device)
+
+
+def earlier(D: Metric | None) -> Diagonal | None:
+    """The D of the step before, which a loaded state may have from another damping."""
+    if D is not None and not isinstance(D, Diagonal):
+        raise ValueError("D is that of another damping: load a state that was saved with the same one")
+    return D
 
 
 def check_memory(part: MeanEigenvalue | LayerMeanEigenvalue) -> None:

@@ -9,26 +9,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..curvature import Curvature
-from ..metric import Diagonal
-
-
-class Damped:
-    """H, the matrix the step solves with: G + diag A, with Kronecker the product of the damped factors."""
-
-    def __init__(self, G: Curvature, A: Diagonal) -> None:
-        self.G, self.A = G, A
-
-    def step(self) -> Tensor:
-        """−H⁻¹g"""
-        return self.G.step(self.A)
-
-    def quadratic(self, v: Tensor) -> Tensor:
-        """vᵀHv"""
-        return self.G.damped_quadratic(v, self.A)
+from ..curvature.contract import Damped
+from ..deferred import floats
 
 
 class Momentum(Protocol):
+    @property
+    def recordable(self) -> bool:
+        """Whether on changing batches the step stays the plain one, so that it can be recorded as a CUDA graph."""
+        ...
+
     def refine(self, newton: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
         """The step dθ from the plain one −H⁻¹g and the previous accepted step."""
         ...
@@ -61,12 +51,15 @@ class AdaptiveMomentum:
                 "AdaptiveMomentum(dP=inf) needs cap=True: the step length is then the Newton decrement alone"
             )
 
+    @property
+    def recordable(self) -> bool:
+        return self.same_data
+
     def refine(self, newton: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
         if previous is None or (self.same_data and not same_data):
             return newton
-        g = H.G.gradient
-        products = torch.stack([-(g @ newton), g @ previous, H.quadratic(previous)])
-        GG, GF, FF = products.double().tolist()
+        g = H.gradient
+        GG, GF, FF = floats(-H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
         # 1 − cos² of the angle between the two directions in the metric H; the bare determinant loses it to rounding.
         sine2 = 1 - GF * GF / (FF * GG) if FF * GG > 0 else 0.0
         if not (GG > 0 and sine2 > math.sqrt(torch.finfo(g.dtype).eps) and math.isfinite(FF)):

@@ -1,0 +1,95 @@
+"""J̃ = SᵀJ of one forward pass: products with it, and the ways to its rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
+from ..memory import out_of_memory
+from ..model.batch import forward
+from .passes import Pass
+
+# Ways to the rows of parameters without a rule, fastest first; the first that is proven right is taken.
+PATHS = ("vmap", "parts", "rows", "loop")
+
+
+class Jacobian:
+    """J̃ in Σ-units, without the normaliser: R rows for each of the N samples of a pass, m = R·N."""
+
+    def __init__(self, of: Pass, S: Tensor) -> None:
+        self.of, self.S = of, S  # (R, N, *out)
+        self.R, self.N = S.shape[:2]
+        self.m = self.R * self.N
+        self.parameters = of.objective.parameters
+
+    def seen(self, Jv: Tensor | None) -> Tensor:
+        """Sᵀ(Jv): (N, *out) → (R, N)"""
+        S = self.S
+        return S.new_zeros(S.shape[:2]) if Jv is None else (S * Jv).reshape(*S.shape[:2], -1).sum(2)
+
+    def cotangent(self, w: Tensor) -> Tensor:
+        """Sw: (R, N) → (N, *out)"""
+        return torch.einsum("rn,rn...->n...", w, self.S)
+
+    def adjoint(self, w: Tensor) -> Tensor:
+        """Jᵀ(Sw) by a backward pass: (R, N) → (n,)"""
+        return self.of.vjp(self.cotangent(w))
+
+    def random(self, seed: int = 0) -> Tensor:
+        """One number for every row, the same every time: (R, N)"""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randn(self.S.shape[:2], generator=generator, dtype=torch.float64, device="cpu").to(self.S)
+
+    def deltas(self, wanted: Sequence[int]) -> Sequence[Tensor | None]:
+        """δ: gradients of the R rows of every sample at the output of each of these calls, (R, *output)."""
+        if not wanted:
+            return []
+        S, graph, known, calls = self.S, self.of.graph, self.of.known, self.of.watch.calls
+        edges = [calls[i].edge for i in wanted]
+
+        def backward(s: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(graph, edges, s, retain_graph=True, allow_unused=True)
+
+        if len(S) == 1:
+            return [None if d is None else d[None] for d in backward(S[0])]
+        if known.batched_rows and S.is_cuda:  # on a CPU one backward pass after the other is faster
+            try:
+                unused = known.proof.unused
+                if unused is None:
+                    unused = {i for i, d in zip(wanted, backward(S[0]), strict=True) if d is None}
+                    known.proof.unused = unused
+                used = [calls[i].edge for i in wanted if i not in unused]
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "There is a performance drop")
+                    found = iter(torch.func.vmap(lambda s: torch.autograd.grad(graph, used, s, retain_graph=True))(S))
+                return [None if i in unused else next(found) for i in wanted]
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    raise
+                known.batched_rows = False  # an operation whose backward vmap refuses
+        # In memory the rows of a sample stand together: that is how they are used. Each goes to its place at once, so
+        # that the next one finds its memory warm.
+        places: list[Tensor | None] = []
+        for r, s in enumerate(S):
+            row = backward(s)
+            places = places or [None if d is None else d.new_empty(len(d), len(S), *d.shape[1:]) for d in row]
+            for place, d in zip(places, row, strict=True):
+                if place is not None:
+                    place[:, r] = d
+        return [None if place is None else place.transpose(0, 1) for place in places]
+
+    def explicit(self, path: str, indices: Sequence[int]) -> Tensor:
+        """The rows of some parameters, written out: (m, their columns)"""
+        params = [self.parameters.tensors[i] for i in indices]
+        model, inputs = self.of.objective.model, self.of.batch.inputs
+        if path == "vmap":
+            return rows_by_vmap(model, params, forward, inputs, self.S)
+        if path == "parts":
+            if self.of.chance.drawn:
+                raise ValueError("a random model draws other numbers in parts")
+            return rows_in_parts(model, params, forward, inputs, self.S)
+        return (rows_in_batches if path == "rows" else rows_by_loop)(self.of.graph, params, self.S)

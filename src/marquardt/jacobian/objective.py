@@ -1,0 +1,63 @@
+"""What is minimised: the loss of the model's outputs, as a function of θ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..losses import Loss
+from ..model.batch import Batch, forward
+from ..model.parameters import Parameters
+
+
+class Totals(NamedTuple):
+    """What is added up over the pieces of a batch, in Σ-units."""
+
+    value: float  # Σwℓ
+    normaliser: float  # Σ of the weights that the mean divides by
+    lower_bound: float
+    rounding: float  # of the value
+
+
+class Level(NamedTuple):
+    """The loss at the point where a step begins."""
+
+    f: float
+    low: float  # f never falls below it
+    rounding: float  # by how much f is uncertain
+    normaliser: float
+
+
+class Objective:
+    """f(θ) = scale · Σ wℓ(model(x; θ), y): the model, the loss, and the parameters that train.
+
+    One object, so that a term in θ alone can join the loss.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, params: Sequence[Tensor]) -> None:
+        self.model, self.loss, self.parameters = model, loss, Parameters(model, params)
+
+    def outputs(self, inputs: Any) -> Tensor:
+        """z: (N, *out)"""
+        return forward(self.model, inputs)
+
+    def value(self, z: Tensor, batch: Batch) -> Tensor:
+        """Σwℓ: ()"""
+        return self.loss.value(z, batch.targets, batch.weight)
+
+    def slope(self, z: Tensor, batch: Batch) -> Tensor:
+        """∂value/∂z: (N, *out)"""
+        return self.loss.gradient(z, batch.targets, batch.weight)
+
+    def totals(self, z: Tensor, batch: Batch, value: Tensor, rounding: Tensor) -> Tensor:
+        """The numbers of Totals for one piece: (4,)"""
+        y, w = batch.targets, batch.weight
+        return torch.stack([value, self.loss.normaliser(z, y, w), self.loss.lower_bound(z, y, w), rounding])
+
+    def level(self, totals: Totals) -> Level:
+        scale = self.loss.scale(totals.normaliser)
+        value, low, rounding = (x * scale for x in (totals.value, totals.lower_bound, totals.rounding))
+        return Level(value, low, rounding, totals.normaliser)

@@ -1,0 +1,121 @@
+"""One forward pass of a piece of the batch, and backward passes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layers.unrolled import Refused
+from ..layers.watch import Watch
+from ..memory import out_of_memory
+from ..model.batch import Batch, forward, unlike
+from ..model.randomness import Chance, Draws, Moment, Slopes
+from ..model.substituted import call_with
+from .known import Known
+from .objective import Objective
+
+
+class Pass:
+    """z = model(x) with its graph, what was called on the way, and the state of the model before and after."""
+
+    def __init__(
+        self, objective: Objective, batch: Batch, known: Known, chance: Chance, *, once: bool = False,
+        slopes: Sequence[Slopes] | None = None,
+    ) -> None:  # fmt: skip
+        self.objective, self.batch, self.known, self.chance = objective, batch, known, chance
+        self.before = self.moment()
+        batch.check()
+        versions = batch.versions()
+        try:
+            z, self.watch = self._forward(slopes, once)
+        except RuntimeError as error:
+            reason = unlike(batch.inputs, objective.parameters.tensors[0])
+            if reason is None or out_of_memory(error):
+                raise
+            raise ValueError(f"the model failed: {error} (Note that {reason})") from error
+        if batch.versions() != versions:
+            raise ValueError(
+                "the model changes its inputs in place, so it cannot be called on them again: clone them first"
+            )
+        if not z.requires_grad:
+            raise ValueError("the outputs do not depend on the trainable parameters: nothing to optimise")
+        self.after = self.moment()
+        self.slopes = self.watch.slopes if slopes is None else slopes
+        self.z, self.N = z.detach(), len(z)
+        self.coarsest = self.watch.coarsest  # of all dtypes that the model computes with
+        self._graph: Tensor | None = z
+
+    def moment(self) -> Moment:
+        return Moment(self.objective.model, self.objective.parameters.device, self.chance)
+
+    def modes(self) -> object:
+        """Of the modules: training or not"""
+        return tuple(m.training for m in self.objective.model.modules())
+
+    def _forward(self, slopes: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Watch]:
+        """`once`: for several rows of a sample, which are differentiated once only"""
+        try:
+            params = self.objective.parameters.tensors
+            with torch.enable_grad(), Watch(params, slopes, once, self.batch.samples) as watch:
+                watch.reorders = self.batch.opaque  # where the samples are in an object, no operation may tell
+                return self.objective.outputs(self.batch.inputs), watch
+        except Refused:
+            self.known.unrolls = False
+            self._notice_chance()
+            self.before.restore()
+            return self._forward(slopes, False)
+        finally:
+            self._notice_chance()
+
+    def again(self, once: bool) -> None:
+        """The graph in the other form."""
+        self._graph = None
+        self.before.restore(gently=True)  # the graph of a whole batch may hold them
+        self._graph, self.watch = self._forward(self.slopes, once)
+
+    def _notice_chance(self) -> None:
+        """Whether it was the model that drew random numbers. The state of a generator does not tell, for other threads
+        draw from the same: if it has changed, the model is called again and its operations are asked."""
+        modes = self.modes()
+        if self.chance.drawn or not self.before.drew_since():
+            return
+        here = self.moment()
+        self.chance.drawn = True  # even if the look is interrupted
+        self.chance.drawn = modes in self.known.random or self._draws()
+        if self.chance.drawn:
+            self.known.random.add(modes)
+            here.restore(buffers=False)
+
+    def _draws(self) -> bool:
+        """Whether a forward pass draws random numbers; it is made on copies of the buffers, which a graph may hold."""
+        model = self.objective.model
+        with torch.enable_grad(), Draws() as draws:  # type: ignore[no-untyped-call]
+            try:
+                forward(call_with(model, {id(b): b.clone() for b in model.buffers()}), self.batch.inputs)
+            except Exception:  # the model fails, or cannot be watched
+                return True
+        return bool(draws.drew)
+
+    @property
+    def graph(self) -> Tensor:
+        """z with its graph: (N, *out)"""
+        assert self._graph is not None
+        return self._graph
+
+    def release(self, graph: bool) -> None:
+        """Lets go of what the rows were made of, and of the graph."""
+        del self.watch
+        if graph:
+            self._graph = None
+
+    def pull(self, w: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """Jᵀw by parameter, None for those that the outputs do not depend on: (N, *out) → like the parameters"""
+        grads = torch.autograd.grad(self.graph, params, w, retain_graph=True, allow_unused=True)
+        return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+
+    def vjp(self, w: Tensor) -> Tensor:
+        """Jᵀw: (N, *out) → (n,)"""
+        parameters = self.objective.parameters
+        return parameters.joined(self.pull(w, parameters.tensors))

@@ -1,0 +1,165 @@
+"""One piece of the batch, linearised: its loss, its gradient, and its rows."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..deferred import read, recording
+from ..layers import Block
+from ..losses.proof import prove
+from ..memory import out_of_memory
+from ..model.batch import Batch, tensors
+from ..model.checks import check_coupling
+from ..model.randomness import Chance
+from .jacobian import Jacobian
+from .known import Known
+from .objective import Objective, Totals
+from .passes import Pass
+from .products import adjoint, apply, dense
+from .proof import blocks_of
+from .rows import Cotangents, Rows
+
+
+class Piece:
+    """Value, gradient and J̃ = SᵀJ of one piece, in Σ-units, without the normaliser.
+
+    `keep_graph`: products by automatic differentiation come after the rows.
+    """
+
+    def __init__(
+        self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: int, keep_graph: bool
+    ) -> None:
+        self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
+        self.whole = Pass(objective, batch, known, chance, once=self._unrolls(known.rows_per_sample))
+        self.z, self.N = self.whole.z, self.whole.N
+        objective.loss.check(self.z, batch.targets, batch.weight, part=True)
+        index = rows.pick(self.N, seed)
+        with torch.no_grad():
+            if index is None:
+                self.cotangents = rows.draw(objective.loss, self.z, batch.targets, batch.weight, seed)
+            else:
+                self.cotangents = Cotangents(self.z[None], None, objective.slope(self.z, batch))
+            self.totals = self._totals(rows)
+        self.jacobian = Jacobian(self.whole, self.cotangents.S) if index is None else self._picked(rows, index, seed)
+        self.m = self.jacobian.m
+        self.mute: set[int] | None = None  # parameters without influence; None before the rows can tell
+        known.rows_per_sample = self.jacobian.R
+        self._blocks: list[Block] | None = None
+        self._gradient: Tensor | None = None
+        watch = self.jacobian.of.watch
+        if watch.convolves and not watch.once and self._unrolls(self.jacobian.R):
+            self.jacobian.of.again(True)  # the first time: so the first step goes the way of all others
+
+    def _unrolls(self, rows: int) -> bool:
+        """Several rows of a sample pay for a backward pass of our own."""
+        on_cpu = self.objective.parameters.device.type == "cpu"
+        return self.known.unrolls and rows > 1 and not self.keep_graph and on_cpu
+
+    def _totals(self, rows: Rows) -> Totals:
+        objective, batch, loss = self.objective, self.batch, self.objective.loss
+        value = objective.value(self.z, batch)
+        rounding = self.cotangents.rounding(value, self.z, self.whole.coarsest)
+        totals = Totals(*read(objective.totals(self.z, batch, value, rounding)))
+        if not math.isfinite(totals.value):
+            raise ValueError(f"the loss is {totals.value} at the current parameters: {self._blame()}")
+        if self.known.loss is not loss and not recording():
+            proven = prove(loss, rows.empirical, self.z, batch.targets, batch.weight)
+            self.known.loss = loss if proven else None
+        return totals
+
+    def _picked(self, rows: Rows, index: Tensor, seed: int) -> Jacobian:
+        """J̃ of some of the samples, in the units of the whole"""
+        check_coupling(self.objective.model)
+        slopes = [s.take(index, self.N) for s in self.whole.slopes]
+        batch, chance = self.batch.take(index), self.whole.chance
+        once = self._unrolls(self.known.rows_per_sample)
+        part = Pass(self.objective, batch, self.known, chance, once=once, slopes=slopes)
+        with torch.no_grad():
+            S = rows.draw(self.objective.loss, part.z, batch.targets, batch.weight, seed).S
+        self.whole.after.restore(gently=True)
+        return Jacobian(part, S * (self.N / part.N) ** 0.5)
+
+    def _blame(self) -> str:
+        """Where a loss that is not finite comes from; the loss itself has checked the targets and weights."""
+        for t in tensors(self.batch.inputs):
+            if t.is_floating_point() and not bool(t.isfinite().all()):
+                return "the inputs hold NaN or infinite values, clean the data"
+        for name, p in self.objective.model.named_parameters():
+            if not bool(p.isfinite().all()):
+                return f"the model's parameter {name!r} holds NaN or infinite values, load an earlier checkpoint"
+        if not bool(self.z.isfinite().all()):
+            return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"
+        data = {"output": self.z, "target": self.batch.targets, "weight": self.batch.weight}
+        largest = {name: max((float(t.abs().max()) for t in tensors(item)), default=0.0) for name, item in data.items()}
+        found = ", ".join(f"the largest {name} is {size:.3g}" for name, size in largest.items() if size)
+        way_out = "scale the data" + (", or use float64" if self.z.dtype == torch.float32 else "")
+        loss = type(self.objective.loss).__name__
+        return f"outputs, targets and parameters are finite, but {loss} of them is not; {found}: {way_out}"
+
+    @property
+    def u(self) -> Tensor | None:
+        """J̃ᵀu + h is the gradient: (R, N); None means 0"""
+        return self.cotangents.u
+
+    @property
+    def gradient(self) -> Tensor:
+        """∂value/∂θ: (n,), from the rows where they are there and span it, otherwise by a backward pass"""
+        if self._gradient is None:
+            if self._blocks is not None and self.u is not None and self.cotangents.v is None:
+                self._gradient = self.adjoint(self.u.flatten())
+            else:
+                self._gradient = self.whole.vjp(self.objective.slope(self.z, self.batch))
+        return self._gradient
+
+    @cached_property
+    def h(self) -> Tensor | None:
+        """Jᵀv, the part of the gradient outside the range of the rows: (n,), None means 0"""
+        if self.cotangents.v is None:
+            return None
+        return self.gradient if self.u is None else self.whole.vjp(self.cotangents.v)
+
+    def activations(self) -> tuple[float, float, int]:
+        """Numbers per sample at the inputs and outputs of the layers with a rule, and parameters without a rule."""
+        calls, parameters = self.whole.watch.calls, self.objective.parameters
+        ruled = {id(p) for call in calls for p in call.params}
+        others = sum(p.numel() for p in parameters.tensors if id(p) not in ruled)
+        return sum(c.inputs for c in calls) / self.N, sum(c.outputs for c in calls) / self.N, others
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The columns of J̃, by layer; once they are there, the graph of the forward pass is released."""
+        if self._blocks is None:
+            _ = self.h  # while there is a graph
+            of = self.jacobian.of
+            with torch.no_grad():
+                try:
+                    self._blocks, self.mute = blocks_of(self.jacobian)
+                except Exception as error:
+                    if not of.watch.unrolled or out_of_memory(error):
+                        raise
+                    self.known.unrolls = False  # for good: this model needs a graph of torch's own
+                    of.again(False)
+                    self._blocks, self.mute = blocks_of(self.jacobian)
+            if of is not self.whole:  # of the samples that were not picked nothing is known
+                self.mute = set()
+            of.release(graph=not self.keep_graph)
+            of.after.restore()  # some ways to the rows call the model again
+            if of is not self.whole:
+                self.whole.after.restore(gently=True)  # where the forward pass of the whole ended
+        return self._blocks
+
+    def apply(self, v: Tensor) -> Tensor:
+        """J̃v: (n,) → (m,)"""
+        return apply(self.blocks, v, self.objective.parameters)
+
+    def adjoint(self, w: Tensor) -> Tensor:
+        """J̃ᵀw: (m,) → (n,)"""
+        return adjoint(self.blocks, w, self.objective.parameters)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """J̃ itself, with the columns in the order of the parameters: (m, n)"""
+        return dense(self.blocks, dtype, self.objective.parameters)

@@ -1,0 +1,300 @@
+"""Rules apply only where proven: the blocks of J̃ by the rules of its layers, compared with plain autograd."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import tolerances
+from ..deferred import recording
+from ..layers import Block, Explicit, Misfit, Nothing, assemble
+from ..layers.unrolled import Refused
+from ..layers.watch import LAYOUTS, Layout, grouped
+from ..memory import out_of_memory
+from ..model.checks import check_coupling
+from ..model.parameters import flat
+from ..model.randomness import SameSlopes
+from .jacobian import PATHS, Jacobian
+from .known import Proof
+
+# Blocks of up to this many columns are watched; for larger ones the proof on first use has to do.
+GUARDED = 1_000_000
+
+# A look costs a backward pass: one piece in so many gets it.
+EVERY = 8
+
+# Ways of calling the model whose proofs are kept.
+KEPT = 64
+
+Key = TypeVar("Key")
+Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by these
+
+
+def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
+    """The columns of J̃ by layer, and the parameters without influence; None if these rows cannot tell."""
+    known, model, calls = J.of.known, J.of.objective.model, J.of.watch.calls
+    groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
+    signature = _signature(J, groups)
+    known.only_slopes = not J.of.chance.drawn or _draws_slopes_only(J)
+    proven = recording() or signature in known.proofs
+    if not proven and not bool(J.S.any()):  # all weights are zero: that proves nothing
+        return [Nothing(J.parameters.tensors, J.m, J.N)], None
+    if not proven:
+        check_coupling(model)
+        _prove(J, signature)
+    elif not recording():
+        known.proof, known.proven = known.proofs[signature], signature
+    try:
+        blocks, loud = _audible(J, _by_rules(J, groups) + _others(J))
+        doubtful = proven and not recording() and (loud or not _plausible(J, blocks))
+    except Exception as error:  # what was proven on other data may fail on these
+        if not proven or recording() or out_of_memory(error):
+            raise
+        doubtful = True
+    if doubtful:
+        old = known.proof
+        _prove(J, signature)
+        if known.proof.same(old):  # near a minimum the gradient is all rounding
+            known.proof.alarms = old.alarms + 1
+            known.proof.quiet = EVERY * 2**known.proof.alarms
+        blocks, _ = _audible(J, _by_rules(J, groups) + _others(J))
+    if not proven:
+        known.differentiates = not _same_without_grad(J)
+    return blocks, set(known.proof.mute)
+
+
+def _signature(J: Jacobian, groups: Groups) -> object:
+    """All that decides which code finds the rows. In a batch of one sample every layout is right: what is proven
+    there holds for no other."""
+    watch, N = J.of.watch, J.N
+    fits = tuple(call.fits(N) for call in watch.calls)
+    kind = (N == 1, J.R == 1, watch.unrolled, J.of.coarsest, J.parameters.dtype)
+    return tuple(groups), fits, kind, J.of.modes(), J.of.chance.drawn
+
+
+def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
+    """The blocks of the layers whose rules are proven."""
+    calls, params, layouts = J.of.watch.calls, J.parameters.tensors, J.of.known.proof.layouts
+    wanted = [i for key, members in groups.items() if key in layouts for i in members]
+    deltas = dict(zip(wanted, J.deltas(wanted), strict=True))
+    blocks: list[Block] = []
+    for key, layout in layouts.items():
+        members = groups.get(key, [])
+        block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, layout)
+        blocks.append(block or Nothing([params[i] for i in key], J.m, J.N))
+    return blocks
+
+
+def _others(J: Jacobian) -> list[Block]:
+    """The blocks of all other parameters."""
+    blocks: list[Block] = []
+    general = J.of.known.proof.general
+    for path in ("none", *PATHS):
+        indices = [i for i in general if general[i] == path]
+        some = [J.parameters.tensors[i] for i in indices]
+        if indices and path == "none":
+            blocks.append(Nothing(some, J.m, J.N))
+        elif indices:
+            blocks.append(Explicit(some, J.explicit(path, indices), J.N))
+    return blocks
+
+
+def _audible(J: Jacobian, blocks: list[Block]) -> tuple[list[Block], bool]:
+    """The blocks, with zero in the columns of the parameters without influence, and whether one of them has some
+    now: a bias before InstanceNorm may gain it through an activation between the two."""
+    index, limits = J.parameters.index, J.of.known.proof.mute
+    found: list[Block] = []
+    loud: list[Tensor] = []
+    for block in blocks:
+        mute = [p for p in block.params if index[id(p)] in limits]
+        if not mute or block.empty:
+            found.append(block)
+            continue
+        pulled = block.pull(J.random().flatten()).split([p.numel() for p in block.params])
+        # The rows round in another way than a backward pass.
+        loud += [
+            t.norm() > 4 * limits[index[id(p)]]
+            for p, t in zip(block.params, pulled, strict=True)
+            if index[id(p)] in limits
+        ]
+        rest = block.without(mute)
+        found += [*([] if rest is None else [rest]), Nothing(mute, J.m, J.N)]
+    return found, bool(loud) and not recording() and bool(torch.stack(loud).any())
+
+
+def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
+    """Whether a proof on earlier data still holds, for J̃ᵀw with a random w.
+
+    Layers that see the samples in another order for other data (sorted by length, routed to experts) fail here.
+    """
+    proof, index = J.of.known.proof, J.parameters.index
+    new = J.N not in proof.sizes
+    some = [b for b in blocks if new or b.columns <= GUARDED]
+    if (proof.quiet and not new) or not some:
+        proof.quiet = max(0, proof.quiet - 1)
+        return True
+    proof.sizes.add(J.N)
+    proof.quiet = 0 if J.of.watch.reorders else EVERY - 1
+    w, tolerance = J.random(), tolerances.of_rules(J.of.coarsest)
+    pulled = iter(J.of.pull(J.cotangent(w), [p for b in some for p in b.params]))
+    wrong = []
+    for b in some:
+        true = [flat(next(pulled), p) for p in b.params]
+        if b.empty:
+            limits = [proof.mute.get(index[id(p)], 0.0) for p in b.params]
+            wrong += [t.norm() > limit for t, limit in zip(true, limits, strict=True)]
+        else:
+            whole = torch.cat(true)
+            wrong.append((b.pull(w.flatten()) - whole).norm() > tolerance * whole.norm())
+    return not bool(torch.stack(wrong).any())
+
+
+def _draws_slopes_only(J: Jacobian) -> bool:
+    """Whether all random numbers of the forward pass are slopes of RReLU."""
+    before, after = J.of.before, J.of.after
+    if before.cuda is None or recording():
+        return False
+    state: Tensor | None = before.cuda
+    for slopes in J.of.slopes:
+        if state is None or slopes.started is None or not torch.equal(state, slopes.started):
+            return False
+        state = slopes.state
+    return state is not None and after.cuda is not None and torch.equal(state, after.cuda)
+
+
+def _prove(J: Jacobian, signature: object) -> None:
+    """J̃ᵀw from the rows must equal Jᵀ(Sw) from plain autograd.
+
+    Every group of layers is judged by itself. The proof is not kept while a gradient is zero, as behind a layer
+    that starts at zero: there a wrong rule could pass.
+    """
+    known = J.of.known
+    proof = known.proof = Proof(sizes={J.N})
+    known.proven = None
+    known.proofs.pop(signature, None)
+    evidence = Evidence(J)
+    _prove_rules(J, proof, evidence)
+    covered = {i for key in proof.layouts for i in key}
+    proof.general.update({i: "none" for i, g in enumerate(evidence.pulled) if g is None and i not in covered})
+    _prove_paths(J, proof, evidence, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
+    if any(other.mute for other in known.proofs.values()):
+        evidence.listen()
+    proof.mute = evidence.mute
+    if all(g is None or bool(g.any()) for g in evidence.pulled):
+        if len(known.proofs) >= KEPT:
+            known.proofs.clear()
+        known.proven, known.proofs[signature] = signature, proof
+
+
+def _prove_rules(J: Jacobian, proof: Proof, evidence: Evidence) -> None:
+    """The layout of every group of calls, if one is right."""
+    calls = J.of.watch.calls
+    deltas = J.deltas(range(len(calls)))
+    for members in grouped(calls):
+        some = [calls[i] for i in members]
+        key = tuple(sorted({i for call in some for i in J.parameters.members(call.params)}))
+        found: dict[Layout, Block] = {}
+        for layout in LAYOUTS:
+            try:
+                block = assemble(some, [deltas[i] for i in members], J.N, layout)
+            except Misfit:
+                continue
+            found[layout] = block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N)
+        right = evidence.first(found)
+        if right is not None:
+            proof.layouts[key] = right
+
+
+def _prove_paths(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int]) -> None:
+    """The fastest general path that is right for the parameters without a rule."""
+    for path in PATHS if rest else ():
+        if J.of.watch.unrolled and path in ("rows", "loop"):
+            raise Refused("these paths need a graph of torch's own")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                block = Explicit([J.parameters.tensors[i] for i in rest], J.explicit(path, rest), J.N)
+        except Exception as error:  # torch.func and vmap refuse models in many ways
+            if path == "loop" or out_of_memory(error):
+                raise
+            continue
+        if path == "loop" or evidence.first({path: block}) is not None:
+            proof.general.update(dict.fromkeys(rest, path))
+            break
+
+
+def _same_without_grad(J: Jacobian) -> bool:
+    """Whether the model gives the same outputs under no_grad: a network that differentiates itself does not."""
+    J.of.before.restore()
+    try:
+        with torch.no_grad(), SameSlopes(J.of.slopes):
+            z = J.of.objective.outputs(J.of.batch.inputs)
+        return tolerances.same_outputs(z, J.of.z)
+    except Exception:  # whatever the model says to a forward pass without gradients
+        return False
+
+
+class Evidence:
+    """Jᵀ(Sw) from plain autograd for a random w: what J̃ᵀw from the rows must equal.
+
+    Equality for one random w proves J̃ itself, column by column: each column of a wrong J̃ would have to be orthogonal to
+    w. It is equality up to rounding, and rounding may be all there is: a bias before InstanceNorm, or that of the keys
+    of attention, has no influence on the outputs. How much it is shows in multiples of w, which round in other ways.
+    """
+
+    def __init__(self, J: Jacobian) -> None:
+        self.J, self.params, self.index = J, J.parameters.tensors, J.parameters.index
+        self.w = J.random()
+        self.pulled = J.of.pull(J.cotangent(self.w), self.params)
+        self.true = [flat(g, p) for g, p in zip(self.pulled, self.params, strict=True)]
+        self.tolerance = tolerances.of_rules(J.of.coarsest)
+        # Multiples differ by about as much as rounding leaves, and a true gradient is 1/eps times that: measured 130
+        # times in bfloat16, and some 1000 times may be expected of TF32.
+        self.bound = min(50.0, 0.1 / torch.finfo(J.of.coarsest).eps)
+        self.noise: list[Tensor] | None = None  # what rounding may leave, by parameters: ()
+        self.mute: dict[int, float] = {}  # parameters whose gradient is no more than that
+
+    def first(self, blocks: Mapping[Key, Block]) -> Key | None:
+        """The first that agrees; rounding is asked only if none does."""
+        for key, block in blocks.items():
+            if self._agrees(block):
+                return key
+        if blocks:
+            self.listen()
+        for key, block in blocks.items():
+            if self._agrees(block):
+                return key
+        return None
+
+    def _agrees(self, block: Block) -> bool:
+        found = block.pull(self.w.flatten()).split([p.numel() for p in block.params])
+        smallest = torch.finfo(self.w.dtype).tiny
+        for p, f in zip(block.params, found, strict=True):
+            i = self.index[id(p)]
+            noise = smallest if self.noise is None else smallest + self.noise[i]
+            if not bool((f - self.true[i]).norm() <= self.tolerance * self.true[i].norm() + noise):
+                return False
+        return True
+
+    def listen(self) -> None:
+        """How much rounding leaves, and which gradients are no more: with another w too, for one of them may be small
+        by chance."""
+        if self.noise is not None:
+            return
+        squares = [t.new_zeros(()) for t in self.true]
+        for c in (3, 5, 7):
+            for square, t, other in zip(squares, self.true, self._pull(c * self.w), strict=True):
+                square += (other / c - t).square().sum() / 3
+        self.noise = [self.bound * square.sqrt() for square in squares]
+        again = self._pull(self.J.random(1))
+        for i, (t, other, noise) in enumerate(zip(self.true, again, self.noise, strict=True)):
+            if bool((noise > 0) & (t.norm() <= noise) & (other.norm() <= noise)):
+                self.mute[i] = float(noise)
+
+    def _pull(self, w: Tensor) -> list[Tensor]:
+        pulled = self.J.of.pull(self.J.cotangent(w), self.params)
+        return [flat(g, p) for g, p in zip(pulled, self.params, strict=True)]

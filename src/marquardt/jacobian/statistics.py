@@ -1,0 +1,78 @@
+"""What the rows of all pieces tell of G = J̃ᵀJ̃ without forming it: its diagonal, its traces, moments of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .linearization import Linearization
+from .products import scattered
+
+
+class Moments(NamedTuple):
+    """One layer's part of the diagonal, and the mean squares of what its weight multiplies."""
+
+    members: Sequence[int]  # its parameters, by number: a weight and its bias
+    diagonals: Sequence[Tensor]  # of G, one for each of them: flat
+    inputs: Tensor | None  # (G, 1, I); None if entries of its D have no such structure
+
+
+def diagonal(lin: Linearization) -> Tensor:
+    """diag J̃ᵀJ̃: (n,)"""
+    total: Tensor | None = None
+    for piece in lin.pieces():
+        found = scattered(((block, block.diagonal()) for block in piece.blocks), lin.parameters)
+        total = found if total is None else total + found
+    assert total is not None
+    return lin.scale * total
+
+
+def traces(lin: Linearization) -> list[tuple[list[int], Tensor]]:
+    """tr J̃ᵀJ̃ of every layer: (its parameters, by number; ())"""
+    totals: dict[tuple[int, ...], Tensor] = {}
+    for piece in lin.pieces():
+        for block in (b for b in piece.blocks if not b.empty):
+            key = tuple(sorted(lin.parameters.members(block.params)))
+            trace = block.trace() * lin.scale
+            for other in [k for k in totals if set(k) & set(key)]:  # the same one, or pieces that go other ways
+                trace = trace + totals.pop(other)
+                key = tuple(sorted({*key, *other}))
+            totals[key] = trace
+    return [(list(key), trace) for key, trace in totals.items()]
+
+
+def moments(lin: Linearization) -> Iterator[Moments]:
+    """Moments by layer; of one open piece all diagonals together are never there."""
+    if not lin.in_one:
+        yield from _summed(lin)
+        return
+    for block in (b for b in lin.whole().blocks if not b.empty):
+        members = lin.parameters.members(block.params)
+        diagonals = (block.diagonal() * lin.scale).split([lin.parameters.sizes[i] for i in members])
+        yield Moments(members, diagonals, block.inputs())
+
+
+def _summed(lin: Linearization) -> Iterator[Moments]:
+    """The same from several pieces."""
+    columns: dict[int, Tensor] = {}
+    squares: dict[tuple[int, ...], Tensor] = {}
+    ways: dict[int, set[tuple[int, ...] | None]] = {}  # the rules by which a parameter was reached
+    total = 0
+    for piece in lin.pieces():
+        blocks = [b for b in piece.blocks if not b.empty]
+        total += piece.N if blocks else 0
+        for block in blocks:
+            key, v = tuple(lin.parameters.members(block.params)), block.inputs()
+            sizes = [lin.parameters.sizes[i] for i in key]
+            for i, column in zip(key, block.diagonal().split(sizes), strict=True):
+                columns[i] = columns[i] + column if i in columns else column
+                ways.setdefault(i, set()).add(None if v is None else key)
+            if v is not None:
+                squares[key] = squares[key] + v * piece.N if key in squares else v * piece.N
+    for key, v in squares.items():
+        if all(ways[i] == {key} for i in key):
+            yield Moments(key, [columns.pop(i) * lin.scale for i in key], v / total)
+    for i, column in columns.items():
+        yield Moments((i,), (column * lin.scale,), None)

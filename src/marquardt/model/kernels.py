@@ -1,0 +1,56 @@
+"""Kernels that can be differentiated twice, in the place of fused ones that cannot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+class Shared:
+    """A setting of the whole program: the first thread that enters makes it, the last one that leaves takes it back."""
+
+    def __init__(self, setting: Callable[[], AbstractContextManager[object]]) -> None:
+        self.setting = setting
+        self.lock, self.inside = threading.Lock(), 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self.lock:
+            if not self.inside:
+                self.made = self.setting()
+                self.made.__enter__()
+            self.inside += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.inside -= 1
+                if not self.inside:
+                    self.made.__exit__(None, None, None)
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = enabled
+
+
+PLAIN_ATTENTION = Shared(lambda: sdpa_kernel(SDPBackend.MATH))
+PLAIN_RECURRENCE = Shared(_without_cudnn)
+
+
+@contextmanager
+def twice_differentiable(model: nn.Module) -> Iterator[None]:
+    """Kernels that can be differentiated twice, where a fused one cannot: attention, and cuDNN's recurrent layers."""
+    recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
+    with PLAIN_ATTENTION(), PLAIN_RECURRENCE() if recurrent else nullcontext():
+        yield

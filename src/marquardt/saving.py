@@ -1,0 +1,122 @@
+"""State as it is saved and loaded: plain values and tensors, with a version, checked before anything changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .curvature.contract import Representation
+from .curvature.plan import Plan
+from .metric import Diagonal
+from .parts.schedule import Schedule
+from .state import State
+
+# Of the entry "marquardt" in a state_dict. Version 1 had no number (marquardt 0.1.0).
+VERSION = 2
+
+
+def saved(state: State) -> dict[str, Any]:
+    """Copies of everything, as torch.save and torch.load(weights_only=True) take it."""
+    found = dict(vars(state))
+    found["D"] = None if state.D is None else state.D.state()
+    found["plan"] = None if state.plan is None else state.plan.state()
+    return {"version": VERSION, **tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)}
+
+
+def loaded(saved: Any, schedule: Schedule, curvature: Representation, sizes: list[int], device: torch.device) -> State:
+    """The state again, on this device, if it can be that of parameters of these sizes and these parts."""
+    found = check_state(_of_this_version(saved), schedule, curvature, sizes)
+    found = tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) else v, found)
+    D, plan = found.get("D"), found.get("plan")
+    found["D"] = None if D is None else Diagonal.restored(D)
+    found["plan"] = None if plan is None else curvature.restored(Plan.restored(plan), device)
+    return State(**found)
+
+
+def _of_this_version(saved: Any) -> dict[str, Any]:
+    if not isinstance(saved, dict):
+        raise TypeError(f"the entry 'marquardt' of this state_dict is {type(saved).__name__}, not a dict of LM's state")
+    version = saved.get("version", 1)
+    if version not in (1, VERSION):
+        raise ValueError(
+            f"the state is of version {version!r}, this marquardt knows 1 to {VERSION}: load it in a newer marquardt"
+        )
+    found = {k: v for k, v in saved.items() if k != "version"}
+    if version == 1 and "rows" in found:
+        found["most_rows"] = found.pop("rows")
+    return found
+
+
+def check_rate(lr: Any) -> None:
+    if not isinstance(lr, (int, float, Tensor)):
+        raise TypeError(f"lr={lr!r}: the learning rate must be a number; LM's natural one is 1")
+    if not 0 <= lr < math.inf:
+        raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
+
+
+def check_state(
+    state: dict[str, Any], schedule: Schedule, curvature: Representation, sizes: list[int]
+) -> dict[str, Any]:
+    """A loaded State, as a dict, of parameters of these sizes; entries with a default may be missing."""
+    entries = {f.name: f for f in fields(State)}
+    for key in state:
+        if key not in entries:
+            raise ValueError(f"the state has an entry {key!r} that this version does not know: load it in a newer one")
+    for key, entry in entries.items():
+        if key not in state and entry.default is MISSING:
+            raise ValueError(f"the state has no entry {key!r}: it is not one that marquardt.LM saved")
+        if key in state:
+            check_entry(key, state[key], entry.default)
+    check_lam(state["lam"], schedule)
+    n = sum(sizes)
+    past = state.get("past")
+    if not isinstance(past, (dict, type(None))):
+        raise ValueError(f"the state 'past' is {type(past).__name__}: it must be a dict of tensors, or None")
+    vectors = [(key, state.get(key)) for key in ("previous", "mean", "haven")]
+    for key, t in [*vectors, *(("past", t) for t in (past or {}).values())]:
+        if not isinstance(t, (Tensor, type(None))):
+            raise ValueError(f"the state {key!r} is {type(t).__name__}: it must be a tensor, or None")
+        if key != "past" and t is not None and len(t) != n:
+            raise ValueError(f"the state {key!r} is of {len(t)} parameters, this optimizer has {n}")
+    curvature.check(past or {}, n)
+    D = state.get("D")
+    if D is not None and not (isinstance(D, list) and len(D) == 2 and Diagonal.restored(D).fits(sizes)):
+        raise ValueError("the damping D in this state is that of another model: load the state of this one")
+    return dict(state)
+
+
+def check_entry(key: str, value: Any, default: Any) -> None:
+    """Counters count, and nothing is NaN."""
+    if isinstance(default, int) and (not isinstance(value, int) or value < 0):
+        raise ValueError(f"the state {key!r} is {value!r}: it must be an integer of at least 0, load an earlier one")
+    for t in tree_leaves(value):
+        if isinstance(t, float) and math.isnan(t):
+            raise ValueError(f"the state {key!r} is {value!r}: load an earlier one")
+        if isinstance(t, Tensor) and not bool(t.isfinite().all()):
+            raise ValueError(f"the state {key!r} holds NaN or infinite values: load an earlier one")
+
+
+def check_lam(lam: Any, schedule: Schedule) -> None:
+    if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not 0 <= lam < math.inf:
+        raise ValueError(f"the state has λ = {lam!r}: it must be finite and at least 0, load an earlier one")
+    if is_dataclass(schedule) and "initial" in {f.name for f in fields(schedule)}:
+        try:
+            replace(schedule, initial=lam)
+        except ValueError as error:
+            raise ValueError(f"the state has λ = {lam!r}, which this schedule does not start from: {error}") from None
+
+
+def check_groups(state_dict: dict[str, Any]) -> None:
+    """torch's own part of a state_dict, as far as torch does not look at it."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"this state_dict has no entry {key!r}: it was not made by marquardt.LM")
+    for group in state_dict["param_groups"]:
+        if "lr" not in group:
+            raise ValueError("this state_dict has a parameter group without 'lr': it was not made by marquardt.LM")
+        check_rate(group["lr"])

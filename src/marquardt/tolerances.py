@@ -1,0 +1,32 @@
+"""How much two computations of the same may differ, by the precision they are made in. A wrong one is wrong by far."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Two losses of the same data at the same θ differ by rounding alone (sums on a GPU are not reproducible).
+SAME_LOSS = {torch.float32: 1e-5, torch.float64: 1e-9}
+
+# A formula of a user's loss against autograd: a right one may smooth a corner, or lose digits.
+FORMULA = {torch.float32: 1e-2, torch.float64: 1e-3}
+
+
+def of_rules(dtype: torch.dtype) -> float:
+    """Rows by a rule against plain autograd: TF32 convolutions are right to 1e-3, bfloat16 to 1e-2."""
+    return 1e-6 if dtype == torch.float64 else max(1e-2, 8 * torch.finfo(dtype).eps)
+
+
+def of_trials(dtype: torch.dtype) -> float:
+    """Losses of many trial points at once against one after the other."""
+    return 1e-6 if dtype == torch.float64 else 1e-3
+
+
+def of_symmetry(dtype: torch.dtype) -> float:
+    """A Hessian against its transpose: rounding in float32 leaves 1e-5."""
+    return 1e-8 if dtype == torch.float64 else 1e-2
+
+
+def same_outputs(z: Tensor, other: Tensor) -> bool:
+    """Whether two forward passes gave the same, up to rounding in any precision."""
+    return bool((z - other).norm() <= 1e-3 * other.norm())

@@ -1,0 +1,107 @@
+"""Losses at trial points θ + lr·d: on the same pieces, random numbers and buffers as in the linearisation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_leaves
+
+from . import tolerances
+from .jacobian.linearization import Linearization
+from .layers import Line
+from .memory import out_of_memory
+from .model.batch import Batch, forward
+from .model.randomness import SameSlopes, Slopes
+from .model.substituted import call_with
+
+# Numbers in the inputs of all trial points of one forward pass: a CPU gains nothing from more.
+TOGETHER = {"cuda": 1 << 26, "cpu": 1 << 18}
+
+
+class Trials:
+    """Along a direction from the point of a linearisation."""
+
+    def __init__(self, lin: Linearization) -> None:
+        self.lin, self.objective, self.known = lin, lin.objective, lin.known
+
+    def loss(self, d: Tensor, lr: float) -> Tensor:
+        """f(θ + lr·d): () in float64. The model stays there: the optimizer decides where it ends."""
+        lin = self.lin
+        lin.position.move(d, lr)
+        lin.start.restore()
+        total: Any = 0.0
+        checksum: Any = 0.0
+        for i, batch in enumerate(lin.cut()):
+            with torch.set_grad_enabled(self.known.differentiates), self._as_before(i):
+                z = self.objective.outputs(batch.inputs)
+            with torch.no_grad():
+                total = total + self.objective.value(z.detach(), batch)
+            if not lin.single:
+                checksum = checksum + batch.checksum()
+        if not lin.single and not abs(float(checksum) - float(lin.checksum)) <= 1e-6 * abs(float(lin.checksum)):
+            raise ValueError(
+                "the batches are not the same every time they are gone through: use the same data in each pass"
+            )
+        found: Tensor = total.double() * lin.scale
+        return found
+
+    def _as_before(self, i: int) -> AbstractContextManager[object]:
+        return SameSlopes(self.lin.slopes[i]) if self.lin.single else nullcontext()
+
+    def losses(self, d: Tensor, rates: Sequence[float]) -> list[float]:
+        """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other where vmap refuses."""
+        lin = self.lin
+        size, proven = self._together(), self.known.batched_trials
+        # Which random numbers a batched pass draws depends on the modes and the strides, and so on the sizes.
+        sizes = tuple(batch.samples for batch in lin.batches) if lin.single and lin.chance.drawn else None
+        key = tuple(m.training for m in self.objective.model.modules()), sizes
+        try:
+            if len(rates) > 1 and size > 1 and proven.get(key, True) and not self.known.differentiates:
+                lin.position.move()
+                losses = self._batched(d, rates, size)
+                if key in proven:
+                    return losses
+                # A model may keep its weights where nothing replaces them, or draw other numbers in a batched pass. At
+                # one point alone, far away, that may not show.
+                true = [float(self.loss(d, lr)) for lr in rates]
+                pairs = zip(losses, true, strict=True)
+                proven[key] = not any(abs(a - b) > tolerances.of_trials(d.dtype) * abs(b) for a, b in pairs)
+                # As in every later step: a run that is resumed goes on bit for bit.
+                return losses if proven[key] else true
+        except Exception as error:  # vmap refuses models in many ways
+            if not out_of_memory(error):
+                proven[key] = False
+        return [float(self.loss(d, lr)) for lr in rates]
+
+    def _together(self) -> int:
+        """How many trial points one forward pass may hold."""
+        lin = self.lin
+        inputs = sum(t.numel() for batch in lin.batches for t in tree_leaves(batch.inputs) if isinstance(t, Tensor))
+        most = TOGETHER.get(lin.parameters.device.type, TOGETHER["cpu"])
+        return most // max(1, inputs) if lin.single else 1
+
+    def _batched(self, d: Tensor, rates: Sequence[float], size: int) -> list[float]:
+        lin = self.lin
+        ids = [id(p) for p in lin.parameters.tensors]
+        origin, direction = (dict(zip(ids, lin.parameters.shaped(v), strict=True)) for v in (lin.theta, d))
+        lin.start.restore()
+        total: Any = 0.0
+        for batch, slopes in zip(lin.cut(), lin.slopes, strict=True):
+
+            def value(lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes) -> Tensor:
+                at = {key: p + lr * direction[key] for key, p in origin.items()}
+                with SameSlopes(slopes), Line(origin, direction, at, lr) if lr.is_cuda else nullcontext():
+                    z = forward(call_with(self.objective.model, at), batch.inputs)
+                return self.objective.value(z, batch)
+
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                lrs = torch.tensor(rates, dtype=d.dtype, device=d.device)
+                total = total + vmap(value, randomness="same", chunk_size=size)(lrs)
+        return [float(f) for f in (total.double() * lin.scale).tolist()]
