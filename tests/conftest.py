@@ -5,6 +5,8 @@ import hypothesis
 import pytest
 import torch
 
+from support.cases import default_dtype
+
 # Small problems, and one process per core: more threads cost more than they bring.
 torch.set_num_threads(1)
 
@@ -26,6 +28,13 @@ hypothesis.settings.load_profile("marquardt")
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def double():
+    """New tensors are float64."""
+    with default_dtype(torch.float64):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import marquardt as mq
-from reference import error
+from support.reference import error
+from support.steps import theta
 
 REPRESENTATIONS = {
     "dense": mq.Dense(),
@@ -115,10 +116,6 @@ def optimizer(model: nn.Module, representation: str, names: Names, **more) -> mq
     initial = 3.0 if representation == "hessian" else 1e-4  # otherwise it is never positive definite
     parts |= {"schedule": mq.TenFold(initial=initial), "average": None, **more}
     return mq.LM(model, "cross_entropy", curvature=REPRESENTATIONS[representation], **parts)
-
-
-def theta(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def loss(model: nn.Module, x: Tensor, y: Tensor) -> float:

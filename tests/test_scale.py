@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-import reference
 from marquardt.jacobian.linearization import Linearization
 from marquardt.layers import Block
 from marquardt.layers.bilinear import Bilinear
-from reference import error
+from support import reference
+from support.reference import error
 
 
 class Twin(NamedTuple):

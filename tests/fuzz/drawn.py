@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-import pieces
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
+from fuzz import pieces
 
 START: dict[str, Any] = {
     "v": lambda r: ("v", r.choice([1, 2, 3, 4])),

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from drawn import draw
-from networks import one, run
 
 import marquardt as mq
+from fuzz.compared import run
+from fuzz.drawn import draw
+from fuzz.networks import one
 
 CHUNKS, CASES = 8, 30
 

@@ -1,0 +1,454 @@
+"""Auto: the fastest representation that fits, said aloud; and the next smaller one where memory runs out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.curvature import auto
+from marquardt.curvature.dense import DenseCurvature
+from marquardt.curvature.gram import GramCurvature
+from marquardt.curvature.matrix_free import MatrixFreeCurvature
+from support.reference import error
+from support.steps import theta
+
+FAILURES = {
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "cpu": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+}
+
+
+class Noisy(nn.Module):
+    """Everything that a step could leave changed: parameters, a buffer that counts calls, random numbers."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+        self.drop = nn.Dropout(0.2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(self.drop(self.first(x).tanh()))
+
+
+def wide(noisy: bool = False) -> tuple[nn.Module, Tensor, Tensor]:
+    """n = 507 parameters, m = 64 rows of 32 samples: Gram"""
+    torch.manual_seed(0)
+    model = Noisy(10, 36, 3) if noisy else nn.Sequential(nn.Linear(10, 36), nn.Tanh(), nn.Linear(36, 3))
+    return model.double(), torch.randn(32, 10).double(), torch.randint(3, (32,))
+
+
+def narrow(noisy: bool = False) -> tuple[nn.Module, Tensor, Tensor]:
+    """n = 43 parameters, m = 64 rows of 32 samples: Dense, though there are fewer samples than parameters"""
+    torch.manual_seed(0)
+    model = Noisy(4, 5, 3) if noisy else nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return model.double(), torch.randn(32, 4).double(), torch.randint(3, (32,))
+
+
+def make(model: nn.Module, curvature: mq.Auto | mq.Dense = mq.Auto(), **parts) -> mq.LM:
+    """Plain steps that depend on nothing but the solve."""
+    plain = {"schedule": mq.Constant(3.0), "momentum": None, "acceptance": mq.Decrease(), "line_search": None}
+    return mq.LM(model, "cross_entropy", curvature=curvature, average=None, **{**plain, **parts})
+
+
+def world(model: nn.Module, opt: mq.LM) -> tuple[Tensor, list[Tensor], Tensor, str]:
+    """What a step may change"""
+    return theta(model), [b.clone() for b in model.buffers()], torch.get_rng_state(), str(opt.state_dict()["marquardt"])
+
+
+def same(a, b) -> bool:
+    return (
+        torch.equal(a[0], b[0])
+        and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+        and torch.equal(a[2], b[2])
+        and a[3] == b[3]
+    )
+
+
+# ---- the choice
+
+
+@pytest.mark.parametrize("build", [wide, narrow])
+def test_smaller_budgets_smaller_plans(build):
+    """Down from plenty: first whole, then in smaller and smaller chunks or by the other matrix, at last products; every
+    plan is within its budget, and all steps are those of Dense."""
+    expected, x, y = build()
+    make(expected, mq.Dense()).step(x, y)
+    seen: list[str] = []
+    budget = 2**32
+    while True:
+        model, x, y = build()
+        opt = make(model, mq.Auto(memory=budget))
+        try:
+            step = opt.step(x, y)
+        except ValueError:
+            break
+        choice = opt._plan.choice
+        kind = choice.representation
+        assert choice.bytes <= budget
+        assert choice.budget == budget
+        assert step.accepted
+        assert error(theta(model), theta(expected)) < (1e-2 if isinstance(kind, mq.MatrixFree) else 1e-10)
+        if str(kind) not in seen:
+            seen.append(str(kind))
+        budget = choice.bytes - 1
+    names = [s.split("(")[0] for s in seen]
+    assert names[0] == ("Gram" if build is wide else "Dense")
+    assert "chunk=None" in seen[0]
+    assert names[-1] == "MatrixFree"
+    assert names == sorted(names, key=names.index)  # no way back to one that did not fit
+    chunks = [int(s) for s in re.findall(r"^(?:Gram|Dense)\(chunk=(\d+)", "\n".join(seen), re.M)]
+    assert chunks == sorted(chunks, reverse=True)
+    assert chunks
+
+
+@pytest.mark.parametrize(
+    ("memory", "size"),
+    [
+        ("4GiB", 4 * 2**30),
+        ("500MB", 5 * 10**8),
+        (123_456_789, 123_456_789),
+        (" 1.5 gib ", 3 * 2**29),
+        ("2TB", 2 * 10**12),
+    ],
+    ids=str,
+)
+def test_plan_in_words(memory, size):
+    model, x, y = wide()
+    opt = make(model, mq.Auto(memory=memory))
+    assert "Auto" in opt.plan  # nothing is known before the first step
+    opt.step(x, y)
+    assert opt._plan.choice.budget == size
+    assert opt.plan.startswith("Gram(chunk=None)")
+    n, m = sum(p.numel() for p in model.parameters()), opt._state.rows
+    assert f"{n:,} parameters, {m:,} rows" in opt.plan  # why
+    assert opt.plan.endswith(f"of {auto.readable(size)}")
+
+
+def test_plan_without_auto():
+    model, x, y = narrow()
+    opt = make(model, mq.Dense(chunk=7))
+    opt.step(x, y)
+    assert opt.plan.startswith("Dense(chunk=7")
+
+
+@pytest.mark.parametrize("memory", [0, -1, "", "lots", "4 parsecs", "-4GiB", "0GiB", True, "GiB", float("nan"), "1e9x"])
+def test_bad_memory(memory):
+    with pytest.raises(ValueError, match=re.escape(f"memory={memory!r}")):
+        mq.Auto(memory=memory)
+
+
+@pytest.mark.parametrize("build", [wide, narrow])
+def test_too_small(build):
+    """The error says how much would be needed, and that is true: with so much there is a plan."""
+    model, x, y = build(noisy=True)
+    opt = make(model, mq.Auto(memory="2KB"))
+    before = world(model, opt)
+    with pytest.raises(ValueError, match=r"fits into 1\.95 KiB.*needs about ([\d.]+ [KM]iB)") as info:
+        opt.step(x, y)
+    assert same(before, world(model, opt))
+    found = re.search(r"needs about ([\d.]+) ([KM]iB)", str(info.value))
+    enough = f"{float(found[1]) * 1.01}{found[2]}"  # three digits are given
+    opt = make(model, mq.Auto(memory=enough))
+    assert opt.step(x, y).accepted
+    name = re.search(r"the smallest, (\w+),", str(info.value))[1]
+    assert opt.plan.startswith(name)
+
+
+def test_too_small_names_the_smallest():
+    """With very few rows Gram needs less than conjugate gradients."""
+    model, x, y = wide()
+    with pytest.raises(ValueError, match="needs about") as info:
+        make(model, mq.Auto(memory="2KB")).step(x[:1], y[:1])
+    found = re.search(r"the smallest, (\w+), needs about ([\d.]+) ([KM]iB)", str(info.value))
+    opt = make(model, mq.Auto(memory=f"{float(found[2]) * 1.01}{found[3]}"))
+    opt.step(x[:1], y[:1])
+    assert opt.plan.startswith(found[1])
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "200KiB"], ids=["whole", "chunked"])
+def test_same_plan_every_time(memory):
+    """The same plan step after step, and after the state was loaded."""
+    model, x, y = wide()
+    opt = make(model, mq.Auto(memory=memory))
+    opt.step(x, y)
+    plan = opt.plan
+    opt.step(x, y)
+    assert opt.plan == plan
+    again = make(model, mq.Auto(memory=memory))
+    again.load_state_dict(opt.state_dict())
+    again.step(x, y)
+    assert again.plan.rpartition(" of ")[0] == plan.rpartition(" of ")[0]  # what memory is free may have changed
+
+
+# ---- remembered
+
+
+def test_chosen_once(monkeypatch):
+    """Free memory is not measured again while the shapes stay, though it changes from step to step."""
+    calls = []
+    monkeypatch.setattr(auto, "free", lambda device: calls.append(device) or 10**9 // len(calls))
+    model, x, y = wide()
+    opt = make(model)
+    for _ in range(3):
+        opt.step(x, y)
+    assert len(calls) == 1
+    opt.step(x[:20], y[:20])  # a ragged last batch
+    opt.step(x, y)
+    assert len(calls) == 1
+    opt.step(torch.cat([x, x]), torch.cat([y, y]))  # a larger one counts
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("rows", [mq.Exact(), mq.Sampled(1), mq.Fraction(0.5)], ids=str)
+@pytest.mark.parametrize("build", [wide, narrow])
+def test_ragged_batch(build, rows):
+    """A last batch of few samples has fewer rows than parameters, and keeps the representation."""
+    model, x, y = build()
+    x, y = torch.cat([x, x + 0.1]), torch.cat([y, y])
+    opt = make(model, rows=rows)
+    opt.step(x, y)
+    plan = opt.plan
+    opt.step(x[:5], y[:5])
+    assert opt.plan == plan
+    opt.step(x, y)
+    assert opt.plan == plan
+
+
+def test_chunks_all_the_way():
+    """Once the plan is known, nothing sees more samples than it says: not even a forward pass."""
+    model, x, y = wide()
+    opt = make(model, mq.Auto(memory="200KiB"))
+    opt.step(x, y)
+    assert opt.plan.startswith("Gram(chunk=2)")
+    seen = []
+    model.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    assert opt.step(x, y).accepted
+    assert opt.step(x[:20], y[:20]).accepted
+    assert max(seen) == 2
+    seen.clear()
+    opt.step(torch.cat([x, x]), torch.cat([y, y]))  # larger: planned anew
+    assert max(seen) > 2
+
+
+# ---- memory runs out
+
+
+def fail(monkeypatch, failure: Exception, times: int, classes=(DenseCurvature, GramCurvature, MatrixFreeCurvature)):
+    """The first representations run out of memory: after the rows, the random numbers and a half-moved model."""
+    failed = []
+
+    def broken(cls):
+        original = cls.__init__
+
+        def init(self, lin, *args, **kwargs):
+            original(self, lin, *args, **kwargs)
+            if len(failed) < times:
+                failed.append(cls)
+                torch.rand(3)
+                lin.evaluate(torch.ones_like(lin.theta), 1.0)
+                raise failure
+
+        return init
+
+    for cls in classes:
+        monkeypatch.setattr(cls, "__init__", broken(cls))
+    return failed
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("times", [1, 2, 3, 4])
+@pytest.mark.parametrize("build", [wide, narrow])
+def test_out_of_memory(monkeypatch, build, times, failure):
+    """The step is that of the next plan, as if it had been the first."""
+    expected, x, y = build(noisy=True)
+    random_numbers = torch.get_rng_state()
+    first = make(expected)
+    first.step(x, y)
+    torch.set_rng_state(random_numbers)
+    model, x, y = build(noisy=True)
+    torch.set_rng_state(random_numbers)
+    opt = make(model, rows=mq.Exact())
+    with monkeypatch.context() as patch:
+        failed = fail(patch, FAILURES[failure], times)
+        step = opt.step(x, y)
+        assert len(failed) == times
+    assert step.accepted
+    assert f"out of memory, planned anew: {opt.plan}" in step.note
+    assert opt._plan.choice.representation != first._plan.choice.representation
+    after = torch.get_rng_state()
+    if opt._plan.choice.representation.chunk is None:  # dropout in chunks draws other masks
+        loose = isinstance(opt._plan.choice.representation, mq.MatrixFree)
+        assert error(theta(model), theta(expected)) < (1e-2 if loose else 1e-10)
+        torch.set_rng_state(random_numbers)
+        build(noisy=True)
+        torch.set_rng_state(random_numbers)
+        expected(x)
+        assert torch.equal(torch.get_rng_state(), after)  # as after one forward pass
+        assert model.calls == 1
+    again = opt.step(x, y)
+    assert "planned anew" not in again.note  # remembered
+
+
+@pytest.mark.parametrize("build", [wide, narrow])
+def test_next_plan_is_smaller(monkeypatch, build):
+    """Each of the plans that follow is the next of those that shapes predict."""
+    model, x, y = build()
+    opt = make(model)
+    opt.step(x, y)
+    shapes = opt._plan.shapes
+    fitting = [r for r, _, _ in opt.curvature._plans(shapes, True)]
+    for times in range(1, len(fitting)):
+        model, x, y = build()
+        opt = make(model)
+        with monkeypatch.context() as patch:
+            fail(patch, FAILURES["cuda"], times)
+            opt.step(x, y)
+        assert opt._plan.choice.representation == fitting[times]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("build", [wide, narrow])
+def test_out_of_memory_for_good(monkeypatch, build, failure):
+    """The error comes out, everything is as before, and the optimizer goes on when there is memory again."""
+    model, x, y = build(noisy=True)
+    opt = make(model)
+    opt.step(x, y)
+    plan = opt.plan
+    before = world(model, opt)
+    with monkeypatch.context() as patch:
+        failed = fail(patch, FAILURES[failure], 10**6)
+        with pytest.raises(RuntimeError, match=r"out of memory|can't allocate memory"):
+            opt.step(x, y)
+        assert len(failed) > 3  # plans
+    assert same(before, world(model, opt))
+    step = opt.step(x[:16], y[:16])
+    assert step.accepted
+    # A smaller batch does not change it; what memory is free may have changed.
+    assert opt.plan.rpartition(" of ")[0] == plan.rpartition(" of ")[0]
+
+
+def test_out_of_memory_elsewhere(monkeypatch):
+    """In the forward pass itself, before the shapes are known."""
+    model, x, y = wide(noisy=True)
+    original, calls = nn.Linear.forward, []
+
+    def forward(self, x):
+        calls.append(len(x))
+        if len(x) > 8:
+            raise FAILURES["cpu"]
+        return original(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    opt = make(model)
+    step = opt.step(x, y)
+    assert step.accepted
+    assert "planned anew" in step.note
+    assert opt._plan.choice.representation.chunk == 8
+    tried = len(calls)
+    assert opt.step(x, y).accepted
+    assert max(calls[tried:]) <= 8  # remembered: not tried as a whole again
+
+
+def test_out_of_memory_in_the_solve(monkeypatch):
+    model, x, y = wide()
+    expected, _, _ = wide()
+    make(expected).step(x, y)
+    original, failed = GramCurvature.gram, []
+
+    def gram(self, factors, dtype):
+        if len(failed) < 2:
+            failed.append(len(self.sizes))
+            raise FAILURES["cuda"]
+        return original(self, factors, dtype)
+
+    monkeypatch.setattr(GramCurvature, "gram", gram)
+    opt = make(model)
+    step = opt.step(x, y)
+    assert failed == [1, 4]  # whole, in quarters
+    assert opt._plan.choice.representation == mq.Gram(chunk=2)
+    assert "in chunks of 2" in step.note
+    assert error(theta(model), theta(expected)) < 1e-10
+
+
+@pytest.mark.parametrize("representation", [mq.Dense(), mq.Gram(), mq.MatrixFree()], ids=["dense", "gram", "products"])
+def test_no_plan_without_auto(monkeypatch, representation):
+    """Who chooses a representation gets the error, and an untouched model."""
+    model, x, y = wide(noisy=True)
+    opt = make(model, representation)
+    before = world(model, opt)
+    failed = fail(monkeypatch, FAILURES["cuda"], 1)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        opt.step(x, y)
+    assert len(failed) == 1
+    assert same(before, world(model, opt))
+
+
+def test_other_errors_pass(monkeypatch):
+    """What is not a matter of memory is not tried again."""
+    model, x, y = wide()
+    failed = fail(monkeypatch, RuntimeError("cuBLAS says no"), 1)
+    with pytest.raises(RuntimeError, match="cuBLAS says no"):
+        make(model).step(x, y)
+    assert len(failed) == 1
+
+
+# ---- several batches
+
+
+@pytest.mark.parametrize("build", [wide, narrow])
+def test_step_over(build):
+    model, x, y = build()
+    expected, _, _ = build()
+    make(expected, mq.Dense()).step(x, y)
+    opt = make(model)
+    batches = list(zip(x.split(20), y.split(20), strict=True))
+    opt.step_over(batches)
+    assert opt.plan.startswith("Dense(")
+    assert "several batches" in opt.plan
+    assert error(theta(model), theta(expected)) < 1e-10
+    opt.step(x, y)  # and back to one
+    assert opt.plan.startswith("Gram(" if build is wide else "Dense(")
+
+
+def test_step_over_within_a_budget():
+    """Where no n×n matrix fits, products."""
+    model, x, y = wide()
+    expected, _, _ = wide()
+    make(expected, mq.Dense()).step(x, y)
+    opt = make(model, mq.Auto(memory="1MiB"))
+    opt.step_over(list(zip(x.split(20), y.split(20), strict=True)))
+    assert opt.plan.startswith("MatrixFree(")
+    assert error(theta(model), theta(expected)) < 1e-2
+    with pytest.raises(ValueError, match="MatrixFree, needs about"):
+        make(model, mq.Auto(memory="1KiB")).step_over([(x, y)])
+
+
+def test_step_over_out_of_memory(monkeypatch):
+    model, x, y = wide()
+    expected, _, _ = wide()
+    make(expected, mq.Dense()).step(x, y)
+    opt = make(model)
+    with monkeypatch.context() as patch:
+        fail(patch, FAILURES["cuda"], 1)
+        step = opt.step_over([(x, y)])
+    assert "out of memory, planned anew: MatrixFree(" in step.note
+    assert error(theta(model), theta(expected)) < 1e-2
+
+
+def test_step_over_after_running_out(monkeypatch):
+    """A step that had to be planned anew leaves a plan for one batch: step_over makes its own."""
+    model, x, y = wide()
+    opt = make(model)
+    with monkeypatch.context() as patch:
+        fail(patch, FAILURES["cuda"], 1)
+        opt.step(x, y)
+    assert opt.plan.startswith("Gram(chunk=8")
+    assert opt.step_over(list(zip(x.split(20), y.split(20), strict=True))).accepted
+    assert opt.plan.startswith(("Dense(", "MatrixFree("))
+    assert opt.step(x, y).accepted

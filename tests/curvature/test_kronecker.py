@@ -1,0 +1,444 @@
+"""Kronecker factors: against curvlinops, against the exact curvature where they are exact, and against torch.kron."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.parts.momentum import Damped
+from support import reference
+from support.cases import mlp
+from support.found import PLAIN, SWAPPED, Fn, routed
+from support.kronecker import EVERY_NETWORK, build, damped, fresh_batches, represent
+from support.oracle import kfac_dense, kfac_matrix
+from support.reference import error
+from support.steps import theta
+
+ROWS = {"type-2": mq.Exact(), "empirical": mq.Empirical()}
+
+
+def dense(K) -> Tensor:
+    """G by its products: (n, n)"""
+    return torch.stack([K @ e for e in torch.eye(K.lin.n, dtype=K.lin.theta.dtype)])
+
+
+# ---- the factors
+
+
+@EVERY_NETWORK
+@pytest.mark.parametrize("fisher", ROWS)
+def test_factors_are_those_of_curvlinops(name, fisher):
+    pytest.importorskip("curvlinops")
+    problem = build(name)
+    K = represent(*problem, rows=ROWS[fisher])
+    expected = kfac_matrix(*problem, fisher)
+    assert len(K.layers) == len(expected)
+    for layer in K.layers:
+        A, B = expected[tuple(K.lin.names[i] for i in layer.members)]
+        assert error(layer.right[0], A) < 1e-12
+        assert error(layer.left[0], B) < 1e-12
+
+
+@EVERY_NETWORK
+@pytest.mark.parametrize("fisher", ROWS)
+def test_products_are_those_of_curvlinops(name, fisher):
+    pytest.importorskip("curvlinops")
+    problem = build(name)
+    K, expected = represent(*problem, rows=ROWS[fisher]), kfac_dense(*problem, fisher)
+    assert error(dense(K), expected) < 1e-12
+    assert error(K.diagonal(), expected.diagonal()) < 1e-12
+    assert error(K.trace(), expected.trace()) < 1e-12
+    d = torch.randn(K.lin.n, dtype=torch.float64)
+    gd, dGd = K.model(d)
+    assert error(gd, reference.quadratic(*problem).g @ d) < 1e-10
+    assert error(dGd, d @ expected @ d) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["linear ce", "conv ce"])
+def test_sample_weights_are_repeated_samples(name):
+    model, loss, x, y = build(name)
+    weight = torch.tensor([1, 3, 0, 2, 1][: len(x)])
+    K = represent(model, loss, x, y, weight.double())
+    L = represent(model, loss, x.repeat_interleave(weight, 0), y.repeat_interleave(weight, 0))
+    assert error(dense(K), dense(L)) < 1e-12
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_exact_for_one_layer_of_squared_error(bias, weighted):
+    model, x, y = nn.Linear(3, 2, bias=bias).double(), torch.randn(6, 3).double(), torch.randn(6, 2).double()
+    weight = torch.rand(6).double() if weighted else None
+    q = reference.quadratic(model, "mse", x, y, weight)
+    K = represent(model, "mse", x, y, weight)
+    assert error(dense(K), q.G) < 1e-12
+    assert error(K.gradient, q.g) < 1e-12
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
+def test_exact_for_one_sample_within_every_layer(loss):
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)).double(), torch.randn(1, 3).double()
+    y = torch.randn(1, 2).double() if loss == "mse" else torch.tensor([1])
+    q = reference.quadratic(model, loss, x, y)
+    K = represent(model, loss, x, y)
+    first = 0
+    for layer in model:
+        some = slice(first, first := first + layer.weight.numel() + layer.bias.numel())
+        assert error(dense(K)[some, some], q.G[some, some]) < 1e-12
+    assert dense(K)[: model[0].weight.numel(), model[0].weight.numel() + 4 :].abs().max() == 0  # nothing between layers
+
+
+def test_small_blocks_are_exact():
+    """Scales of normalisation layers and depthwise convolutions: the block of every output as it is."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 2, 2, groups=2), nn.GroupNorm(1, 2), nn.Tanh(), nn.Flatten(), nn.LayerNorm(8)
+    ).double()  # fmt: skip
+    x, y = torch.randn(4, 2, 3, 3).double(), torch.randint(8, (4,))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    q, K = reference.quadratic(model, "cross_entropy", x, y), represent(model, "cross_entropy", x, y)
+    assert error(K.diagonal(), q.diagonal()) < 1e-12
+    mask = dense(K) != 0
+    assert error(dense(K), q.G * mask) < 1e-12
+    # Every output: the weights it has and its bias. Two of 4 + 1, two of 1 + 1, eight of 1 + 1.
+    assert mask.sum() == 2 * 5**2 + 2 * 2**2 + 8 * 2**2
+    D = torch.rand(len(q.g)).double()  # any diagonal can be used here
+    assert error(K.newton(D), torch.linalg.solve(q.G * mask + D.diag(), q.g)) < 1e-10
+
+
+def test_groups_are_layers_of_their_own():
+    """A convolution with two groups is two convolutions side by side."""
+    both = nn.Conv1d(4, 6, 2, groups=2).double()
+    ones = [nn.Conv1d(2, 3, 2).double() for _ in range(2)]
+    for k, one in enumerate(ones):
+        one.load_state_dict({name: p[3 * k : 3 * k + 3] for name, p in both.state_dict().items()})
+
+    class Side(nn.Module):
+        def __init__(self, *parts: nn.Module) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(parts)
+
+        def forward(self, x: Tensor) -> Tensor:
+            pieces = x.chunk(len(self.parts), 1)
+            return torch.cat([part(piece) for part, piece in zip(self.parts, pieces, strict=True)], 1).tanh().mean(2)
+
+    x, y = torch.randn(5, 4, 6).double(), torch.randint(6, (5,))
+    K, L = (represent(model, "cross_entropy", x, y) for model in (Side(both), Side(*ones)))
+
+    def moved(v: Tensor) -> Tensor:
+        """The parameters of the two in the order of the one."""
+        w1, b1, w2, b2 = v.split([12, 3, 12, 3])
+        return torch.cat([w1, w2, b1, b2])
+
+    assert error(K.diagonal(), moved(L.diagonal())) < 1e-12
+    for damping in (mq.Identity(), mq.FactoredMaxDiagonal()):
+        found, expected = (C.newton(0.1 * damping.update(None, C)) for C in (K, L))
+        assert error(found, moved(expected)) < 1e-12
+
+
+def test_embedding():
+    """An embedding is a linear layer on one-hot inputs."""
+    table = nn.Embedding(7, 3).double()
+    tail = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(12, 4)).double()
+    line = nn.Linear(7, 3, bias=False).double()
+    line.weight.data = table.weight.data.T.clone()
+    tokens, y = torch.randint(5, (6, 4)), torch.randint(4, (6,))  # two tokens never occur
+    hot = nn.functional.one_hot(tokens, 7).double()
+    K = represent(nn.Sequential(table, tail), "cross_entropy", tokens, y)
+    L = represent(nn.Sequential(line, tail), "cross_entropy", hot, y)
+
+    def moved(v: Tensor) -> Tensor:
+        return torch.cat([v[:21].view(3, 7).T.flatten(), v[21:]])
+
+    v = torch.randn(K.lin.n).double()
+    assert error(K @ moved(v), moved(L @ v)) < 1e-12
+    assert error(K.diagonal(), moved(L.diagonal())) < 1e-12
+    for A in (mq.Diagonal(torch.tensor(0.1).double()), 0.1 * K.factored_maximum(None).positive()):
+        assert (K.newton(A)[:21].view(7, 3)[5:] == 0).all()
+        assert error(K.gradient @ K.newton(A), K.damped_quadratic(K.newton(A), A)) < 1e-12
+    lam = torch.tensor(0.1).double()
+    assert error(K.newton(lam), moved(L.newton(lam))) < 1e-12
+
+
+def test_parameters_that_do_nothing_stay():
+    model = nn.Sequential(nn.Linear(3, 2)).double()
+    model.spare = nn.Parameter(torch.ones(4).double())
+    model.forward = lambda x: model[0](x)
+    K = represent(model, "mse", torch.randn(5, 3).double(), torch.randn(5, 2).double())
+    i = K.lin.names.index("spare")
+    for A in (torch.tensor(0.1).double(), torch.tensor(0.0).double()):
+        assert (K.newton(A).split(K.lin.sizes)[i] == 0).all()
+    D = K.factored_maximum(None).positive()
+    assert K.newton(D).isfinite().all()
+
+
+@pytest.mark.parametrize("only", ["weight", "bias"])
+def test_frozen_half_of_a_layer(only):
+    model = mlp(3, 4, 2).double()
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    params = [p for name, p in model.named_parameters() if name.endswith(only)]
+    whole, K = represent(model, "mse", x, y), represent(model, "mse", x, y, params=params)
+    chosen = torch.cat(
+        [torch.full((p.numel(),), name.endswith(only)) for name, p in model.named_parameters()]
+    )  # fmt: skip
+    assert error(dense(K), dense(whole)[chosen][:, chosen]) < 1e-12
+    A = 0.3 * mq.FactoredMaxDiagonal().update(None, K)
+    assert error(K.gradient @ K.newton(A), K.damped_quadratic(K.newton(A), A)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["linear ce", "conv mse", "tokens ce"])
+@pytest.mark.parametrize("rows", [mq.Exact(), mq.Empirical()])
+def test_chunks_add_up(name, rows):
+    problem = build(name)
+    K, L = represent(*problem, rows=rows), represent(*problem, rows=rows, chunk=2)
+    lam = torch.tensor(0.01).double()
+    assert error(dense(L), dense(K)) < 1e-12
+    assert error(L.newton(lam), K.newton(lam)) < 1e-10
+
+
+def test_chunks_add_up_also_elsewhere():
+    """Embedding and normalisation layers, with sample weights."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(12, 3)).double()
+    x, y, w = torch.randint(5, (5, 3)), torch.randint(3, (5,)), torch.rand(5).double()
+    K, L = (represent(model, "cross_entropy", x, y, w, chunk=chunk) for chunk in (None, 2))
+    assert error(dense(L), dense(K)) < 1e-12
+
+
+def test_sampled_rows_are_right_in_the_mean():
+    problem = build("linear ce")
+    exact = represent(*problem).layers
+    some = [represent(*problem, rows=mq.Sampled(1, seed=k)).layers for k in range(400)]
+    for i, layer in enumerate(exact):
+        assert error(some[0][i].right, layer.right) < 1e-12
+        assert error(some[0][i].left, layer.left) > 1e-3
+        assert error(torch.stack([s[i].left for s in some]).mean(0), layer.left) < 0.05
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rows_of_a_part_of_the_batch(weighted):
+    """The factors of that part alone, with its own sample weights; the gradient of all."""
+    model, loss, x, y = build("linear ce")
+    rows = mq.Fraction(0.6)
+    index = rows.pick(len(x), 0)
+    assert len(index) == 3
+    weight = torch.rand(len(x)).double() if weighted else None
+    K = represent(model, loss, x, y, weight, rows=rows)
+    L = represent(model, loss, x[index], y[index], None if weight is None else weight[index])
+    units = 1.0 if weight is None else weight[index].mean() / weight.mean()
+    for whole, part in zip(K.layers, L.layers, strict=True):
+        assert error(whole.right, part.right) < 1e-12
+        assert error(whole.left, part.left * units) < 1e-12
+    assert error(K.gradient, reference.quadratic(model, loss, x, y, weight).g) < 1e-12
+
+
+# ---- from step to step
+
+
+def optimizer(model=None, **parts) -> mq.LM:
+    ours = {
+        "curvature": mq.Kronecker(), "damping": mq.Identity(), "momentum": None, "average": None,
+        "acceptance": mq.Uphill(), "schedule": mq.GainRatio(),
+    }  # fmt: skip
+    return mq.LM(model or mlp(3, 5, 3).double(), "cross_entropy", **{**ours, **parts})
+
+
+def test_running_average():
+    """Ā ← β·Ā + (1−β)·A with β = min(1 − 1/k, decay): a plain mean at first."""
+    opt = optimizer(curvature=mq.Kronecker(decay=0.6))
+    mean = None
+    for k, (x, y) in enumerate(fresh_batches(5), start=1):
+        found = [(layer.left, layer.right) for layer in represent(opt.model, "cross_entropy", x, y).layers]
+        beta = min(1 - 1 / k, 0.6)
+        mean = found if mean is None else [
+            tuple(beta * old + (1 - beta) * new for old, new in zip(m, f, strict=True))
+            for m, f in zip(mean, found, strict=True)
+        ]  # fmt: skip
+        assert opt.step(x, y).accepted
+        kept = opt._state.past
+        for name, (B, A) in zip(("0.weight,0.bias", "2.weight,2.bias"), mean, strict=True):
+            assert error(kept[f"left of {name}"], B) < 1e-12
+            assert error(kept[f"right of {name}"], A) < 1e-12
+        assert kept["count"] == k
+
+
+def test_no_average_on_the_same_data():
+    opt = optimizer()
+    ((x, y),) = fresh_batches(1)
+    for _ in range(6):
+        opt.step(x, y)
+    here = represent(opt.model, "cross_entropy", x, y)
+    assert opt.step(x, y).accepted
+    assert opt._state.repeats > 1
+    assert error(opt._state.past["right of 2.weight,2.bias"], here.layers[1].right) < 1e-12
+
+
+def test_averaged_is_said():
+    K = represent(*build("linear ce"))
+    K.recall(None, 0, same_data=False)
+    assert K.averaged
+    K.recall(None, 0, same_data=True)
+    assert not K.averaged
+    K = represent(*build("linear ce"), decay=0.0)
+    K.recall(None, 0, same_data=False)
+    assert not K.averaged
+    assert K.keep() is None
+
+
+def test_every():
+    """Decomposed in one step of three; in between the old factors, but always the λ of the step."""
+    opt = optimizer(curvature=mq.Kronecker(every=3), schedule=mq.TenFold(factor=1.5), line_search=None)
+    solved = []  # the factors of the last decomposition
+    for k, (x, y) in enumerate(fresh_batches(7)):
+        K = represent(opt.model, "cross_entropy", x, y, every=3)
+        K.recall(opt._state.past, k, same_data=False)
+        lam, theta = opt.lam, torch.cat([p.detach().flatten() for p in opt.params])
+        if k % 3 == 0:
+            solved = [(layer.left, layer.right) for layer in K.layers]
+        assert opt.step(x, y).accepted
+        d = torch.cat([p.detach().flatten() for p in opt.params]) - theta
+        for layer, (left, right) in zip(K.layers, solved, strict=True):
+            layer.left, layer.right = left, right
+        H = damped(K, lam)
+        assert error(-d, torch.linalg.solve(H, K.gradient)) < 1e-9
+        assert opt._state.past["age"] == k % 3
+
+
+def test_every_keeps_momentum_consistent():
+    """The H of the momentum is the one that solved, also where it is an old one."""
+    opt = optimizer(curvature=mq.Kronecker(every=4), damping=mq.FactoredMaxDiagonal())
+    for x, y in fresh_batches(3):
+        opt.step(x, y)
+    ((x, y),) = fresh_batches(1)
+    K = represent(opt.model, "cross_entropy", x, y, every=4)
+    K.recall(opt._state.past, 3, same_data=False)
+    A = 0.2 * K.factored_maximum(opt._state.D)
+    d = K.newton(A)
+    assert error(K.gradient @ d, K.damped_quadratic(d, A)) < 1e-10
+    fresh = represent(opt.model, "cross_entropy", x, y)
+    assert error(d, fresh.newton(A)) > 1e-3
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("damping", [mq.Identity(), mq.MaxDiagonal(), mq.FactoredMaxDiagonal()])
+def test_momentum_identities(damping, every):
+    """gᵀdθ = −ξ·δP·√I_GG and dθᵀH dθ = δP², with the H of the damped factors."""
+    K = represent(*build("conv ce"), every=every)
+    D = damping.update(None, K)
+    H = Damped(K, 0.3 * D)
+    previous = 0.1 * torch.randn(K.lin.n).double()
+    newton = -K.newton(H.A)
+    d = mq.AdaptiveMomentum(xi=0.8, dP=0.5).refine(newton, previous, H, same_data=True)
+    matrix = damped(K, 0.3, D)
+    assert error(d @ matrix @ d, torch.tensor(0.25).double()) < 1e-10
+    assert error(K.gradient @ d, -0.8 * 0.5 * (K.gradient @ -newton).sqrt()) < 1e-10
+    expected = reference.adaptive_momentum(matrix, K.gradient, previous, 0.8, 0.5)
+    assert error(d, expected) < 1e-9
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("damping", [mq.Identity(), mq.FactoredMaxDiagonal()])
+def test_resumes_bit_for_bit(damping, every, tmp_path):
+    batches = fresh_batches(8)
+    parts = {
+        "curvature": mq.Kronecker(every=every), "damping": damping, "rows": mq.Sampled(1),
+        "momentum": mq.AdaptiveMomentum(),
+    }  # fmt: skip
+    whole = optimizer(**parts)
+    half = optimizer(mlp(3, 5, 3).double(), **parts)
+    half.model.load_state_dict(whole.model.state_dict())
+    for x, y in batches[:5]:
+        assert whole.step(x, y) == half.step(x, y)
+    torch.save(half.state_dict(), tmp_path / "state.pt")
+    resumed = optimizer(mlp(3, 5, 3).double(), **parts)
+    resumed.model.load_state_dict(half.model.state_dict())
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for x, y in batches[5:]:
+        assert whole.step(x, y) == resumed.step(x, y)
+
+
+def test_all_batches_together():
+    """step_over: the factors of all data."""
+    x, y = torch.randn(12, 3).double(), torch.randint(3, (12,))
+    one, many = optimizer(), optimizer()
+    many.model.load_state_dict(one.model.state_dict())
+    for _ in range(3):
+        a, b = one.step(x, y), many.step_over([(x[:5], y[:5]), (x[5:], y[5:])])
+        assert a.new_loss == pytest.approx(b.new_loss, rel=1e-9)
+
+
+# ---- what cannot be
+
+
+def test_parameters_without_factors_are_named():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).tanh() * self.scale
+
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    with pytest.raises(ValueError, match=r"'scale'.*mq\.MatrixFree\(\), mq\.Dense\(\) or mq\.Gram\(\)"):
+        represent(Own(), "mse", x, y)
+    with pytest.raises(ValueError, match="weight_ih_l0"):
+        represent(Recurrent(), "mse", torch.randn(4, 5, 3), y)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0][:, -1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"decay": 1.0}, r"decay=1\.0.*below 1"),
+        ({"decay": -0.1}, r"decay=-0\.1.*at least 0"),
+        ({"decay": math.nan}, "decay=nan"),
+        ({"every": 0}, "every=0.*at least 1"),
+        ({"every": 1.5}, r"every=1\.5.*integer"),
+        ({"chunk": 0}, "chunk=0"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        mq.Kronecker(**options)
+
+
+def test_coupled_samples_are_refused():
+    with pytest.raises(ValueError, match="BatchNorm"):
+        mq.presets.kfac(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), "mse")
+
+
+# ---- layers without samples, and gradients in another order
+
+
+@pytest.mark.usefixtures("double")
+def test_an_expert_without_samples_has_kronecker_factors():
+    model, x, y = routed(4), torch.randn(6, 3), torch.randn(6, 2)
+    expert = copy.deepcopy(model[0].parts[0])
+    step = mq.LM(model, "mse", curvature=mq.Kronecker(), **PLAIN).step(x, y)
+    assert (step.rule, step.note) == ("decrease", "")
+    assert torch.equal(theta(model[0].parts[0]), theta(expert))
+
+
+@pytest.mark.usefixtures("double")
+def test_kronecker_takes_the_gradients_of_an_embedding_in_any_order():
+    head = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    table, last = nn.Embedding(5, 3), nn.Linear(3, 1)
+    plain = nn.Sequential(table, head, Fn(lambda x: x.mean(1)), last)
+    swapped = copy.deepcopy(nn.Sequential(table, SWAPPED, head, SWAPPED, Fn(lambda x: x.mean(1)), last))
+    x, y = torch.randint(5, (6, 4)), torch.randn(6, 1)
+    for model in (plain, swapped):
+        mq.LM(model, "mse", curvature=mq.Kronecker(), damping=mq.Identity(), **PLAIN).step(x, y)
+    assert error(theta(swapped), theta(plain)) < 1e-10

@@ -1,0 +1,132 @@
+"""Kronecker: the damped solve, and the factored maximum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import marquardt as mq
+from support import reference
+from support.cases import mlp
+from support.kronecker import NETWORKS, build, damped, represent
+from support.reference import error
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("name", ["linear mse", "linear ce", "conv ce", "tokens ce"])
+def test_newton_solves_with_the_damped_factors(name, every):
+    K = represent(*build(name), every=every)
+    v = torch.randn(K.lin.n).double()
+    for damping in (mq.Identity(), mq.FactoredMaxDiagonal(), mq.MaxDiagonal()):
+        D = damping.update(None, K)
+        for lam in (1e2, 1.0, 1e-2, 1e-4):
+            H = damped(K, lam, D)
+            assert error(K.newton(lam * D), torch.linalg.solve(H, K.gradient)) < 1e-9
+            assert error(K.damped_quadratic(v, lam * D), v @ H @ v) < 1e-12
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_number_for_a_layer(every):
+    K = represent(*build("conv ce"), every=every)
+    D = mq.LayerMeanEigenvalue().update(None, K)
+    traces, start = [], 0
+    for weight in (0, 2, 4):
+        stop = start + K.lin.sizes[weight] + K.lin.sizes[weight + 1]
+        traces.append(K.diagonal()[start:stop].sum() / min(stop - start, K.lin.most))
+        start = stop
+    assert error(torch.stack([part[0] for part in D.factors]), torch.stack(traces).repeat_interleave(2)) < 1e-12
+    flat = mq.Diagonal(torch.tensor(0.3).double())
+    same = mq.Diagonal(torch.tensor(1.0).double(), [(torch.tensor(0.3).double(),)] * 6)
+    assert error(K.newton(same), K.newton(flat)) < 1e-12
+    assert error(K.gradient @ K.newton(D), K.damped_quadratic(K.newton(D), D)) < 1e-12
+
+
+def test_undamped_is_the_gauss_newton_step_where_the_factors_are_exact():
+    model, x, y = nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
+    q = reference.quadratic(model, "mse", x, y)
+    for every in (1, 2):
+        found = represent(model, "mse", x, y, every=every).newton(torch.tensor(0.0).double())
+        assert error(-found, q.step(0.0)) < 1e-9
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_float32(every):
+    model, loss, x, y = build("conv ce")
+    K = represent(model, loss, x, y, every=every)
+    expected = {lam: K.newton(torch.tensor(lam).double()) for lam in (1.0, 1e-3)}
+    L = represent(model.float(), loss, x.float(), y, every=every)
+    for lam in expected:
+        found = L.newton(torch.tensor(lam))
+        assert found.dtype == torch.float32
+        assert error(found, expected[lam]) < 1e-4
+
+
+def test_singular_in_float32_is_factored_in_float64():
+    """Two inputs that are nearly the same, and no damping."""
+    x = torch.randn(8, 1).repeat(1, 2) + torch.tensor([0.0, 1e-6])
+    opt = mq.presets.gauss_newton(nn.Linear(2, 1), "mse", curvature=mq.Kronecker())
+    step = opt.step(x, torch.randn(8, 1))
+    assert "factored in float64" in step.note
+    assert step.accepted
+
+
+def test_invariant_to_rescaling_units_with_the_factored_maximum():
+    """Inputs and outputs of a layer in other units: the step is the same one in those units."""
+    model, x, y = mlp(3, 4, 2).double(), torch.randn(6, 3).double(), torch.randn(6, 2).double()
+    model[1] = nn.ReLU()
+    scale = torch.tensor([1e-2, 10.0, 3.0, 1e2]).double()
+    other = mlp(3, 4, 2).double()
+    other[1] = nn.ReLU()
+    with torch.no_grad():
+        other.load_state_dict(model.state_dict())
+        other[0].weight *= scale[:, None]
+        other[0].bias *= scale
+        other[2].weight /= scale
+    factor = torch.cat([scale.repeat_interleave(3), scale, (1 / scale).repeat(2), torch.ones(2).double()])
+    K, L = (represent(m, "mse", x, y) for m in (model, other))
+    A, B = (0.1 * mq.FactoredMaxDiagonal().update(None, C) for C in (K, L))
+    assert error(L.newton(B), factor * K.newton(A)) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["linear ce", "linear no bias", "conv ce"])
+def test_the_maximum_is_at_least_every_diagonal(name):
+    model, loss, _, y = build(name)
+    shape = NETWORKS[name]()[2].shape
+    for floor in (0.0, 1e-4):
+        D = None
+        seen = []
+        for k in range(4):
+            K = represent(model, loss, torch.randn(shape).double() * (2 if k == 1 else 0.5), y)
+            seen.append(K.diagonal())
+            D = K.maximum(D, floor) if floor else K.factored_maximum(D)
+            entries = D.entries(K.lin.sizes)
+            assert (entries >= torch.stack(seen).amax(0) * (1 - 1e-12)).all()
+            if k == 0:
+                assert (entries >= floor * (1 - 1e-12)).all()
+                if not floor:
+                    assert error(entries, seen[0]) < 1e-12
+
+
+def test_the_factored_maximum_is_tight():
+    """v ← max(v, diag A), u ← max(u, max_i diag B·A_ii/v_i): inputs that were larger once leave room in v."""
+    model, loss, x, y = build("linear no bias")
+    big, small = (represent(model, loss, c * x, y) for c in (3.0, 1.0))
+    D = small.factored_maximum(big.factored_maximum(None))
+    for i, (old, new) in enumerate(zip(big.layers, small.layers, strict=True)):
+        B, A, C = (M[0].diagonal() for M in (old.left, old.right, new.right))
+        v = torch.maximum(A, C)
+        u = torch.maximum(B, new.left[0].diagonal() * (C / v).max())
+        assert error(D.factors[i][0].flatten(), u) < 1e-12
+        assert error(D.factors[i][1].flatten(), v) < 1e-12
+
+
+def test_damping_by_entry_is_refused():
+    K = represent(*build("linear mse"))
+    for A in (torch.rand(K.lin.n).double() + 0.1, mq.Diagonal.of(torch.rand(K.lin.n).double() + 0.1, K.lin.sizes)):
+        with pytest.raises(ValueError, match=r"'0\.weight,0\.bias'.*mq\.FactoredMaxDiagonal\(\), mq\.Identity\(\)"):
+            K.newton(A)
+    u, v = torch.rand(1, 4, 1).double(), torch.rand(1, 1, 3).double()
+    one = (torch.tensor(1.0).double(),)
+    with pytest.raises(ValueError, match="FactoredMaxDiagonal"):  # the bias has another u than the weight
+        K.newton(mq.Diagonal(one[0], [(u, v), (u + 1,), one, one]))

@@ -1,0 +1,73 @@
+"""Which parameters' rows come from a layer rule, and which from the general path."""
+
+from __future__ import annotations
+
+import pytest
+
+import marquardt as mq
+from support import reference
+from support.cases import CONVOLUTIONS, build
+from support.linearized import linearize
+
+ALL_BY_RULE = [
+    *[
+        "mlp_elu",
+        "mlp_flat_output",
+        "linear_leading_dims",
+        "linear_no_bias",
+        "ce",
+        "frozen_parameters",
+        "chosen_parameters",
+    ],
+    *[name for name in CONVOLUTIONS if "transpose" not in name],
+    *["residual_block_in_place", "conv_batchnorm_classifier", "embedding", "embedding_padding"],
+    *["layer_norm", "layer_norm_leading_dims", "layer_norm_many_dims", "group_norm", "batch_norm_1d", "batch_norm_2d"],
+]
+NOT_BY_RULE = {  # the parameters that no rule may claim
+    "custom_scale": ["scale", "gain"],
+    "custom_polynomial": ["coefficients"],
+    "weight_used_transposed": ["encoder.weight"],
+    "bilinear_and_prelu": ["pair.weight", "act.weight"],
+    "conv_transpose2d": ["0.weight"],
+    "weight_norm": ["0.parametrizations.weight.original0", "0.parametrizations.weight.original1"],
+    "spectral_norm": ["0.parametrizations.weight.original"],
+    "orthogonal": ["0.parametrizations.weight.original"],
+    "pinn": ["u.0.weight", "u.0.bias", "u.2.weight"],
+    "pinn_two_inputs": ["u.0.weight", "u.0.bias", "u.2.weight", "u.2.bias", "u.4.weight", "kappa"],
+    "lstm": ["cell.weight_ih_l0", "cell.weight_hh_l0", "cell.bias_ih_l0", "cell.bias_hh_l0"],
+    "gru_time_major": ["cell.weight_ih_l0", "cell.weight_hh_l0", "cell.bias_ih_l0", "cell.bias_hh_l0"],
+}
+
+
+def paths(name: str) -> dict[str, str]:
+    p = build(name)
+    lin = linearize(p)
+    mq.Dense().represent(lin)
+    assert list(lin.paths) == list(reference.trainable(p.model, p.params))
+    assert set(lin.paths.values()) <= {"rule", "none", "vmap", "parts", "rows", "loop"}
+    return lin.paths
+
+
+@pytest.mark.parametrize("name", ALL_BY_RULE)
+def test_fast_rule(name):
+    assert set(paths(name).values()) == {"rule"}
+
+
+@pytest.mark.parametrize("name", NOT_BY_RULE)
+def test_general_path(name):
+    found = paths(name)
+    assert [k for k in NOT_BY_RULE[name] if found[k] == "rule"] == []
+
+
+def test_paths_of_a_transformer():
+    found = paths("transformer_encoder_layer")
+    for layer in ("linear1", "linear2", "norm1", "norm2"):
+        assert found[f"{layer}.weight"] == found[f"{layer}.bias"] == "rule"
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru_time_major"])
+def test_paths_of_recurrence(name):
+    """vmap cannot follow a recurrent layer; its head keeps its rule."""
+    found = paths(name)
+    assert {path for k, path in found.items() if k.startswith("cell.")} <= {"parts", "rows", "loop"}
+    assert found["head.weight"] == found["head.bias"] == "rule"

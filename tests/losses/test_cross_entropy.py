@@ -1,0 +1,117 @@
+"""Cross-entropy: the reduction to C − 1 columns, ignored positions, extreme logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from marquardt.losses import CrossEntropy
+from support.losses import CLASS_WEIGHT, IMAGE, close, f64, image, normal, some_ignored
+
+
+@pytest.mark.parametrize("C", [2, 3, 10])
+def test_householder_changes_nothing(C):
+    """Against the c columns of √w̃(I − p1ᵀ)diag(s) and u = (w̃p − q̃)/(√w̃ s)."""
+    torch.manual_seed(C)
+    z, q, w = 3 * normal((50, C)), torch.rand(50, C, dtype=f64), torch.rand(C, dtype=f64) + 0.1
+    p, qw = z.softmax(1), q * w
+    w = qw.sum(1, keepdim=True)  # (N, 1)
+    S = w.sqrt()[..., None] * (torch.eye(C, dtype=f64) - p[:, :, None]) * p.sqrt()[:, None, :]
+    u = (w * p - qw) / (w * p).sqrt()
+    root = CrossEntropy(class_weight=(qw / q)[0]).root(z, q)
+    assert root.S.shape == (50, 1, C, C - 1)
+    close((root.S @ root.S.mT)[:, 0], S @ S.mT)
+    close(image(root)[:, 0], (S @ u[..., None])[..., 0])
+    close(root.u.square().sum((1, 2)), u.square().sum(1), 1e-11)  # u had no part in the column that left
+
+
+def test_ignored_positions_are_zero_rows():
+    z, y = normal(IMAGE), some_ignored(IMAGE)
+    loss = CrossEntropy(label_smoothing=0.1, class_weight=CLASS_WEIGHT)
+    ignored = (y == -100).reshape(4, 4)
+    for root in (loss.root(z, y), loss.empirical(z, y)):
+        assert (root.S[ignored] == 0).all()
+        assert (root.u[ignored] == 0).all()
+        assert (root.S[~ignored] != 0).any((-1, -2)).all()
+    assert (loss.group(loss.gradient(z, y))[ignored] == 0).all()
+
+
+def test_class_weight_zero_gives_zeros():
+    loss = CrossEntropy(class_weight=torch.tensor([0.0, 1.0], dtype=f64))
+    z, y = normal((2, 2)), torch.tensor([0, 1])
+    for root in (loss.root(z, y), loss.empirical(z, y)):
+        assert (root.S[0] == 0).all()
+        assert (root.u[0] == 0).all()
+        assert (root.S[1] != 0).any()
+
+
+def extreme_logits():
+    """All signs of ±120 for four classes, every label; then random ones to ±120."""
+    corners = 120 * (2.0 * torch.cartesian_prod(*[torch.arange(2)] * 4) - 1)
+    z = torch.cat([corners.repeat_interleave(4, 0), 240 * torch.rand(200, 4) - 120])
+    return z, torch.arange(len(z)) % 4
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["labels", "one-hot", "probabilities"])
+def test_extreme_logits_in_float32(kind, smoothing):
+    torch.manual_seed(0)
+    z, y = extreme_logits()
+    if kind == "one-hot":
+        y = F.one_hot(y, 4).float()
+    elif kind == "probabilities":
+        y = torch.rand(len(z), 4) * F.one_hot(y, 4).logical_not()
+        y = y / y.sum(1, keepdim=True)
+    loss = CrossEntropy(label_smoothing=smoothing)
+    zz, yy = z.double(), y.double() if y.is_floating_point() else y
+    exact, H = loss.gradient(zz, yy), loss.root(zz, yy).S
+    H, root = (H @ H.mT)[:, 0], loss.root(z, y)
+    assert root.S.isfinite().all()
+    assert root.u.abs().max() <= 1.01 / torch.finfo(torch.float32).eps  # the floor under s: u² must not overflow
+    corners = 16 * 4
+    for g in (loss.gradient(z, y), image(root)[:, 0]):
+        error = (g.double() - exact).norm(dim=1)
+        assert (error[:corners] <= 1e-6 * exact[:corners].norm(dim=1) + 1e-37).all()
+        assert (error <= 1e-6).all()
+    close((root.S @ root.S.mT)[:, 0].double(), H, 1e-6)
+    rows = loss.empirical(z, y)
+    assert rows.S.isfinite().all()
+    close(image(rows)[:, 0].double(), exact, 1e-6)
+
+
+def test_masked_logits():
+    """−inf takes a class out, as in torch."""
+    z = torch.tensor([[1.0, -math.inf, 0.5]], dtype=f64)
+    y = torch.tensor([2])
+    loss = CrossEntropy()
+    reduced = z[:, [0, 2]]
+    close(loss.value(z, y), loss.value(reduced, torch.tensor([1])))
+    root = loss.root(z, y)
+    close(image(root)[0, 0, [0, 2]], loss.gradient(reduced, torch.tensor([1]))[0])
+    assert image(root)[0, 0, 1] == 0
+
+
+def test_confident_logits_keep_their_digits():
+    """p − e_y where p rounds to e_y: torch's own gradient has a zero in place of −4e-9."""
+    z, y = torch.tensor([[20.0, 0.0, 0.0]]), torch.tensor([0])
+    loss = CrossEntropy()
+    exact = loss.gradient(z.double(), y)
+    for g in (loss.gradient(z, y), image(loss.root(z, y))[:, 0], image(loss.empirical(z, y))[:, 0]):
+        assert (g.double() - exact).abs().max() <= 1e-6 * exact.abs().max()
+    S = loss.root(z, y).S.double()[0, 0]
+    H = loss.root(z.double(), y).S[0, 0]
+    assert (S @ S.T - H @ H.T).abs().max() <= 1e-6 * (H @ H.T).abs().max()
+
+
+def test_small_integer_labels():
+    """Also where the type cannot hold ignore_index: −100 is 156 in uint8."""
+    z, y = normal((4, 200)), torch.tensor([0, 156, 7, 100])
+    loss = CrossEntropy()
+    for dtype in (torch.int32, torch.uint8):
+        small = y.to(dtype)
+        loss.check(z, small)
+        for take in (loss.value, loss.normaliser, loss.gradient):
+            close(take(z, small), take(z, y))

@@ -1,0 +1,141 @@
+"""LM.averaged: the averaged weights for a while, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+import marquardt as mq
+from support.reference import error
+from support.steps import lm, problem, stochastic, theta
+from support.unchanged import changes, same, world
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.parametrize("average", [mq.EMA(0.9), mq.Polyak()], ids=str)
+def test_average_by_hand(average):
+    model, x, y = problem(N=40)
+    opt, mean, count = lm(model, average=average, schedule=mq.Constant(1.0)), None, 0
+    for t in range(8):
+        step = opt.step(x[5 * t : 5 * t + 5], y[5 * t : 5 * t + 5])
+        if not step.accepted:
+            continue
+        if mean is None:
+            mean = theta(model)
+        elif isinstance(average, mq.Polyak):
+            mean = (count * mean + theta(model)) / (count + 1)
+        else:
+            keep = min(0.9, (1 + count) / (10 + count))
+            mean = keep * mean + (1 - keep) * theta(model)
+        count += 1
+    current = theta(model)
+    assert count >= 5
+    with opt.averaged():
+        assert error(theta(model), mean) < 1e-12
+    assert torch.equal(theta(model), current)
+
+
+def test_averaged_swaps_and_restores():
+    model, opt, _, _ = stochastic()
+    before, ids = world(model, opt), [id(p) for p in model.parameters()]
+    with opt.averaged():
+        assert changes(before, world(model, opt)) == ["parameters"]
+        assert [id(p) for p in model.parameters()] == ids
+    assert changes(before, world(model, opt)) == []
+
+
+@pytest.mark.parametrize("exception", [ZeroDivisionError, KeyboardInterrupt])
+def test_averaged_restores_after_an_exception(exception):
+    model, opt, _, _ = stochastic()
+    before = world(model, opt)
+    with pytest.raises(exception), opt.averaged():
+        raise exception
+    assert changes(before, world(model, opt)) == []
+
+
+def test_averaged_within_averaged():
+    model, opt, _, _ = stochastic()
+    before = theta(model)
+    with opt.averaged():
+        mean = theta(model)
+        with opt.averaged():
+            assert torch.equal(theta(model), mean)
+        assert torch.equal(theta(model), mean)
+    assert torch.equal(theta(model), before)
+
+
+def test_averaged_before_the_first_step():
+    model, _, _ = problem()
+    before = theta(model)
+    with lm(model, average=mq.EMA()).averaged():
+        assert torch.equal(theta(model), before)
+
+
+def test_averaged_without_average():
+    opt = lm(problem()[0])
+    with pytest.raises(ValueError, match=r"average=mq\.EMA"), opt.averaged():
+        pass
+
+
+def test_average_after_loading():
+    model, opt, x, y = stochastic()
+    twin = copy.deepcopy(model)
+    other = lm(twin, average=mq.EMA(0.9), schedule=mq.Constant(0.3))
+    other.load_state_dict(opt.state_dict())
+    for t in (1, 2):
+        opt.step(x[t : t + 6], y[t : t + 6])
+        other.step(x[t : t + 6], y[t : t + 6])
+    with opt.averaged(), other.averaged():
+        assert torch.equal(theta(model), theta(twin))
+
+
+def test_average_is_the_weights_on_one_batch():
+    """On the same data every step is better than the last: nothing to average out."""
+    model, x, y = problem()
+    opt = lm(model, average=mq.EMA(), schedule=mq.Constant(1.0))
+    for _ in range(4):
+        assert opt.step(x, y).accepted
+    current = theta(model)
+    with opt.averaged():
+        assert torch.equal(theta(model), current)
+
+
+def test_a_step_within_averaged_is_refused():
+    model, opt, x, y = stochastic()
+    before = world(model, opt)
+    with opt.averaged():
+        for ask in (lambda: opt.step(x, y), lambda: opt.step_over([(x, y)])):
+            with pytest.raises(RuntimeError, match=r"averaged.*would be lost"):
+                ask()
+        with opt.averaged():
+            pass
+        with pytest.raises(RuntimeError, match="would be lost"):  # the inner block ends, the outer one does not
+            opt.step(x, y)
+        opt.load_state_dict(opt.state_dict())
+        with pytest.raises(RuntimeError, match="would be lost"):
+            opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+    assert math.isfinite(opt.step(x, y).loss)
+
+
+def test_a_step_after_an_averaged_block_that_failed():
+    model, opt, x, y = stochastic()
+    twin_model, twin = copy.deepcopy((model, opt))
+    with pytest.raises(ZeroDivisionError), opt.averaged(), opt.averaged():
+        raise ZeroDivisionError
+    assert opt.step(x, y) == twin.step(x, y)
+    assert same(theta(model), theta(twin_model))
+
+
+def test_a_copy_made_within_averaged_is_free():
+    model, opt, x, y = stochastic()
+    with opt.averaged():
+        other_model, other = copy.deepcopy((model, opt))
+        mean = theta(model)
+        assert math.isfinite(other.step(x, y).loss)
+        assert same(theta(model), mean)
+        assert not same(theta(other_model), mean)

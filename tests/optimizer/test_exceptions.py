@@ -1,0 +1,213 @@
+"""An exception anywhere in a step leaves everything as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.curvature.dense import DenseCurvature
+from support.by_hand import ByHand
+from support.modules import Counting, Scaling, Slope, noisy
+from support.reference import error
+from support.steps import MAX_MOMENTUM, lm, parts_of, problem, theta
+from support.unchanged import changes, world
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class Boom(Exception):
+    pass
+
+
+EXCEPTIONS = pytest.mark.parametrize("exception", [Boom, KeyboardInterrupt, RuntimeError], ids=lambda e: e.__name__)
+
+
+class Fragile(nn.Module):
+    """Fails at the k-th pass."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.passes, self.fail_at, self.exception = inner, 0, 0, Boom
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        z = self.inner(x)
+        if self.passes == self.fail_at:
+            raise self.exception("in the middle of forward")
+        return z
+
+
+FRAGILE: dict[str, Callable[[], nn.Module]] = {
+    "random": noisy,
+    "own parameter": lambda: nn.Sequential(nn.Linear(2, 4), Scaling(), nn.Tanh(), nn.Linear(4, 3)),
+    "own parameter and buffer": lambda: nn.Sequential(nn.Linear(2, 4), Scaling(), Counting(), nn.Linear(4, 3)),
+    "pinn": Slope,
+}
+
+
+def fragile(name: str, started: bool) -> tuple[Fragile, mq.LM, Tensor, Tensor]:
+    """The next step fails at lr = 1000, searches on a grid, and does so with two λ: it passes through every line."""
+    torch.manual_seed(0)
+    model, x, y = Fragile(FRAGILE[name]()), torch.randn(6, 2), torch.randn(6, 3)
+    parts = {**MAX_MOMENTUM, "average": mq.EMA(), "acceptance": mq.Uphill()}
+    opt = lm(model, line_search=mq.Backtracking(0.1, trials=6), attempts=2, **parts)
+    if started:
+        opt.step(x, y)
+        opt.step(x + 0.1, y)
+    opt.param_groups[0]["lr"] = 1e3
+    model.passes = 0
+    return model, opt, x, y
+
+
+@EXCEPTIONS
+@pytest.mark.parametrize("name", FRAGILE)
+@pytest.mark.parametrize("started", [False, True], ids=["first step", "third step"])
+def test_exception_in_forward(exception, name, started):
+    """Whichever pass fails, nothing has happened; or the library knew another way, and the step is the same."""
+    model, opt, x, y = fragile(name, started)
+    expected = opt.step(x, y)
+    passes, end = model.passes, theta(model)
+    assert passes >= 3
+    raised = 0
+    for k in range(1, passes + 1):
+        model, opt, x, y = fragile(name, started)
+        before = world(model, opt)
+        model.fail_at, model.exception = k, exception
+        try:
+            step = opt.step(x, y)
+        except exception:
+            assert changes(before, world(model, opt)) == [], f"pass {k}"
+            model.fail_at, raised = 0, raised + 1
+            step = opt.step(x, y)
+        assert step.rule == expected.rule
+        assert error(theta(model), end) < 1e-7
+        assert all(b.item() == 2 * started + 1 for b in model.buffers())
+    assert raised >= passes // 2
+
+
+class Failing:
+    """A part that does its work, then raises."""
+
+    def __init__(self, part: Any, exception: type[BaseException]) -> None:
+        self.part, self.exception = part, exception
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.part, name)
+        if not callable(found):
+            return found
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            found(*args, **kwargs)
+            raise self.exception("in a part")
+
+        return fail
+
+
+@EXCEPTIONS
+@pytest.mark.parametrize(
+    "part", ["curvature", "rows", "damping", "schedule", "momentum", "acceptance", "line_search", "average"]
+)
+def test_exception_in_a_part(exception, part):
+    model, opt, x, y = fragile("random", started=True)
+    expected, end = opt.step(x, y), theta(model)
+    model, opt, x, y = fragile("random", started=True)
+    before, whole = world(model, opt), getattr(opt, part)
+    setattr(opt, part, Failing(whole, exception))
+    with pytest.raises(exception, match="in a part"):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+    setattr(opt, part, whole)
+    assert opt.step(x, y) == expected
+    assert torch.equal(theta(model), end)
+
+
+@EXCEPTIONS
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (mq.losses.SquaredError, "ell"),
+        (mq.losses.SquaredError, "slope"),
+        (mq.losses.SquaredError, "s"),
+        (DenseCurvature, "newton"),
+        (DenseCurvature, "quadratic"),
+        (DenseCurvature, "diagonal"),
+    ],
+    ids=lambda o: o if isinstance(o, str) else o.__name__,
+)
+def test_exception_in_the_mathematics(monkeypatch, exception, owner, method):
+    """At the first, second, … call of a method."""
+    model, opt, x, y = fragile("random", started=True)
+    expected, end = opt.step(x, y), theta(model)
+    original = getattr(owner, method)
+    for k in range(1, 20):
+        calls = [0]
+
+        def failing(self: Any, *args: Any, calls: list[int] = calls, k: int = k) -> Any:
+            calls[0] += 1
+            if calls[0] == k:
+                raise exception("in the mathematics")
+            return original(self, *args)
+
+        model, opt, x, y = fragile("random", started=True)
+        before = world(model, opt)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, method, failing)
+            try:
+                opt.step(x, y)
+                break
+            except exception:
+                pass
+        assert changes(before, world(model, opt)) == [], f"call {k}"
+        assert opt.step(x, y) == expected
+        assert torch.equal(theta(model), end)
+    assert 2 <= k < 19  # it was called, and then no longer
+
+
+def test_exception_while_rules_are_proven_again():
+    """Another mode of the model is another proof; if that fails, the old one must still hold."""
+    model, x, y = Fragile(nn.Sequential(nn.Linear(2, 4), Scaling(), nn.Linear(4, 3))), *problem()[1:]
+    twin = copy.deepcopy(model)
+    opt, hand = lm(model.eval()), ByHand(twin, "mse")
+    opt.step(x, y)
+    hand.step(x, y)
+    for k in (1, 2, 3, 4):
+        model.train()
+        model.passes, model.fail_at, model.exception = 0, k, KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            opt.step(x, y)
+        model.eval()
+        model.fail_at = 0
+        opt.step(x, y)
+        hand.step(x, y)
+        assert error(theta(model), theta(twin)) < 1e-8, f"pass {k}"
+
+
+def test_exception_in_step_over():
+    """While the batches are read, in the second round."""
+
+    class Source:
+        def __init__(self, batches: list[Any]) -> None:
+            self.batches, self.rounds = batches, 0
+
+        def __iter__(self) -> Any:
+            self.rounds += 1
+            yield self.batches[0]
+            torch.rand(3)
+            if self.rounds == 2:
+                raise Boom
+            yield from self.batches[1:]
+
+    model, x, y = noisy(), torch.randn(8, 2), torch.randn(8, 3)
+    opt = lm(model)
+    before = world(model, opt)
+    source = Source(parts_of(x, y))
+    with pytest.raises(Boom):
+        opt.step_over(source)
+    assert changes(before, world(model, opt)) == []
+    assert opt.step_over(source).accepted

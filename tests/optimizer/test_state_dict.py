@@ -1,0 +1,227 @@
+"""What is saved resumes bit for bit in a new process, and foreign states are refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import marquardt as mq
+from support.cases import default_dtype, mlp
+from support.resuming import RUNS, advance, begin
+from support.steps import MAX_MOMENTUM, lm, problem, trained
+from support.unchanged import changes, refused, same, world
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+# ---- resuming in a new process
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> dict[tuple[str, str], tuple[Any, Any]]:
+    """What each run became here and in the new process, one process for all."""
+    folder, here = tmp_path_factory.mktemp("resume"), {}
+    with default_dtype(torch.float64):
+        for i, (name, dtype) in enumerate(RUNS):
+            torch.manual_seed(0)
+            model, opt = begin(name, dtype)
+            advance(name, dtype, opt, 0, 5)
+            if "rejected" in name:
+                opt.param_groups[0]["lr"] = 1e3
+            (step,) = advance(name, dtype, opt, 5, 6)
+            assert not ("rejected" in name and step.accepted)
+            opt.param_groups[0]["lr"] = 1.0
+            saved = {"model": model.state_dict(), "optimizer": opt.state_dict(), "generator": torch.get_rng_state()}
+            torch.save(saved, folder / f"{i}.before")
+            advance(name, dtype, opt, 6, 11)
+            here[name, dtype] = copy.deepcopy({"model": model.state_dict(), "optimizer": opt.state_dict()})
+    command = "import sys; from support.resuming import resume; resume(*sys.argv[1:])"
+    subprocess.run(
+        [sys.executable, "-c", command, str(folder), str(torch.get_num_threads())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        check=True,
+    )
+    there = [torch.load(folder / f"{i}.after", weights_only=True) for i in range(len(RUNS))]
+    return {run: (here[run], there[i]) for i, run in enumerate(RUNS)}
+
+
+@pytest.mark.parametrize(("name", "dtype"), RUNS)
+def test_resumes_bit_for_bit_in_a_new_process(resumed, name, dtype):
+    here, there = resumed[name, dtype]
+    assert {k: v for k, v in here["model"].items() if not same(v, there["model"][k])} == {}
+    assert same(dict(here["optimizer"]["marquardt"]), dict(there["optimizer"]["marquardt"]))
+    assert same(here["optimizer"], there["optimizer"])
+
+
+def adam() -> dict[str, Any]:
+    model = mlp(2, 4, 3)
+    return torch.optim.Adam(model.parameters()).state_dict()
+
+
+def with_broken(key: str) -> dict[str, Any]:
+    state = trained()[1].state_dict()
+    state["marquardt"] = {k: v for k, v in state["marquardt"].items() if k != key}
+    state["marquardt"]["something"] = 1.0
+    return state
+
+
+@pytest.mark.parametrize(
+    ("foreign", "says"),
+    [
+        (adam, ["marquardt"]),
+        (lambda: {}, ["marquardt"]),
+        (lambda: trained((2, 7, 3))[1].state_dict(), [str(2 * 7 + 7 + 3 * 7 + 3), str(2 * 4 + 4 + 3 * 4 + 3)]),
+        (lambda: trained((2, 4, 4, 3))[1].state_dict(), ["parameter"]),
+        (lambda: with_broken("lam"), ["something"]),
+    ],
+    ids=["adam", "empty", "wider", "deeper", "other entries"],
+)
+def test_foreign_state_is_refused(foreign, says):
+    model, opt, x, y = trained()
+    state = foreign()
+    before = world(model, opt)
+    with pytest.raises((ValueError, KeyError, TypeError)) as refusal:
+        opt.load_state_dict(state)
+    for fragment in says:
+        assert fragment in str(refusal.value)
+    assert changes(before, world(model, opt)) == []
+    assert math.isfinite(opt.step(x, y).loss)
+
+
+def test_state_dict_is_a_copy():
+    _, opt, x, y = trained()
+    saved = opt.state_dict()
+    kept = copy.deepcopy(saved)
+    opt.step(x, y)
+    assert same(saved, kept)
+    opt.load_state_dict(saved)
+    opt.step(x, y)
+    assert same(saved, kept)
+
+
+def test_loading_brings_back_the_past():
+    model, opt, x, y = trained()
+    state, weights = opt.state_dict(), copy.deepcopy(model.state_dict())
+    first = [opt.step(x, y) for _ in range(3)]
+    model.load_state_dict(weights)
+    opt.load_state_dict(state)
+    assert [opt.step(x, y) for _ in range(3)] == first
+
+
+def test_state_of_another_precision():
+    """A float32 checkpoint continued in float64."""
+    model, opt, x, y = trained()
+    single = copy.deepcopy(model).float()
+    other = lm(single, **MAX_MOMENTUM, average=mq.EMA())
+    for i in range(3):
+        other.step(x.float(), (y + i).float())
+    model.load_state_dict(single.state_dict())
+    opt.load_state_dict(other.state_dict())
+    assert math.isfinite(opt.step(x, y).new_loss)
+    with opt.averaged():
+        assert all(p.dtype == torch.float64 for p in model.parameters())
+
+
+def test_model_moved_to_another_precision():
+    model, opt, x, y = trained()
+    model.float()
+    assert math.isfinite(opt.step(x.float(), y.float()).new_loss)
+
+
+# ---- loaded states
+
+
+def spoil(t: Tensor) -> Tensor:
+    t = t.clone()
+    t.view(-1)[0] = math.nan
+    return t
+
+
+def edited(**entries: Any) -> Any:
+    def edit(state: dict[str, Any]) -> None:
+        state["marquardt"].update(entries)
+
+    return edit
+
+
+def nan_in(key: str) -> Any:
+    def edit(state: dict[str, Any]) -> None:
+        value = state["marquardt"][key]
+        assert value is not None
+        leaves, spec = torch.utils._pytree.tree_flatten(value)
+        bad = [spoil(t) if isinstance(t, Tensor) else t for t in leaves]
+        state["marquardt"][key] = torch.utils._pytree.tree_unflatten(bad, spec)
+
+    return edit
+
+
+def without(key: str) -> Any:
+    return lambda state: state["marquardt"].pop(key)
+
+
+STATES: dict[str, tuple[Any, list[str]]] = {
+    "λ NaN": (edited(lam=math.nan), ["'lam'", "nan"]),
+    "λ infinite": (edited(lam=math.inf), ["λ = inf"]),
+    "λ negative": (edited(lam=-1.0), ["λ = -1.0"]),
+    "λ zero": (edited(lam=0.0), ["λ = 0.0", "TenFold", "positive"]),
+    "λ a string": (edited(lam="1"), ["λ = '1'"]),
+    "λ missing": (without("lam"), ["'lam'"]),
+    "an unknown entry": (edited(temperature=1.0), ["'temperature'", "newer"]),
+    "steps negative": (edited(steps=-1), ["'steps'", "-1"]),
+    "accepted negative": (edited(accepted=-2), ["'accepted'", "-2"]),
+    "steps half": (edited(steps=2.5), ["'steps'", "2.5", "integer"]),
+    "best NaN": (edited(best=math.nan), ["'best'", "nan"]),
+    "expected NaN": (edited(expected=math.nan), ["'expected'", "nan"]),
+    "NaN in D": (nan_in("D"), ["'D'", "NaN"]),
+    "NaN in previous": (nan_in("previous"), ["'previous'", "NaN"]),
+    "NaN in mean": (nan_in("mean"), ["'mean'", "NaN"]),
+    "NaN in past": (nan_in("past"), ["'past'", "NaN"]),
+    "mean a list": (edited(mean=[1.0]), ["'mean'", "list"]),
+    "past a list": (edited(past=[1.0]), ["'past'", "list"]),
+    "D a number": (edited(D=1.0), ["D"]),
+    "no dict": (lambda state: state.update(marquardt=[1.0]), ["'marquardt'", "list"]),
+    "no groups": (lambda state: state.pop("param_groups"), ["'param_groups'"]),
+    "no state": (lambda state: state.pop("state"), ["'state'"]),
+    "no lr": (lambda state: state["param_groups"][0].pop("lr"), ["'lr'"]),
+    "lr NaN": (lambda state: state["param_groups"][0].update(lr=math.nan), ["lr=nan"]),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_state_that_is_refused(case):
+    edit, says = STATES[case]
+    model, opt, x, y = trained(curvature=mq.Dense(inertia=0.5))
+    state = opt.state_dict()
+    edit(state)
+    before = world(model, opt)
+    with refused(*says):
+        opt.load_state_dict(state)
+    assert changes(before, world(model, opt)) == []
+    assert math.isfinite(opt.step(x, y).loss)
+
+
+def test_entries_with_a_default_may_be_missing():
+    """A state of an earlier version."""
+    _, opt, x, y = trained()
+    state = opt.state_dict()
+    for key in ("repeats", "best", "expected", "rows", "past"):
+        del state["marquardt"][key]
+    opt.load_state_dict(state)
+    assert opt._state == replace(opt._state, repeats=0, best=math.inf, expected=None, rows=0, past=None)
+    assert math.isfinite(opt.step(x, y).loss)
+
+
+def test_lambda_zero_where_the_schedule_has_it():
+    model, x, y = problem()
+    opt = lm(model, schedule=mq.Constant(0.0))
+    opt.step(x, y)
+    lm(model, schedule=mq.Constant(1.0)).load_state_dict(opt.state_dict())

@@ -1,0 +1,176 @@
+"""Damping: running maxima, invariance, units."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.curvature import Curvature
+from marquardt.metric import Diagonal
+from support.parts import Always, Never, batch, decades, entries, flat, lm, mlp, seeds
+from support.reference import error
+
+f64 = torch.float64
+NAN, INF = math.nan, math.inf
+
+
+# Stand-ins: what a part is given, and nothing else.
+
+
+class Values(Curvature):
+    """G as damping sees it: a diagonal, of one layer."""
+
+    def __init__(self, values: Tensor, rank: int = 1) -> None:
+        lin = SimpleNamespace(
+            theta=torch.zeros_like(values), sizes=[len(values)], n=len(values), most=rank, params=[values]
+        )
+        lin.traces = lambda: [([0], values.sum())]
+        super().__init__(lin)
+        self.values, self.rank = values, rank
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def newton(self, damping: Diagonal | Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+
+# ---- damping
+
+
+@given(seeds, st.integers(1, 8), st.integers(1, 6), st.sampled_from([0.0, 0.01, 0.7]))
+def test_max_diagonal_is_a_running_maximum(seed, n, steps, floor):
+    torch.manual_seed(seed)
+    diagonals = torch.rand(steps, n, dtype=f64)
+    part, D = mq.MaxDiagonal(floor), None
+    for k, values in enumerate(diagonals):
+        last = None if D is None else D.entries([n]).clone()
+        new = part.update(D, Values(values.clone()))
+        assert torch.equal(new.entries([n]), diagonals[: k + 1].amax(0).clamp(min=floor))
+        assert last is None or torch.equal(D.entries([n]), last)  # a rejected step goes back to it
+        assert torch.equal(values, diagonals[k])
+        D = new
+
+
+@given(seeds, st.integers(1, 8), st.integers(1, 6))
+def test_mean_eigenvalue_is_one_number(seed, n, steps):
+    torch.manual_seed(seed)
+    diagonals = torch.rand(steps, n, dtype=f64)
+    D = None
+    for k, values in enumerate(diagonals):
+        D = mq.MeanEigenvalue().update(D, Values(values, rank=3))
+        assert D.factors is None
+        assert D.scale.shape == ()
+        assert D.scale.item() == pytest.approx(max(t.sum().item() / 3 for t in diagonals[: k + 1]), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+@pytest.mark.parametrize("part", [mq.Identity(), mq.MaxDiagonal(0.01), mq.MeanEigenvalue(), mq.LayerMeanEigenvalue()])
+def test_damping_keeps_the_dtype(part, dtype):
+    G = Values(torch.rand(4, dtype=dtype))
+    D = part.update(part.update(None, G), G)
+    assert D.scale.dtype == dtype
+    assert D.entries([4]).dtype == dtype
+    assert D.entries([4]).shape == (4,)
+
+
+def test_identity():
+    G = Values(torch.tensor([3.0, 1e6]))
+    for D in (None, Diagonal(torch.tensor(7.0))):
+        assert torch.equal(mq.Identity().update(D, G).entries([2]), torch.ones(2))
+
+
+class Scaled(nn.Module):
+    """v·tanh(wx + b) + c with θ = (w, b, v, c) = scale·(what is stored)."""
+
+    def __init__(self, theta: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.stored = nn.Parameter(theta / scale)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, b, v, c = (self.scale * self.stored).split([3, 3, 3, 1])
+        return (torch.tanh(x * w + b) * v).sum(1, keepdim=True) + c
+
+
+def after_three_steps(scale: Tensor, **parts) -> Tensor:
+    """The function, as its values."""
+    torch.manual_seed(1)
+    model = Scaled(torch.randn(10, dtype=f64), scale)
+    x = torch.linspace(-2, 2, 20, dtype=f64)[:, None]
+    opt = lm(model, schedule=mq.Constant(1.0), acceptance=mq.Decrease(), **parts)
+    for _ in range(3):
+        assert opt.step(x, torch.sin(2 * x)).accepted
+    return model(x).detach()
+
+
+@pytest.mark.parametrize("momentum", [None, mq.AdaptiveMomentum(0.9, INF, cap=True)])
+@given(st.integers(0, 9), decades(-3, 3))
+@example(0, 1e-3)
+@example(9, 1e3)
+def test_max_diagonal_is_invariant_to_rescaling_a_parameter(momentum, which, s):
+    scale = torch.ones(10, dtype=f64)
+    expected = after_three_steps(scale, damping=mq.MaxDiagonal(0.0), momentum=momentum)
+    scale[which] = s
+    found = after_three_steps(scale, damping=mq.MaxDiagonal(0.0), momentum=momentum)
+    assert error(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("damping", [mq.Identity(), mq.MeanEigenvalue()])
+@pytest.mark.parametrize("s", [1e-2, 1e2])
+def test_one_number_for_all_parameters_is_not(damping, s):
+    scale = torch.ones(10, dtype=f64)
+    expected = after_three_steps(scale, damping=damping)
+    scale[0] = s
+    assert error(after_three_steps(scale, damping=damping), expected) > 1e-3
+
+
+@pytest.mark.parametrize("damping", [mq.MaxDiagonal(0.0), mq.MeanEigenvalue()])
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_damping_in_the_units_of_the_loss(damping, factor):
+    x, y = batch()
+    ends = []
+    for c in (1.0, factor):
+        model = mlp()
+        opt = lm(model, mq.losses.SquaredError(factor=c), damping=damping)
+        for _ in range(3):
+            opt.step(x, y)
+        ends.append(flat(model))
+    assert error(ends[1], ends[0]) < 1e-8
+
+
+def test_a_rejected_step_leaves_D_alone():
+    model, (x, y) = mlp(), batch()
+    opt = lm(model, damping=mq.MaxDiagonal(0.01))
+    opt.step(x, y)
+    D = entries(opt)
+    opt.acceptance = Never()
+    assert not opt.step(10 * x, y).accepted
+    assert torch.equal(entries(opt), D)
+    opt.acceptance = Always()
+    assert opt.step(10 * x, y).accepted
+    assert not torch.equal(entries(opt), D)  # that batch would have changed it
+
+
+@pytest.mark.parametrize("representation", [mq.Dense(), mq.Gram()])
+def test_a_parameter_without_curvature_needs_no_floor(representation):
+    """A dead unit: D is 0 there, and so is the gradient; the other parameters still move."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)).double()
+    with torch.no_grad():
+        model[0].bias[0] = -1e3
+    x, y = batch()
+    opt = lm(model, curvature=representation, damping=mq.MaxDiagonal(0.0), schedule=mq.Constant(1.0))
+    step = opt.step(x, y)
+    assert step.accepted, step.note
+    assert model[0].bias[0] == -1e3

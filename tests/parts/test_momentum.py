@@ -1,0 +1,186 @@
+"""Adaptive momentum: the identities the mathematics promises."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import marquardt as mq
+from support import reference
+from support.parts import batch, curvature, decades, flat, lm, mlp, seeds, sizes
+from support.reference import error
+
+f64 = torch.float64
+NAN, INF = math.nan, math.inf
+xis = st.floats(0.05, 0.95)
+
+
+# Stand-ins: what a part is given, and nothing else.
+
+
+class Matrix:
+    """H as momentum sees it."""
+
+    def __init__(self, H: Tensor, g: Tensor) -> None:
+        self.H, self.G = H, SimpleNamespace(gradient=g)
+
+    def quadratic(self, v: Tensor) -> Tensor:
+        return v @ self.H @ v
+
+
+def spd(seed: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A positive definite H with a condition of some hundred, a gradient and a previous step."""
+    generator = torch.Generator().manual_seed(seed)
+    A, g, previous = (torch.randn(shape, dtype=f64, generator=generator) for shape in ((n, n + 2), (n,), (n,)))
+    return A @ A.T / n + 0.1 * torch.eye(n, dtype=f64), g, previous
+
+
+def refine(part: mq.AdaptiveMomentum, H: Tensor, g: Tensor, previous: Tensor | None, same_data: bool = True) -> Tensor:
+    return part.refine(-torch.linalg.solve(H, g), previous, Matrix(H, g), same_data)
+
+
+# ---- adaptive momentum
+
+
+@given(seeds, sizes, xis, decades(-3, 3))
+def test_momentum_identities(seed, n, xi, dP):
+    """gᵀd = −ξ·δP·√I_GG and dᵀHd = δP²."""
+    H, g, previous = spd(seed, n)
+    d = refine(mq.AdaptiveMomentum(xi, dP), H, g, previous)
+    GG = (g @ torch.linalg.solve(H, g)).item()
+    assert (g @ d).item() == pytest.approx(-xi * dP * math.sqrt(GG), rel=1e-9)
+    assert (d @ H @ d).item() == pytest.approx(dP**2, rel=1e-9)
+    assert error(d, reference.adaptive_momentum(H, g, previous, xi, dP)) < 1e-8
+
+
+@given(seeds, sizes, xis, decades(-3, 3))
+def test_momentum_cap(seed, n, xi, dP):
+    """δP = min(δP, √I_GG), which for ξ ≥ ½ bounds the decrease of the model from below."""
+    H, g, previous = spd(seed, n)
+    root = math.sqrt((g @ torch.linalg.solve(H, g)).item())
+    d = refine(mq.AdaptiveMomentum(xi, dP, cap=True), H, g, previous)
+    length = min(dP, root)
+    assert (d @ H @ d).item() == pytest.approx(length**2, rel=1e-9)
+    assert (g @ d).item() == pytest.approx(-xi * length * root, rel=1e-9)
+    decrease = -(g @ d + d @ H @ d / 2).item()
+    assert decrease >= (xi - 0.5) * length**2 * (1 - 1e-9) - 1e-9 * length**2
+
+
+@given(seeds, sizes, xis)
+def test_momentum_without_a_length_of_its_own(seed, n, xi):
+    """δP = ∞ with the cap: the length is √I_GG, and the step no longer depends on the units of the loss."""
+    H, g, previous = spd(seed, n)
+    d = refine(mq.AdaptiveMomentum(xi, INF, cap=True), H, g, previous)
+    assert (d @ H @ d).item() == pytest.approx((g @ torch.linalg.solve(H, g)).item(), rel=1e-9)
+    assert error(refine(mq.AdaptiveMomentum(xi, INF, cap=True), 1e3 * H, 1e3 * g, previous), d) < 1e-9
+
+
+@given(seeds, st.integers(3, 10), xis, decades(-2, 2))
+def test_momentum_maximises_conjugacy(seed, n, xi, dP):
+    """No other step with gᵀd = −ξ·δP·√I_GG and dᵀHd = δP² has a larger dᵀH·previous."""
+    H, g, previous = spd(seed, n)
+    d = refine(mq.AdaptiveMomentum(xi, dP), H, g, previous)
+    best = (d @ H @ previous).item()
+    e1 = -torch.linalg.solve(H, g)
+    e1 = e1 / (e1 @ H @ e1).sqrt()
+    torch.manual_seed(seed)
+    for e2 in torch.randn(50, n, dtype=f64):
+        e2 = e2 - (e1 @ H @ e2) * e1
+        e2 = e2 / (e2 @ H @ e2).sqrt()
+        other = dP * (xi * e1 + math.sqrt(1 - xi**2) * e2)
+        assert (g @ other).item() == pytest.approx((g @ d).item(), rel=1e-8)  # feasible
+        assert (other @ H @ other).item() == pytest.approx(dP**2, rel=1e-8)
+        assert (other @ H @ previous).item() <= best + 1e-9 * abs(best)
+
+
+@given(seeds, sizes, xis, decades(-2, 2), decades(-6, 6))
+def test_momentum_units(seed, n, xi, dP, c):
+    """f → c·f with δP → √c·δP leaves the step as it is."""
+    H, g, previous = spd(seed, n)
+    d = refine(mq.AdaptiveMomentum(xi, dP), H, g, previous)
+    assert error(refine(mq.AdaptiveMomentum(xi, math.sqrt(c) * dP), c * H, c * g, previous), d) < 1e-8
+
+
+@given(seeds, sizes, xis, decades(-6, 6))
+def test_momentum_depends_on_the_direction_of_the_previous_step_alone(seed, n, xi, c):
+    H, g, previous = spd(seed, n)
+    part = mq.AdaptiveMomentum(xi, 0.6)
+    assert error(refine(part, H, g, c * previous), refine(part, H, g, previous)) < 1e-8
+
+
+@pytest.mark.parametrize("cap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+def test_plain_step_without_momentum(dtype, cap):
+    H, g, previous = (t.to(dtype) for t in spd(0, 5))
+    part, newton = mq.AdaptiveMomentum(0.9, 0.6, cap=cap), -torch.linalg.solve(H, g)
+    zero = torch.zeros_like(g)
+    assert torch.equal(refine(part, H, g, None), newton)  # no previous step
+    assert torch.equal(refine(part, H, zero, previous), -torch.linalg.solve(H, zero))  # I_GG = 0
+    assert torch.equal(part.refine(-newton, previous, Matrix(H, g), True), -newton)  # I_GG < 0
+    assert torch.equal(refine(part, H, g, zero), newton)  # I_FF = 0
+    assert torch.equal(refine(part, H, g, 3 * newton), newton)  # parallel
+    assert torch.equal(refine(part, H, g, -3 * newton), newton)
+    one = torch.ones(1, 1, dtype=dtype)
+    assert torch.equal(refine(part, one, one[0], 2 * one[0]), -one[0])  # one parameter: always parallel
+
+
+def test_momentum_on_changing_batches():
+    """Everywhere, or with `same_data` only where the previous step belongs to the same loss."""
+    H, g, previous = spd(0, 5)
+    everywhere, careful = mq.AdaptiveMomentum(0.9, 0.6), mq.AdaptiveMomentum(0.9, 0.6, same_data=True)
+    d = refine(everywhere, H, g, previous, same_data=True)
+    assert torch.equal(refine(everywhere, H, g, previous, same_data=False), d)
+    assert torch.equal(refine(careful, H, g, previous, same_data=True), d)
+    assert torch.equal(refine(careful, H, g, previous, same_data=False), -torch.linalg.solve(H, g))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_nearly_parallel(dtype, sign):
+    """The plain step up to 1 − cos² = √eps; from there on the identities hold, as well as the precision allows."""
+    limit = math.sqrt(torch.finfo(dtype).eps)
+    H = torch.eye(3, dtype=dtype)
+    g = torch.tensor([2.0, 0, 0], dtype=dtype)
+    part = mq.AdaptiveMomentum(0.9, 0.6)
+    for sine2 in (limit / 1e6, limit / 100, limit / 2):
+        previous = torch.tensor([sign * math.sqrt(1 - sine2), math.sqrt(sine2), 0], dtype=dtype)
+        assert torch.equal(refine(part, H, g, previous), -g)
+    for sine2 in (2 * limit, 100 * limit, 0.5):
+        previous = torch.tensor([sign * math.sqrt(1 - sine2), math.sqrt(sine2), 0], dtype=dtype)
+        d = refine(part, H, g, previous).double()
+        assert (d @ d).item() == pytest.approx(0.36, rel=30 * limit)  # eps / sin², with sin² of the order of √eps
+        assert (d @ g.double()).item() == pytest.approx(-0.9 * 0.6 * 2, rel=30 * limit)
+
+
+@pytest.mark.parametrize("representation", [mq.Dense(), mq.Gram()])
+@pytest.mark.parametrize("cap", [False, True])
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
+def test_momentum_identities_inside_the_step(loss, cap, representation):
+    """H is the damped curvature that the step was solved with."""
+    model = mlp(outputs=3)
+    x, y = batch(outputs=3)
+    y = y.argmax(1) if loss == "cross_entropy" else y
+    xi, dP, lam = 0.8, 0.3, 0.5
+    opt = lm(
+        model, loss, curvature=representation, damping=mq.MaxDiagonal(0.01), schedule=mq.Constant(lam),
+        momentum=mq.AdaptiveMomentum(xi, dP, cap=cap),
+    )  # fmt: skip
+    D = torch.full_like(flat(model), 0.01)
+    for k in range(4):
+        C, before = curvature(model, x, y, loss), flat(model)
+        D = torch.maximum(D, C.diagonal())
+        assert opt.step(x, y).accepted
+        d, g, newton = flat(model) - before, C.gradient, C.newton(lam * D)
+        if k == 0:
+            assert error(d, -newton) < 1e-9
+            continue
+        root = math.sqrt((g @ newton).item())
+        length = min(dP, root) if cap else dP
+        assert (g @ d).item() == pytest.approx(-xi * length * root, rel=1e-8)
+        assert (d @ (C @ d) + (lam * D * d * d).sum()).item() == pytest.approx(length**2, rel=1e-8)

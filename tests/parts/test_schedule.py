@@ -1,0 +1,164 @@
+"""Schedules of λ, case by case."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import marquardt as mq
+from marquardt.parts.schedule import Outcome
+from support.parts import decades
+
+NAN, INF = math.nan, math.inf
+
+
+def outcome(f=1.0, f_new=0.5, gain=0.5, rule="decrease", same_data=True) -> Outcome:
+    return Outcome(f, f_new, gain, rule, same_data)
+
+
+@pytest.mark.parametrize(
+    ("lam", "f_new", "rule", "expected"),
+    [
+        (1.0, 0.2, "decrease", 2 / 3),  # relative decrease 0.8
+        (1.0, 0.24, "decrease", 2 / 3),
+        (1.0, 0.26, "decrease", 1.0),
+        (1.0, 0.9, "decrease", 1.0),
+        (1.0, 1.1, "uphill", 1.0),
+        (1.0, 5.0, "uphill", 1.0),
+        (1.0, 1.1, "search", 1.0),  # saved by the search: neither
+        (1.0, 9.0, "search", 1.0),
+        (1.0, 1.2, "rejected", 1.5),  # relative increase 0.2
+        (1.0, 1.24, "rejected", 1.5),
+        (1.0, 1.26, "rejected", 1.0),
+        (1.0, 1e6, "rejected", 1.0),
+        (1.0, NAN, "rejected", 1.5),
+        (2e-5, 0.1, "decrease", 4e-5 / 3),  # while λ ≥ 1e-5
+        (1e-5, 0.1, "decrease", 2e-5 / 3),
+        (9e-6, 0.1, "decrease", 9e-6),
+        (9e4, 1.1, "rejected", 13.5e4),  # while λ ≤ 1e5
+        (1e5, 1.1, "rejected", 1.5e5),
+        (1.1e5, 1.1, "rejected", 1.1e5),
+    ],
+)
+def test_paper_schedule(lam, f_new, rule, expected):
+    part = mq.PaperSchedule(1.0, 1e-5, 1e5)
+    assert part.update(lam, outcome(1.0, f_new, rule=rule)) == pytest.approx(expected, rel=1e-14)
+    # The decrease is relative.
+    assert part.update(lam, outcome(1e3, 1e3 * f_new, rule=rule)) == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("f", "f_new", "rule", "expected"),
+    [
+        (0.0, 0.0, "rejected", 1.5),
+        (0.0, -1.0, "decrease", 1.0),
+        (-1.0, -1.8, "decrease", 2 / 3),  # a loss below 0 that falls
+        (-1.0, -0.9, "rejected", 1.5),
+        (-1.0, -0.5, "rejected", 1.0),
+    ],
+)
+def test_paper_schedule_where_the_loss_is_not_positive(f, f_new, rule, expected):
+    assert mq.PaperSchedule(1.0).update(1.0, outcome(f, f_new, rule=rule)) == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("lam", "rule", "expected"),
+    [
+        (1.0, "decrease", 0.1),
+        (1.0, "uphill", 0.1),
+        (1.0, "rejected", 10.0),
+        (5e-10, "decrease", 1e-10),
+        (1e-10, "decrease", 1e-10),
+        (5e9, "rejected", 1e10),
+        (1e10, "rejected", 1e10),
+    ],
+)
+def test_ten_fold(lam, rule, expected):
+    part = mq.TenFold(1.0, 10.0, minimum=1e-10, maximum=1e10)
+    assert part.update(lam, outcome(rule=rule)) == pytest.approx(expected, rel=1e-14)
+
+
+GAIN = mq.GainRatio(
+    1.0, down=0.4, up=3.0, slow_down=0.7, slow_up=1.5, floor=0.1, minimum=1e-12, maximum=1e12
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["decrease", "uphill", "search", "rejected"])
+@pytest.mark.parametrize(
+    ("gain", "fast", "slow"),
+    [
+        *((gain, 0.4, 0.7) for gain in (0.76, 1.0, 50.0, INF)),
+        *((gain, 1.0, 1.0) for gain in (0.75, 0.5, 0.25)),
+        *((gain, 3.0, 1.5) for gain in (0.24, 0.0, -3.0, -INF, NAN)),
+    ],
+)
+def test_gain_ratio(gain, fast, slow, rule):
+    for lam in (1.0, 1e3):
+        assert GAIN.update(lam, outcome(gain=gain, rule=rule)) == pytest.approx(fast * lam, rel=1e-14)
+        changing = outcome(gain=gain, rule=rule, same_data=False)
+        assert GAIN.update(lam, changing) == pytest.approx(slow * lam, rel=1e-14)
+
+
+def test_the_floor_is_for_changing_batches():
+    good, bad = outcome(gain=1.0), outcome(gain=-1.0)
+    assert GAIN.update(0.11, good._replace(same_data=False)) == 0.1
+    assert GAIN.update(0.11, good._replace(same_data=False, averaged_curvature=True)) == pytest.approx(0.077)
+    assert GAIN.update(1e-4, good._replace(same_data=False)) == 0.1
+    assert GAIN.update(1e-4, outcome(gain=0.5, same_data=False)) == 0.1
+    assert GAIN.update(0.11, good) == pytest.approx(0.044)
+    assert GAIN.update(1e-4, good) == pytest.approx(4e-5)
+    assert GAIN.update(1e-12, good) == 1e-12
+    assert GAIN.update(1e12, bad) == 1e12
+    assert GAIN.update(1e12, bad._replace(same_data=False)) == 1e12
+
+
+@pytest.mark.parametrize("part", [mq.PaperSchedule(1.0), mq.TenFold(1.0), GAIN], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("same_data", [False, True])
+@pytest.mark.parametrize(("f_new", "gain"), [(NAN, NAN), (NAN, -INF), (INF, -INF), (-INF, -INF)])
+def test_a_trial_that_is_not_finite_raises_lambda(part, f_new, gain, same_data):
+    """Or else the same step would fail in the same way for ever."""
+    assert part.update(1.0, outcome(1.0, f_new, gain, "rejected", same_data)) > 1
+
+
+outcomes = st.builds(
+    Outcome,
+    loss=st.floats(-1e3, 1e3),
+    new_loss=st.floats(-1e3, 1e3) | st.sampled_from([NAN, INF]),
+    gain=st.floats(allow_nan=True),
+    rule=st.sampled_from(["decrease", "uphill", "search", "rejected"]),
+    same_data=st.booleans(),
+)
+BEST = outcome(1.0, 0.0, 1.0)
+WORST = outcome(1.0, 1.1, -1.0, "rejected")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        mq.Constant(0.3),
+        mq.PaperSchedule(1.0),
+        mq.TenFold(1.0),
+        GAIN,
+        mq.GainRatio(1.0, down=0.1, up=10.0, slow_down=0.1, slow_up=10.0, floor=1e-12, minimum=1e-12),  # no floor
+    ],
+    ids=repr,
+)
+@given(st.lists(outcomes, min_size=1, max_size=5))
+@example([BEST])
+@example([BEST._replace(same_data=False)])
+@example([WORST])
+def test_lambda_stays_positive_and_finite(part, history):
+    lam = part.initial
+    for o in itertools.islice(itertools.cycle(history), 2500):  # ⅔^2500 and 1.5^2500 are beyond float64
+        lam = part.update(lam, o)
+        assert 0 < lam < INF
+
+
+@given(decades(-10, 10) | st.just(0.0), outcomes)
+def test_constant(lam, o):
+    assert mq.Constant(lam).initial == lam
+    assert mq.Constant(lam).update(lam, o) == lam

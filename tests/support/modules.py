@@ -1,0 +1,47 @@
+"""Modules with buffers, random numbers and derivatives of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Counting(nn.Module):
+    """Passes on its input, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 5), nn.RReLU(), Counting(), nn.Linear(5, 4), nn.Dropout(0.3), nn.Linear(4, 3))
+
+
+class Scaling(nn.Module):
+    """A parameter of its own, which no rule of a layer covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.exp()
+
+
+class Slope(nn.Module):
+    """∂u/∂x and u of a network u(x). Unlike a careful module, it does not switch gradients on by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), Counting(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        u = self.u(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return torch.cat([slope, u], 1)  # (N, 3)

@@ -1,0 +1,79 @@
+"""What a part is given, and nothing else; and the plain step around it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.metric import Diagonal
+from marquardt.parts.acceptance import Trial
+
+f64 = torch.float64
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.integers(2, 10)
+
+
+def decades(low: float, high: float):
+    """Positive numbers, evenly spread over the orders of magnitude."""
+    return st.floats(low, high).map(lambda e: 10.0**e)
+
+
+class Always:
+    """Accepts what is finite."""
+
+    looks_back = False
+
+    def judge(self, trial: Trial) -> str | None:
+        return "decrease" if math.isfinite(trial.new_loss) else None
+
+
+class Never:
+    """Leaves every step to the line search."""
+
+    looks_back = False
+
+    def judge(self, trial: Trial) -> str | None:
+        return None
+
+
+def mlp(seed: int = 0, outputs: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+
+
+def batch(seed: int = 0, N: int = 24, outputs: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, 2, dtype=f64, generator=generator)
+    return x, torch.sin(2 * x[:, :1] + torch.arange(outputs)) + x[:, 1:]
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def lm(model: nn.Module, loss="mse", **parts) -> mq.LM:
+    """Nothing but the plain step, unless told otherwise."""
+    bare = {
+        "curvature": mq.Dense(inertia=0.0),
+        "rows": mq.Exact(),
+        "damping": mq.Identity(),
+        "schedule": mq.Constant(0.1),
+        "momentum": None,
+        "acceptance": Always(),
+        "line_search": None,
+        "average": None,
+    }
+    return mq.LM(model, loss, **{**bare, **parts})
+
+
+def entries(opt: mq.LM) -> Tensor:
+    """D as the optimizer keeps it: (n,)"""
+    return Diagonal.restored(opt.state_dict()["marquardt"]["D"]).entries([p.numel() for p in opt.params])
+
+
+def curvature(model: nn.Module, x: Tensor, y: Tensor, loss="mse"):
+    return mq.Dense().represent(mq.linearize(model, loss, x, y))

@@ -1,0 +1,103 @@
+"""LM with every part named, small problems for it, and what it did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+import marquardt as mq
+from support import reference
+from support.cases import mlp
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+PLAIN: dict[str, Any] = {
+    "curvature": mq.Dense(inertia=0.0),
+    "damping": mq.Identity(),
+    "schedule": mq.TenFold(0.1),
+    "momentum": None,
+    "acceptance": mq.Decrease(),
+    "line_search": None,
+    "average": None,
+}
+LOSSES = ["mse", "cross_entropy", "bce", "huber", "poisson"]
+EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES)
+DENSE, GRAM = mq.Dense(inertia=0.0), mq.Gram()
+CURVATURES = {
+    "dense": DENSE,
+    "gram": GRAM,
+    "dense-chunked": mq.Dense(chunk=3, inertia=0.0),
+    "gram-chunked": mq.Gram(chunk=3),
+}
+EVERY_CURVATURE = pytest.mark.parametrize("curvature", CURVATURES.values(), ids=CURVATURES)
+DENSE_AND_GRAM = pytest.mark.parametrize("curvature", [DENSE, GRAM], ids=["dense", "gram"])
+
+
+def lm(model: nn.Module, loss: Any = "mse", **parts: Any) -> mq.LM:
+    """LM with every part named, so that no default matters."""
+    return mq.LM(model, loss, **{**PLAIN, **parts})
+
+
+def targets(loss: Any, N: int, out: int) -> Tensor:
+    match loss:
+        case "cross_entropy":
+            return torch.randint(out, (N,))
+        case "bce":
+            return torch.randint(2, (N, out)).to(torch.get_default_dtype())
+        case "poisson":
+            return torch.randint(5, (N, out)).to(torch.get_default_dtype())
+    return torch.randn(N, out)
+
+
+def problem(loss: Any = "mse", N: int = 8, sizes: tuple[int, ...] = (2, 4, 3)) -> tuple[nn.Module, Tensor, Tensor]:
+    return mlp(*sizes), torch.randn(N, sizes[0]), targets(loss, N, sizes[-1])
+
+
+def theta(model: nn.Module) -> Tensor:
+    return parameters_to_vector(model.parameters()).detach().clone()  # (n,)
+
+
+def objective(model: nn.Module, loss: Any, x: Any, y: Any, weight: Tensor | None = None) -> float:
+    with torch.no_grad():
+        return reference.objective(loss, reference.call(model, x), y, weight).item()
+
+
+def linear_problem() -> tuple[nn.Module, Tensor, Tensor]:
+    """f(θ + lr·δ) = (1 − lr)²·f(θ) at λ → 0: the learning rate alone decides what a step does."""
+    model, x = nn.Linear(2, 1, bias=False), torch.randn(6, 2)
+    return model, x, x @ torch.tensor([[1.0], [-2.0]])
+
+
+def overshooting(lr: float = 3.0, **parts: Any) -> tuple[nn.Module, mq.LM, Tensor, Tensor]:
+    model, x, y = linear_problem()
+    return model, lm(model, lr=lr, **{"schedule": mq.TenFold(1e-9), **parts}), x, y
+
+
+PLAIN_TYPES = {"accepted": bool, "rule": str, "note": str, "converged": bool}  # the others are float
+MAX_MOMENTUM = {"damping": mq.MaxDiagonal(), "momentum": mq.AdaptiveMomentum()}
+
+
+def trained(sizes: tuple[int, ...] = (2, 4, 3), **parts: Any) -> tuple[nn.Module, mq.LM, Tensor, Tensor]:
+    """A few steps done: every entry of the state is filled."""
+    model, x, y = problem(sizes=sizes)
+    opt = lm(model, **{**MAX_MOMENTUM, "average": mq.EMA(), **parts})
+    for i in range(3):
+        opt.step(x, y + 0.01 * i)
+    return model, opt, x, y
+
+
+def parts_of(x: Any, y: Any, weight: Tensor | None = None, sizes: tuple[int, ...] = (1, 5, 2)) -> list[Any]:
+    pieces = [t.split(sizes) for t in (x, y, weight) if t is not None]
+    return list(zip(*pieces, strict=True))
+
+
+def stochastic() -> tuple[nn.Module, mq.LM, Tensor, Tensor]:
+    """A run whose average differs from its weights."""
+    model, x, y = problem(N=24)
+    opt = lm(model, average=mq.EMA(0.9), schedule=mq.Constant(0.3))
+    for t in range(4):
+        opt.step(x[6 * t : 6 * t + 6], y[6 * t : 6 * t + 6])
+    return model, opt, x, y
