@@ -85,18 +85,21 @@ def test_bad_values_of_the_optimizer(name, value):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "kept"),
     [
-        lambda: mq.Constant(0.0),  # Gauss-Newton
-        lambda: mq.MaxDiagonal(0.0),
-        lambda: mq.EMA(0.0),
-        lambda: mq.AdaptiveMomentum(0.9, INF, cap=True),
-        lambda: mq.GainRatio(1.0, down=1.0, up=1.0),
-        lambda: mq.GainRatio(1.0, floor=1e-12, minimum=1e-12),  # no floor
-        lambda: mq.Dense(inertia=0.0),
-        lambda: mq.Backtracking(0.5, trials=1),
-        lambda: mq.LM(LINEAR, "mse", lr=0.0),
+        (lambda: mq.Constant(0.0), {"initial": 0.0}),  # Gauss-Newton
+        (lambda: mq.MaxDiagonal(0.0), {"floor": 0.0}),
+        (lambda: mq.EMA(0.0), {"decay": 0.0}),
+        (lambda: mq.AdaptiveMomentum(0.9, INF, cap=True), {"dP": INF, "cap": True}),
+        (lambda: mq.GainRatio(1.0, down=1.0, up=1.0), {"down": 1.0, "up": 1.0}),
+        (lambda: mq.GainRatio(1.0, floor=1e-12, minimum=1e-12), {"floor": 1e-12, "minimum": 1e-12}),  # no floor
+        (lambda: mq.Dense(inertia=0.0), {"inertia": 0.0}),
+        (lambda: mq.Backtracking(0.5, trials=1), {"trials": 1}),
+        (lambda: mq.LM(LINEAR, "mse", lr=0.0), {"lr": 0.0}),
     ],
 )
-def test_values_at_the_edge_are_fine(make):
-    make()
+def test_values_at_the_edge_are_fine(make, kept):
+    """Neither refused nor moved inwards."""
+    made = make()
+    options = made.param_groups[0] if isinstance(made, mq.LM) else dataclasses.asdict(made)
+    assert {name: options[name] for name in kept} == kept
