@@ -19,8 +19,6 @@ from support.found import SWAPPED
 from support.modules import Slope, noisy
 from support.steps import CUDA, EVERY_CURVATURE, lm, problem, theta
 
-# ---- buffers and random numbers
-
 RANDOM: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Sequential(nn.Linear(2, 6), nn.Dropout(0.4), nn.Linear(6, 3)),
     "input dropout": lambda: nn.Sequential(nn.Dropout(0.4), nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)),
@@ -92,9 +90,6 @@ def test_batched_trials_keep_the_model():
     assert torch.equal(theta(lin.model), at)
 
 
-# ---- all kinds of models train
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("recipe", ["explicit", "search"])
 @EVERY_CURVATURE
@@ -109,9 +104,6 @@ def test_trial_losses_of_a_model_that_differentiates_itself(recipe, curvature):
         found = reference.objective("mse", model(x), y, None).item()
         assert step.new_loss == pytest.approx(found, rel=1e-9)
         assert step.rule == {"explicit": "rejected", "search": "search"}[recipe] or lr == 1.0
-
-
-# ---- on the GPU
 
 
 @pytest.mark.usefixtures("double")
@@ -132,9 +124,6 @@ def test_cuda_trials_see_the_same_random_numbers(name, chunk):
     together = lin.evaluate_along(d, rates)
     assert together == pytest.approx([lin.evaluate(d, lr).item() for lr in rates], rel=1e-9)
     assert together[0] == pytest.approx(lin.loss, rel=1e-9)
-
-
-# ---- what a long run must not do
 
 
 @pytest.mark.usefixtures("double")
@@ -158,9 +147,6 @@ def test_weights_that_functional_call_does_not_see():
     assert lin.evaluate_along(d, rates) == [lin.evaluate(d, lr).item() for lr in rates]
 
 
-# ---- rows of a part of the batch
-
-
 @pytest.mark.parametrize(("lower", "upper"), [(1 / 8, 1 / 3), (0.5, 1.5)])
 def test_a_trial_at_the_same_weights_has_the_same_loss(lower, upper):
     """RReLU keeps its slopes, also those above 1."""
@@ -172,9 +158,6 @@ def test_a_trial_at_the_same_weights_has_the_same_loss(lower, upper):
     d = torch.zeros_like(lin.theta)
     assert float(lin.evaluate(d, 1.0)) == pytest.approx(f, rel=1e-12)
     assert lin.evaluate_along(d, [0.5, 1.0]) == pytest.approx([f, f], rel=1e-12)
-
-
-# ---- trial points of a model that draws random numbers
 
 
 class Far(nn.Module):

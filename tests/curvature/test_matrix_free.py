@@ -311,7 +311,7 @@ def test_parts(damping, momentum, rows):
         assert "CG iteration" in ours.note
 
 
-# ---- the preset, and errors
+# ---- errors
 
 
 def test_what_is_not_finite_is_a_failed_factorisation():

@@ -18,7 +18,7 @@ from support.linearized import planned
 from support.reference import error
 from support.steps import lm, problem, theta
 
-# ---- what a long run must not do
+# ---- samples in another order
 
 
 @pytest.mark.usefixtures("double")

@@ -1,4 +1,4 @@
-"""Every loss against torch: its value, its derivatives in float64, and its roots where float32 underflows."""
+"""Every loss against torch: its value and its derivatives in float64; its options; what its check refuses."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_group_and_back(case):
     assert torch.equal(loss.ungroup(tt, z), many)
 
 
-# construction and resolve
+# construction
 
 
 def test_losses_compare_by_their_options():

@@ -24,9 +24,6 @@ from support.unchanged import changes, refused, world
 pytestmark = pytest.mark.usefixtures("double")
 
 
-# ---- what a long run must not do
-
-
 def test_inputs_changed_in_place_are_refused():
     class Shifting(nn.Module):
         def __init__(self) -> None:
