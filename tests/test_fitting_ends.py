@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import marquardt as mq
-from marquardt.fitting.robust import Loss
-from marquardt.fitting.solve import Options, is_stationary, linearised
+from marquardt.fitting.options import Options
+from marquardt.fitting.robust import RobustLoss
+from marquardt.fitting.solve import is_stationary, linearised
 
 D = torch.float64
 
@@ -58,9 +59,9 @@ def test_a_column_that_was_longer_is_no_column_of_nothing():
     """The cosine of the only column is 0.6; that D is 1e10 times its length says nothing about the point."""
     f, J = torch.tensor([[3.0, 4.0]], dtype=D), torch.tensor([[[1.0], [0.0]]], dtype=D)
     x, options = torch.tensor([[2.0]], dtype=D), Options()
-    assert not is_stationary(linearised(x, f, J, torch.full_like(x, 1e10), Loss(), None, options), options)
+    assert not is_stationary(linearised(x, f, J, torch.full_like(x, 1e10), RobustLoss(), None, options), options)
     # One that changes nothing even if its parameter is doubled is another matter.
-    assert is_stationary(linearised(x, f, 1e-10 * J, torch.ones_like(x), Loss(), None, options), options)
+    assert is_stationary(linearised(x, f, 1e-10 * J, torch.ones_like(x), RobustLoss(), None, options), options)
 
 
 def test_a_parameter_at_its_bound_is_not_measured_by_another_ones_column():

@@ -12,10 +12,12 @@ from torch import Tensor
 from marquardt import deferred as tape
 from marquardt import least_squares
 from marquardt.fitting.bounds import Box
-from marquardt.fitting.factor import Factor
-from marquardt.fitting.problem import Problem, build
-from marquardt.fitting.robust import Loss
-from marquardt.fitting.solve import Options, State, iterate, start
+from marquardt.fitting.factor import QRFactor
+from marquardt.fitting.options import Options
+from marquardt.fitting.problems import Problems, build
+from marquardt.fitting.progress import Progress
+from marquardt.fitting.robust import RobustLoss
+from marquardt.fitting.solve import iterate, start
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -36,11 +38,11 @@ def data(problems: int = 60) -> tuple[Tensor, Tensor]:
     return true.double() * (0.6 + 0.8 * torch.rand(problems, 4, generator=generator)), y
 
 
-def problem(y: Tensor, x: Tensor) -> Problem:
+def problem(y: Tensor, x: Tensor) -> Problems:
     return build(peak, x, "auto", (y,), {}, True, -FREE, FREE, False)[0]
 
 
-def recorded(*arguments: Any) -> tuple[State, Tensor]:
+def recorded(*arguments: Any) -> tuple[Progress, Tensor]:
     """An iteration as it would be recorded, and whose step it is."""
     asked = tape.Tape([])
     with tape.recorded(asked):
@@ -52,11 +54,11 @@ def test_an_iteration_is_recorded_as_it_is():
     """Without selecting problems: with those that stop or whose step is damped, rejected or neither."""
     x, y = data()
     several, options = problem(y, x), Options(xtol=1e-12)
-    s = start(several, x, Loss(), None, options)
+    s = start(several, x, RobustLoss(), None, options)
     seen = set()
     while bool(s.running.any()):
-        new, fine = recorded(several, s, Loss(), None, options)
-        s = iterate(several, s, Loss(), None, options)
+        new, fine = recorded(several, s, RobustLoss(), None, options)
+        s = iterate(several, s, RobustLoss(), None, options)
         seen.update(s.status.tolist())
         assert fine.double().mean() > 0.9
         for name in ("x", "f", "J", "scale", "radius"):
@@ -71,12 +73,14 @@ def test_what_a_recording_assumes_is_asked():
     x, y = data()
     several, options = problem(y, x), Options()
     box = Box(torch.zeros_like(x), torch.where(torch.arange(4) == 1, 1.02 * x, 9.0))
-    s = start(several, x, Loss(), box, options)
-    new, fine = recorded(several, s, Loss(), box, options)
+    s = start(several, x, RobustLoss(), box, options)
+    new, fine = recorded(several, s, RobustLoss(), box, options)
     assert 0 < fine.sum() < len(fine)  # some meet a bound, which takes them another step
-    torch.testing.assert_close(new.x[fine], iterate(several, s, Loss(), box, options).x[fine], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        new.x[fine], iterate(several, s, RobustLoss(), box, options).x[fine], rtol=1e-9, atol=1e-12
+    )
 
-    flat = Factor.of(torch.ones(3, 5, 2, dtype=torch.float64), torch.rand(3, 5, dtype=torch.float64))
+    flat = QRFactor.of(torch.ones(3, 5, 2, dtype=torch.float64), torch.rand(3, 5, dtype=torch.float64))
     asked = tape.Tape([])
     with tape.recorded(asked):
         flat.decrement  # noqa: B018

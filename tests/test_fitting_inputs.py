@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from marquardt import least_squares
-from marquardt.fitting.problem import NoSecondDerivative, build
+from marquardt.fitting.problems import NoSecondDerivative, build
 
 T = torch.linspace(0, 4, 40, dtype=torch.float64)
 Y = 2.5 * torch.exp(-1.3 * T) + 0.5 + 0.05 * torch.sin(13 * T**2)

@@ -13,7 +13,7 @@ from torch import Tensor, exp
 
 from certify import newton_step
 from marquardt import least_squares
-from marquardt.fitting.factor import Factor, norm
+from marquardt.fitting.factor import QRFactor, norm
 from marquardt.fitting.robust import LOSSES
 
 # --- regression problems with noise, from starts that are far off ---
@@ -112,7 +112,7 @@ def test_the_damped_step_is_the_minimiser_within_the_region(deficient: bool):
     J, f = torch.randn(50, 7, 4, dtype=torch.float64), torch.randn(50, 7, dtype=torch.float64)
     J[..., 3] = J[..., 2] if deficient else J[..., 3]
     D = 10 ** (4 * torch.rand(50, 4, dtype=torch.float64) - 2)
-    factor = Factor.of(J, f)
+    factor = QRFactor.of(J, f)
     radius = 0.3 * torch.rand(50, dtype=torch.float64) + 1e-3
     p, held = factor.within(radius, D)
     assert (norm(D * p) <= 1.1001 * radius).all()
@@ -134,7 +134,7 @@ def test_columns_of_any_scale():
     J[..., 2] = J[..., 1] + 1e-10 * J[..., 2]
     size = torch.tensor([1e120, 1.0, 1e-120], dtype=torch.float64)
     f = -(J @ p)
-    assert torch.allclose(Factor.of(J * size, f).undamped() * size, p.expand(5, 3), rtol=1e-4)
+    assert torch.allclose(QRFactor.of(J * size, f).undamped() * size, p.expand(5, 3), rtol=1e-4)
 
 
 # --- beside SciPy ---
@@ -369,7 +369,7 @@ def test_jacobians_with_nans_and_lost_rank_at_once_are_survived():
     assert math.isfinite(fit.cost)
     R = torch.tensor([[[math.nan, 1.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]]], dtype=torch.float64)
     Rc = torch.cat([R, torch.ones(2, 2, 1, dtype=torch.float64)], -1)
-    assert Factor(Rc).decrement.isnan().tolist() == [True, False]
+    assert QRFactor(Rc).decrement.isnan().tolist() == [True, False]
 
 
 def test_no_success_without_a_minimum():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask
-from .factor import Factor, norm
+from .factor import QRFactor, norm
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Box:
         side = self.side(x)
         return ((side < 0) & (g > 0)) | ((side > 0) & (g < 0)) | (self.lower == self.upper)
 
-    def free(self, factor: Factor, x: Tensor) -> Factor:
+    def free(self, factor: QRFactor, x: Tensor) -> QRFactor:
         """The problem in the variables that may move."""
         g = (factor.R.mT @ factor.c.unsqueeze(-1)).squeeze(-1)
         held = self.held(x, g)
         return factor if ask((~held).all(-1)) else factor.without(held, torch.zeros_like(x))
 
-    def within(self, factor: Factor, x: Tensor, radius: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
+    def within(self, factor: QRFactor, x: Tensor, radius: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
         """A step with ‖Dp‖ ≤ Δ and x + p in the box, and whether the region holds it back.
 
         Variables that would leave the box go to their bound and stay there, and the model is minimised in the others,

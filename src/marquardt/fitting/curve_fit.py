@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .api import least_squares, limits
-from .problem import build, has_numpy, tensor
+from .least_squares import least_squares, limits
+from .problems import build, has_numpy, tensor
 from .result import Result
 from .student import quantile
 
@@ -92,8 +92,8 @@ class Fit:
             own = (call.tensor,)
         far = torch.full_like(p, math.inf)
         with torch.no_grad():
-            problem, _ = build(call, p, "auto", own, {}, self.batched, -far, far, not isinstance(self.popt, Tensor))
-            y, J = problem.raw(p), problem.jacobian(p)
+            problems, _ = build(call, p, "auto", own, {}, self.batched, -far, far, not isinstance(self.popt, Tensor))
+            y, J = problems.raw(p), problems.jacobian(p)
         variance = ((J @ cov) * J).sum(-1).clamp(min=0)
         return (y, variance) if self.batched else (y[0], variance[0])
 

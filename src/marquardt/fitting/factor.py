@@ -29,7 +29,7 @@ def norm(a: Tensor, dim: int = -1) -> Tensor:
     return length * unit.squeeze(dim)
 
 
-class Part:
+class Subset:
     """Some of B problems: those where `mask` (B,) holds. In a recording, where no shape may depend on it, it is all of
     them, and the mask decides what is kept."""
 
@@ -49,23 +49,23 @@ class Part:
         """A tensor or factor of all problems, with theirs replaced."""
         if self.index is not None:
             return new if self.whole else replaced(old, self.index, new)
-        if isinstance(old, Factor):
-            return Factor(self.into(old.Rc, new.Rc))
+        if isinstance(old, QRFactor):
+            return QRFactor(self.into(old.Rc, new.Rc))
         return torch.where(self.mask.view(-1, *(1,) * (old.ndim - 1)), new, old)
 
-    def narrowed(self, mask: Tensor) -> Part:
+    def narrowed(self, mask: Tensor) -> Subset:
         """Those of the part where another mask holds, which has an entry for each of the part."""
-        return Part(self.into(torch.zeros_like(self.mask), mask))
+        return Subset(self.into(torch.zeros_like(self.mask), mask))
 
 
 def replaced(old: Any, index: Tensor, new: Any) -> Any:
     """A tensor or factor with the entries `index` replaced."""
-    if isinstance(old, Factor):
-        return Factor(old.Rc.index_copy(0, index, new.Rc))
+    if isinstance(old, QRFactor):
+        return QRFactor(old.Rc.index_copy(0, index, new.Rc))
     return old.index_copy(0, index, new)
 
 
-class Factor:
+class QRFactor:
     """[J f] = Q [R c; 0 ρ] of B problems, with J and f in units of ‖f‖.
 
     The undamped step solves Rp = −c, a damped one the least-squares problem [R; √λD]p = −[c; 0]. Neither forms RᵀR, and
@@ -77,7 +77,7 @@ class Factor:
         self.R, self.c = Rc[..., :-1], Rc[..., -1]  # (B, n, n), (B, n)
 
     @staticmethod
-    def of(J: Tensor, f: Tensor, unit: Tensor | None = None) -> Factor:
+    def of(J: Tensor, f: Tensor, unit: Tensor | None = None) -> QRFactor:
         n = J.shape[-1]
         columns = torch.cat([J.mT, f.unsqueeze(-2)], -2)  # (B, n + 1, m)
         if columns.shape[-1] < n:
@@ -85,12 +85,12 @@ class Factor:
         Jf = columns.mT  # as LAPACK has it: factored in place, without a copy
         torch.geqrf(Jf, out=(Jf, Jf.new_empty(len(Jf), min(Jf.shape[1:]))))
         R = Jf[:, :n].triu()  # (B, n, n + 1)
-        return Factor(R if unit is None else R / unit[:, None, None])
+        return QRFactor(R if unit is None else R / unit[:, None, None])
 
-    def __getitem__(self, index: Tensor) -> Factor:
-        return Factor(self.Rc[index])
+    def __getitem__(self, index: Tensor) -> QRFactor:
+        return QRFactor(self.Rc[index])
 
-    def without(self, fixed: Tensor, p: Tensor) -> Factor:
+    def without(self, fixed: Tensor, p: Tensor) -> QRFactor:
         """The problem in the other variables, those in `fixed` (B, n) moved by p and then held.
 
         Their columns keep their lengths: what rounding of x does to the residuals is measured by them.
@@ -98,7 +98,7 @@ class Factor:
         R = torch.where(fixed.unsqueeze(-2), 0, self.R)
         hold = torch.diag_embed(torch.where(fixed, self.length.clamp(min=1e-30), 0))
         c = self.c + self.product(torch.where(fixed, p, 0))
-        return Factor.of(torch.cat([R, hold], 1), torch.cat([c, torch.zeros_like(c)], 1))
+        return QRFactor.of(torch.cat([R, hold], 1), torch.cat([c, torch.zeros_like(c)], 1))
 
     @cached_property
     def length(self) -> Tensor:
@@ -114,7 +114,7 @@ class Factor:
         cosine = torch.where(finite, norm(self.c), torch.nan)
         short = finite & (self.R.diagonal(dim1=-2, dim2=-1).abs() <= eps * length).any(-1)
         if not ask(~short):  # Q spans more than J does
-            deficient = Part(short)
+            deficient = Subset(short)
             length = deficient.of(torch.where(length > 0, length, 1))
             U, s, _ = torch.linalg.svd(deficient.of(self.R) / length.unsqueeze(-2))
             b = (U.mT @ deficient.of(self.c).unsqueeze(-1)).squeeze(-1)
@@ -173,7 +173,7 @@ class Factor:
         """The step that minimises the model within ‖Dp‖ ≤ Δ, to 10 % of Δ, and whether the region holds it back."""
         p = self.undamped()
         # Written so that a NaN is outside.
-        outside = Part(~(norm(D * p) <= (1 + MARGIN) * radius))
+        outside = Subset(~(norm(D * p) <= (1 + MARGIN) * radius))
         if not outside.empty:
             R, delta, d, q, mask = (outside.of(t) for t in (self, radius, D, p, outside.mask))
             p = outside.into(p, R.damped(delta, d, q, mask))
@@ -192,13 +192,13 @@ class Factor:
         lam = torch.where(lower > 0, lower, 1e-3 * upper).clamp(max=upper)
         negligible = torch.finfo(p.dtype).eps ** 2 * upper  # p(λ) is the shortest step then, J being rank deficient
         p = torch.zeros_like(p)
-        part = Part(going)
+        part = Subset(going)
         for _ in range(RECORDED if recording() else ROUNDS):
             R, c, d, delta, mu, low, high, least = (
                 part.of(t) for t in (self.R, self.c, D, radius, lam, lower, upper, negligible)
             )
             damping = torch.diag_embed(mu.sqrt().unsqueeze(-1) * d)
-            F = Factor.of(torch.cat([R, damping], 1), torch.nn.functional.pad(c, (0, n)))
+            F = QRFactor.of(torch.cat([R, damping], 1), torch.nn.functional.pad(c, (0, n)))
             q = F.undamped().nan_to_num(0.0, 0.0, 0.0)
             excess, newton = _newton(F.R, q, d, delta)
             low = torch.where(excess > 0, torch.maximum(low, mu), low)

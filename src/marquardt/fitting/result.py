@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .bounds import Box
-from .robust import Loss
-from .solve import BAD, BOTH, FTOL, GTOL, LIMIT, RUNNING, STOPPED, STUCK, XTOL, State
+from .progress import BAD, BOTH, FTOL, GTOL, LIMIT, RUNNING, STOPPED, STUCK, XTOL, Progress
+from .robust import RobustLoss
 
 MESSAGES = {
     RUNNING: "The fit is under way.",
@@ -63,9 +63,9 @@ class Result:
 
 
 def describe(
-    s: State, loss: Loss, box: Box | None, raw: Tensor, notes: list[str], batched: bool, numpy: bool
+    s: Progress, loss: RobustLoss, box: Box | None, raw: Tensor, notes: list[str], batched: bool, numpy: bool
 ) -> Result:
-    """The result of a state; `raw` are the residuals without weights."""
+    """The result of what has been reached; `raw` are the residuals without weights."""
     ft, J = loss.corrected(s.f, s.J)
     g = (J.mT @ ft.unsqueeze(-1)).squeeze(-1)  # (B, n)
     held = torch.zeros_like(s.x, dtype=torch.bool) if box is None else box.held(s.x, g)

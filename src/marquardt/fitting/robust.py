@@ -41,7 +41,7 @@ LOSSES: dict[str, Rho] = {"huber": huber, "soft_l1": soft_l1, "cauchy": cauchy, 
 
 
 @dataclass(frozen=True)
-class Loss:
+class RobustLoss:
     """ρ and its scale C; ρ = None is the plain sum of squares."""
 
     rho: Rho | None = None
@@ -71,17 +71,17 @@ class Loss:
         return f * d1 / root, J * root.unsqueeze(-1)
 
 
-def resolve(loss: Any, f_scale: Any) -> Loss:
+def resolve(loss: Any, f_scale: Any) -> RobustLoss:
     if not isinstance(f_scale, (int, float)) or not 0 < f_scale < float("inf"):
         raise ValueError(f"f_scale={f_scale!r}: where inliers end, a finite positive number")
     if callable(loss):
-        return Loss(_checked(loss), float(f_scale))
+        return RobustLoss(_checked(loss), float(f_scale))
     if loss == "linear":
-        return Loss()
+        return RobustLoss()
     if loss not in LOSSES:
         names = ", ".join(repr(name) for name in ("linear", *LOSSES))
         raise ValueError(f"loss={loss!r}: pass one of {names}, or a function z → (ρ, ρ', ρ'')")
-    return Loss(LOSSES[loss], float(f_scale))
+    return RobustLoss(LOSSES[loss], float(f_scale))
 
 
 def _checked(rho: Callable[[Any], Any]) -> Rho:

@@ -10,24 +10,12 @@ import torch
 from torch import Tensor
 
 from .bounds import Box
-from .factor import Factor, Part, norm
-from .problem import NoSecondDerivative, Problem
-from .robust import Loss
-from .solve import (
-    BAD,
-    FTOL,
-    LIMIT,
-    STALE,
-    STATIONARY,
-    STOPPED,
-    STUCK,
-    Options,
-    State,
-    Watch,
-    linearised,
-    relative_change,
-    solve,
-)
+from .factor import QRFactor, Subset, norm
+from .options import Options
+from .problems import NoSecondDerivative, Problems
+from .progress import BAD, FTOL, LIMIT, STOPPED, STUCK, Progress
+from .robust import RobustLoss
+from .solve import STALE, STATIONARY, Watcher, linearised, relative_change, solve
 
 # Further attempts: the first radius in units of ‖Dx₀‖, and what the parameters that lost their influence are multiplied
 # by at the start. Found by trying, docs/least_squares.md.
@@ -38,30 +26,30 @@ NEWTON = 5  # most Newton steps of a finish
 NOUGHT = 1e-6  # residuals this much smaller than at the start count as zero: nothing lower is worth a search
 FADED = 1e-6  # a column of J this much shorter than it was: its parameter has lost its influence
 
-Attempt = Callable[[Problem, Tensor, Box | None, Options], State]
 
-
-def search(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options, watch: Watch) -> State:
+def search(
+    problems: Problems, x: Tensor, loss: RobustLoss, box: Box | None, options: Options, watch: Watcher
+) -> Progress:
     """Solve; where that ends in no minimum, again from the start in other ways, on half of the evaluations."""
 
-    def attempt(problem: Problem, x: Tensor, box: Box | None, options: Options) -> State:
-        return finish(problem, solve(problem, x, loss, box, options, watch), loss, box, options)
+    def attempt(problems: Problems, x: Tensor, box: Box | None, options: Options) -> Progress:
+        return finish(problems, solve(problems, x, loss, box, options, watch), loss, box, options)
 
     if not options.restarts or options.max_nfev < 20 * len(ATTEMPTS):
-        return attempt(problem, x, box, options)
-    best = attempt(problem, x, box, replace(options, max_nfev=options.max_nfev // 2))
-    if box is None and loss.rho is None and problem.exact:
-        best = escape(problem, best, attempt, replace(options, max_nfev=options.max_nfev // 4 // SADDLES))
+        return attempt(problems, x, box, options)
+    best = attempt(problems, x, box, replace(options, max_nfev=options.max_nfev // 2))
+    if box is None and loss.rho is None and problems.exact:
+        best = escape(problems, best, attempt, replace(options, max_nfev=options.max_nfev // 4 // SADDLES))
     share = options.max_nfev // 4 // len(ATTEMPTS)
     for factor, shift in ATTEMPTS:
-        again = doubtful(problem, x, best, loss, box, options).nonzero().squeeze(-1)
+        again = doubtful(problems, x, best, loss, box, options).nonzero().squeeze(-1)
         if not len(again) or bool((best.status == STOPPED).any()):
             break
         old, part = best[again], box and box[again]
         x0 = torch.where(faded(old, loss, options), shift * x[again], x[again])
         x0 = x0 if part is None else x0.clamp(part.lower, part.upper)
-        new = attempt(problem[again], x0, part, replace(options, max_nfev=share, factor=factor))
-        still = doubtful(problem[again], x[again], new, loss, part, options)
+        new = attempt(problems[again], x0, part, replace(options, max_nfev=share, factor=factor))
+        still = doubtful(problems[again], x[again], new, loss, part, options)
         limit = torch.where(still, 1 - 1e-9, 1 + 1e-9) * old.scale
         best = best.merge(again, better_of(old, new, limit, again))
     # What ran out of its share goes on from where it is, with what is left. So does what is stuck with a D that is that
@@ -73,48 +61,50 @@ def search(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Op
         if not len(again):
             break
         old, part, left = best[again], box and box[again], options.max_nfev - int(best.nfev[again].max())
-        new = attempt(problem[again], old.x, part, replace(options, max_nfev=left))
+        new = attempt(problems[again], old.x, part, replace(options, max_nfev=left))
         best = best.merge(again, better_of(old, new, old.scale, again))
     return best
 
 
-def better_of(old: State, new: State, limit: Tensor, which: Tensor) -> State:
-    """The new state where its scale is within the limit, with the evaluations of both."""
+def better_of(old: Progress, new: Progress, limit: Tensor, which: Tensor) -> Progress:
+    """The new one where its scale is within the limit, with the evaluations of both."""
     index = (new.scale <= limit).nonzero().squeeze(-1)  # no NaN is
     kept = old.merge(index, new[index])
     status = torch.where(new.status == STOPPED, STOPPED, kept.status)  # the callback's word counts for all attempts
     return replace(kept, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
 
 
-def faded(s: State, loss: Loss, options: Options, share: float = FADED) -> Tensor:
+def faded(s: Progress, loss: RobustLoss, options: Options, share: float = FADED) -> Tensor:
     """Which parameters have lost their influence, all but this share of it: (B, n)."""
     if options.x_scale is not None:  # D remembers nothing
         return torch.zeros_like(s.x, dtype=torch.bool)
     return norm(loss.corrected(s.f, s.J)[1], 1) <= share * s.D
 
 
-def doubtful(problem: Problem, x0: Tensor, s: State, loss: Loss, box: Box | None, options: Options) -> Tensor:
+def doubtful(
+    problems: Problems, x0: Tensor, s: Progress, loss: RobustLoss, box: Box | None, options: Options
+) -> Tensor:
     """No minimum, or one at infinity, or one where parameters have become alike and J has lost its rank: (B,)."""
     found = (s.status != BAD) & ((s.status <= 0) | faded(s, loss, options).any(-1))
     index = (~found & (s.factor.condition > ALIKE) & (s.f.shape[-1] >= s.x.shape[-1])).nonzero().squeeze(-1)
     if len(index):
-        found[index] = lost_rank(problem[index], x0[index], s[index], loss, box)
+        found[index] = lost_rank(problems[index], x0[index], s[index], loss, box)
     return found
 
 
-def lost_rank(problem: Problem, x0: Tensor, s: State, loss: Loss, box: Box | None) -> Tensor:
+def lost_rank(problems: Problems, x0: Tensor, s: Progress, loss: RobustLoss, box: Box | None) -> Tensor:
     """Where J has no full rank: whether it had at the start, and neither cost nor Hessian says minimum: (B,)."""
-    f, J = problem.at_start(x0)
-    first = Factor.of(*reversed(loss.corrected(f, J)))
+    f, J = problems.at_start(x0)
+    first = QRFactor.of(*reversed(loss.corrected(f, J)))
     lost = (first.condition <= ALIKE) & (s.scale > NOUGHT * loss.scale(f))
-    if box is None and loss.rho is None and problem.exact:
+    if box is None and loss.rho is None and problems.exact:
         with suppress(NoSecondDerivative):
-            value = torch.linalg.eigvalsh(hessian(problem, s).nan_to_num(0.0, 0.0, 0.0))
+            value = torch.linalg.eigvalsh(hessian(problems, s).nan_to_num(0.0, 0.0, 0.0))
             lost &= value[:, 0] <= 1e-9 * value[:, -1]
     return lost
 
 
-def finish(problem: Problem, s: State, loss: Loss, box: Box | None, options: Options) -> State:
+def finish(problems: Problems, s: Progress, loss: RobustLoss, box: Box | None, options: Options) -> Progress:
     """Newton's method with the whole Hessian JᵀJ + Σfᵢ∇²fᵢ, where the cost says no more and J cannot finish.
 
     With large residuals Gauss-Newton steps need not contract: the cost then tells x to half of the digits only. A step
@@ -123,7 +113,7 @@ def finish(problem: Problem, s: State, loss: Loss, box: Box | None, options: Opt
     asked = (
         options.ftol > 10 * torch.finfo(s.x.dtype).eps
     )  # the caller has said what decrease is too small to go on for
-    if asked or box is not None or loss.rho is not None or not problem.exact:
+    if asked or box is not None or loss.rho is not None or not problems.exact:
         return s
     index = ((s.status == FTOL) | (s.status == STUCK)) & (s.cosine > options.gtol) & (s.factor.slope < 1e-3)
     index &= s.nfev + NEWTON <= options.max_nfev
@@ -131,14 +121,14 @@ def finish(problem: Problem, s: State, loss: Loss, box: Box | None, options: Opt
         which = index.nonzero().squeeze(-1)
         if not len(which):
             break
-        some, old = problem[which], s[which]
+        some, old = problems[which], s[which]
         try:
             x = old.x + newton(some, old)
         except NoSecondDerivative:
             break
         there = linearised(x, some.residuals(x), some.jacobian(x), old.D, loss, None, options)
         slope = there.factor.slope
-        better = Part((slope < 0.9 * old.factor.slope) & (there.scale <= (1 + 1e-9) * old.scale))  # false for a NaN
+        better = Subset((slope < 0.9 * old.factor.slope) & (there.scale <= (1 + 1e-9) * old.scale))  # false for a NaN
         status = torch.where(better.mask & (slope <= STATIONARY), FTOL, old.status)
         new = replace(old.at(better, better.of(there)), status=status, nfev=old.nfev + 1, njev=old.njev + 2)
         s = s.merge(which, new)  # a Jacobian more, and a Hessian as another
@@ -146,7 +136,7 @@ def finish(problem: Problem, s: State, loss: Loss, box: Box | None, options: Opt
     return s
 
 
-def escape(problem: Problem, s: State, attempt: Attempt, options: Options) -> State:
+def escape(problems: Problems, s: Progress, attempt: Callable[..., Progress], options: Options) -> Progress:
     """Leave saddle points along the most negative curvature, both ways, where J has lost rank and cannot see it.
 
     Two terms of a sum that have become alike, such as exponentials of one rate, are such a point.
@@ -158,14 +148,14 @@ def escape(problem: Problem, s: State, attempt: Attempt, options: Options) -> St
             break
         old = s[index]
         try:
-            value, vector = torch.linalg.eigh(hessian(problem[index], old).nan_to_num(0.0, 0.0, 0.0))
+            value, vector = torch.linalg.eigh(hessian(problems[index], old).nan_to_num(0.0, 0.0, 0.0))
         except NoSecondDerivative:
             break
         down = value[:, 0] < -1e-9 * value[:, -1]
         index, old, v = index[down], old[down], (vector[..., 0] / old.D)[down]
         if not len(index):
             break
-        some, length = problem[index], norm(old.D * old.x).unsqueeze(-1)
+        some, length = problems[index], norm(old.D * old.x).unsqueeze(-1)
         trials = [old.x + sign * 10.0**-k * length * v for k in range(5) for sign in (1, -1)]
         costs = torch.stack([norm(some.residuals(x)).nan_to_num(torch.inf, torch.inf) for x in trials])  # (10, B)
         x0 = torch.stack(trials)[costs.argmin(0), torch.arange(len(index), device=old.x.device)]
@@ -178,15 +168,15 @@ def escape(problem: Problem, s: State, attempt: Attempt, options: Options) -> St
     return s
 
 
-def hessian(problem: Problem, s: State) -> Tensor:
+def hessian(problems: Problems, s: Progress) -> Tensor:
     """D⁻¹(JᵀJ + Σfᵢ∇²fᵢ)D⁻¹: (B, n, n)."""
     d = s.D.unsqueeze(-1)
-    return (s.J.mT @ s.J + problem.curvature(s.x, s.f)) / d / d.mT
+    return (s.J.mT @ s.J + problems.curvature(s.x, s.f)) / d / d.mT
 
 
-def newton(problem: Problem, s: State) -> Tensor:
+def newton(problems: Problems, s: Progress) -> Tensor:
     """−(JᵀJ + Σfᵢ∇²fᵢ)⁻¹Jᵀf, zero where that is not positive definite: (B, n)."""
-    d, H = s.D.unsqueeze(-1), hessian(problem, s)
+    d, H = s.D.unsqueeze(-1), hessian(problems, s)
     L, failed = torch.linalg.cholesky_ex(H)
     p = -torch.cholesky_solve(s.J.mT @ s.f.unsqueeze(-1) / d, L) / d
     return torch.where(failed.unsqueeze(-1) > 0, 0, p.squeeze(-1))

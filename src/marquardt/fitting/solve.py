@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .bounds import Box
-from .factor import Factor, Part, norm, replaced
-from .graph import Replay
-from .problem import Problem
-from .robust import Loss
+from .factor import QRFactor, Subset, norm
+from .options import Options
+from .problems import Problems
+from .progress import BAD, BOTH, FTOL, GTOL, LIMIT, RUNNING, STOPPED, STUCK, XTOL, Point, Progress
+from .recorded import RecordedIteration
+from .robust import RobustLoss
 
-# Status codes: SciPy's, and STUCK.
-RUNNING, STUCK, STOPPED, BAD, LIMIT, GTOL, FTOL, XTOL, BOTH = -9, -3, -2, -1, 0, 1, 2, 3, 4
 ACCEPT = 1e-4  # least ratio of actual to predicted decrease: MINPACK
 COMPACT = 0.7  # stopped problems leave the batch once fewer than this share is running
 NOISE = 1e3  # in eps: relative decreases of the cost below this may be rounding
@@ -25,87 +24,15 @@ NEAR = 1e-3  # the same cosine, where a test of the step or of the decrease may 
 STALE = 1e-3  # a column of J this much shorter than D has it
 BEND = 0.75  # most of ‖a‖/‖p‖, the acceleration of a geodesic step (Transtrum and Sethna 2012)
 
-Watch = Callable[[Any, Any, int], None]  # State, Box | None, iteration
+Watcher = Callable[[Progress, Box | None, int], None]  # the last is the number of the iteration
 
 
-@dataclass(frozen=True)
-class Options:
-    ftol: float = 0.0
-    xtol: float = 1e-10
-    gtol: float = 1e-10
-    max_nfev: int = 1000
-    factor: float = 100.0  # the first radius is this times ‖Dx₀‖: MINPACK
-    geodesic: bool = False
-    restarts: bool = True
-    capture: bool = False
-    x_scale: Tensor | None = None  # 1/D, or None for the norms of the Jacobian's columns
-
-
-P = TypeVar("P", bound="Point")
-
-
-@dataclass(frozen=True)
-class Point:
-    """Where B problems are. f and J carry the weights, the factor the loss's correction as well."""
-
-    x: Tensor  # (B, n)
-    f: Tensor  # (B, m)
-    J: Tensor  # (B, m, n)
-    factor: Factor
-    scale: Tensor  # (B,), √(2·cost)
-    cosine: Tensor  # (B,), of the angle between residuals and tangent space
-    D: Tensor  # (B, n)
-
-    def __getitem__(self: P, index: Tensor) -> P:
-        return mapped(lambda t: t[index], type(self), self)
-
-
-@dataclass(frozen=True)
-class State(Point):
-    """And how they came there."""
-
-    which: Tensor  # (B,), of the batch that was asked for
-    radius: Tensor  # (B,), Δ of ‖Dp‖ ≤ Δ
-    change: Tensor  # (B,), the largest relative change of a parameter in the last step; infinite after a damped one
-    nfev: Tensor  # (B,)
-    njev: Tensor  # (B,)
-    status: Tensor  # (B,)
-
-    def at(self, part: Part, point: Point) -> State:
-        """This one, with some of the problems at other points."""
-        return replace(self, **vars(mapped(part.into, Point, self, point)))
-
-    @property
-    def running(self) -> Tensor:
-        return self.status == RUNNING
-
-    def tensors(self) -> list[Tensor]:
-        values = [getattr(self, k.name) for k in fields(self)]
-        return [value.Rc if isinstance(value, Factor) else value for value in values]
-
-    def renewed(self) -> State:
-        """The same tensors, without what was derived from them before."""
-        return mapped(lambda t: Factor(t.Rc) if isinstance(t, Factor) else t, State, self)
-
-    def copy(self) -> State:
-        return mapped(lambda t: Factor(t.Rc.clone()) if isinstance(t, Factor) else t.clone(), State, self)
-
-    def merge(self, index: Tensor, other: State) -> State:
-        """This one, with the problems `index` replaced by those of the other."""
-        if len(index) == len(self.x):
-            return other
-        return mapped(lambda old, new: replaced(old, index, new), State, self, other)
-
-
-def mapped(of: Callable[..., Any], kind: type[P], *points: Point) -> P:
-    """A point or state of what `of` makes of each field of the others."""
-    return kind(*(of(*(getattr(point, k.name) for point in points)) for k in fields(kind)))
-
-
-def solve(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options, watch: Watch) -> State:
-    """Run every problem until it stops. `watch` sees the state after each iteration."""
-    result = s = start(problem, x, loss, box, options)
-    replay = Replay(iterate)
+def solve(
+    problems: Problems, x: Tensor, loss: RobustLoss, box: Box | None, options: Options, watch: Watcher
+) -> Progress:
+    """Run every problem until it stops. `watch` sees the progress after each iteration."""
+    result = s = start(problems, x, loss, box, options)
+    replay = RecordedIteration(iterate)
     advance = replay if options.capture else iterate
     nit = 0
     try:
@@ -116,9 +43,9 @@ def solve(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Opt
                 result = result.merge(s.which, s)
                 if not len(running):
                     return result
-                s, problem = s[running], problem[running]
+                s, problems = s[running], problems[running]
                 box = None if box is None else box[running]
-            s = advance(problem, s, loss, box, options)
+            s = advance(problems, s, loss, box, options)
             nit += 1
             watch(s, box, nit)
     except StopIteration:
@@ -126,8 +53,8 @@ def solve(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Opt
         return result.merge(s.which, s)
 
 
-def start(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Options) -> State:
-    f, J = problem.at_start(x)
+def start(problems: Problems, x: Tensor, loss: RobustLoss, box: Box | None, options: Options) -> Progress:
+    f, J = problems.at_start(x)
     s = linearised(x, f, J, torch.zeros_like(x), loss, box, options)
     fine = s.scale.isfinite() & s.cosine.isfinite()  # numbers that are not finite reach R, and these
     if not bool(fine.all()):
@@ -139,7 +66,7 @@ def start(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Opt
     which = torch.arange(len(x), device=x.device)
     going = RUNNING if options.max_nfev > 1 else LIMIT
     status = torch.where(fine, torch.where((s.cosine <= options.gtol) | is_zero(s), GTOL, going), BAD)
-    return State(
+    return Progress(
         **vars(replace(s, scale=torch.where(fine, s.scale, torch.nan))),
         which=which,
         radius=options.factor * first,
@@ -150,12 +77,14 @@ def start(problem: Problem, x: Tensor, loss: Loss, box: Box | None, options: Opt
     )
 
 
-def linearised(x: Tensor, f: Tensor, J: Tensor, D: Tensor, loss: Loss, box: Box | None, options: Options) -> Point:
+def linearised(
+    x: Tensor, f: Tensor, J: Tensor, D: Tensor, loss: RobustLoss, box: Box | None, options: Options
+) -> Point:
     """What depends on the point alone, and D ← max(D, norms of the columns of J)."""
     scale = loss.scale(f)
     unit = torch.where(scale > 0, scale, 1.0)
     ft, Jt = loss.corrected(f, J)
-    factor = Factor.of(Jt, ft, unit)
+    factor = QRFactor.of(Jt, ft, unit)
     if options.x_scale is None:
         D = torch.maximum(D, unit.unsqueeze(-1) * factor.length)
         D = torch.where(D > 0, D, 1.0)
@@ -166,13 +95,13 @@ def linearised(x: Tensor, f: Tensor, J: Tensor, D: Tensor, loss: Loss, box: Box 
     return Point(x, f, J, factor, scale, factor.decrement, D)
 
 
-def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Options) -> State:
+def iterate(problems: Problems, s: Progress, loss: RobustLoss, box: Box | None, options: Options) -> Progress:
     """One step of every problem that is running: try it, judge it, and linearise again where it is accepted."""
     eps = torch.finfo(s.x.dtype).eps
     p, held = s.factor.within(s.radius, s.D) if box is None else box.within(s.factor, s.x, s.radius, s.D)
-    step = p + 0.5 * bend(problem, s, p, loss) if options.geodesic else p
+    step = p + 0.5 * bend(problems, s, p, loss) if options.geodesic else p
     x = s.x + step if box is None else box.reach(s.x, step)
-    f = problem.residuals(x)
+    f = problems.residuals(x)
 
     predicted = s.factor.predicted(p)
     actual = loss.decrease(s.f, f, s.scale).nan_to_num(-torch.inf)
@@ -186,15 +115,15 @@ def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Op
     noise = NOISE * eps + 4 * wobble(s.factor, s.x)
     flat = full & torch.where(downhill, torch.maximum(actual, predicted) <= NOISE * eps, predicted <= noise)
 
-    tried = Part(running & (downhill | flat))
+    tried = Subset(running & (downhill | flat))
     new, taken = s, torch.zeros_like(held)
     if not tried.empty:
         y, r = tried.of(x, s.x), tried.of(f, s.f)
-        J = tried.of(problem).jacobian(y)
+        J = tried.of(problems).jacobian(y)
         there = linearised(y, r, J, tried.of(s.D), loss, box and tried.of(box), options)
         usable = there.cosine.isfinite()  # a Jacobian that is not finite leaves no number in R
         nearer = there.cosine < 0.9 * tried.of(s.cosine)
-        good = Part(usable & (nearer | ~tried.of(flat)))
+        good = Subset(usable & (nearer | ~tried.of(flat)))
         kept = tried.narrowed(good.mask)
         new, taken = s.at(kept, good.of(there)), kept.mask
         broken = tried.into(torch.zeros_like(held), ~usable)
@@ -227,7 +156,7 @@ def iterate(problem: Problem, s: State, loss: Loss, box: Box | None, options: Op
     )
 
 
-def next_radius(s: State, p: Tensor, actual: Tensor, ratio: Tensor, held: Tensor) -> Tensor:
+def next_radius(s: Progress, p: Tensor, actual: Tensor, ratio: Tensor, held: Tensor) -> Tensor:
     """MINPACK's: smaller after a poor step, by interpolation, and twice the step after a good one."""
     length = norm(s.D * p)
     slope = (s.factor.c * s.factor.product(p)).sum(-1)  # gᵀp in units of 2·cost
@@ -239,15 +168,15 @@ def next_radius(s: State, p: Tensor, actual: Tensor, ratio: Tensor, held: Tensor
     return torch.where((ratio >= 0.75) | (~held & (ratio > 0.25)), 2 * length, radius)
 
 
-def bend(problem: Problem, s: State, p: Tensor, loss: Loss) -> Tensor:
+def bend(problems: Problems, s: Progress, p: Tensor, loss: RobustLoss) -> Tensor:
     """a: what the linear model misses of the residuals' second derivative along p (Transtrum and Sethna 2012)."""
     _, J = loss.corrected(s.f, s.J)
     most = BEND * norm(s.D * p)
-    a, held = Factor.of(J, problem.bend(s.x, p)).within(most, s.D)
+    a, held = QRFactor.of(J, problems.bend(s.x, p)).within(most, s.D)
     return torch.where((held | ~a.isfinite().all(-1)).unsqueeze(-1), 0, a)  # too much of it: the step is too long
 
 
-def wobble(factor: Factor, x: Tensor) -> Tensor:
+def wobble(factor: QRFactor, x: Tensor) -> Tensor:
     """ε·Σ‖Jⱼ‖|xⱼ|/‖f‖: by how much rounding of x alone changes the residuals, at most: (B,)"""
     return torch.finfo(x.dtype).eps * (factor.length * x.abs()).sum(-1)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd, jacrev, jvp, vmap
 
-from . import jacobian
-from .jacobian import Function
+from . import derivatives
+from .derivatives import Function
 
 
 class NoSecondDerivative(RuntimeError):
@@ -20,7 +20,7 @@ class NoSecondDerivative(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problems:
     """f: (B, n) → (B, m) and J: (B, n) → (B, m, n), with weights.
 
     `fun` and `jac` take one x of shape (n,) and `args`; the arguments in `cut` have a leading dimension of problems.
@@ -39,7 +39,7 @@ class Problem:
     box: tuple[Tensor, ...] = ()  # the bounds, (B, n) each, where jac needs them: differences stay inside
     seen: tuple[Tensor, ...] = ()  # x, f and J of a single problem, without weights: from looking how to call it
 
-    def __getitem__(self, index: Tensor) -> Problem:
+    def __getitem__(self, index: Tensor) -> Problems:
         """The problems `index` alone."""
         if not self.batched:
             return self
@@ -100,7 +100,7 @@ class Problem:
         except Exception as error:  # torch has many
             raise NoSecondDerivative(f"{needed}: {_first_line(error)}") from error
 
-    def knowing(self, J: Tensor) -> Problem:
+    def knowing(self, J: Tensor) -> Problems:
         return self if self.batched else replace(self, seen=(*self.seen, J))
 
     def _each(self, function: Function, *x: Tensor) -> Tensor:
@@ -152,8 +152,8 @@ def _like(index: Tensor, a: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Call:
-    """How the user wants fun to be called. It gets a copy of x, which it may change; `Problem.tensor` copies f."""
+class UserFunction:
+    """How the user wants fun to be called. It gets a copy of x, which it may change; `Problems.tensor` copies f."""
 
     fun: Function
     kwargs: dict[str, Any]
@@ -185,8 +185,8 @@ class Call:
 def build(
     fun: Function, x: Tensor, jac: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: bool,
     lower: Tensor, upper: Tensor, numpy: bool,
-) -> tuple[Problem, str]:  # fmt: skip
-    """The problem at its start x (B, n), and how its Jacobian comes about where that is worth a word."""
+) -> tuple[Problems, str]:  # fmt: skip
+    """The problems at their start x (B, n), and how their Jacobian comes about where that is worth a word."""
     cut: list[int | None] = []
     for i, a in enumerate(args):
         arraylike = hasattr(a, "shape") and hasattr(a, "dtype")
@@ -197,27 +197,27 @@ def build(
             )
         cut.append(0 if batched and arraylike else None)
     failures: dict[bool, Exception] = {}
-    inexact: dict[bool, tuple[Problem, str]] = {}
+    inexact: dict[bool, tuple[Problems, str]] = {}
     for as_numpy in (True, False) if numpy and callable(jac) else (False, True):
         given = args if as_numpy else tuple(_to_tensor(a, x) for a in args)
-        call = Call(fun, kwargs if as_numpy else {k: _to_tensor(a, x) for k, a in kwargs.items()}, as_numpy)
-        base = Problem(call, call, given, tuple(cut), batched, x[0], 0, loop=as_numpy, exact=not as_numpy)
+        call = UserFunction(fun, kwargs if as_numpy else {k: _to_tensor(a, x) for k, a in kwargs.items()}, as_numpy)
+        base = Problems(call, call, given, tuple(cut), batched, x[0], 0, loop=as_numpy, exact=not as_numpy)
         try:
             with warnings.catch_warnings():
                 if not as_numpy:  # NumPy deprecates what it does with tensors
                     warnings.simplefilter("ignore", DeprecationWarning)
                 base, i = _sized(base, x)
-                problem, note = _with_jacobian(base, x, jac, lower, upper, i)
+                problems, note = _with_jacobian(base, x, jac, lower, upper, i)
         except Exception as error:  # a function of NumPy arrays may raise anything on a tensor, and the reverse
             failures[as_numpy] = error
             continue
         if not note:
-            return problem, note
-        inexact[as_numpy] = problem, note
+            return problems, note
+        inexact[as_numpy] = problems, note
     if inexact:  # where NumPy functions take tensors, they do it with warnings
-        problem, _ = inexact[True in inexact]
+        problems, _ = inexact[True in inexact]
         _, note = inexact[numpy if numpy in inexact else not numpy]
-        return problem, note
+        return problems, note
     raise failures[numpy and not _foreign(failures[True])]
 
 
@@ -230,7 +230,7 @@ def _only(i: int, x: Tensor) -> Tensor:
     return torch.tensor([i], device=x.device)
 
 
-def _sized(base: Problem, x: Tensor) -> tuple[Problem, int]:
+def _sized(base: Problems, x: Tensor) -> tuple[Problems, int]:
     """With the number of residuals, without vmap where it cannot take the function; and a problem to look at."""
     one = base[_only(0, x)]
     try:
@@ -249,11 +249,11 @@ def _sized(base: Problem, x: Tensor) -> tuple[Problem, int]:
 
 
 def _with_jacobian(
-    base: Problem, x: Tensor, jac: Any, lower: Tensor, upper: Tensor, i: int
-) -> tuple[Problem, str]:  # fmt: skip
+    base: Problems, x: Tensor, jac: Any, lower: Tensor, upper: Tensor, i: int
+) -> tuple[Problems, str]:  # fmt: skip
     """With its Jacobian, tried on problem i, and a note where that is not exact."""
     call, which, xi = base.fun, _only(i, x), x[i : i + 1]
-    assert isinstance(call, Call)
+    assert isinstance(call, UserFunction)
     if callable(jac):
 
         def given(x: Tensor, *args: Any) -> Any:
@@ -262,36 +262,36 @@ def _with_jacobian(
                 raise TypeError("jac returned None: it must return the Jacobian, residuals × parameters")
             return J if isinstance(J, Tensor) else tensor(J)
 
-        problem = replace(base, jac=given)
+        problems = replace(base, jac=given)
         try:
-            J = problem[which].jacobian(xi)
+            J = problems[which].jacobian(xi)
         except Exception:  # as in _sized
             if not base.batched or base.loop:
                 raise
-            problem = replace(problem, loop=True)
-            J = problem[which].jacobian(xi)
-        return replace(problem, exact=not call.numpy and _derived(base[which], xi, J)).knowing(J), ""
+            problems = replace(problems, loop=True)
+            J = problems[which].jacobian(xi)
+        return replace(problems, exact=not call.numpy and _derived(base[which], xi, J)).knowing(J), ""
     reason = "fun works on NumPy arrays, of which torch knows no derivative"
     if jac == "auto" and not call.numpy:
-        for name, way in jacobian.order(x.shape[-1], base.m):
-            problem = replace(
+        for name, way in derivatives.order(x.shape[-1], base.m):
+            problems = replace(
                 base, jac=way(call), loop=base.loop or (name == "rows" and base.batched), exact=name != "rows"
             )
-            one = problem[which]
+            one = problems[which]
             try:
                 J = one.jacobian(xi)
             except Exception as error:  # no such derivative, in-place code, data-dependent branches
                 reason = f"torch cannot differentiate fun: {_first_line(error)}"
                 continue
-            if not bool(J.isfinite().all()) or jacobian.agrees(one, xi[0], J[0], lower[i], upper[i]):
-                return problem.knowing(J), ""
+            if not bool(J.isfinite().all()) or derivatives.agrees(one, xi[0], J[0], lower[i], upper[i]):
+                return problems.knowing(J), ""
             reason = "the derivative that torch finds is not that of fun; something in it is detached or not torch"
             break
     points = 2 if jac == "2-point" else 3
     one = base[which]
     args = tuple(a if d is None else a[0] for a, d in zip(one.args, one.cut, strict=True))
-    relative = jacobian.steps(lambda x: base.tensor(call(x, *args)), xi[0], lower[i], upper[i], points)
-    by_differences = jacobian.differences(call, relative, points, base.tensor)
+    relative = derivatives.steps(lambda x: base.tensor(call(x, *args)), xi[0], lower[i], upper[i], points)
+    by_differences = derivatives.differences(call, relative, points, base.tensor)
     return (
         replace(base, jac=by_differences, loop=base.batched, exact=False, box=(lower, upper)),
         f"The Jacobian is by {jac} differences." if jac != "auto" else
@@ -299,10 +299,10 @@ def _with_jacobian(
     )  # fmt: skip
 
 
-def _derived(one: Problem, x: Tensor, J: Tensor) -> bool:
+def _derived(one: Problems, x: Tensor, J: Tensor) -> bool:
     """Whether torch finds the Jacobian that was given, so that second derivatives are those of fun."""
     try:
-        found = replace(one, jac=jacobian.forward(one.fun)).jacobian(x)
+        found = replace(one, jac=derivatives.forward(one.fun)).jacobian(x)
     except Exception:  # any that torch, or fun on its kind of tensor, may raise
         return False
     return bool((found - J).norm() <= 1e-3 * J.norm())

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from .bounds import Box
-from .problem import Problem, build, has_numpy, tensor
+from .options import Options
+from .problems import Problems, build, has_numpy, tensor
+from .progress import BAD, RUNNING, Progress
 from .result import Result, describe
-from .robust import Loss, resolve
+from .robust import RobustLoss, resolve
 from .search import search
-from .solve import BAD, RUNNING, Options, State
 
 EVALUATIONS = 400  # for each parameter and one more, by default
 
@@ -90,16 +91,16 @@ def least_squares(
     x = x.clamp(lower, upper)
 
     with torch.no_grad():
-        problem, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy)
-        problem = _weighted(problem, weights, x)
+        problems, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy)
+        problems = _weighted(problems, weights, x)
         notes = [note] if note else []
-        if problem.m < n:
-            notes.append(f"There are fewer residuals ({problem.m}) than parameters ({n}): the minimum is not unique.")
+        if problems.m < n:
+            notes.append(f"There are fewer residuals ({problems.m}) than parameters ({n}): the minimum is not unique.")
         report = _Report(rho, batched, numpy, verbose, callback)
-        s = search(problem, x, rho, box, options, report)
+        s = search(problems, x, rho, box, options, report)
         if not batched and int(s.status) == BAD:
-            raise _not_finite(problem, x)
-        result = describe(s, rho, box, problem.raw(s.x), notes, batched, numpy)
+            raise _not_finite(problems, x)
+        result = describe(s, rho, box, problems.raw(s.x), notes, batched, numpy)
     if verbose:
         print(
             f"{result.message}\ncost {_brief(s.scale**2 / 2)}, {_brief(s.nfev)} evaluations, {_brief(s.njev)} Jacobians"
@@ -188,24 +189,24 @@ def _box(bounds: Any, x: Tensor, rounding: float) -> tuple[Box | None, Tensor, T
     return None if free else Box(lower, upper), lower, upper
 
 
-def _weighted(problem: Problem, weights: Any, x: Tensor) -> Problem:
+def _weighted(problems: Problems, weights: Any, x: Tensor) -> Problems:
     if weights is None:
-        return problem
+        return problems
     w = tensor(weights).to(x)
-    shapes = [(problem.m,), *([(len(x), problem.m)] if problem.batched else [])]
+    shapes = [(problems.m,), *([(len(x), problems.m)] if problems.batched else [])]
     if tuple(w.shape) not in shapes:
         raise ValueError(f"weights have shape {tuple(w.shape)}: they must be {' or '.join(map(str, shapes))}")
     if not bool(((w >= 0) & w.isfinite()).all()):
         raise ValueError("weights must be finite and at least 0")
-    return replace(problem, weight=w.sqrt())
+    return replace(problems, weight=w.sqrt())
 
 
-def _not_finite(problem: Problem, x: Tensor) -> ValueError:
-    for name, value in (("residual", problem.raw(x)[0]), ("row of the Jacobian", problem.jacobian(x)[0])):
-        bad = ~value.isfinite().reshape(problem.m, -1).all(-1)
+def _not_finite(problems: Problems, x: Tensor) -> ValueError:
+    for name, value in (("residual", problems.raw(x)[0]), ("row of the Jacobian", problems.jacobian(x)[0])):
+        bad = ~value.isfinite().reshape(problems.m, -1).all(-1)
         if bool(bad.any()):
             return ValueError(
-                f"{int(bad.sum())} of {problem.m} residuals at x0: the {name} {int(bad.nonzero()[0])} is not finite. "
+                f"{int(bad.sum())} of {problems.m} residuals at x0: the {name} {int(bad.nonzero()[0])} is not finite. "
                 "Start elsewhere, or check the data for NaN"
             )
     return ValueError("the residuals at x0 are too large to square: divide them by their size")
@@ -216,7 +217,7 @@ class _Report:
 
     def __init__(
         self,
-        loss: Loss,
+        loss: RobustLoss,
         batched: bool,
         numpy: bool,
         verbose: int,
@@ -225,7 +226,7 @@ class _Report:
         self.loss, self.batched, self.numpy = loss, batched, numpy
         self.verbose, self.callback = verbose, callback
 
-    def __call__(self, s: State, box: Box | None, nit: int) -> None:
+    def __call__(self, s: Progress, box: Box | None, nit: int) -> None:
         if self.verbose == 2:
             if nit == 0:
                 print(f"{'iteration':>9} {'running':>9} {'evaluations':>11} {'cost':>13} {'cosine':>10}")

@@ -4,51 +4,53 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..deferred import Tape, capturing, recorded
 from .bounds import Box
-from .problem import Problem
-
-if TYPE_CHECKING:
-    from .solve import State
+from .options import Options
+from .problems import Problems
+from .progress import Progress
+from .robust import RobustLoss
 
 _ready: set[torch.device] = set()  # libraries set up at their first calls in a process what cannot be recorded
 
 
-class Replay:
-    """iterate(problem, state, loss, box, options), recorded once and then replayed.
+class RecordedIteration:
+    """iterate(problems, progress, loss, box, options), recorded once and then replayed.
 
-    What is asked on the way is assumed to be answered by yes (..tape). The problems of which that was not true take
-    their step once more, without the recording, from the state before: `old`, which the graph itself takes over from
-    `new`. All calls are for one problem, each with the state that the last one returned.
+    What is asked on the way is assumed to be answered by yes (..deferred). The problems of which that was not true take
+    their step once more, without the recording, from where they were: `old`, which the graph itself takes over from
+    `new`. All calls are for the same problems, each with the progress that the last one returned.
     """
 
-    def __init__(self, iterate: Callable[..., State]) -> None:
+    def __init__(self, iterate: Callable[..., Progress]) -> None:
         self.iterate = iterate
         self.refused = False
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, problem: Problem, s: State, loss: Any, box: Box | None, options: Any) -> State:
+    def __call__(
+        self, problems: Problems, s: Progress, loss: RobustLoss, box: Box | None, options: Options
+    ) -> Progress:
         if self.graph is None and not self.refused and s.x.device in _ready:
-            self._record(problem, s, loss, box, options)
+            self._record(problems, s, loss, box, options)
         if self.graph is None:
             _ready.add(s.x.device)
-            return self.iterate(problem, s, loss, box, options)
+            return self.iterate(problems, s, loss, box, options)
         self.graph.replay()
         index = self.wrong.nonzero().squeeze(-1)
         if len(index):
             old = self.old.renewed()[index]
-            again = self.iterate(problem[index], old, loss, None if box is None else box[index], options)
+            again = self.iterate(problems[index], old, loss, None if box is None else box[index], options)
             for t, part in zip(self.new.tensors(), again.tensors(), strict=True):
                 t.index_copy_(0, index, part)
             if 2 * len(index) > int(self.old.running.sum()):  # it knows too little of these problems
                 self.graph, self.refused = None, True
         return self.new.renewed()
 
-    def _record(self, problem: Problem, s: State, *more: Any) -> None:
+    def _record(self, problems: Problems, s: Progress, *more: Any) -> None:
         self.old, self.new = s.copy(), s.copy()
         try:
             with capturing(s.x.device):
@@ -58,7 +60,7 @@ class Replay:
                     graph.capture_begin()
                     try:
                         torch._foreach_copy_(self.old.tensors(), self.new.tensors())
-                        new = self.iterate(problem, self.old.renewed(), *more)
+                        new = self.iterate(problems, self.old.renewed(), *more)
                         torch._foreach_copy_(self.new.tensors(), new.tensors())
                         self.wrong = ~torch.stack(tape.asked).all(0) & self.old.running
                     finally:
