@@ -1,6 +1,7 @@
 """Nonlinear least squares and curve fitting: SciPy's habits, torch's tensors and derivatives."""
 
-from .curve_fit import Fit, curve_fit
+from .curve_fit import curve_fit
+from .fit import Fit
 from .least_squares import least_squares
 from .result import Result
 

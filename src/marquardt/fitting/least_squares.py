@@ -1,52 +1,35 @@
-"""least_squares: the arguments, checked, and the way to the solver and back."""
+"""least_squares: the way from its arguments to the solver and back."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bounds import Box
+from . import arguments
+from .arrays import tensor
 from .options import Options
-from .problems import Problems, build, has_numpy, tensor
-from .progress import BAD, RUNNING, Progress
-from .result import Result, describe
-from .robust import RobustLoss, resolve
+from .problems import Problems, build
+from .progress import BAD
+from .report import Report
+from .result import Result
+from .robust import resolve
 from .search import search
-
-EVALUATIONS = 400  # for each parameter and one more, by default
 
 
 def least_squares(
-    fun: Callable[..., Any],
-    x0: Any,
-    jac: Any = "auto",
-    bounds: Any = (-math.inf, math.inf),
-    method: str = "lm",
-    ftol: float | None = None,
-    xtol: float | None = 1e-10,
-    gtol: float | None = 1e-10,
-    x_scale: Any = "jac",
-    loss: Any = "linear",
-    f_scale: float = 1.0,
-    max_nfev: int | None = None,
-    verbose: int = 0,
-    args: tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
-    callback: Callable[[Result], Any] | None = None,
-    *,
-    weights: Any = None,
-    batched: bool = False,
-    geodesic: bool = False,
-    restarts: bool = True,
-    capture: bool = False,
-    dtype: torch.dtype = torch.float64,
-) -> Result:
+    fun: Callable[..., Any], x0: Any, jac: Any = "auto", bounds: Any = (-math.inf, math.inf), method: str = "lm",
+    ftol: float | None = None, xtol: float | None = 1e-10, gtol: float | None = 1e-10, x_scale: Any = "jac",
+    loss: Any = "linear", f_scale: float = 1.0, max_nfev: int | None = None, verbose: int = 0,
+    args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, callback: Callable[[Result], Any] | None = None,
+    *, weights: Any = None, batched: bool = False, geodesic: bool = False, restarts: bool = True,
+    capture: bool = False, dtype: torch.dtype = torch.float64,
+) -> Result:  # fmt: skip
     """Minimise ½Σ C²ρ(wᵢfᵢ(x)²/C²) within bounds: scipy.optimize.least_squares on tensors, one problem or many.
 
     fun(x, *args, **kwargs) → residuals of one problem, x of shape (n,). A function of torch tensors gets an exact
@@ -71,122 +54,24 @@ def least_squares(
     smaller steps; nfev counts all. capture: on a GPU an iteration is recorded as a CUDA graph and replayed, so the
     function is seldom called but must always do the same on tensors. dtype: of the arithmetic.
     """
-    x, numpy, rounding = _start(x0, batched, dtype)
-    n = x.shape[-1]
-    if method not in ("lm", "trf"):
-        raise ValueError(f"method={method!r}: pass 'lm'; it takes bounds and losses too ('trf' is accepted for it)")
-    if not callable(jac) and jac not in ("auto", "2-point", "3-point"):
-        raise ValueError(f"jac={jac!r}: pass 'auto', '2-point', '3-point' or a function")
-    if not isinstance(verbose, int) or verbose not in (0, 1, 2):
-        raise ValueError(f"verbose={verbose!r}: pass 0, 1 or 2")
-    limit = EVALUATIONS * (n + 1) if max_nfev is None else max_nfev
-    if not isinstance(limit, Integral) or limit < 1:
-        raise ValueError(f"max_nfev={max_nfev!r}: an integer of at least 1")
+    x, numpy, rounding = arguments.start(x0, batched, dtype)
+    arguments.check_choices(method, jac, verbose)
+    limit = arguments.evaluations(max_nfev, x.shape[-1])
     options = Options(
-        _tolerance("ftol", ftol), _tolerance("xtol", xtol), _tolerance("gtol", gtol), int(limit),
-        geodesic=geodesic, restarts=restarts, capture=capture and x.is_cuda, x_scale=_scale(x_scale, x),
+        arguments.tolerance("ftol", ftol), arguments.tolerance("xtol", xtol), arguments.tolerance("gtol", gtol), limit,
+        geodesic=geodesic, restarts=restarts, capture=capture and x.is_cuda, x_scale=arguments.scale(x_scale, x),
     )  # fmt: skip
     rho = resolve(loss, float(f_scale) if isinstance(f_scale, Real) else f_scale)
-    box, lower, upper = _box(bounds, x, rounding)
+    box, lower, upper = arguments.box(bounds, x, rounding)
     x = x.clamp(lower, upper)
-
+    report = Report(rho, batched, numpy, verbose, callback)
     with torch.no_grad():
         problems, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy)
         problems = _weighted(problems, weights, x)
-        notes = [note] if note else []
-        if problems.m < n:
-            notes.append(f"There are fewer residuals ({problems.m}) than parameters ({n}): the minimum is not unique.")
-        report = _Report(rho, batched, numpy, verbose, callback)
         s = search(problems, x, rho, box, options, report)
         if not batched and int(s.status) == BAD:
             raise _not_finite(problems, x)
-        result = describe(s, rho, box, problems.raw(s.x), notes, batched, numpy)
-    if verbose:
-        print(
-            f"{result.message}\ncost {_brief(s.scale**2 / 2)}, {_brief(s.nfev)} evaluations, {_brief(s.njev)} Jacobians"
-        )
-    return result
-
-
-def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool, float]:
-    """x0 as (B, n), whether the results are NumPy arrays, and its relative rounding where that is coarser."""
-    numpy = not isinstance(x0, Tensor) and has_numpy()
-    try:
-        x = tensor(x0)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"x0={x0!r}: the start must be a vector of real numbers") from error
-    if x.is_complex():
-        raise TypeError("x0 is complex: fit the real and imaginary parts as separate real parameters")
-    if x.ndim == 0 and not batched:
-        x = x.reshape(1)
-    if x.ndim != 1 + batched or 0 in x.shape:
-        wanted = (
-            "(problems, parameters), batched=True" if batched else "(parameters,); for many problems pass batched=True"
-        )
-        raise ValueError(f"x0 has shape {tuple(x.shape)}: it must be {wanted}")
-    given = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
-    x = x.detach().to(dtype, copy=True).reshape(-1, x.shape[-1])
-    if not bool(x.isfinite().all()):
-        raise ValueError(f"x0 is not finite at {tuple((~x.isfinite()).nonzero()[0].tolist()[not batched :])}")
-    return x, numpy, given if given > torch.finfo(dtype).eps else 0.0
-
-
-def _tolerance(name: str, value: float | None) -> float:
-    if value is None:
-        return 0.0
-    if not isinstance(value, Real) or not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r}: a number of at least 0 and below 1, or None to switch the test off")
-    return float(value)
-
-
-def _fitted(name: str, value: Any, x: Tensor) -> Tensor:
-    """A number, one for each parameter, or one for each parameter of each problem, as (B, n)."""
-    given = tensor(value).to(x)
-    try:
-        return given.expand_as(x)
-    except RuntimeError:
-        wanted = " or ".join(str(tuple(x.shape[i:])) for i in range(len(x) == 1, 2))
-        raise ValueError(f"{name} has shape {tuple(given.shape)}: it must be a number or {wanted}") from None
-
-
-def _scale(x_scale: Any, x: Tensor) -> Tensor | None:
-    if isinstance(x_scale, str):
-        if x_scale != "jac":
-            raise ValueError(f"x_scale={x_scale!r}: pass 'jac' or the scale of the parameters")
-        return None
-    scale = _fitted("x_scale", x_scale, x[:1])[0]
-    if not bool(((scale > 0) & scale.isfinite()).all()):
-        raise ValueError(f"x_scale={x_scale!r}: the scales must be finite and positive")
-    return scale
-
-
-def limits(bounds: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower and the upper bounds, (B, n) each."""
-    if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
-        bounds = (bounds.lb, bounds.ub)
-    try:
-        lower, upper = bounds
-    except (TypeError, ValueError):
-        raise ValueError(f"bounds={bounds!r}: pass (lower, upper), each a number or one for each parameter") from None
-    return _fitted("the lower bound", lower, x), _fitted("the upper bound", upper, x)
-
-
-def _box(bounds: Any, x: Tensor, rounding: float) -> tuple[Box | None, Tensor, Tensor]:
-    """`rounding` is that of x0: 0.1 in float32 is more than 0.1."""
-    lower, upper = limits(bounds, x)
-    if bool((lower.isnan() | upper.isnan()).any()):
-        raise ValueError("bounds contain NaN: pass -inf or inf where there is none")
-    slack = rounding / 2 * x.abs()
-    outside = (x + slack < lower) | (x - slack > upper)
-    order = "bounds are (lower, upper), each a number or one for each parameter"
-    for wrong, text in ((lower > upper, "the lower bound lies above the upper one"),
-                        (outside, "x0 is infeasible: it lies outside the bounds")):  # fmt: skip
-        if bool(wrong.any()):
-            b, j = wrong.nonzero()[0].tolist()
-            values = ", ".join(f"{k} {float(v[b, j]):g}" for k, v in (("lower", lower), ("x0", x), ("upper", upper)))
-            raise ValueError(f"{text} at parameter {j}{f' of problem {b}' if len(x) > 1 else ''}: {values}; {order}")
-    free = bool(lower.isneginf().all()) and bool(upper.isposinf().all())
-    return None if free else Box(lower, upper), lower, upper
+        return report.end(s, box, problems, note)
 
 
 def _weighted(problems: Problems, weights: Any, x: Tensor) -> Problems:
@@ -210,34 +95,3 @@ def _not_finite(problems: Problems, x: Tensor) -> ValueError:
                 "Start elsewhere, or check the data for NaN"
             )
     return ValueError("the residuals at x0 are too large to square: divide them by their size")
-
-
-class _Report:
-    """After each iteration: a line of text, and the user's callback."""
-
-    def __init__(
-        self,
-        loss: RobustLoss,
-        batched: bool,
-        numpy: bool,
-        verbose: int,
-        callback: Callable[[Result], Any] | None,
-    ) -> None:
-        self.loss, self.batched, self.numpy = loss, batched, numpy
-        self.verbose, self.callback = verbose, callback
-
-    def __call__(self, s: Progress, box: Box | None, nit: int) -> None:
-        if self.verbose == 2:
-            if nit == 0:
-                print(f"{'iteration':>9} {'running':>9} {'evaluations':>11} {'cost':>13} {'cosine':>10}")
-            running = int((s.status == RUNNING).sum())
-            print(f"{nit:>9} {running:>9} {_brief(s.nfev):>11} {_brief(s.scale**2 / 2):>13} {_brief(s.cosine):>10}")
-        if self.callback is not None:
-            s = s.copy()  # a recording goes on in the same memory
-            self.callback(describe(s, self.loss, box, s.f, [f"Iteration {nit}."], self.batched, self.numpy))
-
-
-def _brief(values: Tensor) -> str:
-    """Of many problems the median."""
-    value = values.double().median().item() if len(values) > 1 else values.item()
-    return f"{value:.6g}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.func import jacfwd, jacrev, jvp, vmap
 
 from . import derivatives
+from .arrays import tensor
 from .derivatives import Function
 
 
@@ -118,29 +118,6 @@ class Problems:
     def tensor(self, value: Any) -> Tensor:
         """A copy: the function may use its own again, which vmap refuses."""
         return tensor(value).to(self.like, copy=True)
-
-
-def tensor(value: Any) -> Tensor:
-    """Without a gradient; plain numbers in float64, where torch would take its default."""
-    if hasattr(value, "strides"):  # NumPy: torch takes neither foreign byte orders nor negative strides
-        value = value.astype(value.dtype.newbyteorder("="), order="C")
-    plain = not hasattr(value, "dtype")
-    t = torch.as_tensor(value, dtype=None if not plain else torch.complex128 if _complex(value) else torch.float64)
-    return t.detach()
-
-
-@cache
-def has_numpy() -> bool:
-    """Whether torch can make NumPy arrays: NumPy is no dependency."""
-    try:
-        torch.empty(0).numpy()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _complex(value: Any) -> bool:
-    return isinstance(value, complex) or (isinstance(value, (list, tuple)) and any(map(_complex, value)))
 
 
 def _first_line(error: Exception) -> str:
