@@ -367,6 +367,39 @@ def test_a_fit_that_fails_says_so():
         curve_fit(decay, X, Y, max_nfev=3)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+@pytest.mark.parametrize("known", [False, True])
+def test_fits_of_a_batch_that_fail_say_so(kind: Any, known: bool):
+    """The second has too many steps to go, the third no start; the others are as if alone."""
+    y = np.stack([Y, Y + 1e3 * np.cos(9 * X), Y, Y])
+    y[2, 4] = np.nan
+    p0 = np.array([[2.5, 1.3, 0.5], [1e3, 40.0, 1e3], [2.5, 1.3, 0.5], [2.4, 1.2, 0.6]])
+    options = {"sigma": SIGMA, "absolute_sigma": True} if known else {}
+    fit = curve_fit(decay, kind(X), kind(y), p0, check_finite=False, max_nfev=9, batched=True, **options)
+    assert type(fit.success) is type(fit.status) is type(fit.popt)
+    assert fit.success.tolist() == [True, False, False, True]
+    assert fit.status.tolist()[1:3] == [0, -1]
+    assert min(fit.status.tolist()[::3]) > 0
+    assert [len(fit.message), fit.message[1]] == [4, "The maximum number of function evaluations is reached."]
+    assert fit.message[2] == "The residuals or their Jacobian are not finite at the start."
+    assert np.isposinf(np.asarray(fit.pcov[2])).all()
+    for i in (0, 3):
+        alone = curve_fit(decay, X, Y, p0[i], max_nfev=9, **options)
+        assert alone.success is True
+        assert (alone.status, alone.message) == (int(fit.status[i]), fit.message[i])
+        assert alone.pcov == pytest.approx(np.asarray(fit.pcov[i]), rel=1e-6)
+
+
+def test_a_covariance_that_one_fit_of_many_has_not_is_no_secret():
+    """It has ended in a minimum, so that `success` says nothing of it."""
+    x = torch.tensor(X)
+    with pytest.warns(UserWarning, match="could not be estimated"):
+        fit = curve_fit(decay, x, torch.stack([torch.tensor(Y), torch.zeros(40)]), [0.0, 1.0, 0.0], batched=True)
+    assert fit.success.all()
+    assert fit.pcov.isinf().all(-1).all(-1).tolist() == [False, True]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

@@ -50,7 +50,7 @@ def curve_fit(
 
     batched: ydata is (B, m), B data sets; p0 and each bound (B, n) or (n,), sigma (m,), (B, m) or (B, m, m). xdata is
     that of all sets, (m,) or (k, m), or has a leading dimension B, one for each set; where k = B it is read such that f
-    returns m values. A fit that failed is found in result.success; of a single fit it is a RuntimeError.
+    returns m values. A single fit that fails is a RuntimeError; of many each has its success, status and message.
     """
     _check(full_output, nan_policy, kwargs)
     tensors = [a for a in (xdata, ydata, p0) if isinstance(a, Tensor)]
@@ -115,10 +115,11 @@ def _fit(result: Result, f: Callable[..., Any], data: Observations, absolute_sig
     J, cost = tensor(result.jac), tensor(result.cost)
     m, n = J.shape[-2:]
     noise = torch.ones_like(cost) if absolute_sigma else (2 * cost / max(m - n, 1)).sqrt()
-    cov = _covariance(J) * noise.to(J)[..., None, None] ** 2
+    cov = _covariance(J, noise.to(J))
     if m <= n and not absolute_sigma:
         cov = torch.full_like(cov, math.inf)
-    if not bool(cov.isfinite().all()):
+    unknown = ~cov.isfinite().flatten(-2).all(-1)
+    if bool((unknown & torch.as_tensor(result.success)).any()):  # of the others `success` tells
         warnings.warn("the covariance of the parameters could not be estimated; infinite", stacklevel=3)
     return Fit(
         result.x, like(cov, result.x), result, f, m - n, noise if data.batched else float(noise),
@@ -126,13 +127,13 @@ def _fit(result: Result, f: Callable[..., Any], data: Observations, absolute_sig
     )  # fmt: skip
 
 
-def _covariance(J: Tensor) -> Tensor:
-    """(JᵀJ)⁻¹ by an SVD of J with columns of length 1; infinite where it does not exist."""
+def _covariance(J: Tensor, noise: Tensor) -> Tensor:
+    """noise²(JᵀJ)⁻¹ by an SVD of J with columns of length 1; infinite where it does not exist."""
     length = J.norm(dim=-2)
     unit = torch.where(length > 0, length, 1)
     _, s, Vh = torch.linalg.svd(J / unit.unsqueeze(-2), full_matrices=False)
     V = Vh.mT / s.unsqueeze(-2) / unit.unsqueeze(-1)
-    cov = V @ V.mT
+    cov = V @ V.mT * noise[..., None, None] ** 2
     rank = (s > max(J.shape[-2:]) * torch.finfo(J.dtype).eps * s[..., :1]).sum(-1)
     full = rank == J.shape[-1]
     return torch.where(full[..., None, None], cov, math.inf)

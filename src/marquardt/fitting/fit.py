@@ -13,7 +13,7 @@ from torch import Tensor
 from .arrays import gathered, like, tensor
 from .curve import Curve, independent
 from .problems import build
-from .result import Result
+from .result import MESSAGES, Result
 from .student import quantile
 
 
@@ -43,6 +43,21 @@ class Fit:
 
     def __repr__(self) -> str:
         return f"Fit(popt={self.popt}, perr={self.perr})"
+
+    @property
+    def success(self) -> Any:
+        """Whether a minimum was found; of many fits (B,)."""
+        return self.result.success
+
+    @property
+    def status(self) -> Any:
+        """Why the fit ended, in the numbers of least_squares; of many (B,)."""
+        return self.result.status
+
+    @property
+    def message(self) -> str | list[str]:
+        """The same in words; of many fits a list, and result.message counts them."""
+        return [MESSAGES[status] for status in self.status.tolist()] if self.batched else self.result.message
 
     @property
     def perr(self) -> Any:
