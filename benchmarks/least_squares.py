@@ -4,7 +4,7 @@
     python benchmarks/least_squares.py --device cuda --only batch --against cpu.json     # SciPy's times from that run
     python benchmarks/least_squares.py --quick
 
-Classical: the problems of tests/classical.py, on the CPU, from the standard starts and from 10 and 100 times these.
+Classical: the problems of tests/support/classical, on the CPU, from the standard starts and 10 and 100 times these.
 SciPy's `lm` (MINPACK) and `trf` get the same residuals, the same exact Jacobian and the same tolerances as we do, and
 the scaling by the Jacobian (x_scale="jac"). Solved is a problem whose Σf² is within 1e-6 of a known minimum, relative,
 or at most 1e-12 where that is 0. Digits are those of the worst parameter, from the standard start: from afar a solver
@@ -39,7 +39,7 @@ from marquardt import least_squares
 from measure import Verdict
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from classical import PROBLEMS, Problem
+from support.classical import PROBLEMS, Problem
 
 try:
     import numpy as np

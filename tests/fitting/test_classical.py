@@ -6,9 +6,9 @@ from functools import cache
 import pytest
 import torch
 
-from certify import derivatives, newton_step, sum_of_squares
-from classical import PROBLEMS, Minimum, Problem
 from marquardt import least_squares
+from support.certify import derivatives, newton_step, sum_of_squares
+from support.classical import PROBLEMS, Minimum, Problem
 
 TOLERANCE = 1e-15  # MINPACK's best: nothing below the machine's precision means anything to it
 EVALUATIONS = 1000  # the most that anyone gets

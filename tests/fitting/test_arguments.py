@@ -1,0 +1,93 @@
+"""What least_squares is given besides fun: starts, bounds, options."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from marquardt import least_squares
+from support.decay.data import near
+from support.decay.residuals import decay
+
+calls = {"n": 0}
+
+
+def changing(p: Tensor) -> Tensor:
+    calls["n"] += 1
+    return decay(p)[: 40 if calls["n"] < 12 else 39]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x0": [1.0, math.nan, 1.0]}, ValueError, r"x0 is not finite at \(1,\)"),
+        ({"x0": torch.ones(3, dtype=torch.complex128)}, TypeError, "complex"),
+        ({"x0": torch.ones(2, 3)}, ValueError, "batched=True"),
+        ({"x0": []}, ValueError, "shape"),
+        ({"x0": "abc"}, TypeError, "vector of real numbers"),
+        ({"fun": lambda p: None}, TypeError, "returned None"),
+        ({"fun": lambda p: decay(p) * 1j}, TypeError, "complex"),
+        ({"fun": lambda p: decay(p).reshape(4, 10)}, ValueError, r"\(4, 10\)"),
+        ({"fun": lambda p: decay(p) / 0}, ValueError, "not finite"),
+        ({"fun": changing}, ValueError, "39 residuals"),
+        ({"jac": lambda p: torch.ones(3, 40)}, ValueError, r"\(40, 3\)"),
+        ({"jac": lambda p: None}, TypeError, "returned None"),
+        ({"jac": "cs"}, ValueError, "'cs'"),
+        ({"bounds": (2, 3)}, ValueError, "infeasible"),
+        ({"bounds": (3, 2)}, ValueError, "above the upper"),
+        ({"bounds": ([0, 0], 3)}, ValueError, "lower bound"),
+        ({"bounds": (math.nan, 3)}, ValueError, "NaN"),
+        ({"bounds": 3}, ValueError, "lower, upper"),
+        ({"method": "dogbox"}, ValueError, "dogbox"),
+        ({"loss": "l1"}, ValueError, "'l1'"),
+        ({"loss": "huber", "f_scale": 0}, ValueError, "f_scale=0"),
+        ({"loss": lambda z: z}, ValueError, "ρ"),
+        ({"x_scale": -1.0}, ValueError, "positive"),
+        ({"x_scale": "jack"}, ValueError, "'jack'"),
+        ({"xtol": -1.0}, ValueError, "xtol=-1.0"),
+        ({"max_nfev": 0}, ValueError, "max_nfev=0"),
+        ({"verbose": 3}, ValueError, "verbose=3"),
+        ({"weights": torch.ones(39)}, ValueError, r"\(39,\)"),
+        ({"weights": -torch.ones(40)}, ValueError, "at least 0"),
+        ({"x0": torch.ones(2, 3), "batched": True, "args": (torch.ones(3),)}, ValueError, "kwargs"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], words: str):
+    calls["n"] = 0
+    x0 = torch.ones(3)
+    with pytest.raises(error, match=words):
+        least_squares(**{"fun": decay, "x0": x0, **change})
+    assert torch.equal(x0, torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, np.ndarray.tolist])
+def test_bounds_of_each_problem(kind: Any):
+    lower, upper = np.array([[0, 0], [0, 2], [-9, 0]]), np.array([[9, 9], [9, 9], [0.5, 9]])
+    fit = least_squares(
+        lambda p: p - 1, np.array([[3, 3], [3, 3], [0, 3]]), bounds=(kind(lower), kind(upper)), batched=True
+    )
+    assert near(fit.x, [[1, 1], [1, 2], [0.5, 1]])
+    assert fit.active_mask.tolist() == [[0, 0], [0, -1], [1, 0]]
+    one = least_squares(lambda p: p - 1, [3, 3], bounds=np.array([[0, 2], [9, 9]]))  # as one array
+    assert near(one.x, [1, 2])
+
+
+def test_bounds_in_pairs_are_refused_with_their_order():
+    with pytest.raises(ValueError, match=r"bounds are \(lower, upper\)"):
+        least_squares(lambda p: p - 1, [0.5, 0.5], bounds=[(0, 2), (0, 2)])
+
+
+def test_a_start_on_a_bound_may_be_rounded():
+    """0.1 in float32 lies above 0.1, and is where the user wants to start."""
+    fit = least_squares(lambda x: x - 1, torch.tensor([0.1]), bounds=(-1.0, 0.1))
+    assert fit.success
+    assert fit.x.item() == 0.1
+    with pytest.raises(ValueError, match="infeasible"):
+        least_squares(lambda x: x - 1, torch.tensor([0.1001]), bounds=(-1.0, 0.1))
+    with pytest.raises(ValueError, match="infeasible"):
+        least_squares(lambda x: x - 1, torch.tensor([0.1 + 1e-8], dtype=torch.float64), bounds=(-1.0, 0.1))
+    with pytest.raises(ValueError, match="infeasible"):
+        least_squares(lambda x: x - 1, torch.tensor([1.01], dtype=torch.bfloat16), bounds=(-1.0, 1.0))
