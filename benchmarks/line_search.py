@@ -31,6 +31,7 @@ import marquardt as mq
 import measure
 from marquardt.paper import problems
 from marquardt.paper.data import Digits, data_directory
+from marquardt.trials import Trials
 from measure import Verdict
 
 BATCH = 600  # the paper's
@@ -166,7 +167,7 @@ def cost(data: Digits, options: argparse.Namespace, rounds: int) -> dict[str, me
             model(x)
 
     def grid() -> None:
-        lin.evaluate_along(direction, rates)
+        Trials(lin).losses(direction, rates)
 
     contestants = {"one forward pass": forward, f"grid of {len(rates)}": grid}
     timings = measure.interleave(contestants, rounds, options.device, warmup=1 if options.quick else 3)

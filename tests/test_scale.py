@@ -128,7 +128,7 @@ def expected_damping(name: str, damping: str, rows: str, evaluation: bool) -> Te
                 D[i] = tau.expand(sizes[i])
         return torch.cat(D)
     lin = mq.linearize(*t, rows=ROWS[rows])
-    D = DAMPINGS[damping].update(None, mq.Dense().represent(lin)).positive().entries(lin.sizes)
+    D = DAMPINGS[damping].update(None, mq.Dense().represent(lin)).positive().entries(lin.parameters.sizes)
     assert (q.diagonal() * n / min(n, m) <= D * (1 + 1e-12)).all()  # bounds the diagonal, in units of the mean
     return D
 

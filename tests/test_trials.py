@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.jacobian.chunk import Plan
+from marquardt.jacobian.known import Known
 from marquardt.jacobian.linearization import Linearization
+from marquardt.jacobian.objective import Objective
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
+from marquardt.trials import Trials
 from support import reference
 from support.cases import Recurrent, mlp, sample_weights
 from support.found import SWAPPED
@@ -54,15 +56,15 @@ def linearised(build: Callable[[], nn.Module], chunk: int | None) -> tuple[mq.Li
 def test_trial_losses_see_the_same_random_numbers(name, chunk):
     lin, at, d = linearised({**RANDOM, **LSTM}[name], chunk)
     for _ in range(2):
-        assert lin.evaluate(d, 0.0).item() == pytest.approx(lin.loss, rel=1e-12)
-        assert torch.equal(theta(lin.model), at)
-    f = lin.evaluate(d, 1.0)
+        assert Trials(lin).loss(d, 0.0).item() == pytest.approx(lin.loss, rel=1e-12)
+        assert torch.equal(theta(lin.objective.model), at)
+    f = Trials(lin).loss(d, 1.0)
     assert f.dtype == torch.float64
-    assert torch.equal(theta(lin.model), at + d)
-    lin.evaluate(d, -1.0)
-    assert torch.equal(lin.evaluate(d, 1.0), f)
-    assert torch.equal(lin.evaluate(d.clone(), 1.0), f)
-    assert lin.evaluate(2 * d, 0.5).item() == pytest.approx(f.item(), rel=1e-12)
+    assert torch.equal(theta(lin.objective.model), at + d)
+    Trials(lin).loss(d, -1.0)
+    assert torch.equal(Trials(lin).loss(d, 1.0), f)
+    assert torch.equal(Trials(lin).loss(d.clone(), 1.0), f)
+    assert Trials(lin).loss(2 * d, 0.5).item() == pytest.approx(f.item(), rel=1e-12)
 
 
 @pytest.mark.usefixtures("double")
@@ -72,22 +74,22 @@ def test_all_trials_at_once(name, chunk):
     """The losses of a grid in one batched pass are those of one pass after the other."""
     lin, _, d = linearised({**RANDOM, **LSTM}[name], chunk)
     rates = [0.0, 1e-6, 0.25, 1.0, 4.0]
-    together = lin.evaluate_along(d, rates)
+    together = Trials(lin).losses(d, rates)
     assert all(isinstance(f, float) for f in together)
-    assert together == pytest.approx([lin.evaluate(d, lr).item() for lr in rates], rel=1e-10)
+    assert together == pytest.approx([Trials(lin).loss(d, lr).item() for lr in rates], rel=1e-10)
     assert together[0] == pytest.approx(lin.loss, rel=1e-12)
 
 
 @pytest.mark.usefixtures("double")
 def test_batched_trials_keep_the_model():
     lin, at, d = linearised(lambda: mlp(2, 4, 3), None)
-    lin.evaluate(d, 1.0)
-    first = lin.evaluate_along(d, [0.5, 1.0])  # compared with a plain pass, which moves the model
-    assert list(lin.plan.batched_trials.values()) == [True]  # a plain network needs no loop
-    lin.move()
-    assert torch.equal(theta(lin.model), at)
-    assert lin.evaluate_along(d, [0.5, 1.0]) == first
-    assert torch.equal(theta(lin.model), at)
+    Trials(lin).loss(d, 1.0)
+    first = Trials(lin).losses(d, [0.5, 1.0])  # compared with a plain pass, which moves the model
+    assert list(lin.known.batched_trials.values()) == [True]  # a plain network needs no loop
+    lin.position.move()
+    assert torch.equal(theta(lin.objective.model), at)
+    assert Trials(lin).losses(d, [0.5, 1.0]) == first
+    assert torch.equal(theta(lin.objective.model), at)
 
 
 @pytest.mark.usefixtures("double")
@@ -121,8 +123,8 @@ def test_cuda_trials_see_the_same_random_numbers(name, chunk):
     d = -mq.Dense(chunk).represent(lin).newton(torch.tensor(1e-2).cuda())
     assert torch.equal(torch.cuda.get_rng_state(), after)
     rates = [0.0, 0.25, 1.0, 4.0]
-    together = lin.evaluate_along(d, rates)
-    assert together == pytest.approx([lin.evaluate(d, lr).item() for lr in rates], rel=1e-9)
+    together = Trials(lin).losses(d, rates)
+    assert together == pytest.approx([Trials(lin).loss(d, lr).item() for lr in rates], rel=1e-9)
     assert together[0] == pytest.approx(lin.loss, rel=1e-9)
 
 
@@ -144,7 +146,7 @@ def test_weights_that_functional_call_does_not_see():
     d = torch.randn(lin.n)
     lin.totals()
     rates = [0.5, 1.0, 2.0]
-    assert lin.evaluate_along(d, rates) == [lin.evaluate(d, lr).item() for lr in rates]
+    assert Trials(lin).losses(d, rates) == [Trials(lin).loss(d, lr).item() for lr in rates]
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(1 / 8, 1 / 3), (0.5, 1.5)])
@@ -156,8 +158,8 @@ def test_a_trial_at_the_same_weights_has_the_same_loss(lower, upper):
     lin = mq.linearize(model, "mse", x, y)
     f = lin.loss
     d = torch.zeros_like(lin.theta)
-    assert float(lin.evaluate(d, 1.0)) == pytest.approx(f, rel=1e-12)
-    assert lin.evaluate_along(d, [0.5, 1.0]) == pytest.approx([f, f], rel=1e-12)
+    assert float(Trials(lin).loss(d, 1.0)) == pytest.approx(f, rel=1e-12)
+    assert Trials(lin).losses(d, [0.5, 1.0]) == pytest.approx([f, f], rel=1e-12)
 
 
 class Far(nn.Module):
@@ -177,15 +179,15 @@ class Far(nn.Module):
 @pytest.mark.parametrize(("trains", "samples"), [(True, 6), (False, 6), (True, 1)], ids=["same", "eval", "one sample"])
 def test_trial_points_have_the_random_numbers_of_the_linearisation(trains, samples):
     """Also if the way to their losses was proven in eval mode, or on one sample, for which strides do not count."""
-    model, plan, x, y = Far(), Plan(), torch.randn(6, 5, 4), torch.randn(6, 4)
+    model, known, x, y = Far(), Known(), torch.randn(6, 5, 4), torch.randn(6, 4)
     rates = [0.0, 0.5, 1.0]
     for mode, N in ((trains, samples), (True, 6)):
         model.train(mode)
         batch = Batch(x[:N], y[:N])
-        lin = Linearization(model, resolve("mse"), list(model.parameters()), [batch], mq.Exact(), plan=plan)
+        lin = Linearization(Objective(model, resolve("mse"), list(model.parameters())), [batch], known=known)
         d = torch.zeros_like(lin.theta)
         d[:1] = 1e3  # the bias
         f = lin.loss
-        losses = lin.evaluate_along(d, rates)
+        losses = Trials(lin).losses(d, rates)
         assert losses[0] == pytest.approx(f, rel=1e-12)
-        assert losses == pytest.approx([float(lin.evaluate(d, lr)) for lr in rates], rel=1e-12)
+        assert losses == pytest.approx([float(Trials(lin).loss(d, lr)) for lr in rates], rel=1e-12)

@@ -13,6 +13,7 @@ from marquardt.curvature import auto
 from marquardt.curvature.dense import DenseCurvature
 from marquardt.curvature.gram import GramCurvature
 from marquardt.curvature.matrix_free import MatrixFreeCurvature
+from marquardt.trials import Trials
 from support.reference import error
 from support.steps import theta
 
@@ -88,7 +89,7 @@ def test_smaller_budgets_smaller_plans(build):
             step = opt.step(x, y)
         except ValueError:
             break
-        choice = opt._plan.choice
+        choice = opt._state.plan
         kind = choice.representation
         assert choice.bytes <= budget
         assert choice.budget == budget
@@ -123,7 +124,7 @@ def test_plan_in_words(memory, size):
     opt = make(model, mq.Auto(memory=memory))
     assert "Auto" in opt.plan  # nothing is known before the first step
     opt.step(x, y)
-    assert opt._plan.choice.budget == size
+    assert opt._state.plan.budget == size
     assert opt.plan.startswith("Gram(chunk=None)")
     n, m = sum(p.numel() for p in model.parameters()), opt._state.rows
     assert f"{n:,} parameters, {m:,} rows" in opt.plan  # why
@@ -251,7 +252,7 @@ def fail(monkeypatch, failure: Exception, times: int, classes=(DenseCurvature, G
             if len(failed) < times:
                 failed.append(cls)
                 torch.rand(3)
-                lin.evaluate(torch.ones_like(lin.theta), 1.0)
+                Trials(lin).loss(torch.ones_like(lin.theta), 1.0)
                 raise failure
 
         return init
@@ -280,10 +281,10 @@ def test_out_of_memory(monkeypatch, build, times, failure):
         assert len(failed) == times
     assert step.accepted
     assert f"out of memory, planned anew: {opt.plan}" in step.note
-    assert opt._plan.choice.representation != first._plan.choice.representation
+    assert opt.curvature.of(opt._state.plan) != first.curvature.of(first._state.plan)
     after = torch.get_rng_state()
-    if opt._plan.choice.representation.chunk is None:  # dropout in chunks draws other masks
-        loose = isinstance(opt._plan.choice.representation, mq.MatrixFree)
+    if opt.curvature.of(opt._state.plan).chunk is None:  # dropout in chunks draws other masks
+        loose = isinstance(opt.curvature.of(opt._state.plan), mq.MatrixFree)
         assert error(theta(model), theta(expected)) < (1e-2 if loose else 1e-10)
         torch.set_rng_state(random_numbers)
         build(noisy=True)
@@ -301,7 +302,7 @@ def test_next_plan_is_smaller(monkeypatch, build):
     model, x, y = build()
     opt = make(model)
     opt.step(x, y)
-    shapes = opt._plan.shapes
+    shapes = opt._state.plan.shapes
     fitting = [r for r, _, _ in opt.curvature._plans(shapes, True)]
     for times in range(1, len(fitting)):
         model, x, y = build()
@@ -309,7 +310,7 @@ def test_next_plan_is_smaller(monkeypatch, build):
         with monkeypatch.context() as patch:
             fail(patch, FAILURES["cuda"], times)
             opt.step(x, y)
-        assert opt._plan.choice.representation == fitting[times]
+        assert opt.curvature.of(opt._state.plan) == fitting[times]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -349,7 +350,7 @@ def test_out_of_memory_elsewhere(monkeypatch):
     step = opt.step(x, y)
     assert step.accepted
     assert "planned anew" in step.note
-    assert opt._plan.choice.representation.chunk == 8
+    assert opt.curvature.of(opt._state.plan).chunk == 8
     tried = len(calls)
     assert opt.step(x, y).accepted
     assert max(calls[tried:]) <= 8  # remembered: not tried as a whole again
@@ -371,7 +372,7 @@ def test_out_of_memory_in_the_solve(monkeypatch):
     opt = make(model)
     step = opt.step(x, y)
     assert failed == [1, 4]  # whole, in quarters
-    assert opt._plan.choice.representation == mq.Gram(chunk=2)
+    assert opt.curvature.of(opt._state.plan) == mq.Gram(chunk=2)
     assert "in chunks of 2" in step.note
     assert error(theta(model), theta(expected)) < 1e-10
 

@@ -27,7 +27,7 @@ def test_dual_step_with_damping_by_layers(name, part, chunk):
     disturb(model, 0)
     dual, primal = represented(name, model, 0, chunk), represented(name, model, 0, chunk, mq.Dense)
     A = part.update(D, dual).positive()
-    full = A.entries(dual.lin.sizes)
+    full = A.entries(dual.lin.parameters.sizes)
     assert full.unique().numel() > 1
     for lam in (1e-3, 1.0):
         expected = primal.newton(lam * full)

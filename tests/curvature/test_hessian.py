@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import marquardt as mq
 from marquardt.curvature import hessian as module
-from marquardt.curvature.contract import FactorizationError
+from marquardt.curvature.solve import FactorizationError
 from support import reference
 from support.cases import CASES, Problem, build, mlp
 from support.reference import error
@@ -358,10 +358,10 @@ def test_damping_is_positive_and_never_falls(damping):
         C = represent(p)
         assert (C.diagonal() < 0).any() or D is not None
         D = damping.update(D, C)
-        entries = D.positive().entries(C.lin.sizes)
+        entries = D.positive().entries(C.lin.parameters.sizes)
         assert (entries > 0).all()
-        assert (D.entries(C.lin.sizes) >= previous).all()
-        previous = D.entries(C.lin.sizes)
+        assert (D.entries(C.lin.parameters.sizes) >= previous).all()
+        previous = D.entries(C.lin.parameters.sizes)
         if isinstance(damping, (mq.MaxDiagonal, mq.FactoredMaxDiagonal)):
             assert (previous >= C.diagonal().abs()).all()
         assert opt.step(p.x, p.y).new_loss < math.inf
@@ -370,5 +370,5 @@ def test_damping_is_positive_and_never_falls(damping):
 
 def test_hessian_is_a_value():
     assert mq.Hessian() == mq.Hessian()
-    assert not mq.Hessian().by_sample
+    assert not mq.Hessian().needs.by_sample
     assert mq.Hessian().chunk is None

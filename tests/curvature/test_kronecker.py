@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.parts.momentum import Damped
+from marquardt.curvature import Damped
+from marquardt.parts.damping import factored_maximum
 from support import reference
 from support.cases import mlp
 from support.found import PLAIN, SWAPPED, Fn, routed
@@ -39,7 +40,7 @@ def test_factors_are_those_of_curvlinops(name, fisher):
     expected = kfac_matrix(*problem, fisher)
     assert len(K.layers) == len(expected)
     for layer in K.layers:
-        A, B = expected[tuple(K.lin.names[i] for i in layer.members)]
+        A, B = expected[tuple(K.lin.parameters.names[i] for i in layer.members)]
         assert error(layer.right[0], A) < 1e-12
         assert error(layer.left[0], B) < 1e-12
 
@@ -158,7 +159,7 @@ def test_embedding():
     v = torch.randn(K.lin.n).double()
     assert error(K @ moved(v), moved(L @ v)) < 1e-12
     assert error(K.diagonal(), moved(L.diagonal())) < 1e-12
-    for A in (mq.Diagonal(torch.tensor(0.1).double()), 0.1 * K.factored_maximum(None).positive()):
+    for A in (mq.Diagonal(torch.tensor(0.1).double()), 0.1 * factored_maximum(None, K, 0.0).positive()):
         assert (K.newton(A)[:21].view(7, 3)[5:] == 0).all()
         assert error(K.gradient @ K.newton(A), K.damped_quadratic(K.newton(A), A)) < 1e-12
     lam = torch.tensor(0.1).double()
@@ -170,10 +171,10 @@ def test_parameters_that_do_nothing_stay():
     model.spare = nn.Parameter(torch.ones(4).double())
     model.forward = lambda x: model[0](x)
     K = represent(model, "mse", torch.randn(5, 3).double(), torch.randn(5, 2).double())
-    i = K.lin.names.index("spare")
+    i = K.lin.parameters.names.index("spare")
     for A in (torch.tensor(0.1).double(), torch.tensor(0.0).double()):
-        assert (K.newton(A).split(K.lin.sizes)[i] == 0).all()
-    D = K.factored_maximum(None).positive()
+        assert (K.newton(A).split(K.lin.parameters.sizes)[i] == 0).all()
+    D = factored_maximum(None, K, 0.0).positive()
     assert K.newton(D).isfinite().all()
 
 
@@ -279,12 +280,12 @@ def test_no_average_on_the_same_data():
 
 def test_averaged_is_said():
     K = represent(*build("linear ce"))
-    K.recall(None, 0, same_data=False)
+    K.recall(None, same_data=False)
     assert K.averaged
-    K.recall(None, 0, same_data=True)
+    K.recall(None, same_data=True)
     assert not K.averaged
     K = represent(*build("linear ce"), decay=0.0)
-    K.recall(None, 0, same_data=False)
+    K.recall(None, same_data=False)
     assert not K.averaged
     assert K.keep() is None
 
@@ -295,7 +296,7 @@ def test_every():
     solved = []  # the factors of the last decomposition
     for k, (x, y) in enumerate(fresh_batches(7)):
         K = represent(opt.model, "cross_entropy", x, y, every=3)
-        K.recall(opt._state.past, k, same_data=False)
+        K.recall(opt._state.past, same_data=False)
         lam, theta = opt.lam, torch.cat([p.detach().flatten() for p in opt.params])
         if k % 3 == 0:
             solved = [(layer.left, layer.right) for layer in K.layers]
@@ -315,8 +316,8 @@ def test_every_keeps_momentum_consistent():
         opt.step(x, y)
     ((x, y),) = fresh_batches(1)
     K = represent(opt.model, "cross_entropy", x, y, every=4)
-    K.recall(opt._state.past, 3, same_data=False)
-    A = 0.2 * K.factored_maximum(opt._state.D)
+    K.recall(opt._state.past, same_data=False)
+    A = 0.2 * factored_maximum(opt._state.D, K, 0.0)
     d = K.newton(A)
     assert error(K.gradient @ d, K.damped_quadratic(d, A)) < 1e-10
     fresh = represent(opt.model, "cross_entropy", x, y)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import marquardt as mq
+from marquardt.metric import Part
+from marquardt.parts.damping import factored_maximum
 from support import reference
 from support.cases import mlp
 from support.kronecker import NETWORKS, build, damped, represent
@@ -32,12 +34,12 @@ def test_one_number_for_a_layer(every):
     D = mq.LayerMeanEigenvalue().update(None, K)
     traces, start = [], 0
     for weight in (0, 2, 4):
-        stop = start + K.lin.sizes[weight] + K.lin.sizes[weight + 1]
+        stop = start + K.lin.parameters.sizes[weight] + K.lin.parameters.sizes[weight + 1]
         traces.append(K.diagonal()[start:stop].sum() / min(stop - start, K.lin.most))
         start = stop
-    assert error(torch.stack([part[0] for part in D.factors]), torch.stack(traces).repeat_interleave(2)) < 1e-12
+    assert error(torch.stack([part.entries for part in D.parts]), torch.stack(traces).repeat_interleave(2)) < 1e-12
     flat = mq.Diagonal(torch.tensor(0.3).double())
-    same = mq.Diagonal(torch.tensor(1.0).double(), [(torch.tensor(0.3).double(),)] * 6)
+    same = mq.Diagonal(torch.tensor(1.0).double(), [Part(torch.tensor(0.3).double())] * 6)
     assert error(K.newton(same), K.newton(flat)) < 1e-12
     assert error(K.gradient @ K.newton(D), K.damped_quadratic(K.newton(D), D)) < 1e-12
 
@@ -99,8 +101,8 @@ def test_the_maximum_is_at_least_every_diagonal(name):
         for k in range(4):
             K = represent(model, loss, torch.randn(shape).double() * (2 if k == 1 else 0.5), y)
             seen.append(K.diagonal())
-            D = K.maximum(D, floor) if floor else K.factored_maximum(D)
-            entries = D.entries(K.lin.sizes)
+            D = mq.MaxDiagonal(floor).update(D, K) if floor else factored_maximum(D, K, 0.0)
+            entries = D.entries(K.lin.parameters.sizes)
             assert (entries >= torch.stack(seen).amax(0) * (1 - 1e-12)).all()
             if k == 0:
                 assert (entries >= floor * (1 - 1e-12)).all()
@@ -112,18 +114,21 @@ def test_the_factored_maximum_is_tight():
     """v ← max(v, diag A), u ← max(u, max_i diag B·A_ii/v_i): inputs that were larger once leave room in v."""
     model, loss, x, y = build("linear no bias")
     big, small = (represent(model, loss, c * x, y) for c in (3.0, 1.0))
-    D = small.factored_maximum(big.factored_maximum(None))
+    D = factored_maximum(factored_maximum(None, big, 0.0), small, 0.0)
     for i, (old, new) in enumerate(zip(big.layers, small.layers, strict=True)):
         B, A, C = (M[0].diagonal() for M in (old.left, old.right, new.right))
         v = torch.maximum(A, C)
         u = torch.maximum(B, new.left[0].diagonal() * (C / v).max())
-        assert error(D.factors[i][0].flatten(), u) < 1e-12
-        assert error(D.factors[i][1].flatten(), v) < 1e-12
+        assert error(D.parts[i].u.flatten(), u) < 1e-12
+        assert error(D.parts[i].v.flatten(), v) < 1e-12
 
 
 def test_damping_by_entry_is_refused():
     K = represent(*build("linear mse"))
-    for A in (torch.rand(K.lin.n).double() + 0.1, mq.Diagonal.of(torch.rand(K.lin.n).double() + 0.1, K.lin.sizes)):
+    for A in (
+        torch.rand(K.lin.n).double() + 0.1,
+        mq.Diagonal.of(torch.rand(K.lin.n).double() + 0.1, K.lin.parameters.sizes),
+    ):
         with pytest.raises(ValueError, match=r"'0\.weight,0\.bias'.*mq\.FactoredMaxDiagonal\(\), mq\.Identity\(\)"):
             K.newton(A)
     u, v = torch.rand(1, 4, 1).double(), torch.rand(1, 1, 3).double()

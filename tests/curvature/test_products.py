@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 import marquardt as mq
 from marquardt.curvature.products import by_double_backward, by_forward_mode, by_rows
+from marquardt.trials import Trials
 from support import reference
 from support.cases import Problem, build, mlp
 from support.linearized import EVERY_CASE, HARD_LABELS, expected, linearize
@@ -74,9 +75,9 @@ def test_products_after_a_trial(name):
     C, q = represent(build(name)), expected(name)
     v = vectors(1, q)[0]
     C @ v
-    C.lin.evaluate(v, 0.1)
+    Trials(C.lin).loss(v, 0.1)
     assert error(C @ v, q.G @ v) < 1e-9
-    C.lin.move()
+    C.lin.position.move()
     assert error(C @ v, q.G @ v) < 1e-9
 
 
@@ -128,7 +129,7 @@ def test_dropout_sees_the_same_units():
     C = represent(p)
     v = vectors(1, q)[0]
     assert error(C @ v, q.G @ v) < 1e-9
-    C.lin.evaluate(v, 0.1)
+    Trials(C.lin).loss(v, 0.1)
     assert error(C @ v, q.G @ v) < 1e-9
 
 
@@ -141,7 +142,7 @@ def test_random_slopes():
     C = represent(p)
     v = torch.randn(len(dense), dtype=f64)
     assert error(C @ v, dense @ v) < 1e-9
-    C.lin.evaluate(v, 0.1)
+    Trials(C.lin).loss(v, 0.1)
     assert error(C @ v, dense @ v) < 1e-9
 
 

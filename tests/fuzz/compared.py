@@ -168,7 +168,7 @@ class Run:
             raise Failure("false refusal", text)
 
     def slow_paths(self) -> None:
-        general = self.lm._plan.proof.general
+        general = self.lm._known.proof.general
         names = {id(p): name for name, p in self.model.named_parameters()}
         for i, path in general.items():
             name = names[id(self.lm.params[i])]
@@ -317,7 +317,7 @@ class Run:
 
     def layers(self, D: Diagonal) -> Iterator[list[list[int]]]:
         """Which parameters count as one layer: as planned, or those with the same number."""
-        proof = self.lm._plan.proof
+        proof = self.lm._known.proof
         paths: dict[str, list[int]] = collections.defaultdict(list)
         for i in proof.general:
             paths[proof.path(i)].append(i)

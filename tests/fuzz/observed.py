@@ -87,10 +87,10 @@ class Given(Curvature):
         return self.G.diagonal().abs() if self.second else self.G.diagonal()
 
     def traces(self) -> Diagonal:
-        pieces = self.diagonal().split(self.lin.sizes)
+        pieces = self.diagonal().split(self.lin.parameters.sizes)
         means = [self.g.new_zeros(())] * len(pieces)
         for members in self.layers:
-            size = sum(self.lin.sizes[i] for i in members)
+            size = sum(self.lin.parameters.sizes[i] for i in members)
             tau = sum(pieces[i].sum() for i in members) / (size if self.second else min(size, self.lin.most))
             for i in members:
                 means[i] = tau

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.curvature.products import by_double_backward, by_forward_mode
-from marquardt.jacobian import chunk as chunks
-from marquardt.jacobian.chunk import Plan
+from marquardt.jacobian import jacobian, proof
+from marquardt.jacobian.known import Known
 from support import reference
 from support.linearized import planned
 from support.reference import error
@@ -114,17 +114,17 @@ def test_convolution_behind_a_parameter_without_a_rule():
     opt = mq.LM(model, "cross_entropy")
     losses = [opt.step(x, y).new_loss for _ in range(6)]
     assert losses[-1] < losses[0]
-    assert opt._plan.proof.general == {2: "rows"}  # not the loop
-    assert not opt._plan.unrolls
+    assert opt._known.proof.general == {2: "rows"}  # not the loop
+    assert not opt._known.unrolls
 
 
 def test_one_sample_first():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2)).double()
     x, y = torch.randn(8, 3, **DOUBLE), torch.randn(8, 2, **DOUBLE)
-    plan = Plan()
+    known = Known()
     for some in (slice(0, 1), slice(None), slice(2, 3), slice(0, 2)):
-        J = planned(model, plan, x[some], y[some]).rows()
+        J = planned(model, known, x[some], y[some]).rows()
         assert error(J.T @ J, reference.quadratic(model, "mse", x[some], y[some]).G) < 1e-10
 
 
@@ -143,14 +143,14 @@ def test_path_that_fails_later(broken, monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), Scale(), nn.Linear(4, 2)).double()
     x, y = torch.randn(8, 3, **DOUBLE), torch.randn(8, 2, **DOUBLE)
-    plan = Plan()
+    known = Known()
     if broken == "rows_in_parts":
-        monkeypatch.setattr(chunks, "rows_by_vmap", refuse)
-    planned(model, plan, x, y).rows()
-    first = dict(plan.proof.general)
-    monkeypatch.setattr(chunks, broken, refuse)
-    J = planned(model, plan, x, y).rows()
-    assert plan.proof.general != first
+        monkeypatch.setattr(jacobian, "rows_by_vmap", refuse)
+    planned(model, known, x, y).rows()
+    first = dict(known.proof.general)
+    monkeypatch.setattr(jacobian, broken, refuse)
+    J = planned(model, known, x, y).rows()
+    assert known.proof.general != first
     assert error(J.T @ J, reference.quadratic(model, "mse", x, y).G) < 1e-10
 
 
@@ -176,9 +176,9 @@ def test_resumed_convolutions_take_the_same_way():
     x, y = torch.randn(32, 1, 5, 5), torch.randint(0, 3, (32,))
     opt = mq.LM(model, "cross_entropy")
     opt.step(x, y)
-    (only,) = opt._plan.proofs
+    (only,) = opt._known.proofs
     opt.step(x, y)
-    assert list(opt._plan.proofs) == [only]
+    assert list(opt._known.proofs) == [only]
 
 
 # ---- layouts
@@ -216,21 +216,21 @@ class Recurrent(nn.Module):
 def test_layouts(layout, shapes):
     """A proof on one shape never spoils the rows of another; in a batch of one sample all layouts are right."""
     torch.manual_seed(0)
-    model, plan = Recurrent(layout).double(), Plan()
+    model, known = Recurrent(layout).double(), Known()
     for N, T in shapes * 2:
         x, y = torch.randn(N, T, 3, **DOUBLE), torch.randn(N, 2, **DOUBLE)
-        J = planned(model, plan, x, y).rows()
+        J = planned(model, known, x, y).rows()
         assert error(J.T @ J, reference.quadratic(model, "mse", x, y).G) < 1e-10, (N, T)
-        assert set(planned(model, plan, x, y).paths.values()) == {"rule"}
+        assert set(planned(model, known, x, y).paths.values()) == {"rule"}
 
 
 def test_ragged_batches_are_proven_once(monkeypatch):
     torch.manual_seed(0)
-    model, plan, proofs = Recurrent("time").double(), Plan(), []
-    prove = chunks.Chunk._prove
-    monkeypatch.setattr(chunks.Chunk, "_prove", lambda self, signature: (proofs.append(self.N), prove(self, signature)))
+    model, known, proofs = Recurrent("time").double(), Known(), []
+    prove = proof._prove
+    monkeypatch.setattr(proof, "_prove", lambda J, signature: (proofs.append(J.N), prove(J, signature)))
     for N in (4, 1, 3) * 3:
-        planned(model, plan, torch.randn(N, 5, 3, **DOUBLE), torch.randn(N, 2, **DOUBLE)).rows()
+        planned(model, known, torch.randn(N, 5, 3, **DOUBLE), torch.randn(N, 2, **DOUBLE)).rows()
     assert proofs == [4, 1]
 
 
@@ -291,7 +291,7 @@ def test_paths_beside_a_bias_without_influence(name, dtype):
     q = reference.quadratic(model.double(), "cross_entropy", x if name != "norm" else x.double(), y)
     J = lin.rows().double()
     assert error(J.T @ J, q.G) < 1e-4
-    for k, columns in zip(lin.names, J.split(lin.sizes, 1), strict=True):
+    for k, columns in zip(lin.parameters.names, J.split(lin.parameters.sizes, 1), strict=True):
         if MUTE[name][1].get(k) == "none":
             assert not columns.any()
 
@@ -306,7 +306,7 @@ def test_gradient_of_a_bias_without_influence(name, curvature, rows):
     C = curvature.represent(lin)
     assert C.trace() > 0
     d = C.newton(torch.tensor(1e-6))
-    start = lin.starts[lin.names.index(next(iter(MUTE[name][1])))]
+    start = lin.parameters.starts[lin.parameters.names.index(next(iter(MUTE[name][1])))]
     for v in (C.gradient, lin.gradient, d):
         assert not v[start : start + 3].any()
 
@@ -341,12 +341,12 @@ def test_bias_that_gains_influence():
             return self.outer(torch.tanh(h - h.mean(1, keepdim=True) if self.centred else h).square().mean(1))
 
     torch.manual_seed(0)
-    model, plan = Bias().double(), Plan()
+    model, known = Bias().double(), Known()
     x, y = torch.randn(6, 5, 3, **DOUBLE), torch.randn(6, 2, **DOUBLE)
-    assert planned(model, plan, x, y).paths["inner.bias"] == "none"
+    assert planned(model, known, x, y).paths["inner.bias"] == "none"
     model.centred = False
-    for _ in range(chunks.EVERY):
-        lin = planned(model, plan, x, y)
+    for _ in range(proof.EVERY):
+        lin = planned(model, known, x, y)
         J = lin.rows()
     assert lin.paths["inner.bias"] == "rule"
     assert error(J.T @ J, reference.quadratic(model, "mse", x, y).G) < 1e-10

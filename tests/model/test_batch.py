@@ -142,7 +142,7 @@ def test_tensors_first_and_then_an_object():
     data = Graphs(x.flip(0), x, x, 0)
     for o in (opt, other):
         o.step(x, y)
-    assert set(opt._plan.proof.general.values()) == {"vmap"}
+    assert set(opt._known.proof.general.values()) == {"vmap"}
     assert opt.step(data, y).new_loss == pytest.approx(other.step(x.flip(0), y).new_loss, rel=1e-12)
     assert error(theta(model), theta(other.model)) < 1e-12
 
@@ -212,7 +212,7 @@ def test_auto_does_not_cut_an_object():
     model = Whole()
     needed = mq.LM(model, "mse", curvature=mq.Auto())
     needed.step(data, y)
-    tight = mq.LM(model, "mse", curvature=mq.Auto(memory=needed._plan.choice.bytes - 1))
+    tight = mq.LM(model, "mse", curvature=mq.Auto(memory=needed._state.plan.bytes - 1))
     tight.step(data, y)
     assert "chunk=None" in tight.plan
     assert tight.plan != needed.plan

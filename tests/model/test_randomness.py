@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import marquardt as mq
 from marquardt.curvature.hessian import twice_differentiable
 from marquardt.curvature.matrix_free import MatrixFreeCurvature
+from marquardt.trials import Trials
 from support import reference
 from support.cases import Problem, build
 from support.found import SWAPPED, Fn
@@ -84,7 +85,7 @@ def test_random_model_is_rewound(layer):
     model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 1)).double()
     x, y = torch.randn(32, 4, **DOUBLE), torch.randn(32, 1, **DOUBLE)
     lin = mq.linearize(model, "mse", x, y)
-    assert lin.loss == pytest.approx(float(lin.evaluate(torch.zeros(lin.n, **DOUBLE), 1.0)), rel=1e-12)
+    assert lin.loss == pytest.approx(float(Trials(lin).loss(torch.zeros(lin.n, **DOUBLE), 1.0)), rel=1e-12)
     assert lin.chance.drawn
     model.eval()
     lin = mq.linearize(model, "mse", x, y)
@@ -222,7 +223,7 @@ def test_the_slopes_of_rrelu_are_those_of_the_model(name):
     lin = mq.linearize(model, "mse", x, y)
     assert lin.loss == pytest.approx(float(f), rel=1e-12)
     rows, d = lin.rows(), torch.zeros_like(lin.theta)
-    assert float(lin.evaluate(d, 1.0)) == pytest.approx(float(f), rel=1e-12)  # trials have the same
+    assert float(Trials(lin).loss(d, 1.0)) == pytest.approx(float(f), rel=1e-12)  # trials have the same
     torch.manual_seed(1)
     g = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
     assert error(lin.gradient, torch.cat([part.flatten() for part in g])) < 1e-12

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
+from marquardt.trials import Trials
 from support.reference import error
 
 DOUBLE = {"dtype": torch.float64}
@@ -52,8 +53,10 @@ def test_module_under_two_names(build, curvature):
     v = torch.randn(J.shape[1], generator=torch.Generator().manual_seed(0), **DOUBLE)
     assert error(C @ v, 2 / 20 * J.T @ (J @ v)) < 1e-9
     rates = [0.01, 0.1, 0.5]
-    assert lin.evaluate_along(-C.gradient, rates) == pytest.approx([float(lin.evaluate(-C.gradient, r)) for r in rates])
-    lin.move()
+    assert Trials(lin).losses(-C.gradient, rates) == pytest.approx(
+        [float(Trials(lin).loss(-C.gradient, r)) for r in rates]
+    )
+    lin.position.move()
     opt = mq.LM(model, "mse", curvature=curvature, line_search=mq.Grid(stop=2.0), acceptance=mq.Decrease())
     for _ in range(6):
         opt.step(x, y)

@@ -349,8 +349,8 @@ def test_a_refused_batch_leaves_the_fast_rules():
         opt.step(spoilt(X, NAN), Y)
     opt.step(X, Y)
     other.step(X, Y)
-    assert opt._plan.proof.general == other._plan.proof.general == {}
-    assert opt._plan.trial_needs_grad == other._plan.trial_needs_grad
+    assert opt._known.proof.general == other._known.proof.general == {}
+    assert opt._known.differentiates == other._known.differentiates
 
 
 def test_batch_norm_switched_to_train_mode():

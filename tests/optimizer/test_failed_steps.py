@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.curvature.contract import FactorizationError
+from marquardt.curvature.solve import FactorizationError
 from support.reference import error
 from support.steps import EVERY_CURVATURE, lm, problem, theta
 from support.unchanged import refused

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import marquardt as mq
 from marquardt.curvature import Curvature
 from marquardt.metric import Diagonal
+from marquardt.model.parameters import Parameters
 from support.parts import Always, Never, batch, decades, entries, flat, lm, mlp, seeds
 from support.reference import error
 
@@ -28,12 +29,17 @@ class Values(Curvature):
     """G as damping sees it: a diagonal, of one layer."""
 
     def __init__(self, values: Tensor, rank: int = 1) -> None:
-        lin = SimpleNamespace(
-            theta=torch.zeros_like(values), sizes=[len(values)], n=len(values), most=rank, params=[values]
-        )
-        lin.traces = lambda: [([0], values.sum())]
-        super().__init__(lin)
-        self.values, self.rank = values, rank
+        holder = nn.Module()
+        holder.theta = nn.Parameter(torch.zeros_like(values))
+        super().__init__(SimpleNamespace(parameters=Parameters(holder, [holder.theta]), most=rank))
+        self.values = values
+
+    @property
+    def rank(self) -> int:
+        return self.lin.most
+
+    def traces(self) -> list[tuple[list[int], Tensor, int]]:
+        return [([0], self.values.sum(), min(len(self.values), self.lin.most))]
 
     def __matmul__(self, v: Tensor) -> Tensor:
         raise NotImplementedError
@@ -69,7 +75,7 @@ def test_mean_eigenvalue_is_one_number(seed, n, steps):
     D = None
     for k, values in enumerate(diagonals):
         D = mq.MeanEigenvalue().update(D, Values(values, rank=3))
-        assert D.factors is None
+        assert D.parts is None
         assert D.scale.shape == ()
         assert D.scale.item() == pytest.approx(max(t.sum().item() / 3 for t in diagonals[: k + 1]), rel=1e-14)
 

@@ -81,15 +81,15 @@ def test_factored_max_diagonal_bounds_every_diagonal(name, chunk):
         assert hand
         assert D.scale.item() == pytest.approx(sum(sizes) / G.rank, rel=1e-12)  # columns over rank
         for k, (u, v) in hand.items():
-            found = D.factors[names.index(f"{k}.weight")]
+            found = D.parts[names.index(f"{k}.weight")].factors
             assert error(found[0], u) < 1e-10, k
             assert error(found[1], v) < 1e-10, k
             if f"{k}.bias" in names:
-                (bias,) = D.factors[names.index(f"{k}.bias")]
+                (bias,) = D.parts[names.index(f"{k}.bias")].factors
                 assert error(bias, u) < 1e-10, k
-        for k, part, size in zip(names, D.factors, sizes, strict=True):
+        for k, part, size in zip(names, D.parts, sizes, strict=True):
             if "table" in k:  # no factors: element by element
-                assert part[0].numel() == size
+                assert part.entries.numel() == size
         disturb(model, seed)
 
 
@@ -116,8 +116,8 @@ def test_damping_of_chunks_is_that_of_the_whole(name, part):
     assert (D.entries(sizes) > 0).any()
     for G in [*others, represented(name, model, 0, 2, mq.Dense), represented(name, model, 0, None, mq.Dense)]:
         found = part.update(None, G)
-        for factors, expected in zip(found.factors, D.factors, strict=True):
-            for f, e in zip(factors, expected, strict=True):
+        for factors, expected in zip(found.parts, D.parts, strict=True):
+            for f, e in zip(factors.factors, expected.factors, strict=True):
                 assert error(f, e) < 1e-10
 
 
@@ -226,8 +226,9 @@ def test_layer_mean_eigenvalue(name, chunk):
         D = BY_LAYER.update(D, G)
         q = reference.quadratic(model, "cross_entropy", *samples(name, seed))
         params = list(model.named_parameters())
-        diagonals = dict(zip([k for k, _ in params], q.diagonal().split(G.lin.sizes), strict=True))
-        for (k, _), (tau,) in zip(params, D.factors, strict=True):
+        diagonals = dict(zip([k for k, _ in params], q.diagonal().split(G.lin.parameters.sizes), strict=True))
+        for (k, _), part in zip(params, D.parts, strict=True):
+            tau = part.entries
             if "attn" in k:
                 continue
             layer = [v for name, v in diagonals.items() if name.rpartition(".")[0] == k.rpartition(".")[0]]
@@ -348,11 +349,11 @@ def test_damping_where_a_layer_sees_some_of_the_samples(name, part, chunk):
     q = reference.quadratic(*p)
     lin = mq.linearize(p.model, p.loss, p.x, p.y, p.weight, chunk=chunk)
     D = part.update(None, mq.Gram(chunk).represent(lin))
-    assert D.entries(lin.sizes).isfinite().all()
+    assert D.entries(lin.parameters.sizes).isfinite().all()
     if part is FACTORED:
-        assert (D.entries(lin.sizes) >= q.diagonal() * (1 - 1e-12)).all()
+        assert (D.entries(lin.parameters.sizes) >= q.diagonal() * (1 - 1e-12)).all()
     A = D.positive()
-    assert error(-mq.Gram(chunk).represent(lin).newton(A), q.step(A.entries(lin.sizes))) < 1e-9
+    assert error(-mq.Gram(chunk).represent(lin).newton(A), q.step(A.entries(lin.parameters.sizes))) < 1e-9
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])

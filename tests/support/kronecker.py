@@ -79,11 +79,11 @@ def damped(K, lam: float, D: mq.Diagonal | None = None) -> Tensor:  # λD with D
         B, A = layer.left[0], layer.right[0]
         weight, bias = layer.members
         u, v = torch.ones(len(B)).double(), torch.ones(len(A)).double()
-        if D is not None and D.factors is not None:
-            u, v = D.factors[weight][0].flatten(), torch.cat([D.factors[weight][1].flatten(), v[:1]])
+        if D is not None and D.parts is not None:
+            u, v = D.parts[weight].u.flatten(), torch.cat([D.parts[weight].v.flatten(), v[:1]])
         pi = ((A.diagonal() / v).mean() / (B.diagonal() / u).mean()).sqrt()
         both = torch.kron(B + lam**0.5 / pi * u.diag(), A + lam**0.5 * pi * v.diag())
-        where = torch.arange(K.lin.n).split(K.lin.sizes)  # of [W b], row by row
+        where = torch.arange(K.lin.n).split(K.lin.parameters.sizes)  # of [W b], row by row
         order = torch.cat([where[weight].view(len(B), -1), where[bias].view(-1, 1)], 1).flatten()
         H[order[:, None], order] = both
     return H

@@ -8,8 +8,9 @@ import pytest
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.jacobian.chunk import Plan
+from marquardt.jacobian.known import Known
 from marquardt.jacobian.linearization import Linearization
+from marquardt.jacobian.objective import Objective
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
 from support import reference
@@ -28,9 +29,10 @@ def expected(name: str, rows: str = "exact") -> reference.Quadratic:
     return reference.quadratic(*build(name), rows=rows)
 
 
-def planned(model: nn.Module, plan: Plan, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Linearization:
+def planned(model: nn.Module, known: Known, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Linearization:
     """As an optimizer does it: what one step has found out is there for the next."""
-    return Linearization(model, resolve("mse"), list(model.parameters()), [Batch(x, y, weight)], mq.Exact(), plan=plan)
+    objective = Objective(model, resolve("mse"), list(model.parameters()))
+    return Linearization(objective, [Batch(x, y, weight)], known=known)
 
 
 REPRESENTATIONS = pytest.mark.parametrize(

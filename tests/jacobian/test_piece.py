@@ -41,7 +41,7 @@ def test_zero_weights_in_chunks(zeros, chunk, damping):
     C = mq.Gram(chunk).represent(lin)
     A = damping.update(None, C).positive()
     d = C.step(0.1 * A)
-    assert error(d, q.step(0.1 * A.entries(lin.sizes))) < 1e-9
+    assert error(d, q.step(0.1 * A.entries(lin.parameters.sizes))) < 1e-9
 
 
 class Silent(nn.Module):
