@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from marquardt.paper.logs import PARTS
+from marquardt.paper.vocabulary import PARTS
 
 DATA = {
     "sine": {"name": "synthetic sine", "train": 1000, "test": 0, "source": "made up for a test"},

@@ -28,8 +28,10 @@ from typer.testing import CliRunner, Result
 
 from marquardt import cli
 from marquardt.paper import files as locks
-from marquardt.paper import logs, methods, runs, screen
+from marquardt.paper import logs, methods, plans, runs, screen
 from marquardt.paper.data import Digits
+from marquardt.paper.trainers import Unavailable
+from marquardt.paper.vocabulary import EXPERIMENTS
 
 Invoke = Callable[..., Result]
 
@@ -51,12 +53,12 @@ def winners(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, winners: Path) -> Invoke:
     """Runs of three steps on 60 made-up images; a report that only says which runs it saw."""
     monkeypatch.chdir(tmp_path)
-    small = runs.QUICK._replace(
+    small = plans.QUICK._replace(
         sine_seeds=2, sine_seconds=0.0, mnist_seeds=1, mnist_steps=3, ablation_steps=1, train_sample=20
     )
-    monkeypatch.setattr(runs, "QUICK", small)
-    monkeypatch.setattr(runs, "SINE_STEPS", 3)
-    monkeypatch.setattr(runs, "WINNERS", winners)
+    monkeypatch.setattr(plans, "QUICK", small)
+    monkeypatch.setattr(plans, "SINE_STEPS", 3)
+    monkeypatch.setattr(plans, "WINNERS", winners)
     monkeypatch.setattr(cli.data, "find", lambda name, *_: digits({"mnist": "MNIST"}.get(name, name)))
     monkeypatch.setattr(marquardt.paper, "report", SimpleNamespace(write=list_runs), raising=False)
 
@@ -120,7 +122,7 @@ def test_without_a_word_every_experiment_runs(invoke: Invoke, out: Path) -> None
 
 
 def test_the_words_are_the_experiments() -> None:
-    assert [word.value for word in cli.Experiment] == [*runs.EXPERIMENTS, "all"]
+    assert [word.value for word in cli.Experiment] == [*EXPERIMENTS, "all"]
 
 
 def test_the_table_takes_medians_and_a_diverged_seed_as_the_worst() -> None:
@@ -147,7 +149,7 @@ def made(reached: int, accuracy: float) -> logs.Log:
 
 
 def test_a_low_screen_shows_the_rows_around_the_one_that_runs(invoke: Invoke) -> None:
-    plan = runs.plan(["sine"], seeds=1)
+    plan = plans.plan(["sine"], seeds=1)
     shown = screen.Screen(cli.Console(width=80, height=14), plan, len(plan))
     shown.start(plan[6])
     assert shown.table("sine", 4).row_count == 4
@@ -211,7 +213,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
 
 @pytest.mark.parametrize(
     ("error", "status", "code"),
-    [(RuntimeError("no [bold] luck"), "failed", 1), (methods.Unavailable("needs a package"), "unavailable", 0)],
+    [(RuntimeError("no [bold] luck"), "failed", 1), (Unavailable("needs a package"), "unavailable", 0)],
 )
 def test_a_run_that_cannot_be_made_stops_no_other(
     invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, code: int
@@ -369,7 +371,7 @@ from types import SimpleNamespace
 
 import marquardt.paper
 from marquardt import cli
-from marquardt.paper import methods, runs
+from marquardt.paper import methods, plans, runs
 
 sgd = methods.METHODS["sgd"]
 
@@ -382,8 +384,8 @@ def build(*arguments):
 
 marquardt.paper.report = SimpleNamespace(write=lambda out: out)
 methods.METHODS["sgd"] = replace(sgd, build=build)
-runs.SINE_STEPS, runs.WINNERS = 3, Path(sys.argv.pop(1))
-runs.QUICK = runs.QUICK._replace(sine_seconds=0.0, train_sample=20)
+plans.SINE_STEPS, plans.WINNERS = 3, Path(sys.argv.pop(1))
+plans.QUICK = plans.QUICK._replace(sine_seconds=0.0, train_sample=20)
 sys.exit(runs.main() if sys.argv[1] != "paper" else cli.main())
 """
 SINE = ("sine", "--optimizers", "sgd", "--seeds", "1")
@@ -470,7 +472,7 @@ def test_two_searches_at_once(invoke: Invoke, holder: Any, out: Path) -> None:
     assert not (out / "tuned.json").exists()
     _, errors = first.communicate()
     assert (first.returncode, errors) == (0, "")
-    assert list(runs.winners(out / "tuned.json")["sine"]) == ["sgd"]
+    assert list(plans.winners(out / "tuned.json")["sine"]) == ["sgd"]
 
 
 def test_a_folder_that_cannot_be_locked(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,7 +531,7 @@ def test_tune(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("error", "winners"),
     [
         (RuntimeError("no trial came to its end"), {"sine": {"adam": {"lr": 0.5}}}),  # the others go on
-        (methods.Unavailable("needs the package optuna"), None),  # nothing can
+        (Unavailable("needs the package optuna"), None),  # nothing can
     ],
 )
 def test_a_search_that_fails(

@@ -14,8 +14,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import marquardt as mq
 from marquardt import presets
-from marquardt.paper import methods, problems
-from marquardt.paper.methods import ABLATION, METHODS, Choice, Ours, Range, Stepwise, Unavailable, deterministic
+from marquardt.paper import problems, trainers
+from marquardt.paper.methods import ABLATION, METHODS, OneOf, Range
+from marquardt.paper.trainers import Ours, Stepwise, Unavailable, deterministic
 from marquardt.parts.acceptance import Decrease, Uphill
 from marquardt.parts.damping import Identity, MaxDiagonal
 from marquardt.parts.line_search import Grid
@@ -143,7 +144,7 @@ def test_published_values_can_be_found_by_a_search(problem, key):
     spec = METHODS[key]
     for name, space in spec.choices().items():
         value = spec.hyper(problem)[name]
-        if isinstance(space, Choice):
+        if isinstance(space, OneOf):
             assert value in space.values
         else:
             assert isinstance(space, Range)
@@ -475,7 +476,7 @@ def test_missing_peer_is_named(monkeypatch, tmp_path):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(Unavailable, match="needs the package torch-levenberg-marquardt: pip install --no-deps"):
-        methods.peer("training")
+        trainers.peer("training")
     assert "torch_levenberg_marquardt" not in sys.modules
 
 
@@ -491,8 +492,8 @@ def test_peer_whose_package_cannot_be_imported_whole(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     sys.path_importer_cache.pop(str(tmp_path), None)
     try:
-        assert methods.peer("training").kind == "loss"
-        assert methods.peer("loss").kind == "loss"
+        assert trainers.peer("training").kind == "loss"
+        assert trainers.peer("loss").kind == "loss"
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "torch_levenberg_marquardt"]:
             del sys.modules[name]

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import made_logs
-from marquardt.paper import figures, logs, report, tables
+from marquardt.paper import figures, logs, report, tables, verdicts
+from marquardt.paper.styles import STYLES
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -311,7 +312,7 @@ def test_effects_are_paired_by_seed(tmp_path):
     assert cells[full] == "+1.00 ± 1.00 (mean of 3, better on 3 of 4 seeds)"
     assert cells[added] == "–"
     assert row(table, "all four against vanilla")[table.header[1]] == "+2.00 (better on 1 of 1 seeds)"
-    outcomes = {verdict.claim: verdict.outcome for verdict in report.verdicts(found)}
+    outcomes = {verdict.claim: verdict.outcome for verdict in verdicts.verdicts(found)}
     assert outcomes["Adaptive momentum helps on the sine."] == "held"  # on three of four seeds
     assert outcomes["Uphill acceptance helps on the sine."] == "not measured"
     assert outcomes["Adaptive momentum helps in classification."] == "not measured"
@@ -334,7 +335,7 @@ def test_markdown_is_escaped():
 
 
 def judged(found, column="published"):
-    return {verdict.claim: verdict for verdict in report.verdicts(found, column)}
+    return {verdict.claim: verdict for verdict in verdicts.verdicts(found, column)}
 
 
 @pytest.mark.parametrize(("lm", "adam", "outcome"), [(0.96, 0.95, "held"), (0.95, 0.95, "did not hold")])
@@ -536,7 +537,7 @@ def test_figures_are_the_same_for_the_same_logs(tmp_path):
 
 
 def test_every_method_has_its_own_look():
-    styles = [figures.STYLES[method] for method in made_logs.METHODS]
+    styles = [STYLES[method] for method in made_logs.METHODS]
     assert len({(style.color, str(style.dashes)) for style in styles}) == len(styles)
 
 

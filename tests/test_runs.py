@@ -17,9 +17,11 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from marquardt.paper import logs, problems, runs
+from marquardt.paper import logs, plans, problems, runs, tasks, vocabulary
 from marquardt.paper.data import Digits
-from marquardt.paper.methods import ABLATION, METHODS, Method, Stepwise, Trainer
+from marquardt.paper.methods import ABLATION, METHODS, Method
+from marquardt.paper.trainers import Stepwise, Trainer
+from marquardt.paper.vocabulary import EXPERIMENTS
 
 LABELS = {  # in the order of tables
     "lm": "LM (ours)",
@@ -67,7 +69,7 @@ def digits(train=60, test=30, side=8, **changes):
 def made(method="sgd", experiment="sine", steps=3, hyper=None, **options):
     """A run with published hyper-parameters, but for those given."""
     options = {"column": "published", "seed": 0, "train_sample": 20, **options}
-    run = runs.Run(experiment, method, "", steps=steps, **options)
+    run = plans.Run(experiment, method, "", steps=steps, **options)
     return replace(run, label=run.spec().label, hyper={**run.spec().hyper(run.problem), **(hyper or {})})
 
 
@@ -147,7 +149,7 @@ def expected(experiment, methods, columns, seeds):
 def test_methods_are_those_of_the_tables():
     assert {key: method.label for key, method in METHODS.items()} == LABELS
     assert list(METHODS) == list(LABELS)
-    assert (*METHODS, *ABLATION) == logs.METHODS
+    assert (*METHODS, *ABLATION) == vocabulary.METHODS
     assert {key: method.label for key, method in ABLATION.items() if key != "paper"} == ABLATION_LABELS
     assert all(key == method.key for key, method in (METHODS | ABLATION).items())
     assert {key for key, method in METHODS.items() if method.sine_only} == {"newton", "bfgs"}
@@ -155,7 +157,7 @@ def test_methods_are_those_of_the_tables():
 
 @pytest.mark.parametrize(("full", "sine_seeds", "digit_seeds"), [(False, 3, 1), (True, 20, 10)])
 def test_plan_of_every_experiment(full, sine_seeds, digit_seeds):
-    plan = runs.plan(runs.EXPERIMENTS, full=full)
+    plan = plans.plan(EXPERIMENTS, full=full)
     wanted = expected("sine", LABELS, ["published"], sine_seeds) | expected(
         "mnist", ON_DIGITS, ["published"], digit_seeds
     )
@@ -169,15 +171,15 @@ def test_plan_of_every_experiment(full, sine_seeds, digit_seeds):
         assert run.problem == ("sine" if run.experiment in ("sine", "ablation-sine") else "mnist")
 
 
-@pytest.mark.parametrize("experiment", runs.EXPERIMENTS)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_plan_has_nothing_but_what_was_asked_for(experiment):
-    found = {run.experiment for run in runs.plan([experiment])}
+    found = {run.experiment for run in plans.plan([experiment])}
     assert found == ({"ablation-sine", "ablation-mnist"} if experiment == "ablation" else {experiment})
-    assert runs.plan([]) == []
+    assert plans.plan([]) == []
 
 
 def test_length_of_the_runs():
-    quick, full = runs.plan(runs.EXPERIMENTS), runs.plan(runs.EXPERIMENTS, full=True)
+    quick, full = plans.plan(EXPERIMENTS), plans.plan(EXPERIMENTS, full=True)
     lengths = {run.experiment: (run.steps, run.seconds, run.limit) for run in full}
     assert lengths == {
         "sine": (200, 2.0, math.inf),
@@ -197,7 +199,7 @@ def test_length_of_the_runs():
 def test_tuned_column_only_where_there_are_values():
     tuned = {"sine": {"adam": {"lr": 0.5}}, "mnist": {"sgd": {"average": 0.9}, "newton": {"lr": 1.0}}}
     before = {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
-    plan = runs.plan(runs.EXPERIMENTS, seeds=2, tuned=tuned)
+    plan = plans.plan(EXPERIMENTS, seeds=2, tuned=tuned)
     found = [run for run in plan if run.column == "tuned"]
     wanted = expected("sine", ["adam"], ["tuned"], 2)
     wanted |= expected("mnist", ["sgd"], ["tuned"], 2) | expected("swapped", ["sgd"], ["tuned"], 2)
@@ -207,35 +209,35 @@ def test_tuned_column_only_where_there_are_values():
             assert run.hyper == {"average": None, "lr": 0.5, "beta1": 0.9, "beta2": 0.999}
         else:
             assert run.hyper == {"average": 0.9, "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
-    assert len(plan) - len(found) == len(runs.plan(runs.EXPERIMENTS, seeds=2))
+    assert len(plan) - len(found) == len(plans.plan(EXPERIMENTS, seeds=2))
     assert before == {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
 
 
 def test_columns():
     tuned = {"sine": {"adam": {"lr": 0.5}}}
-    assert {run.column for run in runs.plan(["sine"], columns=["published"], tuned=tuned)} == {"published"}
-    assert keys(runs.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 0)]
-    assert runs.plan(["sine", "mnist"], columns=["tuned"]) == []
-    assert {run.column for run in runs.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"published"}
+    assert {run.column for run in plans.plan(["sine"], columns=["published"], tuned=tuned)} == {"published"}
+    assert keys(plans.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 0)]
+    assert plans.plan(["sine", "mnist"], columns=["tuned"]) == []
+    assert {run.column for run in plans.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"published"}
 
 
 def test_seeds_and_methods_can_be_chosen():
-    plan = runs.plan(["sine", "mnist", "swapped"], methods=["adam", "newton", "lm"], seeds=2)
+    plan = plans.plan(["sine", "mnist", "swapped"], methods=["adam", "newton", "lm"], seeds=2)
     wanted = expected("sine", ["lm", "newton", "adam"], ["published"], 2)
     wanted |= expected("mnist", ["lm", "adam"], ["published"], 2) | expected(
         "swapped", ["lm", "adam"], ["published"], 2
     )
     assert sorted(keys(plan)) == sorted(wanted)
-    assert {run.seed for run in runs.plan(["ablation"], seeds=4)} == {0, 1, 2, 3}
+    assert {run.seed for run in plans.plan(["ablation"], seeds=4)} == {0, 1, 2, 3}
 
 
 def test_only_digits_go_to_another_device():
-    devices = {(run.problem, run.device) for run in runs.plan(runs.EXPERIMENTS, device="cuda")}
+    devices = {(run.problem, run.device) for run in plans.plan(EXPERIMENTS, device="cuda")}
     assert devices == {("sine", "cpu"), ("mnist", "cuda")}
 
 
 def test_every_run_has_its_own_log(tmp_path):
-    plan = runs.plan(runs.EXPERIMENTS, full=True, tuned=runs.winners(runs.WINNERS))
+    plan = plans.plan(EXPERIMENTS, full=True, tuned=plans.winners(plans.WINNERS))
     paths = [run.log(tmp_path) for run in plan]
     assert len(set(paths)) == len(paths)
     run = next(run for run in plan if run.experiment == "ablation-mnist" and run.method == "vanilla+search")
@@ -255,7 +257,7 @@ def test_every_run_has_its_own_log(tmp_path):
 )
 def test_plan_refuses_what_it_does_not_know(arguments, options, message):
     with pytest.raises(ValueError, match=message):
-        runs.plan(arguments, **options)
+        plans.plan(arguments, **options)
 
 
 # --- the log, line by line ---
@@ -386,8 +388,8 @@ def test_swapped_is_one_pass_over_the_test_set(tmp_path, trainers):
 
 
 def test_paper_swapped_has_17_steps():
-    run = next(run for run in runs.plan(["swapped"], full=True))
-    assert runs._steps(run, {"train": 10_000}) == 17
+    run = next(run for run in plans.plan(["swapped"], full=True))
+    assert tasks.length(run, {"train": 10_000}) == 17
 
 
 def test_steps_to_90_percent(tmp_path, method, monkeypatch):
@@ -673,8 +675,7 @@ def time(monkeypatch):
     monkeypatch.setattr(problems, "evaluate", time.taking(1000, problems.evaluate))
     monkeypatch.setattr(problems, "mean_squared_error", time.taking(1000, problems.mean_squared_error))
     monkeypatch.setattr(problems, "batches", lambda *arguments: slowly(batches(*arguments)))
-    tools = SimpleNamespace(repeat=lambda value: slowly(repeat(value)), product=itertools.product)
-    monkeypatch.setattr(runs, "itertools", tools)
+    monkeypatch.setattr(tasks, "itertools", SimpleNamespace(repeat=lambda value: slowly(repeat(value))))
     fake = Method("fake", "Fake", time.taking(1000, Still), {}, {})
     monkeypatch.setattr(Still, "step", time.taking(1.0, Still.step))
     monkeypatch.setitem(METHODS, "fake", fake)
@@ -837,7 +838,7 @@ def test_what_is_no_log_is_not_done(finished, content):
 
 
 def test_same_weights_and_batches_within_a_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "BATCH", 20)  # of 60 digits: three in a pass
+    monkeypatch.setattr(problems, "BATCH", 20)  # of 60 digits: three in a pass
     data = digits()
     found = {}
 
@@ -879,7 +880,7 @@ def test_same_weights_and_batches_within_a_seed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("experiment", ["sine", "mnist"])
 def test_warming_up_leaves_no_trace(tmp_path, trainers, monkeypatch, experiment):
-    monkeypatch.setattr(runs, "BATCH", 20)
+    monkeypatch.setattr(problems, "BATCH", 20)
     steps = train(made("fake", experiment, seed=3), tmp_path, digits())
     first, second = trainers
     assert (len(first.batches), len(second.batches), len(steps)) == (1, 3, 4)
@@ -910,7 +911,7 @@ def test_evaluation_does_not_disturb_the_training(tmp_path, key):
 @pytest.mark.parametrize("column", ["published", "tuned"])
 @pytest.mark.parametrize("key", LABELS)
 def test_every_method_lowers_the_loss_of_the_sine(tmp_path, key, column):
-    hyper = runs.winners(runs.WINNERS)["sine"][key] if column == "tuned" else {}
+    hyper = plans.winners(plans.WINNERS)["sine"][key] if column == "tuned" else {}
     losses = [line["train_loss"] for line in train(made(key, steps=15, hyper=hyper), tmp_path)]
     assert losses[-1] < losses[0]
     assert math.isfinite(losses[-1])
@@ -959,9 +960,9 @@ def test_help():
 @pytest.fixture
 def main(tmp_path, monkeypatch):
     """The module's own command, on runs of two steps."""
-    monkeypatch.setattr(runs, "SINE_STEPS", 2)
-    small = runs.QUICK._replace(sine_seeds=1, sine_seconds=0.0, mnist_steps=2, ablation_steps=1, train_sample=20)
-    monkeypatch.setattr(runs, "QUICK", small)
+    monkeypatch.setattr(plans, "SINE_STEPS", 2)
+    small = plans.QUICK._replace(sine_seeds=1, sine_seconds=0.0, mnist_steps=2, ablation_steps=1, train_sample=20)
+    monkeypatch.setattr(plans, "QUICK", small)
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["runs", *map(str, arguments), "--out", str(tmp_path / "out")])

@@ -17,9 +17,10 @@ from typing import Annotated, Any
 import torch
 
 from . import __version__
-from .paper import data, files, logs, runs
+from .paper import data, files, logs, plans, runs
 from .paper import tune as tuning
-from .paper.methods import METHODS, Unavailable
+from .paper.trainers import Unavailable
+from .paper.vocabulary import EXPERIMENTS, LOGS, OPTIMIZERS, OUT, TUNED
 
 try:
     import typer
@@ -33,8 +34,6 @@ except ModuleNotFoundError as error:
     sys.stderr.write(f"the command line needs {str(error.name).partition('.')[0]}: pip install 'marquardt[paper]'\n")
     raise SystemExit(2) from None
 
-OUT = Path("paper-results")
-TUNED = "tuned.json"  # in that folder
 BENCHMARKS = {
     "step": "step.py",
     "scale": "scale.py",
@@ -53,12 +52,12 @@ class Experiment(str, Enum):
     all = "all"
 
 
-class Problem(str, Enum):
+class TuningProblem(str, Enum):
     sine = "sine"
     mnist = "mnist"
 
 
-class Digits(str, Enum):
+class ImageSet(str, Enum):
     mnist = "mnist"
     mnist_5k = "mnist-5k"
     digits = "digits"
@@ -96,7 +95,7 @@ def main() -> None:
 
 @contextmanager
 def told(debug: bool) -> Iterator[None]:
-    """An error is told in a sentence."""
+    """Prints an error as one sentence and ends the program with its exit code; `debug` lets the traceback through."""
     try:
         yield
     except (typer.Exit, typer.BadParameter):
@@ -161,7 +160,7 @@ Optimizers = Annotated[
     typer.Option("--optimizers", metavar="NAME,…", help="These only, for example lm,adam.", show_default="all"),
 ]
 Device = Annotated[str, typer.Option("--device", callback=usable, help="cpu, cuda, cuda:1, …")]
-Images = Annotated[Digits, typer.Option("--data", help="mnist-5k: 5,000 of MNIST. digits: scikit-learn's 8×8.")]
+Images = Annotated[ImageSet, typer.Option("--data", help="mnist-5k: 5,000 of MNIST. digits: scikit-learn's 8×8.")]
 Data = Annotated[
     Path | None,
     typer.Option(
@@ -189,7 +188,7 @@ def run(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds each method gets.")] = None,
     optimizers: Optimizers = None,
     device: Device = "cpu",
-    images: Images = Digits.mnist,
+    images: Images = ImageSet.mnist,
     data_dir: Data = None,
     out: Out = OUT,
     debug: Debug = False,
@@ -204,13 +203,13 @@ def run(
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other: choose one", param_hint="--quick")
     with told(debug):
-        from .paper import report  # needs packages that runs do not; better missed now than after an hour
+        from .paper import report  # it needs packages that the runs do not: they are missed now, not after an hour
 
         names = expand(experiments)
-        tuned = runs.winners(out / TUNED if (out / TUNED).exists() else runs.WINNERS)
+        tuned = plans.winners(out / TUNED if (out / TUNED).exists() else plans.WINNERS)
         options: dict[str, Any] = {"full": full, "seeds": seeds, "device": device, "tuned": tuned}
-        methods = check_methods(optimizers, runs.plan(names, **options))
-        plan = runs.plan(names, methods=methods, **options)
+        methods = check_methods(optimizers, plans.plan(names, **options))
+        plan = plans.plan(names, methods=methods, **options)
         found = find_data(plan, out, images.value, data_dir)
         make_folder(out)
         with runs.held(out):
@@ -224,16 +223,16 @@ def run(
 
 def expand(experiments: Sequence[Experiment] | None) -> list[str]:
     asked = [experiment.value for experiment in experiments or [Experiment.all]]
-    return list(runs.EXPERIMENTS) if "all" in asked else list(dict.fromkeys(asked))
+    return list(EXPERIMENTS) if "all" in asked else list(dict.fromkeys(asked))
 
 
-def check_methods(optimizers: Sequence[str] | None, plan: Sequence[runs.Run]) -> list[str] | None:
+def check_methods(optimizers: Sequence[str] | None, plan: Sequence[plans.Run]) -> list[str] | None:
     """The names asked for, if all of them occur in the plan."""
     if not optimizers:
         return None
     asked = [name.strip() for several in optimizers for name in several.split(",")]
     planned = {run.method for run in plan}
-    known = [name for name in METHODS if name in planned]
+    known = [name for name in OPTIMIZERS if name in planned]
     if not known:
         raise typer.BadParameter("the ablation has methods of its own: leave this out", param_hint="--optimizers")
     for name in asked:
@@ -242,8 +241,8 @@ def check_methods(optimizers: Sequence[str] | None, plan: Sequence[runs.Run]) ->
     return asked
 
 
-def execute(plan: Sequence[runs.Run], out: Path, found: dict[str, data.Digits]) -> int:
-    """Runs what is not done yet; how many failed."""
+def execute(plan: Sequence[plans.Run], out: Path, found: dict[str, data.Digits]) -> int:
+    """Makes the runs that are not done yet, and returns how many of them failed."""
     todo = [run for run in plan if not runs.done(run, out, found.get(run.problem))]
     screen = Screen(Console(), plan, len(todo))
     for digits in found.values():
@@ -268,7 +267,7 @@ def execute(plan: Sequence[runs.Run], out: Path, found: dict[str, data.Digits]) 
         again = shlex.join(["marquardt", *sys.argv[1:]])
         draw = shlex.join(["marquardt", "paper", "report", *([] if out == OUT else ["--out", str(out)])])
         screen.say(
-            f"Stopped: {len(plan) - len(todo) + screen.done} of {len(plan)} runs are done and kept in {out / 'logs'}.\n"
+            f"Stopped: {len(plan) - len(todo) + screen.done} of {len(plan)} runs are done and kept in {out / LOGS}.\n"
             f"Go on: {again}\n"
             f"Report so far: {draw}"
         )
@@ -276,8 +275,11 @@ def execute(plan: Sequence[runs.Run], out: Path, found: dict[str, data.Digits]) 
     return failed
 
 
-def find_data(plan: Sequence[runs.Run], out: Path, name: str, directory: Path | None) -> dict[str, data.Digits]:
-    """The images of each problem that has any; the runs that `out` holds must have been on the same."""
+def find_data(plan: Sequence[plans.Run], out: Path, name: str, directory: Path | None) -> dict[str, data.Digits]:
+    """{problem: images} of the problems in the plan; the sine has none.
+
+    If `out` holds runs on other images than those found now, this is refused: one report cannot compare them.
+    """
     found = {problem: data.find(name, directory) for problem in sorted({run.problem for run in plan} - {"sine"})}
     for log in logs.read_all(out):
         images, before = found.get(log.head["problem"]), log.head["data"]["name"]
@@ -292,7 +294,9 @@ def find_data(plan: Sequence[runs.Run], out: Path, name: str, directory: Path | 
 
 @paper.command()
 def tune(
-    problems: Annotated[list[Problem] | None, typer.Argument(help="What to tune on.", show_default="both")] = None,
+    problems: Annotated[
+        list[TuningProblem] | None, typer.Argument(help="What to tune on.", show_default="both")
+    ] = None,
     trials: Annotated[int, typer.Option(min=1, help="How many settings each optimizer may try.")] = tuning.TRIALS,
     limit: Annotated[
         float, typer.Option(min=0.1, help="Seconds of training at which a trial is cut off.", show_default="none")
@@ -308,12 +312,12 @@ def tune(
     The next run uses the winners, beside the published settings. Each is kept as soon as it is found.
     """
     with told(debug):
-        chosen = [problem.value for problem in problems or Problem]
-        plan = runs.plan(chosen, seeds=1)
+        chosen = [problem.value for problem in problems or TuningProblem]
+        plan = plans.plan(chosen, seeds=1)
         asked = check_methods(optimizers, plan)
         jobs = [(run.problem, run.method) for run in plan if asked is None or run.method in asked]
         if (out / TUNED).exists():
-            runs.winners(out / TUNED)  # a damaged file is better found now than when there is a winner to add
+            plans.winners(out / TUNED)  # a damaged file is better found now than when there is a winner to add
         images = data.find("mnist", data_dir) if "mnist" in chosen else None
         make_folder(out)
         console = Console()
@@ -322,13 +326,13 @@ def tune(
         with files.held(out, "winners"), bars:
             bar = bars.add_task("", total=trials * len(jobs))
             for number, (problem, method) in enumerate(jobs, 1):
-                bars.update(bar, description=f"{problem}, {METHODS[method].label}")
+                bars.update(bar, description=f"{problem}, {OPTIMIZERS[method]}")
                 try:
                     found = tuning.tune(
                         [method], problem, trials=trials, data=images if problem == "mnist" else None,
                         device=device, limit=limit, watch=lambda _: bars.advance(bar),
                     )  # fmt: skip
-                except Unavailable:  # the search itself; a method that is not available has no winner
+                except Unavailable:  # Optuna is missing; a method whose package is missing has no winner, and no error
                     raise
                 except RuntimeError as error:
                     failed += 1
@@ -352,7 +356,7 @@ def write_report(out: Out = OUT, debug: Debug = False) -> None:
 
         if not logs.read_all(out):
             raise typer.BadParameter(
-                f"{str(out / 'logs')!r} holds no run: marquardt paper makes them", param_hint="--out"
+                f"{str(out / LOGS)!r} holds no run: marquardt paper makes them", param_hint="--out"
             )
         Console().print("Report:", str(report.write(out)), highlight=False, soft_wrap=True)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from . import files
+from .vocabulary import COLUMNS, LOGS, MEASURES, METHODS, SINE_READINGS, TARGET
 
-FORMAT = 1
+FORMAT = 1  # of the logs
 TEXT, WHOLE, NUMBER, LIST, OBJECT = "text", "a whole number", "a number or null", "a list", "an object"
 TYPES: dict[str, tuple[type, ...]] = {  # of JSON's values; null stands for NaN, for infinity and for none
     TEXT: (str,), WHOLE: (int,), NUMBER: (int, float, type(None)), LIST: (list,), OBJECT: (dict,),
@@ -31,15 +32,7 @@ STEP = {"step": WHOLE, "seconds": NUMBER, "train_loss": NUMBER}  # any other key
 POINTS = {"x": LIST, "y": LIST}
 END = {"status": TEXT, "step": WHOLE, "message": TEXT}
 STATUSES = ("finished", "diverged", "failed", "unavailable")
-COLUMNS = ("published", "tuned")  # the paper's hyper-parameters, or those of a search
-PARTS = ("max-diagonal", "momentum", "search", "uphill")  # the paper's four improvements
-METHODS = (  # in the order of tables
-    *("lm", "lm-paper", "lm-vanilla", "gauss-newton", "newton", "bfgs", "lbfgs", "hessian-free", "kfac"),
-    *("sgd", "adam", "psgd", "tlm"),
-    *("paper", *(f"paper-{part}" for part in PARTS), "vanilla", *(f"vanilla+{part}" for part in PARTS)),
-)
 WAY_OUT = "delete the file, and `marquardt paper` runs it again"
-TARGET = 0.9  # the accuracy that the paper's Table 1 waits for
 
 Curve = tuple[list[float], list[float]]  # x, y
 
@@ -152,7 +145,7 @@ def read(path: Path) -> Log:
 
 def read_all(out: Path) -> list[Log]:
     """Every run under `out`/logs that has ended, in the order of tables; those in progress (.part) are left out."""
-    found = [read(path) for path in sorted(Path(out, "logs").glob("*/*.jsonl"))]
+    found = [read(path) for path in sorted(Path(out, LOGS).glob("*/*.jsonl"))]
     first: dict[str, Log] = {}
     for log in found:
         other = first.setdefault(log.experiment, log)
@@ -166,7 +159,7 @@ def read_all(out: Path) -> list[Log]:
 
 def unfinished(out: Path) -> list[Path]:
     """Logs of runs that have not ended."""
-    return sorted(Path(out, "logs").glob("*/*.part"))
+    return sorted(Path(out, LOGS).glob("*/*.part"))
 
 
 def run_of(part: Path) -> str:
@@ -243,15 +236,15 @@ def write_csv(logs: Iterable[Log], path: Path) -> None:
 
 CSV_FIELDS = (
     *("experiment", "method", "label", "column", "seed", "status", "end", "message", "steps", "batch", "parameters"),
-    *("seconds", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "steps_to_90", "seconds_to_90"),
-    *("train_loss_100", "train_loss_200", "data", "device", "hyper", "started"),
+    *("seconds", *MEASURES, "steps_to_90", "seconds_to_90", *(f"train_loss_{step}" for step in SINE_READINGS)),
+    *("data", "device", "hyper", "started"),
 )
 
 
 def _csv_row(log: Log) -> dict[str, Any]:
-    numbers = {key: log.final(key) for key in ("seconds", "train_loss", "train_accuracy", "test_loss", "test_accuracy")}
+    numbers = {key: log.final(key) for key in ("seconds", *MEASURES)}
     numbers |= {"steps_to_90": log.steps_to(), "seconds_to_90": log.seconds_to()}
-    numbers |= {f"train_loss_{step}": log.at(step, "train_loss") for step in (100, 200)}
+    numbers |= {f"train_loss_{step}": log.at(step, "train_loss") for step in SINE_READINGS}
     head = log.head
     return {
         **{key: head[key] for key in CSV_FIELDS if key in head and key not in ("seconds", "data")},

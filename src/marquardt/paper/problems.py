@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from marquardt.paper.data import MNIST_CLASSES, Device, Digits
+from .data import MNIST_CLASSES, Device, Digits
 
 SINE_POINTS = 1000
+SINE_ENDS = -10, 10
 SINE_NOISE = 0.2  # y = sin x + 0.2·U(0, 1), the paper's recipe
 SINE_NOISE_FLOOR = SINE_NOISE**2 / 12  # variance of 0.2·U(0, 1): 0.0033, what no honest fit goes far below
-
+BATCH = 600  # digits, the paper's
 CHUNK = 500  # samples per forward when evaluating: the CNN's activations stay in the cache, the fastest on a CPU
 
 # --- sine regression ------------------------------------------------------------------------------------------------
@@ -24,7 +25,7 @@ def sine(seed: int, dtype: torch.dtype = torch.float64, device: Device = "cpu") 
     """y = sin x + 0.2·U(0, 1) at 1000 points evenly on [−10, 10]: x, y, the same on every device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     noise = torch.rand(SINE_POINTS, 1, generator=generator, dtype=torch.float64, device="cpu")
-    x = torch.linspace(-10, 10, SINE_POINTS, dtype=torch.float64, device="cpu").unsqueeze(1)
+    x = torch.linspace(*SINE_ENDS, SINE_POINTS, dtype=torch.float64, device="cpu").unsqueeze(1)
     y = x.sin() + SINE_NOISE * noise
     return x.to(device, dtype), y.to(device, dtype)  # (1000, 1), (1000, 1)
 

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 import jinja2
 
-from . import figures, files, logs, tables
-from .logs import PARTS, Log, equal_seconds, horizon, quantile, runs_of, select
-from .tables import NOISE_FLOOR, PART_LABELS, Measure, Table, number
+from . import figures, files, logs, styles, tables
+from .logs import Log, horizon, select
+from .tables import Table
+from .verdicts import FELL, HELD, UNKNOWN, Verdict, verdicts
+from .vocabulary import COLUMNS, LOGS, TITLES
 
-HELD, FELL, UNKNOWN = "held", "did not hold", "not measured"
-LM = "lm-paper"  # the claims are the paper's; ours stands beside it in the evidence
-RIVALS = {
-    "kfac": "KFAC",
-    "hessian-free": "Hessian-free",
-    "lbfgs": "L-BFGS",
-    "adam": "Adam",
-    "sgd": "SGD",
-}  # of the paper
-FACTOR = 2  # "about": within a factor of two
-
-
-@dataclass(frozen=True)
-class Verdict:
-    claim: str
-    source: str  # where the paper makes it
-    outcome: str  # HELD, FELL or UNKNOWN
-    evidence: str
+MNIST_SIZE = 70_000
+TABLES = {"sine": ("sine",), "mnist": ("table1", "table1-variance")}  # of a section; elsewhere the one of its name
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ def write(out: Path) -> Path:
     out = Path(out)
     found = logs.read_all(out)
     if not found:
-        raise ValueError(f"{out / 'logs'} has no log of a run that has ended: run `marquardt paper` first")
+        raise ValueError(f"{out / LOGS} has no log of a run that has ended: run `marquardt paper` first")
     page = out / "report.html"
     with files.held(out, "report"):
         logs.write_csv(found, out / "results.csv")
@@ -70,7 +56,7 @@ def _page(found: Sequence[Log], made: Sequence[Table], drawn: Sequence[figures.D
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    by_column = {column: verdicts(found, column) for column in logs.COLUMNS if any(r.column == column for r in found)}
+    by_column = {column: verdicts(found, column) for column in COLUMNS if any(r.column == column for r in found)}
     return environment.get_template("report.html.jinja").render(
         summary=_summary(found, by_column),
         verdicts=by_column,
@@ -84,202 +70,13 @@ def _page(found: Sequence[Log], made: Sequence[Table], drawn: Sequence[figures.D
         started=sorted(log.head["started"] for log in found),
         unfinished=sorted({f"{path.parent.name}/{logs.run_of(path)}" for path in parts}),
         image=_data_uri,
+        styles=styles,
     )
-
-
-# --- verdicts ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The median over the seeds of one measure, by method, rounded to the digits shown: a tie in them is a tie."""
-
-    what: str
-    values: dict[str, float]
-    labels: dict[str, str]
-    seeds: str
-    higher: bool  # is better: accuracies, in per cent
-
-    def __str__(self) -> str:
-        missing = [label for rival, label in RIVALS.items() if rival not in self.values]
-        return self.of(LM, "lm", *RIVALS) + (f" Not run: {', '.join(missing)}." if missing else "")
-
-    def of(self, *methods: str) -> str:
-        shown = [f"{self.labels[method]} {self._shown(method)}" for method in methods if method in self.values]
-        return f"{self.what}, median of {self.seeds}: {', '.join(shown)}."
-
-    def _shown(self, method: str) -> str:
-        value = self.values[method]
-        return "broke off" if value == -math.inf else number(value, ".4g") + " %" * self.higher
-
-    def best(self, method: str, rivals: Iterable[str]) -> bool | None:
-        """Whether `method` beats all rivals that were measured; None where it or they were not."""
-        sign = -1 if self.higher else 1
-        others = [self.values[rival] for rival in rivals if rival in self.values and rival != method]
-        return all(sign * self.values[method] < sign * o for o in others) if method in self.values and others else None
-
-    def about(self, method: str, level: float) -> bool:
-        return level / FACTOR <= self.values[method] <= level * FACTOR
-
-
-def verdicts(found: Sequence[Log], column: str = "published") -> list[Verdict]:
-    """What became of the paper's claims; a method that was not tuned enters with its published hyper-parameters."""
-    judged = {"sine": _sine_verdicts, "mnist": _mnist_verdicts, "swapped": _swapped_verdicts}
-    if column != "published":
-        judged = {experiment: judge for experiment, judge in judged.items() if select(found, experiment, column=column)}
-    compared = [verdict for judge in judged.values() for verdict in judge(found, column)]
-    return compared + (_part_verdicts(found) if column == "published" else [])
-
-
-def _sine_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
-    runs = select(found, "sine")
-    N, T = horizon(runs), equal_seconds(runs)
-    end = _scores(found, "sine", column, f"MSE after {N} iterations", tables.loss_after(N))
-    first = _scores(found, "sine", column, "MSE after 1 iteration", tables.loss_after(1))
-    time = _scores(found, "sine", column, f"MSE after {T:.3g} s of training", tables.loss_after_seconds(T))
-    stuck = {"sgd": 0.5, "adam": 0.5, "kfac": 0.5, "lbfgs": 0.25, "hessian-free": 0.25}
-    seen = [method for method in stuck if method in end.values]
-    floor = f"The noise floor is {NOISE_FLOOR:.4f}."
-    return [
-        _verdict(
-            "The modified LM fits the sine better than vanilla LM.",
-            "Figure 1a",
-            end.best(LM, ["lm-vanilla"]),
-            end.of(LM, "lm", "lm-vanilla"),
-        ),
-        _verdict("LM fits the sine better than all other methods.", "Figure 1b", end.best(LM, RIVALS), str(end)),
-        _verdict("The same holds at equal wall-clock time.", "section 3.2", time.best(LM, RIVALS), str(time)),
-        _verdict(
-            "LM fits the sine to a loss of 0.001.",
-            "section 3.2",
-            end.values[LM] < 0.0015 if LM in end.values else None,  # to the digit that the paper gives
-            f"{end.of(LM, 'lm')} {floor}",
-        ),
-        _verdict(
-            "SGD, Adam and KFAC stay at about 0.5 on the sine, L-BFGS and Hessian-free at about 0.25.",
-            "section 3.2",
-            all(end.about(method, stuck[method]) for method in seen) if seen else None,
-            f"{end.of(*stuck)} About: within a factor of {FACTOR}.",
-        ),
-        _verdict(
-            "LM learns the sine in a single iteration.",
-            "appendix C",
-            first.values[LM] <= 2 * NOISE_FLOOR if LM in first.values else None,
-            f"{first.of(LM, 'lm', 'kfac', 'adam')} {floor} Learnt: at most twice that.",
-        ),
-    ]
-
-
-def _mnist_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
-    runs = select(found, "mnist")
-    N, where = horizon(runs), f" on {runs[0].head['data']['name']}" if runs else ""
-    steps = _scores(found, "mnist", column, f"Steps to 90 %{where}", Log.steps_to)
-    seconds = _scores(found, "mnist", column, f"Seconds to 90 %{where}", Log.seconds_to)
-    loss = _scores(found, "mnist", column, f"Training loss{where} after {N} steps", tables.loss_after(N))
-    accuracy = _scores(found, "mnist", column, f"Test accuracy{where} after {N} steps", tables.percent_after(N), True)
-    both = {LM, "adam"} <= set(seconds.values)
-    ratio = seconds.values[LM] / seconds.values["adam"] if both and seconds.values["adam"] < math.inf else math.nan
-    free = [tables.converged(log) for log in runs_of(found, "mnist", "hessian-free", column)]
-    return [
-        _verdict("LM needs the fewest steps to 90 % test accuracy.", "Table 1", steps.best(LM, RIVALS), str(steps)),
-        _verdict("LM reaches the lowest training loss.", "Figure 2", loss.best(LM, RIVALS), str(loss)),
-        _verdict("LM reaches the highest test accuracy.", "Table 1", accuracy.best(LM, RIVALS), str(accuracy)),
-        _verdict(
-            "LM reaches 97.5 % after 100 steps.",
-            "Table 1",
-            accuracy.values[LM] >= 97.25 if LM in accuracy.values and N >= 100 else None,  # to the half point given
-            accuracy.of(LM, "lm"),
-        ),
-        _verdict(
-            "LM takes about nine times as long as Adam to 90 %.",
-            "Table 1",
-            9 / FACTOR <= ratio <= 9 * FACTOR if both else None,
-            f"{seconds.of(LM, 'lm', 'adam')} The ratio is {number(ratio)}. About: within a factor of {FACTOR}.",
-        ),
-        _verdict("First-order methods take less time to 90 %.", "section 3.3", *_first_order(seconds)),
-        _verdict(
-            "L-BFGS ends with the lowest accuracy.",
-            "Table 1",
-            replace(accuracy, higher=False).best("lbfgs", (LM, *RIVALS)),
-            str(accuracy),
-        ),
-        _verdict(
-            "Hessian-free does not converge.",
-            "Table 1",
-            2 * sum(free) < len(free) if free else None,
-            f"It converged on {sum(free)} of {len(free)} seeds. {accuracy.of('hessian-free')}",
-        ),
-    ]
-
-
-def _first_order(seconds: Scores) -> tuple[bool | None, str]:
-    first, second = ("sgd", "adam"), (LM, "kfac", "hessian-free", "lbfgs")
-    judged = [faster for method in first if (faster := seconds.best(method, second)) is not None]
-    return all(judged) if judged else None, str(seconds)
-
-
-def _swapped_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
-    N = horizon(select(found, "swapped"))
-    steps = _scores(found, "swapped", column, "Steps to 90 %", Log.steps_to)
-    accuracy = _scores(found, "swapped", column, f"Test accuracy after {N} steps", tables.percent_after(N), True)
-    swapped = "With train and test sets swapped, LM"
-    return [
-        _verdict(f"{swapped} needs the fewest steps to 90 %.", "appendix C", steps.best(LM, RIVALS), str(steps)),
-        _verdict(f"{swapped} is the most accurate.", "appendix C", accuracy.best(LM, RIVALS), str(accuracy)),
-    ]
-
-
-def _part_verdicts(found: Sequence[Log]) -> list[Verdict]:
-    """A part helps if the full method is better with it than without on at least three quarters of the seeds."""
-    judged = []
-    for experiment, place in (("ablation-sine", "on the sine"), ("ablation-mnist", "in classification")):
-        name, cost = next(iter(tables.ablation_costs(found, experiment).items()))
-        for part in PARTS:
-            full, added = tables.part_effects(found, experiment, part, cost)
-            claim = f"{PART_LABELS[part].capitalize()} helps {place}."
-            evidence = f"Gain of the full method, {name}: {full}. Added to vanilla LM: {added}."
-            judged.append(_verdict(claim, "section 3", full.clear, evidence))
-        whole = tables.effect(found, experiment, "paper", "vanilla", cost)
-        claim = f"The four parts together improve on vanilla LM {place}."
-        judged.append(_verdict(claim, "section 3", whole.clear, f"Gain, {name}: {whole}."))
-    return judged
-
-
-def _scores(
-    found: Sequence[Log], experiment: str, column: str, what: str, measure: Measure, higher: bool = False
-) -> Scores:
-    methods = dict.fromkeys(log.method for log in select(found, experiment))
-    runs = {method: seeds for method in methods if (seeds := runs_of(found, experiment, method, column))}
-    form = ".4g" if higher else ".3g"
-    values = {method: float(f"{quantile([*map(measure, seeds)], 0.5):{form}}") for method, seeds in runs.items()}
-    labels = {method: seeds[0].label for method, seeds in runs.items()}
-    counts = sorted({len(seeds) for seeds in runs.values()}) or [0]
-    words = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' * (counts[0] != 1)}"
-    return Scores(what, values, labels, words, higher)
-
-
-def _verdict(claim: str, source: str, held: bool | None, evidence: str) -> Verdict:
-    if held is None:
-        return Verdict(claim, source, UNKNOWN, "No runs that could tell.")
-    return Verdict(claim, source, HELD if held else FELL, evidence)
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-SECTIONS = {
-    "sine": "Sine regression",
-    "mnist": "Classification",
-    "ablation-sine": "Ablation: sine",
-    "ablation-mnist": "Ablation: classification",
-    "swapped": "Train and test sets swapped",
-}
-MNIST_SIZE = 70_000
-TABLES = {"sine": ("sine",), "mnist": ("table1", "table1-variance")}  # of a section; elsewhere the one of its name
 
 
 def _sections(made: Sequence[Table], drawn: Sequence[figures.Drawn]) -> list[Section]:
     sections = []
-    for name, title in SECTIONS.items():
+    for name, title in TITLES.items():
         mine = [table for table in made if table.name in TABLES.get(name, (name,))]
         if mine:
             sections.append(Section(name, title, [figure for figure in drawn if figure.experiment == name], mine))
@@ -304,7 +101,7 @@ def _summary(found: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
 def _experiments(found: Sequence[Log]) -> list[tuple[str, ...]]:
     """Data, size, length and seeds of each experiment."""
     rows: list[tuple[str, ...]] = []
-    for name, title in SECTIONS.items():
+    for name, title in TITLES.items():
         runs = select(found, name)
         if runs:
             head, data = runs[0].head, runs[0].head["data"]
@@ -331,14 +128,14 @@ def _machines(found: Sequence[Log]) -> list[tuple[str, ...]]:
 
 
 THEME = f"""<style>
-:root {{ --ink: {figures.INK}; --paper: {figures.PAPER}; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e4e8ec; --paper: #15191d; }} }}
-</style>"""  # the colours of report.html.jinja
+:root {{ --ink: {styles.INK}; --paper: {styles.PAPER}; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: {styles.DARK_INK}; --paper: {styles.DARK_PAPER}; }} }}
+</style>"""
 
 
 def _data_uri(figure: figures.Drawn) -> str:
     """The SVG as a data URI, its ink and paper those of the page, light or dark."""
     svg = figure.path.read_text(encoding="utf-8")
-    svg = svg.replace(figures.INK, "var(--ink)").replace(figures.PAPER, "var(--paper)")
+    svg = svg.replace(styles.INK, "var(--ink)").replace(styles.PAPER, "var(--paper)")
     start = svg.index(">", svg.index("<svg")) + 1
     return "data:image/svg+xml," + quote(svg[:start] + THEME + svg[start:], safe=" :/=;,.-")

@@ -25,7 +25,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from . import logs, runs
+from . import logs
+from .plans import Run
+from .vocabulary import TARGET_LABEL
 
 REFRESH = 0.2  # seconds between two pictures of a run
 
@@ -78,7 +80,7 @@ class Screen:
     Drawn between two steps and never by a thread of its own, which would take time from the steps that are timed.
     """
 
-    def __init__(self, console: Console, plan: Sequence[runs.Run], todo: int) -> None:
+    def __init__(self, console: Console, plan: Sequence[Run], todo: int) -> None:
         self.console, self.todo, self.done = console, todo, 0
         self.tables: dict[str, dict[tuple[str, str], Row]] = {}
         for run in plan:
@@ -111,17 +113,17 @@ class Screen:
         with self.live:
             yield
 
-    def row(self, run: runs.Run) -> Row:
+    def row(self, run: Run) -> Row:
         return self.tables[run.experiment][run.method, run.column]
 
-    def start(self, run: runs.Run) -> None:
+    def start(self, run: Run) -> None:
         self.experiment = run.experiment
         self.row(run).running = True
         name = f"{self.row(run).label}, seed {run.seed}"
         self.progress.reset(self.current, description=name, total=1 if run.steps else None, completed=0, count="step 0")
         self.draw()
 
-    def step(self, run: runs.Run, line: Mapping[str, Any]) -> None:
+    def step(self, run: Run, line: Mapping[str, Any]) -> None:
         if time.monotonic() - self.drawn < REFRESH:
             return
         # A run goes on until its steps and its seconds are over, or to its limit; 0 steps are one pass over the data.
@@ -133,14 +135,14 @@ class Screen:
         self.progress.update(self.overall, completed=self.done + part)
         self.draw()
 
-    def end(self, run: runs.Run, log: logs.Log) -> None:
+    def end(self, run: Run, log: logs.Log) -> None:
         self.done += 1
         self.progress.update(self.overall, completed=self.done, count=f"{self.done}/{self.todo}")
         if not self.live.is_started:
             self.say(f"{self.done}/{self.todo}  {run.name}: {summary(log)}")
         self.add(run, log)
 
-    def add(self, run: runs.Run, log: logs.Log) -> None:
+    def add(self, run: Run, log: logs.Log) -> None:
         """To its table; and the table itself to the screen, once it is complete."""
         row = self.row(run)
         row.running = False
@@ -174,7 +176,7 @@ class Screen:
         )
         table.add_column("method")
         table.add_column("status", no_wrap=True)
-        for name in ["seeds", *(["MSE"] if sine else ["90 % at", "accuracy"]), "seconds"]:
+        for name in ["seeds", *(["MSE"] if sine else [f"{TARGET_LABEL} at", "accuracy"]), "seconds"]:
             table.add_column(name, justify="right", no_wrap=True)
         shown = slice(None)
         if height is not None and len(rows) > height:
@@ -213,7 +215,8 @@ def summary(log: logs.Log) -> str:
         return f"{log.status} at step {log.end}" + (f" ({log.message})" if log.message else "")
     if "test_accuracy" in log.steps:
         reached = log.steps_to()
-        result = f"90 % after {reached:g} steps" if math.isfinite(reached) else "90 % not reached"
+        steps = f"after {reached:g} steps" if math.isfinite(reached) else "not reached"
+        result = f"{TARGET_LABEL} {steps}"
         result += f", {log.final('test_accuracy'):.2%} after {log.end}"
     else:
         result = f"MSE {log.final('train_loss'):.3g} after {log.end} steps"

@@ -16,9 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from marquardt.paper import files, runs
-from marquardt.paper.data import Digits
-from marquardt.paper.methods import METHODS, Choice, Method, needed
+from . import files, plans, runs
+from .data import Digits
+from .methods import METHODS, Method, OneOf
+from .trainers import needed
+from .vocabulary import PROBLEMS
 
 TRIALS = 20
 SEEDS = {"sine": (1000, 1001, 1002), "mnist": (1000,)}  # reported runs have 0, 1, …
@@ -26,7 +28,9 @@ HELD_OUT = 6  # one part in so many of the training set: 10,000 of MNIST's
 WORST = 3.0  # log10: of a trial that diverged; above ten times any start, which is where a run counts as diverged
 
 
-class Trial(NamedTuple):
+class TuningTrial(NamedTuple):
+    """One trial of a search."""
+
     method: str
     number: int
     score: float  # less is better
@@ -42,14 +46,14 @@ def tune(
     steps: int | None = None,
     device: str = "cpu",
     limit: float = math.inf,
-    watch: Callable[[Trial], None] | None = None,
+    watch: Callable[[TuningTrial], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """{method: hyper-parameters} of the best trial of each. A method whose package is missing has no entry.
 
     `limit` cuts off a trial after so many seconds of training; it is then judged by what it reached.
     """
-    if problem not in ("sine", "mnist"):
-        raise ValueError(f"no problem {problem!r} to tune on: sine or mnist")
+    if problem not in PROBLEMS:
+        raise ValueError(f"no problem {problem!r} to tune on: {' or '.join(PROBLEMS)}")
     if trials < 1:
         raise ValueError(f"trials={trials}: at least 1")
     if unknown := [name for name in methods or () if name not in METHODS]:
@@ -58,7 +62,7 @@ def tune(
         raise ValueError("tuning on MNIST needs the digits: pass data=, from marquardt.paper.data.find()")
     optuna = needed("optuna", "optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    steps = steps or (runs.SINE_STEPS if problem == "sine" else runs.FULL.mnist_steps)
+    steps = steps or (plans.SINE_STEPS if problem == "sine" else plans.FULL.mnist_steps)
     judged = None if data is None else held_out(data)
     found: dict[str, dict[str, Any]] = {}
     for method in METHODS.values():
@@ -75,7 +79,7 @@ def tune(
                 break
             study.tell(trial, score)
             if watch is not None:
-                watch(Trial(method.key, number, score, hyper))
+                watch(TuningTrial(method.key, number, score, hyper))
         else:
             if study.best_value == WORST:
                 raise RuntimeError(f"no trial of {method.label} came to its end; the last one: {message}")
@@ -92,7 +96,7 @@ def held_out(data: Digits) -> Digits:
 
 
 def suggest(trial: Any, name: str, space: Any) -> Any:
-    if isinstance(space, Choice):
+    if isinstance(space, OneOf):
         return trial.suggest_categorical(name, space.values)
     return trial.suggest_float(name, space.low, space.high, log=space.log)
 
@@ -104,9 +108,9 @@ def judge(
     scores = []
     for seed in SEEDS[problem]:
         lines: list[dict[str, Any]] = []
-        run = runs.Run(
+        run = plans.Run(
             problem, method.key, method.label, "tuned", seed, steps,
-            hyper=hyper, train_sample=runs.QUICK.train_sample, device=device, limit=limit,
+            hyper=hyper, train_sample=plans.QUICK.train_sample, device=device, limit=limit,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             summary = runs.execute(run, Path(scratch), data, lines.append)
@@ -126,7 +130,7 @@ def score(lines: Sequence[Mapping[str, Any]]) -> float:
 
 def save(path: Path, problem: str, found: Mapping[str, dict[str, Any]]) -> None:
     """Add these to the file; what it has of other problems and methods stays. One process at a time."""
-    known = runs.winners(path) if path.exists() else {}
+    known = plans.winners(path) if path.exists() else {}
     known[problem] = {**known.get(problem, {}), **found}
     with files.whole(path) as write:
         write(json.dumps(known, indent=1) + "\n")

@@ -1,0 +1,73 @@
+"""The words and numbers that runs, logs, tables, figures, the report and the command line share.
+
+What stands here as a key is written to logs and to the names of files: logs of earlier versions are read with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# --- problems and experiments ---
+
+PROBLEMS = ("sine", "mnist")  # "mnist" is the classification of digits, also of others than MNIST's
+EXPERIMENTS = ("sine", "mnist", "ablation", "swapped")  # what can be asked for; an ablation is made on both problems
+TITLES = {  # of the experiments that logs know, in the order of the report
+    "sine": "Sine regression",
+    "mnist": "Classification",
+    "ablation-sine": "Ablation: sine",
+    "ablation-mnist": "Ablation: classification",
+    "swapped": "Train and test sets swapped",
+}
+
+
+def problem_of(experiment: str) -> str:
+    return "sine" if experiment.endswith("sine") else "mnist"
+
+
+# --- methods: the optimizers that are compared, and the variants of the ablation ---
+
+COLUMNS = ("published", "tuned")  # the paper's hyper-parameters, or those of a search
+
+OPTIMIZERS = {  # labels
+    "lm": "LM (ours)",
+    "lm-paper": "LM (paper)",
+    "lm-vanilla": "vanilla LM",
+    "gauss-newton": "Gauss-Newton",
+    "newton": "Newton",
+    "bfgs": "BFGS",
+    "lbfgs": "L-BFGS",
+    "hessian-free": "Hessian-free",
+    "kfac": "KFAC",
+    "sgd": "SGD",
+    "adam": "Adam",
+    "psgd": "PSGD",
+    "tlm": "torch-levenberg-marquardt",
+}
+PARTS = {  # the paper's four improvements, as tables and the report name them
+    "max-diagonal": "max-diagonal damping",
+    "momentum": "adaptive momentum",
+    "search": "line search",
+    "uphill": "uphill acceptance",
+}
+_SHORT = {**PARTS, "momentum": "momentum"}  # in labels, which are in the logs: a log with another label is run again
+REMOVED = {"paper": "all four", **{f"paper-{part}": f"without {label}" for part, label in _SHORT.items()}}
+ADDED = {"vanilla": "vanilla", **{f"vanilla+{part}": f"vanilla + {label}" for part, label in _SHORT.items()}}
+METHODS = (*OPTIMIZERS, *REMOVED, *ADDED)  # in the order of tables
+
+# --- what is measured ---
+
+MEASURES = {  # in the lines of a log, beside step and seconds; the sine has the first alone
+    "train_loss": "training loss",
+    "train_accuracy": "training accuracy",
+    "test_loss": "test loss",
+    "test_accuracy": "test accuracy",
+}
+TARGET = 0.9  # the test accuracy that the paper's Table 1 waits for
+TARGET_LABEL = f"{100 * TARGET:g} %"
+SINE_READINGS = (100, 200)  # the steps after which tables and results.csv give the loss of the sine
+
+# --- files ---
+
+OUT = Path("paper-results")  # what the command line writes to by default
+LOGS = "logs"  # folder in it
+TUNED = "tuned.json"  # what a search leaves in it; one comes with the package
