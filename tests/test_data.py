@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from marquardt.paper import data as paper_data
+from marquardt.paper import idx as idx_files
 from marquardt.paper.data import (
     MIRRORS,
     MNIST_MD5,
@@ -27,8 +28,8 @@ from marquardt.paper.data import (
     data_directory,
     find,
     load_mnist,
-    read_idx,
 )
+from marquardt.paper.idx import read_idx
 from marquardt.paper.problems import accuracy, cnn_for, mnist_cnn
 
 
@@ -129,7 +130,7 @@ def test_read_idx_stops_at_the_size_of_the_header(tmp_path, monkeypatch):
 
 
 def test_read_idx_respects_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(paper_data, "MAX_IDX_BYTES", 5)
+    monkeypatch.setattr(idx_files, "MAX_IDX_BYTES", 5)
     path = tmp_path / "file"
     path.write_bytes(idx((6,)))
     with pytest.raises(ValueError, match="expected 1 to 5 bytes"):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import importlib
 import io
 import math
 import os
 import queue
 import socket
-import struct
 import tempfile
 import threading
 import time
@@ -19,12 +17,13 @@ from dataclasses import dataclass, replace
 from http.client import HTTPException
 from importlib import metadata, resources
 from pathlib import Path
-from typing import IO
 from urllib.request import urlopen
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .idx import read_idx, read_idx_stream
 
 NAMES = ("mnist", "mnist-5k", "digits")
 
@@ -49,10 +48,6 @@ FIVE_K_TEST = 100  # of each class; the other 400 are for training
 DIGITS_TEST = 360  # of scikit-learn's 1,797: a fifth
 DIGITS_WHITE = 16  # the largest value of their pixels
 SPLIT_SEED = 0
-
-MAX_IDX_BYTES = 2**30  # twenty times MNIST: a header that asks for more is damaged, or a decompression bomb
-UNSIGNED_BYTE = 0x08  # the idx format's code for uint8
-GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952
 
 Device = torch.device | str
 
@@ -204,62 +199,6 @@ def _normalised(images: Tensor) -> Tensor:
     return images.unsqueeze(1).to(torch.float32).div_(255).sub_(MNIST_MEAN).div_(MNIST_STD)
 
 
-def read_idx(path: str | Path, *, ndim: int | None = None, md5: str | None = None) -> Tensor:
-    """The uint8 tensor of an idx file, plain or gzipped: bytes 0, 0, 8, ndim; ndim big-endian uint32 sizes; the data.
-
-    `ndim` is the number of dimensions expected and `md5` the checksum of the uncompressed content, None for any. What
-    does not fit, or holds more or fewer bytes than its header says, is a ValueError.
-    """
-    with Path(path).open("rb") as raw:
-        return _read_idx(raw, str(path), ndim, md5)
-
-
-def _read_idx(raw: IO[bytes], origin: str, ndim: int | None, md5: str | None) -> Tensor:
-    zipped = raw.read(2) == GZIP_MAGIC  # by content: an idx file begins with two zeros
-    raw.seek(0)
-    stream = gzip.GzipFile(fileobj=raw) if zipped else raw
-    try:
-        header, shape, data = _parse_idx(stream, origin, ndim)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{origin}: expected a whole gzip file, found it corrupt or truncated ({error})") from error
-    if md5 is not None:
-        digest = hashlib.md5(header, usedforsecurity=False)
-        digest.update(data)
-        if digest.hexdigest() != md5:
-            raise ValueError(f"{origin}: expected content with MD5 {md5}, found {digest.hexdigest()}")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)  # writable: frombuffer shares the memory
-
-
-def _parse_idx(
-    stream: IO[bytes] | gzip.GzipFile, origin: str, ndim: int | None
-) -> tuple[bytes, tuple[int, ...], bytes]:
-    """Header, shape and data; never reads more than the header announces, and one byte to see that it ends there."""
-    magic = stream.read(4)
-    if len(magic) < 4:
-        raise ValueError(f"{origin}: expected an idx header, found a truncated file of {len(magic)} bytes")
-    if magic[:2] != b"\0\0":
-        raise ValueError(f"{origin}: expected an idx file, which begins with 00 00, found magic {magic.hex(' ')}")
-    if magic[2] != UNSIGNED_BYTE:
-        raise ValueError(f"{origin}: expected unsigned bytes (idx data type 0x08), found data type 0x{magic[2]:02x}")
-    if magic[3] == 0 or ndim not in (None, magic[3]):
-        raise ValueError(f"{origin}: expected {ndim or 'one or more'} dimensions, found {magic[3]}")
-    sizes = stream.read(4 * magic[3])
-    if len(sizes) < 4 * magic[3]:
-        raise ValueError(
-            f"{origin}: expected {4 * magic[3]} bytes of sizes in the header, found {len(sizes)}: truncated"
-        )
-    shape = struct.unpack(f">{magic[3]}I", sizes)
-    count = math.prod(shape)  # Python integers: a damaged header cannot overflow
-    if not 0 < count <= MAX_IDX_BYTES:
-        raise ValueError(f"{origin}: expected 1 to {MAX_IDX_BYTES} bytes of data, found a header of shape {shape}")
-    data = stream.read(count + 1)
-    if len(data) < count:
-        raise ValueError(f"{origin}: expected {count} bytes of data for shape {shape}, found {len(data)}: truncated")
-    if len(data) > count:
-        raise ValueError(f"{origin}: expected {count} bytes of data for shape {shape}, found more: oversized")
-    return magic + sizes, shape, data
-
-
 # --- MNIST from the network -----------------------------------------------------------------------------------------
 
 
@@ -276,7 +215,7 @@ def _download_mnist(cache: Path, timeout: float) -> tuple[str | None, list[str]]
             (cache / "mnist").mkdir(parents=True, exist_ok=True)
             for name in [name for name in MNIST_MD5 if name not in _look_for_mnist(cache)]:
                 content = _fetch(f"{mirror}{name}.gz", timeout)
-                _read_idx(io.BytesIO(content), f"{mirror}{name}.gz", None, MNIST_MD5[name])
+                read_idx_stream(io.BytesIO(content), f"{mirror}{name}.gz", None, MNIST_MD5[name])
                 _store(cache / "mnist" / f"{name}.gz", content)
             return mirror, failures
         except ValueError as error:
