@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
+from marquardt.curvature import gram as gram_module
 from marquardt.jacobian.linearization import Linearization
+from marquardt.jacobian.piece import Piece
 from marquardt.layers import Block
 from marquardt.layers.bilinear import Bilinear
 from support import reference
@@ -229,7 +231,8 @@ def test_rows_are_never_built(monkeypatch, name, damping, rows):
     for method in ("slabs", "_outer", "_samples", "_gram_of_rows", "samples", "square", "against"):
         monkeypatch.setattr(Bilinear, method, guarded(method))
     monkeypatch.setattr(Bilinear, "gram", gram)
-    monkeypatch.setattr(Linearization, "dense", refuse)
+    monkeypatch.setattr(Piece, "dense", refuse)
+    monkeypatch.setattr(gram_module, "dense", refuse)
     monkeypatch.setattr(Linearization, "rows", refuse)
     monkeypatch.setattr(Block, "rows", refuse)
     t = fresh(twin(name.removesuffix("-head")))

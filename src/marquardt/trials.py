@@ -33,6 +33,7 @@ class Trials:
     def loss(self, d: Tensor, lr: float) -> Tensor:
         """f(θ + lr·d): () in float64. The model stays there: the optimizer decides where it ends."""
         lin = self.lin
+        lin.totals()  # trials repeat what the linearisation has done
         lin.position.move(d, lr)
         lin.start.restore()
         total: Any = 0.0
@@ -57,6 +58,7 @@ class Trials:
     def losses(self, d: Tensor, rates: Sequence[float]) -> list[float]:
         """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other where vmap refuses."""
         lin = self.lin
+        lin.totals()
         size, proven = self._together(), self.known.batched_trials
         # Which random numbers a batched pass draws depends on the modes and the strides, and so on the sizes.
         sizes = tuple(batch.samples for batch in lin.batches) if lin.single and lin.chance.drawn else None

@@ -90,7 +90,7 @@ def test_smaller_budgets_smaller_plans(build):
         except ValueError:
             break
         choice = opt._state.plan
-        kind = choice.representation
+        kind = opt.curvature.of(choice)
         assert choice.bytes <= budget
         assert choice.budget == budget
         assert step.accepted
@@ -126,7 +126,7 @@ def test_plan_in_words(memory, size):
     opt.step(x, y)
     assert opt._state.plan.budget == size
     assert opt.plan.startswith("Gram(chunk=None)")
-    n, m = sum(p.numel() for p in model.parameters()), opt._state.rows
+    n, m = sum(p.numel() for p in model.parameters()), opt._state.most_rows
     assert f"{n:,} parameters, {m:,} rows" in opt.plan  # why
     assert opt.plan.endswith(f"of {auto.readable(size)}")
 
@@ -303,7 +303,7 @@ def test_next_plan_is_smaller(monkeypatch, build):
     opt = make(model)
     opt.step(x, y)
     shapes = opt._state.plan.shapes
-    fitting = [r for r, _, _ in opt.curvature._plans(shapes, True)]
+    fitting = [r for r, _, _ in opt.curvature._ways(shapes)]
     for times in range(1, len(fitting)):
         model, x, y = build()
         opt = make(model)

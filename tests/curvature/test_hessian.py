@@ -371,4 +371,4 @@ def test_damping_is_positive_and_never_falls(damping):
 def test_hessian_is_a_value():
     assert mq.Hessian() == mq.Hessian()
     assert not mq.Hessian().needs.by_sample
-    assert mq.Hessian().chunk is None
+    assert mq.Hessian().needs.chunk is None

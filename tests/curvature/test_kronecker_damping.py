@@ -132,6 +132,6 @@ def test_damping_by_entry_is_refused():
         with pytest.raises(ValueError, match=r"'0\.weight,0\.bias'.*mq\.FactoredMaxDiagonal\(\), mq\.Identity\(\)"):
             K.newton(A)
     u, v = torch.rand(1, 4, 1).double(), torch.rand(1, 1, 3).double()
-    one = (torch.tensor(1.0).double(),)
+    one = torch.tensor(1.0).double()
     with pytest.raises(ValueError, match="FactoredMaxDiagonal"):  # the bias has another u than the weight
-        K.newton(mq.Diagonal(one[0], [(u, v), (u + 1,), one, one]))
+        K.newton(mq.Diagonal(one, [Part(u=u, v=v), Part(u=u + 1), Part(one), Part(one)]))

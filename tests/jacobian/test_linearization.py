@@ -30,7 +30,7 @@ def test_a_step_lets_go_of_its_rows():
     original = Linearization.close
 
     def close(self: Linearization) -> None:
-        seen.extend(weakref.ref(part) for chunk in self._open for part in (chunk, *chunk.blocks))
+        seen.extend(weakref.ref(part) for part in (self.whole(), *self.whole().blocks))
         original(self)
 
     gc.disable()

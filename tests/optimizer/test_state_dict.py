@@ -213,10 +213,10 @@ def test_entries_with_a_default_may_be_missing():
     """A state of an earlier version."""
     _, opt, x, y = trained()
     state = opt.state_dict()
-    for key in ("repeats", "best", "expected", "rows", "past"):
+    for key in ("repeats", "best", "expected", "most_rows", "past"):
         del state["marquardt"][key]
     opt.load_state_dict(state)
-    assert opt._state == replace(opt._state, repeats=0, best=math.inf, expected=None, rows=0, past=None)
+    assert opt._state == replace(opt._state, repeats=0, best=math.inf, expected=None, most_rows=0, past=None)
     assert math.isfinite(opt.step(x, y).loss)
 
 

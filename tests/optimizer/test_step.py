@@ -285,7 +285,7 @@ def test_a_ragged_batch_changes_neither_damping_nor_representation():
         opt.step(x[part], y[part])
     assert before["past"] is not None  # the small batch kept the averaged curvature
     assert opt.state_dict()["marquardt"]["D"][0] < 3 * before["D"][0]
-    assert opt.state_dict()["marquardt"]["rows"] == 180
+    assert opt.state_dict()["marquardt"]["most_rows"] == 180
 
 
 def test_a_rate_of_zero_moves_nothing():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ class Matrix:
     """H as momentum sees it."""
 
     def __init__(self, H: Tensor, g: Tensor) -> None:
-        self.H, self.G = H, SimpleNamespace(gradient=g)
+        self.H, self.gradient, self.dot = H, g, torch.dot
 
     def quadratic(self, v: Tensor) -> Tensor:
         return v @ self.H @ v

@@ -87,7 +87,7 @@ class Curvature(ABC):
         """What the next step shall recall."""
         return None
 
-    # Statistics, for damping. None of them is negative.
+    # Statistics, for damping. Only the diagonal may have negative entries, if G is indefinite.
 
     def diagonal(self) -> Tensor:
         """diag G: (n,)"""

@@ -87,20 +87,23 @@ class HessianCurvature(Curvature):
             raise FactorizationError("the step is not finite")
         return x.to(self.parameters.dtype)
 
-    # Statistics are never negative, so |diag ∇²f| in the place of diag ∇²f.
+    # Statistics: damping goes by |diag ∇²f|.
 
     def diagonal(self) -> Tensor:
-        """|∂²f/∂θᵢ²|: (n,)"""
-        return self.G.diagonal().abs().to(self.parameters.dtype)
+        return self.G.diagonal().to(self.parameters.dtype)
+
+    def trace(self) -> Tensor:
+        """Σ|∂²f/∂θᵢ²|"""
+        return self.diagonal().abs().sum()
 
     def traces(self) -> list[tuple[list[int], Tensor, int]]:
         """Every parameter by itself"""
-        parts = self.parameters.split(self.diagonal())
+        parts = self.parameters.split(self.diagonal().abs())
         return [([i], part.sum(), len(part)) for i, part in enumerate(parts)]
 
     def moments(self) -> Iterator[Moments]:
         """The diagonal of a Hessian has no factors: every parameter by itself"""
-        for i, part in enumerate(self.parameters.split(self.diagonal())):
+        for i, part in enumerate(self.parameters.split(self.diagonal().abs())):
             yield Moments((i,), (part,), None)
 
 

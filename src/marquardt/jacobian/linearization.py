@@ -192,10 +192,11 @@ class Linearization:
         return self.piece(list(self.cut())[i], self.seed + i)
 
     def close(self) -> None:
-        """Lets go of the rows at once."""
-        self._open = None
+        """Lets go of the rows at once; what is asked after that is linearised anew."""
+        self._open = self._totals = self._mute = self._h = self._gradient = self._remainder = None
         self._moments.clear()
         self.slopes.clear()
+        self._m, self.checksum = 0, 0.0
 
     # What they add up to.
 

@@ -86,7 +86,7 @@ class MaxDiagonal:
     def update(self, D: Metric | None, G: Curvature) -> Diagonal:
         if G.separable:
             return factored_maximum(earlier(D), G, self.floor)
-        diagonal, past = G.diagonal(), earlier(D)
+        diagonal, past = G.diagonal().abs(), earlier(D)  # only that of a Hessian may be negative
         parts = G.parameters.split(diagonal.clamp(min=self.floor) if past is None else diagonal)
         found = Diagonal(one(G), [Part(part) for part in parts])
         found = found if past is None else past.maximum(found)
