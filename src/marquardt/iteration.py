@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .curvature.contract import Curvature, Damped, Representation
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level
 from .jacobian.rows import Rows
+from .losses import Loss
 from .metric import Metric
+from .model.parameters import Parameters
 from .parts.acceptance import Acceptance, Trial
 from .parts.average import Average
 from .parts.damping import Damping
@@ -49,6 +52,22 @@ class Parts:
     def remembers(self) -> bool:
         """Whether the next step asks for this one."""
         return self.momentum is not None or self.acceptance.looks_back
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did."""
+
+    loss: float  # f before
+    new_loss: float  # f after: where the step was rejected, the same
+    accepted: bool
+    rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
+    lam: float  # λ of this step
+    lr: float  # learning rate of this step; after a line search the one it found
+    gain: float  # ρ, actual over predicted decrease of the full step; NaN if both are below the rounding of the loss
+    note: str = ""  # escalations, in words
+    slope: float = math.nan  # √(gᵀD⁻¹g): the length of the gradient in the metric of the damping
+    converged: bool = False  # on the same data: no decrease is left that could be told from the rounding of the loss
 
 
 # --- tensors only
@@ -132,7 +151,7 @@ class Found(NamedTuple):
     cosine: float | None
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """What a trial point is worth."""
 
     rule: str | None  # "decrease" | "uphill", None if the point is not accepted
@@ -142,11 +161,28 @@ class Verdict(NamedTuple):
     share: float  # of damping in the step: see schedule.Outcome
 
 
-def judge(
-    parts: Parts, level: Level, found: Found, lam: float, lr: float, old: State, eps: float, doubt: float = 1.0
-) -> Verdict:
+class Start(NamedTuple):
+    """What is known before any λ is tried."""
+
+    old: State  # that the step before has left
+    level: Level
+    repeats: int  # how often in a row the loss before a step was the loss after the last one
+    doubt: float  # see State.doubt
+
+    @property
+    def same_data(self) -> bool:
+        return self.repeats > 1  # once may be chance, on large batches
+
+
+def start(old: State, level: Level, dtype: torch.dtype) -> Start:
+    repeats = old.starts_with(level.f, dtype)
+    return Start(old, level, repeats, old.doubt(level.f, level.low, repeats > 1))
+
+
+def judge(parts: Parts, start: Start, found: Found, lam: float, lr: float, eps: float) -> Judgement:
     """Accept θ + lr·d if the loss falls, or rises a little in the direction of the previous step. In doubt of the batch
     only a decrease counts. `eps` is the rounding of the parameters."""
+    old, level, _, doubt = start
     f, f_new = level.f, found.new_loss
     predicted = -lr * found.gd - 0.5 * lr**2 * found.dGd
     # The step can be judged if the decrease, as predicted or as found, can be told from rounding. What is estimated
@@ -162,7 +198,7 @@ def judge(
         share = 0.5 * lam * lr**2 * found.dDd / predicted
     sure = judged and doubt == 1 and f_new <= old.ceiling  # otherwise there is no uphill
     rule = parts.acceptance.judge(Trial(f, f_new, level.low, min(old.best, f), found.cosine if sure else None))
-    return Verdict(rule, judged, gain, abs(predicted), share)
+    return Judgement(rule, judged, gain, abs(predicted), share)
 
 
 def gain_ratio(decrease: float, predicted: float) -> float:
@@ -178,40 +214,49 @@ class Ending(NamedTuple):
     d: Tensor | None  # (n,), None where rejected
     loss: float  # f where it ends
     found: Found | None  # None where there was no step to try
-    verdict: Verdict
+    judgement: Judgement
     length: float = math.nan  # ‖d‖
 
 
-FAILED = Verdict(None, True, -math.inf, math.inf, 1.0)
+FAILED = Judgement(None, True, -math.inf, math.inf, 1.0)
 
 
-def next_lam(
-    parts: Parts, lam: float, level: Level, end: Ending, same_data: bool, averaged: bool, unjudged: int
-) -> float:
-    """λ ← smaller after a good step, larger after a bad one."""
+def next_lam(parts: Parts, start: Start, lam: float, end: Ending, averaged: bool, unjudged: int) -> float:
+    """λ ← smaller after a good step, larger after a bad one; in doubt of the batch it stays."""
+    if start.doubt > 1:
+        return lam
     full_loss = math.nan if end.found is None else end.found.new_loss
-    verdict = end.verdict
-    outcome = Outcome(level.f, full_loss, verdict.gain, end.rule, same_data, averaged, unjudged, verdict.share)
+    gain, share = end.judgement.gain, end.judgement.share
+    outcome = Outcome(start.level.f, full_loss, gain, end.rule, start.same_data, averaged, unjudged, share)
     return parts.schedule.update(lam, outcome)
 
 
 def concluded(
-    old: State, level: Level, end: Ending, lam: float, used: float, theta: Tensor, same_data: bool, repeats: int,
-    unjudged: int, doubt: float, initial: float,
-) -> tuple[State, bool]:  # fmt: skip
+    parts: Parts, start: Start, end: Ending, lam: float, used: float, theta: Tensor, unjudged: int
+) -> tuple[State, bool]:
     """The numbers that the step leaves for the next one, and whether the run has converged. `lam` is λ of the next
     step, `used` that of this one; `theta` is the point with the loss f."""
-    f = level.f
+    old, (f, low, rounding, _), repeats, doubt = start
     # Steps that all in all have found next to nothing; a λ above λ₀ may be why they predict so little.
-    faint = same_data and min(end.verdict.predicted, f - level.low) <= FAINT * level.rounding
-    start = old.idle_from if old.idle else f
-    idle = old.idle + 1 if faint and abs(start - end.loss) <= FAINT * level.rounding else 0
-    state = old.after(f, end.loss, level.low, lam, doubt).settled(f, end.loss, level.low, theta, same_data)
-    state = replace(state, repeats=repeats, unjudged=unjudged, idle=idle, idle_from=start)
+    faint = start.same_data and min(end.judgement.predicted, f - low) <= FAINT * rounding
+    idle_from = old.idle_from if old.idle else f
+    idle = old.idle + 1 if faint and abs(idle_from - end.loss) <= FAINT * rounding else 0
+    state = old.after(f, end.loss, low, lam, doubt).settled(f, end.loss, low, theta, start.same_data)
+    state = replace(state, repeats=repeats, unjudged=unjudged, idle=idle, idle_from=idle_from)
     if end.d is not None:
         stride = end.lr * end.length if doubt == 1 else old.stride
         state = replace(state, accepted=old.accepted + 1, stride=stride)
-    return state, idle >= IDLE and used <= initial
+    return state, idle >= IDLE and used <= parts.schedule.initial
+
+
+def report(loss: Loss, start: Start, end: Ending, lam: float, notes: Sequence[str], converged: bool) -> Step:
+    before, after = (loss.report(x, start.level.normaliser) for x in (start.level.f, end.loss))
+    slope = math.nan if end.found is None else math.sqrt(max(end.found.gDg, 0.0))
+    gain, words = end.judgement.gain, "; ".join(notes)
+    return Step(before, after, end.d is not None, end.rule, lam, end.lr, gain, words, slope, converged)
+
+
+# --- what the next step is left with
 
 
 def averaged(parts: Parts, state: State, theta: Tensor, same_data: bool) -> State:
@@ -224,10 +269,17 @@ def averaged(parts: Parts, state: State, theta: Tensor, same_data: bool) -> Stat
     return replace(state, mean=mean, points=state.points + 1)
 
 
-def kept(parts: Parts, state: State, of: Matrices, end: Ending, doubt: float) -> State:
+def kept(parts: Parts, state: State, of: Matrices, end: Ending, start: Start) -> State:
     """The tensors that an accepted step leaves for the next one."""
-    if doubt == 1:
+    if start.doubt == 1:
         state = replace(state, D=of.D, past=of.G.keep())
     if parts.remembers and end.d is not None:
         state = replace(state, previous=end.d if end.lr == 1 else end.lr * end.d)
     return state
+
+
+def blame_gradient(parameters: Parameters, g: Tensor) -> None:
+    """A gradient that is not finite is an error, not a matter of λ."""
+    for name, part in zip(parameters.names, parameters.split(g), strict=True):
+        if not bool(part.isfinite().all()):
+            raise ValueError(f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer")

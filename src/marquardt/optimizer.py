@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .arguments import brief, check_part, check_rate, check_together, check_unchanged
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
 from .curvature.solve import FactorizationError
 from .deferred import floats
-from .iteration import FAILED, Ending, Matrices, Parts, averaged, concluded, damped, judge, kept, next_lam, propose
+from .iteration import (
+    FAILED,
+    Ending,
+    Matrices,
+    Parts,
+    Start,
+    Step,
+    averaged,
+    blame_gradient,
+    concluded,
+    damped,
+    judge,
+    kept,
+    next_lam,
+    propose,
+    report,
+    start,
+)
 from .jacobian.known import Known
 from .jacobian.linearization import Linearization
-from .jacobian.objective import Level, Objective
+from .jacobian.objective import Objective
 from .jacobian.rows import Exact, Rows
 from .losses import resolve
 from .model.batch import Batch, Batches
@@ -34,25 +52,9 @@ from .parts.line_search import Backtracking, LineSearch
 from .parts.momentum import AdaptiveMomentum, Momentum
 from .parts.schedule import GainRatio, Schedule
 from .recorded import RecordedStep, Recordings
-from .saving import check_groups, check_rate, loaded, saved
+from .saving import check_groups, loaded, saved
 from .state import UNHEARD, State
 from .trials import Trials
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step did."""
-
-    loss: float  # f before
-    new_loss: float  # f after: where the step was rejected, the same
-    accepted: bool
-    rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
-    lam: float  # λ of this step
-    lr: float  # learning rate of this step; after a line search the one it found
-    gain: float  # ρ, actual over predicted decrease of the full step; NaN if both are below the rounding of the loss
-    note: str = ""  # escalations, in words
-    slope: float = math.nan  # √(gᵀD⁻¹g): the length of the gradient in the metric of the damping
-    converged: bool = False  # on the same data: no decrease is left that could be told from the rounding of the loss
 
 
 class LM(torch.optim.Optimizer):
@@ -180,7 +182,11 @@ class LM(torch.optim.Optimizer):
         return str(self._state.plan or self.curvature)
 
     def _step(self, batches: Iterable[Batch]) -> Step:
-        self._check()
+        if self._averaged:
+            raise RuntimeError(
+                "a step within `with opt.averaged():` would be lost when the weights are put back: end the block first"
+            )
+        check_unchanged(self.model, self.params, self.lr, self.curvature.needs.by_sample, self.group)
         if self.capture and isinstance(batches, list):
             step = self._replayed(batches[0])
             if step is not None:
@@ -205,27 +211,23 @@ class LM(torch.optim.Optimizer):
             self._objective(), batches, parts.rows, parts.curvature.needs, known=self._known, seed=old.steps,
             single=not isinstance(batches, Batches), most=old.most_rows,
         )  # fmt: skip
-        theta, start = lin.theta, lin.start
+        theta, before = lin.theta, lin.start
         try:
-            representation, self._planned = parts.curvature.choose(lin, plan)
-            if representation.needs.together and not lin.single:
-                raise ValueError(
-                    f"{type(representation).__name__} needs all rows of a step at once: use curvature=mq.Dense() or "
-                    "mq.MatrixFree() with step_over"
-                )
-            lin = lin.made_for(representation.needs)
             with torch.no_grad(), torch.autocast(lin.parameters.device.type, enabled=False):
+                representation, self._planned = parts.curvature.choose(lin, plan)
+                check_together(representation, lin.single)
+                lin = lin.made_for(representation.needs)
                 step, state = self._iterate(lin, representation)
             # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
             if not step.accepted:
-                start.restore()
+                before.restore()
             lin.end.restore(buffers=step.accepted)
             self._known.totals = lin.totals()
             self._state = state  # one assignment: whatever is raised before it, an interrupt too, undoes the step
         except BaseException:
             if self._state is old:
                 lin.parameters.assign(theta)
-                start.restore()
+                before.restore()
                 self._known = Known()  # what this step found out may be half of it
             raise
         finally:
@@ -236,51 +238,43 @@ class LM(torch.optim.Optimizer):
         """The algorithm box: the step and the next state; the model ends at the next θ."""
         parts, old = self.parts, self._state.like(lin.theta)
         G = representation.represent(lin)
-        level = lin.level
-        repeats = old.starts_with(level.f, lin.theta.dtype)
-        same_data = repeats > 1  # once may be chance, on large batches
-        doubt = old.doubt(level.f, level.low, same_data)
-        of = damped(parts, G, old, same_data)
-        lam, unjudged, notes = old.lam, old.unjudged, self._first_notes(doubt)
+        begun = start(old, lin.level, lin.theta.dtype)
+        of = damped(parts, G, old, begun.same_data)
+        lam, unjudged, notes = old.lam, old.unjudged, self._first_notes(begun.doubt)
         for _ in range(self.attempts):
-            used = doubt * lam
-            end = self._attempt(lin, of, level, used, old, same_data, doubt, notes)
-            unjudged = 0 if end.verdict.judged else unjudged + 1
-            lam = next_lam(parts, lam, level, end, same_data, G.averaged, unjudged) if doubt == 1 else lam
+            used = begun.doubt * lam
+            end = self._attempt(lin, of, begun, used, notes)
+            unjudged = 0 if end.judgement.judged else unjudged + 1
+            lam = next_lam(parts, begun, lam, end, G.averaged, unjudged)
             if end.rule != "rejected":
                 break
-            if not end.verdict.judged:
+            if not end.judgement.judged:
                 notes.append("rejected: rounding of the loss hides what the step would gain")
                 break
             notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
-        if old.overdue(end.loss, same_data):
+        if old.overdue(end.loss, begun.same_data):
             end = end._replace(rule="return", d=None, loss=old.haven_loss)
             notes.append(f"back to where the loss was {old.away} steps ago")
 
         lin.position.move(end.d, end.lr)
-        state, converged = concluded(
-            old, level, end, lam, used, lin.theta, same_data, repeats, unjudged, doubt, parts.schedule.initial
-        )
+        state, converged = concluded(parts, begun, end, lam, used, lin.theta, unjudged)
         state = replace(state, plan=self._planned, most_rows=lin.most)
         if end.rule == "return" and old.haven is not None:
             lin.parameters.assign(old.haven)
-            state = averaged(parts, replace(state, previous=None), lin.parameters.vector(), same_data)
+            state = averaged(parts, replace(state, previous=None), lin.parameters.vector(), begun.same_data)
         if end.d is not None:
-            state = averaged(parts, kept(parts, state, of, end, doubt), lin.parameters.vector(), same_data)
+            state = averaged(parts, kept(parts, state, of, end, begun), lin.parameters.vector(), begun.same_data)
         if converged:
             notes = ["converged: no decrease is left that could be told from the rounding of the loss"]
-        return self._report(level, end, used, notes, converged), state
+        return report(self.loss, begun, end, used, notes, converged), state
 
-    def _attempt(
-        self, lin: Linearization, of: Matrices, level: Level, lam: float, old: State, same_data: bool, doubt: float,
-        notes: list[str],
-    ) -> Ending:  # fmt: skip
+    def _attempt(self, lin: Linearization, of: Matrices, begun: Start, lam: float, notes: list[str]) -> Ending:
         """One λ: propose, judge; if that fails, search."""
-        parts, lr, f = self.parts, self.lr, level.f
+        parts, lr, f, doubt = self.parts, self.lr, begun.level.f, begun.doubt
         try:
-            proposal = propose(parts, lin, of, lam, lr, old, same_data, doubt)
+            proposal = propose(parts, lin, of, lam, lr, begun.old, begun.same_data, doubt)
         except FactorizationError as error:
-            self._blame_gradient(of.G.gradient)
+            blame_gradient(lin.parameters, of.G.gradient)
             notes.append(str(error))
             return Ending("rejected", lr, None, f, None, FAILED)
         finally:
@@ -290,16 +284,16 @@ class LM(torch.optim.Optimizer):
         found = readings.read(floats(*readings.tensors()))  # one synchronisation for all that the judgement needs
         if not math.isfinite(found.new_loss):
             notes.append(f"the trial loss is {found.new_loss}")
-        verdict = judge(parts, level, found, lam, lr, old, torch.finfo(d.dtype).eps, doubt)
-        if verdict.rule is not None:
-            return Ending(verdict.rule, lr, d, found.new_loss, found, verdict, found.length)
-        if parts.line_search is not None and lr > 0 and verdict.judged and doubt == 1:
+        judgement = judge(parts, begun, found, lam, lr, torch.finfo(d.dtype).eps)
+        if judgement.rule is not None:
+            return Ending(judgement.rule, lr, d, found.new_loss, found, judgement, found.length)
+        if parts.line_search is not None and lr > 0 and judgement.judged and doubt == 1:
             line = d if parts.line_search.along_step else plain
             tried = (lr, found.new_loss) if line is d else None
             point = parts.line_search.search(partial(Trials(lin).losses, line), f, lr, tried)
             if point is not None:
-                return Ending("search", point[0], line, point[1], found, verdict, float(lin.parameters.norm(line)))
-        return Ending("rejected", lr, None, f, found, verdict, found.length)
+                return Ending("search", point[0], line, point[1], found, judgement, float(lin.parameters.norm(line)))
+        return Ending("rejected", lr, None, f, found, judgement, found.length)
 
     def _first_notes(self, doubt: float) -> list[str]:
         notes = []
@@ -309,12 +303,6 @@ class LM(torch.optim.Optimizer):
         if doubt > 1:
             notes.append(f"the loss is {UNHEARD * doubt:.2g} times those of late: a careful step, λ times {doubt:.2g}")
         return notes
-
-    def _report(self, level: Level, end: Ending, lam: float, notes: Sequence[str], converged: bool) -> Step:
-        before, after = (self.loss.report(x, level.normaliser) for x in (level.f, end.loss))
-        slope = math.nan if end.found is None else math.sqrt(max(end.found.gDg, 0.0))
-        gain, words = end.verdict.gain, "; ".join(notes)
-        return Step(before, after, end.d is not None, end.rule, lam, end.lr, gain, words, slope, converged)
 
     def _replayed(self, batch: Batch) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
@@ -343,17 +331,15 @@ class LM(torch.optim.Optimizer):
         if result is None:
             return None
         level, found = result
-        repeats = old.starts_with(level.f, recording.theta.dtype)
-        verdict = judge(parts, level, found, old.lam, lr, old, torch.finfo(recording.theta.dtype).eps)
-        unusual = not verdict.judged or repeats > 1 or old.doubt(level.f, level.low, False) > 1
-        if verdict.rule is None or unusual:
+        dtype = recording.theta.dtype
+        begun = start(old, level, dtype)
+        judgement = judge(parts, begun, found, old.lam, lr, torch.finfo(dtype).eps)
+        if judgement.rule is None or not judgement.judged or begun.same_data or begun.doubt > 1:
             return None
-        end = Ending(verdict.rule, lr, recording.d, found.new_loss, found, verdict, found.length)
-        lam = next_lam(parts, old.lam, level, end, False, recording.averaged, 0)
-        state, converged = concluded(
-            mean, level, end, lam, old.lam, recording.theta, False, repeats, 0, 1.0, parts.schedule.initial
-        )
-        return self._report(level, end, old.lam, (), converged), recording.keep(state)
+        end = Ending(judgement.rule, lr, recording.d, found.new_loss, found, judgement, found.length)
+        lam = next_lam(parts, begun, old.lam, end, recording.averaged, 0)
+        state, converged = concluded(parts, begun._replace(old=mean), end, lam, old.lam, recording.theta, 0)
+        return report(self.loss, begun, end, old.lam, (), converged), recording.keep(state)
 
     def _objective(self) -> Objective:
         return Objective(self.model, self.loss, self.params)
@@ -364,32 +350,6 @@ class LM(torch.optim.Optimizer):
             self.curvature, self.rows, self.damping, self.schedule, self.momentum, self.acceptance, self.line_search,
             self.average,
         )  # fmt: skip
-
-    def _check(self) -> None:
-        """What may have changed since the optimizer was made."""
-        if self._averaged:
-            raise RuntimeError(
-                "a step within `with opt.averaged():` would be lost when the weights are put back: end the block first"
-            )
-        check_group(self.group)
-        if self.curvature.needs.by_sample:
-            check_coupling(self.model)
-        check_rate(self.lr)
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("a step needs gradients: call it outside torch.inference_mode()")
-        own = {id(p) for p in self.model.parameters()}
-        if not all(id(p) in own for p in self.params):
-            raise ValueError("the model's parameters were replaced since this LM was made: make a new one")
-        frozen = {id(p) for p in self.params if not p.requires_grad}
-        for name in [name for name, p in self.model.named_parameters() if id(p) in frozen] if frozen else []:
-            raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
-
-    def _blame_gradient(self, g: Tensor) -> None:
-        """A gradient that is not finite is an error, not a matter of λ."""
-        for p, part in zip(self.params, g.split([p.numel() for p in self.params]), strict=True):
-            if not bool(part.isfinite().all()):
-                name = next(name for name, q in self.model.named_parameters() if q is p)
-                raise ValueError(f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer")
 
     # Averaged weights, and what torch.optim.Optimizer promises.
 
@@ -448,33 +408,3 @@ class LM(torch.optim.Optimizer):
                 *([] if state.plan is None else [f"    plan: {state.plan}"]),
             ]
         )
-
-
-def brief(part: Any) -> str:
-    """A part with the options that are not its defaults."""
-    if not is_dataclass(part):
-        return str(part)
-    found = [(f.name, getattr(part, f.name), f.default) for f in fields(part)]
-    options = [f"{k}={v!r}" for k, v, usual in found if v is not usual and (isinstance(v, Tensor) or v != usual)]
-    return f"{type(part).__name__}({', '.join(options)})"
-
-
-def check_part(name: str, part: Any) -> None:
-    """Parts are objects: not their names, not their classes, not another part's."""
-    method, examples, optional = {
-        "curvature": ("represent", "mq.Dense() or mq.Gram()", False),
-        "rows": ("draw", "mq.Exact() or mq.Sampled(1)", False),
-        "damping": ("update", "mq.Identity() or mq.MaxDiagonal()", False),
-        "schedule": ("initial", "mq.GainRatio() or mq.Constant(1.0)", False),
-        "momentum": ("refine", "mq.AdaptiveMomentum() or None", True),
-        "acceptance": ("judge", "mq.Decrease() or mq.Uphill()", False),
-        "line_search": ("search", "mq.Grid() or None", True),
-        "average": ("update", "mq.EMA() or None", True),
-    }[name]
-    if part is None and optional:
-        return
-    if isinstance(part, type):
-        raise TypeError(f"{name}={part.__name__} is a class: pass an object of it, {part.__name__}()")
-    kin = method == "update" and hasattr(part, "initial")  # a schedule has an update too
-    if not hasattr(part, method) or kin:
-        raise TypeError(f"{name}={part!r} is no {name.replace('_', ' ')}: pass for example {examples}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .arguments import check_rate
 from .curvature.contract import Representation
 from .curvature.plan import Plan
 from .metric import Diagonal
@@ -50,13 +51,6 @@ def _of_this_version(saved: Any) -> dict[str, Any]:
     if version == 1 and "rows" in found:
         found["most_rows"] = found.pop("rows")
     return found
-
-
-def check_rate(lr: Any) -> None:
-    if not isinstance(lr, (int, float, Tensor)):
-        raise TypeError(f"lr={lr!r}: the learning rate must be a number; LM's natural one is 1")
-    if not 0 <= lr < math.inf:
-        raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
 
 
 def check_state(

@@ -3,9 +3,21 @@
 from .auto import Auto
 from .contract import Curvature, Damped, Representation
 from .dense import Dense
+from .ekfac import EKFAC
 from .gram import Gram
 from .hessian import Hessian
 from .kronecker import Kronecker
 from .matrix_free import MatrixFree
 
-__all__ = ["Auto", "Curvature", "Damped", "Dense", "Gram", "Hessian", "Kronecker", "MatrixFree", "Representation"]
+__all__ = [
+    "EKFAC",
+    "Auto",
+    "Curvature",
+    "Damped",
+    "Dense",
+    "Gram",
+    "Hessian",
+    "Kronecker",
+    "MatrixFree",
+    "Representation",
+]

@@ -281,10 +281,10 @@ class Bilinear(Block):
             total = total + x.mT @ x
         return total
 
-    def second_moments(self, left: Tensor | None, right: Tensor) -> Tensor:
+    def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         """δ → δ·left, (a, 1) → (a, 1)·right, and the diagonal as if of one weight: (G, O, I + 1)"""
         a = self.a if self.bias is None else torch.cat([self.a, self.a.new_ones(*self.a.shape[:-1], 1)], -1)
-        a = torch.einsum("npgi,gij->npgj", a, right)
+        a = a if right is None else torch.einsum("npgi,gij->npgj", a, right)
         delta = self.delta if left is None else torch.einsum("rnpgo,gok->rnpgk", self.delta, left)
         J = a.shape[-1]
         weight = a.new_empty(()).expand(self.G * self.O, J)  # for its shape

@@ -148,10 +148,10 @@ class Block(ABC):
         """Its part of the sums that the factors are made of; one weight per sample (N,)"""
         return None
 
-    def second_moments(self, left: Tensor | None, right: Tensor) -> Tensor | None:
-        """The diagonal of J̃ᵀJ̃ in another basis, that of the columns of left ⊗ right (None: the identity): like the
-        parameters, with those of the bias beside the weight's"""
-        return None
+    def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
+        """The diagonal of J̃ᵀJ̃ in another basis, that of the columns of left ⊗ right, each (G, d, d) or None for the
+        identity: (G, outputs, inputs), with the bias beside the inputs. For blocks that have `sums`."""
+        raise NotImplementedError
 
 
 class Product(NamedTuple):

@@ -78,9 +78,10 @@ class Lookup(Block):
         delta = self.delta.reshape(1, -1, self.E)
         return Sums(A, delta.mT @ delta, each.sum(), bias=False, table=True)
 
-    def second_moments(self, left: Tensor | None, right: Tensor) -> Tensor:
+    def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         """δ → δ·right: (1, V, E)"""
-        return Lookup(self.index, self.delta @ right[0], self.table).diagonal().view(1, *self.table.shape)
+        delta = self.delta if right is None else self.delta @ right[0]
+        return Lookup(self.index, delta, self.table).diagonal().view(1, *self.table.shape)
 
     def _tokens(self, tokens: Tensor) -> Iterator[Tensor]:
         yield from tokens.split(max(1, SLAB // (self.m * self.E)))

@@ -1,0 +1,76 @@
+"""Checks of what LM is given, when it is made and before every step, and how its parts read in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .curvature.contract import Representation
+from .model.checks import check_coupling, check_group
+
+
+def check_unchanged(model: nn.Module, params: Sequence[Tensor], lr: float, by_sample: bool, group: bool | None) -> None:
+    """What may have changed since the optimizer was made."""
+    check_group(group)
+    if by_sample:
+        check_coupling(model)
+    check_rate(lr)
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("a step needs gradients: call it outside torch.inference_mode()")
+    own = {id(p) for p in model.parameters()}
+    if not all(id(p) in own for p in params):
+        raise ValueError("the model's parameters were replaced since this LM was made: make a new one")
+    frozen = {id(p) for p in params if not p.requires_grad}
+    for name in [name for name, p in model.named_parameters() if id(p) in frozen] if frozen else []:
+        raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
+
+
+def check_rate(lr: Any) -> None:
+    if not isinstance(lr, (int, float, Tensor)):
+        raise TypeError(f"lr={lr!r}: the learning rate must be a number; LM's natural one is 1")
+    if not 0 <= lr < math.inf:
+        raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
+
+
+def check_together(representation: Representation, single: bool) -> None:
+    """Several batches, for a representation that needs all rows at once."""
+    if representation.needs.together and not single:
+        raise ValueError(
+            f"{type(representation).__name__} needs all rows of a step at once: use curvature=mq.Dense() or "
+            "mq.MatrixFree() with step_over"
+        )
+
+
+def brief(part: Any) -> str:
+    """A part with the options that are not its defaults."""
+    if not is_dataclass(part):
+        return str(part)
+    found = [(f.name, getattr(part, f.name), f.default) for f in fields(part)]
+    options = [f"{k}={v!r}" for k, v, usual in found if v is not usual and (isinstance(v, Tensor) or v != usual)]
+    return f"{type(part).__name__}({', '.join(options)})"
+
+
+def check_part(name: str, part: Any) -> None:
+    """Parts are objects: not their names, not their classes, not another part's."""
+    method, examples, optional = {
+        "curvature": ("represent", "mq.Dense() or mq.Gram()", False),
+        "rows": ("draw", "mq.Exact() or mq.Sampled(1)", False),
+        "damping": ("update", "mq.Identity() or mq.MaxDiagonal()", False),
+        "schedule": ("initial", "mq.GainRatio() or mq.Constant(1.0)", False),
+        "momentum": ("refine", "mq.AdaptiveMomentum() or None", True),
+        "acceptance": ("judge", "mq.Decrease() or mq.Uphill()", False),
+        "line_search": ("search", "mq.Grid() or None", True),
+        "average": ("update", "mq.EMA() or None", True),
+    }[name]
+    if part is None and optional:
+        return
+    if isinstance(part, type):
+        raise TypeError(f"{name}={part.__name__} is a class: pass an object of it, {part.__name__}()")
+    kin = method == "update" and hasattr(part, "initial")  # a schedule has an update too
+    if not hasattr(part, method) or kin:
+        raise TypeError(f"{name}={part!r} is no {name.replace('_', ' ')}: pass for example {examples}")

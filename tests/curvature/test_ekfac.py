@@ -1,0 +1,153 @@
+"""EKFAC: second moments of whole rows in KFAC's eigenbasis, against a plain dense computation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from support import reference
+from support.kronecker import EVERY_NETWORK, build, fresh_batches
+from support.kronecker import represent as kronecker
+from support.reference import error
+from support.steps import theta
+
+
+def represent(model, loss, x, y, weight=None, rows=mq.Exact(), chunk=None, **options):
+    return mq.EKFAC(**options).represent(mq.linearize(model, loss, x, y, weight, rows=rows, chunk=chunk))
+
+
+def dense(K) -> Tensor:
+    """G by its products: (n, n)"""
+    return torch.stack([K @ e for e in torch.eye(K.lin.n, dtype=K.lin.theta.dtype)])
+
+
+def tokens() -> tuple[nn.Module, str, Tensor, Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 4)).double()
+    return model, "cross_entropy", torch.randint(5, (9, 4)), torch.randint(4, (9,))
+
+
+def normalised() -> tuple[nn.Module, str, Tensor, Tensor]:
+    """Scales and a depthwise convolution: outputs with inputs of their own."""
+    torch.manual_seed(4)
+    model = nn.Sequential(
+        nn.Conv1d(4, 4, 3, groups=4), nn.Tanh(), nn.LayerNorm([4, 6]), nn.Flatten(), nn.Linear(24, 2)
+    ).double()
+    return model, "mse", torch.randn(9, 4, 8).double(), torch.randn(9, 2).double()
+
+
+def layers(K) -> list[Tensor]:
+    """The places of each layer's parameters in θ"""
+    places = torch.arange(K.lin.n).split(K.lin.parameters.sizes)
+    return [torch.cat([places[i] for i in layer.members]) for layer in K.layers]
+
+
+@EVERY_NETWORK
+@pytest.mark.parametrize("rows", [mq.Exact(), mq.Empirical()], ids=str)
+def test_nearer_to_the_curvature_than_kfac(name, rows):
+    """In the Frobenius norm, in every layer; and with the trace of the layer's block."""
+    problem = build(name)
+    J = mq.linearize(*problem, rows=rows).rows()
+    G = J.T @ J
+    K = kronecker(*problem, rows=rows)
+    ours, theirs = dense(represent(*problem, rows=rows)), dense(K)
+    for at in layers(K):
+        exact, near, far = (M[at[:, None], at] for M in (G, ours, theirs))
+        assert (exact - near).norm() <= (exact - far).norm() + 1e-12 * exact.norm()
+        assert error(near.trace(), exact.trace()) < 1e-10
+    assert error(ours, ours.T) < 1e-12
+
+
+@pytest.mark.parametrize("problem", [tokens, normalised])
+def test_of_other_layers(problem):
+    problem = problem()
+    G, E, K = reference.quadratic(*problem).G, represent(*problem), kronecker(*problem)
+    ours, theirs = dense(E), dense(K)
+    for layer, at in zip(K.layers, layers(K), strict=True):
+        exact, near, far = (M[at[:, None], at] for M in (G, ours, theirs))
+        assert (exact - near).norm() <= (exact - far).norm() + 1e-12 * exact.norm()
+        assert error(near.trace(), exact.trace()) < 1e-10
+        if layer.small:  # blocks of single outputs are taken as they are
+            assert error(near, far) < 1e-10
+
+
+@EVERY_NETWORK
+def test_s_is_the_diagonal_in_the_basis_of_the_factors(name):
+    """diag QᵀGQ with Q = Q_B ⊗ Q_A by torch.kron, and nothing else of QᵀGQ."""
+    problem = build(name)
+    G, K = reference.quadratic(*problem).G, kronecker(*problem)
+    found = dense(represent(*problem))
+    for layer, at in zip(K.layers, layers(K), strict=True):
+        O, J = layer.left.shape[1], layer.right.shape[1]
+        places = [p.reshape(O, -1) for p in at.split([O * w for w in layer.widths])]
+        at = torch.cat(places, 1).flatten()  # of [W b], row by row
+        Q = torch.kron(torch.linalg.eigh(layer.left[0])[1], torch.linalg.eigh(layer.right[0])[1])
+        s = (Q.T @ G[at[:, None], at] @ Q).diagonal()
+        assert len(s) == O * J
+        assert error(found[at[:, None], at], Q @ s.diag() @ Q.T) < 1e-10
+
+
+@EVERY_NETWORK
+def test_newton(name):
+    """Q(s + λ)⁻¹Qᵀg, and what the optimizer asks for beside it"""
+    E = represent(*build(name))
+    G, g, lam = dense(E), E.gradient, torch.tensor(0.03).double()
+    H = G + lam * torch.eye(len(g)).double()
+    assert error(E.newton(lam), torch.linalg.solve(H, g)) < 1e-10
+    v = torch.randn(len(g)).double()
+    assert error(E.damped_quadratic(v, mq.Diagonal(lam)), v @ H @ v) < 1e-10
+    assert error(E.quadratic(v), v @ G @ v) < 1e-10
+    assert error(E.diagonal(), G.diagonal()) < 1e-10
+    assert error(E.trace(), G.trace()) < 1e-10
+    assert error(torch.stack([t for _, t, _ in E.traces()]).sum(), G.trace()) < 1e-10
+
+
+@EVERY_NETWORK
+def test_chunks_change_nothing(name):
+    problem = build(name)
+    assert error(dense(represent(*problem, chunk=2)), dense(represent(*problem))) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "damping", [mq.MaxDiagonal(), mq.FactoredMaxDiagonal(), mq.LayerMeanEigenvalue()], ids=lambda d: type(d).__name__
+)
+def test_another_damping_is_refused(damping):
+    model, loss, x, y = build("linear ce")
+    opt, before = mq.LM(model, loss, curvature=mq.EKFAC(), damping=damping), theta(model).clone()
+    with pytest.raises(ValueError, match=r"one number.*MeanEigenvalue.*Kronecker"):
+        opt.step(x, y)
+    assert torch.equal(theta(model), before)
+
+
+@pytest.mark.parametrize("damping", [mq.Identity(), mq.MeanEigenvalue()], ids=str)
+def test_training_and_resuming(damping):
+    """The loss falls, s is averaged over the batches, and a run that is resumed goes on bit for bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    opt = mq.LM(model, "cross_entropy", curvature=mq.EKFAC(), damping=damping)
+    steps = [opt.step(x, y) for x, y in fresh_batches(12)]
+    assert steps[-1].loss < 0.7 * steps[0].loss
+    assert opt._state.past["count"] > 5
+    twin = copy.deepcopy(model)
+    again = mq.LM(twin, "cross_entropy", curvature=mq.EKFAC(), damping=damping)
+    again.load_state_dict(opt.state_dict())
+    for x, y in fresh_batches(3):
+        assert opt.step(x, y) == again.step(x, y)
+    assert torch.equal(theta(model), theta(twin))
+
+
+def test_the_same_data_are_not_averaged():
+    problem = build("linear mse")
+    E, fresh = represent(*problem), represent(*problem)
+    past = fresh.keep()
+    E.recall(past | {k: 9 * v for k, v in past.items() if k.startswith("s of")}, True)
+    assert error(dense(E), dense(fresh)) < 1e-12
+    averaged = represent(*problem)
+    averaged.recall(past | {k: 3 * v for k, v in past.items() if k.startswith("s of")}, False)
+    weight = 1 - 1 / 2  # of the first of two batches
+    for ours, once in zip(averaged.bases, fresh.bases, strict=True):
+        assert error(ours.s, (3 * weight + 1 - weight) * once.s) < 1e-10
