@@ -26,6 +26,7 @@ from fuzz.observed import (
     Report,
     Snapshot,
     Spy,
+    cosine,
     difference,
     flat,
     generic,
@@ -35,9 +36,10 @@ from fuzz.observed import (
     structure,
 )
 from marquardt.curvature.contract import trusted
+from marquardt.iteration import ROUNDINGS
 from marquardt.metric import Diagonal
-from marquardt.optimizer import ROUNDINGS
-from marquardt.parts.acceptance import Trial, cosine_of
+from marquardt.model.parameters import Parameters
+from marquardt.parts.acceptance import Trial
 from support.reference import call
 
 SOURCES = str(Path(mq.__file__).parent)
@@ -106,8 +108,10 @@ class Run:
     def watched(self, attempt: Callable[..., Any]) -> Callable[..., Any]:
         """Remembers every λ that was tried: whether on the same data, in what doubt of the batch, what came of it."""
 
-        def found(lin: Any, G: Any, D: Any, lam: float, old: Any, same_data: bool, doubt: float) -> Any:
-            tried = attempt(lin, G, D, lam, old, same_data, doubt)
+        def found(
+            lin: Any, of: Any, level: Any, lam: float, old: Any, same_data: bool, doubt: float, notes: list[str]
+        ) -> Any:  # fmt: skip
+            tried = attempt(lin, of, level, lam, old, same_data, doubt, notes)
             self.tried.append((lam, same_data, doubt, tried))
             return tried
 
@@ -119,8 +123,7 @@ class Run:
         batches = halves(batch) if case.over else [batch]
         before = Snapshot(self.model, lm)
         second = isinstance(case.curvature, mq.Hessian)
-        chunk = None if second else case.curvature.chunk
-        arguments = self.loss, case.rows, batches, chunk, lm._state.steps, case.over, second
+        arguments = self.loss, case.rows, batches, case.curvature.needs.chunk, lm._state.steps, case.over, second
         try:
             brute = Brute(self.model, lm.params, *arguments)
         except Exception as error:
@@ -235,7 +238,7 @@ class Run:
             if asked != lam or used != doubt * lam:
                 raise Failure("λ", f"{used} and {asked} instead of {doubt} times {lam}")
             last, lam = tried is self.tried[-1][-1], after
-            if not last and (tried.rule != "rejected" or not tried.judged):
+            if not last and (tried.rule != "rejected" or not tried.verdict.judged):
                 raise Failure("another attempt after a step that was accepted, or that rounding hides")
             moved = flat(lm.params) - before.theta if last and step.accepted else None
             self.attempt(step, b, G, used * A, tried, old, same, doubt, moved)
@@ -248,7 +251,7 @@ class Run:
         plain = -s * torch.linalg.solve(H * s * s[:, None], s * g)
         if self.case.momentum is None:
             return plain, plain
-        given = SimpleNamespace(G=SimpleNamespace(gradient=g), quadratic=lambda v: v @ H @ v)
+        given = SimpleNamespace(gradient=g, quadratic=lambda v: v @ H @ v, dot=torch.dot)
         return plain, self.case.momentum.refine(plain, old.previous, given, same)
 
     def excused(self, failure: Failure, b: Brute, old: Any, nudged: Callable[[], Brute]) -> None:
@@ -291,21 +294,23 @@ class Run:
         D_old, _, D = self.damping.calls[-1]
         found = D.entries(b.sizes)
         second = isinstance(self.case.curvature, mq.Hessian)
-        most = max(old.rows, b.m)
+        most = max(old.most_rows, b.m)
         if isinstance(self.case.damping, mq.FactoredMaxDiagonal) and not second:
             least = b.n / min(b.n, most) * b.G.diagonal()
             below = ((least - found - 1e-14 * least.max()) / least).where(least > 0, 0).max()
             if float(below) > 1e-9:
                 raise Failure("D", f"of FactoredMaxDiagonal is {float(below):.2g} below diag G", float(below))
             return D.positive().entries(b.sizes)
-        lin = SimpleNamespace(theta=b.theta, n=b.n, sizes=b.sizes, params=b.params, most=most, scale=1.0)
+        parameters, damping = Parameters(b.twin, b.params), self.case.damping
+        if isinstance(damping, mq.FactoredMaxDiagonal):  # the diagonal of a Hessian has no factors
+            damping = mq.MaxDiagonal(floor=0.0)
         coupled = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self.model.modules())
         by_layer = isinstance(self.case.damping, mq.LayerMeanEigenvalue) and not second
         off, allowed = 0.0, max(1e-8, 4 * noise_of(b))
         for layers in self.layers(D) if by_layer else [[[i] for i in range(len(b.sizes))]]:
             # Dense with inertia: traces of layers are those of this batch alone
-            given = Given(b.G if by_layer else G, b.g, lin, b.n if second else min(b.n, most), layers, second)
-            wanted = self.case.damping.update(D_old, given).entries(b.sizes)
+            given = Given(b.G if by_layer else G, b.g, parameters, most, layers, second)
+            wanted = damping.update(D_old, given).entries(b.sizes)
             off = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
             if off <= allowed:
                 break
@@ -324,8 +329,8 @@ class Run:
         rules = [[i for i in key if i not in proof.mute] for key in proof.layouts]
         yield [key for key in rules if key] + [members for path, members in paths.items() if path != "none"]
         same: dict[float, list[int]] = collections.defaultdict(list)
-        for i, (tau,) in enumerate(D.factors or ()):
-            same[float(tau)].append(i)
+        for i, part in enumerate(D.parts or ()):
+            same[float(part.entries)].append(i)
         yield list(same.values())
 
     def attempt(
@@ -338,7 +343,7 @@ class Run:
         s = H.diagonal().clamp(min=1e-300).rsqrt()
         spectrum = torch.linalg.eigvalsh(H * s * s[:, None])
         lowest, highest = float(spectrum[0]), float(spectrum[-1])
-        if math.isnan(tried.full_loss) and tried.gain == -math.inf and "trial loss" not in step.note:
+        if tried.found is None:
             if lowest > 1e-9:
                 raise Failure("could not be factored", f"eigenvalues from {lowest:.2g} to {highest:.2g}, {step.note}")
             report.rejected += 1
@@ -367,13 +372,13 @@ class Run:
         lr = self.lm.lr
         f_new = b.at(b.theta + lr * d)
         predicted = float(-lr * (b.g @ d) - 0.5 * lr**2 * (d @ G @ d))
-        sees = self.judged(b, f_new, predicted, lr * float(d.norm()), tried.judged, ill)
-        if not sees and not math.isnan(tried.gain):
-            raise Failure("gain", f"{tried.gain} of a step that rounding hides")
+        sees = self.judged(b, f_new, predicted, lr * float(d.norm()), tried.verdict.judged, ill)
+        if not sees and not math.isnan(tried.verdict.gain):
+            raise Failure("gain", f"{tried.verdict.gain} of a step that rounding hides")
         if not ill:
             self.losses(tried, b, f_new, predicted, allowed)
         sure = sees and doubt == 1
-        back = float(cosine_of(plain, old.previous)) if old.previous is not None and sure else None
+        back = cosine(plain, old.previous) if old.previous is not None and sure else None
 
         def judged(f: float) -> str | None:
             return case.acceptance.judge(Trial(b.f, f, b.low, min(old.best, b.f), back))
@@ -433,10 +438,10 @@ class Run:
         if not math.isfinite(f_new) or abs(f_new) > 1e6 * (abs(b.f) + 1):
             return  # there the loss is too steep to compare
         size = abs(b.f) + abs(f_new)
-        near("f of the trial", tried.full_loss, f_new, 10 * allowed + 1e-9, size)
-        if predicted > 1e-7 * abs(b.f) and tried.judged:
+        near("f of the trial", tried.found.new_loss, f_new, 10 * allowed + 1e-9, size)
+        if predicted > 1e-7 * abs(b.f) and tried.verdict.judged:
             gain = (b.f - f_new) / predicted
-            near("gain", tried.gain, gain, 1e-6 + 20 * allowed * size / predicted, 1 + abs(gain))
+            near("gain", tried.verdict.gain, gain, 1e-6 + 20 * allowed * size / predicted, 1 + abs(gain))
 
     def compare(
         self, moved: Tensor, wanted: Tensor, b: Brute, H: Tensor, rate: float, exact: bool, allowed: float, ill: bool,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from fuzz.brute import Brute, cut, length
-from marquardt.curvature.contract import Curvature, one_each
-from marquardt.metric import Diagonal
+from marquardt.curvature.contract import Curvature
+from marquardt.model.parameters import Parameters
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -69,9 +69,18 @@ class Spy:
 class Given(Curvature):
     """G as the damping rules see it, from a matrix. `layers` are the parameters that count as one layer."""
 
-    def __init__(self, G: Tensor, g: Tensor, lin: Any, rank: int, layers: list[list[int]], second: bool) -> None:
-        self.G, self.g, self.lin, self.rank, self.layers, self.second = G, g, lin, rank, layers, second
-        self.notes: list[str] = []
+    def __init__(
+        self, G: Tensor, g: Tensor, parameters: Parameters, most: int, layers: list[list[int]], second: bool
+    ) -> None:  # fmt: skip
+        self.G, self.g, self.parameters, self.most, self.layers, self.second = G, g, parameters, most, layers, second
+
+    @property
+    def rank(self) -> int:
+        return self._rank(self.parameters.n)
+
+    def _rank(self, n: int) -> int:
+        """Of a block of so many columns, at most"""
+        return n if self.second else min(n, self.most)
 
     @property
     def gradient(self) -> Tensor:
@@ -86,18 +95,11 @@ class Given(Curvature):
     def diagonal(self) -> Tensor:
         return self.G.diagonal().abs() if self.second else self.G.diagonal()
 
-    def traces(self) -> Diagonal:
-        pieces = self.diagonal().split(self.lin.parameters.sizes)
-        means = [self.g.new_zeros(())] * len(pieces)
-        for members in self.layers:
-            size = sum(self.lin.parameters.sizes[i] for i in members)
-            tau = sum(pieces[i].sum() for i in members) / (size if self.second else min(size, self.lin.most))
-            for i in members:
-                means[i] = tau
-        return one_each(means)
-
-    def factored_maximum(self, D: Diagonal | None) -> Diagonal:
-        return self.maximum(D, 0.0)  # of a Hessian; for the others D is not compared
+    def traces(self) -> list[tuple[list[int], Tensor, int]]:
+        parts = self.parameters.split(self.diagonal())
+        ranks = [self._rank(sum(len(parts[i]) for i in members)) for members in self.layers]
+        traces = [torch.cat([parts[i] for i in members]).sum() for members in self.layers]
+        return list(zip(self.layers, traces, ranks, strict=True))
 
 
 class Snapshot:
@@ -181,6 +183,10 @@ def halves(batch: tuple[Any, Any, Any]) -> list[tuple[Any, Any, Any]]:
 
 def flat(params: list[Tensor]) -> Tensor:
     return torch.cat([p.detach().flatten() for p in params])
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(a @ b / (a.norm() * b.norm()).clamp(min=1e-30))
 
 
 def near(what: str, found: float, wanted: float, tolerance: float, size: float) -> None:
