@@ -294,3 +294,43 @@ class Brute:
         with torch.no_grad():
             for b, value in zip(self.twin.buffers(), buffers, strict=True):
                 b.copy_(value)
+
+
+class Dampings:
+    """D by its definition, from the diagonal of G: (n,). `most` are the rows of the largest step so far."""
+
+    def __init__(self, diagonal: Tensor, params: list[Tensor], most: float) -> None:
+        self.diagonal, self.params, self.most = diagonal, params, most
+        self.parts = diagonal.split([p.numel() for p in params])
+
+    def update(self, damping: Any, past: Tensor | None, layers: list[list[int]]) -> Tensor:
+        """The next D. `layers` are the parameters that count as one layer."""
+        if isinstance(damping, mq.Identity):
+            return torch.ones_like(self.diagonal)
+        if isinstance(damping, mq.MeanEigenvalue):
+            return self._late(self._mean(range(len(self.parts))).expand_as(self.diagonal), past, damping.memory)
+        if isinstance(damping, mq.LayerMeanEigenvalue):
+            means = torch.zeros_like(self.diagonal).split([len(part) for part in self.parts])
+            for members in layers:
+                for i in members:
+                    means[i].fill_(self._mean(members))
+            return self._late(above_rounding(torch.cat(means)), past, damping.memory)
+        # The diagonal of a Hessian has no factors: there FactoredMaxDiagonal is the same from 0 on.
+        floor = damping.floor if isinstance(damping, mq.MaxDiagonal) else 0.0
+        D = self.diagonal.clamp(min=floor) if past is None else torch.maximum(past, self.diagonal)
+        pairs = zip(D.split([len(part) for part in self.parts]), self.params, strict=True)
+        return torch.cat([above_rounding(t.view(*p.shape[:1], -1)).flatten() for t, p in pairs])
+
+    def _mean(self, members: Any) -> Tensor:
+        """Trace over rank of some parameters together: ()"""
+        entries = torch.cat([self.parts[i] for i in members])
+        return entries.sum() / min(len(entries), self.most)
+
+    def _late(self, now: Tensor, past: Tensor | None, memory: float) -> Tensor:
+        """The largest of late: the past is at most `memory` times the present, if that is not 0"""
+        return now if past is None else torch.maximum(now, past.minimum((memory * now).where(now > 0, math.inf)))
+
+
+def above_rounding(t: Tensor) -> Tensor:
+    """From eps times the largest of a column on; 0 stays 0."""
+    return t.maximum(EPS * t.amax(0, keepdim=True)).where(t > 0, 0) if t.numel() else t

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from fuzz.brute import Brute
+from fuzz.brute import Brute, Dampings
 from fuzz.drawn import Case, build, chosen_params, make_batches, make_loss
 from fuzz.observed import (
     EPS,
     Failure,
-    Given,
     Report,
     Snapshot,
     Spy,
@@ -38,7 +37,6 @@ from fuzz.observed import (
 from marquardt.curvature.contract import trusted
 from marquardt.iteration import ROUNDINGS
 from marquardt.metric import Diagonal
-from marquardt.model.parameters import Parameters
 from marquardt.parts.acceptance import Trial
 from support.reference import call
 
@@ -301,16 +299,14 @@ class Run:
             if float(below) > 1e-9:
                 raise Failure("D", f"of FactoredMaxDiagonal is {float(below):.2g} below diag G", float(below))
             return D.positive().entries(b.sizes)
-        parameters, damping = Parameters(b.twin, b.params), self.case.damping
-        if isinstance(damping, mq.FactoredMaxDiagonal):  # the diagonal of a Hessian has no factors
-            damping = mq.MaxDiagonal(floor=0.0)
         coupled = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in self.model.modules())
         by_layer = isinstance(self.case.damping, mq.LayerMeanEigenvalue) and not second
         off, allowed = 0.0, max(1e-8, 4 * noise_of(b))
         for layers in self.layers(D) if by_layer else [[[i] for i in range(len(b.sizes))]]:
             # Dense with inertia: traces of layers are those of this batch alone
-            given = Given(b.G if by_layer else G, b.g, parameters, most, layers, second)
-            wanted = damping.update(D_old, given).entries(b.sizes)
+            diagonal = (b.G if by_layer else G).diagonal()
+            rule = Dampings(diagonal.abs(), b.params, math.inf) if second else Dampings(diagonal, b.params, most)
+            wanted = rule.update(self.case.damping, None if D_old is None else D_old.entries(b.sizes), layers)
             off = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
             if off <= allowed:
                 break

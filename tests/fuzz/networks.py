@@ -5,10 +5,10 @@
     python tests/fuzz/networks.py --shrink 1234          the same with all that can be left out left out
 
 θ of every step is compared with −(G + λD)⁻¹g, momentum, trial and search from J, G and g by brute force. What comes
-from the library: the rules of λ, of D from step to step, of doubt, of acceptance and of the search (each fed with
-brute-force numbers), the samples that `Fraction` picks, the signs of `Sampled`, and for FactoredMaxDiagonal D itself,
-of which only D ≥ diag G is checked. With Kronecker, whose H is another one, only f, f at the next θ and the descent
-are checked.
+from the library: the rules of λ, of doubt, of momentum, of acceptance and of the search (each fed with brute-force
+numbers), the D of the step before, the samples that `Fraction` picks, the signs of `Sampled`, and for
+FactoredMaxDiagonal D itself, of which only D ≥ diag G is checked. With Kronecker, whose H is another one, only f, f at
+the next θ and the descent are checked.
 """
 
 from __future__ import annotations

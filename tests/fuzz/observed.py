@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from fuzz.brute import Brute, cut, length
-from marquardt.curvature.contract import Curvature
-from marquardt.model.parameters import Parameters
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -64,42 +62,6 @@ class Spy:
         found = self.part.update(*args)
         self.calls.append((*args, found))
         return found
-
-
-class Given(Curvature):
-    """G as the damping rules see it, from a matrix. `layers` are the parameters that count as one layer."""
-
-    def __init__(
-        self, G: Tensor, g: Tensor, parameters: Parameters, most: int, layers: list[list[int]], second: bool
-    ) -> None:  # fmt: skip
-        self.G, self.g, self.parameters, self.most, self.layers, self.second = G, g, parameters, most, layers, second
-
-    @property
-    def rank(self) -> int:
-        return self._rank(self.parameters.n)
-
-    def _rank(self, n: int) -> int:
-        """Of a block of so many columns, at most"""
-        return n if self.second else min(n, self.most)
-
-    @property
-    def gradient(self) -> Tensor:
-        return self.g
-
-    def __matmul__(self, v: Tensor) -> Tensor:
-        return self.G @ v
-
-    def newton(self, damping: Any) -> Tensor:
-        raise NotImplementedError
-
-    def diagonal(self) -> Tensor:
-        return self.G.diagonal().abs() if self.second else self.G.diagonal()
-
-    def traces(self) -> list[tuple[list[int], Tensor, int]]:
-        parts = self.parameters.split(self.diagonal())
-        ranks = [self._rank(sum(len(parts[i]) for i in members)) for members in self.layers]
-        traces = [torch.cat([parts[i] for i in members]).sum() for members in self.layers]
-        return list(zip(self.layers, traces, ranks, strict=True))
 
 
 class Snapshot:
