@@ -9,13 +9,14 @@ READY  := $(VENV)/.installed
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: lint  ## set up .venv if needed, then ruff, mypy and pytest
+test: lint  ## set up .venv if needed, then ruff, mypy, import-linter and pytest
 	$(BIN)/pytest -n auto
 
-lint: $(READY)  ## ruff and mypy only
+lint: $(READY)  ## ruff, mypy and import-linter only
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(READY)  ## rewrite the sources as ruff wants them
 	$(BIN)/ruff check --fix

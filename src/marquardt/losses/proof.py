@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..tolerances import FORMULA
 from . import Elementwise, Loss
 from .resolve import NAMES
 
@@ -16,9 +17,6 @@ OURS = {type(loss) for loss in NAMES.values()}  # the tests have proven them; a 
 
 # Samples that are looked at.
 FEW = 4
-
-# A wrong formula is wrong by far; a right one may smooth a corner, or lose digits.
-TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-3}
 
 
 class Check(NamedTuple):
@@ -39,7 +37,7 @@ class Check(NamedTuple):
             return None
         eps = torch.finfo(self.found.dtype).eps
         rounding = self.rounding[self.rounding.isfinite()].sum()
-        allowed = TOLERANCE[self.found.dtype] * self.size + eps**0.5 * rounding
+        allowed = FORMULA[self.found.dtype] * self.size + eps**0.5 * rounding
         wrong = ((self.found - self.expected).abs() > allowed).nonzero().flatten().tolist()
         if not wrong:
             return ""
