@@ -345,3 +345,18 @@ def test_bad_options(options, says):
 def test_options_are_a_value():
     assert mq.MatrixFree() == mq.MatrixFree(chunk=None)
     assert not mq.MatrixFree().needs.by_sample
+
+
+def test_rows_without_any_weight():
+    """The samples that Fraction picks: there is no curvature, and the step is a gradient step, as with Dense."""
+    torch.manual_seed(0)
+    x, y, rows, found = torch.rand(4, 2).double(), torch.rand(4, 1).double(), mq.Fraction(0.25), []
+    weight = torch.ones(4).double()
+    weight[rows.pick(4, 0)] = 0
+    for curvature in (mq.Dense(), mq.MatrixFree()):
+        model = nn.Linear(2, 1).double()
+        nn.init.constant_(model.weight, 0.3)
+        nn.init.constant_(model.bias, 0.1)
+        assert mq.LM(model, "mse", curvature=curvature, rows=rows).step(x, y, weight).rule != "rejected"
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert error(*found) < 1e-9

@@ -230,3 +230,18 @@ def test_the_slopes_of_rrelu_are_those_of_the_model(name):
     torch.manual_seed(1)
     residuals = (model(x).detach() - y).flatten() * (2 / 6) ** 0.5
     assert error(rows.T @ residuals, lin.gradient) < 1e-12
+
+
+def test_rrelu_that_draws_at_a_trial_point_only():
+    """At θ no input is negative, so that nothing is drawn there; over several batches the generator still ends where
+    a forward pass leaves it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.RReLU(), nn.Linear(4, 1)).double()
+    with torch.no_grad():
+        model[0].weight.fill_(0.1)
+        model[0].bias.fill_(0.05)
+    x, y = torch.rand(8, 1, **DOUBLE), -5 * torch.ones(8, 1, **DOUBLE)
+    opt = mq.LM(model, "mse", curvature=mq.Dense())
+    before = torch.get_rng_state()
+    opt.step_over([(x[:4], y[:4]), (x[4:], y[4:])])
+    assert torch.equal(torch.get_rng_state(), before)

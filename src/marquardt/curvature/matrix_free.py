@@ -267,7 +267,7 @@ class MatrixFreeCurvature(Curvature):
         A Hessian may have any trace, where damping asks for a size: there it is max(|tr|, ‖·‖_F), both estimated.
         """
         if self._has_rows() and self._R <= FEW_ROWS and self._rows_fit:
-            return torch.stack([trace for _, trace in statistics.traces(self.lin)]).sum()
+            return sum((trace for _, trace in statistics.traces(self.lin)), self.lin.theta.new_zeros(()))
         return self._size(slice(None))
 
     def traces(self) -> list[tuple[list[int], Tensor, int]]:

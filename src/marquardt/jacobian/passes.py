@@ -41,6 +41,8 @@ class Pass:
             )
         if not z.requires_grad:
             raise ValueError("the outputs do not depend on the trainable parameters: nothing to optimise")
+        # RReLU draws for negative inputs only: there may be some at a trial point though there are none here.
+        chance.drawn = chance.drawn or bool(self.watch.slopes)
         self.after = self.moment()
         self.slopes = self.watch.slopes if slopes is None else slopes
         self.z, self.N = z.detach(), len(z)

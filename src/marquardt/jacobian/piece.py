@@ -53,6 +53,8 @@ class Piece:
         watch = self.jacobian.of.watch
         if watch.convolves and not watch.once and self._unrolls(self.jacobian.R):
             self.jacobian.of.again(True)  # the first time: so the first step goes the way of all others
+        if index is not None:
+            self.whole.after.restore(gently=True)  # the samples that were picked had forward passes of their own
 
     def _unrolls(self, rows: int) -> bool:
         """Several rows of a sample pay for a backward pass of our own."""
@@ -80,7 +82,6 @@ class Piece:
         part = Pass(self.objective, batch, self.known, chance, once=once, slopes=slopes)
         with torch.no_grad():
             S = rows.draw(self.objective.loss, part.z, batch.targets, batch.weight, seed).S
-        self.whole.after.restore(gently=True)
         return Jacobian(part, S * (self.N / part.N) ** 0.5)
 
     def _blame(self) -> str:

@@ -39,7 +39,8 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     known, model, calls = J.of.known, J.of.objective.model, J.of.watch.calls
     groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
     signature = _signature(J, groups)
-    known.only_slopes = not J.of.chance.drawn or _draws_slopes_only(J)
+    if not recording():
+        known.only_slopes = not J.of.chance.drawn or _draws_slopes_only(J)
     proven = recording() or signature in known.proofs
     if not proven and not bool(J.S.any()):  # all weights are zero: that proves nothing
         return [Nothing(J.parameters.tensors, J.m, J.N)], None
@@ -156,7 +157,7 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
 def _draws_slopes_only(J: Jacobian) -> bool:
     """Whether all random numbers of the forward pass are slopes of RReLU."""
     before, after = J.of.before, J.of.after
-    if before.cuda is None or recording():
+    if before.cuda is None:
         return False
     state: Tensor | None = before.cuda
     for slopes in J.of.slopes:
