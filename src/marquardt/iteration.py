@@ -242,10 +242,11 @@ def concluded(
     idle_from = old.idle_from if old.idle else f
     idle = old.idle + 1 if faint and abs(idle_from - end.loss) <= FAINT * rounding else 0
     state = old.after(f, end.loss, low, lam, doubt).settled(f, end.loss, low, theta, start.same_data)
-    state = replace(state, repeats=repeats, unjudged=unjudged, idle=idle, idle_from=idle_from)
-    if end.d is not None:
-        stride = end.lr * end.length if doubt == 1 else old.stride
-        state = replace(state, accepted=old.accepted + 1, stride=stride)
+    accepted = end.d is not None
+    state = replace(
+        state, repeats=repeats, unjudged=unjudged, idle=idle, idle_from=idle_from, accepted=old.accepted + accepted,
+        stride=end.lr * end.length if accepted and doubt == 1 else old.stride,
+    )  # fmt: skip
     return state, idle >= IDLE and used <= parts.schedule.initial
 
 
@@ -259,10 +260,11 @@ def report(loss: Loss, start: Start, end: Ending, lam: float, notes: Sequence[st
 # --- what the next step is left with
 
 
-def averaged(parts: Parts, state: State, theta: Tensor, same_data: bool) -> State:
-    """θ̄ after another θ."""
+def averaged(parts: Parts, state: State, parameters: Parameters, same_data: bool) -> State:
+    """θ̄ after another θ, that of the model."""
     if parts.average is None:
         return state
+    theta = parameters.vector()
     if state.mean is None or (same_data and parts.average.restarts):
         return replace(state, mean=theta, points=1)
     mean = parts.average.update(state.mean, theta, state.points)
@@ -271,11 +273,12 @@ def averaged(parts: Parts, state: State, theta: Tensor, same_data: bool) -> Stat
 
 def kept(parts: Parts, state: State, of: Matrices, end: Ending, start: Start) -> State:
     """The tensors that an accepted step leaves for the next one."""
-    if start.doubt == 1:
-        state = replace(state, D=of.D, past=of.G.keep())
+    previous = state.previous
     if parts.remembers and end.d is not None:
-        state = replace(state, previous=end.d if end.lr == 1 else end.lr * end.d)
-    return state
+        previous = end.d if end.lr == 1 else end.lr * end.d
+    if start.doubt > 1:
+        return replace(state, previous=previous)
+    return replace(state, previous=previous, D=of.D, past=of.G.keep())
 
 
 def blame_gradient(parameters: Parameters, g: Tensor) -> None:

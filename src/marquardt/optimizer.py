@@ -261,9 +261,9 @@ class LM(torch.optim.Optimizer):
         state = replace(state, plan=self._planned, most_rows=lin.most)
         if end.rule == "return" and old.haven is not None:
             lin.parameters.assign(old.haven)
-            state = averaged(parts, replace(state, previous=None), lin.parameters.vector(), begun.same_data)
+            state = averaged(parts, replace(state, previous=None), lin.parameters, begun.same_data)
         if end.d is not None:
-            state = averaged(parts, kept(parts, state, of, end, begun), lin.parameters.vector(), begun.same_data)
+            state = averaged(parts, kept(parts, state, of, end, begun), lin.parameters, begun.same_data)
         if converged:
             notes = ["converged: no decrease is left that could be told from the rounding of the loss"]
         return report(self.loss, begun, end, used, notes, converged), state
@@ -314,7 +314,7 @@ class LM(torch.optim.Optimizer):
         try:
             recording.run(batch, old)
             with torch.no_grad():  # while the device is at work
-                mean = averaged(parts, old, recording.objective.parameters.vector(), False)
+                mean = averaged(parts, old, recording.objective.parameters, False)
             judged = self._judged(recording, mean)
             if judged is not None:
                 step, self._state = judged
