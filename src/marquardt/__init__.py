@@ -1,12 +1,23 @@
 """Levenberg–Marquardt for PyTorch."""
 
-from . import losses, presets
-from .curvature import EKFAC, Auto, Dense, Gram, Hessian, Kronecker, MatrixFree
+from . import layers, losses, presets
+from .curvature import (
+    EKFAC,
+    Auto,
+    Curvature,
+    Dense,
+    FactorizationError,
+    Gram,
+    Hessian,
+    Kronecker,
+    MatrixFree,
+    Representation,
+)
 from .fitting import curve_fit, least_squares
 from .iteration import Step
-from .jacobian.linearization import Linearization, linearize
-from .jacobian.rows import Empirical, Exact, Fraction, Sampled
-from .metric import Diagonal
+from .jacobian.linearization import Linearization, Needs, linearize
+from .jacobian.rows import Empirical, Exact, Fraction, Rows, Sampled
+from .metric import Diagonal, Metric
 from .optimizer import LM
 from .parts.acceptance import Decrease, Uphill
 from .parts.average import EMA, Polyak
@@ -26,12 +37,14 @@ __all__ = [
     "Backtracking",
     "Bracket",
     "Constant",
+    "Curvature",
     "Decrease",
     "Dense",
     "Diagonal",
     "Empirical",
     "Exact",
     "FactoredMaxDiagonal",
+    "FactorizationError",
     "Fraction",
     "GainRatio",
     "Gram",
@@ -44,13 +57,18 @@ __all__ = [
     "MatrixFree",
     "MaxDiagonal",
     "MeanEigenvalue",
+    "Metric",
+    "Needs",
     "PaperSchedule",
     "Polyak",
+    "Representation",
+    "Rows",
     "Sampled",
     "Step",
     "TenFold",
     "Uphill",
     "curve_fit",
+    "layers",
     "least_squares",
     "linearize",
     "losses",

@@ -8,6 +8,7 @@ from .gram import Gram
 from .hessian import Hessian
 from .kronecker import Kronecker
 from .matrix_free import MatrixFree
+from .solve import FactorizationError
 
 __all__ = [
     "EKFAC",
@@ -15,6 +16,7 @@ __all__ = [
     "Curvature",
     "Damped",
     "Dense",
+    "FactorizationError",
     "Gram",
     "Hessian",
     "Kronecker",

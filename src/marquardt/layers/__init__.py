@@ -3,15 +3,18 @@
 from .block import Block, Explicit, Nothing
 from .general import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from .line import Line
+from .rules import RULES, Operand
 from .watch import Call, Misfit, Watch, assemble
 
 __all__ = [
+    "RULES",
     "Block",
     "Call",
     "Explicit",
     "Line",
     "Misfit",
     "Nothing",
+    "Operand",
     "Watch",
     "assemble",
     "rows_by_loop",
