@@ -58,7 +58,7 @@ class Curvature(ABC):
 
     def step(self, A: Metric) -> Tensor:
         """−(G + A)⁻¹g: (n,)"""
-        return self.newton(A).neg_()
+        return -self.newton(A)  # not in place: `newton` may return what it keeps
 
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀGv"""
