@@ -52,8 +52,9 @@ def weighted(t: Tensor, weight: Tensor | None) -> Tensor:
 class Loss(ABC):
     """f = factor · Σᵢ wᵢ ℓ(zᵢ, yᵢ) / normaliser with reduction="mean", factor · Σᵢ wᵢ ℓ(zᵢ, yᵢ) with "sum".
 
-    A loss defines ℓ (`ell`), ∂ℓ/∂z (`slope`), the factors S, u of its curvature (`factors`), their empirical
-    counterparts, and how outputs fall into groups; weights, normalisation and checks are the same for all.
+    A loss defines ℓ (`ell`), ∂ℓ/∂z (`slope`) and the factors S, u of its curvature (`factors`). It may say how the
+    outputs fall into groups, what the targets must be and what empirical rows are; weights and normalisation are the
+    same for all.
 
     On the first step a loss of your own is compared with its `ell` on a few samples: `slope` with ∂ℓ/∂z, Su with
     `slope`, SSᵀ with ∂²ℓ/∂z². If SSᵀ lies above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class says
@@ -96,21 +97,41 @@ class Loss(ABC):
     def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """S (N, P, C, r) and u (N, P, r) with SSᵀ = ∂²ℓ/∂z² and Su = ∂ℓ/∂z."""
 
-    @abstractmethod
+    # and what it may define: by default all outputs of a sample are one group, with targets like the outputs
     def empirical_factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """S and u with the gradients of log-likelihood terms as columns of S."""
+        """S and u with the gradients of log-likelihood terms as columns of S: here one for each group, S = ∂ℓ/∂z."""
+        g = self.group(self.slope(z, y))
+        return g[..., None], torch.ones_like(g[..., :1])
 
-    @abstractmethod
     def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
         """t (…, *z.shape) → (…, N, P, C); without z, t has no leading dimensions."""
+        z = t if z is None else z
+        return t.reshape(*t.shape[: t.ndim - z.ndim], z.shape[0], 1, math.prod(z.shape[1:]))
 
-    @abstractmethod
     def ungroup(self, t: Tensor, z: Tensor) -> Tensor:
         """t (…, N, P, C) → (…, *z.shape): the inverse of `group`."""
+        return t.reshape(*t.shape[:-3], *z.shape)
 
-    @abstractmethod
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         """Raises for targets of the wrong shape or dtype; the faults are conditions on their values."""
+        name = type(self).__name__
+        if y is None:
+            raise TypeError(f"{name} needs targets, got None (a model that returns residuals takes losses.Residual())")
+        if isinstance(y, Tensor) and not y.is_floating_point():
+            raise TypeError(
+                f"targets are {y.dtype}: {name} needs floating-point targets, y.to({z.dtype}) "
+                "(for class labels use cross_entropy)"
+            )
+        check_like(y, z, "targets")
+        if y.shape != z.shape:
+            way_out = "give the targets the shape of the outputs"
+            if [d for d in z.shape if d != 1] == [d for d in y.shape if d != 1]:
+                way_out = "use y.unsqueeze(-1), or z.squeeze(-1)" if z.ndim > y.ndim else "use y.squeeze(-1)"
+            raise ValueError(
+                f"outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: "
+                f"broadcasting would pair the wrong elements; {way_out}"
+            )
+        return [Fault(~y.isfinite(), y, "targets", "the targets are non-finite; drop or repair such samples")]
 
     # what the optimizer calls
     def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:

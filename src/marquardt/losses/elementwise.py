@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Fault, Loss, Target, check_like, check_weights, weighted
+from .base import Fault, Loss, Target, check_weights, weighted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,37 +43,10 @@ class Elementwise(Loss):
         s = self.s(z, y).clamp(min=torch.finfo(z.dtype).eps)
         return self.group(s)[..., None], self.group(self.slope(z, y) / s)
 
-    def empirical_factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        g = self.group(self.slope(z, y))
-        return g[..., None], torch.ones_like(g)
-
     def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
         z = t if z is None else z
         lead = t.shape[: t.ndim - z.ndim]
         return t.reshape(*lead, z.shape[0], math.prod(z.shape[1:]), 1)
-
-    def ungroup(self, t: Tensor, z: Tensor) -> Tensor:
-        return t.reshape(*t.shape[:-3], *z.shape)
-
-    def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        name = type(self).__name__
-        if y is None:
-            raise TypeError(f"{name} needs targets, got None (a model that returns residuals takes losses.Residual())")
-        if isinstance(y, Tensor) and not y.is_floating_point():
-            raise TypeError(
-                f"targets are {y.dtype}: {name} needs floating-point targets, y.to({z.dtype}) "
-                "(for class labels use cross_entropy)"
-            )
-        check_like(y, z, "targets")
-        if y.shape != z.shape:
-            way_out = "give the targets the shape of the outputs"
-            if [d for d in z.shape if d != 1] == [d for d in y.shape if d != 1]:
-                way_out = "use y.unsqueeze(-1), or z.squeeze(-1)" if z.ndim > y.ndim else "use y.squeeze(-1)"
-            raise ValueError(
-                f"outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: "
-                f"broadcasting would pair the wrong elements; {way_out}"
-            )
-        return [Fault(~y.isfinite(), y, "targets", "the targets are non-finite; drop or repair such samples")]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
