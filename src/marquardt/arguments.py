@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .curvature.contract import Representation
+from .jacobian.rows import Rows
 from .model.checks import check_coupling, check_group
 
 
@@ -72,5 +73,6 @@ def check_part(name: str, part: Any) -> None:
     if isinstance(part, type):
         raise TypeError(f"{name}={part.__name__} is a class: pass an object of it, {part.__name__}()")
     kin = method == "update" and hasattr(part, "initial")  # a schedule has an update too
-    if not hasattr(part, method) or kin:
+    base = {"curvature": Representation, "rows": Rows}.get(name, object)  # what these two derive from has defaults
+    if not hasattr(part, method) or kin or not isinstance(part, base):
         raise TypeError(f"{name}={part!r} is no {name.replace('_', ' ')}: pass for example {examples}")

@@ -114,7 +114,19 @@ def damped(parts: Parts, G: Curvature, old: State, same_data: bool) -> Matrices:
     """G with what it recalls of earlier batches, and D ← damping of the parameters."""
     G.recall(old.past, same_data)
     D = parts.damping.update(old.D, G)
+    check_metric(D, type(parts.damping).__name__, G.parameters.sizes)
     return Matrices(G, D, D.positive())
+
+
+def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
+    """What a damping of one's own may get wrong: before anything is solved with it."""
+    if not isinstance(D, Metric):
+        raise TypeError(
+            f"{damping}.update returned {type(D).__name__}: a damping returns a metric, for example "
+            "mq.Diagonal.of(entries, G.parameters.sizes)"
+        )
+    if not D.fits(sizes):
+        raise ValueError(f"{damping}.update returned a D that does not fit parameters of the sizes {list(sizes)}")
 
 
 def propose(

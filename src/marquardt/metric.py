@@ -127,6 +127,8 @@ class Diagonal(Metric):
             return A
         if A.ndim == 0:
             return Diagonal(A)
+        if A.shape != (sum(sizes),):
+            raise ValueError(f"entries of the shape {tuple(A.shape)}: one for each of {sum(sizes)} parameters, or ()")
         return Diagonal(A.new_ones(()), [Part(part) for part in A.split(list(sizes))])
 
     @staticmethod

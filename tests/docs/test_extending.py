@@ -103,6 +103,27 @@ def test_kronecker_refuses_a_damping_without_factors(added):
     assert torch.equal(flat(model), before)
 
 
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (lambda D, G: G.diagonal(), "Wrong.update returned Tensor: a damping returns a metric"),
+        (lambda D, G: None, "Wrong.update returned NoneType"),
+        (lambda D, G: mq.Diagonal(G.trace(), []), r"Wrong.update returned a D that does not fit .* \[15, 5, 10, 2\]"),
+        (lambda D, G: mq.Diagonal.of(G.diagonal()[1:], G.parameters.sizes), r"entries of the shape \(31,\): one for"),
+    ],
+)
+def test_a_wrong_damping_is_refused_by_name(update, message):
+    class Wrong:
+        def update(self, D, G):
+            return update(D, G)
+
+    model, x, y = problem()
+    before = flat(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        mq.LM(model, "mse", damping=Wrong()).step(x, y)
+    assert torch.equal(flat(model), before)
+
+
 # The losses.
 
 
@@ -194,11 +215,21 @@ def test_steps_with_and_without_the_rule_are_the_same(added, curvature):
     assert not torch.equal(found[0], theta)
 
 
-def test_a_wrong_rule_is_not_used(added):
+@pytest.mark.parametrize(
+    "a",
+    [
+        lambda x: x.flip(1)[:, None],
+        lambda x: x[:, None, :, :2],
+        lambda x: x.transpose(1, 2)[:, None],
+        lambda x: x[:3, None],
+    ],
+    ids=["another order", "too few inputs", "other groups", "too few samples"],
+)
+def test_a_wrong_rule_is_not_used(added, a):
     banks = added("banks").banks
     model, x, y = banked(banks)
     right = mq.linearize(model, "mse", x, y).rows()
-    RULES[banks] = lambda x, weight: Operand(weight, None, x, 1, lambda: x.flip(1)[:, None], lambda d: d[:, :, None])
+    RULES[banks] = lambda x, weight: Operand(weight, None, x, 1, lambda: a(x), lambda d: d[:, :, None])
     lin = mq.linearize(model, "mse", x, y)
     assert lin.paths["0.weight"] == "vmap"
     torch.testing.assert_close(lin.rows(), right)
@@ -253,6 +284,15 @@ def test_what_newton_returns_stays_as_it_is():
     d = Descent().represent(lin).step(mq.Diagonal.of(torch.ones(lin.n, dtype=g.dtype), lin.parameters.sizes))
     assert torch.equal(d, -g)
     assert torch.equal(lin.gradient, g)
+
+
+def test_a_curvature_that_does_not_derive_from_the_contract_is_refused():
+    class Alone:
+        def represent(self, lin):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="is no curvature: pass for example"):
+        mq.LM(problem()[0], "mse", curvature=Alone())
 
 
 def test_a_curvature_without_newton_is_refused():

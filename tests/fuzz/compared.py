@@ -106,11 +106,9 @@ class Run:
     def watched(self, attempt: Callable[..., Any]) -> Callable[..., Any]:
         """Remembers every λ that was tried: whether on the same data, in what doubt of the batch, what came of it."""
 
-        def found(
-            lin: Any, of: Any, level: Any, lam: float, old: Any, same_data: bool, doubt: float, notes: list[str]
-        ) -> Any:  # fmt: skip
-            tried = attempt(lin, of, level, lam, old, same_data, doubt, notes)
-            self.tried.append((lam, same_data, doubt, tried))
+        def found(lin: Any, of: Any, begun: Any, lam: float, notes: list[str]) -> Any:
+            tried = attempt(lin, of, begun, lam, notes)
+            self.tried.append((lam, begun.same_data, begun.doubt, tried))
             return tried
 
         return found
@@ -236,7 +234,7 @@ class Run:
             if asked != lam or used != doubt * lam:
                 raise Failure("λ", f"{used} and {asked} instead of {doubt} times {lam}")
             last, lam = tried is self.tried[-1][-1], after
-            if not last and (tried.rule != "rejected" or not tried.verdict.judged):
+            if not last and (tried.rule != "rejected" or not tried.judgement.judged):
                 raise Failure("another attempt after a step that was accepted, or that rounding hides")
             moved = flat(lm.params) - before.theta if last and step.accepted else None
             self.attempt(step, b, G, used * A, tried, old, same, doubt, moved)
@@ -368,9 +366,9 @@ class Run:
         lr = self.lm.lr
         f_new = b.at(b.theta + lr * d)
         predicted = float(-lr * (b.g @ d) - 0.5 * lr**2 * (d @ G @ d))
-        sees = self.judged(b, f_new, predicted, lr * float(d.norm()), tried.verdict.judged, ill)
-        if not sees and not math.isnan(tried.verdict.gain):
-            raise Failure("gain", f"{tried.verdict.gain} of a step that rounding hides")
+        sees = self.judged(b, f_new, predicted, lr * float(d.norm()), tried.judgement.judged, ill)
+        if not sees and not math.isnan(tried.judgement.gain):
+            raise Failure("gain", f"{tried.judgement.gain} of a step that rounding hides")
         if not ill:
             self.losses(tried, b, f_new, predicted, allowed)
         sure = sees and doubt == 1
@@ -435,9 +433,9 @@ class Run:
             return  # there the loss is too steep to compare
         size = abs(b.f) + abs(f_new)
         near("f of the trial", tried.found.new_loss, f_new, 10 * allowed + 1e-9, size)
-        if predicted > 1e-7 * abs(b.f) and tried.verdict.judged:
+        if predicted > 1e-7 * abs(b.f) and tried.judgement.judged:
             gain = (b.f - f_new) / predicted
-            near("gain", tried.verdict.gain, gain, 1e-6 + 20 * allowed * size / predicted, 1 + abs(gain))
+            near("gain", tried.judgement.gain, gain, 1e-6 + 20 * allowed * size / predicted, 1 + abs(gain))
 
     def compare(
         self, moved: Tensor, wanted: Tensor, b: Brute, H: Tensor, rate: float, exact: bool, allowed: float, ill: bool,

@@ -58,8 +58,12 @@ class Call:
         if self.is_lookup:
             assert o.weight is not None
             return Lookup(a.flatten(1), delta, o.weight)
-        a = a.to(dtype) if o.weight is not None else a[..., :0].to(dtype)
-        return Bilinear(a.flatten(1, -3), delta.flatten(2, -3), o.weight, o.bias)
+        a = (a if o.weight is not None else a[..., :0]).to(dtype).flatten(1, -3)  # (N, P, G, I)
+        delta = delta.flatten(2, -3)  # (R, N, P, G, O)
+        numbers = math.prod(a.shape[2:]) * delta.shape[-1]
+        if o.weight is not None and (a.shape[:3] != delta.shape[1:4] or numbers != o.weight.numel()):
+            raise Misfit("a and δ are not those of a weight of this size")
+        return Bilinear(a, delta, o.weight, o.bias)
 
     def fits(self, N: int) -> tuple[bool, ...]:
         """The layouts that its leading dimensions could have."""
