@@ -1,0 +1,138 @@
+"""State that other versions have saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+
+import marquardt as mq
+from marquardt.curvature import auto
+from marquardt.saving import VERSION
+from support.reference import error
+
+f64 = torch.float64
+
+# What LM(nn.Linear(2, 1), "mse", damping=FactoredMaxDiagonal()) of 0.1.0 had saved after three steps on `batch(i)`.
+OF_0_1_0 = {
+    "state": {},
+    "param_groups": [{"lr": 1.0, "params": [0, 1]}],
+    "marquardt": {
+        "lam": 0.3429999999999999,
+        "steps": 3,
+        "accepted": 3,
+        "D": [
+            torch.tensor(1.0, dtype=f64),
+            [
+                [
+                    torch.tensor([[[2.0000000000000004]]], dtype=f64),
+                    torch.tensor([[[1.4900000000000002, 3.472500000000001]]], dtype=f64),
+                ],
+                [torch.tensor([[[2.0000000000000004]]], dtype=f64)],
+            ],
+        ],
+        "previous": torch.tensor([0.05650789127023787, 0.057335499262082576, -0.17908932848647532], dtype=f64),
+        "mean": torch.tensor([0.8469980357785671, 0.05638724904509518, -0.05531927692312699], dtype=f64),
+        "points": 3,
+        "past": {
+            "G": torch.tensor(
+                [
+                    [2.8133333333333344, 0.8600000000000003, 1.266666666666667],
+                    [0.8600000000000003, 6.631666666666668, 2.366666666666667],
+                    [1.266666666666667, 2.366666666666667, 2.0000000000000004],
+                ],
+                dtype=f64,
+            ),
+            "batches": torch.tensor(3.0, dtype=f64),
+        },
+        "rows": 5,
+        "repeats": 0,
+        "best": 0.07083490644814518,
+        "expected": 0.07083490644814518,
+        "unjudged": 0,
+        "idle": 0,
+        "idle_from": 0.13240719840929735,
+        "height": 0.5575078125,
+        "stride": 0.19635042355232638,
+        "doubted": False,
+        "haven": None,
+        "haven_loss": math.inf,
+        "away": 0,
+        "ceiling": math.inf,
+    },
+}
+
+WEIGHTS = [[0.8660816142966596, 0.07516429125299985]], [-0.10486916374671726]
+# Its fourth step, on `batch(3)`.
+LOSSES = 0.09764264885367327, 0.046624662110920534
+THEN = torch.tensor([0.9008365449917664, 0.113132619215536, -0.29940139183450964], dtype=f64)
+
+
+def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.tensor([[1, 2], [0.5, -1], [2, 0.25], [-1, 1], [0, 3]], dtype=f64)
+    return x + 0.1 * i, torch.tensor([[1], [0], [2], [-1], [0.5]], dtype=f64)
+
+
+def optimizer() -> mq.LM:
+    model = torch.nn.Linear(2, 1).double()
+    with torch.no_grad():
+        for p, values in zip(model.parameters(), WEIGHTS, strict=True):
+            p.copy_(torch.tensor(values, dtype=f64))
+    return mq.LM(model, "mse", damping=mq.FactoredMaxDiagonal())
+
+
+def test_a_state_of_0_1_0_goes_on():
+    opt = optimizer()
+    opt.load_state_dict(copy.deepcopy(OF_0_1_0))
+    step = opt.step(*batch(3))
+    assert (step.loss, step.new_loss) == pytest.approx(LOSSES, rel=1e-12)
+    assert error(torch.cat([p.detach().flatten() for p in opt.params]), THEN) < 1e-12
+
+
+def test_the_state_carries_its_version():
+    opt = optimizer()
+    opt.step(*batch(0))
+    state = opt.state_dict()
+    assert state["marquardt"]["version"] == VERSION
+    again = optimizer()
+    again.load_state_dict(state)
+    assert again.state_dict()["marquardt"]["steps"] == 1
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, 0, "2", None])
+def test_a_state_of_an_unknown_version_is_refused_by_name(version):
+    opt = optimizer()
+    state = opt.state_dict()
+    state["marquardt"]["version"] = version
+    with pytest.raises(ValueError, match=f"version {version!r}.*newer marquardt"):
+        opt.load_state_dict(state)
+    assert opt._state.steps == 0
+
+
+def test_the_plan_is_saved_and_taken_up_where_it_still_fits():
+    """It is a part of the state: a run that is resumed does not plan anew, unless memory or options are others."""
+    opt = optimizer()
+    opt.step(*batch(0))
+    state = opt.state_dict()
+    assert state["marquardt"]["plan"]["kind"] == "Dense"
+    for curvature, same in ((mq.Auto(inertia=0.8), True), (mq.Auto(inertia=0.8, memory="1GiB"), False)):
+        again = mq.LM(torch.nn.Linear(2, 1).double(), "mse", damping=mq.FactoredMaxDiagonal(), curvature=curvature)
+        again.load_state_dict(copy.deepcopy(state))
+        assert (again._state.plan == opt._state.plan) == same
+        assert again.step(*batch(1)).accepted
+    torch.save(state, buffer := io.BytesIO())
+    buffer.seek(0)
+    opt.load_state_dict(torch.load(buffer, weights_only=True))
+
+
+def test_a_plan_of_another_machine_is_made_anew(monkeypatch):
+    opt = optimizer()
+    opt.step(*batch(0))
+    state = opt.state_dict()
+    monkeypatch.setattr(auto, "free", lambda device: 10)  # bytes
+    again = optimizer()
+    again.load_state_dict(state)
+    assert again._state.plan is None
