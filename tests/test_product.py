@@ -31,6 +31,7 @@ REPRESENTATIONS = {
     "matrix-free": mq.MatrixFree(),
     "matrix-free-hessian": mq.MatrixFree(hessian=True),
     "kronecker": mq.Kronecker(),
+    "ekfac": mq.EKFAC(),
     "hessian": mq.Hessian(),
     "auto": mq.Auto(inertia=0.8),
 }
@@ -53,8 +54,10 @@ PARTS = {
     "acceptance": {"decrease": mq.Decrease(), "uphill": mq.Uphill()},
 }
 IMPROVED = ("max", "grid", "fixed", "uphill")  # max-diagonal, line search, adaptive momentum, uphill acceptance
-# diag ∇²f cannot be had from products: an error that names the way out, see test_no_diagonal.
+# diag ∇²f cannot be had from products, and EKFAC takes one number alone: errors that name the way out, see
+# test_no_diagonal and curvature/test_ekfac.py.
 IMPOSSIBLE = {("matrix-free-hessian", "max"), ("matrix-free-hessian", "factored")}
+IMPOSSIBLE |= {("ekfac", name) for name in ("layer-mean", "max", "factored")}
 
 Names = tuple[str, str, str, str, str]  # of the parts, in their order
 
