@@ -35,7 +35,7 @@ from .iteration import (
     propose,
     report,
     start,
-)
+)  # fmt: skip
 from .jacobian.known import Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective
@@ -228,7 +228,7 @@ class LM(torch.optim.Optimizer):
             if self._state is old:
                 lin.parameters.assign(theta)
                 before.restore()
-                self._known = Known()  # what this step found out may be half of it
+                self._known = Known()  # the fault may have struck while this was written
             raise
         finally:
             lin.close()

@@ -372,3 +372,16 @@ def test_hessian_is_a_value():
     assert mq.Hessian() == mq.Hessian()
     assert not mq.Hessian().needs.by_sample
     assert mq.Hessian().needs.chunk is None
+
+
+@pytest.mark.parametrize("words", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory: 64 bytes"])
+def test_memory_that_runs_out_is_not_told_as_a_model_without_second_derivatives(monkeypatch, words):
+    def grad(*args, **kwargs):
+        raise RuntimeError(words)
+
+    slope = torch.ones(2, requires_grad=True)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    with pytest.raises(RuntimeError, match="memory"):
+        module.again(slope, [slope], torch.ones(2))
+    with pytest.raises(RuntimeError, match="memory"):
+        module.hessian_of([slope], [slope])

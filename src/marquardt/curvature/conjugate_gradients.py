@@ -43,8 +43,7 @@ def conjugate_gradients(
     def divided(r: Tensor) -> Tensor:
         return r.clone() if M is None else r / M
 
-    x, r, phi = torch.zeros_like(g), g.clone(), 0.0
-    gx, xr = 0.0, 0.0
+    x, r, phi, gx, xr = torch.zeros_like(g), g.clone(), 0.0, 0.0, 0.0
     if start is not None:
         residual = g - H(start)
         sx, sr = floats(dot(g, start), dot(residual, start))

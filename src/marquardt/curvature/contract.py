@@ -30,7 +30,7 @@ MEMORY = 10.0
 class Curvature(ABC):
     """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some."""
 
-    averaged = False  # over batches, not that of this one alone
+    averaged = False  # whether G is a running average over batches, and not that of this batch alone
     separable: ClassVar[bool] = False  # whether it can only be damped by a D that is u ⊗ v in every layer
 
     def __init__(self, lin: Linearization) -> None:

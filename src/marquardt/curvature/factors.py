@@ -118,7 +118,7 @@ class DiagonalFactor(Factor):
 
     def solve(self, c: Tensor, X: Tensor, jitter: float) -> tuple[Tensor, Tensor | None]:
         total = (self.M + c * self.w).to(X.dtype)
-        return X / total.where(total > 0, 1), None  # 0 where nothing is there, and X is 0 too
+        return X / total.where(total > 0, 1), None  # a total of 0 has no curvature and no gradient: X is 0 there
 
 
 class FullFactor(Factor):

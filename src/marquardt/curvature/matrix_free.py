@@ -192,7 +192,7 @@ class MatrixFreeCurvature(Curvature):
     # The step.
 
     def newton(self, damping: Metric | Tensor) -> Tensor:
-        """(G + A)⁻¹g by conjugate gradients, as far as the model of the loss is worth it"""
+        """(G + A)⁻¹g by conjugate gradients, until the stopping rule sees no more progress"""
         lin, options, sizes = self.lin, self.options, self.parameters.sizes
         with torch.no_grad():
             if not bool(self._g.isfinite().all()):

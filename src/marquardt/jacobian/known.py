@@ -18,7 +18,7 @@ class Proof:
     unused: set[int] | None = None  # calls that the outputs do not depend on
     sizes: set[int] = field(default_factory=set)  # numbers of samples that it was compared on
     alarms: int = 0  # how often a proof was repeated for nothing
-    quiet: int = 0  # pieces that are not watched: a few after a good look, more after such an alarm
+    quiet: int = 0  # pieces that need not be compared with autograd: some after a success, more after such an alarm
 
     def path(self, i: int) -> str:
         return "none" if i in self.mute else self.general.get(i, "rule")

@@ -24,7 +24,7 @@ from .known import Proof
 # Blocks of up to this many columns are watched; for larger ones the proof on first use has to do.
 GUARDED = 1_000_000
 
-# A look costs a backward pass: one piece in so many gets it.
+# To compare a piece with autograd once more costs a backward pass: one piece in so many is compared.
 EVERY = 8
 
 # Ways of calling the model whose proofs are kept.

@@ -55,7 +55,7 @@ def moments(lin: Linearization) -> Iterator[Moments]:
 
 
 def _summed(lin: Linearization) -> Iterator[Moments]:
-    """The same from several pieces."""
+    """Layer by layer from several pieces, whose diagonals are added up first."""
     columns: dict[int, Tensor] = {}
     squares: dict[tuple[int, ...], Tensor] = {}
     ways: dict[int, set[tuple[int, ...] | None]] = {}  # the rules by which a parameter was reached

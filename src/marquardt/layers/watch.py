@@ -41,7 +41,7 @@ class Call:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """Calls of one kind add up by putting their positions side by side."""
+        """Equal for calls whose rows can be added up as further positions of one layer: same weight, same bias."""
         weight, bias = self.operand.weight, self.operand.bias
         return (self.is_lookup, id(weight), id(bias))
 
