@@ -111,11 +111,8 @@ class LM(torch.optim.Optimizer):
         check_rate(lr)
         if not isinstance(attempts, int) or attempts < 1:
             raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
-        parts = {
-            "curvature": curvature, "rows": rows, "damping": damping, "schedule": schedule, "momentum": momentum,
-            "acceptance": acceptance, "line_search": line_search, "average": average,
-        }  # fmt: skip
-        for name, part in parts.items():
+        parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average)
+        for name, part in vars(parts).items():
             check_part(name, part)
         if curvature.needs.by_sample:
             check_coupling(model)
@@ -395,16 +392,12 @@ class LM(torch.optim.Optimizer):
         self._known, self._recordings = Known(), Recordings()
 
     def __repr__(self) -> str:
-        names = ("curvature", "rows", "damping", "schedule", "momentum", "acceptance", "line_search", "average")
-        parts = [f"    {name:<12}{brief(getattr(self, name))}" for name in names]
-        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("lr", "attempts", "capture", "group"))
         n, state = sum(p.numel() for p in self.params), self._state
-        return "\n".join(
-            [
-                f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}",
-                *parts,
-                f"    {options}",
-                f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
-                *([] if state.plan is None else [f"    plan: {state.plan}"]),
-            ]
-        )
+        lines = [
+            f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}",
+            *(f"    {name:<12}{brief(part)}" for name, part in vars(self.parts).items()),
+            f"    lr={self.lr}, attempts={self.attempts}, capture={self.capture}, group={self.group}",
+            f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
+            *([] if state.plan is None else [f"    plan: {state.plan}"]),
+        ]
+        return "\n".join(lines)
