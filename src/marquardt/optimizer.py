@@ -205,7 +205,7 @@ class LM(torch.optim.Optimizer):
         """The step, or everything as it was before it."""
         old, parts = self._state, self.parts
         lin = Linearization(
-            self._objective(), batches, parts.rows, parts.curvature.needs, known=self._known, seed=old.steps,
+            Objective(self.model, self.loss, self.params), batches, parts.rows, parts.curvature.needs, known=self._known, seed=old.steps,
             single=not isinstance(batches, Batches), most=old.most_rows,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
@@ -304,7 +304,9 @@ class LM(torch.optim.Optimizer):
     def _replayed(self, batch: Batch) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
         old, parts, device = self._state, self.parts, self.params[0].device
-        recording = self._recordings.of(parts, self._objective(), batch, old, self._known, self.lr)
+        recording = self._recordings.of(
+            parts, Objective(self.model, self.loss, self.params), batch, old, self._known, self.lr
+        )
         if recording is None:
             return None
         rng, step = rng_state(device), None
@@ -337,9 +339,6 @@ class LM(torch.optim.Optimizer):
         lam = next_lam(parts, begun, old.lam, end, recording.averaged, 0)
         state, converged = concluded(parts, begun._replace(old=mean), end, lam, old.lam, recording.theta, 0)
         return report(self.loss, begun, end, old.lam, (), converged), recording.keep(state)
-
-    def _objective(self) -> Objective:
-        return Objective(self.model, self.loss, self.params)
 
     @property
     def parts(self) -> Parts:
