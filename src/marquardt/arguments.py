@@ -15,8 +15,14 @@ from .jacobian.rows import Rows
 from .model.checks import check_coupling, check_group
 
 
-def check_unchanged(model: nn.Module, params: Sequence[Tensor], lr: float, by_sample: bool, group: bool | None) -> None:
+def check_ready(
+    model: nn.Module, params: Sequence[Tensor], lr: float, by_sample: bool, group: bool | None, averaged: bool
+) -> None:
     """What may have changed since the optimizer was made."""
+    if averaged:
+        raise RuntimeError(
+            "a step within `with opt.averaged():` would be lost when the weights are put back: end the block first"
+        )
     check_group(group)
     if by_sample:
         check_coupling(model)

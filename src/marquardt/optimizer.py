@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import brief, check_part, check_rate, check_together, check_unchanged
+from .arguments import brief, check_part, check_rate, check_ready, check_together
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
 from .curvature.solve import FactorizationError
@@ -179,11 +179,7 @@ class LM(torch.optim.Optimizer):
         return str(self._state.plan or self.curvature)
 
     def _step(self, batches: Iterable[Batch]) -> Step:
-        if self._averaged:
-            raise RuntimeError(
-                "a step within `with opt.averaged():` would be lost when the weights are put back: end the block first"
-            )
-        check_unchanged(self.model, self.params, self.lr, self.curvature.needs.by_sample, self.group)
+        check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self.group, self._averaged)
         if self.capture and isinstance(batches, list):
             step = self._replayed(batches[0])
             if step is not None:
@@ -205,8 +201,8 @@ class LM(torch.optim.Optimizer):
         """The step, or everything as it was before it."""
         old, parts = self._state, self.parts
         lin = Linearization(
-            Objective(self.model, self.loss, self.params), batches, parts.rows, parts.curvature.needs, known=self._known, seed=old.steps,
-            single=not isinstance(batches, Batches), most=old.most_rows,
+            Objective(self.model, self.loss, self.params), batches, parts.rows, parts.curvature.needs,
+            known=self._known, seed=old.steps, single=not isinstance(batches, Batches), most=old.most_rows,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
         try:
