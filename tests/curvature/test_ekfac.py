@@ -140,6 +140,12 @@ def test_training_and_resuming(damping):
     assert torch.equal(theta(model), theta(twin))
 
 
+@pytest.mark.parametrize("option", ["decay"])
+def test_options_are_named(option):
+    with pytest.raises(ValueError, match=r"^EKFAC\(decay=2\)"):
+        mq.EKFAC(**{option: 2})
+
+
 def test_the_same_data_are_not_averaged():
     problem = build("linear mse")
     E, fresh = represent(*problem), represent(*problem)
@@ -151,3 +157,31 @@ def test_the_same_data_are_not_averaged():
     weight = 1 - 1 / 2  # of the first of two batches
     for ours, once in zip(averaged.bases, fresh.bases, strict=True):
         assert error(ours.s, (3 * weight + 1 - weight) * once.s) < 1e-10
+
+
+@pytest.mark.parametrize("curvature", [mq.Kronecker, mq.EKFAC], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_bias_that_has_influence_in_one_chunk_alone(curvature, order):
+    """InstanceNorm hides it, unless an activation between the two cuts something off: still one layer, not two."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.InstanceNorm2d(3), nn.Flatten(), nn.Linear(48, 4)).double()
+    nn.init.constant_(model[0].bias, 4.0)
+    x = torch.randn(20, 1, 6, 6).double() * torch.tensor([0.1, 10.0]).double().repeat_interleave(10).view(-1, 1, 1, 1)
+    x, y = x if order == 1 else x.flip(0), torch.randint(4, (20,))
+    G, whole = (curvature(chunk=c).represent(mq.linearize(model, "cross_entropy", x, y)) for c in (10, None))
+    assert [layer.members for layer in G.layers] in ([[0, 1], [2, 3]], [[2, 3], [0, 1]])
+    assert error(G.diagonal().sum(), G.trace()) < 1e-12
+    assert error(G.trace(), whole.trace()) < 0.05
+    assert error(dense(G), dense(whole)) < 0.05
+    lam = torch.tensor(0.1).double()
+    assert error(G.newton(lam), whole.newton(lam)) < 0.05
+
+
+def test_an_outlier_leaves_the_running_average():
+    """What is remembered of s has at most ten times the trace of the present."""
+    problem = build("linear mse")
+    fresh = represent(*problem)
+    past = fresh.keep()
+    E = represent(*problem)
+    E.recall(past | {k: 1e4 * v for k, v in past.items() if k.startswith("s of")}, False)
+    assert E.trace() < 11 * fresh.trace()

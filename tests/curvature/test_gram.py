@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.curvature.gram import GramCurvature
@@ -78,3 +78,16 @@ def test_sampled_rows_in_every_form_of_the_gram_matrix(monkeypatch, name):
         C = mq.Gram(whole=0).represent(linearize(p, rows=rows))
         assert error(C.newton(torch.tensor(0.1).double()), step) < 1e-9
         assert error(C @ g, J.T @ (J @ g)) < 1e-10
+
+
+def test_slope_belongs_to_its_own_metric():
+    """Also after a solve with another one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    G = mq.Gram().represent(mq.linearize(model, "mse", x, y))
+    D, E = (mq.Diagonal.of(torch.rand(G.lin.n).double() + 0.1, G.parameters.sizes) for _ in range(2))
+    G.step(0.3 * D)
+    for metric in (D, E, mq.Diagonal(torch.tensor(2.0).double())):
+        expected = (G.gradient.square() / metric.entries(G.parameters.sizes)).sum()
+        assert error(G.slope(metric), expected) < 1e-10

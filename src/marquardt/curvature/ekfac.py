@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..jacobian.linearization import Linearization
 from ..metric import Diagonal, Metric
-from .contract import Past
+from .contract import Past, trusted
 from .factors import Layer
 from .kronecker import Kronecker, KroneckerCurvature
 from .solve import FactorizationError
@@ -84,16 +84,16 @@ class EKFACCurvature(KroneckerCurvature):
         """Of every layer, with s from the rows once more, now that the factors are known"""
         if self._bases is None:
             self._bases = [Basis(layer) for layer in self.layers]
-            found = {tuple(x.members): basis for x, basis in zip(self.layers, self._bases, strict=True)}
+            found = {i: basis for x, basis in zip(self.layers, self._bases, strict=True) for i in x.members}
             for piece in self.lin.pieces():
                 for block in (b for b in piece.blocks if not b.empty):
-                    basis = found[tuple(self.parameters.members(block.params))]
+                    basis = found[self.parameters.members(block.params)[0]]
                     basis.s = basis.s + self.lin.scale * block.second_moments(basis.left, basis.right)
-            weight = (1 - 1 / self._count.to(self.parameters.dtype)).clamp(max=self.decay)
             for layer, basis in zip(self.layers, self._bases, strict=True):
                 old = self._earlier.get(f"s of {self._name(layer)}")
                 if old is not None and old.shape == basis.s.shape:
-                    basis.s = basis.s.lerp(old.to(basis.s), weight)
+                    share = self._weight() * trusted(old.flatten(), basis.s.flatten()).to(basis.s)
+                    basis.s = basis.s.lerp(old.to(basis.s), share)
         return self._bases
 
     def _with(self, of: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -77,6 +78,18 @@ class Layer:
         if not all(u is us[0] or torch.equal(u, us[0]) for u in us):
             return None
         return us[0], torch.cat(vs, 1)
+
+
+def joined(key: tuple[int, ...], sums: Sums, other: tuple[int, ...], more: Sums) -> tuple[tuple[int, ...], Sums]:
+    """Both added up. A weight or a bias that one of them lacks has the input 0 there."""
+    if len(key) < len(other):
+        key, sums, other, more = other, more, key, sums
+    if key != other:
+        inputs, missing = sums.A.shape[1], sums.A.shape[1] - more.A.shape[1]
+        before = missing if more.bias else 0  # the bias comes last
+        more = replace(more, A=torch.nn.functional.pad(more.A, (before, missing - before) * 2), bias=sums.bias)
+        assert more.A.shape[1] == inputs
+    return key, sums + more
 
 
 def layer_of(members: list[int], sums: Sums, sizes: Sequence[int], scale: float) -> Layer:

@@ -60,7 +60,7 @@ class GramCurvature(Curvature):
         self._whole: list[Block] | None = None
         self._Jh: Tensor | None = None
         self._image: tuple[Tensor, int, Tensor] | None = None  # a step, its version, J̃ times it
-        self._steep: Tensor | None = None  # gᵀD⁻¹g for the D of the last step, without its scale
+        self._steep: tuple[object, Tensor] | None = None  # D₀ of the last solve, and gᵀD₀⁻¹g
 
     @property
     def gradient(self) -> Tensor:
@@ -108,8 +108,10 @@ class GramCurvature(Curvature):
         return (self.u @ Jd if self.h is None else self.u @ Jd + self.parameters.dot(self.h, d)), Jd @ Jd
 
     def slope(self, D: Metric) -> Tensor:
-        """gᵀD⁻¹g = uᵀKu + 2uᵀJ̃D⁻¹h + hᵀD⁻¹h, which the solve with this D has come by"""
-        return super().slope(D) if self._steep is None else (self._steep / D.scale).to(self.u.dtype)
+        """gᵀD⁻¹g = uᵀKu + 2uᵀJ̃D⁻¹h + hᵀD⁻¹h, found by the last solve if it had the same D₀"""
+        if self._steep is None or self._steep[0] is not D.shape:
+            return super().slope(D)
+        return (self._steep[1] / D.scale).to(self.u.dtype)
 
     def trace(self) -> Tensor:
         """tr J̃ᵀJ̃ = tr J̃J̃ᵀ"""
@@ -178,7 +180,7 @@ class GramCurvature(Curvature):
 
     def _solve(self, A: Metric, inner: torch.dtype, outer: torch.dtype) -> Tensor | None:
         """The formula with K in one precision and the products with J̃ in another, or None where rounding spoils it."""
-        sizes = self.parameters.sizes
+        sizes, shape = self.parameters.sizes, A.shape
         K = self._gram(A, inner)
         A = A.to(self.u.to(outer))
         # λ = 0 is the limit λ → 0, which is the shortest of the Gauss-Newton steps.
@@ -196,7 +198,7 @@ class GramCurvature(Curvature):
         steep = (u @ (K @ u)).to(outer)  # gᵀA⁻¹g
         if h is not None and plain is not None and moved is not None:
             steep = steep - 2 * (u @ moved).to(outer) - self.parameters.dot(h, plain)
-        self._steep = steep * A.scale
+        self._steep = shape, steep * A.scale
         w = spd_solve(K, torch.ones_like(K[0]), -u if moved is None else -u - moved, self.notes)
         Kw = K @ w
         d = A.solve(self.adjoint(w.to(outer) / A.scale), sizes, scaled=False)

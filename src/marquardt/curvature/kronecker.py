@@ -13,7 +13,7 @@ from ..jacobian.statistics import Moments
 from ..layers.block import Sums
 from ..metric import Diagonal, Metric, Part
 from .contract import Curvature, Past, Representation, check_chunk, trusted
-from .factors import DiagonalFactor, Factor, FullFactor, Layer, Pair, Solver, Spectrum, diagonal_of, layer_of
+from .factors import DiagonalFactor, Factor, FullFactor, Layer, Pair, Solver, Spectrum, diagonal_of, joined, layer_of
 from .solve import FactorizationError
 
 
@@ -45,13 +45,12 @@ class Kronecker(Representation):
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         if not 0 <= self.decay < 1:
-            raise ValueError(
-                f"Kronecker(decay={self.decay!r}): the weight of earlier batches, at least 0 (none) and below 1"
-            )
+            raise ValueError(f"{name}(decay={self.decay!r}): the weight of earlier batches, at least 0 (none), below 1")
         if not isinstance(self.every, int) or self.every < 1:
             raise ValueError(
-                f"Kronecker(every={self.every!r}): steps from one decomposition to the next, an integer of at least 1"
+                f"{name}(every={self.every!r}): steps from one decomposition to the next, an integer of at least 1"
             )
         check_chunk(self.chunk)
 
@@ -93,7 +92,10 @@ class KroneckerCurvature(Curvature):
                         "belong to one Linear, Conv, Embedding or normalisation layer that sees all samples in their "
                         "order; use curvature=mq.MatrixFree(), mq.Dense() or mq.Gram()"
                     )
-                sums[key] = sums[key] + found if key in sums else found
+                # In another piece a weight or a bias may be without influence, and its layer without it.
+                for other in [k for k in sums if set(k) & set(key)]:
+                    key, found = joined(key, found, other, sums.pop(other))
+                sums[key] = found
         return sums
 
     def recall(self, past: Past | None, same_data: bool) -> None:
@@ -102,7 +104,7 @@ class KroneckerCurvature(Curvature):
             return
         if self.averaged:
             self._count = past["count"] + 1
-            weight = (1 - 1 / self._count.to(self.parameters.dtype)).clamp(max=self.decay)
+            weight = self._weight()
             for layer in self.layers:
                 for side, new in (("left", layer.left), ("right", layer.right)):
                     old = past.get(f"{side} of {self._name(layer)}")
@@ -112,6 +114,10 @@ class KroneckerCurvature(Curvature):
                         setattr(layer, side, torch.lerp(new, old, share))
         if "age" in past and int(past["age"]) + 1 < self.every:
             self._recalled, self._age = past, int(past["age"]) + 1
+
+    def _weight(self) -> Tensor:
+        """Of the past in the running averages: ()"""
+        return (1 - 1 / self._count.to(self.parameters.dtype)).clamp(max=self.decay)
 
     def keep(self) -> Past | None:
         """The averages, and with `every` > 1 the decompositions"""

@@ -35,12 +35,12 @@ def traces(lin: Linearization) -> list[tuple[list[int], Tensor]]:
     for piece in lin.pieces():
         for block in (b for b in piece.blocks if not b.empty):
             key = tuple(sorted(lin.parameters.members(block.params)))
-            trace = block.trace() * lin.scale
+            trace = block.trace()
             for other in [k for k in totals if set(k) & set(key)]:  # the same one, or pieces that go other ways
                 trace = trace + totals.pop(other)
                 key = tuple(sorted({*key, *other}))
             totals[key] = trace
-    return [(list(key), trace) for key, trace in totals.items()]
+    return [(list(key), trace * lin.scale) for key, trace in totals.items()]
 
 
 def moments(lin: Linearization) -> Iterator[Moments]:

@@ -284,6 +284,8 @@ class Bilinear(Block):
     def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         """δ → δ·left, (a, 1) → (a, 1)·right, and the diagonal as if of one weight: (G, O, I + 1)"""
         a = self.a if self.bias is None else torch.cat([self.a, self.a.new_ones(*self.a.shape[:-1], 1)], -1)
+        if right is not None and (missing := right.shape[1] - a.shape[-1]):  # inputs of a parameter without influence
+            a = torch.nn.functional.pad(a, (missing, 0) if self.weight is None else (0, missing))
         a = a if right is None else torch.einsum("npgi,gij->npgj", a, right)
         delta = self.delta if left is None else torch.einsum("rnpgo,gok->rnpgk", self.delta, left)
         J = a.shape[-1]
