@@ -1,7 +1,7 @@
 """One iteration: propose a step, which takes tensors only, and judge it, which takes numbers only.
 
-The plain step and the one recorded as a CUDA graph are made of the same functions: a recording cannot ask what a
-tensor holds, so that nothing in `propose` may depend on it.
+The plain step and the one recorded as a CUDA graph are made of the same functions. A recording cannot know what a
+tensor holds: what `propose` calls asks by `deferred.ask`, and a momentum that must read numbers says so (`recordable`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .jacobian.linearization import Linearization
 from .jacobian.objective import Level
 from .jacobian.rows import Rows
 from .losses import Loss
-from .metric import Metric
+from .metric import Diagonal, Metric
 from .model.parameters import Parameters
 from .parts.acceptance import Acceptance, Trial
 from .parts.average import Average
@@ -59,7 +59,7 @@ class Step:
     """What one step did."""
 
     loss: float  # f before
-    new_loss: float  # f after: where the step was rejected, the same
+    new_loss: float  # f after the step; f before it if it was rejected
     accepted: bool
     rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
     lam: float  # λ of this step
@@ -120,7 +120,7 @@ def damped(parts: Parts, G: Curvature, old: State, same_data: bool) -> Matrices:
 
 def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
     """What a damping of one's own may get wrong: before anything is solved with it."""
-    if not isinstance(D, Metric):
+    if not isinstance(D, Diagonal):  # the one metric that can be saved and loaded so far
         raise TypeError(
             f"{damping}.update returned {type(D).__name__}: a damping returns a metric, for example "
             "mq.Diagonal.of(entries, G.parameters.sizes)"
@@ -130,28 +130,28 @@ def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
 
 
 def propose(
-    parts: Parts, lin: Linearization, of: Matrices, lam: float | Tensor, lr: float, old: State, same_data: bool,
+    parts: Parts, lin: Linearization, matrices: Matrices, lam: float | Tensor, lr: float, old: State, same_data: bool,
     doubt: float = 1.0,
 ) -> Proposal:  # fmt: skip
     """Solve (G + λD)d = −g, add momentum, try. In doubt of the batch the step is shorter than the last one."""
-    G, space = of.G, lin.parameters
-    H = Damped(G, lam * of.A)
+    G, space = matrices.G, lin.parameters
+    H = Damped(G, lam * matrices.A)
     plain = H.step()
     d = plain if parts.momentum is None else parts.momentum.refine(plain, old.previous, H, same_data)
     if doubt > 1:
         d = d * (old.stride / math.sqrt(doubt) / space.norm(d)).clamp(max=1)
     cosine = None if old.previous is None else space.cosine(plain, old.previous)
     new_loss = Trials(lin).loss(d, lr)
-    dDd = of.A.quadratic(d, space.sizes) if same_data else None
+    dDd = matrices.A.quadratic(d, space.sizes) if same_data else None
     lengths = space.norm(d), space.norm(lin.theta)
-    return Proposal(d, plain, Readings(new_loss, *G.model(d), G.slope(of.A), *lengths, dDd, cosine))
+    return Proposal(d, plain, Readings(new_loss, *G.model(d), G.slope(matrices.A), *lengths, dDd, cosine))
 
 
 # --- numbers only
 
 
 class Found(NamedTuple):
-    """The same as Readings."""
+    """What the tensors of Readings hold."""
 
     new_loss: float
     gd: float
@@ -169,7 +169,7 @@ class Judgement(NamedTuple):
     rule: str | None  # "decrease" | "uphill", None if the point is not accepted
     judged: bool  # whether its decrease, predicted or found, exceeds the rounding of f
     gain: float  # ρ, NaN if it was not judged
-    predicted: float  # the decrease, or its absolute value
+    predicted: float  # the absolute value of the predicted decrease
     share: float  # of damping in the step: see schedule.Outcome
 
 
@@ -186,7 +186,7 @@ class Start(NamedTuple):
         return self.repeats > 1  # once may be chance, on large batches
 
 
-def start(old: State, level: Level, dtype: torch.dtype) -> Start:
+def begin(old: State, level: Level, dtype: torch.dtype) -> Start:
     repeats = old.starts_with(level.f, dtype)
     return Start(old, level, repeats, old.doubt(level.f, level.low, repeats > 1))
 
@@ -223,9 +223,9 @@ class Ending(NamedTuple):
 
     rule: str
     lr: float
-    d: Tensor | None  # (n,), None where rejected
+    d: Tensor | None  # (n,), None if it was rejected
     loss: float  # f where it ends
-    found: Found | None  # None where there was no step to try
+    found: Found | None  # None if there was no step to try
     judgement: Judgement
     length: float = math.nan  # ‖d‖
 
@@ -233,13 +233,14 @@ class Ending(NamedTuple):
 FAILED = Judgement(None, True, -math.inf, math.inf, 1.0)
 
 
-def next_lam(parts: Parts, start: Start, lam: float, end: Ending, averaged: bool, unjudged: int) -> float:
-    """λ ← smaller after a good step, larger after a bad one; in doubt of the batch it stays."""
+def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: bool, unjudged: int) -> float:
+    """λ ← smaller after a good step, larger after a bad one; in doubt of the batch it stays. `over_batches`: whether
+    G is a running average."""
     if start.doubt > 1:
         return lam
     full_loss = math.nan if end.found is None else end.found.new_loss
     gain, share = end.judgement.gain, end.judgement.share
-    outcome = Outcome(start.level.f, full_loss, gain, end.rule, start.same_data, averaged, unjudged, share)
+    outcome = Outcome(start.level.f, full_loss, gain, end.rule, start.same_data, over_batches, unjudged, share)
     return parts.schedule.update(lam, outcome)
 
 
@@ -272,7 +273,7 @@ def report(loss: Loss, start: Start, end: Ending, lam: float, notes: Sequence[st
 # --- what the next step is left with
 
 
-def averaged(parts: Parts, state: State, parameters: Parameters, same_data: bool) -> State:
+def with_mean(parts: Parts, state: State, parameters: Parameters, same_data: bool) -> State:
     """θ̄ after another θ, that of the model."""
     if parts.average is None:
         return state
@@ -283,14 +284,14 @@ def averaged(parts: Parts, state: State, parameters: Parameters, same_data: bool
     return replace(state, mean=mean, points=state.points + 1)
 
 
-def kept(parts: Parts, state: State, of: Matrices, end: Ending, start: Start) -> State:
+def kept(parts: Parts, state: State, matrices: Matrices, end: Ending, start: Start) -> State:
     """The tensors that an accepted step leaves for the next one."""
     previous = state.previous
     if parts.remembers and end.d is not None:
         previous = end.d if end.lr == 1 else end.lr * end.d
     if start.doubt > 1:
         return replace(state, previous=previous)
-    return replace(state, previous=previous, D=of.D, past=of.G.keep())
+    return replace(state, previous=previous, D=matrices.D, past=matrices.G.keep())
 
 
 def blame_gradient(parameters: Parameters, g: Tensor) -> None:

@@ -94,7 +94,7 @@ class Metric(ABC):
 
     @abstractmethod
     def state(self) -> list[Any]:
-        """What `restored` needs: tensors, and lists of them."""
+        """What makes it again: tensors, and lists of them. A new kind of metric extends `restored` below."""
 
     def entries(self, sizes: Sequence[int]) -> Tensor:
         """The diagonal, if that is all of it: (n,)"""
@@ -130,11 +130,6 @@ class Diagonal(Metric):
         if A.shape != (sum(sizes),):
             raise ValueError(f"entries of the shape {tuple(A.shape)}: one for each of {sum(sizes)} parameters, or ()")
         return Diagonal(A.new_ones(()), [Part(part) for part in A.split(list(sizes))])
-
-    @staticmethod
-    def restored(state: list[Any]) -> Diagonal:
-        scale, parts = state
-        return Diagonal(scale, None if parts is None else [Part.of(part) for part in parts])
 
     def state(self) -> list[Any]:
         return [self.scale, None if self._parts is None else [list(part.factors) for part in self._parts]]
@@ -222,3 +217,9 @@ class Diagonal(Metric):
 def _paired(part: Part, other: Part, join: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     partner = {id(f): g for f, g in zip(part.factors, other.factors, strict=True)}
     return lambda f: join(f, partner[id(f)])
+
+
+def restored(state: list[Any]) -> Metric:
+    """The metric that a saved state holds"""
+    scale, parts = state
+    return Diagonal(scale, None if parts is None else [Part.of(part) for part in parts])

@@ -25,7 +25,7 @@ from .iteration import (
     Parts,
     Start,
     Step,
-    averaged,
+    begin,
     blame_gradient,
     concluded,
     damped,
@@ -34,7 +34,7 @@ from .iteration import (
     next_lam,
     propose,
     report,
-    start,
+    with_mean,
 )  # fmt: skip
 from .jacobian.known import Known
 from .jacobian.linearization import Linearization
@@ -231,53 +231,53 @@ class LM(torch.optim.Optimizer):
         """The algorithm box: the step and the next state; the model ends at the next θ."""
         parts, old = self.parts, self._state.like(lin.theta)
         G = representation.represent(lin)
-        begun = start(old, lin.level, lin.theta.dtype)
-        of = damped(parts, G, old, begun.same_data)
-        lam, unjudged, notes = old.lam, old.unjudged, self._first_notes(begun.doubt)
+        start = begin(old, lin.level, lin.theta.dtype)
+        matrices = damped(parts, G, old, start.same_data)
+        lam, unjudged, notes = old.lam, old.unjudged, self._first_notes(start.doubt)
         for _ in range(self.attempts):
-            used = begun.doubt * lam
-            end = self._attempt(lin, of, begun, used, notes)
+            used = start.doubt * lam
+            end = self._attempt(lin, matrices, start, used, notes)
             unjudged = 0 if end.judgement.judged else unjudged + 1
-            lam = next_lam(parts, begun, lam, end, G.averaged, unjudged)
+            lam = next_lam(parts, start, lam, end, G.averaged, unjudged)
             if end.rule != "rejected":
                 break
             if not end.judgement.judged:
                 notes.append("rejected: rounding of the loss hides what the step would gain")
                 break
             notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
-        if old.overdue(end.loss, begun.same_data):
+        if old.overdue(end.loss, start.same_data):
             end = end._replace(rule="return", d=None, loss=old.haven_loss)
             notes.append(f"back to where the loss was {old.away} steps ago")
 
         lin.position.move(end.d, end.lr)
-        state, converged = concluded(parts, begun, end, lam, used, lin.theta, unjudged)
+        state, converged = concluded(parts, start, end, lam, used, lin.theta, unjudged)
         state = replace(state, plan=self._planned, most_rows=lin.most)
         if end.rule == "return" and old.haven is not None:
             lin.parameters.assign(old.haven)
-            state = averaged(parts, replace(state, previous=None), lin.parameters, begun.same_data)
+            state = with_mean(parts, replace(state, previous=None), lin.parameters, start.same_data)
         if end.d is not None:
-            state = averaged(parts, kept(parts, state, of, end, begun), lin.parameters, begun.same_data)
+            state = with_mean(parts, kept(parts, state, matrices, end, start), lin.parameters, start.same_data)
         if converged:
             notes = ["converged: no decrease is left that could be told from the rounding of the loss"]
-        return report(self.loss, begun, end, used, notes, converged), state
+        return report(self.loss, start, end, used, notes, converged), state
 
-    def _attempt(self, lin: Linearization, of: Matrices, begun: Start, lam: float, notes: list[str]) -> Ending:
+    def _attempt(self, lin: Linearization, matrices: Matrices, start: Start, lam: float, notes: list[str]) -> Ending:
         """One λ: propose, judge; if that fails, search."""
-        parts, lr, f, doubt = self.parts, self.lr, begun.level.f, begun.doubt
+        parts, lr, f, doubt = self.parts, self.lr, start.level.f, start.doubt
         try:
-            proposal = propose(parts, lin, of, lam, lr, begun.old, begun.same_data, doubt)
+            proposal = propose(parts, lin, matrices, lam, lr, start.old, start.same_data, doubt)
         except FactorizationError as error:
-            blame_gradient(lin.parameters, of.G.gradient)
+            blame_gradient(lin.parameters, matrices.G.gradient)
             notes.append(str(error))
             return Ending("rejected", lr, None, f, None, FAILED)
         finally:
-            notes += of.G.notes
-            of.G.notes.clear()
+            notes += matrices.G.notes
+            matrices.G.notes.clear()
         d, plain, readings = proposal
         found = readings.read(floats(*readings.tensors()))  # one synchronisation for all that the judgement needs
         if not math.isfinite(found.new_loss):
             notes.append(f"the trial loss is {found.new_loss}")
-        judgement = judge(parts, begun, found, lam, lr, torch.finfo(d.dtype).eps)
+        judgement = judge(parts, start, found, lam, lr, torch.finfo(d.dtype).eps)
         if judgement.rule is not None:
             return Ending(judgement.rule, lr, d, found.new_loss, found, judgement, found.length)
         if parts.line_search is not None and lr > 0 and judgement.judged and doubt == 1:
@@ -309,7 +309,7 @@ class LM(torch.optim.Optimizer):
         try:
             recording.run(batch, old)
             with torch.no_grad():  # while the device is at work
-                mean = averaged(parts, old, recording.objective.parameters, False)
+                mean = with_mean(parts, old, recording.objective.parameters, False)
             judged = self._judged(recording, mean)
             if judged is not None:
                 step, self._state = judged
@@ -327,14 +327,14 @@ class LM(torch.optim.Optimizer):
             return None
         level, found = result
         dtype = recording.theta.dtype
-        begun = start(old, level, dtype)
-        judgement = judge(parts, begun, found, old.lam, lr, torch.finfo(dtype).eps)
-        if judgement.rule is None or not judgement.judged or begun.same_data or begun.doubt > 1:
+        start = begin(old, level, dtype)
+        judgement = judge(parts, start, found, old.lam, lr, torch.finfo(dtype).eps)
+        if judgement.rule is None or not judgement.judged or start.same_data or start.doubt > 1:
             return None
         end = Ending(judgement.rule, lr, recording.d, found.new_loss, found, judgement, found.length)
-        lam = next_lam(parts, begun, old.lam, end, recording.averaged, 0)
-        state, converged = concluded(parts, begun._replace(old=mean), end, lam, old.lam, recording.theta, 0)
-        return report(self.loss, begun, end, old.lam, (), converged), recording.keep(state)
+        lam = next_lam(parts, start, old.lam, end, recording.averaged, 0)
+        state, converged = concluded(parts, start._replace(old=mean), end, lam, old.lam, recording.theta, 0)
+        return report(self.loss, start, end, old.lam, (), converged), recording.keep(state)
 
     @property
     def parts(self) -> Parts:

@@ -18,7 +18,7 @@ from .jacobian.known import Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective, Totals
 from .jacobian.proof import EVERY
-from .metric import Diagonal
+from .metric import restored
 from .model.batch import Batch
 from .state import State
 
@@ -54,10 +54,10 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraph}
 class RecordedStep:
     """One step, recorded: linearise, represent, solve, try. The judgement stays with the host.
 
-    Everything that a step reads lies in tensors of its own: batch, λ, what is drawn, and what one step leaves to the
-    next (D, what the curvature keeps, the step), which the recording itself takes over from `next` to `kept`. Questions
-    on the way are assumed to be answered by yes and verified after the replay; where one was not, the caller takes the
-    step back and does it again without the recording.
+    All inputs of a step lie in tensors that the recording owns: the batch, λ, what is drawn, and what one step leaves
+    to the next (D, what the curvature keeps, the step). At the start of a replay `next` is copied to `kept`, at its end
+    the new ones are written to `next`. Questions on the way are assumed to be answered by yes and verified after the
+    replay; if one was not, the caller takes the step back and does it again without the recording.
     """
 
     def __init__(
@@ -92,11 +92,16 @@ class RecordedStep:
             )  # fmt: skip
             representation, _ = parts.curvature.choose(lin, state.plan)
             lin = lin.made_for(representation.needs)
-            of = damped(parts, representation.represent(lin), old, False)
-            proposal = propose(parts, lin, of, self.lam, self.lr, old, False)
-            self.readings, self.d, self.theta, self.averaged = proposal.readings, proposal.d, lin.theta, of.G.averaged
+            matrices = damped(parts, representation.represent(lin), old, False)
+            proposal = propose(parts, lin, matrices, self.lam, self.lr, old, False)
+            self.readings, self.d, self.theta, self.averaged = (
+                proposal.readings,
+                proposal.d,
+                lin.theta,
+                matrices.G.averaged,
+            )
             previous = None if not parts.remembers else proposal.d if self.lr == 1 else self.lr * proposal.d
-            _copy(self.next, [of.D.state(), of.G.keep(), previous])
+            _copy(self.next, [matrices.D.state(), matrices.G.keep(), previous])
             lin.close()
             return answers(tape, *proposal.readings.tensors())
 
@@ -110,7 +115,7 @@ class RecordedStep:
         self.recorder.replay()
 
     def result(self) -> tuple[Level, Found] | None:
-        """None where something was not as assumed: then `undo`."""
+        """None if something was not as assumed: then `undo`."""
         found: list[float] = self.answers.tolist()
         asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
         level = self.objective.level(Totals(*totals)) if totals[1] == self.normaliser else None
@@ -132,7 +137,7 @@ class Recordings:
     """Which step is recorded, if any: the second of two in a row that look alike to a recording."""
 
     def __init__(self) -> None:
-        self.made: tuple[Any, RecordedStep | None] | None = None  # for these shapes; None where it failed
+        self.made: tuple[Any, RecordedStep | None] | None = None  # for these shapes; None if that failed
         self._last: Any = None  # shapes of the last step
 
     def of(
@@ -145,14 +150,14 @@ class Recordings:
         key = signature(objective, batch, state, known, lr)
         if self.made is None or self.made[0] != key:
             if self._last == key:
-                self.made = (key, self._record(lambda: RecordedStep(parts, objective, batch, state, known, totals, lr)))
+                self.made = (key, self._tried(lambda: RecordedStep(parts, objective, batch, state, known, totals, lr)))
             self._last = key
             return None
         return self.made[1]
 
     @staticmethod
-    def _record(make: Callable[[], RecordedStep]) -> RecordedStep | None:
-        """None where the model or a part of the optimizer cannot be recorded."""
+    def _tried(make: Callable[[], RecordedStep]) -> RecordedStep | None:
+        """None if the model or a part of the optimizer cannot be recorded."""
         try:
             return make()
         except Exception as error:  # CUDA refuses in many ways
@@ -186,7 +191,7 @@ def _tensors(state: State) -> list[Any]:
 
 def _with(state: State, kept: list[Any]) -> State:
     D, past, previous = kept
-    return replace(state, D=None if D is None else Diagonal.restored(D), past=past, previous=previous)
+    return replace(state, D=None if D is None else restored(D), past=past, previous=previous)
 
 
 def _clone(item: Any) -> Any:

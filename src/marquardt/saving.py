@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .arguments import check_rate
 from .curvature.contract import Representation
 from .curvature.plan import Plan
-from .metric import Diagonal
+from .metric import restored
 from .parts.schedule import Schedule
 from .state import State
 
@@ -34,7 +34,7 @@ def loaded(saved: Any, schedule: Schedule, curvature: Representation, sizes: lis
     found = check_state(_of_this_version(saved), schedule, curvature, sizes)
     found = tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) else v, found)
     D, plan = found.get("D"), found.get("plan")
-    found["D"] = None if D is None else Diagonal.restored(D)
+    found["D"] = None if D is None else restored(D)
     found["plan"] = None if plan is None else curvature.restored(Plan.restored(plan), device)
     return State(**found)
 
@@ -79,7 +79,7 @@ def check_state(
             raise ValueError(f"the state {key!r} is of {len(t)} parameters, this optimizer has {n}")
     curvature.check(past or {}, n)
     D = state.get("D")
-    if D is not None and not (isinstance(D, list) and len(D) == 2 and Diagonal.restored(D).fits(sizes)):
+    if D is not None and not (isinstance(D, list) and len(D) == 2 and restored(D).fits(sizes)):
         raise ValueError("the damping D in this state is that of another model: load the state of this one")
     return dict(state)
 

@@ -25,7 +25,7 @@ TOGETHER = {"cuda": 1 << 26, "cpu": 1 << 18}
 
 
 class Trials:
-    """Along a direction from the point of a linearisation."""
+    """Losses along directions from the point of a linearisation."""
 
     def __init__(self, lin: Linearization) -> None:
         self.lin, self.objective, self.known = lin, lin.objective, lin.known
@@ -56,7 +56,7 @@ class Trials:
         return SameSlopes(self.lin.slopes[i]) if self.lin.single else nullcontext()
 
     def losses(self, d: Tensor, rates: Sequence[float]) -> list[float]:
-        """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other where vmap refuses."""
+        """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other if vmap refuses."""
         lin = self.lin
         lin.totals()
         size, proven = self._together(), self.known.batched_trials

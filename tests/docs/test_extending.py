@@ -275,7 +275,7 @@ def test_what_newton_returns_stays_as_it_is():
 
     @dataclass(frozen=True)
     class Descent(mq.Representation):
-        def represent(self, lin):
+        def form(self, lin):
             return Steepest(lin)
 
     model, x, y = problem()

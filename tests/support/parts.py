@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.metric import Diagonal
+from marquardt.metric import restored
 from marquardt.parts.acceptance import Trial
 
 f64 = torch.float64
@@ -72,7 +72,7 @@ def lm(model: nn.Module, loss="mse", **parts) -> mq.LM:
 
 def entries(opt: mq.LM) -> Tensor:
     """D as the optimizer keeps it: (n,)"""
-    return Diagonal.restored(opt.state_dict()["marquardt"]["D"]).entries([p.numel() for p in opt.params])
+    return restored(opt.state_dict()["marquardt"]["D"]).entries([p.numel() for p in opt.params])
 
 
 def curvature(model: nn.Module, x: Tensor, y: Tensor, loss="mse"):

@@ -30,11 +30,11 @@ PLANS = 9
 
 @dataclass(frozen=True)
 class Auto(Representation):
-    """Dense where there are fewer parameters than rows, Gram elsewhere; in chunks, or MatrixFree, where these do not
-    fit into memory: `memory`, such as "4GiB", or what the device has free. `opt.plan` says what was picked and why.
+    """Dense if there are fewer parameters than rows, otherwise Gram; in chunks, or MatrixFree, if these do not fit
+    into memory: `memory`, such as "4GiB", or what the device has free. `opt.plan` says what was picked and why.
 
-    All three solve the same system, MatrixFree to its tolerance: they differ in speed and memory. Where a prediction
-    was too low and memory runs out, the step is repeated with the next smaller plan.
+    All three solve the same system, MatrixFree to its tolerance: they differ in speed and memory. If a prediction was
+    too low and memory runs out, the step is repeated with the next smaller plan.
     """
 
     chunk: int | None = None
@@ -54,7 +54,7 @@ class Auto(Representation):
     def check(self, past: Past, n: int) -> None:
         check_square(past, "G", n)
 
-    def represent(self, lin: Linearization) -> Curvature:
+    def form(self, lin: Linearization) -> Curvature:
         return self.choose(lin, None)[0].represent(lin)
 
     @property
@@ -185,7 +185,7 @@ def matrix_free_bytes(s: Shapes, chunk: int | None) -> int:
 
 
 def free(device: torch.device) -> int | None:
-    """Bytes that a step may take on this device, None where it does not say."""
+    """Bytes that a step may take on this device, None if it does not say."""
     if device.type == "cuda":
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(SHARE * (torch.cuda.mem_get_info(device)[0] + idle))

@@ -1,8 +1,12 @@
 """The contract of the curvature: what a representation of G has to say, and what it may say better.
 
 To add one, write two classes in one file. The first is a frozen dataclass with the options, derived from
-`Representation`: `needs` says what it asks of the linearisation, `represent` returns the second. The second derives
-from `Curvature` and defines `__matmul__` and `newton`; docs/extending.md adds one from outside the package.
+`Representation`: `needs` says what it asks of the linearisation, `form` returns the second. The second derives from
+`Curvature` and defines `__matmul__` and `newton`; docs/extending.md adds one from outside the package.
+
+    entries of a damping A      Diagonal.of(A, sizes).entries(sizes): (n,)
+    a question about tensors    deferred.ask(condition) instead of bool(condition), if steps shall be recorded
+    the first pass              f, scale and m are known after the first loop over lin.pieces(), not within it
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ class Curvature(ABC):
 
     @property
     def rank(self) -> int:
-        """At most: the smaller of parameters and rows, in the largest batch so far"""
+        """Of G, at most. That of J̃ᵀJ̃ is the smaller of parameters and rows, in the largest batch so far; another G says
+        what it has: λ = 1 stands for tr G / rank"""
         return min(self.parameters.n, self.lin.most)
 
     @property
@@ -53,8 +58,8 @@ class Curvature(ABC):
 
     @abstractmethod
     def newton(self, damping: Metric | Tensor) -> Tensor:
-        """(G + A)⁻¹g: (n,); A is a metric, one number () or one per parameter (n,). A FactorizationError if G + A is
-        not positive definite."""
+        """(G + A)⁻¹g: (n,); A is a metric, one number () or one per parameter (n,). If G + A is not positive definite,
+        a FactorizationError: the step fails, and λ rises."""
 
     def step(self, A: Metric) -> Tensor:
         """−(G + A)⁻¹g: (n,)"""
@@ -141,8 +146,12 @@ class Representation(ABC):
         """What it asks of the linearisation."""
         return Needs()
 
-    @abstractmethod
     def represent(self, lin: Linearization) -> Curvature:
+        """G of a batch. If `lin` was made for other needs, another linearisation of the same batch takes its place."""
+        return self.form(lin.made_for(self.needs))
+
+    @abstractmethod
+    def form(self, lin: Linearization) -> Curvature:
         """G of a linearisation that was made for these needs."""
 
     def choose(self, lin: Linearization, plan: Plan | None) -> tuple[Representation, Plan | None]:

@@ -47,8 +47,8 @@ class Dense(Representation):
     def check(self, past: Past, n: int) -> None:
         check_square(past, "G", n)
 
-    def represent(self, lin: Linearization) -> DenseCurvature:
-        return DenseCurvature(lin.made_for(self.needs), self.inertia, self.small)
+    def form(self, lin: Linearization) -> DenseCurvature:
+        return DenseCurvature(lin, self.inertia, self.small)
 
 
 class DenseCurvature(Curvature):

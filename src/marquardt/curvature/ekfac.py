@@ -33,8 +33,8 @@ class EKFAC(Kronecker):
 
     every: int = field(default=1, init=False, repr=False)  # the basis is that of the step
 
-    def represent(self, lin: Linearization) -> EKFACCurvature:
-        return EKFACCurvature(lin.made_for(self.needs), self.decay)
+    def form(self, lin: Linearization) -> EKFACCurvature:
+        return EKFACCurvature(lin, self.decay)
 
 
 class Basis:

@@ -55,7 +55,7 @@ class Layer:
         return (diagonal_of(self.left).sum(1) * diagonal_of(self.right).sum(1)).sum()
 
     def scales(self, D: Sequence[Part] | None) -> tuple[Tensor, Tensor] | None:
-        """u (K, L) and v (K, R) with D = u ⊗ v, None where D (of each parameter) is not of that form"""
+        """u (K, L) and v (K, R) with D = u ⊗ v, None if D (of each parameter) is not of that form"""
         one = self.left.new_ones(self.K, self.L)
         if D is None:
             return one, diagonal_of(torch.ones_like(self.right))

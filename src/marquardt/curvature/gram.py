@@ -40,8 +40,8 @@ class Gram(Representation):
     def needs(self) -> Needs:
         return Needs(self.chunk, together=True)
 
-    def represent(self, lin: Linearization) -> GramCurvature:
-        return GramCurvature(lin.made_for(self.needs), self.whole)
+    def form(self, lin: Linearization) -> GramCurvature:
+        return GramCurvature(lin, self.whole)
 
 
 class GramCurvature(Curvature):

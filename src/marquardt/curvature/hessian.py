@@ -16,7 +16,7 @@ from ..jacobian.statistics import Moments
 from ..memory import out_of_memory
 from ..metric import Diagonal, Metric
 from ..model.kernels import twice_differentiable
-from ..model.parameters import flat
+from ..model.parameters import joined
 from .contract import Curvature, Representation
 from .dense import SMALL
 from .solve import FactorizationError
@@ -37,8 +37,8 @@ class Hessian(Representation):
     def needs(self) -> Needs:
         return Needs(by_sample=False, graph=True)
 
-    def represent(self, lin: Linearization) -> HessianCurvature:
-        return HessianCurvature(lin.made_for(self.needs))
+    def form(self, lin: Linearization) -> HessianCurvature:
+        return HessianCurvature(lin)
 
 
 class HessianCurvature(Curvature):
@@ -192,8 +192,3 @@ def again(
         if out_of_memory(error):
             raise
         raise ValueError(f"{ONCE}: {error}. {WAY_OUT}") from error
-
-
-def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
-    """One vector: (n,)"""
-    return torch.cat([flat(g, p) for g, p in zip(grads, params, strict=True)])

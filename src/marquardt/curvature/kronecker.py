@@ -58,8 +58,8 @@ class Kronecker(Representation):
     def needs(self) -> Needs:
         return Needs(self.chunk)
 
-    def represent(self, lin: Linearization) -> KroneckerCurvature:
-        return KroneckerCurvature(lin.made_for(self.needs), self.decay, self.every)
+    def form(self, lin: Linearization) -> KroneckerCurvature:
+        return KroneckerCurvature(lin, self.decay, self.every)
 
 
 class KroneckerCurvature(Curvature):
@@ -82,7 +82,7 @@ class KroneckerCurvature(Curvature):
         """Of all pieces, by the parameters of a layer"""
         sums: dict[tuple[int, ...], Sums] = {}
         for piece in self.lin.pieces():
-            weight = piece.jacobian.of.batch.weight  # of the samples that have rows
+            weight = piece.jacobian.forward.batch.weight  # of the samples that have rows
             for block in (b for b in piece.blocks if not b.empty):
                 key = tuple(self.parameters.members(block.params))
                 found = block.sums(weight)

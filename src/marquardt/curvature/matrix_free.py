@@ -29,7 +29,7 @@ from ..trials import Trials
 from .conjugate_gradients import Iterate, conjugate_gradients
 from .contract import Curvature, Past, Representation, check_chunk
 from .hessian import NOT_SYMMETRIC
-from .products import GaussNewton, HessianProducts, Products, Way, same_without_grad, versions, ways
+from .products import GaussNewton, HessianProducts, Products, Way, versions, ways
 from .solve import FactorizationError
 
 # Random signs in an estimate of a trace: it is right to √(2/8) at the worst.
@@ -84,8 +84,8 @@ class MatrixFree(Representation):
     def needs(self) -> Needs:
         return Needs(self.chunk, by_sample=False, graph=True)
 
-    def represent(self, lin: Linearization) -> MatrixFreeCurvature:
-        return MatrixFreeCurvature(lin.made_for(self.needs), self)
+    def form(self, lin: Linearization) -> MatrixFreeCurvature:
+        return MatrixFreeCurvature(lin, self)
 
 
 class MatrixFreeCurvature(Curvature):
@@ -100,14 +100,14 @@ class MatrixFreeCurvature(Curvature):
         self._R = 0  # rows per sample
         for piece in lin.pieces():
             if not self._R and lin.known.proven is None:  # otherwise the rows have shown it
-                lin.known.differentiates = not same_without_grad(piece.whole)
+                lin.known.differentiates = not piece.whole.same_without_grad()
             self._R, self._rows_fit = piece.jacobian.R, _fits(piece)
             if lin.in_one:
                 _ = piece.gradient  # while the graph is fresh
                 with twice_differentiable(lin.objective.model):
                     self._open = self._products(piece)
         self._g = lin.gradient if self._open is None else self._open.piece.gradient * lin.scale
-        self._mute: set[int] | None = None  # parameters without influence, as the preconditioner has found
+        self._inert: set[int] | None = None  # parameters without influence, as the preconditioner has found
         self._start: Tensor | None = None  # (n,) of an earlier step
         self._last: Tensor | None = None  # (n,) where CG ended
         self._known: tuple[Tensor, float, float] | None = None  # x, gᵀx, xᵀGx of the step taken
@@ -116,10 +116,10 @@ class MatrixFreeCurvature(Curvature):
 
     @property
     def gradient(self) -> Tensor:
-        return self._silenced(self._g)
+        return self._without_inert(self._g)
 
-    def _silenced(self, v: Tensor) -> Tensor:
-        return self.parameters.without(v, self.lin.mute if self._mute is None else self._mute)
+    def _without_inert(self, v: Tensor) -> Tensor:
+        return self.parameters.without(v, self.lin.inert if self._inert is None else self._inert)
 
     # Products.
 
@@ -129,7 +129,7 @@ class MatrixFreeCurvature(Curvature):
             for found in self._each(lambda part: part.product(v)):
                 total = found if total is None else total.add_(found)
         assert total is not None
-        return self._silenced(total.mul_(self.lin.scale))
+        return self._without_inert(total.mul_(self.lin.scale))
 
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀGv = ‖SᵀJv‖², half of a product; of a Hessian it is a whole one"""
@@ -332,8 +332,8 @@ class MatrixFreeCurvature(Curvature):
                 return None
             found = scattered(((block, block.diagonal()) for block in piece.blocks), self.parameters)
             total = found if total is None else total.add_(found)
-            if piece.mute is not None:
-                self._mute = piece.mute if self._mute is None else self._mute & piece.mute
+            if piece.inert is not None:
+                self._inert = piece.inert if self._inert is None else self._inert & piece.inert
         assert total is not None
         return total.mul_(lin.scale)
 

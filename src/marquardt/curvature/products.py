@@ -11,12 +11,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from .. import tolerances
-from ..jacobian.passes import Pass
 from ..jacobian.piece import Piece
-from ..model.batch import forward
-from ..model.randomness import SameSlopes
-from ..model.substituted import call_with
-from .hessian import again, joined, slope_with_graph
+from ..model.parameters import joined
+from .hessian import again, slope_with_graph
 
 # The level of forward mode is one number for the whole program, and torch refuses a second one: a thread at a time.
 LEVEL = threading.RLock()
@@ -61,7 +58,7 @@ class GaussNewton(Products):
         v = self.adjoint(t)
         there, here = (t * self.rows(v)).sum().item(), self.parameters.dot(v, v).item()
         # What is not finite, the step will see.
-        return not abs(there - here) > tolerances.of_rules(self.piece.jacobian.of.coarsest) * here
+        return not abs(there - here) > tolerances.of_rules(self.piece.jacobian.forward.coarsest) * here
 
 
 class HessianProducts(Products):
@@ -98,7 +95,7 @@ Way = Callable[[Piece], Pair]
 def by_double_backward(piece: Piece) -> Pair:
     """Jᵀw is linear in w, so that its derivative by w along v is Jv: the graph of Jᵀw is made once."""
     J, parameters = piece.jacobian, piece.objective.parameters
-    z = J.of.graph
+    z = J.forward.graph
     with torch.enable_grad():
         w = torch.zeros_like(z, requires_grad=True)
         grads = torch.autograd.grad(z, parameters.tensors, w, create_graph=True, allow_unused=True)
@@ -121,7 +118,7 @@ def by_forward_mode(piece: Piece) -> Pair:
     def rows(v: Tensor) -> Tensor:
         with LEVEL, forward_ad.dual_level(), torch.set_grad_enabled(piece.known.differentiates):
             pairs = zip(parameters.tensors, parameters.shaped(v), strict=True)
-            z = repeated(J.of, {id(p): forward_ad.make_dual(p.detach(), t) for p, t in pairs})
+            z = J.forward.repeated({id(p): forward_ad.make_dual(p.detach(), t) for p, t in pairs})
             Jv = forward_ad.unpack_dual(z).tangent
         return J.seen(None if Jv is None else Jv.detach())
 
@@ -140,31 +137,6 @@ def ways(model: nn.Module) -> tuple[Way, ...]:
     if any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules()):
         return by_forward_mode, by_double_backward, by_rows
     return by_double_backward, by_forward_mode, by_rows
-
-
-def repeated(of: Pass, replaced: dict[int, Tensor]) -> Tensor:
-    """A forward pass once more, with other tensors in the place of some parameters.
-
-    On copies of the buffers: restoring them in place would spoil the graph of the pass.
-    """
-    model = of.objective.model
-    before = {id(b): value for _, saved in of.before.buffers for b, value in saved.values() if b is not None}
-    buffers = {id(b): before[id(b)].clone() for b in model.buffers() if id(b) in before}
-    of.before.restore(buffers=False)
-    try:
-        with SameSlopes(of.slopes):
-            return forward(call_with(model, {**buffers, **replaced}), of.batch.inputs)
-    finally:
-        of.after.restore(buffers=False)
-
-
-def same_without_grad(of: Pass) -> bool:
-    """Whether the model gives the same outputs under no_grad: a network that differentiates itself may not."""
-    try:
-        with torch.no_grad():
-            return tolerances.same_outputs(repeated(of, {}), of.z)
-    except Exception:  # whatever the model says to a forward pass without gradients
-        return False
 
 
 def versions(model: nn.Module) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from ..memory import out_of_memory
-from ..model.batch import forward
+from ..model.batch import forward as call
 from .passes import Pass
 
 # Ways to the rows of parameters without a rule, fastest first; the first that is proven right is taken.
@@ -20,11 +20,11 @@ PATHS = ("vmap", "parts", "rows", "loop")
 class Jacobian:
     """J̃ in Σ-units, without the normaliser: R rows for each of the N samples of a pass, m = R·N."""
 
-    def __init__(self, of: Pass, S: Tensor) -> None:
-        self.of, self.S = of, S  # (R, N, *out)
+    def __init__(self, forward: Pass, S: Tensor) -> None:
+        self.forward, self.S = forward, S  # (R, N, *out)
         self.R, self.N = S.shape[:2]
         self.m = self.R * self.N
-        self.parameters = of.objective.parameters
+        self.parameters = forward.objective.parameters
 
     def seen(self, Jv: Tensor | None) -> Tensor:
         """Sᵀ(Jv): (N, *out) → (R, N)"""
@@ -37,7 +37,7 @@ class Jacobian:
 
     def adjoint(self, w: Tensor) -> Tensor:
         """Jᵀ(Sw) by a backward pass: (R, N) → (n,)"""
-        return self.of.vjp(self.cotangent(w))
+        return self.forward.vjp(self.cotangent(w))
 
     def random(self, seed: int = 0) -> Tensor:
         """One number for every row, the same every time: (R, N)"""
@@ -48,7 +48,7 @@ class Jacobian:
         """δ: gradients of the R rows of every sample at the output of each of these calls, (R, *output)."""
         if not wanted:
             return []
-        S, graph, known, calls = self.S, self.of.graph, self.of.known, self.of.watch.calls
+        S, graph, known, calls = self.S, self.forward.graph, self.forward.known, self.forward.watch.calls
         edges = [calls[i].edge for i in wanted]
 
         def backward(s: Tensor) -> tuple[Tensor, ...]:
@@ -85,11 +85,11 @@ class Jacobian:
     def explicit(self, path: str, indices: Sequence[int]) -> Tensor:
         """The rows of some parameters, written out: (m, their columns)"""
         params = [self.parameters.tensors[i] for i in indices]
-        model, inputs = self.of.objective.model, self.of.batch.inputs
+        model, inputs = self.forward.objective.model, self.forward.batch.inputs
         if path == "vmap":
-            return rows_by_vmap(model, params, forward, inputs, self.S)
+            return rows_by_vmap(model, params, call, inputs, self.S)
         if path == "parts":
-            if self.of.chance.drawn:
+            if self.forward.chance.drawn:
                 raise ValueError("a random model draws other numbers in parts")
-            return rows_in_parts(model, params, forward, inputs, self.S)
-        return (rows_in_batches if path == "rows" else rows_by_loop)(self.of.graph, params, self.S)
+            return rows_in_parts(model, params, call, inputs, self.S)
+        return (rows_in_batches if path == "rows" else rows_by_loop)(self.forward.graph, params, self.S)

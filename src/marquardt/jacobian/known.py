@@ -14,17 +14,17 @@ class Proof:
 
     layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)  # blocks with a rule, by their parameters
     general: dict[int, str] = field(default_factory=dict)  # the other parameters: one of jacobian.PATHS
-    mute: dict[int, float] = field(default_factory=dict)  # parameters without influence, and a bound on their rounding
+    inert: dict[int, float] = field(default_factory=dict)  # parameters without influence, and a bound on their rounding
     unused: set[int] | None = None  # calls that the outputs do not depend on
     sizes: set[int] = field(default_factory=set)  # numbers of samples that it was compared on
     alarms: int = 0  # how often a proof was repeated for nothing
     quiet: int = 0  # pieces that need not be compared with autograd: some after a success, more after such an alarm
 
     def path(self, i: int) -> str:
-        return "none" if i in self.mute else self.general.get(i, "rule")
+        return "none" if i in self.inert else self.general.get(i, "rule")
 
     def same(self, other: Proof) -> bool:
-        return (self.layouts, self.general, set(self.mute)) == (other.layouts, other.general, set(other.mute))
+        return (self.layouts, self.general, set(self.inert)) == (other.layouts, other.general, set(other.inert))
 
 
 @dataclass

@@ -26,7 +26,7 @@ from .rows import Exact, Rows
 class Needs:
     """What a representation of the curvature asks of a linearisation, said before there is one."""
 
-    chunk: int | None = None  # samples that are linearised at once; None for as many as there are
+    chunk: int | None = None  # samples that are linearised at once; None: any number
     by_sample: bool = True  # rows that belong to one sample each: then no layer may couple the samples
     graph: bool = False  # graphs that stay, and can be differentiated again
     together: bool = False  # all rows of a step at once, so that several batches are refused
@@ -57,14 +57,15 @@ class Linearization:
         self._m = 0  # rows of this one
         self._totals: Totals | None = None
         self._moments: list[Moment] = []  # before each piece
-        self._mute: set[int] | None = None  # parameters without influence in all pieces whose rows were formed so far
+        self._inert: set[int] | None = None  # parameters without influence in all pieces whose rows were formed so far
         self._h: Tensor | None = None  # remainder of several pieces, in Σ-units
         self._gradient: Tensor | None = None
         self._remainder: Tensor | None = None
         self._open: Piece | None = None
 
     def made_for(self, needs: Needs) -> Linearization:
-        """This, if it serves these needs; otherwise another one of the same batch, as if this had never been."""
+        """This, if its chunks and graphs serve these needs; otherwise another one of the same batch, as if this had
+        never been. Whether there is one batch and whether its samples are independent is for the optimizer to check."""
         chunk = self.needs.chunk if needs.chunk is None else needs.chunk
         if chunk == self.needs.chunk and (self.needs.graph or not needs.graph):
             return self
@@ -124,7 +125,7 @@ class Linearization:
 
     def reopened(self) -> Piece:
         """The only piece once more, with a graph of its own: that of the last one held weights that have changed."""
-        self._hear(self.whole())
+        self._gather_inert(self.whole())
         self._open = None  # first: two graphs may not fit
         return self.whole()
 
@@ -135,7 +136,10 @@ class Linearization:
             return
         first = self._totals is None
         if first and self._m:
-            raise RuntimeError("f, scale and m are known when all pieces were gone through for the first time")
+            raise RuntimeError(
+                "lin.loss, lin.scale and lin.m cannot be asked within the first loop over lin.pieces(): "
+                "ask before it, or after it"
+            )
         if first and self.needs.chunk is not None:
             check_coupling(self.objective.model)
         self.rewind()
@@ -146,7 +150,7 @@ class Linearization:
                 totals = Totals(*map(sum, zip(totals, piece.totals, strict=True)))
                 self._remember(piece)
             yield piece
-            self._hear(piece)
+            self._gather_inert(piece)
             if first and piece.h is not None:
                 h = piece.h if h is None else h + piece.h
         if first:
@@ -171,17 +175,17 @@ class Linearization:
         else:
             self.checksum = self.checksum + piece.batch.checksum()
 
-    def _hear(self, piece: Piece) -> None:
-        """Another piece may go where a parameter has some influence."""
-        if piece.mute is not None:
-            self._mute = set(piece.mute) if self._mute is None else self._mute & piece.mute
+    def _gather_inert(self, piece: Piece) -> None:
+        """A parameter is without influence only if it is so in every piece."""
+        if piece.inert is not None:
+            self._inert = set(piece.inert) if self._inert is None else self._inert & piece.inert
 
     @property
-    def mute(self) -> set[int]:
+    def inert(self) -> set[int]:
         """The parameters without influence, as far as rows have shown it."""
         if self._open is not None:
-            self._hear(self._open)
-        return self._mute or set()
+            self._gather_inert(self._open)
+        return self._inert or set()
 
     def piece_at(self, i: int) -> Piece:
         """Piece i again, as it was the first time (same random numbers, same buffers)."""
@@ -193,7 +197,7 @@ class Linearization:
 
     def close(self) -> None:
         """Lets go of the rows at once; what is asked after that is linearised anew."""
-        self._open = self._totals = self._mute = self._h = self._gradient = self._remainder = None
+        self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = None
         self._moments.clear()
         self.slopes.clear()
         self._m, self.checksum = 0, 0.0
@@ -232,7 +236,7 @@ class Linearization:
         return max(self._most, self.m)
 
     def samples(self) -> int:
-        """Samples of the batch, where there is one."""
+        """Samples of the batch; 1 if there are several batches."""
         return max(1, sum(batch.samples for batch in self.batches)) if self.single else 1
 
     @property
@@ -244,7 +248,7 @@ class Linearization:
                 total = piece.gradient if total is None else total + piece.gradient
             assert total is not None
             self._gradient = total * self.scale
-        return self.parameters.without(self._gradient, self.mute)
+        return self.parameters.without(self._gradient, self.inert)
 
     @property
     def remainder(self) -> Tensor | None:
@@ -253,7 +257,7 @@ class Linearization:
         h = self._h if self._open is None else self._open.h
         if h is not None and self._remainder is None:
             self._remainder = h * self.scale
-        return None if self._remainder is None else self.parameters.without(self._remainder, self.mute)
+        return None if self._remainder is None else self.parameters.without(self._remainder, self.inert)
 
     # To look at.
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import tolerances
 from ..layers.unrolled import Refused
 from ..layers.watch import Watch
 from ..memory import out_of_memory
 from ..model.batch import Batch, forward, unlike
-from ..model.randomness import Chance, Draws, Moment, Slopes
+from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
 from .known import Known
 from .objective import Objective
@@ -121,3 +122,27 @@ class Pass:
         """Jᵀw: (N, *out) → (n,)"""
         parameters = self.objective.parameters
         return parameters.joined(self.pull(w, parameters.tensors))
+
+    def repeated(self, replaced: dict[int, Tensor]) -> Tensor:
+        """The forward pass once more, with other tensors in the place of some parameters.
+
+        On copies of the buffers: restoring them in place would spoil the graph.
+        """
+        model = self.objective.model
+        before = {id(b): value for _, saved in self.before.buffers for b, value in saved.values() if b is not None}
+        buffers = {id(b): before[id(b)].clone() for b in model.buffers() if id(b) in before}
+        others = {**buffers, **replaced}
+        self.before.restore(buffers=False)
+        try:
+            with SameSlopes(self.slopes):
+                return forward(call_with(model, others) if others else model, self.batch.inputs)
+        finally:
+            self.after.restore(buffers=False)
+
+    def same_without_grad(self) -> bool:
+        """Whether the model gives the same outputs under no_grad: a network that differentiates itself does not."""
+        try:
+            with torch.no_grad():
+                return tolerances.same_outputs(self.repeated({}), self.z)
+        except Exception:  # whatever the model says to a forward pass without gradients
+            return False

@@ -42,17 +42,18 @@ class Piece:
             if index is None:
                 self.cotangents = rows.draw(objective.loss, self.z, batch.targets, batch.weight, seed)
             else:
+                # The rows are those of the samples picked: S of all of them is never formed, z only has its shape.
                 self.cotangents = Cotangents(self.z[None], None, objective.slope(self.z, batch))
             self.totals = self._totals(rows)
         self.jacobian = Jacobian(self.whole, self.cotangents.S) if index is None else self._picked(rows, index, seed)
         self.m = self.jacobian.m
-        self.mute: set[int] | None = None  # parameters without influence; None before the rows can tell
+        self.inert: set[int] | None = None  # parameters without influence; None before the rows can tell
         known.rows_per_sample = self.jacobian.R
         self._blocks: list[Block] | None = None
         self._gradient: Tensor | None = None
-        watch = self.jacobian.of.watch
+        watch = self.jacobian.forward.watch
         if watch.convolves and not watch.once and self._unrolls(self.jacobian.R):
-            self.jacobian.of.again(True)  # the first time: so the first step goes the way of all others
+            self.jacobian.forward.again(True)  # the first time: so the first step goes the way of all others
         if index is not None:
             self.whole.after.restore(gently=True)  # the samples that were picked had forward passes of their own
 
@@ -103,12 +104,12 @@ class Piece:
 
     @property
     def u(self) -> Tensor | None:
-        """J̃ᵀu + h is the gradient: (R, N); None means 0"""
+        """J̃ᵀu + h is the gradient: (R, N); None if no part of it lies in the range of the rows"""
         return self.cotangents.u
 
     @property
     def gradient(self) -> Tensor:
-        """∂value/∂θ: (n,), from the rows where they are there and span it, otherwise by a backward pass"""
+        """∂value/∂θ: (n,), from the rows if they are there and span it, otherwise by a backward pass"""
         if self._gradient is None:
             if self._blocks is not None and self.u is not None and self.cotangents.v is None:
                 self._gradient = self.adjoint(self.u.flatten())
@@ -135,21 +136,21 @@ class Piece:
         """The columns of J̃, by layer; once they are there, the graph of the forward pass is released."""
         if self._blocks is None:
             _ = self.h  # while there is a graph
-            of = self.jacobian.of
+            forward = self.jacobian.forward
             with torch.no_grad():
                 try:
-                    self._blocks, self.mute = blocks_of(self.jacobian)
+                    self._blocks, self.inert = blocks_of(self.jacobian)
                 except Exception as error:
-                    if not of.watch.unrolled or out_of_memory(error):
+                    if not forward.watch.unrolled or out_of_memory(error):
                         raise
                     self.known.unrolls = False  # for good: this model needs a graph of torch's own
-                    of.again(False)
-                    self._blocks, self.mute = blocks_of(self.jacobian)
-            if of is not self.whole:  # of the samples that were not picked nothing is known
-                self.mute = set()
-            of.release(graph=not self.keep_graph)
-            of.after.restore()  # some ways to the rows call the model again
-            if of is not self.whole:
+                    forward.again(False)
+                    self._blocks, self.inert = blocks_of(self.jacobian)
+            if forward is not self.whole:  # of the samples that were not picked nothing is known
+                self.inert = set()
+            forward.release(graph=not self.keep_graph)
+            forward.after.restore()  # some ways to the rows call the model again
+            if forward is not self.whole:
                 self.whole.after.restore(gently=True)  # where the forward pass of the whole ended
         return self._blocks
 

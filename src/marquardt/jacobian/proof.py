@@ -17,7 +17,6 @@ from ..layers.watch import LAYOUTS, Layout, grouped
 from ..memory import out_of_memory
 from ..model.checks import check_coupling
 from ..model.parameters import flat
-from ..model.randomness import SameSlopes
 from .jacobian import PATHS, Jacobian
 from .known import Proof
 
@@ -36,11 +35,11 @@ Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by the
 
 def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     """The columns of J̃ by layer, and the parameters without influence; None if these rows cannot tell."""
-    known, model, calls = J.of.known, J.of.objective.model, J.of.watch.calls
+    known, model, calls = J.forward.known, J.forward.objective.model, J.forward.watch.calls
     groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
     signature = _signature(J, groups)
     if not recording():
-        known.only_slopes = not J.of.chance.drawn or _draws_slopes_only(J)
+        known.only_slopes = not J.forward.chance.drawn or _draws_slopes_only(J)
     proven = recording() or signature in known.proofs
     if not proven and not bool(J.S.any()):  # all weights are zero: that proves nothing
         return [Nothing(J.parameters.tensors, J.m, J.N)], None
@@ -50,8 +49,8 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     elif not recording():
         known.proof, known.proven = known.proofs[signature], signature
     try:
-        blocks, loud = _audible(J, _by_rules(J, groups) + _others(J))
-        doubtful = proven and not recording() and (loud or not _plausible(J, blocks))
+        blocks, influential = _without_inert(J, _by_rules(J, groups) + _others(J))
+        doubtful = proven and not recording() and (influential or not _plausible(J, blocks))
     except Exception as error:  # what was proven on other data may fail on these
         if not proven or recording() or out_of_memory(error):
             raise
@@ -62,24 +61,24 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
         if known.proof.same(old):  # near a minimum the gradient is all rounding
             known.proof.alarms = old.alarms + 1
             known.proof.quiet = EVERY * 2**known.proof.alarms
-        blocks, _ = _audible(J, _by_rules(J, groups) + _others(J))
+        blocks, _ = _without_inert(J, _by_rules(J, groups) + _others(J))
     if not proven:
-        known.differentiates = not _same_without_grad(J)
-    return blocks, set(known.proof.mute)
+        known.differentiates = not J.forward.same_without_grad()
+    return blocks, set(known.proof.inert)
 
 
 def _signature(J: Jacobian, groups: Groups) -> object:
     """All that decides which code finds the rows. In a batch of one sample every layout is right: what is proven
     there holds for no other."""
-    watch, N = J.of.watch, J.N
+    watch, N = J.forward.watch, J.N
     fits = tuple(call.fits(N) for call in watch.calls)
-    kind = (N == 1, J.R == 1, watch.unrolled, J.of.coarsest, J.parameters.dtype)
-    return tuple(groups), fits, kind, J.of.modes(), J.of.chance.drawn
+    kind = (N == 1, J.R == 1, watch.unrolled, J.forward.coarsest, J.parameters.dtype)
+    return tuple(groups), fits, kind, J.forward.modes(), J.forward.chance.drawn
 
 
 def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
     """The blocks of the layers whose rules are proven."""
-    calls, params, layouts = J.of.watch.calls, J.parameters.tensors, J.of.known.proof.layouts
+    calls, params, layouts = J.forward.watch.calls, J.parameters.tensors, J.forward.known.proof.layouts
     wanted = [i for key, members in groups.items() if key in layouts for i in members]
     deltas = dict(zip(wanted, J.deltas(wanted), strict=True))
     blocks: list[Block] = []
@@ -93,7 +92,7 @@ def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
 def _others(J: Jacobian) -> list[Block]:
     """The blocks of all other parameters."""
     blocks: list[Block] = []
-    general = J.of.known.proof.general
+    general = J.forward.known.proof.general
     for path in ("none", *PATHS):
         indices = [i for i in general if general[i] == path]
         some = [J.parameters.tensors[i] for i in indices]
@@ -104,27 +103,27 @@ def _others(J: Jacobian) -> list[Block]:
     return blocks
 
 
-def _audible(J: Jacobian, blocks: list[Block]) -> tuple[list[Block], bool]:
+def _without_inert(J: Jacobian, blocks: list[Block]) -> tuple[list[Block], bool]:
     """The blocks, with zero in the columns of the parameters without influence, and whether one of them has some
     now: a bias before InstanceNorm may gain it through an activation between the two."""
-    index, limits = J.parameters.index, J.of.known.proof.mute
+    index, limits = J.parameters.index, J.forward.known.proof.inert
     found: list[Block] = []
-    loud: list[Tensor] = []
+    influential: list[Tensor] = []
     for block in blocks:
-        mute = [p for p in block.params if index[id(p)] in limits]
-        if not mute or block.empty:
+        inert = [p for p in block.params if index[id(p)] in limits]
+        if not inert or block.empty:
             found.append(block)
             continue
         pulled = block.pull(J.random().flatten()).split([p.numel() for p in block.params])
         # The rows round in another way than a backward pass.
-        loud += [
+        influential += [
             t.norm() > 4 * limits[index[id(p)]]
             for p, t in zip(block.params, pulled, strict=True)
             if index[id(p)] in limits
         ]
-        rest = block.without(mute)
-        found += [*([] if rest is None else [rest]), Nothing(mute, J.m, J.N)]
-    return found, bool(loud) and not recording() and bool(torch.stack(loud).any())
+        rest = block.without(inert)
+        found += [*([] if rest is None else [rest]), Nothing(inert, J.m, J.N)]
+    return found, bool(influential) and not recording() and bool(torch.stack(influential).any())
 
 
 def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
@@ -132,21 +131,21 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
 
     Layers that see the samples in another order for other data (sorted by length, routed to experts) fail here.
     """
-    proof, index = J.of.known.proof, J.parameters.index
+    proof, index = J.forward.known.proof, J.parameters.index
     new = J.N not in proof.sizes
     some = [b for b in blocks if new or b.columns <= GUARDED]
     if (proof.quiet and not new) or not some:
         proof.quiet = max(0, proof.quiet - 1)
         return True
     proof.sizes.add(J.N)
-    proof.quiet = 0 if J.of.watch.reorders else EVERY - 1
-    w, tolerance = J.random(), tolerances.of_rules(J.of.coarsest)
-    pulled = iter(J.of.pull(J.cotangent(w), [p for b in some for p in b.params]))
+    proof.quiet = 0 if J.forward.watch.reorders else EVERY - 1
+    w, tolerance = J.random(), tolerances.of_rules(J.forward.coarsest)
+    pulled = iter(J.forward.pull(J.cotangent(w), [p for b in some for p in b.params]))
     wrong = []
     for b in some:
         true = [flat(next(pulled), p) for p in b.params]
         if b.empty:
-            limits = [proof.mute.get(index[id(p)], 0.0) for p in b.params]
+            limits = [proof.inert.get(index[id(p)], 0.0) for p in b.params]
             wrong += [t.norm() > limit for t, limit in zip(true, limits, strict=True)]
         else:
             whole = torch.cat(true)
@@ -156,11 +155,11 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
 
 def _draws_slopes_only(J: Jacobian) -> bool:
     """Whether all random numbers of the forward pass are slopes of RReLU."""
-    before, after = J.of.before, J.of.after
+    before, after = J.forward.before, J.forward.after
     if before.cuda is None:
         return False
     state: Tensor | None = before.cuda
-    for slopes in J.of.slopes:
+    for slopes in J.forward.slopes:
         if state is None or slopes.started is None or not torch.equal(state, slopes.started):
             return False
         state = slopes.state
@@ -173,7 +172,7 @@ def _prove(J: Jacobian, signature: object) -> None:
     Every group of layers is judged by itself. The proof is not kept while a gradient is zero, as behind a layer
     that starts at zero: there a wrong rule could pass.
     """
-    known = J.of.known
+    known = J.forward.known
     proof = known.proof = Proof(sizes={J.N})
     known.proven = None
     known.proofs.pop(signature, None)
@@ -182,9 +181,9 @@ def _prove(J: Jacobian, signature: object) -> None:
     covered = {i for key in proof.layouts for i in key}
     proof.general.update({i: "none" for i, g in enumerate(evidence.pulled) if g is None and i not in covered})
     _prove_paths(J, proof, evidence, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
-    if any(other.mute for other in known.proofs.values()):
-        evidence.listen()
-    proof.mute = evidence.mute
+    if any(other.inert for other in known.proofs.values()):
+        evidence.measure_rounding()
+    proof.inert = evidence.inert
     if all(g is None or bool(g.any()) for g in evidence.pulled):
         if len(known.proofs) >= KEPT:
             known.proofs.clear()
@@ -193,7 +192,7 @@ def _prove(J: Jacobian, signature: object) -> None:
 
 def _prove_rules(J: Jacobian, proof: Proof, evidence: Evidence) -> None:
     """The layout of every group of calls, if one is right."""
-    calls = J.of.watch.calls
+    calls = J.forward.watch.calls
     deltas = J.deltas(range(len(calls)))
     for members in grouped(calls):
         some = [calls[i] for i in members]
@@ -213,7 +212,7 @@ def _prove_rules(J: Jacobian, proof: Proof, evidence: Evidence) -> None:
 def _prove_paths(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int]) -> None:
     """The fastest general path that is right for the parameters without a rule."""
     for path in PATHS if rest else ():
-        if J.of.watch.unrolled and path in ("rows", "loop"):
+        if J.forward.watch.unrolled and path in ("rows", "loop"):
             raise Refused("these paths need a graph of torch's own")
         try:
             with warnings.catch_warnings():
@@ -228,17 +227,6 @@ def _prove_paths(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int])
             break
 
 
-def _same_without_grad(J: Jacobian) -> bool:
-    """Whether the model gives the same outputs under no_grad: a network that differentiates itself does not."""
-    J.of.before.restore()
-    try:
-        with torch.no_grad(), SameSlopes(J.of.slopes):
-            z = J.of.objective.outputs(J.of.batch.inputs)
-        return tolerances.same_outputs(z, J.of.z)
-    except Exception:  # whatever the model says to a forward pass without gradients
-        return False
-
-
 class Evidence:
     """Jᵀ(Sw) from plain autograd for a random w: what J̃ᵀw from the rows must equal.
 
@@ -250,14 +238,14 @@ class Evidence:
     def __init__(self, J: Jacobian) -> None:
         self.J, self.params, self.index = J, J.parameters.tensors, J.parameters.index
         self.w = J.random()
-        self.pulled = J.of.pull(J.cotangent(self.w), self.params)
+        self.pulled = J.forward.pull(J.cotangent(self.w), self.params)
         self.true = [flat(g, p) for g, p in zip(self.pulled, self.params, strict=True)]
-        self.tolerance = tolerances.of_rules(J.of.coarsest)
+        self.tolerance = tolerances.of_rules(J.forward.coarsest)
         # Multiples differ by about as much as rounding leaves, and a true gradient is 1/eps times that: measured 130
         # times in bfloat16, and some 1000 times may be expected of TF32.
-        self.bound = min(50.0, 0.1 / torch.finfo(J.of.coarsest).eps)
+        self.bound = min(50.0, 0.1 / torch.finfo(J.forward.coarsest).eps)
         self.noise: list[Tensor] | None = None  # what rounding may leave, by parameters: ()
-        self.mute: dict[int, float] = {}  # parameters whose gradient is no more than that
+        self.inert: dict[int, float] = {}  # parameters whose gradient is no more than that
 
     def first(self, blocks: Mapping[Key, Block]) -> Key | None:
         """The first that agrees; rounding is asked only if none does."""
@@ -265,7 +253,7 @@ class Evidence:
             if self._agrees(block):
                 return key
         if blocks:
-            self.listen()
+            self.measure_rounding()
         for key, block in blocks.items():
             if self._agrees(block):
                 return key
@@ -281,7 +269,7 @@ class Evidence:
                 return False
         return True
 
-    def listen(self) -> None:
+    def measure_rounding(self) -> None:
         """How much rounding leaves, and which gradients are no more: with another w too, for one of them may be small
         by chance."""
         if self.noise is not None:
@@ -294,8 +282,8 @@ class Evidence:
         again = self._pull(self.J.random(1))
         for i, (t, other, noise) in enumerate(zip(self.true, again, self.noise, strict=True)):
             if bool((noise > 0) & (t.norm() <= noise) & (other.norm() <= noise)):
-                self.mute[i] = float(noise)
+                self.inert[i] = float(noise)
 
     def _pull(self, w: Tensor) -> list[Tensor]:
-        pulled = self.J.of.pull(self.J.cotangent(w), self.params)
+        pulled = self.J.forward.pull(self.J.cotangent(w), self.params)
         return [flat(g, p) for g, p in zip(pulled, self.params, strict=True)]

@@ -58,7 +58,7 @@ class Parameters:
 
     def joined(self, grads: Sequence[Tensor | None]) -> Tensor:
         """One vector from gradients by parameter, None for 0: (n,)"""
-        return torch.cat([flat(g, p) for g, p in zip(grads, self.tensors, strict=True)])
+        return joined(grads, self.tensors)
 
     def members(self, some: Iterable[Tensor]) -> list[int]:
         """The numbers of some parameters"""
@@ -80,11 +80,11 @@ class Parameters:
             joined.append((here, there))
         return joined
 
-    def without(self, v: Tensor, mute: Iterable[int]) -> Tensor:
+    def without(self, v: Tensor, inert: Iterable[int]) -> Tensor:
         """v with 0 for some parameters: (n,)"""
-        mute = list(mute)
-        v = v.clone() if mute else v
-        for i in mute:
+        inert = list(inert)
+        v = v.clone() if inert else v
+        for i in inert:
             v[self.slice_of(i)] = 0
         return v
 
@@ -109,6 +109,11 @@ def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
     if gradient is None:
         return p.new_zeros(p.numel())
     return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+
+
+def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
+    """One vector from the gradients of some parameters, None for 0"""
+    return torch.cat([flat(g, p) for g, p in zip(grads, params, strict=True)])
 
 
 class Position:
