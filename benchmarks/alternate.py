@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,18 @@ def work(case: str, device: str) -> None:
         x = torch.linspace(-3, 3, 200, dtype=torch.float64)[None, :, None]
         y, loss = torch.sin(2 * x) + 0.1 * torch.randn_like(x), "mse"
     elif case in ("huge", "encoder", "recorded encoder"):
-        import scale
-
-        x = torch.randn(8, 128, scale.INPUTS)
-        y, loss = torch.randint(0, scale.CLASSES, (8, 128)), "cross_entropy"
+        # As in scale.py, which another commit may not be able to import.
         options |= {"curvature": mq.Gram(), "momentum": None, "average": None}
         if case == "huge":
-            model = scale.mlp(818e6, torch.device(device))
+            widths = [1024, *[10_050] * 9]
+            hidden = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+            model = nn.Sequential(*hidden, nn.Linear(widths[-1], 10))
+            x, y, loss = torch.randn(8, 128, 1024), torch.randint(0, 10, (8, 128)), "cross_entropy"
             options |= {"damping": mq.Identity(), "acceptance": mq.Decrease()}
         else:
-            shape = scale.Shape(12, 768, 3072, 12, 64, 16)
-            model = scale.Pooled(shape, 1)
+            layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, batch_first=True)
+            encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+            model = nn.Sequential(encoder, nn.Flatten(), nn.Linear(64 * 768, 1))
             x, y, loss = torch.randn(8, 16, 64, 768), torch.randn(8, 16, 1), "mse"
     else:
         wide = 1024 if case == "mlp" else 5000

@@ -142,7 +142,7 @@ def propose(
         d = d * (old.stride / math.sqrt(doubt) / space.norm(d)).clamp(max=1)
     cosine = None if old.previous is None else space.cosine(plain, old.previous)
     new_loss = Trials(lin).loss(d, lr)
-    dDd = matrices.A.quadratic(d, space.sizes) if same_data else None
+    dDd = matrices.A.quadratic(d, space.sizes, space.dot) if same_data else None
     lengths = space.norm(d), space.norm(lin.theta)
     return Proposal(d, plain, Readings(new_loss, *G.model(d), G.slope(matrices.A), *lengths, dDd, cosine))
 

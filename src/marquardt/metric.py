@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+Dot = Callable[[Tensor, Tensor], Tensor]
+
 B_co = TypeVar("B_co", covariant=True)
 B = TypeVar("B")
 
@@ -66,8 +68,8 @@ class Metric(ABC):
         """A⁻¹x: (n,) → (n,), in place; D₀⁻¹x if the scale is done already"""
 
     @abstractmethod
-    def quadratic(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
-        """vᵀAv: ()"""
+    def quadratic(self, v: Tensor, sizes: Sequence[int], dot: Dot = torch.dot) -> Tensor:
+        """vᵀAv: (), by the dot product of the parameters"""
 
     @abstractmethod
     def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
@@ -148,10 +150,8 @@ class Diagonal(Metric):
                     view.div_(factor)
         return x
 
-    def quadratic(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
-        if self._parts is None:
-            return v.square().sum() * self.scale
-        return (self.entries(sizes) * v.square()).sum()
+    def quadratic(self, v: Tensor, sizes: Sequence[int], dot: Dot = torch.dot) -> Tensor:
+        return dot(v, v) * self.scale if self._parts is None else dot(self.entries(sizes) * v, v)
 
     def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
         return None if self._parts is None else block.whitened([self._parts[i] for i in members])

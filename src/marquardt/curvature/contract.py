@@ -71,7 +71,7 @@ class Curvature(ABC):
 
     def damped_quadratic(self, v: Tensor, damping: Metric) -> Tensor:
         """vᵀHv with the H that `newton` solves with: G + A, unless a representation damps in a way of its own"""
-        return self.quadratic(v) + damping.quadratic(v, self.parameters.sizes)
+        return self.quadratic(v) + damping.quadratic(v, self.parameters.sizes, self.parameters.dot)
 
     def slope(self, D: Metric) -> Tensor:
         """gᵀD⁻¹g, the square of the length of the gradient in the metric of D"""

@@ -206,7 +206,7 @@ class GramCurvature(Curvature):
         if plain is not None and moved is not None:
             d += plain
             Kw += moved
-            length = A.quadratic(d, sizes).sqrt()
+            length = A.quadratic(d, sizes, self.parameters.dot).sqrt()
         if outer != torch.float64 and not ask(self._error(K, w, h, plain, inner, outer) <= ROUNDING * length):
             return None
         d = d.to(self.u.dtype)

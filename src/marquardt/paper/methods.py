@@ -27,9 +27,6 @@ from marquardt import (
 )
 
 from .trainers import BFGS, PSGD, Hyper, Ours, Peer, Torch, Trainer
-from .trainers import Unavailable as Unavailable  # the benchmarks import these three from here
-from .trainers import deterministic as deterministic
-from .trainers import peer as peer
 from .vocabulary import ADDED, OPTIMIZERS, PARTS, REMOVED
 
 # --- what may be tuned ---
