@@ -284,11 +284,16 @@ def with_mean(parts: Parts, state: State, parameters: Parameters, same_data: boo
     return replace(state, mean=mean, points=state.points + 1)
 
 
+def remembered(parts: Parts, d: Tensor, lr: float) -> Tensor | None:
+    """The step dθ = lr·d, if the next one asks for it: (n,)"""
+    if not parts.remembers:
+        return None
+    return d if lr == 1 else lr * d
+
+
 def kept(parts: Parts, state: State, matrices: Matrices, end: Ending, start: Start) -> State:
     """The tensors that an accepted step leaves for the next one."""
-    previous = state.previous
-    if parts.remembers and end.d is not None:
-        previous = end.d if end.lr == 1 else end.lr * end.d
+    previous = None if end.d is None else remembered(parts, end.d, end.lr)
     if start.doubt > 1:
         return replace(state, previous=previous)
     return replace(state, previous=previous, D=matrices.D, past=matrices.G.keep())

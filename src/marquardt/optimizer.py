@@ -122,7 +122,7 @@ class LM(torch.optim.Optimizer):
         self.average, self.attempts, self.capture, self.group = average, attempts, capture, group
         self._averaged = False  # whether the model holds the averaged weights
         self._known, self._recordings = Known(), Recordings()  # what was found out about the model
-        self._planned: Plan | None = None  # of the attempt under way
+        self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
         self._state = State(lam=schedule.initial)
         super().__init__(chosen, {"lr": lr})
 
@@ -210,7 +210,7 @@ class LM(torch.optim.Optimizer):
                 representation, self._planned = parts.curvature.choose(lin, plan)
                 check_together(representation, lin.single)
                 lin = lin.made_for(representation.needs)
-                step, state = self._iterate(lin, representation)
+                step, state = self._iterate(lin, representation, self._planned)
             # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
             if not step.accepted:
                 before.restore()
@@ -227,13 +227,13 @@ class LM(torch.optim.Optimizer):
             lin.close()
         return step
 
-    def _iterate(self, lin: Linearization, representation: Representation) -> tuple[Step, State]:
+    def _iterate(self, lin: Linearization, representation: Representation, plan: Plan | None) -> tuple[Step, State]:
         """The algorithm box: the step and the next state; the model ends at the next θ."""
         parts, old = self.parts, self._state.like(lin.theta)
         G = representation.represent(lin)
         start = begin(old, lin.level, lin.theta.dtype)
         matrices = damped(parts, G, old, start.same_data)
-        lam, unjudged, notes = old.lam, old.unjudged, self._first_notes(start.doubt)
+        lam, unjudged, notes = old.lam, old.unjudged, self._first_notes(plan, start.doubt)
         for _ in range(self.attempts):
             used = start.doubt * lam
             end = self._attempt(lin, matrices, start, used, notes)
@@ -251,7 +251,7 @@ class LM(torch.optim.Optimizer):
 
         lin.position.move(end.d, end.lr)
         state, converged = concluded(parts, start, end, lam, used, lin.theta, unjudged)
-        state = replace(state, plan=self._planned, most_rows=lin.most)
+        state = replace(state, plan=plan, most_rows=lin.most)
         if end.rule == "return" and old.haven is not None:
             lin.parameters.assign(old.haven)
             state = with_mean(parts, replace(state, previous=None), lin.parameters, start.same_data)
@@ -288,9 +288,8 @@ class LM(torch.optim.Optimizer):
                 return Ending("search", point[0], line, point[1], found, judgement, float(lin.parameters.norm(line)))
         return Ending("rejected", lr, None, f, found, judgement, found.length)
 
-    def _first_notes(self, doubt: float) -> list[str]:
+    def _first_notes(self, plan: Plan | None, doubt: float) -> list[str]:
         notes = []
-        plan = self._planned
         if plan is not None and plan.squeeze and plan is not self._state.plan:
             notes.append(f"out of memory, planned anew: {plan}")
         if doubt > 1:

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .deferred import Tape, answers, capturing, recorded
-from .iteration import Found, Parts, damped, propose
+from .iteration import Found, Parts, damped, propose, remembered
 from .jacobian.known import Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective, Totals
 from .jacobian.proof import EVERY
 from .metric import restored
-from .model.batch import Batch
+from .model.batch import Batch, modes
 from .state import State
 
 
@@ -100,8 +100,7 @@ class RecordedStep:
                 lin.theta,
                 matrices.G.averaged,
             )
-            previous = None if not parts.remembers else proposal.d if self.lr == 1 else self.lr * proposal.d
-            _copy(self.next, [matrices.D.state(), matrices.G.keep(), previous])
+            _copy(self.next, [matrices.D.state(), matrices.G.keep(), remembered(parts, proposal.d, self.lr)])
             lin.close()
             return answers(tape, *proposal.readings.tensors())
 
@@ -181,8 +180,7 @@ def signature(objective: Objective, batch: Batch, state: State, known: Known, lr
     leaves, spec = tree_flatten([vars(batch), _tensors(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
     places = tuple(p.data_ptr() for p in objective.parameters.tensors)
-    modes = tuple(m.training for m in objective.model.modules())
-    return shapes, spec, places, modes, lr, known.proven, state.plan
+    return shapes, spec, places, modes(objective.model), lr, known.proven, state.plan
 
 
 def _tensors(state: State) -> list[Any]:

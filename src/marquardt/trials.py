@@ -16,7 +16,7 @@ from . import tolerances
 from .jacobian.linearization import Linearization
 from .layers import Line
 from .memory import out_of_memory
-from .model.batch import Batch, forward
+from .model.batch import Batch, forward, modes
 from .model.randomness import SameSlopes, Slopes
 from .model.substituted import call_with
 
@@ -62,7 +62,7 @@ class Trials:
         size, proven = self._together(), self.known.batched_trials
         # Which random numbers a batched pass draws depends on the modes and the strides, and so on the sizes.
         sizes = tuple(batch.samples for batch in lin.batches) if lin.single and lin.chance.drawn else None
-        key = tuple(m.training for m in self.objective.model.modules()), sizes
+        key = modes(self.objective.model), sizes
         try:
             if len(rates) > 1 and size > 1 and proven.get(key, True) and not self.known.differentiates:
                 lin.position.move()

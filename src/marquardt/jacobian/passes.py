@@ -12,6 +12,7 @@ from ..layers.unrolled import Refused
 from ..layers.watch import Watch
 from ..memory import out_of_memory
 from ..model.batch import Batch, forward, unlike
+from ..model.batch import modes as modes_of
 from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
 from .known import Known
@@ -53,10 +54,6 @@ class Pass:
     def moment(self) -> Moment:
         return Moment(self.objective.model, self.objective.parameters.device, self.chance)
 
-    def modes(self) -> object:
-        """Of the modules: training or not"""
-        return tuple(m.training for m in self.objective.model.modules())
-
     def _forward(self, slopes: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Watch]:
         """`once`: for several rows of a sample, which are differentiated once only"""
         try:
@@ -81,7 +78,7 @@ class Pass:
     def _notice_chance(self) -> None:
         """Whether it was the model that drew random numbers. The state of a generator does not tell, for other threads
         draw from the same: if it has changed, the model is called again and its operations are asked."""
-        modes = self.modes()
+        modes = modes_of(self.objective.model)
         if self.chance.drawn or not self.before.drew_since():
             return
         here = self.moment()

@@ -15,6 +15,7 @@ from ..layers import Block, Explicit, Misfit, Nothing, assemble
 from ..layers.unrolled import Refused
 from ..layers.watch import LAYOUTS, Layout, grouped
 from ..memory import out_of_memory
+from ..model.batch import modes
 from ..model.checks import check_coupling
 from ..model.parameters import flat
 from .jacobian import PATHS, Jacobian
@@ -73,7 +74,7 @@ def _signature(J: Jacobian, groups: Groups) -> object:
     watch, N = J.forward.watch, J.N
     fits = tuple(call.fits(N) for call in watch.calls)
     kind = (N == 1, J.R == 1, watch.unrolled, J.forward.coarsest, J.parameters.dtype)
-    return tuple(groups), fits, kind, J.forward.modes(), J.forward.chance.drawn
+    return tuple(groups), fits, kind, modes(J.forward.objective.model), J.forward.chance.drawn
 
 
 def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:

@@ -160,6 +160,11 @@ def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
     return z
 
 
+def modes(model: nn.Module) -> tuple[bool, ...]:
+    """Of its modules: training or not. A model may take other ways, and draw other numbers, in another mode."""
+    return tuple(m.training for m in model.modules())
+
+
 def unlike(inputs: Any, p: Tensor) -> str | None:
     """Why a model with parameters like p may have failed on these inputs."""
     for t in tensors(inputs):
