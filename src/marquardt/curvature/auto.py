@@ -74,7 +74,7 @@ class Auto(Representation):
         if plan is None or plan.options != self._options or other_kind:
             plan = Plan(self._options)
         known = plan.kind is not None
-        if known and plan.chunk != self.chunk and numbers_in(lin) <= plan.numbers:
+        if known and plan.chunk != self.chunk and input_size(lin) <= plan.input_size:
             return self.of(plan), plan  # at once: a forward pass of the whole batch may not fit
         shapes = self._shapes(lin, plan)
         if not known or shapes != plan.shapes:
@@ -120,7 +120,7 @@ class Auto(Representation):
             kind, chunk = type(picked).__name__, picked.needs.chunk
             return replace(
                 plan, kind=kind, chunk=chunk, name=str(picked), bytes=size, budget=budget, why=why,
-                numbers=numbers_in(lin),
+                input_size=input_size(lin),
             )  # fmt: skip
         smallest, least, _ = min(ways, key=lambda way: way[1])
         if fitting:
@@ -158,8 +158,8 @@ class Auto(Representation):
             )
 
 
-def numbers_in(lin: Linearization) -> int:
-    """In the inputs of the one batch."""
+def input_size(lin: Linearization) -> int:
+    """Numbers in the inputs of the one batch."""
     leaves = tree_leaves([batch.inputs for batch in lin.batches]) if lin.single else []
     return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
 

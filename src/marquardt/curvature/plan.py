@@ -36,7 +36,7 @@ class Plan:
     bytes: int = 0  # predicted for a step, beside the parameters themselves
     budget: int | None = None
     why: str = ""
-    numbers: int = 0  # in the inputs of the batch that it was made for
+    input_size: int = 0  # numbers in the inputs of the batch that it was made for
     shapes: Shapes | None = None
     squeeze: int = 0  # how often memory ran out
 
