@@ -71,3 +71,11 @@ def test_paths_of_recurrence(name):
     found = paths(name)
     assert {path for k, path in found.items() if k.startswith("cell.")} <= {"parts", "rows", "loop"}
     assert found["head.weight"] == found["head.bias"] == "rule"
+
+
+@pytest.mark.parametrize("name", ALL_BY_RULE)
+def test_how_large_a_is_is_known_before_it_is_formed(name):
+    """What memory is planned by: as many numbers as a has, groups, strides and kernels of every kind included."""
+    for call in linearize(build(name)).whole().whole.watch.calls:
+        if call.operand.weight is not None:
+            assert call.inputs == call.operand.a().numel()

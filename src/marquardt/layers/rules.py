@@ -25,6 +25,7 @@ class Operand(NamedTuple):
     lead: int  # leading dimensions that are samples or positions
     a: Callable[[], Tensor]  # (*lead, P', G, I), or for a table lookup the indices (*lead)
     delta: Callable[[Tensor], Tensor]  # (R, *lead, *rest) → (R, *lead, P', G, O)
+    window: int | None = None  # numbers of x that one position sees, if positions share them; None: a is as large as x
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operand:
@@ -70,7 +71,7 @@ def convolution(
         moved: Tensor = delta.flatten(3).unflatten(2, (groups, -1)).permute(0, 1, 4, 2, 3)  # (R, N, P, G, O)
         return moved
 
-    return Operand(weight, bias, input, 1, patches, at_output)
+    return Operand(weight, bias, input, 1, patches, at_output, input.shape[1] * math.prod(kernel))
 
 
 def embedding(

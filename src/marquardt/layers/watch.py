@@ -32,9 +32,9 @@ class Call:
     def __init__(self, operand: Operand, edge: GradientEdge, outputs: int) -> None:
         self.operand, self.edge = operand, edge
         self.outputs = outputs  # numbers at its output
-        weight = operand.weight
-        over = 0 if weight is None or weight.ndim < 2 else weight.numel() // len(weight)  # inputs of one output
-        self.inputs = outputs * over // max(1, 0 if weight is None else len(weight)) or operand.x.numel()
+        self.inputs = operand.x.numel()  # numbers in a
+        if operand.window is not None and operand.weight is not None:
+            self.inputs = outputs // len(operand.weight) * operand.window
         self.version = operand.x._version
         self.params = [p for p in (operand.weight, operand.bias) if p is not None]
         self.is_lookup = not operand.x.is_floating_point()
