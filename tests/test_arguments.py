@@ -1,0 +1,119 @@
+"""Checks of what LM is given that whole steps do not show (optimizer/test_bad_input.py), and parts in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+import marquardt as mq
+from marquardt.arguments import brief, check_part, check_rate, check_ready, check_together
+
+PARTS = {
+    "curvature": mq.Dense(),
+    "rows": mq.Exact(),
+    "damping": mq.Identity(),
+    "schedule": mq.Constant(),
+    "momentum": mq.AdaptiveMomentum(),
+    "acceptance": mq.Uphill(),
+    "line_search": mq.Grid(),
+    "average": mq.EMA(),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_in_the_place_of_another(name):
+    """Each is taken in its own place, and refused by name in those of the others, if it is no such part."""
+    check_part(name, PARTS[name])
+    for other, part in PARTS.items():
+        if other != name and {name, other} != {"damping", "average"}:  # both have an update and nothing else
+            with pytest.raises(TypeError, match=f"{name}=.*pass for example mq"):
+                check_part(name, part)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_none_and_classes(name):
+    with pytest.raises(TypeError, match=rf"{name}=(\w+) is a class: pass an object of it, \1\(\)"):
+        check_part(name, type(PARTS[name]))
+    if name in ("momentum", "line_search", "average"):
+        check_part(name, None)
+    else:
+        with pytest.raises(TypeError, match=f"{name}=None"):
+            check_part(name, None)
+
+
+@pytest.mark.parametrize("name", ["curvature", "rows"])
+def test_what_has_the_method_but_not_the_defaults(name):
+    """These two are derived from: a lookalike would fail in the middle of a step."""
+
+    class Lookalike:
+        represent = draw = None
+
+    with pytest.raises(TypeError, match=f"{name}="):
+        check_part(name, Lookalike())
+
+
+@pytest.mark.parametrize("lr", [0, 1, 0.5, torch.tensor(0.5)])
+def test_rates_that_are_fine(lr):
+    check_rate(lr)
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(-1.0), torch.tensor(float("nan")), -1])
+def test_rates_that_are_none(lr):
+    with pytest.raises(ValueError, match="lr="):
+        check_rate(lr)
+
+
+def test_several_batches_for_a_representation_that_needs_all_rows():
+    check_together(mq.Gram(), True)
+    check_together(mq.Dense(), False)
+    with pytest.raises(ValueError, match=r"Gram needs all rows.*mq\.Dense\(\)"):
+        check_together(mq.Gram(), False)
+
+
+def test_brief():
+    """Only the options that are not their defaults; a tensor is compared with nothing."""
+
+    @dataclass(frozen=True)
+    class Mine:
+        weight: torch.Tensor | None = None
+        names: list[str] = field(default_factory=list)
+
+    assert brief(mq.Dense()) == "Dense()"
+    assert brief(mq.Dense(chunk=3)) == "Dense(chunk=3)"
+    assert brief(None) == "None"
+    assert brief(Mine(torch.ones(2), ["a"])) == "Mine(weight=tensor([1., 1.]), names=['a'])"
+
+
+def ready(model: nn.Module, params=None, **changed):
+    known = {"lr": 1.0, "by_sample": True, "group": None, "averaged": False}
+    check_ready(model, list(model.parameters()) if params is None else params, **{**known, **changed})
+
+
+def test_ready():
+    ready(nn.Linear(2, 1))
+    coupled = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ready(coupled, by_sample=False)
+    with pytest.raises(ValueError, match="BatchNorm1d"):
+        ready(coupled)
+    with pytest.raises(RuntimeError, match="averaged"):
+        ready(nn.Linear(2, 1), averaged=True)
+    with pytest.raises(ValueError, match="lr=-1"):
+        ready(nn.Linear(2, 1), lr=-1)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        ready(nn.Linear(2, 1))
+
+
+def test_parameters_that_are_no_longer_those_of_the_model():
+    model = nn.Linear(2, 1)
+    params = list(model.parameters())
+    model.weight = nn.Parameter(torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="replaced"):
+        ready(model, params)
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    ready(model, [model.weight])
+    with pytest.raises(ValueError, match="'bias' was frozen"):
+        ready(model)
