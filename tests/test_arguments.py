@@ -78,7 +78,7 @@ def test_brief():
 
     @dataclass(frozen=True)
     class Mine:
-        weight: torch.Tensor | None = None
+        weight: torch.Tensor = torch.zeros(2)
         names: list[str] = field(default_factory=list)
 
     assert brief(mq.Dense()) == "Dense()"

@@ -120,6 +120,7 @@ def test_uphill_against_the_best_so_far():
     assert judged(start(), near, acceptance=uphill).rule == "uphill"
     assert judged(start(best=3.6), near, acceptance=uphill).rule == "uphill"
     assert judged(start(best=3.4), near, acceptance=uphill).rule is None
+    assert judged(start(), found(50.0, cosine=0.5), acceptance=uphill).rule is None
 
 
 LEAST = ROUNDINGS * 1e-3

@@ -2,16 +2,253 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
+from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.metric import Part
+from marquardt.layers.bilinear import Bilinear
+from marquardt.layers.block import Block, Explicit, Nothing
+from marquardt.layers.lookup import Lookup
+from marquardt.metric import Diagonal, Metric, Part, restored
+from support.reference import error
+
+pytestmark = pytest.mark.usefixtures("double")
+
+# A weight of 2 groups with 3 outputs and 4 inputs each, its bias, one number for 5 entries, and entries of their own.
+SIZES = [24, 6, 5, 2]
+U, V = torch.rand(2, 3, 1).double() + 0.1, torch.rand(2, 1, 4).double() + 0.1
+NUMBER, ENTRIES = torch.tensor(0.3, dtype=torch.float64), torch.tensor([2.0, 7.0], dtype=torch.float64)
+
+
+def mixed(scale: float = 2.0) -> Diagonal:
+    return Diagonal(torch.tensor(scale), [Part(u=U, v=V), Part(u=U), Part(NUMBER), Part(ENTRIES)])
+
+
+def by_hand(scale: float = 2.0) -> Tensor:
+    weight = torch.stack([torch.outer(u.flatten(), v.flatten()) for u, v in zip(U, V, strict=True)])
+    return scale * torch.cat([weight.flatten(), U.flatten(), torch.full((5,), 0.3), ENTRIES])
 
 
 def test_what_a_weight_and_its_bias_share_stays_shared():
     """In another precision, and with its zeros filled: to ask for identity is free, equality waits for a GPU."""
     u, v = torch.rand(1, 3, 1), torch.zeros(1, 1, 4)
     D = mq.Diagonal(torch.ones(()), [Part(u=u, v=v), Part(u=u)])
-    for moved in (D.to(torch.zeros((), dtype=torch.float64)), D.positive()):
+    for moved in (D.to(torch.zeros((), dtype=torch.float32)), D.positive()):
         weight, bias = moved.parts
         assert weight.u is bias.u
+
+
+def test_part():
+    weight = Part(u=U, v=V)
+    assert weight.flat(24).view(2, 3, 4)[1, 2, 3] == U[1, 2, 0] * V[1, 0, 3]
+    assert torch.equal(Part(u=U).flat(6), U.flatten())
+    assert torch.equal(Part(NUMBER).flat(5), NUMBER.expand(5))
+    assert torch.equal(Part(ENTRIES).flat(2), ENTRIES)
+    assert weight.factors == (U, V)
+    assert weight.each(lambda f: 2 * f).flat(24).allclose(4 * weight.flat(24))
+    for part in mixed().parts:
+        again = Part.of(list(part.factors))
+        assert [t is None for t in again] == [t is None for t in part]
+        assert all(a is b for a, b in zip(again.factors, part.factors, strict=True))
+
+
+def test_entries():
+    assert error(mixed().entries(SIZES), by_hand()) < 1e-15
+    assert torch.equal(Diagonal(torch.tensor(3.0)).entries(SIZES), torch.full((37,), 3.0))
+    mixed().entries(SIZES).zero_()
+    assert U.all()
+
+
+def test_of():
+    D = mixed()
+    assert Diagonal.of(D, SIZES) is D
+    assert Diagonal.of(torch.tensor(3.0), SIZES).parts is None
+    assert torch.equal(Diagonal.of(by_hand(), SIZES).entries(SIZES), by_hand())
+    with pytest.raises(ValueError, match=r"\(36,\): one for each of 37"):
+        Diagonal.of(torch.ones(36), SIZES)
+
+
+def test_solve():
+    """In place, with the scale or without it."""
+    for D, A in ((mixed(), by_hand()), (Diagonal(torch.tensor(2.0)), torch.full((37,), 2.0))):
+        x = torch.randn(37)
+        before = x.clone()
+        assert D.solve(x, SIZES) is x
+        assert error(x, before / A) < 1e-15
+        assert error(D.solve(before.clone(), SIZES, scaled=False), before / (A / 2)) < 1e-15
+
+
+def test_quadratic_by_a_dot_of_ones_own():
+    v = torch.randn(37)
+    asked = []
+
+    def dot(a: Tensor, b: Tensor) -> Tensor:
+        asked.append(b)
+        return 3 * (a @ b)
+
+    for D, A in ((mixed(), by_hand()), (Diagonal(torch.tensor(2.0)), torch.full((37,), 2.0))):
+        assert error(D.quadratic(v, SIZES), v @ (A * v)) < 1e-14
+        assert error(D.quadratic(v, SIZES, dot), 3 * (v @ (A * v))) < 1e-14
+        assert asked.pop() is v
+
+
+def test_another_scale():
+    D = mixed()
+    for scaled in (0.25 * D, torch.tensor(0.25) * D, D.with_scale(torch.tensor(0.5))):
+        assert scaled.shape is D.shape  # what was formed with D₀ still holds
+        assert error(scaled.entries(SIZES), by_hand(0.5)) < 1e-15
+    assert (2.0 * Diagonal(torch.tensor(3.0))).scale == 6
+
+
+def blocks() -> dict[str, tuple[Block, list[int]]]:
+    """A block of each kind, for parameters of the sizes of `mixed`, and which they are."""
+    params = [torch.zeros(size) for size in SIZES]
+    weight, table = params[0].view(6, 4), params[0].view(8, 3)
+    a, delta = torch.randn(4, 3, 2, 4), torch.randn(2, 4, 3, 2, 3)
+    alone = Bilinear(torch.randn(4, 3, 1, 5), torch.randn(2, 4, 3, 1, 1), params[2].view(1, 5), None)
+    return {
+        "bilinear": (Bilinear(a, delta, weight, params[1]), [0, 1]),
+        "bilinear with a number": (alone, [2]),
+        "lookup": (Lookup(torch.randint(8, (4, 3)), torch.randn(2, 4, 3, 3), table), [0]),
+        "explicit": (Explicit([params[3], params[2]], torch.randn(8, 7), 4), [3, 2]),
+        "nothing": (Nothing([params[1], params[3]], 8, 4), [1, 3]),
+    }
+
+
+@pytest.mark.parametrize("kind", blocks())
+def test_whiten(kind):
+    """J̃D₀^-½, without the scale; I leaves a block as it is."""
+    block, members = blocks()[kind]
+    D0 = by_hand(1.0).split(SIZES)
+    found = mixed().whiten(block, members)
+    J = block.rows(torch.float64)
+    expected = J / torch.cat([D0[i] for i in members]).sqrt()
+    assert error(found.rows(torch.float64), expected) < 1e-12
+    v, w, K = torch.randn(J.shape[1]), torch.randn(len(J)), torch.zeros(len(J), len(J))
+    assert error(found.apply(v.split([SIZES[i] for i in members])), expected @ v) < 1e-12
+    assert error(found.pull(w), expected.T @ w) < 1e-12
+    assert found.pairs_with(found)
+    found.gram(K, found)
+    assert error(K, expected @ expected.T) < 1e-12
+    assert Diagonal(torch.tensor(2.0)).whiten(block, members) is None
+
+
+def test_whitened_blocks_of_other_kinds_do_not_pair():
+    explicit, _ = blocks()["explicit"]
+    bilinear, _ = blocks()["bilinear"]
+    rows = Explicit(bilinear.params, torch.randn(8, 30), 4)
+    D = [Part(torch.rand(24)), Part(torch.rand(6))]
+    assert not bilinear.whitened(D).pairs_with(rows.whitened(D))
+    assert not bilinear.whitened(D).pairs_with(explicit.whitened([Part(ENTRIES), Part(NUMBER)]))
+
+
+@pytest.mark.parametrize("D", [mixed(), Diagonal(torch.tensor(2.0).double())], ids=["parts", "one number"])
+def test_state(D):
+    """Tensors and lists of them, as torch.load takes them."""
+    again = restored(D.state())
+    assert torch.equal(again.entries(SIZES), D.entries(SIZES))
+    assert (again.parts is None) == (D.parts is None)
+
+
+def test_to():
+    D = mixed()
+    assert D.to(torch.zeros(())) is D
+    single = D.to(torch.zeros((), dtype=torch.float32))
+    assert {single.scale.dtype, *(f.dtype for part in single.parts for f in part.factors)} == {torch.float32}
+    assert error(single.entries(SIZES), by_hand()) < 1e-6
+    assert Diagonal(torch.tensor(2.0)).to(torch.zeros((), dtype=torch.float32)).parts is None
+
+
+def test_positive():
+    zeros = Diagonal(torch.tensor(2.0), [Part(torch.tensor([0.0, 3.0])), Part(torch.tensor(0.0))])
+    assert zeros.positive().entries([2, 2]).tolist() == [2, 6, 2, 2]
+    assert zeros.entries([2, 2]).tolist() == [0, 6, 0, 0]
+    assert Diagonal(torch.tensor(0.0)).positive().scale == 1
+    assert Diagonal(torch.tensor(3.0)).positive().scale == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [(SIZES, True), ([24, 6, 9, 2], True), ([24, 6, 5], False), ([24, 6, 5, 3], False), ([25, 6, 5, 2], False),
+     ([24, 5, 5, 2], False), ([*SIZES, 1], False)],
+)  # fmt: skip
+def test_fits(sizes, fits):
+    """One number fits any parameter."""
+    assert mixed().fits(sizes) == fits
+    assert Diagonal(torch.tensor(1.0)).fits(sizes)
+
+
+def test_maximum():
+    D, E = (Diagonal(torch.ones(()), [Part(torch.tensor(x))]) for x in ([1.0, 4.0], [2.0, 3.0]))
+    assert D.maximum(E).entries([2]).tolist() == [2, 4]
+    assert D.entries([2]).tolist() == [1, 4]
+    u, v = torch.tensor([1.0, 2.0]).view(1, 2, 1), torch.tensor([3.0, 0.5]).view(1, 1, 2)
+    F, H = Diagonal(torch.ones(()), [Part(u=u, v=v)]), Diagonal(torch.ones(()), [Part(u=u.flip(1), v=v.flip(2))])
+    both = F.maximum(H).parts[0]  # factor by factor
+    assert both.u.flatten().tolist() == [2, 2]
+    assert both.v.flatten().tolist() == [3, 3]
+    assert Diagonal(torch.tensor(1.0)).maximum(Diagonal(torch.tensor(2.0))).scale == 2
+
+
+def test_recent():
+    """At most `memory` times the present; nothing at present is no reason to forget."""
+    past = Diagonal(torch.ones(()), [Part(torch.tensor([100.0, 5.0, 100.0]))])
+    now = Diagonal(torch.ones(()), [Part(torch.tensor([2.0, 2.0, 0.0]))])
+    assert past.recent(now, 10.0).entries([3]).tolist() == [20, 5, 100]
+    assert past.recent(now, math.inf).entries([3]).tolist() == [100, 5, 100]
+
+
+@pytest.mark.parametrize("join", [Diagonal.maximum, lambda D, other: D.recent(other, 2.0)], ids=["maximum", "recent"])
+def test_the_d_of_another_damping(join):
+    for other in (Diagonal(torch.ones(())), Diagonal(torch.ones(()), [Part(torch.ones(3))])):
+        with pytest.raises(ValueError, match="another damping"):
+            join(mixed(), other)
+
+
+class Whole(Metric):
+    """No diagonal matrix."""
+
+    scale = torch.ones(())
+    shape = "whole"
+
+    def with_scale(self, scale):
+        return self
+
+    def solve(self, x, sizes, *, scaled=True):
+        return x
+
+    def quadratic(self, v, sizes, dot=torch.dot):
+        return dot(v, v)
+
+    def whiten(self, block, members):
+        return None
+
+    def to(self, like):
+        return self
+
+    def positive(self):
+        return self
+
+    def fits(self, sizes):
+        return True
+
+    def state(self):
+        return []
+
+
+@pytest.mark.parametrize("curvature", [mq.Dense(), mq.Dense(small=0), mq.Kronecker()], ids=str)
+def test_a_metric_that_is_not_diagonal_is_refused_by_name(curvature):
+    model = nn.Linear(2, 1)
+    G = curvature.represent(mq.linearize(model, "mse", torch.randn(4, 2), torch.randn(4, 1)))
+    with pytest.raises(ValueError, match=r"Whole is no diagonal matrix: use curvature=mq\.Gram\(\)"):
+        G.newton(Whole())
+
+
+def test_gram_takes_any_metric():
+    """This one leaves the rows as they are, as the identity does."""
+    model, x, y = nn.Linear(2, 1), torch.randn(2, 2), torch.randn(2, 1)
+    plain = mq.Gram().represent(mq.linearize(model, "mse", x, y)).newton(torch.tensor(1.0))
+    assert error(mq.Gram().represent(mq.linearize(model, "mse", x, y)).newton(Whole()), plain) < 1e-12

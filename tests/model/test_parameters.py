@@ -1,4 +1,4 @@
-"""Some of the parameters train, the others stay."""
+"""Some of the parameters train, the others stay; θ as one vector."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
+from marquardt.model.parameters import Parameters, Position
 from support.by_hand import RECIPES, ByHand
 from support.reference import error
 from support.steps import DENSE_AND_GRAM, lm, problem, theta
@@ -44,3 +46,100 @@ def test_frozen_parameters():
     assert same(model[0].state_dict(), kept)
     assert error(theta(model), theta(twin)) < 1e-8
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+
+
+# ---- θ as one vector
+
+
+def made() -> tuple[nn.Module, Parameters]:
+    """Sizes 6, 3, 3, 1 in the model's order."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    return model, Parameters(model, list(model.parameters()))
+
+
+def test_vector_and_model():
+    model, parameters = made()
+    first = parameters.vector()
+    assert torch.equal(first, theta(model))
+    assert (parameters.n, len(parameters), parameters.names) == (13, 4, ["0.weight", "0.bias", "1.weight", "1.bias"])
+    other, d = torch.randn(13), torch.randn(13)
+    parameters.assign(other)
+    assert torch.equal(theta(model), other)
+    parameters.shift(d, -0.5)
+    assert error(theta(model), other - 0.5 * d) < 1e-15
+    assert not torch.equal(first, other)  # a copy, as it was
+
+
+def test_pieces_of_a_vector():
+    _, parameters = made()
+    v = torch.arange(13.0)
+    assert [t.tolist() for t in parameters.split(v)][1:] == [[6, 7, 8], [9, 10, 11], [12]]
+    assert parameters.shaped(v)[0].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert parameters.shaped(v)[2].shape == (1, 3)
+    assert torch.equal(v[parameters.slice_of(2)], parameters.split(v)[2])
+    assert parameters.members([parameters.tensors[i] for i in (3, 0)]) == [3, 0]
+
+
+def test_joined():
+    """None is 0; the gradient of an embedding may be sparse."""
+    _, parameters = made()
+    grads = [torch.arange(6.0).view(3, 2), None, torch.ones(1, 3).to_sparse(), torch.tensor([7.0])]
+    assert parameters.joined(grads).tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 1, 1, 7]
+
+
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [
+        ((0,), [((0, 6), (0, 6))]),
+        ((0, 1), [((0, 9), (0, 9))]),
+        ((1, 2, 3), [((6, 13), (0, 7))]),
+        ((0, 2, 3), [((0, 6), (0, 6)), ((9, 13), (6, 10))]),
+        ((1, 0), [((6, 9), (0, 3)), ((0, 6), (3, 9))]),  # neighbours, but not in this order
+        ((), []),
+    ],
+)
+def test_ranges(which, expected):
+    _, parameters = made()
+    found = parameters.ranges(parameters.tensors[i] for i in which)
+    assert [((a.start, a.stop), (b.start, b.stop)) for a, b in found] == expected
+
+
+def test_without():
+    _, parameters = made()
+    v = torch.arange(1.0, 14)
+    assert parameters.without(v, iter([1, 3])).tolist() == [1, 2, 3, 4, 5, 6, 0, 0, 0, 10, 11, 12, 0]
+    assert v.all()
+    assert parameters.without(v, []) is v
+
+
+def test_products():
+    _, parameters = made()
+    a, b = torch.zeros(13), torch.zeros(13)
+    a[:2], b[1:3] = torch.tensor([3.0, 4.0]), torch.tensor([5.0, 12.0])
+    assert parameters.dot(a, b) == 20
+    assert parameters.norm(a) == 5
+    assert float(parameters.cosine(a, b)) == pytest.approx(20 / (5 * 13))
+    assert parameters.cosine(a, torch.zeros(13)) == 0
+
+
+def test_position_there_and_back():
+    """To θ + lr·d from wherever it is, and back to θ to the last bit."""
+    model, parameters = made()
+    position, start = Position(parameters), theta(model)
+    d, e = torch.randn(13), torch.randn(13)
+    for direction, lr in ((d, 0.3), (d, 0.7), (e, 0.7), (e, 0.7)):
+        position.move(direction, lr)
+        assert torch.equal(theta(model), start.add(direction, alpha=lr))
+    position.move()
+    assert torch.equal(theta(model), start)
+    position.move()
+    assert torch.equal(theta(model), start)
+
+
+def test_position_does_not_go_twice(monkeypatch):
+    """The same point again costs nothing."""
+    _, parameters = made()
+    position, d = Position(parameters), torch.randn(13)
+    position.move(d, 0.5)
+    monkeypatch.setattr(parameters, "shift", lambda *_: pytest.fail("gone again"))
+    position.move(d, 0.5)

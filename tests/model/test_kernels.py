@@ -1,0 +1,69 @@
+"""Settings of the whole program; threads that overlap are in test_randomness.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from marquardt.model.kernels import Shared, twice_differentiable
+
+
+class Attending(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def settings() -> tuple[bool, bool, bool, bool]:
+    backends = torch.backends.cuda
+    fused = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled()
+    return *fused, backends.math_sdp_enabled(), torch.backends.cudnn.enabled
+
+
+@pytest.mark.parametrize(("model", "recurrent"), [(nn.Linear(2, 1), False), (nn.Sequential(nn.GRU(2, 2)), True)])
+def test_fused_kernels_are_off_within(model, recurrent):
+    """cuDNN only for models with a recurrent layer, however deep it is."""
+    before = settings()
+    with twice_differentiable(model):
+        assert settings() == (False, False, True, before[3] and not recurrent)
+    assert settings() == before
+
+
+def test_an_exception_takes_the_setting_back():
+    before = settings()
+    with pytest.raises(KeyError), twice_differentiable(nn.LSTM(2, 2)):
+        raise KeyError
+    assert settings() == before
+
+
+def test_attention_can_be_differentiated_twice():
+    x = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    with twice_differentiable(Attending()):
+        z = Attending()(x)
+    (slope,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope.sum(), x)
+    assert second.isfinite().all()
+    assert second.any()
+
+
+def test_a_shared_setting_is_made_once():
+    """By the first who enters; the last who leaves takes it back, and the next one makes it again."""
+    told: list[str] = []
+
+    @contextmanager
+    def setting() -> Iterator[None]:
+        told.append("made")
+        yield
+        told.append("taken back")
+
+    shared = Shared(setting)
+    with shared():
+        with shared():
+            assert told == ["made"]
+        assert told == ["made"]
+    assert told == ["made", "taken back"]
+    with shared():
+        assert told == ["made", "taken back", "made"]
