@@ -1,0 +1,46 @@
+"""Plans as plain values; how they are picked is in test_auto.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from marquardt.curvature.plan import Plan, Shapes, readable
+
+SHAPES = Shapes(n=10, N=4, R=3, inputs=2.5, outputs=1.5, itemsize=8, others=2, single=False)
+FULL = Plan(
+    options=(None, 0.9, "auto"), kind="Gram", chunk=7, name="Gram(chunk=7)", bytes=3 << 20, budget=5 << 30, why="m < n",
+    numbers=12, shapes=SHAPES, squeeze=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [FULL, Plan(options=())], ids=["full", "empty"])
+def test_state_and_back(plan):
+    """By nothing but plain values, which a file or another process can hold."""
+    state = plan.state()
+    assert set(state) == {f.name for f in fields(Plan)}
+    again = Plan.restored(json.loads(json.dumps(state)))
+    assert again == plan
+    assert type(again.options) is tuple
+    assert type(again.shapes) is type(plan.shapes)
+    assert hash(again) == hash(plan)
+
+
+def test_rows():
+    assert SHAPES.m == 12
+
+
+def test_in_words():
+    assert str(FULL) == "Gram(chunk=7): m < n; about 3 MiB of 5 GiB"
+    assert str(Plan((), name="Dense()", why="n is small", bytes=100)) == "Dense(): n is small; about 100 B"
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), (3 << 30, "3 GiB"),
+     (1 << 40, "1 TiB")],
+)  # fmt: skip
+def test_readable(size, words):
+    assert readable(size) == words

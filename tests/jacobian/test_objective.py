@@ -1,0 +1,42 @@
+"""What is minimised, in Σ-units and as a mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from marquardt.jacobian.objective import Level, Objective, Totals
+from marquardt.losses import resolve
+from marquardt.model.batch import Batch
+from support.reference import error
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def made(loss: object = "mse") -> tuple[Objective, Batch]:
+    model = nn.Linear(3, 2)
+    batch = Batch(torch.randn(5, 3), torch.randn(5, 2), torch.rand(5))
+    return Objective(model, resolve(loss), list(model.parameters())), batch
+
+
+def test_value_and_slope():
+    """With weights f is the weighted mean of the squares, each of the two outputs counting."""
+    objective, batch = made()
+    z = objective.outputs(batch.inputs).detach().requires_grad_()
+    value, normaliser, low, rounding = objective.totals(z, batch, objective.value(z, batch), torch.tensor(0.25))
+    f = objective.level(Totals(*(t.item() for t in (value, normaliser, low, rounding)))).f
+    squares = (z - batch.targets).square() * batch.weight[:, None]
+    assert f == pytest.approx((squares.sum() / (2 * batch.weight.sum())).item(), rel=1e-12)
+    assert rounding == 0.25
+    (slope,) = torch.autograd.grad(objective.value(z, batch), z)
+    assert error(objective.slope(z.detach(), batch), slope) < 1e-12
+
+
+def test_level_is_the_totals_in_the_units_of_f():
+    objective, _ = made()
+    scale = objective.loss.scale(4.0)
+    assert objective.level(Totals(8.0, 4.0, 2.0, 0.1)) == Level(8 * scale, 2 * scale, 0.1 * scale, 4.0)
+    assert scale != 1
+    summed, _ = made(nn.MSELoss(reduction="sum"))
+    assert summed.level(Totals(8.0, 4.0, 2.0, 0.1)).f == 8 * summed.loss.scale(1.0)

@@ -1,0 +1,99 @@
+"""Diagonal, traces and moments of G = J̃ᵀJ̃, at once and in chunks, against J̃ written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.jacobian import statistics
+from marquardt.jacobian.linearization import Linearization
+from support import reference
+from support.cases import mlp
+from support.found import routed
+from support.reference import error
+
+pytestmark = pytest.mark.usefixtures("double")
+
+CHUNKS = pytest.mark.parametrize("chunk", [None, 3], ids=["at once", "in chunks"])
+
+
+def made(chunk: int | None) -> tuple[Linearization, reference.Quadratic, Tensor]:
+    model, x, y = mlp(3, 4, 2), torch.randn(7, 3), torch.randn(7, 2)
+    return mq.linearize(model, "mse", x, y, chunk=chunk), reference.quadratic(model, "mse", x, y), x
+
+
+@CHUNKS
+def test_diagonal(chunk):
+    lin, expected, _ = made(chunk)
+    assert error(statistics.diagonal(lin), expected.G.diagonal()) < 1e-12
+    assert error(lin.rows().square().sum(0), expected.G.diagonal()) < 1e-12
+
+
+@CHUNKS
+def test_traces(chunk):
+    """One for a weight and its bias, in the order of the layers."""
+    lin, expected, _ = made(chunk)
+    diagonals = expected.G.diagonal().split(lin.parameters.sizes)
+    found = statistics.traces(lin)
+    assert sorted(members for members, _ in found) == [[0, 1], [2, 3]]
+    for members, trace in found:
+        assert error(trace, sum(diagonals[i].sum() for i in members)) < 1e-12
+
+
+@CHUNKS
+def test_moments(chunk):
+    lin, expected, x = made(chunk)
+    model, diagonals = lin.objective.model, expected.G.diagonal().split(lin.parameters.sizes)
+    inputs = {(0, 1): x, (2, 3): model[:2](x).detach()}
+    found = list(statistics.moments(lin))
+    assert sorted(tuple(layer.members) for layer in found) == [(0, 1), (2, 3)]
+    for layer in found:
+        for i, diagonal in zip(layer.members, layer.diagonals, strict=True):
+            assert error(diagonal, diagonals[i]) < 1e-12
+        assert error(layer.inputs, inputs[tuple(layer.members)].square().mean(0).view(1, 1, -1)) < 1e-12
+
+
+@CHUNKS
+def test_of_a_layer_that_some_samples_do_not_reach(chunk):
+    """Chunks that take other ways through the model: one trace for a layer, and no diagonal twice."""
+    model, x, y = routed(2), torch.randn(8, 3), torch.randn(8, 2)
+    x[4, 0] = 200.0  # to the first expert, in the second chunk alone
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.01)  # whose tanh is not flat there
+    lin, expected = mq.linearize(model, "mse", x, y, chunk=chunk), reference.quadratic(model, "mse", x, y)
+    diagonals = expected.G.diagonal().split(lin.parameters.sizes)
+    assert error(statistics.diagonal(lin), expected.G.diagonal()) < 1e-12
+    traces = statistics.traces(lin)
+    members = [i for members, _ in traces for i in members]
+    assert len(members) == len(set(members))
+    for which, trace in traces:
+        assert error(trace, sum(diagonals[i].sum() for i in which)) < 1e-12
+    found = [(i, d) for layer in statistics.moments(lin) for i, d in zip(layer.members, layer.diagonals, strict=True)]
+    assert len(found) == len({i for i, _ in found})
+    for i, diagonal in found:
+        assert error(diagonal, diagonals[i]) < 1e-12
+
+
+@pytest.mark.parametrize("number", ["scale", "loss", "m", "gradient"])
+def test_what_is_not_known_within_the_first_loop(number):
+    """Pieces add up to it: it can be asked before the loop, or after it."""
+    lin, *_ = made(3)
+    next(lin.pieces())
+    with pytest.raises(RuntimeError, match=r"cannot be asked within the first loop over lin\.pieces\(\)"):
+        getattr(lin, number)
+    first, *_ = made(3)
+    getattr(first, number)
+    within = [getattr(first, number) for _ in first.pieces()]
+    assert len(within) == 3
+    assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(getattr(first, number))) for x in within)
+
+
+def test_unused_parameters_have_no_trace():
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(2, 1)})
+    model.forward = model["used"].forward
+    lin = mq.linearize(model, "mse", torch.randn(4, 3), torch.randn(4, 2))
+    assert [members for members, _ in statistics.traces(lin)] == [[0, 1]]
+    assert [list(layer.members) for layer in statistics.moments(lin)] == [[0, 1]]
+    assert not statistics.diagonal(lin)[8:].any()
