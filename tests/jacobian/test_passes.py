@@ -72,6 +72,9 @@ def test_repeated_with_other_parameters_and_the_same_chance():
     assert error(shifted, forward.z + 1) < 1e-12
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(RuntimeError):  # before any mask is drawn
+        forward.repeated({id(model[0].bias): torch.zeros(5)})
+    assert torch.equal(state, torch.get_rng_state())
     assert not torch.equal(model(x), forward.z)  # other masks
 
 

@@ -70,7 +70,9 @@ def test_of_a_layer_that_some_samples_do_not_reach(chunk):
     assert len(members) == len(set(members))
     for which, trace in traces:
         assert error(trace, sum(diagonals[i].sum() for i in which)) < 1e-12
-    found = [(i, d) for layer in statistics.moments(lin) for i, d in zip(layer.members, layer.diagonals, strict=True)]
+    layers = list(statistics.moments(lin))
+    assert [i for layer in layers if layer.inputs is not None for i in layer.members] == [4, 5]  # which all reach
+    found = [(i, d) for layer in layers for i, d in zip(layer.members, layer.diagonals, strict=True)]
     assert len(found) == len({i for i, _ in found})
     for i, diagonal in found:
         assert error(diagonal, diagonals[i]) < 1e-12
