@@ -136,3 +136,43 @@ def test_a_plan_of_another_machine_is_made_anew(monkeypatch):
     again = optimizer()
     again.load_state_dict(state)
     assert again._state.plan is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "match"),
+    [
+        ({"damping": mq.MaxDiagonal()}, {"damping": mq.Identity()}, "damping=MaxDiagonal, this optimizer has Identity"),
+        ({}, {"damping": mq.MeanEigenvalue()}, "damping=FactoredMaxDiagonal, this optimizer has MeanEigenvalue"),
+        ({"curvature": mq.Kronecker()}, {"curvature": mq.EKFAC()}, "curvature=Kronecker, this optimizer has EKFAC"),
+        ({"curvature": mq.Kronecker()}, {"curvature": mq.Dense()}, "curvature=Kronecker, this optimizer has Dense"),
+        ({}, {"curvature": mq.Kronecker()}, "curvature=Auto, this optimizer has Kronecker"),
+    ],
+)
+def test_a_state_of_other_parts_is_refused_by_name(saved, here, match):
+    """Before anything changes: D and what the curvature keeps would be taken for their own."""
+    fixed = {"damping": mq.FactoredMaxDiagonal()}
+    one, other = (mq.LM(torch.nn.Linear(2, 1).double(), "mse", **{**fixed, **parts}) for parts in (saved, here))
+    one.step(*batch(0))
+    before = other._state
+    with pytest.raises(ValueError, match=match):
+        other.load_state_dict(one.state_dict())
+    assert other._state is before
+
+
+def test_what_auto_may_pick_goes_on_with_each_other():
+    for saved, here in ((mq.Auto(inertia=0.8), mq.Dense(inertia=0.8)), (mq.Dense(), mq.Gram()), (mq.Gram(), mq.Auto())):
+        one, other = (mq.LM(torch.nn.Linear(2, 1).double(), "mse", curvature=c) for c in (saved, here))
+        one.step(*batch(0))
+        other.load_state_dict(one.state_dict())
+        assert other.step(*batch(1)).accepted
+
+
+def test_a_state_of_other_shapes_is_refused_though_there_are_as_many_numbers():
+    def network(width: int, outputs: int) -> mq.LM:
+        layers = torch.nn.Linear(3, width, bias=False), torch.nn.Linear(width, outputs, bias=False)
+        return mq.LM(torch.nn.Sequential(*layers).double(), "mse")
+
+    with pytest.raises(
+        ValueError, match=r"20 parameters of the shapes \[\[4, 3\], \[2, 4\]\], .* \[\[5, 3\], \[1, 5\]\]"
+    ):
+        network(5, 1).load_state_dict(network(4, 2).state_dict())

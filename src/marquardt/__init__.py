@@ -16,7 +16,7 @@ from .curvature import (
 from .fitting import curve_fit, least_squares
 from .iteration import Step
 from .jacobian.linearization import Linearization, Needs, linearize
-from .jacobian.rows import Empirical, Exact, Fraction, Rows, Sampled
+from .jacobian.rows import Cotangents, Empirical, Exact, Fraction, Rows, Sampled
 from .metric import Diagonal, Metric
 from .optimizer import LM
 from .parts.acceptance import Decrease, Uphill
@@ -37,6 +37,7 @@ __all__ = [
     "Backtracking",
     "Bracket",
     "Constant",
+    "Cotangents",
     "Curvature",
     "Decrease",
     "Dense",

@@ -38,7 +38,7 @@ def check_ready(
 
 
 def check_rate(lr: Any) -> None:
-    if not isinstance(lr, (int, float, Tensor)):
+    if not isinstance(lr, (int, float, Tensor)) or (isinstance(lr, Tensor) and lr.numel() != 1):
         raise TypeError(f"lr={lr!r}: the learning rate must be a number; LM's natural one is 1")
     if not 0 <= lr < math.inf:
         raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
@@ -72,13 +72,14 @@ def check_part(name: str, part: Any) -> None:
         "momentum": ("refine", "mq.AdaptiveMomentum() or None", True),
         "acceptance": ("judge", "mq.Decrease() or mq.Uphill()", False),
         "line_search": ("search", "mq.Grid() or None", True),
-        "average": ("update", "mq.EMA() or None", True),
+        "average": ("restarts", "mq.EMA() or None", True),
     }[name]
     if part is None and optional:
         return
     if isinstance(part, type):
         raise TypeError(f"{name}={part.__name__} is a class: pass an object of it, {part.__name__}()")
-    kin = method == "update" and hasattr(part, "initial")  # a schedule has an update too
+    # A schedule and an average have an update too.
+    kin = method == "update" and (hasattr(part, "initial") or hasattr(part, "restarts"))
     base = {"curvature": Representation, "rows": Rows}.get(name, object)  # what these two derive from has defaults
     if not hasattr(part, method) or kin or not isinstance(part, base):
         raise TypeError(f"{name}={part!r} is no {name.replace('_', ' ')}: pass for example {examples}")

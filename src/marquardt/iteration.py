@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .curvature.contract import Curvature, Damped, Representation
+from .curvature.contract import Curvature, Damped, Past, Representation
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level
 from .jacobian.rows import Rows
@@ -296,7 +296,16 @@ def kept(parts: Parts, state: State, matrices: Matrices, end: Ending, start: Sta
     previous = None if end.d is None else remembered(parts, end.d, end.lr)
     if start.doubt > 1:
         return replace(state, previous=previous)
-    return replace(state, previous=previous, D=matrices.D, past=matrices.G.keep())
+    return replace(state, previous=previous, D=matrices.D, past=check_past(matrices.G))
+
+
+def check_past(G: Curvature) -> Past | None:
+    """What the curvature keeps, which torch.load takes only if it is tensors."""
+    past = G.keep()
+    for key, t in (past or {}).items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{type(G).__name__}.keep returned {type(t).__name__} for {key!r}: tensors only")
+    return past
 
 
 def blame_gradient(parameters: Parameters, g: Tensor) -> None:

@@ -177,7 +177,7 @@ class Diagonal(Metric):
     def positive(self) -> Diagonal:
         if self._parts is None:
             return Diagonal(self.scale.where(self.scale > 0, 1))
-        return Diagonal(self.scale, self._each(lambda f: f.where(f > 0, 1)))
+        return Diagonal(self.scale.where(self.scale > 0, 1), self._each(lambda f: f.where(f > 0, 1)))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> list[Part] | None:
         """Every factor changed; one that a weight and its bias share stays shared."""
@@ -189,7 +189,10 @@ class Diagonal(Metric):
     def fits(self, sizes: Sequence[int]) -> bool:
         if self._parts is None:
             return True
-        shapes = [torch.broadcast_shapes(*(f.shape for f in part.factors)) for part in self._parts]
+        try:
+            shapes = [torch.broadcast_shapes(*(f.shape for f in part.factors)) for part in self._parts]
+        except RuntimeError:  # u and v of unlike groups
+            return False
         return len(shapes) == len(sizes) and all(
             math.prod(shape) in (1, size) for shape, size in zip(shapes, sizes, strict=True)
         )
@@ -197,7 +200,7 @@ class Diagonal(Metric):
     # From step to step: what dampings remember.
 
     def maximum(self, other: Diagonal) -> Diagonal:
-        """At least both of them, factor by factor."""
+        """At least both of them, factor by factor; if there are parts, both have the same scale."""
         return self._with(other, torch.maximum)
 
     def recent(self, present: Diagonal, memory: float) -> Diagonal:

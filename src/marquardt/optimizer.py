@@ -362,13 +362,12 @@ class LM(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         # Beside torch's own entries: torch casts those to the dtype of the parameters.
-        return {**super().state_dict(), "marquardt": saved(self._state)}
+        return {**super().state_dict(), "marquardt": saved(self._state, self.damping, self.curvature, self.params)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "marquardt" not in state_dict:
             raise ValueError("this state_dict has no entry 'marquardt': it was not made by marquardt.LM")
-        sizes, device = [p.numel() for p in self.params], self.params[0].device
-        state = loaded(state_dict["marquardt"], self.schedule, self.curvature, sizes, device)
+        state = loaded(state_dict["marquardt"], self.schedule, self.damping, self.curvature, self.params)
         check_groups(state_dict)
         found = self._known, self._recordings, self._averaged  # of the model, not of the state
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})

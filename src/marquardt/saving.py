@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -14,6 +14,7 @@ from .arguments import check_rate
 from .curvature.contract import Representation
 from .curvature.plan import Plan
 from .metric import restored
+from .parts.damping import Damping
 from .parts.schedule import Schedule
 from .state import State
 
@@ -21,17 +22,22 @@ from .state import State
 VERSION = 2
 
 
-def saved(state: State) -> dict[str, Any]:
-    """Copies of everything, as torch.save and torch.load(weights_only=True) take it."""
+def saved(state: State, damping: Damping, curvature: Representation, params: Sequence[Tensor]) -> dict[str, Any]:
+    """Copies of everything, as torch.save and torch.load(weights_only=True) take it, and what it was made with."""
     found = dict(vars(state))
     found["D"] = None if state.D is None else state.D.state()
     found["plan"] = None if state.plan is None else state.plan.state()
-    return {"version": VERSION, **tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)}
+    made = {"damping": _name(damping), "curvature": _name(curvature), "shapes": [list(p.shape) for p in params]}
+    return {"version": VERSION, **made, **tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)}
 
 
-def loaded(saved: Any, schedule: Schedule, curvature: Representation, sizes: list[int], device: torch.device) -> State:
-    """The state again, on this device, if it can be that of parameters of these sizes and these parts."""
-    found = check_state(_of_this_version(saved), schedule, curvature, sizes)
+def loaded(
+    saved: Any, schedule: Schedule, damping: Damping, curvature: Representation, params: Sequence[Tensor]
+) -> State:
+    """The state again, on the device of these parameters, if it can be theirs and that of these parts."""
+    device = params[0].device
+    found = _made_with(_of_this_version(saved), damping, curvature, params)
+    found = check_state(found, schedule, curvature, [p.numel() for p in params])
     found = tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) else v, found)
     D, plan = found.get("D"), found.get("plan")
     found["D"] = None if D is None else restored(D)
@@ -51,6 +57,35 @@ def _of_this_version(saved: Any) -> dict[str, Any]:
     if version == 1 and "rows" in found:
         found["most_rows"] = found.pop("rows")
     return found
+
+
+def _made_with(
+    state: dict[str, Any], damping: Damping, curvature: Representation, params: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Without what it was made with, which a state of version 1 does not say."""
+    made = {key: state.pop(key) for key in ("damping", "curvature", "shapes") if key in state}
+    shapes = [list(p.shape) for p in params]
+    if made.get("shapes", shapes) != shapes:
+        n, here = (sum(math.prod(shape) for shape in some) for some in (made["shapes"], shapes))
+        raise ValueError(
+            f"the state is of {n} parameters of the shapes {made['shapes']}, this optimizer has {here} of the shapes "
+            f"{shapes}: load the state of this model"
+        )
+    if state.get("D") is not None and made.get("damping", _name(damping)) != _name(damping):
+        raise ValueError(
+            f"the state was saved with damping={made['damping']}, this optimizer has {_name(damping)}: D is that of "
+            "another damping, make the optimizer with the same one"
+        )
+    if state.get("past") is not None and "curvature" in made and not curvature.takes(made["curvature"]):
+        raise ValueError(
+            f"the state was saved with curvature={made['curvature']}, this optimizer has {_name(curvature)}, which "
+            "cannot go on with what that has kept: make the optimizer with the same one"
+        )
+    return state
+
+
+def _name(part: object) -> str:
+    return type(part).__name__
 
 
 def check_state(

@@ -12,7 +12,7 @@ from marquardt.curvature.plan import Plan, Shapes, readable
 SHAPES = Shapes(n=10, N=4, R=3, inputs=2.5, outputs=1.5, itemsize=8, others=2, single=False)
 FULL = Plan(
     options=(None, 0.9, "auto"), kind="Gram", chunk=7, name="Gram(chunk=7)", bytes=3 << 20, budget=5 << 30, why="m < n",
-    numbers=12, shapes=SHAPES, squeeze=2,
+    input_size=12, shapes=SHAPES, squeeze=2,
 )  # fmt: skip
 
 

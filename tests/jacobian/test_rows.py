@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -175,3 +178,42 @@ def test_fraction_refuses_slopes_that_belong_to_no_sample():
         lm.step(torch.randn(6, 4, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(6, 1))
     assert torch.equal(theta(model), before)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@dataclass(frozen=True)
+class Own(mq.Rows):
+    """Rows of one's own: those of Exact, changed."""
+
+    change: Callable[[mq.Cotangents], Any]
+
+    def draw(self, loss, z, y, weight, seed):
+        return self.change(mq.Exact().draw(loss, z, y, weight, seed))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda c: None, r"Own.draw returned NoneType: it returns mq.Cotangents\(S, u, v\)"),
+        (lambda c: tuple(c), "Own.draw returned tuple"),
+        (lambda c: c._replace(S=c.S[0]), "Own.draw: S has the shape"),
+        (lambda c: c._replace(u=c.u[:1]), "Own.draw: u has the shape"),
+        (lambda c: c._replace(u=2 * c.u), r"Own.draw: Su \+ v differs"),
+        (lambda c: mq.Cotangents(c.S, None, None), r"Own.draw: Su \+ v differs .* u = None and v = loss.gradient"),
+    ],
+)
+def test_what_is_wrong_with_rows_of_ones_own(change, match):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    opt, before = mq.LM(model, "mse", rows=Own(change)), model.weight.detach().clone()
+    with pytest.raises((TypeError, ValueError), match=match):
+        opt.step(torch.randn(5, 3), torch.randn(5, 2))
+    assert torch.equal(model.weight, before)
+
+
+def test_rows_of_ones_own():
+    torch.manual_seed(0)
+    x, y, model = torch.randn(9, 3), torch.randn(9, 2), torch.nn.Linear(3, 2)
+    twin = copy.deepcopy(model)
+    mq.LM(model, "mse", rows=Own(lambda c: c)).step(x, y)
+    mq.LM(twin, "mse").step(x, y)
+    assert torch.equal(model.weight, twin.weight)

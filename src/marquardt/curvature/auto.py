@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..jacobian.linearization import Linearization, Needs
 from ..memory import Exhausted, out_of_memory
-from .contract import Curvature, Past, Representation, check_chunk, check_inertia, check_square
+from .contract import EXACT, Curvature, Past, Representation, check_chunk, check_inertia, check_square
 from .dense import Dense
 from .gram import Gram
 from .matrix_free import MatrixFree
@@ -53,6 +53,9 @@ class Auto(Representation):
 
     def check(self, past: Past, n: int) -> None:
         check_square(past, "G", n)
+
+    def takes(self, name: str) -> bool:
+        return name in EXACT
 
     def form(self, lin: Linearization) -> Curvature:
         return self.choose(lin, None)[0].represent(lin)

@@ -27,6 +27,9 @@ from .plan import Plan
 
 Past = dict[str, Tensor]  # what a representation keeps from step to step
 
+# What Auto may pick: these go on with what another of them has kept, or leave it.
+EXACT = ("Auto", "Dense", "Gram", "MatrixFree")
+
 # In a running average the past has at most so many times the trace of the present.
 MEMORY = 10.0
 
@@ -121,7 +124,13 @@ class Damped:
 
     def step(self) -> Tensor:
         """−H⁻¹g"""
-        return self.G.step(self.A)
+        d = self.G.step(self.A)
+        if d.shape != (self.G.parameters.n,):
+            name, shape = type(self.G).__name__, tuple(d.shape)
+            raise ValueError(
+                f"{name}.newton returned the shape {shape}: one number per parameter, ({self.G.parameters.n},)"
+            )
+        return d
 
     @property
     def gradient(self) -> Tensor:
@@ -148,7 +157,10 @@ class Representation(ABC):
 
     def represent(self, lin: Linearization) -> Curvature:
         """G of a batch. If `lin` was made for other needs, another linearisation of the same batch takes its place."""
-        return self.form(lin.made_for(self.needs))
+        G = self.form(lin.made_for(self.needs))
+        if not isinstance(G, Curvature):
+            raise TypeError(f"{type(self).__name__}.form returned {type(G).__name__}: it returns an mq.Curvature")
+        return G
 
     @abstractmethod
     def form(self, lin: Linearization) -> Curvature:
@@ -166,6 +178,10 @@ class Representation(ABC):
     def restored(self, plan: Plan, device: torch.device) -> Plan | None:
         """A plan that was saved, if it still holds here."""
         return None
+
+    def takes(self, name: str) -> bool:
+        """Whether it goes on with what another representation, of this name, has kept."""
+        return name == type(self).__name__
 
     def check(self, past: Past, n: int) -> None:
         """Raises ValueError if what an earlier step kept cannot be that of n parameters."""

@@ -13,7 +13,7 @@ from ..jacobian.linearization import Linearization, Needs
 from ..layers import Block
 from ..metric import Diagonal, Metric
 from ..model.parameters import Range
-from .contract import Curvature, Past, Representation, check_chunk, check_inertia, check_square, trusted
+from .contract import EXACT, Curvature, Past, Representation, check_chunk, check_inertia, check_square, trusted
 from .solve import norm, spd_solve
 
 # Up to this many parameters products cost nothing, and are formed in float64 at once.
@@ -46,6 +46,9 @@ class Dense(Representation):
 
     def check(self, past: Past, n: int) -> None:
         check_square(past, "G", n)
+
+    def takes(self, name: str) -> bool:
+        return name in EXACT
 
     def form(self, lin: Linearization) -> DenseCurvature:
         return DenseCurvature(lin, self.inertia, self.small)
@@ -143,7 +146,8 @@ class DenseCurvature(Curvature):
         return self.G.diagonal().to(self.parameters.dtype)
 
     def newton(self, damping: Metric | Tensor) -> Tensor:
-        A = Diagonal.of(damping, self.parameters.sizes).entries(self.parameters.sizes)
+        sizes = self.parameters.sizes
+        A = Diagonal.of(damping, sizes).entries(sizes).to(self.parameters.dtype)
         if self.G.dtype != torch.float64:
             # JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖. That is the
             # worst case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).

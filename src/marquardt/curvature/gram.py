@@ -14,7 +14,7 @@ from ..jacobian.products import adjoint, apply, dense
 from ..layers import Block, Explicit
 from ..layers.block import Product
 from ..metric import Diagonal, Metric
-from .contract import Curvature, Representation, check_chunk
+from .contract import EXACT, Curvature, Representation, check_chunk
 from .solve import norm, spd_solve
 
 # The relative error that rounding may leave in a float32 step, as a bound that is seldom reached: errors are a tenth of
@@ -39,6 +39,9 @@ class Gram(Representation):
     @property
     def needs(self) -> Needs:
         return Needs(self.chunk, together=True)
+
+    def takes(self, name: str) -> bool:
+        return name in EXACT
 
     def form(self, lin: Linearization) -> GramCurvature:
         return GramCurvature(lin, self.whole)

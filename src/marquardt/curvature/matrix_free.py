@@ -27,7 +27,7 @@ from ..model.checks import check_coupling
 from ..model.kernels import twice_differentiable
 from ..trials import Trials
 from .conjugate_gradients import Iterate, conjugate_gradients
-from .contract import Curvature, Past, Representation, check_chunk
+from .contract import EXACT, Curvature, Past, Representation, check_chunk
 from .hessian import NOT_SYMMETRIC
 from .products import GaussNewton, HessianProducts, Products, Way, versions, ways
 from .solve import FactorizationError
@@ -83,6 +83,9 @@ class MatrixFree(Representation):
     @property
     def needs(self) -> Needs:
         return Needs(self.chunk, by_sample=False, graph=True)
+
+    def takes(self, name: str) -> bool:
+        return name in EXACT
 
     def form(self, lin: Linearization) -> MatrixFreeCurvature:
         return MatrixFreeCurvature(lin, self)
@@ -353,6 +356,10 @@ class Combined(Rows):
     @property
     def empirical(self) -> bool:
         return self.rows.empirical
+
+    @property
+    def spans(self) -> bool:
+        return False
 
     def pick(self, N: int, seed: int) -> Tensor | None:
         return self.rows.pick(N, seed)

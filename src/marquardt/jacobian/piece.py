@@ -21,7 +21,7 @@ from .objective import Objective, Totals
 from .passes import Pass
 from .products import adjoint, apply, dense
 from .proof import blocks_of
-from .rows import Cotangents, Rows
+from .rows import Cotangents, Rows, check_gradient, drawn
 
 
 class Piece:
@@ -40,7 +40,7 @@ class Piece:
         index = rows.pick(self.N, seed)
         with torch.no_grad():
             if index is None:
-                self.cotangents = rows.draw(objective.loss, self.z, batch.targets, batch.weight, seed)
+                self.cotangents = drawn(rows, objective.loss, self.z, batch, seed)
             else:
                 # The rows are those of the samples picked: S of all of them is never formed, z only has its shape.
                 self.cotangents = Cotangents(self.z[None], None, objective.slope(self.z, batch))
@@ -71,6 +71,8 @@ class Piece:
             raise ValueError(f"the loss is {totals.value} at the current parameters: {self._blame()}")
         if self.known.loss is not loss and not recording():
             proven = prove(loss, rows.empirical, self.z, batch.targets, batch.weight)
+            if rows.spans:
+                check_gradient(rows, self.cotangents, objective.slope(self.z, batch))
             self.known.loss = loss if proven else None
         return totals
 
@@ -82,7 +84,7 @@ class Piece:
         once = self._unrolls(self.known.rows_per_sample)
         part = Pass(self.objective, batch, self.known, chance, once=once, slopes=slopes)
         with torch.no_grad():
-            S = rows.draw(self.objective.loss, part.z, batch.targets, batch.weight, seed).S
+            S = drawn(rows, self.objective.loss, part.z, batch, seed).S
         return Jacobian(part, S * (self.N / part.N) ** 0.5)
 
     def _blame(self) -> str:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..deferred import draw
 from ..losses import Loss, Root
+from ..model.batch import Batch
+from ..tolerances import FORMULA
 
 
 class Cotangents(NamedTuple):
@@ -20,13 +22,17 @@ class Cotangents(NamedTuple):
     u: Tensor | None  # (R, N)     None: the gradient is not in the range of these rows
     v: Tensor | None  # (N, *out)  Su + v = ∂value/∂z; None means 0
 
+    def slope(self, like: Tensor) -> Tensor:
+        """Su + v: (N, *out)"""
+        if self.u is None:
+            return torch.zeros_like(like) if self.v is None else self.v
+        u = self.u.view(*self.u.shape, *[1] * (self.S.ndim - 2))
+        total: Tensor = (self.S * u).sum(0)
+        return total if self.v is None else total + self.v
+
     def rounding(self, value: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
         """By how much the value is uncertain if z has the digits of this dtype: ε·(|value| + ‖∂value/∂z ∘ z‖)"""
-        slope = self.v
-        if self.u is not None:
-            Su = (self.S * self.u.view(*self.u.shape, *[1] * (self.S.ndim - 2))).sum(0)
-            slope = Su if slope is None else Su + slope
-        through_z = value.new_zeros(()) if slope is None else torch.linalg.vector_norm(slope * z)
+        through_z: Tensor = torch.linalg.vector_norm(self.slope(z) * z)
         return torch.finfo(dtype).eps * (value.abs() + through_z)
 
 
@@ -44,13 +50,18 @@ class Rows(ABC):
         """Whether they come from `Loss.empirical`, and not from `Loss.root`."""
         return False
 
+    @property
+    def spans(self) -> bool:
+        """Whether Su + v is the gradient, which is then compared with that of the loss on the first step."""
+        return True
+
     def pick(self, N: int, seed: int) -> Tensor | None:
         """The samples whose rows are formed, None for all of them."""
         return None
 
     @abstractmethod
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
-        """The cotangents of these outputs."""
+        """The cotangents of these outputs; what is random is drawn from `seed`, the number of the step."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,29 @@ class Fraction(Rows):
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         """Of the samples picked: SSᵀ is still that of each, the part's weight comes with the part."""
         return self.rows.draw(loss, z, y, weight, seed)
+
+
+def drawn(rows: Rows, loss: Loss, z: Tensor, batch: Batch, seed: int) -> Cotangents:
+    """What rows of one's own may get wrong is told by name."""
+    found = rows.draw(loss, z, batch.targets, batch.weight, seed)
+    name = type(rows).__name__
+    if not isinstance(found, Cotangents):
+        raise TypeError(f"{name}.draw returned {type(found).__name__}: it returns mq.Cotangents(S, u, v)")
+    if found.S.shape[1:] != z.shape:
+        raise ValueError(f"{name}.draw: S has the shape {tuple(found.S.shape)}, expected (R, *{tuple(z.shape)})")
+    if found.u is not None and found.u.shape != found.S.shape[:2]:
+        raise ValueError(f"{name}.draw: u has the shape {tuple(found.u.shape)}, expected {tuple(found.S.shape[:2])}")
+    return found
+
+
+def check_gradient(rows: Rows, cotangents: Cotangents, slope: Tensor) -> None:
+    """Su + v must be ∂value/∂z: a step would go another way without a word."""
+    difference = (cotangents.slope(slope) - slope).norm()
+    if bool(difference > FORMULA[slope.dtype] * slope.norm()):
+        raise ValueError(
+            f"{type(rows).__name__}.draw: Su + v differs from ∂value/∂z, of length {float(slope.norm()):.3g}, by "
+            f"{float(difference):.3g}; rows that do not span it have u = None and v = loss.gradient(z, y, weight)"
+        )
 
 
 def _generator(own: int, seed: int) -> torch.Generator:

@@ -38,7 +38,7 @@ class Bilinear(Block):
         weight, bias = (None if any(p is q for q in some) else p for p in (self.weight, self.bias))
         if weight is None and bias is None:
             return None
-        return Bilinear(self.a if weight is not None else self.a[..., :0], self.delta, weight, bias)
+        return Bilinear(self.a if weight is not None else self.a[..., :0], self.delta, weight, bias, self.one)
 
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         start = 0
@@ -247,14 +247,14 @@ class Bilinear(Block):
             v = weight.v if weight.entries is None else weight.entries
             a = a if v is None else a / v.reshape(-1).sqrt()
         if self.bias is not None and (b := parts[id(self.bias)].entries) is not None:
-            one = b.reshape(()).rsqrt()
+            one = b.reshape(()).rsqrt() if one is None else one * b.reshape(()).rsqrt()
         delta = self.delta if u is None else self.delta / u.reshape(-1).sqrt()
         return Bilinear(a, delta, self.weight, self.bias, one)
 
     def beside(self, others: Sequence[Bilinear]) -> Bilinear:
         blocks = [self, *others]
         delta = torch.cat([b.delta for b in blocks], 2)
-        return Bilinear(torch.cat([b.a for b in blocks], 1), delta, self.weight, self.bias)
+        return Bilinear(torch.cat([b.a for b in blocks], 1), delta, self.weight, self.bias, self.one)
 
     def sums(self, weight: Tensor | None) -> Sums:
         if self.G > 1 and self.O == 1:

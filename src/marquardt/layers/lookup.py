@@ -65,11 +65,14 @@ class Lookup(Block):
     def whitened(self, D: Sequence[Part]) -> Block:
         """Whatever D is, only the tokens that occur are looked at"""
         (part,) = D
-        return Lookup(self.index, self.delta, self.table, part.flat(self.table.numel()).view_as(self.table).sqrt())
+        roots = part.flat(self.table.numel()).view_as(self.table).sqrt()
+        return Lookup(self.index, self.delta, self.table, roots if self.roots is None else roots * self.roots)
 
     def beside(self, others: Sequence[Lookup]) -> Lookup:
         blocks = [self, *others]
-        return Lookup(torch.cat([b.index for b in blocks], 1), torch.cat([b.delta for b in blocks], 2), self.table)
+        return Lookup(
+            torch.cat([b.index for b in blocks], 1), torch.cat([b.delta for b in blocks], 2), self.table, self.roots
+        )
 
     def sums(self, weight: Tensor | None) -> Sums:
         each = torch.ones_like(self.delta[0, :, :, 0])  # (N, P)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from ..memory import out_of_memory
 from ..model.randomness import Slopes, drawn_rrelu
 from .bilinear import Bilinear
 from .block import Block, Explicit
@@ -52,12 +53,23 @@ class Call:
             raise Misfit("the input was changed in place after the call")
         if not layout.fits(o.x.shape[: o.lead], N):
             raise Misfit("no dimension holds the samples")
+        try:
+            return self._read(delta, N, layout)
+        except RuntimeError as error:  # shapes that a rule of one's own has wrong
+            if out_of_memory(error):
+                raise
+            raise Misfit(str(error)) from error
+
+    def _read(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup:
+        o = self.operand
         dtype = self.params[0].dtype  # under autocast a and δ may be less precise
         delta = layout(o.delta(delta.to(dtype)), o.lead, N, 1)
         a = layout(o.a().detach(), o.lead, N, 0)
         if self.is_lookup:
             assert o.weight is not None
             return Lookup(a.flatten(1), delta, o.weight)
+        if a.ndim < 4 or delta.ndim < 5:
+            raise Misfit(f"a has {a.ndim} dimensions and δ {delta.ndim}, too few for (N, P, G, I) and (R, N, P, G, O)")
         a = (a if o.weight is not None else a[..., :0]).to(dtype).flatten(1, -3)  # (N, P, G, I)
         delta = delta.flatten(2, -3)  # (R, N, P, G, O)
         numbers = math.prod(a.shape[2:]) * delta.shape[-1]
@@ -110,7 +122,7 @@ class Watch(TorchFunctionMode):
         if isinstance(out, Tensor) and out.dtype is not self.coarsest and out.is_floating_point():
             self.coarsest = max(out.dtype, self.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
         if func in RULES and isinstance(out, Tensor) and out.requires_grad:
-            operand = RULES[func](*args, **kwargs)
+            operand = _operand(func, args, kwargs)
             if operand is not None:
                 operand = operand._replace(weight=self._own(operand.weight), bias=self._own(operand.bias))
                 if operand.weight is not None or operand.bias is not None:
@@ -131,6 +143,19 @@ class Watch(TorchFunctionMode):
         out, slopes = drawn_rrelu(input, lower, upper, inplace)
         self.slopes.append(slopes)
         return out
+
+
+def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Operand | None:
+    """What the rule of a function says of a call; a fault in a rule of one's own is told as such."""
+    try:
+        operand = RULES[func](*args, **kwargs)
+    except Exception as error:
+        name = getattr(func, "__name__", func)
+        raise RuntimeError(f"the layer rule of {name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(operand, (Operand, type(None))):
+        name, found = getattr(func, "__name__", func), type(operand).__name__
+        raise TypeError(f"the layer rule of {name} returned {found}: it returns an Operand, or None")
+    return operand
 
 
 def _by_data(func: Callable[..., Any], args: Sequence[Any], samples: int) -> bool:

@@ -145,14 +145,29 @@ class Loss(ABC):
     def root(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
         """√w S and √w u: SSᵀ = ∂²value/∂z², Su = ∂value/∂z."""
         root_w = None if weight is None else weight.sqrt()
-        S, u = self.factors(z, y)
+        S, u = self._shaped("factors", self.factors(z, y), len(z))
         return Root(weighted(S, root_w), weighted(u, root_w))
 
     def empirical(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
         """The paper's rows: S = √w ∂ℓ/∂z, u = √w, so that SSᵀ = w ∇ℓ∇ℓᵀ and Su = ∂value/∂z."""
         root_w = None if weight is None else weight.sqrt()
-        S, u = self.empirical_factors(z, y)
+        S, u = self._shaped("empirical_factors", self.empirical_factors(z, y), len(z))
         return Root(weighted(S, root_w), weighted(u, root_w))
+
+    def _shaped(self, method: str, found: Any, N: int) -> tuple[Tensor, Tensor]:
+        """S and u as a loss of one's own has returned them"""
+        name = f"{type(self).__name__}.{method}"
+        if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(t, Tensor) for t in found)):
+            raise TypeError(
+                f"{name} returned {type(found).__name__}: it returns two tensors, S (N, P, C, r) and u (N, P, r)"
+            )
+        S, u = found
+        if S.ndim != 4 or u.ndim != 3 or len(S) != N or u.shape != (*S.shape[:2], S.shape[3]):
+            shapes = tuple(S.shape), tuple(u.shape)
+            raise ValueError(
+                f"{name}: S has the shape {shapes[0]} and u {shapes[1]}, expected ({N}, P, C, r) and ({N}, P, r)"
+            )
+        return S, u
 
     def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """What torch's mean divides by: P · Σw."""

@@ -107,6 +107,12 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
         "by adding it up over the samples one by one", singles.abs().sum()[None], zero,
         "ell must return an entry for every group of outputs, with the samples first, and couple no samples",
     )  # fmt: skip
+    value, low = (f(z, y, weight)[None] for f in (loss.value, loss.lower_bound))
+    yield Check(
+        "lower_bound", "a bound that the value never falls below", torch.minimum(low, value), low, "is returned",
+        low.abs() + value.abs(), low.new_zeros(1),
+        f"The value of {len(z)} samples is {float(value):.6g}: define lower_bound, or leave constants out of ell",
+    )  # fmt: skip
     v = _random(z, 0)
     there_and_back = loss.ungroup(loss.group(v), z) * v
     yield Check(
