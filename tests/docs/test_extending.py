@@ -58,7 +58,7 @@ def put(model, theta):
 
 
 def test_the_page_adds_one_of_each():
-    assert list(FILES) == ["fading", "soft_margin", "gaussian", "banks", "diagonal"]
+    assert list(FILES) == ["fading", "soft_margin", "gaussian", "projected", "banks", "diagonal"]
     assert PAGE.read_text(encoding="utf-8").count("```python") == 2 * len(FILES)
 
 
@@ -303,3 +303,97 @@ def test_a_curvature_without_newton_is_refused():
     model, x, y = problem()
     with pytest.raises(TypeError, match="newton"):
         Half(mq.linearize(model, "mse", x, y))
+
+
+# What these parts may get wrong.
+
+
+def test_a_curvature_that_returns_something_else_is_told_by_name():
+    @dataclass(frozen=True)
+    class Nothing(mq.Representation):
+        def form(self, lin):
+            return None
+
+    class Column(mq.Curvature):
+        def __matmul__(self, v):
+            return v
+
+        def newton(self, damping):
+            return self.gradient[:, None]
+
+        def keep(self):
+            return {"count": 1}
+
+    class Counted(Column):
+        def newton(self, damping):
+            return 1e-3 * self.gradient
+
+    @dataclass(frozen=True)
+    class Of(mq.Representation):
+        kind: type
+
+        def form(self, lin):
+            return self.kind(lin)
+
+    for curvature, message in (
+        (Nothing(), "Nothing.form returned NoneType: it returns an mq.Curvature"),
+        (Of(Column), r"Column.newton returned the shape \(32, 1\): one number per parameter, \(32,\)"),
+        (Of(Counted), "Counted.keep returned int for 'count': tensors only"),
+    ):
+        model, x, y = problem()
+        before = flat(model)
+        with pytest.raises((TypeError, ValueError), match=message):
+            mq.LM(model, "mse", curvature=curvature).step(x, y)
+        assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda x, weight: 1 / 0, "the layer rule of banks raised ZeroDivisionError"),
+        (lambda x: None, "the layer rule of banks raised TypeError"),
+        (lambda x, weight: (weight, None), "the layer rule of banks returned tuple: it returns an Operand, or None"),
+    ],
+)
+def test_a_rule_that_fails_is_told_by_name(added, rule, message):
+    banks = added("banks").banks
+    model, x, y = banked(banks)
+    RULES[banks] = rule
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        mq.linearize(model, "mse", x, y).rows()
+
+
+@pytest.mark.parametrize("a", [lambda x: x.sum(2), lambda x: x.sum((1, 2))], ids=["too few", "far too few"])
+def test_a_rule_with_other_dimensions_is_not_used(added, a):
+    banks = added("banks").banks
+    model, x, y = banked(banks)
+    RULES[banks] = lambda x, weight: Operand(weight, None, x, 1, lambda: a(x), lambda d: d[:, :, None])
+    assert mq.linearize(model, "mse", x, y).paths["0.weight"] == "vmap"
+
+
+def test_a_loss_below_its_bound_is_told_by_name(added):
+    class Shifted(added("soft_margin").SoftMargin):
+        def ell(self, z, y):
+            return super().ell(z, y) - 5
+
+    model, x, y = problem()
+    with pytest.raises(ValueError, match=r"Shifted.lower_bound.*define lower_bound, or leave constants out of ell"):
+        mq.LM(model, Shifted()).step(x, y.sign())
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (lambda S, u: None, "Wrong.factors returned NoneType"),
+        (lambda S, u: (S[0, 0], u), r"Wrong.factors: S has the shape \(2, 2\)"),
+        (lambda S, u: (S, u[:, 0]), r"Wrong.factors: .* u \(24, 2\), expected \(24, P, C, r\)"),
+    ],
+)
+def test_factors_of_another_shape_are_told_by_name(added, found, message):
+    class Wrong(added("gaussian").Gaussian):
+        def factors(self, z, y):
+            return found(*super().factors(z, y))
+
+    model, x, y = problem()
+    with pytest.raises((TypeError, ValueError), match=message):
+        mq.LM(model, Wrong(covariance=torch.eye(2))).step(x, y)
