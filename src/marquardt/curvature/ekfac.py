@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..jacobian.linearization import Linearization
 from ..metric import Diagonal, Metric
 from .contract import Past, trusted
-from .factors import Layer
+from .factors import Layer, Spectrum
 from .kronecker import Kronecker, KroneckerCurvature
 from .solve import FactorizationError
 
@@ -25,10 +26,9 @@ class EKFAC(Kronecker):
     (George et al. 2018.) Of all matrices that are diagonal in this basis it is the nearest to the layer's block of G,
     so it is never further from it than B ⊗ A, which is one of them. The step solves with
 
-        H = Q·diag(s + λ)·Qᵀ
+        H = Q·diag(s + λ)·Qᵀ      for a D that is one number: no other is diagonal in every basis, and it is refused
 
-    for a D that is one number, since no other is diagonal in every basis too: another D is refused. From batch to batch
-    s is a running average like A and B, though their eigenvectors move meanwhile.
+    From batch to batch s is a running average like A and B, though their eigenvectors move meanwhile.
     """
 
     every: int = field(default=1, init=False, repr=False)  # the basis is that of the step
@@ -44,17 +44,13 @@ class Basis:
         self.left, self.right = eigenvectors(layer.left), eigenvectors(layer.right)
         self.s = torch.zeros_like(layer.diagonal())  # (K, L, R)
 
-    def function(self, of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """X ↦ Q·f(s)·QᵀX"""
-
-        def times(X: Tensor) -> Tensor:
-            left, right = (None if Q is None else Q.to(X.dtype) for Q in (self.left, self.right))
-            X = X if left is None else left.mT @ X
-            X = of(self.s).to(X.dtype) * (X if right is None else X @ right)
-            X = X if left is None else left @ X
-            return X if right is None else X @ right.mT
-
-        return times
+    def times(self, f: Callable[[Tensor], Tensor], X: Tensor) -> Tensor:
+        """Q·f(s)·QᵀX"""
+        left, right = (None if Q is None else Q.to(X.dtype) for Q in (self.left, self.right))
+        X = X if left is None else left.mT @ X
+        X = f(self.s).to(X.dtype) * (X if right is None else X @ right)
+        X = X if left is None else left @ X
+        return X if right is None else X @ right.mT
 
     def diagonal(self) -> Tensor:
         """Of Q·diag s·Qᵀ: (K, L, R)"""
@@ -68,11 +64,6 @@ class EKFACCurvature(KroneckerCurvature):
     def __init__(self, lin: Linearization, decay: float = 0.0) -> None:
         super().__init__(lin, decay)
         self._bases: list[Basis] | None = None
-        self._earlier: Past = {}  # s of the batches before
-
-    def recall(self, past: Past | None, same_data: bool) -> None:
-        super().recall(past, same_data)
-        self._earlier = past if self.averaged and past is not None else {}
 
     def keep(self) -> Past | None:
         kept = super().keep()
@@ -96,9 +87,9 @@ class EKFACCurvature(KroneckerCurvature):
                     basis.s = basis.s.lerp(old.to(basis.s), share)
         return self._bases
 
-    def _with(self, of: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+    def _with(self, f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
         """Q·f(s)·Qᵀv: (n,) → (n,)"""
-        return self._by_layer(v, [basis.function(of) for basis in self.bases])
+        return self._by_layer(v, [partial(basis.times, f) for basis in self.bases])
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return self._with(lambda s: s, v)
@@ -127,9 +118,6 @@ class EKFACCurvature(KroneckerCurvature):
     def diagonal(self) -> Tensor:
         return self._joined(basis.diagonal() for basis in self.bases)
 
-    def trace(self) -> Tensor:
-        return torch.stack([basis.s.sum() for basis in self.bases]).sum()
-
     def traces(self) -> list[tuple[list[int], Tensor, int]]:
         pairs = zip(super().traces(), self.bases, strict=True)
         return [(members, basis.s.sum(), rank) for (members, _, rank), basis in pairs]
@@ -137,9 +125,4 @@ class EKFACCurvature(KroneckerCurvature):
 
 def eigenvectors(M: Tensor) -> Tensor | None:
     """(K, d, d), None for the diagonal of a matrix, whose eigenvectors are the unit vectors"""
-    if M.ndim == 2:
-        return None
-    try:
-        return torch.linalg.eigh(M)[1]  # type: ignore[no-any-return]
-    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-        raise FactorizationError(f"the curvature could not be decomposed: {error}") from error
+    return None if M.ndim == 2 else Spectrum.of(M, torch.ones_like(M[:, 0])).Q

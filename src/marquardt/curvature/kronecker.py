@@ -70,6 +70,7 @@ class KroneckerCurvature(Curvature):
         self.decay, self.every = decay, every
         self._count = torch.ones((), dtype=torch.int64, device=self.parameters.device)  # batches in the averages
         self._age = 0  # steps since the decomposition
+        self._earlier: Past = {}  # the averages of the batches before
         self._recalled: Past = {}  # with a decomposition that is still good
         self._decomposed: tuple[object, list[tuple[Factor, Factor]]] | None = None  # with the D₀ it belongs to
         sums = self._sums()
@@ -103,7 +104,7 @@ class KroneckerCurvature(Curvature):
         if past is None or "count" not in past:
             return
         if self.averaged:
-            self._count = past["count"] + 1
+            self._earlier, self._count = past, past["count"] + 1
             weight = self._weight()
             for layer in self.layers:
                 for side, new in (("left", layer.left), ("right", layer.right)):
@@ -159,7 +160,7 @@ class KroneckerCurvature(Curvature):
         return self._joined(layer.diagonal() for layer in self.layers)
 
     def trace(self) -> Tensor:
-        return torch.stack([layer.trace() for layer in self.layers]).sum()
+        return torch.stack([trace for _, trace, _ in self.traces()]).sum()
 
     def traces(self) -> list[tuple[list[int], Tensor, int]]:
         sizes, most = self.parameters.sizes, self.lin.most
