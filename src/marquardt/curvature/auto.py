@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..jacobian.linearization import Linearization, Needs
 from ..memory import Exhausted, out_of_memory
-from .contract import EXACT, Curvature, Past, Representation, check_chunk, check_inertia, check_square
+from .contract import Curvature, Interchangeable, Representation, check_chunk, check_inertia
 from .dense import Dense
 from .gram import Gram
 from .matrix_free import MatrixFree
@@ -29,7 +29,7 @@ PLANS = 9
 
 
 @dataclass(frozen=True)
-class Auto(Representation):
+class Auto(Interchangeable):
     """Dense if there are fewer parameters than rows, otherwise Gram; in chunks, or MatrixFree, if these do not fit
     into memory: `memory`, such as "4GiB", or what the device has free. `opt.plan` says what was picked and why.
 
@@ -50,12 +50,6 @@ class Auto(Representation):
     @property
     def needs(self) -> Needs:
         return Needs(self.chunk)
-
-    def check(self, past: Past, n: int) -> None:
-        check_square(past, "G", n)
-
-    def takes(self, name: str) -> bool:
-        return name in EXACT
 
     def form(self, lin: Linearization) -> Curvature:
         return self.choose(lin, None)[0].represent(lin)

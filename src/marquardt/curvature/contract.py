@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from ..metric import Metric
 from .plan import Plan
 
 Past = dict[str, Tensor]  # what a representation keeps from step to step
-
-# What Auto may pick: these go on with what another of them has kept, or leave it.
-EXACT = ("Auto", "Dense", "Gram", "MatrixFree")
 
 # In a running average the past has at most so many times the trace of the present.
 MEMORY = 10.0
@@ -188,10 +185,18 @@ class Representation(ABC):
         return None
 
 
-def check_square(past: Past, key: str, n: int) -> None:
-    t: Any = past.get(key)
-    if t is not None and len(t) != n:
-        raise ValueError(f"the state 'past' is of {len(t)} parameters, this optimizer has {n}")
+@dataclass(frozen=True)
+class Interchangeable(Representation):
+    """Auto, and what it may pick: all solve the same system, and each goes on with what another of them has kept, or
+    leaves it."""
+
+    def takes(self, name: str) -> bool:
+        return name in ("Auto", "Dense", "Gram", "MatrixFree")
+
+    def check(self, past: Past, n: int) -> None:
+        G = past.get("G")  # Dense's running average
+        if G is not None and len(G) != n:
+            raise ValueError(f"the state 'past' is of {len(G)} parameters, this optimizer has {n}")
 
 
 def check_chunk(chunk: int | None) -> None:

@@ -13,7 +13,7 @@ from ..jacobian.linearization import Linearization, Needs
 from ..layers import Block
 from ..metric import Diagonal, Metric
 from ..model.parameters import Range
-from .contract import EXACT, Curvature, Past, Representation, check_chunk, check_inertia, check_square, trusted
+from .contract import Curvature, Interchangeable, Past, check_chunk, check_inertia, trusted
 from .solve import norm, spd_solve
 
 # Up to this many parameters products cost nothing, and are formed in float64 at once.
@@ -24,7 +24,7 @@ PAYS = 256
 
 
 @dataclass(frozen=True)
-class Dense(Representation):
+class Dense(Interchangeable):
     """G = J̃ᵀJ̃ itself. For up to some ten thousand parameters; any number of samples, `chunk` of them at a time.
 
     On changing batches G is a running average, Ḡ ← β·Ḡ + (1−β)·G with β = `inertia`. A step that divides the gradient
@@ -43,12 +43,6 @@ class Dense(Representation):
     @property
     def needs(self) -> Needs:
         return Needs(self.chunk)
-
-    def check(self, past: Past, n: int) -> None:
-        check_square(past, "G", n)
-
-    def takes(self, name: str) -> bool:
-        return name in EXACT
 
     def form(self, lin: Linearization) -> DenseCurvature:
         return DenseCurvature(lin, self.inertia, self.small)

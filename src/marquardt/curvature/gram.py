@@ -14,7 +14,7 @@ from ..jacobian.products import adjoint, apply, dense
 from ..layers import Block, Explicit
 from ..layers.block import Product
 from ..metric import Diagonal, Metric
-from .contract import EXACT, Curvature, Representation, check_chunk
+from .contract import Curvature, Interchangeable, check_chunk
 from .solve import norm, spd_solve
 
 # The relative error that rounding may leave in a float32 step, as a bound that is seldom reached: errors are a tenth of
@@ -23,7 +23,7 @@ ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
-class Gram(Representation):
+class Gram(Interchangeable):
     """K = J̃D⁻¹J̃ᵀ, layer by layer: J̃ is never built where a layer has a rule.
 
     For more parameters than rows. With `chunk` the rows of two chunks at a time are in memory; they are computed again
@@ -39,9 +39,6 @@ class Gram(Representation):
     @property
     def needs(self) -> Needs:
         return Needs(self.chunk, together=True)
-
-    def takes(self, name: str) -> bool:
-        return name in EXACT
 
     def form(self, lin: Linearization) -> GramCurvature:
         return GramCurvature(lin, self.whole)

@@ -27,7 +27,7 @@ from ..model.checks import check_coupling
 from ..model.kernels import twice_differentiable
 from ..trials import Trials
 from .conjugate_gradients import Iterate, conjugate_gradients
-from .contract import EXACT, Curvature, Past, Representation, check_chunk
+from .contract import Curvature, Interchangeable, Past, check_chunk
 from .hessian import NOT_SYMMETRIC
 from .products import GaussNewton, HessianProducts, Products, Way, versions, ways
 from .solve import FactorizationError
@@ -39,7 +39,7 @@ FEW_ROWS = 64
 
 
 @dataclass(frozen=True)
-class MatrixFree(Representation):
+class MatrixFree(Interchangeable):
     """(G + A)x = g by preconditioned conjugate gradients: G appears only in products Gv = JᵀS(SᵀJv) (Martens, 2010).
 
     A product costs about as much as two gradients, and memory grows with the activations alone. Samples may depend on
@@ -83,9 +83,6 @@ class MatrixFree(Representation):
     @property
     def needs(self) -> Needs:
         return Needs(self.chunk, by_sample=False, graph=True)
-
-    def takes(self, name: str) -> bool:
-        return name in EXACT
 
     def form(self, lin: Linearization) -> MatrixFreeCurvature:
         return MatrixFreeCurvature(lin, self)

@@ -151,7 +151,7 @@ class Block(ABC):
     def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         """The diagonal of J̃ᵀJ̃ in another basis, that of the columns of left ⊗ right, each (G, d, d) or None for the
         identity: (G, outputs, inputs), with the bias beside the inputs. For blocks that have `sums`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has sums but no second_moments, which EKFAC asks for")
 
 
 class Product(NamedTuple):
