@@ -100,6 +100,23 @@ def test_a_replayed_step_is_the_plain_step(recorder, kind, parts):
     assert parts != "bold" or {"search", "rejected"} & set(plain_rules)
 
 
+def test_another_part_makes_another_recording(recorder):
+    """One that is exchanged between two steps must not be played back with what was there before."""
+    model = on_cpu("mlp")
+    repeated = recorder(model)
+    opt = mq.LM(model, "cross_entropy", capture=True, curvature=mq.Dense())
+    for i in range(5):
+        opt.step(*batch_on_cpu("mlp", i))
+    assert repeated.replays
+    opt.rows = mq.Empirical()
+    twin = copy.deepcopy(model)
+    plain = mq.LM(twin, "cross_entropy", curvature=mq.Dense(), rows=mq.Empirical())
+    plain.load_state_dict(opt.state_dict())
+    opt.step(*batch_on_cpu("mlp", 5))
+    plain.step(*batch_on_cpu("mlp", 5))
+    assert error(parameters(model), parameters(twin)) < 1e-10
+
+
 class Raises:
     """An acceptance that fails once it is told to."""
 

@@ -94,12 +94,8 @@ class RecordedStep:
             lin = lin.made_for(representation.needs)
             matrices = damped(parts, representation.represent(lin), old, False)
             proposal = propose(parts, lin, matrices, self.lam, self.lr, old, False)
-            self.readings, self.d, self.theta, self.averaged = (
-                proposal.readings,
-                proposal.d,
-                lin.theta,
-                matrices.G.averaged,
-            )
+            self.readings, self.d = proposal.readings, proposal.d
+            self.theta, self.averaged = lin.theta, matrices.G.averaged
             _copy(self.next, [matrices.D.state(), matrices.G.keep(), remembered(parts, proposal.d, self.lr)])
             lin.close()
             return answers(tape, *proposal.readings.tensors())
@@ -146,7 +142,7 @@ class Recordings:
         totals = known.totals
         if totals is None or not recordable(parts, objective, batch, state, known):
             return None
-        key = signature(objective, batch, state, known, lr)
+        key = signature(parts, objective, batch, state, known, lr)
         if self.made is None or self.made[0] != key:
             if self._last == key:
                 self.made = (key, self._tried(lambda: RecordedStep(parts, objective, batch, state, known, totals, lr)))
@@ -175,12 +171,12 @@ def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, k
     return plain and not state.repeats and state.steps % EVERY != EVERY - 1
 
 
-def signature(objective: Objective, batch: Batch, state: State, known: Known, lr: float) -> Any:
+def signature(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float) -> Any:
     """What a recording depends on."""
     leaves, spec = tree_flatten([vars(batch), _tensors(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
     places = tuple(p.data_ptr() for p in objective.parameters.tensors)
-    return shapes, spec, places, modes(objective.model), lr, known.proven, state.plan
+    return parts, objective.loss, shapes, spec, places, modes(objective.model), lr, known.proven, state.plan
 
 
 def _tensors(state: State) -> list[Any]:
