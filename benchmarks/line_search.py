@@ -138,7 +138,7 @@ def record(data: Digits, searches: dict[str, Any], options: argparse.Namespace) 
         for seed in range(options.seed, options.seed + options.seeds):
             model = problems.mnist_cnn(seed, device=options.device)
             torch.manual_seed(seed)  # RReLU's noise
-            schedule = mq.PaperSchedule(initial=lam)
+            schedule = mq.RelativeDecrease(initial=lam)
             opt = mq.presets.paper(model, "cross_entropy", schedule=schedule, line_search=recorder)
             recorder.run = (lam, seed)
             for k, (x, y) in enumerate(measure.mnist_batches(data, BATCH, seed)):

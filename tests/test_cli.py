@@ -99,14 +99,14 @@ def broken_by(monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException
 def test_runs_are_made_told_and_drawn(invoke: Invoke, out: Path) -> None:
     result = invoke("paper", "sine", "mnist", "--optimizers", "sgd,adam", "--out", out)
     assert result.exit_code == 0, result.output
-    expected = {f"sine/{m}.published.{s}" for m in ("sgd", "adam") for s in (0, 1)}
-    expected |= {"mnist/sgd.published.0", "mnist/adam.published.0"}
+    expected = {f"sine/{m}.default.{s}" for m in ("sgd", "adam") for s in (1000, 1001)}
+    expected |= {"mnist/sgd.default.1000", "mnist/adam.default.1000"}
     assert names(out) == expected
     for name in expected:
         assert f"  {name}: " in result.output  # a line per run where the output is no terminal
-    loss = logs.read(out / "logs/sine/adam.published.1.jsonl").final("train_loss")
-    assert f"6  sine/adam.published.1: MSE {loss:.3g} after 3 steps" in result.output
-    accuracy = logs.read(out / "logs/mnist/adam.published.0.jsonl").final("test_accuracy")
+    loss = logs.read(out / "logs/sine/adam.default.1001.jsonl").final("train_loss")
+    assert f"6  sine/adam.default.1001: MSE {loss:.3g} after 3 steps" in result.output
+    accuracy = logs.read(out / "logs/mnist/adam.default.1000.jsonl").final("test_accuracy")
     assert f"90 % not reached, {accuracy:.2%} after 3" in result.output
     assert "Data: MNIST, made up" in result.output
     assert f"Report: {out / 'report.html'}" in result.output
@@ -141,7 +141,7 @@ def test_a_terminal_shows_bars_drawn_between_the_steps(
     assert threads == [before] * 4  # a thread that draws would take time from the steps
     for text in ("all runs", "Adam, seed 0", "step 2", "running", "waiting", "done", "Report: "):
         assert text in result.output
-    assert "sine/adam.published.0" not in result.output  # the lines of a pipe
+    assert "sine/adam.default.1000" not in result.output  # the lines of a pipe
 
 
 def test_what_is_done_is_skipped(invoke: Invoke, out: Path) -> None:
@@ -151,7 +151,7 @@ def test_what_is_done_is_skipped(invoke: Invoke, out: Path) -> None:
     assert result.exit_code == 0
     assert "2 of 4 runs are done already" in result.output
     assert "sine/adam" not in result.output
-    assert "2/2  sine/sgd.published.1" in result.output
+    assert "2/2  sine/sgd.default.1001" in result.output
     assert all(path.read_text() == text for path, text in before.items())
     table = result.output[result.output.index("method") :]
     assert [line.split()[:3] for line in table.splitlines()[2:4]] == [["SGD", "done", "2/2"], ["Adam", "done", "2/2"]]
@@ -164,7 +164,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(
         broken_by(patch, "adam", KeyboardInterrupt())
         result = invoke("paper", "sine", "--optimizers", "sgd,adam", "--out", out)
     assert result.exit_code == 130
-    assert names(out) == {"sine/sgd.published.0"}
+    assert names(out) == {"sine/sgd.default.1000"}
     assert not list(out.glob("logs/*/*.part"))
     assert not (out / "report.html").exists()
     assert "1 of 4 runs are done" in result.output
@@ -185,9 +185,9 @@ def test_a_run_that_cannot_be_made_stops_no_other(
     broken_by(monkeypatch, "sgd", error)
     result = invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd,adam", "--out", out)
     assert result.exit_code == code
-    assert f"sine/sgd.published.0: {status} at step 0 (" in result.output
+    assert f"sine/sgd.default.1000: {status} at step 0 (" in result.output
     assert str(error) in result.output
-    assert "sine/adam.published.0: MSE" in result.output
+    assert "sine/adam.default.1000: MSE" in result.output
     assert (out / "report.html").exists()
     assert ("1 of 2 runs failed" in result.output) == (status == "failed")
 
@@ -197,27 +197,27 @@ def test_a_diverged_run_is_no_failure(invoke: Invoke, out: Path, monkeypatch: py
     monkeypatch.setitem(methods.METHODS, "sgd", replace(sgd, published={**sgd.published, "lr": 1e6}))
     result = invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd", "--out", out)
     assert result.exit_code == 0
-    assert "sine/sgd.published.0: diverged at step 1" in result.output
+    assert "sine/sgd.default.1000: diverged at step 1" in result.output
 
 
 def test_winners_of_the_tuning_run_too(invoke: Invoke, out: Path) -> None:
     out.mkdir()
     (out / "tuned.json").write_text(json.dumps({"sine": {"adam": {"lr": 0.123}}}))
     assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam,sgd", "--out", out).exit_code == 0
-    assert names(out) == {"sine/adam.published.0", "sine/sgd.published.0", "sine/adam.tuned.0"}
-    assert logs.read(out / "logs/sine/adam.tuned.0.jsonl").head["hyper"]["lr"] == 0.123
+    assert names(out) == {"sine/adam.default.1000", "sine/sgd.default.1000", "sine/adam.tuned.1000"}
+    assert logs.read(out / "logs/sine/adam.tuned.1000.jsonl").head["hyper"]["lr"] == 0.123
 
 
 def test_tuned_settings_come_with_the_package(invoke: Invoke, out: Path, winners: Path) -> None:
     winners.write_text(json.dumps({"sine": {"adam": {"lr": 0.123}}}))
     assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam", "--out", out).exit_code == 0
-    assert logs.read(out / "logs/sine/adam.tuned.0.jsonl").head["hyper"]["lr"] == 0.123
+    assert logs.read(out / "logs/sine/adam.tuned.1000.jsonl").head["hyper"]["lr"] == 0.123
 
 
 def test_other_images_on_request(invoke: Invoke, out: Path) -> None:
     result = invoke("paper", "mnist", "--data", "mnist-5k", "--optimizers", "sgd", "--out", out)
     assert result.exit_code == 0, result.output
-    assert logs.read(out / "logs/mnist/sgd.published.0.jsonl").head["data"]["name"] == "mnist-5k"
+    assert logs.read(out / "logs/mnist/sgd.default.1000.jsonl").head["data"]["name"] == "mnist-5k"
 
 
 # --- what is refused, before anything is run ---
@@ -262,7 +262,7 @@ def test_other_data_than_before(invoke: Invoke, out: Path, monkeypatch: pytest.M
     result = invoke("paper", "mnist", "--optimizers", "sgd", "--out", out)
     assert result.exit_code == 2
     assert "holds runs on MNIST, but the data found now are MNIST-5k" in result.output
-    assert names(out) == {"mnist/adam.published.0"}
+    assert names(out) == {"mnist/adam.default.1000"}
 
 
 def test_an_error_is_a_sentence_and_debug_shows_where(
@@ -295,7 +295,7 @@ def test_a_damaged_file_of_winners(invoke: Invoke, out: Path, content: bytes, mo
 @pytest.mark.parametrize("damage", [b"\xff\xfe", b"[]\n", b'{"kind": "run"'])
 def test_a_damaged_log_is_told_before_a_run(invoke: Invoke, out: Path, damage: bytes) -> None:
     assert invoke("paper", *SINE, "--out", out).exit_code == 0
-    path = out / "logs/sine/sgd.published.0.jsonl"
+    path = out / "logs/sine/sgd.default.1000.jsonl"
     whole = path.read_bytes()
     path.write_bytes(damage + whole)
     for command in (["run", *SINE], ["report"]):
@@ -317,10 +317,10 @@ def test_a_full_disk_is_told_with_the_file(invoke: Invoke, out: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         result = invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd,adam", "--out", out)
-    log = out / "logs/sine/adam.published.0.jsonl"
+    log = out / "logs/sine/adam.default.1000.jsonl"
     assert result.exit_code == 1
     assert f"Error: {log} could not be written (No space left on device): free some space" in result.output
-    assert names(out) == {"sine/sgd.published.0"}
+    assert names(out) == {"sine/sgd.default.1000"}
     assert not list(out.rglob("*.part"))
     assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd,adam", "--out", out).exit_code == 0
 
@@ -409,7 +409,7 @@ def test_the_second_process_is_told_and_writes_nothing(
     assert invoke("paper", "report", "--out", out).exit_code == 0  # of what is done so far
     _, errors = first.communicate()
     assert (first.returncode, errors) == (0, "")
-    assert names(out) == {"sine/adam.published.0", "sine/sgd.published.0"}
+    assert names(out) == {"sine/adam.default.1000", "sine/sgd.default.1000"}
     assert [log.status for log in logs.read_all(out)] == ["finished"] * 2
     assert "1 of 1 runs are done already" in invoke("paper", *SINE, "--out", out).output
 
@@ -422,7 +422,7 @@ def test_what_a_killed_process_leaves_stands_in_nobodys_way(invoke: Invoke, hold
     for _ in range(2):
         result = invoke("paper", *SINE, "--out", out)
         assert result.exit_code == 0, result.output
-    assert names(out) == {"sine/sgd.published.0"}
+    assert names(out) == {"sine/sgd.default.1000"}
     assert not list(out.rglob("*.part"))
 
 

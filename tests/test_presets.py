@@ -14,7 +14,7 @@ from support.steps import objective, problem
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("preset", ["paper", "vanilla", "gauss_newton"])
+@pytest.mark.parametrize("preset", ["paper", "authors_code", "vanilla", "gauss_newton"])
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy", nn.MSELoss(reduction="sum")], ids=["mse", "ce", "sum"])
 def test_presets_report_the_users_loss(preset, loss):
     """Whatever units they work in."""
@@ -27,33 +27,65 @@ def test_presets_report_the_users_loss(preset, loss):
         assert step.new_loss == pytest.approx(objective(model, loss, x, y, weight), rel=1e-9)
 
 
-def test_paper():
-    """Sections 2.3 to 2.6 of the paper and the constants of the authors' code."""
-    opt = mq.presets.paper(mlp(outputs=3), "cross_entropy")
+LOSSES = [
+    ("mse", False),
+    ("residual", False),
+    ("cross_entropy", True),
+    ("bce", True),
+    ("huber", True),
+    ("poisson", True),
+]
+
+
+@pytest.mark.parametrize(("loss", "uphill"), LOSSES)
+def test_paper(loss, uphill):
+    """Sections 2.3 to 2.6 of the paper; three parts on sums of squares, four on all other losses."""
+    opt = mq.presets.paper(mlp(outputs=3), loss)
     assert opt.curvature.inertia == 0  # G is that of the batch
-    assert opt.rows == mq.Empirical()
+    assert opt.rows == mq.Exact()
     assert opt.damping == mq.MaxDiagonal(floor=0.01)
-    assert opt.schedule == mq.PaperSchedule(initial=1.0, minimum=1e-5, maximum=1e5)
-    assert opt.momentum == mq.AdaptiveMomentum(xi=0.9, dP=0.6, cap=False)
-    assert opt.acceptance == mq.Uphill(b=2.0, against_best=False)
+    assert opt.schedule == mq.GainRatio(initial=1.0)
+    assert opt.momentum == mq.AdaptiveMomentum(xi=0.9, dP=1.0 if uphill else 0.6, cap=True)
+    assert opt.acceptance == (mq.Uphill(b=2.0, against_best=False) if uphill else mq.Decrease())
     assert opt.line_search == mq.Grid(1e-6, 9, 0.125, along_step=False, uphill=False)
     assert opt.average is None
-    assert opt.attempts == 1
-    assert opt.param_groups[0]["lr"] == 1
-    assert opt.lam == 1
+    assert (opt.attempts, opt.param_groups[0]["lr"], opt.lam) == (1, 1, 1)
+
+
+def test_authors_code():
+    opt = mq.presets.authors_code(mlp(outputs=3), "cross_entropy")
+    assert opt.curvature.inertia == 0
+    assert opt.rows == mq.Empirical()
+    assert opt.damping == mq.MaxDiagonal(floor=0.01)
+    assert opt.schedule == mq.RelativeDecrease(initial=1.0, minimum=1e-5, maximum=1e5)
+    assert opt.momentum == mq.AdaptiveMomentum(xi=0.9, dP=0.6, cap=False)
+    assert opt.acceptance == mq.Uphill(b=2.0, against_best=False)
+    assert opt.line_search == mq.Grid(0.01, 2.0, 0.05, power=3.0, along_step=True, uphill=True)
+    assert opt.line_search.rates[1] == pytest.approx(0.06**3)
+    assert opt.average is None
+    assert (opt.attempts, opt.param_groups[0]["lr"], opt.lam) == (1, 1, 1)
 
 
 PAPER = {
     "damping": mq.MaxDiagonal(0.01),
-    "schedule": mq.PaperSchedule(1.0),
+    "schedule": mq.GainRatio(1.0),
+    "momentum": mq.AdaptiveMomentum(0.9, 0.6, cap=True),
+    "acceptance": mq.Decrease(),
+    "line_search": mq.Grid(1e-6, 9, 0.125),
+}
+CODE = {
+    "damping": mq.MaxDiagonal(0.01),
+    "schedule": mq.RelativeDecrease(1.0),
     "momentum": mq.AdaptiveMomentum(0.9, 0.6),
     "acceptance": mq.Uphill(2.0),
-    "line_search": mq.Grid(1e-6, 9, 0.125),
+    "line_search": mq.Grid(0.01, 2, 0.05, power=3, along_step=True, uphill=True),
 }
 VANILLA = {"damping": mq.Identity(), "schedule": mq.TenFold(1.0, 10.0), "acceptance": mq.Decrease()}
 
 
-@pytest.mark.parametrize(("preset", "parts"), [(mq.presets.paper, PAPER), (mq.presets.vanilla, VANILLA)])
+@pytest.mark.parametrize(
+    ("preset", "parts"), [(mq.presets.paper, PAPER), (mq.presets.authors_code, CODE), (mq.presets.vanilla, VANILLA)]
+)
 @pytest.mark.parametrize("loss", ["mse", nn.MSELoss(reduction="sum"), "residual"])
 @pytest.mark.parametrize("changing", [False, True])
 def test_presets_on_squared_error(preset, parts, loss, changing):

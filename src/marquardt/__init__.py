@@ -24,7 +24,7 @@ from .parts.average import EMA, Polyak
 from .parts.damping import FactoredMaxDiagonal, Identity, LayerMeanEigenvalue, MaxDiagonal, MeanEigenvalue
 from .parts.line_search import Backtracking, Bracket, Grid
 from .parts.momentum import AdaptiveMomentum
-from .parts.schedule import Constant, GainRatio, PaperSchedule, TenFold
+from .parts.schedule import Constant, GainRatio, RelativeDecrease, TenFold
 
 __version__ = "0.1.0"
 
@@ -60,8 +60,8 @@ __all__ = [
     "MeanEigenvalue",
     "Metric",
     "Needs",
-    "PaperSchedule",
     "Polyak",
+    "RelativeDecrease",
     "Representation",
     "Rows",
     "Sampled",

@@ -197,7 +197,7 @@ def run(
 
     Stop at any time: the same command goes on where it was, and skips what is done.
     A folder is for one process at a time; a second one is told which process has it.
-    Every method runs with its published settings and with tuned ones: those that come with the package, or what
+    Every method runs with its default settings and with tuned ones: those that come with the package, or what
     `marquardt paper tune` has left in the output folder.
     """
     if quick and full:
@@ -309,7 +309,7 @@ def tune(
 ) -> None:
     """Tune every optimizer with the same number of trials.
 
-    The next run uses the winners, beside the published settings. Each is kept as soon as it is found.
+    The next run uses the winners, beside the default settings. Each is kept as soon as it is found.
     """
     with told(debug):
         chosen = [problem.value for problem in problems or TuningProblem]

@@ -274,10 +274,10 @@ def report(loss: Loss, start: Start, end: Ending, lam: float, notes: Sequence[st
 
 
 def with_mean(parts: Parts, state: State, parameters: Parameters, same_data: bool) -> State:
-    """θ̄ after another θ, that of the model."""
+    """θ̄ after another θ, that of the model; of uphill moves on the same data that before them, until they have paid."""
     if parts.average is None:
         return state
-    theta = parameters.vector()
+    theta = parameters.vector() if state.haven is None else state.haven
     if state.mean is None or (same_data and parts.average.restarts):
         return replace(state, mean=theta, points=1)
     mean = parts.average.update(state.mean, theta, state.points)

@@ -138,7 +138,7 @@ def draw_damping(rng: Random) -> Any:
 
 def draw_schedule(rng: Random) -> Any:
     first = rng.choice([1e-2, 0.1, 1.0, 1.0, 10.0])
-    return rng.choice([mq.Constant(first), mq.Constant(first), mq.TenFold(first), mq.PaperSchedule(first),
+    return rng.choice([mq.Constant(first), mq.Constant(first), mq.TenFold(first), mq.RelativeDecrease(first),
                        mq.GainRatio(first), mq.GainRatio(first, floor=1e-12)])  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class Explosive(nn.Module):
         return e if self.kind == "inf" else e * e / (1 + e)
 
 
-RAISING = pytest.mark.parametrize("schedule", [mq.TenFold, mq.GainRatio, mq.PaperSchedule])
+RAISING = pytest.mark.parametrize("schedule", [mq.TenFold, mq.GainRatio, mq.RelativeDecrease])
 
 
 @pytest.mark.parametrize("kind", ["inf", "nan"])

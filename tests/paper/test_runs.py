@@ -52,7 +52,7 @@ def test_log_of_the_sine(tmp_path):
     summary = runs.execute(run, tmp_path, watch=seen.append)
     head, body, steps = check_frame(lines_of(run.log(tmp_path)), summary, 21)
     said = {
-        "format": 1, "experiment": "sine", "problem": "sine", "method": "adam", "label": "Adam", "column": "published",
+        "format": 1, "experiment": "sine", "problem": "sine", "method": "adam", "label": "Adam", "column": "default",
         "seed": 2, "steps": 21, "seconds": 0.001, "batch": 1000, "parameters": 31, "device": "cpu",
         "hyper": {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "average": 0.9},
     }  # fmt: skip
@@ -163,10 +163,10 @@ def test_log_gets_its_name_when_the_run_has_ended(tmp_path):
     seen = []
     runs.execute(run, tmp_path, watch=lambda line: seen.append([path.name for path in folder.iterdir()]))
     (part,) = seen[0]
-    assert part.startswith("sgd.published.0.")
+    assert part.startswith("sgd.default.0.")
     assert part.endswith(".part")
     assert seen == [[part]] * 4
-    assert [path.name for path in folder.iterdir()] == ["sgd.published.0.jsonl"]
+    assert [path.name for path in folder.iterdir()] == ["sgd.default.0.jsonl"]
     assert logs.unfinished(tmp_path) == []
 
 
@@ -196,7 +196,7 @@ def test_two_at_once_do_not_share_a_file(tmp_path):
 
     runs.execute(run, tmp_path, watch=another)
     assert runs.done(run, tmp_path)
-    assert [path.name for path in run.log(tmp_path).parent.iterdir()] == ["sgd.published.0.jsonl"]
+    assert [path.name for path in run.log(tmp_path).parent.iterdir()] == ["sgd.default.0.jsonl"]
 
 
 # --- a disk that is full ---
@@ -243,7 +243,7 @@ def test_disk_that_is_full_when_the_log_is_whole(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")  # network file systems say so here
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"sgd\.published\.0\.jsonl could not be written"):
+    with pytest.raises(OSError, match=r"sgd\.default\.0\.jsonl could not be written"):
         runs.execute(made("sgd"), tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -261,7 +261,7 @@ def test_log_that_cannot_be_read_is_not_run_again(tmp_path, monkeypatch):
 
 
 def test_digits_are_needed(tmp_path):
-    with pytest.raises(ValueError, match=r"mnist/sgd\.published\.0 needs the digits: pass data="):
+    with pytest.raises(ValueError, match=r"mnist/sgd\.default\.0 needs the digits: pass data="):
         runs.execute(made("sgd", "mnist"), tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 

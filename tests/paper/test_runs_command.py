@@ -58,14 +58,14 @@ def test_main_goes_on_after_a_failure_and_skips_what_is_done(main, monkeypatch, 
         raise ValueError("it is broken")
 
     monkeypatch.setitem(METHODS, "adam", replace(METHODS["adam"], build=broken))
-    logs = main("sine", "--optimizers", "adam", "sgd", "--columns", "published")
-    assert logs == {"sine/adam.published.0.jsonl", "sine/sgd.published.0.jsonl"}
+    logs = main("sine", "--optimizers", "adam", "sgd", "--columns", "default")
+    assert logs == {"sine/adam.default.1000.jsonl", "sine/sgd.default.1000.jsonl"}
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said] == ["sine/sgd.published.0", "sine/adam.published.0"]
+    assert [line.split(":")[0] for line in said] == ["sine/sgd.default.1000", "sine/adam.default.1000"]
     assert "finished at step 2" in said[0]
     assert said[1].endswith("ValueError: it is broken")
-    main("sine", "--optimizers", "adam", "sgd", "--columns", "published")
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sine/adam.published.0"]
+    main("sine", "--optimizers", "adam", "sgd", "--columns", "default")
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sine/adam.default.1000"]
 
 
 def test_main_on_digits_with_tuned_values(main, monkeypatch, tmp_path, capsys):
@@ -74,9 +74,11 @@ def test_main_on_digits_with_tuned_values(main, monkeypatch, tmp_path, capsys):
     tuned.write_text(json.dumps({"mnist": {"sgd": {"lr": 0.5}}}))
     options = ["--optimizers", "sgd", "--tuned", tuned, "--data", "mnist-5k", "--data-dir", "here"]
     assert main("mnist", "swapped", *options) == {
-        f"{experiment}/sgd.{column}.0.jsonl" for experiment in ("mnist", "swapped") for column in ("published", "tuned")
+        f"{experiment}/sgd.{column}.1000.jsonl"
+        for experiment in ("mnist", "swapped")
+        for column in ("default", "tuned")
     }
-    head = lines_of(tmp_path / "out" / "logs" / "mnist" / "sgd.tuned.0.jsonl")[0]
+    head = lines_of(tmp_path / "out" / "logs" / "mnist" / "sgd.tuned.1000.jsonl")[0]
     assert head["hyper"]["lr"] == 0.5
     assert head["data"]["name"] == "mnist-5k in here"
     assert "test accuracy" in capsys.readouterr().out
@@ -109,9 +111,9 @@ def test_main_refuses_bad_input(main, monkeypatch, tmp_path, capsys, arguments, 
 
 def test_main_names_the_log_that_cannot_be_written(main, tmp_path, capsys):
     with room_for(400), pytest.raises(SystemExit) as stop:  # enough for the lock
-        main("sine", "--optimizers", "sgd", "--columns", "published")
+        main("sine", "--optimizers", "sgd", "--columns", "default")
     assert stop.value.code == 1
     said = capsys.readouterr().err
-    assert f"error: {tmp_path / 'out/logs/sine/sgd.published.0.jsonl'} could not be written" in said
+    assert f"error: {tmp_path / 'out/logs/sine/sgd.default.1000.jsonl'} could not be written" in said
     left = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert [(path.name, path.read_bytes()) for path in left] == [(".logs.lock", b"")]

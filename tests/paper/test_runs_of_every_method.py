@@ -83,7 +83,7 @@ def test_evaluation_does_not_disturb_the_training(tmp_path, key):
     assert [line["test_loss"] for line in few] == [line["test_loss"] for line in many]
 
 
-@pytest.mark.parametrize("column", ["published", "tuned"])
+@pytest.mark.parametrize("column", ["default", "tuned"])
 @pytest.mark.parametrize("key", LABELS)
 def test_every_method_lowers_the_loss_of_the_sine(tmp_path, key, column):
     hyper = plans.winners(plans.WINNERS)["sine"][key] if column == "tuned" else {}

@@ -28,7 +28,7 @@ def mnist(tmp_path):
 
 def test_table1_against_hand_computed_values(mnist):
     table = tables.table1(mnist)
-    adam = row(table, "Adam", "published")
+    adam = row(table, "Adam", "default")
     assert adam["steps to 90 %"] == "3.0 ± 1.4 (2 of 3 seeds)"  # 2 and 4: deviation √2
     assert adam["time to 90 % (s)"] == "1.5 ± 0.707 (2 of 3 seeds)"  # half a second a step
     assert adam["accuracy after 4 steps"] == "91.00 ± 5.29 %"  # 95, 93, 85: deviation √28
@@ -39,16 +39,16 @@ def test_table1_against_hand_computed_values(mnist):
     assert tuned["converged"] == "no"  # it ends three points below its best
     paper = row(table, "Adam", "in the paper")
     assert list(paper.values())[2:6] == ["0.1", "13", "yes", "96.5 % after 100 steps"]
-    sgd = row(table, "SGD", "published")
+    sgd = row(table, "SGD", "default")
     assert (sgd["steps to 90 %"], sgd["converged"]) == ("1.0", "no")
     assert sgd["accuracy after 4 steps"] == "no run got so far (0 of 1 seeds)"
-    assert row(table, "KFAC", "published")["steps to 90 %"] == "unavailable"
+    assert row(table, "KFAC", "default")["steps to 90 %"] == "unavailable"
 
 
 def test_variances(mnist):
     table = tables.variances(mnist)
-    assert row(table, "Adam", "published") == {
-        **{"method": "Adam", "values": "published", "time to 90 % (s²)": "0.5 (2 of 3 seeds)"},
+    assert row(table, "Adam", "default") == {
+        **{"method": "Adam", "values": "default", "time to 90 % (s²)": "0.5 (2 of 3 seeds)"},
         **{"steps to 90 %": "2 (2 of 3 seeds)", "accuracy after 4 steps (points²)": "28", "seeds": "3"},
     }
     assert row(table, "Adam", "tuned")["steps to 90 %"] == "–"
@@ -57,8 +57,8 @@ def test_variances(mnist):
 def test_no_run_is_omitted(mnist):
     table = tables.endings(mnist)
     assert table.rows == (
-        ("mnist", "KFAC", "published", "0", "unavailable", "0", "no kfac"),
-        ("mnist", "SGD", "published", "0", "diverged", "2", "10×"),
+        ("mnist", "KFAC", "default", "0", "unavailable", "0", "no kfac"),
+        ("mnist", "SGD", "default", "0", "diverged", "2", "10×"),
     )
 
 
@@ -72,7 +72,7 @@ def test_runs_that_ended_early_are_marked(tmp_path):
 
 def test_hyperparameters_of_both_columns(mnist):
     table = tables.hyperparameters(mnist)
-    assert row(table, "Adam", "published")["hyper-parameters"] == "lr = 0.05"
+    assert row(table, "Adam", "default")["hyper-parameters"] == "lr = 0.05"
     assert row(table, "Adam", "tuned")["hyper-parameters"] == "lr = 0.1, betas = [0.9, 0.99]"
 
 

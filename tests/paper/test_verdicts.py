@@ -7,7 +7,7 @@ from support import made_logs
 from support.made_logs import digits, losses
 
 
-def judged(found, column="published"):
+def judged(found, column="default"):
     return {verdict.claim: verdict for verdict in verdicts.verdicts(found, column)}
 
 

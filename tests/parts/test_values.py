@@ -17,7 +17,7 @@ NAN, INF = math.nan, math.inf
 PARTS = [
     mq.Exact(), mq.Sampled(2), mq.Empirical(), mq.Dense(), mq.Gram(chunk=3), mq.Auto(),
     mq.Identity(), mq.MaxDiagonal(0.01), mq.MeanEigenvalue(), mq.LayerMeanEigenvalue(), mq.FactoredMaxDiagonal(),
-    mq.Constant(1.0), mq.TenFold(1.0), mq.PaperSchedule(1.0), mq.GainRatio(1.0),
+    mq.Constant(1.0), mq.TenFold(1.0), mq.RelativeDecrease(1.0), mq.GainRatio(1.0),
     mq.AdaptiveMomentum(0.9, 0.6), mq.Decrease(), mq.Uphill(2.0), mq.Grid(1e-6, 9, 0.125), mq.Backtracking(0.5),
     mq.EMA(0.95), mq.Polyak(),
 ]  # fmt: skip
@@ -36,14 +36,14 @@ def test_parts_are_values(part):
 LINEAR = nn.Linear(1, 1)
 BAD = [
     *((mq.Constant, {"initial": v}) for v in (-1.0, NAN, INF)),
-    *((s, {"initial": v}) for s in (mq.TenFold, mq.PaperSchedule, mq.GainRatio) for v in (-1.0, 0.0, NAN, INF)),
+    *((s, {"initial": v}) for s in (mq.TenFold, mq.RelativeDecrease, mq.GainRatio) for v in (-1.0, 0.0, NAN, INF)),
     *((mq.TenFold, {"factor": v}) for v in (1.0, 0.5, -10.0, NAN, INF)),
     *((mq.GainRatio, {k: v}) for k in ("down", "slow_down") for v in (0.0, -0.5, 1.5, NAN)),
     *((mq.GainRatio, {k: v}) for k in ("up", "slow_up") for v in (0.5, -1.0, NAN, INF)),
     *((mq.GainRatio, {"floor": v}) for v in (-1.0, NAN, INF)),
-    *((s, {"minimum": v}) for s in (mq.TenFold, mq.PaperSchedule, mq.GainRatio) for v in (-1.0, 0.0, NAN)),
-    *((s, {"maximum": v}) for s in (mq.TenFold, mq.PaperSchedule, mq.GainRatio) for v in (-1.0, NAN, INF)),
-    *((s, {"minimum": 3.0, "maximum": 2.0}) for s in (mq.TenFold, mq.PaperSchedule, mq.GainRatio)),
+    *((s, {"minimum": v}) for s in (mq.TenFold, mq.RelativeDecrease, mq.GainRatio) for v in (-1.0, 0.0, NAN)),
+    *((s, {"maximum": v}) for s in (mq.TenFold, mq.RelativeDecrease, mq.GainRatio) for v in (-1.0, NAN, INF)),
+    *((s, {"minimum": 3.0, "maximum": 2.0}) for s in (mq.TenFold, mq.RelativeDecrease, mq.GainRatio)),
     *((mq.AdaptiveMomentum, {"xi": v}) for v in (0.0, 1.0, -0.5, 1.5, NAN)),
     *((mq.AdaptiveMomentum, {"dP": v}) for v in (0.0, -0.6, NAN, INF)),
     *((mq.AdaptiveMomentum, {"dP": v, "cap": True}) for v in (0.0, -0.6, NAN)),

@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from marquardt.paper.vocabulary import PARTS
+from marquardt.paper.vocabulary import RULE
 
 DATA = {
     "sine": {"name": "synthetic sine", "train": 1000, "test": 0, "source": "made up for a test"},
@@ -14,6 +14,7 @@ DATA = {
 METHODS = {  # label, decay per step, seconds per step
     "lm": ("LM (ours)", 0.08, 0.004),
     "lm-paper": ("LM (paper)", 0.05, 0.003),
+    "lm-code": ("LM (authors' code)", 0.013, 0.003),
     "lm-vanilla": ("vanilla LM", 0.02, 0.002),
     "gauss-newton": ("Gauss-Newton", 0.03, 0.002),
     "newton": ("Newton", 0.01, 0.005),
@@ -31,13 +32,17 @@ NAMES = {
     "momentum": "momentum",
     "search": "line search",
     "uphill": "uphill acceptance",
+    RULE: "gain ratio",
 }
 ABLATION = {"paper": ("all four improvements", 0.05), "vanilla": ("vanilla", 0.02)}
-ABLATION |= {f"paper-{part}": (f"without {NAMES[part]}", 0.045 - 0.005 * i) for i, part in enumerate(PARTS)}
-ABLATION |= {f"vanilla+{part}": (f"vanilla + {NAMES[part]}", 0.022 + 0.004 * i) for i, part in enumerate(PARTS)}
+ABLATION |= {f"paper-{part}": (f"without {name}", 0.045 - 0.005 * i) for i, (part, name) in enumerate(NAMES.items())}
+ABLATION |= {"paper+uphill": ("with uphill acceptance", 0.03)}
+ABLATION |= {
+    f"vanilla+{part}": (f"vanilla + {name}", 0.022 + 0.004 * i) for i, (part, name) in enumerate(NAMES.items())
+}
 
 
-def head(experiment, method="adam", column="published", seed=0, **changes):
+def head(experiment, method="adam", column="default", seed=0, **changes):
     problem = "sine" if experiment.endswith("sine") else "mnist"
     label = METHODS[method][0] if method in METHODS else ABLATION[method][0]
     return {
@@ -142,7 +147,9 @@ def everything(out: Path, seeds=range(3)) -> None:
                 write(out, head("mnist", method, "tuned", seed, hyper={"lr": 0.1}), digit_steps(2 * decay, pace, seed))
         for method, (_, decay) in ABLATION.items():
             steps = sine_steps(decay, 0.01, seed)
-            write(out, head("ablation-sine", method, seed=seed, steps=200, seconds=2.0), steps)
-            write(out, head("ablation-mnist", method, seed=seed), digit_steps(decay, 0.01, seed))
-    part = out / "logs" / "mnist" / "adam.published.99.part"
+            if method != "paper-uphill":
+                write(out, head("ablation-sine", method, seed=seed, steps=200, seconds=2.0), steps)
+            if method != "paper+uphill":
+                write(out, head("ablation-mnist", method, seed=seed), digit_steps(decay, 0.01, seed))
+    part = out / "logs" / "mnist" / "adam.default.99.part"
     part.write_text(json.dumps(head("mnist", seed=99)) + "\n")

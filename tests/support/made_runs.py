@@ -9,12 +9,13 @@ import torch
 
 from marquardt.paper import plans, runs
 from marquardt.paper.data import Digits
-from marquardt.paper.methods import ABLATION
+from marquardt.paper.methods import ablation
 from marquardt.paper.trainers import Stepwise
 
 LABELS = {  # in the order of tables
     "lm": "LM (ours)",
     "lm-paper": "LM (paper)",
+    "lm-code": "LM (authors' code)",
     "lm-vanilla": "vanilla LM",
     "gauss-newton": "Gauss-Newton",
     "newton": "Newton",
@@ -31,7 +32,8 @@ ON_DIGITS = [key for key in LABELS if key not in ("newton", "bfgs")]
 EVERY = [
     (experiment, method)
     for experiment, methods in [
-        ("sine", LABELS), ("mnist", ON_DIGITS), ("ablation-sine", ABLATION), ("ablation-mnist", ABLATION)
+        ("sine", LABELS), ("mnist", ON_DIGITS),
+        ("ablation-sine", ablation("sine")), ("ablation-mnist", ablation("mnist")),
     ]
     for method in methods
 ]  # fmt: skip
@@ -48,8 +50,8 @@ def digits(train=60, test=30, side=8, **changes):
 
 
 def made(method="sgd", experiment="sine", steps=3, hyper=None, **options):
-    """A run with published hyper-parameters, but for those given."""
-    options = {"column": "published", "seed": 0, "train_sample": 20, **options}
+    """A run with default hyper-parameters, but for those given."""
+    options = {"column": "default", "seed": 0, "train_sample": 20, **options}
     run = plans.Run(experiment, method, "", steps=steps, **options)
     return replace(run, label=run.spec().label, hyper={**run.spec().hyper(run.problem), **(hyper or {})})
 

@@ -58,10 +58,11 @@ class Loss(ABC):
 
     On the first step a loss of your own is compared with its `ell` on a few samples: `slope` with ∂ℓ/∂z, Su with
     `slope`, SSᵀ with ∂²ℓ/∂z². If SSᵀ lies above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class says
-    `majorises = True`.
+    `majorises = True`. A loss that is a sum of squared residuals says `sum_of_squares = True`: `presets.paper` asks.
     """
 
     majorises: ClassVar[bool] = False
+    sum_of_squares: ClassVar[bool] = False
     reduction: str = "mean"
     factor: float = 1.0
     reported: Loss | None = None  # the same loss in the units in which it is reported, where they are others

@@ -53,6 +53,8 @@ class Elementwise(Loss):
 class SquaredError(Elementwise):
     """ℓ = (z − y)²,  ℓ′ = 2(z − y),  s = √2:  `nn.MSELoss`."""
 
+    sum_of_squares: ClassVar[bool] = True
+
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return (z - y).square()
 

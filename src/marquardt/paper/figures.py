@@ -83,15 +83,15 @@ def _saved(figure: Figure, **options: Any) -> bytes:
 
 
 def _figures(logs: Sequence[Log]) -> Iterator[Made]:
-    yield from _compared(logs, "published")
+    yield from _compared(logs, "default")
     for made in _compared(logs, "tuned"):
         yield made._replace(
             name=f"{made.name}-tuned",
             title=f"{made.title}, tuned hyper-parameters",
-            caption=f"{made.caption} Dagger: not tuned, shown as published.",
+            caption=f"{made.caption} Dagger: not tuned, shown with default hyper-parameters.",
         )
-    yield from _sine_ablation(_groups(logs, "ablation-sine", "published"))
-    yield from _mnist_ablation(_groups(logs, "ablation-mnist", "published"))
+    yield from _sine_ablation(_groups(logs, "ablation-sine", "default"))
+    yield from _mnist_ablation(_groups(logs, "ablation-mnist", "default"))
 
 
 def _compared(logs: Sequence[Log], column: str) -> Iterator[Made]:
@@ -101,7 +101,7 @@ def _compared(logs: Sequence[Log], column: str) -> Iterator[Made]:
 
 
 def _sine(groups: Sequence[Group]) -> Iterator[Made]:
-    family = [group for group in groups if group.method in ("lm", "lm-paper", "lm-vanilla")]
+    family = [group for group in groups if group.method in ("lm", "lm-paper", "lm-code", "lm-vanilla")]
     if family:
         yield Made(
             "fig1a",
@@ -166,7 +166,7 @@ def _swapped(groups: Sequence[Group]) -> Iterator[Made]:
 def _sine_ablation(groups: Sequence[Group]) -> Iterator[Made]:
     by_title = {
         title: some
-        for title, methods in (("one part removed", REMOVED), ("one part added", ADDED))
+        for title, methods in (("one part removed, or uphill added", REMOVED), ("one part added", ADDED))
         if (some := [group for group in groups if group.method in methods])
     }
     if by_title:

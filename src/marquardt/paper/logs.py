@@ -195,8 +195,8 @@ def attempted(runs: Iterable[Log]) -> list[Log]:
 
 
 def runs_of(logs: Sequence[Log], experiment: str, method: str, column: str) -> list[Log]:
-    """A method's runs with tuned hyper-parameters, or with published ones if it was not tuned."""
-    return attempted(select(logs, experiment, method, column) or select(logs, experiment, method, "published"))
+    """A method's runs with tuned hyper-parameters, or with its default ones if it was not tuned."""
+    return attempted(select(logs, experiment, method, column) or select(logs, experiment, method, "default"))
 
 
 def horizon(runs: Iterable[Log]) -> int:

@@ -1,9 +1,11 @@
-"""The methods: optimizers with their published hyper-parameters and what may be tuned, and the ablation's variants."""
+"""The methods: optimizers with their default hyper-parameters and what may be tuned, and the ablation's variants."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from marquardt import (
     EMA,
     LM,
     AdaptiveMomentum,
+    Auto,
     Decrease,
     Empirical,
     Exact,
@@ -20,14 +23,15 @@ from marquardt import (
     Grid,
     Identity,
     MaxDiagonal,
-    PaperSchedule,
+    RelativeDecrease,
+    Sampled,
     TenFold,
     Uphill,
     presets,
 )
 
 from .trainers import BFGS, PSGD, Hyper, Ours, Peer, Torch, Trainer
-from .vocabulary import ADDED, OPTIMIZERS, PARTS, REMOVED
+from .vocabulary import ADDED, OPTIMIZERS, PARTS, REMOVED, RULE, compared
 
 # --- what may be tuned ---
 
@@ -48,6 +52,9 @@ class OneOf(NamedTuple):
 
 AVERAGE = OneOf((None, 0.8, 0.9, 0.95, 0.98))  # offered to every optimizer
 LAMBDA = Range(1e-3, 1e2)
+XI, DP = Range(0.6, 0.99, log=False), Range(0.05, 5.0)
+INERTIA = 0.8  # of mq.LM's curvature
+UPHILL = OneOf((None, 1.0, 2.0))  # b; None: only a decrease is accepted
 
 
 # --- methods ---
@@ -55,36 +62,76 @@ LAMBDA = Range(1e-3, 1e2)
 
 @dataclass(frozen=True)
 class Method:
-    """`published` has the paper's values; where it has none, the defaults of the library or our own."""
+    """`default` has the paper's values; if it prints none, the defaults of the library or our own."""
 
     key: str
     label: str
     build: Callable[[nn.Module, str, Hyper], Trainer]  # model, loss, hyper-parameters
-    published: Hyper
+    default: Hyper
     space: Mapping[str, Range | OneOf]
-    on_mnist: Hyper | None = None  # where the paper gives other values there
+    on_mnist: Hyper = field(default_factory=dict)  # if other values hold there
+    mnist_space: Mapping[str, Range | OneOf] = field(default_factory=dict)  # beside `space`
     sine_only: bool = False
 
     def hyper(self, problem: str) -> dict[str, Any]:
-        return {"average": None, **self.published, **((self.on_mnist or {}) if problem != "sine" else {})}
+        return {"average": None, **self.default, **(self.on_mnist if problem != "sine" else {})}
 
-    def choices(self) -> dict[str, Range | OneOf]:
-        return {**self.space, "average": AVERAGE}
+    def choices(self, problem: str) -> dict[str, Range | OneOf]:
+        return {**self.space, **(self.mnist_space if problem != "sine" else {}), "average": AVERAGE}
 
 
 def _average(hyper: Hyper) -> EMA | None:
     return None if hyper["average"] is None else EMA(hyper["average"])
 
 
+def _acceptance(hyper: Hyper) -> Decrease | Uphill:
+    return Decrease() if hyper["b"] is None else Uphill(hyper["b"])
+
+
+RULES = {"gain ratio": GainRatio, "tenfold": TenFold, "relative decrease": RelativeDecrease}  # for λ
+ROWS = {"exact": Exact(), "empirical": Empirical(), "sampled": Sampled(1)}
+
+
 def _lm(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    schedule = GainRatio(initial=h["lam"], floor=h["floor"])
-    return Ours(LM(model, loss, lr=h["lr"], schedule=schedule, average=_average(h)))
+    opt = LM(
+        model,
+        loss,
+        lr=h["lr"],
+        rows=ROWS[h["rows"]],
+        curvature=Auto(inertia=h["inertia"]),
+        schedule=GainRatio(initial=h["lam"]),
+        momentum=AdaptiveMomentum(xi=h["xi"], dP=math.inf, cap=True, same_data=True),
+        acceptance=_acceptance(h),
+        average=_average(h),
+    )
+    return Ours(opt)
 
 
 def _paper(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    momentum = AdaptiveMomentum(xi=h["xi"], dP=h["dP"])
-    schedule = PaperSchedule(initial=h["lam"])
-    return Ours(presets.paper(model, loss, lr=h["lr"], momentum=momentum, schedule=schedule, average=_average(h)))
+    opt = presets.paper(
+        model,
+        loss,
+        lr=h["lr"],
+        rows=ROWS[h["rows"]],
+        schedule=RULES[h["rule"]](initial=h["lam"]),
+        momentum=AdaptiveMomentum(xi=h["xi"], dP=h["dP"], cap=True),
+        acceptance=_acceptance(h),
+        average=_average(h),
+    )
+    return Ours(opt)
+
+
+def _code(model: nn.Module, loss: str, h: Hyper) -> Trainer:
+    opt = presets.authors_code(
+        model,
+        loss,
+        lr=h["lr"],
+        schedule=RelativeDecrease(initial=h["lam"]),
+        momentum=AdaptiveMomentum(xi=h["xi"], dP=h["dP"]),
+        acceptance=Uphill(h["b"]),
+        average=_average(h),
+    )
+    return Ours(opt)
 
 
 def _vanilla(model: nn.Module, loss: str, h: Hyper) -> Trainer:
@@ -132,11 +179,11 @@ def _lbfgs(model: nn.Module, loss: str, h: Hyper) -> Trainer:
 def _optimizer(
     key: str,
     build: Callable[[nn.Module, str, Hyper], Trainer],
-    published: Hyper,
+    default: Hyper,
     space: Mapping[str, Range | OneOf],
     **options: Any,
 ) -> Method:
-    return Method(key, OPTIMIZERS[key], build, published, space, **options)
+    return Method(key, OPTIMIZERS[key], build, default, space, **options)
 
 
 METHODS = {
@@ -145,14 +192,24 @@ METHODS = {
         _optimizer(
             "lm",
             _lm,
-            {"lr": 1.0, "lam": 1.0, "floor": 3.0, "average": 0.95},  # the defaults of mq.LM
-            {"lr": Range(0.3, 1.0), "lam": LAMBDA, "floor": Range(0.3, 30.0)},
+            # the defaults of mq.LM
+            {"lr": 1.0, "lam": 1.0, "xi": 0.9, "b": 1.0, "rows": "exact", "inertia": INERTIA, "average": 0.95},
+            {"lr": Range(0.3, 1.0), "lam": LAMBDA, "xi": XI, "b": UPHILL},
+            mnist_space={"rows": OneOf(("exact", "sampled")), "inertia": OneOf((0.0, 0.5, INERTIA, 0.9))},
         ),
         _optimizer(
             "lm-paper",
             _paper,
-            {"lr": 1.0, "lam": 1.0, "xi": 0.9, "dP": 0.6},
-            {"lr": Range(0.1, 1.0), "lam": LAMBDA, "xi": Range(0.6, 0.99, log=False), "dP": Range(0.05, 5.0)},
+            {"lr": 1.0, "lam": 1.0, "rule": "gain ratio", "xi": 0.9, "dP": 0.6, "b": None, "rows": "exact"},
+            {"lr": Range(0.1, 1.0), "lam": LAMBDA, "rule": OneOf(tuple(RULES)), "xi": XI, "dP": DP, "b": UPHILL},
+            on_mnist={"dP": 1.0, "b": 2.0},
+            mnist_space={"rows": OneOf(("exact", "empirical"))},
+        ),
+        _optimizer(
+            "lm-code",
+            _code,
+            {"lr": 1.0, "lam": 1.0, "xi": 0.9, "dP": 0.6, "b": 2.0},
+            {"lr": Range(0.1, 1.0), "lam": LAMBDA, "xi": XI, "dP": DP, "b": OneOf((1.0, 2.0))},
         ),
         _optimizer(
             "lm-vanilla",
@@ -238,28 +295,37 @@ METHODS = {
 }
 
 
-# --- ablation: one of the four improvements less, or one more ---
+# --- ablation: one of the improvements less, or one more ---
 
 
-def _with(preset: Callable[..., LM], parts: Mapping[str, Any]) -> Callable[[nn.Module, str, Hyper], Trainer]:
+def improvements(loss: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What the paper has, and what is there without it."""
+    dP = METHODS["lm-paper"].hyper("sine" if loss == "mse" else "mnist")["dP"]
+    return {
+        "max-diagonal": ({"damping": MaxDiagonal()}, {"damping": Identity()}),
+        "momentum": ({"momentum": AdaptiveMomentum(dP=dP, cap=True)}, {"momentum": None}),
+        "search": ({"line_search": Grid()}, {"line_search": None}),
+        "uphill": ({"acceptance": Uphill()}, {"acceptance": Decrease()}),
+        RULE: ({"schedule": GainRatio()}, {"schedule": TenFold()}),
+    }
+
+
+def _variant(key: str, label: str) -> Method:
+    """ "paper", "paper-search", "vanilla+search", …: a preset with one part added or taken away."""
+    name, sign, part = re.fullmatch(r"(paper|vanilla)(?:([+-])(.+))?", key).groups()  # type: ignore[union-attr]
+    preset = {"paper": presets.paper, "vanilla": presets.vanilla}[name]
+
     def build(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-        # The paper's rows for both ends, so that nothing but the parts differs.
-        rows = Empirical() if loss == "cross_entropy" else Exact()
-        return Ours(preset(model, loss, rows=rows, average=_average(h), **parts))
+        parts = improvements(loss)[part][sign == "-"] if part else {}
+        return Ours(preset(model, loss, average=_average(h), **parts))
 
-    return build
+    return Method(key, label, build, {}, {})
 
 
-IMPROVEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what the paper has; what is there without it
-    "max-diagonal": ({"damping": MaxDiagonal()}, {"damping": Identity()}),
-    "momentum": ({"momentum": AdaptiveMomentum()}, {"momentum": None}),
-    "search": ({"line_search": Grid()}, {"line_search": None}),
-    "uphill": ({"acceptance": Uphill()}, {"acceptance": Decrease()}),
-}
-_VARIANTS: dict[str, tuple[Callable[..., LM], dict[str, Any]]] = {
-    "paper": (presets.paper, {}),
-    **{f"paper-{part}": (presets.paper, IMPROVEMENTS[part][1]) for part in PARTS},
-    "vanilla": (presets.vanilla, {}),
-    **{f"vanilla+{part}": (presets.vanilla, IMPROVEMENTS[part][0]) for part in PARTS},
-}
-ABLATION = {key: Method(key, label, _with(*_VARIANTS[key]), {}, {}) for key, label in {**REMOVED, **ADDED}.items()}
+VARIANTS = {key: _variant(key, label) for key, label in {**REMOVED, **ADDED}.items()}
+
+
+def ablation(problem: str) -> dict[str, Method]:
+    """The variants that differ on this problem: the paper's method, one with or without each part, and vanilla LM."""
+    paper = {name for part in (*PARTS, RULE) for name in compared(part, problem)}
+    return {key: method for key, method in VARIANTS.items() if key in paper or key in ADDED}

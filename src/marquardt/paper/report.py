@@ -14,7 +14,7 @@ import jinja2
 from . import figures, files, logs, styles, tables
 from .logs import Log, horizon, select
 from .tables import Table
-from .verdicts import FELL, HELD, UNKNOWN, Verdict, verdicts
+from .verdicts import HELD, LM_ITSELF, THE_OTHERS, UNKNOWN, Verdict, verdicts
 from .vocabulary import COLUMNS, LOGS, TITLES
 
 MNIST_SIZE = 70_000
@@ -86,11 +86,12 @@ def _sections(made: Sequence[Table], drawn: Sequence[figures.Drawn]) -> list[Sec
 def _summary(found: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
     sentences = []
     for column, judged in by_column.items():
-        count = Counter(verdict.outcome for verdict in judged)
-        sentences.append(
-            f"With {column} hyper-parameters, {count[HELD]} of {len(judged)} claims of the paper held, "
-            f"{count[FELL]} did not hold and {count[UNKNOWN]} were not measured."
-        )
+        counts = []
+        for about in (LM_ITSELF, THE_OTHERS):
+            count = Counter(verdict.outcome for verdict in judged if verdict.about == about)
+            missing = f" ({count[UNKNOWN]} not measured)" if count[UNKNOWN] else ""
+            counts.append(f"{count[HELD]} of {count.total()} about {about}{missing}")
+        sentences.append(f"With {column} hyper-parameters these claims of the paper held: {' and '.join(counts)}.")
     digits = [log.head["data"] for log in found if log.head["problem"] != "sine"]
     others = sorted({data["name"] for data in digits if data["train"] + data["test"] != MNIST_SIZE})
     if others:

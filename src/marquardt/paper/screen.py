@@ -84,7 +84,7 @@ class Screen:
         self.console, self.todo, self.done = console, todo, 0
         self.tables: dict[str, dict[tuple[str, str], Row]] = {}
         for run in plan:
-            label = run.label if run.column == "published" else f"{run.label}, {run.column}"
+            label = run.label if run.column == "default" else f"{run.label}, {run.column}"
             table = self.tables.setdefault(run.experiment, {})
             table.setdefault((run.method, run.column), Row(label, run.problem)).seeds += 1
         self.experiment = ""

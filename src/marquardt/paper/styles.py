@@ -40,6 +40,7 @@ LONG = (0, (8, 2))
 STYLES = {
     "lm": Style(RED, width=2.8),
     "lm-paper": Style(BLUE, width=2.8),
+    "lm-code": Style(BLUE, ":"),
     "lm-vanilla": Style(SKY, "--"),
     "gauss-newton": Style(SKY, ":"),
     "newton": Style(INK, ":"),
@@ -52,6 +53,6 @@ STYLES = {
     "psgd": Style(GREEN, "--"),
     "tlm": Style(PURPLE, "--"),
 }
-PART_STYLES = (Style(PURPLE, "--"), Style(ORANGE, LONG), Style(GREEN, "-."), Style(INK, ":"))
-STYLES |= dict(zip(REMOVED, (Style(BLUE, width=2.8), *PART_STYLES), strict=True))
+PART_STYLES = (Style(PURPLE, "--"), Style(ORANGE, LONG), Style(GREEN, "-."), Style(INK, ":"), Style(RED, "--"))
+STYLES |= dict(zip(REMOVED, (Style(BLUE, width=2.8), *PART_STYLES, Style(INK, ":")), strict=True))
 STYLES |= dict(zip(ADDED, (Style(SKY, width=2.8), *PART_STYLES), strict=True))

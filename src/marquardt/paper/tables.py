@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from .logs import Log, attempted, equal_seconds, groups, horizon, or_worst, place, quantile, select
 from .problems import SINE_NOISE_FLOOR
-from .vocabulary import PARTS, SINE_READINGS, TARGET, TARGET_LABEL
+from .vocabulary import PARTS, RULE, SINE_READINGS, TARGET, TARGET_LABEL, compared, problem_of
 
+TAIL = 10  # last steps, whose mean accuracy is given too
 EARLY = "†"
 EARLY_CAPTION = f"{EARLY} A run among them ended early, by itself or cut off in time: its last value counts."
 
@@ -75,9 +76,10 @@ def table1(logs: Sequence[Log]) -> Table:
         if method in PUBLISHED and (not rows or rows[-1][0] != seeds[0].label):
             paper = PUBLISHED[method]
             ending = f"{100 * paper.accuracy:g} %" if N == 100 else f"{100 * paper.accuracy:g} % after 100 steps"
-            cells = (f"{paper.seconds:g}", f"{paper.steps}", paper.converged, ending)
-            rows.append((seeds[0].label, "in the paper", *cells, "not stated"))
-        rows.append((seeds[0].label, column, *_classification(seeds, N, _converged_cell(seeds))))
+            printed = (f"{paper.seconds:g}", f"{paper.steps}", paper.converged, ending)
+            rows.append((seeds[0].label, "in the paper", *printed, "", "not stated"))
+        *cells, count = _classification(seeds, N, _converged_cell(seeds))
+        rows.append((seeds[0].label, column, *cells, _tail(seeds, N), count))
     return Table(
         "table1",
         f"Table 1: {_data_name(runs)}",
@@ -88,6 +90,7 @@ def table1(logs: Sequence[Log]) -> Table:
             f"steps to {TARGET_LABEL}",
             "converged",
             f"accuracy after {N} steps",
+            f"mean over the last {TAIL} steps",
             "seeds",
         ),
         tuple(rows),
@@ -214,9 +217,9 @@ def effect(logs: Sequence[Log], experiment: str, better: str, worse: str, cost: 
 
 
 def part_effects(logs: Sequence[Log], experiment: str, part: str, cost: Measure) -> tuple[Effect, Effect]:
-    """Of a part in the full method, and of a part added to vanilla LM."""
+    """Of a part in the paper's method, and of a part added to vanilla LM."""
     return (
-        effect(logs, experiment, "paper", f"paper-{part}", cost),
+        effect(logs, experiment, *compared(part, problem_of(experiment)), cost),
         effect(logs, experiment, f"vanilla+{part}", "vanilla", cost),
     )
 
@@ -233,20 +236,22 @@ def ablation(logs: Sequence[Log], experiment: str) -> Table:
     runs = select(logs, experiment)
     costs = ablation_costs(logs, experiment)
     rows = []
-    for part, label in PARTS.items():
+    for part, label in {**PARTS, RULE: "λ by the gain ratio (ours)"}.items():
         effects = [part_effects(logs, experiment, part, cost) for cost in costs.values()]
         cells = [str(one[place]) for place in (0, 1) for one in effects]
         rows.append((label, *cells))
     whole = [str(effect(logs, experiment, "paper", "vanilla", cost)) for cost in costs.values()]
-    rows.append(("all four against vanilla", *whole, *("",) * len(costs)))
-    places = ("in the full method", "added to vanilla")
+    rows.append(("LM (paper) against vanilla", *whole, *("",) * len(costs)))
+    places = ("in the paper's method", "added to vanilla")
     return Table(
         experiment,
         f"What each part gains: {_data_name(runs)}",
         ("part", *(f"{place}: {name}" for place in places for name in costs)),
         tuple(rows) if runs else (),
-        "A positive number: the part helps (a lower loss, a higher accuracy, fewer steps). In the full method: the "
-        "full method against the one without the part. Added to vanilla: vanilla LM with the part against vanilla LM. "
+        "A positive number: the part helps (a lower loss, a higher accuracy, fewer steps). In the paper's method: with "
+        "the part against without it (uphill acceptance is no part of it on the sine, and is added there; the paper "
+        "prints no rule for λ, without the gain ratio it is λ/10 and 10λ). Added to vanilla: vanilla LM with the part "
+        "against vanilla LM. "
         "Mean ± standard deviation of the differences, run against run of the same seed; pairs of which only one run "
         "has a value count as better or worse and are not in the mean, pairs of which neither has are left out.",
     )
@@ -265,7 +270,8 @@ def hyperparameters(logs: Sequence[Log]) -> Table:
         "Hyper-parameters",
         ("method", "values", "experiments", "hyper-parameters"),
         tuple(rows),
-        "Published: as in the paper; methods that the paper does not have run with their libraries' defaults.",
+        "Default: the paper's values; what it does not print has the defaults of this or the method's own library. "
+        "Tuned: the best of as many trials for every method, on seeds and digits that are not reported.",
     )
 
 
@@ -325,6 +331,15 @@ def _classification(seeds: Sequence[Log], N: int, *more: str) -> tuple[str, ...]
     accuracy = over_seeds([100 * log.at(N, "test_accuracy") for log in tried], ".2f", " %", none="no run got so far")
     accuracy += _early(tried, N)
     return (seconds, steps, *more, accuracy, str(len(tried)))
+
+
+def _tail(seeds: Sequence[Log], N: int) -> str:
+    """Mean test accuracy of the last steps: that of one step swings with its batch."""
+    means = [
+        100 * statistics.fmean(log.at(step, "test_accuracy") for step in range(max(N - TAIL, 0) + 1, N + 1))
+        for log in attempted(seeds)
+    ]
+    return over_seeds(means, ".2f", " %", none="no run got so far") if means else "unavailable"
 
 
 def _early(runs: Sequence[Log], step: int) -> str:

@@ -10,12 +10,13 @@ from . import tables
 from .logs import Log, equal_seconds, horizon, quantile, runs_of, select
 from .problems import SINE_NOISE_FLOOR
 from .tables import Measure, number
-from .vocabulary import OPTIMIZERS, PARTS, TARGET_LABEL
+from .vocabulary import OPTIMIZERS, PARTS, TARGET_LABEL, in_paper, problem_of
 
 HELD, FELL, UNKNOWN = "held", "did not hold", "not measured"
 LM = "lm-paper"  # the claims are the paper's; ours stands beside it in the evidence
 RIVALS = ("kfac", "hessian-free", "lbfgs", "adam", "sgd")  # of the paper
 FACTOR = 2  # "about": within a factor of two
+LM_ITSELF, THE_OTHERS = "LM itself", "the other methods"  # what a claim is about
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Verdict:
     source: str  # where the paper makes it
     outcome: str  # HELD, FELL or UNKNOWN
     evidence: str
+    about: str = LM_ITSELF
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Scores:
 
     what: str
     values: dict[str, float]
+    quartiles: dict[str, tuple[float, float]]
     labels: dict[str, str]
     seeds: str
     higher: bool  # is better: accuracies, in per cent
@@ -42,10 +45,13 @@ class Scores:
 
     def of(self, *methods: str) -> str:
         shown = [f"{self.labels[method]} {self._shown(method)}" for method in methods if method in self.values]
-        return f"{self.what}, median of {self.seeds}: {', '.join(shown)}."
+        return f"{self.what}, median of {self.seeds} (quartiles): {', '.join(shown)}."
 
     def _shown(self, method: str) -> str:
-        value = self.values[method]
+        median, (low, high) = self.values[method], self.quartiles[method]
+        return self._text(median) + (f" ({self._text(low)} to {self._text(high)})" if low < high else "")
+
+    def _text(self, value: float) -> str:
         return "broke off" if value == -math.inf else number(value, ".4g") + " %" * self.higher
 
     def best(self, method: str, rivals: Iterable[str]) -> bool | None:
@@ -58,13 +64,13 @@ class Scores:
         return level / FACTOR <= self.values[method] <= level * FACTOR
 
 
-def verdicts(found: Sequence[Log], column: str = "published") -> list[Verdict]:
-    """What became of the paper's claims; a method that was not tuned enters with its published hyper-parameters."""
+def verdicts(found: Sequence[Log], column: str = "default") -> list[Verdict]:
+    """What became of the paper's claims; a method that was not tuned enters with its default hyper-parameters."""
     judged = {"sine": _sine_verdicts, "mnist": _mnist_verdicts, "swapped": _swapped_verdicts}
-    if column != "published":
+    if column != "default":
         judged = {experiment: judge for experiment, judge in judged.items() if select(found, experiment, column=column)}
     compared = [verdict for judge in judged.values() for verdict in judge(found, column)]
-    return compared + (_part_verdicts(found) if column == "published" else [])
+    return compared + (_part_verdicts(found) if column == "default" else [])
 
 
 def _sine_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
@@ -96,6 +102,7 @@ def _sine_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
             "section 3.2",
             all(end.about(method, stuck[method]) for method in seen) if seen else None,
             f"{end.of(*stuck)} About: within a factor of {FACTOR}.",
+            THE_OTHERS,
         ),
         _verdict(
             "LM learns the sine in a single iteration.",
@@ -132,18 +139,20 @@ def _mnist_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
             9 / FACTOR <= ratio <= 9 * FACTOR if both else None,
             f"{seconds.of(LM, 'lm', 'adam')} The ratio is {number(ratio)}. About: within a factor of {FACTOR}.",
         ),
-        _verdict("First-order methods take less time to 90 %.", "section 3.3", *_first_order(seconds)),
+        _verdict("First-order methods take less time to 90 %.", "section 3.3", *_first_order(seconds), THE_OTHERS),
         _verdict(
             "L-BFGS ends with the lowest accuracy.",
             "Table 1",
             replace(accuracy, higher=False).best("lbfgs", (LM, *RIVALS)),
             str(accuracy),
+            THE_OTHERS,
         ),
         _verdict(
             "Hessian-free does not converge.",
             "Table 1",
             2 * sum(free) < len(free) if free else None,
             f"It converged on {sum(free)} of {len(free)} seeds. {accuracy.of('hessian-free')}",
+            THE_OTHERS,
         ),
     ]
 
@@ -166,17 +175,22 @@ def _swapped_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
 
 
 def _part_verdicts(found: Sequence[Log]) -> list[Verdict]:
-    """A part helps if the full method is better with it than without on at least three quarters of the seeds."""
+    """A part helps if the method is better with it than without on at least three quarters of the seeds."""
     judged = []
-    for experiment, place in (("ablation-sine", "on the sine"), ("ablation-mnist", "in classification")):
+    for experiment, place, count in (
+        ("ablation-sine", "on the sine", "three"),
+        ("ablation-mnist", "in classification", "four"),
+    ):
         name, cost = next(iter(tables.ablation_costs(found, experiment).items()))
         for part, label in PARTS.items():
+            if not in_paper(part, problem_of(experiment)):
+                continue
             full, added = tables.part_effects(found, experiment, part, cost)
             claim = f"{label.capitalize()} helps {place}."
-            evidence = f"Gain of the full method, {name}: {full}. Added to vanilla LM: {added}."
+            evidence = f"Gain in the paper's method, {name}: {full}. Added to vanilla LM: {added}."
             judged.append(_verdict(claim, "section 3", full.clear, evidence))
         whole = tables.effect(found, experiment, "paper", "vanilla", cost)
-        claim = f"The four parts together improve on vanilla LM {place}."
+        claim = f"The {count} parts together improve on vanilla LM {place}."
         judged.append(_verdict(claim, "section 3", whole.clear, f"Gain, {name}: {whole}."))
     return judged
 
@@ -187,14 +201,17 @@ def _scores(
     methods = dict.fromkeys(log.method for log in select(found, experiment))
     runs = {method: seeds for method in methods if (seeds := runs_of(found, experiment, method, column))}
     form = ".4g" if higher else ".3g"
-    values = {method: float(f"{quantile([*map(measure, seeds)], 0.5):{form}}") for method, seeds in runs.items()}
+    levels = {method: [*map(measure, seeds)] for method, seeds in runs.items()}
+    low, values, high = (
+        {method: float(f"{quantile(found, q):{form}}") for method, found in levels.items()} for q in (0.25, 0.5, 0.75)
+    )
     labels = {method: seeds[0].label for method, seeds in runs.items()}
     counts = sorted({len(seeds) for seeds in runs.values()}) or [0]
     words = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' * (counts[0] != 1)}"
-    return Scores(what, values, labels, words, higher)
+    return Scores(what, values, {method: (low[method], high[method]) for method in runs}, labels, words, higher)
 
 
-def _verdict(claim: str, source: str, held: bool | None, evidence: str) -> Verdict:
+def _verdict(claim: str, source: str, held: bool | None, evidence: str, about: str = LM_ITSELF) -> Verdict:
     if held is None:
-        return Verdict(claim, source, UNKNOWN, "No runs that could tell.")
-    return Verdict(claim, source, HELD if held else FELL, evidence)
+        return Verdict(claim, source, UNKNOWN, "No runs that could tell.", about)
+    return Verdict(claim, source, HELD if held else FELL, evidence, about)

@@ -26,11 +26,12 @@ def problem_of(experiment: str) -> str:
 
 # --- methods: the optimizers that are compared, and the variants of the ablation ---
 
-COLUMNS = ("published", "tuned")  # the paper's hyper-parameters, or those of a search
+COLUMNS = ("default", "tuned")  # the paper's hyper-parameters, or ours where it prints none; or those of a search
 
 OPTIMIZERS = {  # labels
     "lm": "LM (ours)",
     "lm-paper": "LM (paper)",
+    "lm-code": "LM (authors' code)",
     "lm-vanilla": "vanilla LM",
     "gauss-newton": "Gauss-Newton",
     "newton": "Newton",
@@ -49,10 +50,26 @@ PARTS = {  # the paper's four improvements, as tables and the report name them
     "search": "line search",
     "uphill": "uphill acceptance",
 }
-_SHORT = {**PARTS, "momentum": "momentum"}  # in labels, which are in the logs: a log with another label is run again
-REMOVED = {"paper": "all four", **{f"paper-{part}": f"without {label}" for part, label in _SHORT.items()}}
+RULE = "gain"  # λ by the gain ratio: no part of the paper's, which prints no rule for λ, but it decides as much
+_SHORT = {**PARTS, "momentum": "momentum", RULE: "gain ratio"}  # in labels, which are in the logs
+REMOVED = {
+    "paper": "LM (paper)",
+    **{f"paper-{part}": f"without {label}" for part, label in _SHORT.items()},
+    "paper+uphill": "with uphill acceptance",  # on the sine, where the paper's method has none
+}
 ADDED = {"vanilla": "vanilla", **{f"vanilla+{part}": f"vanilla + {label}" for part, label in _SHORT.items()}}
 METHODS = (*OPTIMIZERS, *REMOVED, *ADDED)  # in the order of tables
+
+
+def in_paper(part: str, problem: str) -> bool:
+    """Whether the paper's method has this part on this problem."""
+    return part != "uphill" or problem != "sine"
+
+
+def compared(part: str, problem: str) -> tuple[str, str]:
+    """The variants of the paper's method with and without this part."""
+    return ("paper", f"paper-{part}") if in_paper(part, problem) else (f"paper+{part}", "paper")
+
 
 # --- what is measured ---
 

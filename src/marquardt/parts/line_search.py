@@ -27,25 +27,29 @@ class LineSearch(Protocol):
 
 @dataclass(frozen=True)
 class Grid:
-    """lr ∈ {start, start + step, … < stop}: the least loss wins (the paper, Algorithm 1). Only a decrease counts."""
+    """lr ∈ {start, start + step, … < stop}: the least loss wins (the paper, Algorithm 1). Only a decrease counts.
+
+    `Grid(0.01, 2, 0.05, power=3, along_step=True, uphill=True)` is the search of the authors' code.
+    """
 
     start: float = 1e-6  # Algorithm 1
     stop: float = 9.0
     step: float = 0.125
-    along_step: bool = False  # True: as in the authors' code
-    uphill: bool = False  # True: the least loss is taken even where it is higher than before, as in the authors' code
+    power: float = 1.0  # of each of these: 3 makes the small rates denser
+    along_step: bool = False
+    uphill: bool = False  # True: the least loss is taken even if it is higher than before
 
     def __post_init__(self) -> None:
-        if not (0 < self.start < self.stop < math.inf and 0 < self.step < math.inf):
+        if not (0 < self.start < self.stop < math.inf and 0 < self.step < math.inf and 0 < self.power < math.inf):
             raise ValueError(
-                f"Grid(start={self.start!r}, stop={self.stop!r}, step={self.step!r}): "
-                "needs 0 < start < stop and a positive step; the paper's is Grid(1e-6, 9, 0.125)"
+                f"Grid(start={self.start!r}, stop={self.stop!r}, step={self.step!r}, power={self.power!r}): "
+                "needs 0 < start < stop, a positive step and power; the paper's is Grid(1e-6, 9, 0.125)"
             )
 
     @property
     def rates(self) -> list[float]:
         rates = (self.start + k * self.step for k in range(math.ceil((self.stop - self.start) / self.step)))
-        return [lr for lr in rates if lr < self.stop]
+        return [lr**self.power for lr in rates if lr < self.stop]
 
     def search(
         self, along: Along, loss: float, lr: float = 1.0, tried: tuple[float, float] | None = None

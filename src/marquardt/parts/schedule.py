@@ -90,7 +90,7 @@ class TenFold:
 
 
 @dataclass(frozen=True)
-class PaperSchedule:
+class RelativeDecrease:
     """⅔λ when the relative decrease exceeds 0.75; 1.5λ on a failed step whose relative increase is below 0.25.
 
     The authors' code, with its limits 1e-5 and 1e5. A step saved by the line search leaves λ alone.
@@ -119,8 +119,9 @@ class GainRatio:
 
     On the same data ρ is exact, and λ moves fast. From batch to batch ρ is noisy, and λ moves slowly. Where the
     curvature is that of the batch alone, ρ praises every step that fits the noise of the batch: λ then stays above
-    `floor`. A λ that no longer matters to the step does not fall any further: it could not come back in time. The
-    factors were measured, docs/recipe.md.
+    `floor`. A λ that no longer matters to the step does not fall any further: it could not come back in time. After an
+    uphill step λ stays: to follow the valley further with the same λ is what the step was accepted for (Transtrum &
+    Sethna 2012). The factors were measured, docs/recipe.md.
     """
 
     initial: float = 1.0
@@ -150,7 +151,7 @@ class GainRatio:
             lam = unjudged(lam, down, self.initial, outcome)
         elif outcome.gain > 0.75:
             lam *= down if outcome.share > NEGLIGIBLE else 1.0
-        elif not outcome.gain >= 0.25:  # also where there is no gain to speak of
+        elif not outcome.gain >= 0.25 and outcome.rule != "uphill":  # also if there is no gain to speak of
             lam *= up
         honest = outcome.same_data or outcome.averaged_curvature
         return min(max(lam, self.minimum if honest else self.floor), self.maximum)
