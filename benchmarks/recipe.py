@@ -1,6 +1,6 @@
 """The experiment behind the default recipe of mq.LM: each part exchanged, on both of the paper's problems.
 
-    python benchmarks/recipe.py --data-dir ~/data --seeds 5 --device cuda
+    python benchmarks/recipe.py --held-out --data-dir ~/data --seeds 5 --device cuda
 
 Takes the options of quality.py. The result and what follows from it stand in docs/recipe.md.
 """

@@ -1,5 +1,9 @@
 """The paper's two problems in small: benchmarks/quality.py measures them in full."""
 
+import statistics
+from contextlib import nullcontext
+
+import pytest
 import torch
 
 import marquardt as mq
@@ -7,15 +11,22 @@ from marquardt.paper import problems
 from marquardt.paper.data import load_mnist
 
 
-def test_the_default_fits_the_sine():
-    """200 iterations reach 0.0042 in the median of 20 seeds; this is one of them, half the way."""
-    x, y = problems.sine(0)
-    model = problems.sine_mlp(0)
-    opt = mq.LM(model, "mse")
-    for _ in range(100):
+def fitted(build, seed: int, steps: int) -> float:
+    x, y = problems.sine(seed)
+    model = problems.sine_mlp(seed)
+    opt = build(model, "mse")
+    for _ in range(steps):
         opt.step(x, y)
-    with opt.averaged():
-        assert problems.SINE_NOISE_FLOOR / 2 < problems.mean_squared_error(model, x, y) < 0.0045
+    with opt.averaged() if opt.average is not None else nullcontext():
+        return problems.mean_squared_error(model, x, y)
+
+
+@pytest.mark.parametrize("build", [mq.LM, mq.presets.paper])
+def test_the_sine_is_fitted(build):
+    """Both are at 0.0037 after 200 iterations in the median. From one seed in twelve either stays near 0.095, and which
+    seeds those are depends on rounding: so the median of five, with room."""
+    found = statistics.median(fitted(build, seed, 200) for seed in range(5))
+    assert problems.SINE_NOISE_FLOOR / 2 < found < 0.0055
 
 
 def test_the_paper_preset_falls_on_the_sine():
