@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py --data-dir ~/data            # MNIST in ~/data or ~/data/mnist
     python benchmarks/quality.py --quick --problems sine
-    python benchmarks/quality.py --held-out --data-dir ~/data # for choices: the test set and the reported seeds stay unseen
+    python benchmarks/quality.py --held-out --data-dir ~/data # for choices: test set and reported seeds unseen
 
 Every method starts from the same weights and sees the same batches for a seed. Test accuracy is read after every
 step, in eval mode; the clock runs only while a method steps (fetching the batch and evaluating are off it).
@@ -196,7 +196,7 @@ def run_mnist(name: str, seed: int, data: Digits, steps: int, device: torch.devi
 
 
 def run_sine(name: str, seed: int, device: torch.device) -> Run:
-    """Full batch, so there is no noise to average out: an average is the point before uphill moves that have not paid."""
+    """Full batch, so there is no noise to average out: the average is the point before an uphill loan."""
     x, y = problems.sine(seed, device=device)
     model = problems.sine_mlp(seed, device=device)
     torch.manual_seed(seed)

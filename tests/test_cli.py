@@ -194,7 +194,7 @@ def test_a_run_that_cannot_be_made_stops_no_other(
 
 def test_a_diverged_run_is_no_failure(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sgd = methods.METHODS["sgd"]
-    monkeypatch.setitem(methods.METHODS, "sgd", replace(sgd, published={**sgd.published, "lr": 1e6}))
+    monkeypatch.setitem(methods.METHODS, "sgd", replace(sgd, default={**sgd.default, "lr": 1e6}))
     result = invoke("paper", "sine", "--seeds", "1", "--optimizers", "sgd", "--out", out)
     assert result.exit_code == 0
     assert "sine/sgd.default.1000: diverged at step 1" in result.output

@@ -108,14 +108,33 @@ def test_effects_are_paired_by_seed(tmp_path):
     table = tables.ablation(found, "ablation-sine")
     cells = row(table, "adaptive momentum")
     # log₁₀: 1, 0, 2 decades, and one run that diverged without it
-    full, added = (f"{place}: log₁₀ MSE after 2 iterations" for place in ("in the full method", "added to vanilla"))
+    full, added = (f"{place}: log₁₀ MSE after 2 iterations" for place in ("in the paper's method", "added to vanilla"))
     assert cells[full] == "+1.00 ± 1.00 (mean of 3, better on 3 of 4 seeds)"
     assert cells[added] == "–"
-    assert row(table, "all four against vanilla")[table.header[1]] == "+2.00 (better on 1 of 1 seeds)"
+    assert row(table, "LM (paper) against vanilla")[table.header[1]] == "+2.00 (better on 1 of 1 seeds)"
     outcomes = {verdict.claim: verdict.outcome for verdict in verdicts.verdicts(found)}
     assert outcomes["Adaptive momentum helps on the sine."] == "held"  # on three of four seeds
-    assert outcomes["Uphill acceptance helps on the sine."] == "not measured"
+    assert "Uphill acceptance helps on the sine." not in outcomes  # the paper does not say so
     assert outcomes["Adaptive momentum helps in classification."] == "not measured"
+
+
+def test_uphill_is_added_on_the_sine_and_removed_in_classification(tmp_path):
+    for method, end in {"paper": 0.01, "paper+uphill": 0.1}.items():
+        made_logs.write(tmp_path, made_logs.head("ablation-sine", method, steps=2), losses([1, 1, end]))
+    for method, end in {"paper": 0.95, "paper-uphill": 0.91}.items():
+        made_logs.write(tmp_path, made_logs.head("ablation-mnist", method, steps=2), digits([0.1, 0.8, end]))
+    found = logs.read_all(tmp_path)
+    sine, mnist = (tables.ablation(found, f"ablation-{problem}") for problem in ("sine", "mnist"))
+    assert row(sine, "uphill acceptance")[sine.header[1]] == "-1.00 (better on 0 of 1 seeds)"
+    assert row(mnist, "uphill acceptance")[mnist.header[1]] == "+4.00 (better on 1 of 1 seeds)"
+
+
+def test_the_mean_of_the_last_ten_steps(tmp_path):
+    accuracies = [0.1, *[0.5] * 10, *[0.9] * 5, *[0.8] * 5]
+    made_logs.write(tmp_path, made_logs.head("mnist", "adam", steps=20), digits(accuracies))
+    made_logs.write(tmp_path, made_logs.head("mnist", "adam", seed=1, steps=20), digits(accuracies[:15]), "diverged")
+    table = tables.table1(logs.read_all(tmp_path))
+    assert row(table, "Adam", "default")["mean over the last 10 steps"] == "85.00 % (1 of 2 seeds)"
 
 
 def test_the_mnist_ablation_counts_accuracy_and_steps(tmp_path):

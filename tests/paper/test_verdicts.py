@@ -23,6 +23,23 @@ def test_a_claim_follows_the_data(tmp_path, lm, adam, outcome):
     assert "Not run: KFAC, Hessian-free, L-BFGS, SGD." in verdict.evidence
 
 
+def test_evidence_has_a_spread(tmp_path):
+    for seed, accuracy in enumerate([0.9, 0.92, 0.94, 0.96, 0.98]):
+        made_logs.write(tmp_path, made_logs.head("mnist", "lm-paper", seed=seed, steps=1), digits([0.1, accuracy]))
+    made_logs.write(tmp_path, made_logs.head("mnist", "adam", steps=1), digits([0.1, 0.5]))
+    evidence = judged(logs.read_all(tmp_path))["LM reaches the highest test accuracy."].evidence
+    assert "LM (paper) 94 % (92 % to 96 %), Adam 50 %." in evidence
+
+
+def test_claims_about_other_methods_are_told_apart(tmp_path):
+    made_logs.everything(tmp_path, range(1))
+    about = {claim: verdict.about for claim, verdict in judged(logs.read_all(tmp_path)).items()}
+    others = {claim for claim, what in about.items() if what == verdicts.THE_OTHERS}
+    assert {"L-BFGS ends with the lowest accuracy.", "Hessian-free does not converge."} < others
+    assert not any(claim.startswith("LM ") for claim in others)
+    assert set(about.values()) == {verdicts.LM_ITSELF, verdicts.THE_OTHERS}
+
+
 def test_the_ratio_to_adam(tmp_path):
     claim = "LM takes about nine times as long as Adam to 90 %."
     made_logs.write(tmp_path, made_logs.head("mnist", "adam", steps=2), digits([0.1, 0.95, 0.95]))
@@ -34,7 +51,7 @@ def test_the_ratio_to_adam(tmp_path):
     assert judged(logs.read_all(tmp_path))[claim].outcome == "did not hold"  # Adam never gets there
 
 
-def test_tuned_runs_are_judged_beside_published_ones(tmp_path):
+def test_tuned_runs_are_judged_beside_default_ones(tmp_path):
     claim = "LM fits the sine better than all other methods."
     shape = {"steps": 2, "seconds": 1.0}
     made_logs.write(tmp_path, made_logs.head("sine", "lm-paper", **shape), losses([1, 0.5, 0.2]))

@@ -34,7 +34,7 @@ NAMES = {
     "uphill": "uphill acceptance",
     RULE: "gain ratio",
 }
-ABLATION = {"paper": ("all four improvements", 0.05), "vanilla": ("vanilla", 0.02)}
+ABLATION = {"paper": ("LM (paper)", 0.05), "vanilla": ("vanilla", 0.02)}
 ABLATION |= {f"paper-{part}": (f"without {name}", 0.045 - 0.005 * i) for i, (part, name) in enumerate(NAMES.items())}
 ABLATION |= {"paper+uphill": ("with uphill acceptance", 0.03)}
 ABLATION |= {

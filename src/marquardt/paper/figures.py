@@ -177,7 +177,7 @@ def _sine_ablation(groups: Sequence[Group]) -> Iterator[Made]:
 
 def _mnist_ablation(groups: Sequence[Group]) -> Iterator[Made]:
     for name, methods, what in (
-        ("ablation-mnist", REMOVED, "one part removed from the full method"),
+        ("ablation-mnist", REMOVED, "one part removed from LM (paper)"),
         ("ablation-mnist-added", ADDED, "one part added to vanilla LM"),
     ):
         some = [group for group in groups if group.method in methods]
