@@ -222,7 +222,11 @@ def test_uphill_moves_that_do_not_pay_are_taken_back():
         losses.append(opt.step(x, y).new_loss)
     opt.param_groups[0]["lr"] = 2.5
     haven, start = flat(model), losses[-1]
-    steps = [opt.step(x, y) for _ in range(PATIENCE + 1)]
+    steps = [opt.step(x, y) for _ in range(3)]
+    assert not torch.equal(flat(model), haven)
+    with opt.averaged():  # the point before the loan
+        assert torch.equal(flat(model), haven)
+    steps += [opt.step(x, y) for _ in range(PATIENCE - 2)]
     assert [s.rule for s in steps] == ["uphill"] * PATIENCE + ["return"]
     assert steps[-2].new_loss > 100 * start
     assert not steps[-1].accepted
