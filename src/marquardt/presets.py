@@ -30,7 +30,8 @@ def paper(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     unless the loss is a sum of squares (`Loss.sum_of_squares`).
 
     So the paper has it: three parts on its regression, all four on its classification. What it does not print was
-    settled by measurement, docs/paper/choices.md: λ by the gain ratio, δP at most the Newton decrement, exact rows.
+    settled by measurement, docs/paper/choices.md: λ by the gain ratio, δP (in the units of the root of the loss) and
+    its cap, exact rows.
     """
     loss = _in_sums(loss)
     ours: dict[str, Any] = {

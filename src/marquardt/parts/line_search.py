@@ -35,9 +35,9 @@ class Grid:
     start: float = 1e-6  # Algorithm 1
     stop: float = 9.0
     step: float = 0.125
-    power: float = 1.0  # of each of these: 3 makes the small rates denser
     along_step: bool = False
     uphill: bool = False  # True: the least loss is taken even if it is higher than before
+    power: float = 1.0  # of each rate: 3 makes the small ones denser
 
     def __post_init__(self) -> None:
         if not (0 < self.start < self.stop < math.inf and 0 < self.step < math.inf and 0 < self.power < math.inf):
