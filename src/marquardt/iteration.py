@@ -209,7 +209,8 @@ def judge(parts: Parts, start: Start, found: Found, lam: float, lr: float, eps: 
     if found.dDd is not None and judged and predicted > 0:
         share = 0.5 * lam * lr**2 * found.dDd / predicted
     sure = judged and doubt == 1 and f_new <= old.ceiling  # otherwise there is no uphill
-    rule = parts.acceptance.judge(Trial(f, f_new, level.low, min(old.best, f), found.cosine if sure else None))
+    cosine = found.cosine if sure else None
+    rule = parts.acceptance.judge(Trial(f, f_new, level.low, min(old.best, f), cosine, old.late))
     return Judgement(rule, judged, gain, abs(predicted), share)
 
 

@@ -99,7 +99,7 @@ class LM(torch.optim.Optimizer):
         damping: Damping = MeanEigenvalue(),
         schedule: Schedule = GainRatio(),
         momentum: Momentum | None = AdaptiveMomentum(dP=math.inf, cap=True, same_data=True),
-        acceptance: Acceptance = Uphill(b=1.0),
+        acceptance: Acceptance = Uphill(b=1.0, of_late=True),
         line_search: LineSearch | None = Backtracking(),
         average: Average | None = EMA(),
         attempts: int = 1,

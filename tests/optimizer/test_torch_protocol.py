@@ -183,7 +183,7 @@ def test_repr():
         "    damping     MeanEigenvalue()\n"
         "    schedule    GainRatio()\n"
         "    momentum    None\n"
-        "    acceptance  Uphill(b=1.0)\n"
+        "    acceptance  Uphill(b=1.0, of_late=True)\n"
         "    line_search Backtracking()\n"
         "    average     EMA()\n"
         "    lr=1.0, attempts=1, capture=False, group=None\n"

@@ -71,8 +71,10 @@ class Log:
         return int(self.head["seed"])
 
     def at(self, step: int, key: str) -> float:
-        """The last value at or before `step`; NaN after the end of a run that broke off."""
-        return math.nan if self.status != "finished" and step > self.end else self._at("step", step, key)
+        """The last value at or before `step`; NaN after the end of a run that broke off, and where it diverged."""
+        diverged = self.status == "diverged" and step >= self.end
+        broken = self.status != "finished" and step > self.end
+        return math.nan if diverged or broken else self._at("step", step, key)
 
     def at_seconds(self, seconds: float, key: str) -> float:
         """The same at a time of training."""

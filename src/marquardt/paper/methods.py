@@ -84,8 +84,8 @@ def _average(hyper: Hyper) -> EMA | None:
     return None if hyper["average"] is None else EMA(hyper["average"])
 
 
-def _acceptance(hyper: Hyper) -> Decrease | Uphill:
-    return Decrease() if hyper["b"] is None else Uphill(hyper["b"])
+def _acceptance(hyper: Hyper, of_late: bool = False) -> Decrease | Uphill:
+    return Decrease() if hyper["b"] is None else Uphill(hyper["b"], of_late=of_late)
 
 
 RULES = {"gain ratio": GainRatio, "tenfold": TenFold, "relative decrease": RelativeDecrease}  # for λ
@@ -101,7 +101,7 @@ def _lm(model: nn.Module, loss: str, h: Hyper) -> Trainer:
         curvature=Auto(inertia=h["inertia"]),
         schedule=GainRatio(initial=h["lam"]),
         momentum=AdaptiveMomentum(xi=h["xi"], dP=math.inf, cap=True, same_data=True),
-        acceptance=_acceptance(h),
+        acceptance=_acceptance(h, of_late=True),
         average=_average(h),
     )
     return Ours(opt)

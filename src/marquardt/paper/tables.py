@@ -251,9 +251,9 @@ def ablation(logs: Sequence[Log], experiment: str) -> Table:
         "A positive number: the part helps (a lower loss, a higher accuracy, fewer steps). In the paper's method: with "
         "the part against without it (uphill acceptance is no part of it on the sine, and is added there; the paper "
         "prints no rule for λ, without the gain ratio it is λ/10 and 10λ). Added to vanilla: vanilla LM with the part "
-        "against vanilla LM. "
-        "Mean ± standard deviation of the differences, run against run of the same seed; pairs of which only one run "
-        "has a value count as better or worse and are not in the mean, pairs of which neither has are left out.",
+        "against vanilla LM. Mean ± standard deviation of the differences, run against run of the same seed, to two "
+        "decimals: what is equal in them is not better. Pairs of which only one run has a value count as better or "
+        "worse and are not in the mean, pairs of which neither has are left out.",
     )
 
 

@@ -40,12 +40,17 @@ class Scores:
     higher: bool  # is better: accuracies, in per cent
 
     def __str__(self) -> str:
-        missing = [OPTIMIZERS[rival] for rival in RIVALS if rival not in self.values]
-        return self.of(LM, "lm", *RIVALS) + (f" Not run: {', '.join(missing)}." if missing else "")
+        return self.of(LM, "lm", *RIVALS) + self.missing(RIVALS)
+
+    def missing(self, methods: Iterable[str]) -> str:
+        names = [OPTIMIZERS[method] for method in methods if method not in self.values]
+        return f" Not run: {', '.join(names)}." if names else ""
 
     def of(self, *methods: str) -> str:
-        shown = [f"{self.labels[method]} {self._shown(method)}" for method in methods if method in self.values]
-        return f"{self.what}, median of {self.seeds} (quartiles): {', '.join(shown)}."
+        found = [method for method in methods if method in self.values]
+        spread = " (quartiles)" if any(low < high for low, high in map(self.quartiles.__getitem__, found)) else ""
+        shown = ", ".join(f"{self.labels[method]} {self._shown(method)}" for method in found)
+        return f"{self.what}, median of {self.seeds}{spread}: {shown}."
 
     def _shown(self, method: str) -> str:
         median, (low, high) = self.values[method], self.quartiles[method]
@@ -101,7 +106,7 @@ def _sine_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
             "SGD, Adam and KFAC stay at about 0.5 on the sine, L-BFGS and Hessian-free at about 0.25.",
             "section 3.2",
             all(end.about(method, stuck[method]) for method in seen) if seen else None,
-            f"{end.of(*stuck)} About: within a factor of {FACTOR}.",
+            f"{end.of(*stuck)} About: within a factor of {FACTOR}.{end.missing(stuck)}",
             THE_OTHERS,
         ),
         _verdict(
@@ -131,7 +136,7 @@ def _mnist_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
             "LM reaches 97.5 % after 100 steps.",
             "Table 1",
             accuracy.values[LM] >= 97.25 if LM in accuracy.values and N >= 100 else None,  # to the half point given
-            accuracy.of(LM, "lm"),
+            f"{accuracy.of(LM, 'lm')} Judged to the half point that the paper gives: from 97.25 %.",
         ),
         _verdict(
             "LM takes about nine times as long as Adam to 90 %.",

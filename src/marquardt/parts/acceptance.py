@@ -15,6 +15,7 @@ class Trial(NamedTuple):
     lower_bound: float  # of the loss: 0 for most
     best: float  # the least f so far
     cosine: float | None  # between the plain LM direction and the previous accepted step; None where there is none
+    late: float = math.inf  # on the same data, what the least f so far was of late; it falls towards `best`
 
 
 class Acceptance(Protocol):
@@ -44,11 +45,14 @@ class Decrease:
 class Uphill:
     """f_new < f, or min(1, 1−cos)ᵇ·(f_new − f_low) ≤ f_ref − f_low: uphill moves along the previous step are allowed.
 
-    f_ref is f, or with `against_best` the least f so far (for full batches). After Transtrum & Sethna (2012).
+    f_ref is f, or with `against_best` the least f so far (for full batches). After Transtrum & Sethna (2012). With
+    `of_late` such a move gives back at most what the last steps on the same data have gained: near a minimum, where
+    somebody may stop at any step, that is next to nothing.
     """
 
     b: float = 2.0  # the authors' code
     against_best: bool = False
+    of_late: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.b < math.inf:
@@ -63,7 +67,7 @@ class Uphill:
             return None
         if trial.new_loss < trial.loss:
             return "decrease"
-        if trial.cosine is None:
+        if trial.cosine is None or (self.of_late and trial.new_loss > trial.late):
             return None
         reference = trial.best if self.against_best else trial.loss
         factor = min(1.0, 1.0 - max(-1.0, min(1.0, trial.cosine))) ** self.b
