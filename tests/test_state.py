@@ -102,6 +102,13 @@ def test_back_in_the_haven_there_is_a_ceiling():
     assert found.settled(5.0, 5.0, 1.0, HERE, False).ceiling == math.inf
 
 
+def test_the_loss_of_late_falls_towards_the_best():
+    first = State(1.0).settled(5.0, 4.0, 0.0, HERE, True)
+    assert first.late == pytest.approx(4 + 0.95 * 1)
+    assert replace(first, best=4.0).settled(4.0, 4.9, 0.0, HERE, True).late == pytest.approx(4 + 0.95**2)
+    assert first.settled(4.0, 3.0, 0.0, HERE, False).late == math.inf  # other data
+
+
 def test_on_changing_batches_nothing_is_lent():
     assert where(AWAY.settled(6.0, 7.0, 0.0, HERE, False)) == AT_HOME
 

@@ -84,7 +84,7 @@ class State:
         if not same_data:
             return replace(self, haven=None, haven_loss=math.inf, away=0, ceiling=math.inf, late=math.inf)
         best = min(self.best, f, loss)
-        late = best + FADE * (min(self.late, max(f, loss)) - best)
+        late = best + FADE * ((f if self.late == math.inf else self.late) - best)
         home = replace(self, haven=None, haven_loss=math.inf, away=0, late=late)
         if self.haven is None:
             state = replace(home, haven=theta, haven_loss=f, away=1) if loss > f else home

@@ -71,6 +71,14 @@ def test_uphill_table(f, f_new, cosine, b, rule):
     assert mq.Uphill(b).judge(Trial(f, f_new, 0.0, f, cosine)) == rule
 
 
+def test_uphill_as_far_as_the_loss_of_late():
+    trial = Trial(loss=1.0, new_loss=1.5, lower_bound=0.0, best=1.0, cosine=1.0, late=1.5)
+    assert mq.Uphill(1.0, of_late=True).judge(trial) == "uphill"
+    assert mq.Uphill(1.0, of_late=True).judge(trial._replace(late=1.4)) is None
+    assert mq.Uphill(1.0).judge(trial._replace(late=1.4)) == "uphill"
+    assert mq.Uphill(1.0, of_late=True).judge(trial._replace(new_loss=0.9, late=0.5)) == "decrease"
+
+
 def test_uphill_against_the_best():
     trial = Trial(loss=2.0, new_loss=3.0, lower_bound=0.0, best=0.5, cosine=0.5)
     assert mq.Uphill(2.0).judge(trial) == "uphill"  # ¼·3 ≤ 2
