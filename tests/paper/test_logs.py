@@ -40,6 +40,9 @@ def test_values_at_a_step_and_at_a_time(tmp_path):
     assert broken.at(10, "train_loss") == 0.1
     assert math.isnan(broken.at(11, "train_loss"))
     assert math.isnan(broken.at_seconds(60.0, "train_loss"))
+    diverged = logs.read(made_logs.write(tmp_path, made_logs.head("sine"), steps, "diverged", "10×"))
+    assert diverged.at(9, "train_loss") == 0.3
+    assert math.isnan(diverged.at(10, "train_loss"))  # there it diverged
 
 
 def test_accuracies_are_reached_from_below(tmp_path):
