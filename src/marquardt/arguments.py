@@ -66,7 +66,7 @@ def check_part(name: str, part: Any) -> None:
     """Parts are objects: not their names, not their classes, not another part's."""
     method, examples, optional = {
         "curvature": ("represent", "mq.Dense() or mq.Gram()", False),
-        "rows": ("draw", "mq.Exact() or mq.Sampled(1)", False),
+        "rows": ("draw", "mq.Exact() or mq.Sampled(1)", True),
         "damping": ("update", "mq.Identity() or mq.MaxDiagonal()", False),
         "schedule": ("initial", "mq.GainRatio() or mq.Constant(1.0)", False),
         "momentum": ("refine", "mq.AdaptiveMomentum() or None", True),

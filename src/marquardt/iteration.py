@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .curvature.contract import Curvature, Damped, Past, Representation
+from .curvature.plan import Plan
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level
 from .jacobian.rows import Rows
@@ -40,7 +41,7 @@ class Parts:
     """What an optimizer is assembled from."""
 
     curvature: Representation
-    rows: Rows
+    rows: Rows | None  # None: chosen with the curvature
     damping: Damping
     schedule: Schedule
     momentum: Momentum | None
@@ -68,6 +69,15 @@ class Step:
     note: str = ""  # escalations, in words
     slope: float = math.nan  # √(gᵀD⁻¹g): the length of the gradient in the metric of the damping
     converged: bool = False  # on the same data: no decrease is left that could be told from the rounding of the loss
+    seconds: float = field(default=math.nan, compare=False)  # that it took,
+    predicted: float = field(default=math.nan, compare=False)  # and that were predicted before it began; NaN if none
+
+
+def rows_of(parts: Parts, plan: Plan | None) -> Rows:
+    """The rows of a step: those that were given, or planned; before there is a plan, some for a first look."""
+    if parts.rows is not None:
+        return parts.rows
+    return parts.curvature.first_rows if plan is None or plan.kind is None else plan.rows
 
 
 # --- tensors only

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .arguments import brief, check_part, check_rate, check_ready, check_together
 from .curvature import Auto, Representation
-from .curvature.plan import Plan
+from .curvature.plan import Plan, duration
 from .curvature.solve import FactorizationError
 from .deferred import floats
 from .iteration import (
@@ -34,17 +34,19 @@ from .iteration import (
     next_lam,
     propose,
     report,
+    rows_of,
     with_mean,
 )  # fmt: skip
 from .jacobian.known import Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective
-from .jacobian.rows import Exact, Rows
+from .jacobian.rows import Rows
 from .losses import resolve
 from .model.batch import Batch, Batches
 from .model.checks import check_coupling, check_group, trainable
 from .model.parameters import Parameters
 from .model.randomness import rng_state, set_rng_state
+from .pace import Pace
 from .parts.acceptance import Acceptance, Uphill
 from .parts.average import EMA, Average
 from .parts.damping import Damping, MeanEigenvalue
@@ -95,7 +97,7 @@ class LM(torch.optim.Optimizer):
         params: Iterable[Tensor] | None = None,
         lr: float = 1.0,
         curvature: Representation = Auto(inertia=0.8),
-        rows: Rows = Exact(),
+        rows: Rows | None = None,
         damping: Damping = MeanEigenvalue(),
         schedule: Schedule = GainRatio(),
         momentum: Momentum | None = AdaptiveMomentum(dP=math.inf, cap=True, same_data=True),
@@ -123,6 +125,7 @@ class LM(torch.optim.Optimizer):
         self._averaged = False  # whether the model holds the averaged weights
         self._known, self._recordings = Known(), Recordings()  # what was found out about the model
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
+        self._pace = Pace()
         self._state = State(lam=schedule.initial)
         super().__init__(chosen, {"lr": lr})
 
@@ -180,6 +183,14 @@ class LM(torch.optim.Optimizer):
 
     def _step(self, batches: Iterable[Batch]) -> Step:
         check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self.group, self._averaged)
+        self._pace.begin()
+        step = self._taken(batches)
+        seconds, took = self._pace.end()
+        note = "; ".join(words for words in (step.note, took) if words)
+        return replace(step, note=note, seconds=seconds, predicted=self._pace.predicted or math.nan)
+
+    def _taken(self, batches: Iterable[Batch]) -> Step:
+        """By a recording, or without; if memory runs out, again with a smaller plan."""
         if self.capture and isinstance(batches, list):
             step = self._replayed(batches[0])
             if step is not None:
@@ -201,15 +212,16 @@ class LM(torch.optim.Optimizer):
         """The step, or everything as it was before it."""
         old, parts = self._state, self.parts
         lin = Linearization(
-            Objective(self.model, self.loss, self.params), batches, parts.rows, parts.curvature.needs,
+            Objective(self.model, self.loss, self.params), batches, rows_of(parts, plan), parts.curvature.needs,
             known=self._known, seed=old.steps, single=not isinstance(batches, Batches), most=old.most_rows,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
         try:
             with torch.no_grad(), torch.autocast(lin.parameters.device.type, enabled=False):
-                representation, self._planned = parts.curvature.choose(lin, plan)
+                representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, old.steady)
                 check_together(representation, lin.single)
-                lin = lin.made_for(representation.needs)
+                lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
+                self._pace.expect(self._planned, lin.theta.device, self._known.proven is not None)
                 step, state = self._iterate(lin, representation, self._planned)
             # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
             if not step.accepted:
@@ -290,7 +302,8 @@ class LM(torch.optim.Optimizer):
 
     def _first_notes(self, plan: Plan | None, doubt: float) -> list[str]:
         notes = []
-        if plan is not None and plan.squeeze and plan is not self._state.plan:
+        before = 0 if self._state.plan is None else self._state.plan.squeeze
+        if plan is not None and plan.squeeze > before:
             notes.append(f"out of memory, planned anew: {plan}")
         if doubt > 1:
             notes.append(f"the loss is {UNHEARD * doubt:.2g} times those of late: a careful step, λ times {doubt:.2g}")
@@ -306,6 +319,7 @@ class LM(torch.optim.Optimizer):
             return None
         rng, step = rng_state(device), None
         try:
+            self._pace.expect(old.plan, device, True)
             recording.run(batch, old)
             with torch.no_grad():  # while the device is at work
                 mean = with_mean(parts, old, recording.objective.parameters, False)
@@ -369,20 +383,20 @@ class LM(torch.optim.Optimizer):
             raise ValueError("this state_dict has no entry 'marquardt': it was not made by marquardt.LM")
         state = loaded(state_dict["marquardt"], self.schedule, self.damping, self.curvature, self.params)
         check_groups(state_dict)
-        found = self._known, self._recordings, self._averaged  # of the model, not of the state
+        found = self._known, self._recordings, self._pace, self._averaged  # of the model, not of the state
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
-        self._known, self._recordings, self._averaged = found
+        self._known, self._recordings, self._pace, self._averaged = found
         self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and so does the wrapper that schedulers put in the place of `step`.
-        left = ("step", "_known", "_recordings")
+        left = ("step", "_known", "_recordings", "_pace")
         return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._averaged = False
-        self._known, self._recordings = Known(), Recordings()
+        self._known, self._recordings, self._pace = Known(), Recordings(), Pace()
 
     def __repr__(self) -> str:
         n, state = sum(p.numel() for p in self.params), self._state
@@ -391,6 +405,7 @@ class LM(torch.optim.Optimizer):
             *(f"    {name:<12}{brief(part)}" for name, part in vars(self.parts).items()),
             f"    lr={self.lr}, attempts={self.attempts}, capture={self.capture}, group={self.group}",
             f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
-            *([] if state.plan is None else [f"    plan: {state.plan}"]),
+            *([] if state.plan is None else [f"    plan: {self.plan}"]),
+            *([] if state.plan is None else [f"    a step takes about {duration(self._pace.of(state.plan))}"]),
         ]
         return "\n".join(lines)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .deferred import Tape, answers, capturing, recorded
-from .iteration import Found, Parts, damped, propose, remembered
+from .iteration import Found, Parts, damped, propose, remembered, rows_of
 from .jacobian.known import Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective, Totals
@@ -86,11 +86,13 @@ class RecordedStep:
         with recorded(tape):
             _copy(self.kept, self.next)
             old = _with(state, self.kept)
+            rows = rows_of(parts, state.plan)
             lin = Linearization(
-                self.objective, [Batch(**self.batch)], parts.rows, parts.curvature.needs, known=self.known,
+                self.objective, [Batch(**self.batch)], rows, parts.curvature.needs, known=self.known,
                 most=state.most_rows,
             )  # fmt: skip
-            representation, _ = parts.curvature.choose(lin, state.plan)
+            steady = None if state.plan is None else state.plan.steady
+            representation, _ = parts.curvature.choose(lin, state.plan, parts.rows, steady)
             lin = lin.made_for(representation.needs)
             matrices = damped(parts, representation.represent(lin), old, False)
             proposal = propose(parts, lin, matrices, self.lam, self.lr, old, False)
@@ -165,7 +167,7 @@ def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, k
     if objective.parameters.device.type not in RECORDERS or batch.opaque:  # what an object holds cannot be copied
         return False
     steady = parts.momentum is None or parts.momentum.recordable
-    if not known.only_slopes or not parts.rows.recordable or not steady or state.D is None:
+    if not known.only_slopes or not rows_of(parts, state.plan).recordable or not steady or state.D is None:
         return False
     plain = next(objective.model.buffers(), None) is None
     return plain and not state.repeats and state.steps % EVERY != EVERY - 1

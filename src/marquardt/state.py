@@ -57,6 +57,13 @@ class State:
     ceiling: float = math.inf  # the loss that they may reach, since earlier ones have not paid
     late: float = math.inf  # what the best loss was of late, see FADE
 
+    @property
+    def steady(self) -> bool | None:
+        """Whether the data are the same in every step, as far as the last step has shown; None after too few steps."""
+        if self.repeats:
+            return True
+        return None if self.steps < 2 else False
+
     def starts_with(self, f: float, dtype: torch.dtype) -> int:
         """How often in a row the loss before a step was the loss after the last one, if this step begins with f."""
         same = self.expected is not None and abs(f - self.expected) <= SAME_LOSS[dtype] * abs(self.expected)

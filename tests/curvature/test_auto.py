@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -51,9 +52,15 @@ def narrow(noisy: bool = False) -> tuple[nn.Module, Tensor, Tensor]:
     return model.double(), torch.randn(32, 4).double(), torch.randint(3, (32,))
 
 
-def make(model: nn.Module, curvature: mq.Auto | mq.Dense = mq.Auto(), **parts) -> mq.LM:
-    """Plain steps that depend on nothing but the solve."""
-    plain = {"schedule": mq.Constant(3.0), "momentum": None, "acceptance": mq.Decrease(), "line_search": None}
+def make(model: nn.Module, curvature: mq.Auto | mq.Dense = mq.Auto(work=math.inf), **parts) -> mq.LM:
+    """Plain steps that depend on nothing but the solve, with all rows."""
+    plain = {
+        "rows": mq.Exact(),
+        "schedule": mq.Constant(3.0),
+        "momentum": None,
+        "acceptance": mq.Decrease(),
+        "line_search": None,
+    }
     return mq.LM(model, "cross_entropy", curvature=curvature, average=None, **{**plain, **parts})
 
 
@@ -84,7 +91,7 @@ def test_smaller_budgets_smaller_plans(build):
     budget = 2**32
     while True:
         model, x, y = build()
-        opt = make(model, mq.Auto(memory=budget))
+        opt = make(model, mq.Auto(work=math.inf, memory=budget))
         try:
             step = opt.step(x, y)
         except ValueError:
@@ -121,7 +128,7 @@ def test_smaller_budgets_smaller_plans(build):
 )
 def test_plan_in_words(memory, size):
     model, x, y = wide()
-    opt = make(model, mq.Auto(memory=memory))
+    opt = make(model, mq.Auto(work=math.inf, memory=memory))
     assert "Auto" in opt.plan  # nothing is known before the first step
     opt.step(x, y)
     assert opt._state.plan.budget == size
@@ -148,14 +155,14 @@ def test_bad_memory(memory):
 def test_too_small(build):
     """The error says how much would be needed, and that is true: with so much there is a plan."""
     model, x, y = build(noisy=True)
-    opt = make(model, mq.Auto(memory="2KB"))
+    opt = make(model, mq.Auto(work=math.inf, memory="2KB"))
     before = world(model, opt)
     with pytest.raises(ValueError, match=r"fits into 1\.95 KiB.*needs about ([\d.]+ [KM]iB)") as info:
         opt.step(x, y)
     assert same(before, world(model, opt))
     found = re.search(r"needs about ([\d.]+) ([KM]iB)", str(info.value))
     enough = f"{float(found[1]) * 1.01}{found[2]}"  # three digits are given
-    opt = make(model, mq.Auto(memory=enough))
+    opt = make(model, mq.Auto(work=math.inf, memory=enough))
     assert opt.step(x, y).accepted
     name = re.search(r"the smallest, (\w+),", str(info.value))[1]
     assert opt.plan.startswith(name)
@@ -165,9 +172,9 @@ def test_too_small_names_the_smallest():
     """With very few rows Gram needs less than conjugate gradients."""
     model, x, y = wide()
     with pytest.raises(ValueError, match="needs about") as info:
-        make(model, mq.Auto(memory="2KB")).step(x[:1], y[:1])
+        make(model, mq.Auto(work=math.inf, memory="2KB")).step(x[:1], y[:1])
     found = re.search(r"the smallest, (\w+), needs about ([\d.]+) ([KM]iB)", str(info.value))
-    opt = make(model, mq.Auto(memory=f"{float(found[2]) * 1.01}{found[3]}"))
+    opt = make(model, mq.Auto(work=math.inf, memory=f"{float(found[2]) * 1.01}{found[3]}"))
     opt.step(x[:1], y[:1])
     assert opt.plan.startswith(found[1])
 
@@ -176,12 +183,12 @@ def test_too_small_names_the_smallest():
 def test_same_plan_every_time(memory):
     """The same plan step after step, and after the state was loaded."""
     model, x, y = wide()
-    opt = make(model, mq.Auto(memory=memory))
+    opt = make(model, mq.Auto(work=math.inf, memory=memory))
     opt.step(x, y)
     plan = opt.plan
     opt.step(x, y)
     assert opt.plan == plan
-    again = make(model, mq.Auto(memory=memory))
+    again = make(model, mq.Auto(work=math.inf, memory=memory))
     again.load_state_dict(opt.state_dict())
     again.step(x, y)
     assert again.plan.rpartition(" of ")[0] == plan.rpartition(" of ")[0]  # what memory is free may have changed
@@ -224,7 +231,7 @@ def test_ragged_batch(build, rows):
 def test_chunks_all_the_way():
     """Once the plan is known, nothing sees more samples than it says: not even a forward pass."""
     model, x, y = wide()
-    opt = make(model, mq.Auto(memory="200KiB"))
+    opt = make(model, mq.Auto(work=math.inf, memory="200KiB"))
     opt.step(x, y)
     assert opt.plan.startswith("Gram(chunk=2)")
     seen = []
@@ -303,7 +310,7 @@ def test_next_plan_is_smaller(monkeypatch, build):
     opt = make(model)
     opt.step(x, y)
     shapes = opt._state.plan.shapes
-    fitting = [r for r, _, _ in opt.curvature._ways(shapes)]
+    fitting = [way.picked for way in opt.curvature._ways(shapes, steady=None)]
     for times in range(1, len(fitting)):
         model, x, y = build()
         opt = make(model)
@@ -422,12 +429,12 @@ def test_step_over_within_a_budget():
     model, x, y = wide()
     expected, _, _ = wide()
     make(expected, mq.Dense()).step(x, y)
-    opt = make(model, mq.Auto(memory="1MiB"))
+    opt = make(model, mq.Auto(work=math.inf, memory="1MiB"))
     opt.step_over(list(zip(x.split(20), y.split(20), strict=True)))
     assert opt.plan.startswith("MatrixFree(")
     assert error(theta(model), theta(expected)) < 1e-2
     with pytest.raises(ValueError, match="MatrixFree, needs about"):
-        make(model, mq.Auto(memory="1KiB")).step_over([(x, y)])
+        make(model, mq.Auto(work=math.inf, memory="1KiB")).step_over([(x, y)])
 
 
 def test_step_over_out_of_memory(monkeypatch):

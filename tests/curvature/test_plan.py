@@ -7,12 +7,15 @@ from dataclasses import fields
 
 import pytest
 
-from marquardt.curvature.plan import Plan, Shapes, readable
+from marquardt.curvature.cost import Layer, Shapes
+from marquardt.curvature.plan import Plan, readable
 
-SHAPES = Shapes(n=10, N=4, R=3, inputs=2.5, outputs=1.5, itemsize=8, others=2, single=False)
+SHAPES = Shapes(
+    n=10, N=4, R=3, layers=(Layer(1.5, 1, 2, 3), Layer(2, 1, 1, 4, True)), itemsize=8, others=2, single=False
+)
 FULL = Plan(
     options=(None, 0.9, "auto"), kind="Gram", chunk=7, name="Gram(chunk=7)", bytes=3 << 20, budget=5 << 30, why="m < n",
-    input_size=12, shapes=SHAPES, squeeze=2,
+    input_size=12, shapes=SHAPES, squeeze=2, work=30.4, seconds=0.0123, sampled=4, fraction=0.5, steady=False,
 )  # fmt: skip
 
 
@@ -33,7 +36,7 @@ def test_rows():
 
 
 def test_in_words():
-    assert str(FULL) == "Gram(chunk=7): m < n; about 3 MiB of 5 GiB"
+    assert str(FULL) == "Gram(chunk=7): m < n; about 30 gradients a step, 3 MiB of 5 GiB"
     assert str(Plan((), name="Dense()", why="n is small", bytes=100)) == "Dense(): n is small; about 100 B"
 
 

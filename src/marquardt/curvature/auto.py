@@ -1,22 +1,25 @@
-"""The fastest exact representation that fits into memory."""
+"""The fastest representation that fits into memory, and as many rows as a step has time for."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..jacobian.linearization import Linearization, Needs
+from ..jacobian.rows import Rows, Sampled
 from ..memory import Exhausted, out_of_memory
+from ..model.checks import coupled
 from .contract import Curvature, Interchangeable, Representation, check_chunk, check_inertia
+from .cost import Cost, Shapes, in_gradients, step
 from .dense import Dense
 from .gram import Gram
 from .matrix_free import MatrixFree
-from .plan import Plan, Shapes, readable
+from .plan import Plan, input_size, look, readable
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
@@ -27,6 +30,20 @@ SHARE = 0.8
 # How often a step is repeated with a smaller plan.
 PLANS = 9
 
+# Gradients that a step on changing batches may cost: about what a step of the paper's CNN costs on a CPU, twice.
+WORK = 30.0
+
+# Seconds, on a machine of the usual speed, that the first two steps may take beyond that: only after them is it known
+# whether the data are always the same, and then nothing is cut.
+UNTOLD = 2.0
+
+# Conjugate gradients lose digits, and may take ten times as many iterations as is likely: they must promise to be so
+# many times faster than a matrix.
+DIRECT = 30.0
+
+# Rows that are left at least, however little work is allowed.
+FEWEST = 16
+
 
 @dataclass(frozen=True)
 class Auto(Interchangeable):
@@ -35,150 +52,199 @@ class Auto(Interchangeable):
 
     All three solve the same system, MatrixFree to its tolerance: they differ in speed and memory. If a prediction was
     too low and memory runs out, the step is repeated with the next smaller plan.
+
+    On changing batches a step costs at most `work` gradients. If all rows cost more, and LM was given none, fewer are
+    formed: `Sampled(k)`, k as large as possible, and at last those of a `Fraction` of the samples. On the same data all
+    rows are formed, whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that runs that
+    are resumed and processes that work together agree. Samples that depend on each other, as with BatchNorm in train
+    mode, have no rows: MatrixFree then.
     """
 
     chunk: int | None = None
     inertia: float = 0.0  # see Dense
     memory: str | int | None = None
+    work: float = WORK
 
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
         check_inertia(self.inertia)
+        if isinstance(self.work, bool) or not isinstance(self.work, (int, float)) or not self.work >= 1:
+            raise ValueError(f"work={self.work!r}: gradients that a step may cost, at least 1; math.inf for any number")
         if self.memory is not None:
             parse(self.memory)
 
     @property
     def needs(self) -> Needs:
-        return Needs(self.chunk)
+        return Needs(self.chunk, by_sample=self.chunk is not None)
+
+    @property
+    def first_rows(self) -> Rows:
+        return Sampled(1)  # for a first look: all of them may be too many
 
     def form(self, lin: Linearization) -> Curvature:
-        return self.choose(lin, None)[0].represent(lin)
+        return self.choose(lin, None, lin.rows_kind)[0].represent(lin)
 
     @property
     def _options(self) -> tuple[object, ...]:
-        return self.chunk, self.inertia, self.memory
+        return self.chunk, self.inertia, self.memory, self.work
 
     def of(self, plan: Plan) -> Representation:
         """What a plan has picked."""
-        kinds: dict[str | None, Representation] = {
-            "Dense": Dense(plan.chunk, self.inertia), "Gram": Gram(plan.chunk), "MatrixFree": MatrixFree(plan.chunk),
-        }  # fmt: skip
-        return kinds[plan.kind]
+        if plan.kind == "MatrixFree":
+            return limited(plan.chunk, plan.iterations)
+        return Dense(plan.chunk, self.inertia) if plan.kind == "Dense" else Gram(plan.chunk)
 
-    def choose(self, lin: Linearization, plan: Plan | None) -> tuple[Representation, Plan]:
-        """The last plan, while the shapes are the same; otherwise another one."""
+    def choose(
+        self, lin: Linearization, plan: Plan | None, rows: Rows | None = None, steady: bool | None = None
+    ) -> tuple[Representation, Plan]:
+        """The last plan, while the shapes are the same and so are the data, or not; otherwise another one."""
         other_kind = plan is not None and plan.shapes is not None and plan.shapes.single != lin.single
         if plan is None or plan.options != self._options or other_kind:
             plan = Plan(self._options)
-        known = plan.kind is not None
-        if known and plan.chunk != self.chunk and input_size(lin) <= plan.input_size:
-            return self.of(plan), plan  # at once: a forward pass of the whole batch may not fit
-        shapes = self._shapes(lin, plan)
-        if not known or shapes != plan.shapes:
-            plan = self._plan(lin, replace(plan, shapes=shapes))
+        if plan.kind is not None and plan.chunk != self.chunk and input_size(lin) <= plan.input_size:
+            shapes = plan.shapes  # a forward pass of the whole batch may not fit
+        else:
+            shapes = self._shapes(lin, plan, rows is None)
+        steady = steady or not lin.single  # step_over goes through all data
+        if plan.kind is None or plan.steady != steady or shapes != plan.shapes:
+            plan = self._plan(lin, replace(plan, shapes=shapes, steady=steady), rows is None)
         return self.of(plan), plan
 
     def smaller(self, plan: Plan | None, error: RuntimeError) -> Plan | None:
         plan = Plan(self._options) if plan is None else plan
         if not out_of_memory(error) or isinstance(error, Exhausted) or plan.squeeze >= PLANS:
             return None
-        return Plan(self._options, shapes=plan.shapes, squeeze=plan.squeeze + 1)
+        return Plan(self._options, shapes=plan.shapes, steady=plan.steady, squeeze=plan.squeeze + 1)
 
     def restored(self, plan: Plan, device: torch.device) -> Plan | None:
         budget = parse(self.memory) if self.memory is not None else free(device)
         fits = budget is None or plan.bytes <= budget
         return plan if plan.options == self._options and fits else None
 
-    def _shapes(self, lin: Linearization, plan: Plan) -> Shapes:
-        n, size = lin.n, lin.theta.element_size()
+    def _shapes(self, lin: Linearization, plan: Plan, free_rows: bool) -> Shapes:
         if plan.squeeze:  # there was not enough memory to find out the shapes, or less than predicted
-            return plan.shapes or Shapes(n, lin.samples(), 1, 0, 0, size, single=lin.single)
-        if not lin.single:
-            return Shapes(n, 1, 1, 0, 0, size, single=False)
-        if self.chunk is not None:
-            N = lin.samples()
-            return Shapes(n, N, max(1, lin.most // N), 0, 0, size)
-        piece = lin.whole()  # the forward pass alone: the rows are not formed before they are needed
-        R = piece.jacobian.R
-        inputs, outputs, others = piece.activations()
-        # A ragged batch does not change the representation: the largest so far decides.
-        return Shapes(n, max(piece.jacobian.N, lin.most // R), R, inputs, outputs, size, others)
+            return plan.shapes or Shapes(lin.n, lin.samples(), 1, (), lin.theta.element_size(), single=lin.single)
+        return look(lin, plan, free_rows)
 
-    def _plan(self, lin: Linearization, plan: Plan) -> Plan:
-        """For these shapes, the fastest that fits; after memory ran out, so many further down the list."""
+    def _plan(self, lin: Linearization, plan: Plan, free_rows: bool) -> Plan:
+        """For these shapes, the fastest that fits, with as many rows as there is time for; after memory ran out, so
+        many further down the list."""
         assert plan.shapes is not None
-        budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
-        ways = list(self._ways(plan.shapes))
-        if lin.single and any(batch.opaque for batch in lin.batches):  # nothing that a chunk could be cut from
-            ways = [way for way in ways if way[0].needs.chunk == self.chunk]
-        fitting = [way for way in ways if budget is None or way[1] <= budget]
-        if plan.squeeze < len(fitting):
-            picked, size, why = fitting[plan.squeeze]
-            kind, chunk = type(picked).__name__, picked.needs.chunk
-            return replace(
-                plan, kind=kind, chunk=chunk, name=str(picked), bytes=size, budget=budget, why=why,
-                input_size=input_size(lin),
-            )  # fmt: skip
-        smallest, least, _ = min(ways, key=lambda way: way[1])
+        budget = plan.budget  # what is free is measured once for each batch that is larger
+        if plan.kind is None or budget is None or input_size(lin) > plan.input_size:
+            budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
+        couples = coupled(lin.objective.model) is not None
+        cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
+        every = list(_fewer(plan.shapes)) if free_rows and lin.single and not couples else [_Share(plan.shapes)]
+        ways: list[_Way] = []
+        fitting: list[_Way] = []
+        for share in every:
+            ways = list(self._ways(share.shapes, cut, couples, plan.steady))
+            fitting = [way for way in ways if budget is None or way.cost.bytes <= budget]
+            if plan.squeeze < len(fitting):
+                way = fitting[plan.squeeze]
+                if share is every[-1] or self._in_time(share.shapes, plan.shapes, way, plan.steady):
+                    return self._picked(lin, plan, share, way, budget)
+        smallest = min(ways, key=lambda way: way.cost.bytes)
         if fitting:
             raise Exhausted(
-                f"out of memory with every plan, down to {fitting[-1][0]}: use a smaller model or a smaller batch"
+                f"out of memory with every plan, down to {fitting[-1].picked}: use a smaller model or a smaller batch"
             )
         assert budget is not None
         raise ValueError(
             f"no representation of the curvature of {plan.shapes.n:,} parameters fits into {readable(budget)}: the "
-            f"smallest, {type(smallest).__name__}, needs about {readable(least)}; allow more (memory=), or train "
-            "fewer parameters (params=)"
+            f"smallest, {type(smallest.picked).__name__}, needs about {readable(smallest.cost.bytes)}; allow more "
+            "(memory=), or train fewer parameters (params=)"
         )
 
-    def _ways(self, s: Shapes) -> Iterator[tuple[Representation, int, str]]:
-        """Every way to go, fastest first, with its bytes."""
-        dense, gram = Dense(self.chunk, self.inertia), Gram(self.chunk)
-        primal = s.n <= s.m or not s.single
+    def _picked(self, lin: Linearization, plan: Plan, share: _Share, way: _Way, budget: int | None) -> Plan:
+        picked = way.picked
+        limit = picked.iterations if isinstance(picked, MatrixFree) and picked != MatrixFree(picked.chunk) else None
+        plan = replace(
+            plan, kind=type(picked).__name__, chunk=picked.needs.chunk, iterations=limit, sampled=share.sampled,
+            fraction=share.fraction, name=str(picked), budget=budget, why=way.why + share.why,
+            input_size=input_size(lin),
+        )  # fmt: skip
+        plan = plan.with_cost(share.shapes, way.cost)
+        if plan.work <= self.work or share.shapes.R == 1:
+            return plan
+        return replace(plan, faster="rows=mq.Sampled(1) takes fewer rows, and mq.Fraction(0.1) those of fewer samples")
+
+    def _in_time(self, s: Shapes, whole: Shapes, way: _Way, steady: bool | None) -> bool:
+        if steady or in_gradients(s, way.cost, whole) <= self.work:
+            return True
+        direct = not isinstance(way.picked, MatrixFree)
+        return steady is None and direct and step(s, way.cost, whole).seconds(s) <= UNTOLD
+
+    def _ways(self, s: Shapes, cut: bool = True, couples: bool = False, steady: bool | None = True) -> Iterator[_Way]:
+        """Every way to go, fastest first."""
         why = f"{s.n:,} parameters, {s.m:,} rows" if s.single else f"{s.n:,} parameters, several batches"
-        first: Dense | Gram = dense if primal else gram
-        cut = s.single and self.chunk is None
-        smaller = [s.N // k for k in (4, 16, 64) if s.N // k > 0] if cut else []
-        size = dense_bytes if primal else gram_bytes
-        yield first, size(s, self.chunk, self.inertia), why
+        smaller = [s.N // k for k in (4, 16, 64) if s.N // k > 0] if cut and self.chunk is None else []
+        if not couples:
+            yield from self._direct(s, why, smaller, steady)
+        reason = "samples that depend on each other, as in BatchNorm, have no rows" if couples else "no matrix fits"
+        for chunk in [None] if couples else dict.fromkeys([self.chunk, *smaller, *([1] if smaller else [])]):
+            free_hand = MatrixFree(chunk)
+            picked = free_hand if steady or not s.single else self._within(s, chunk)
+            words = f"{why}, {reason}" + (f", in chunks of {chunk}" if chunk else "")
+            yield _Way(picked, picked.cost(s), words)
+
+    def _direct(self, s: Shapes, why: str, smaller: list[int], steady: bool | None) -> Iterator[_Way]:
+        primal = s.n <= s.m or not s.single
+        first: Dense | Gram = Dense(self.chunk, self.inertia) if primal else Gram(self.chunk)
+        other: Dense | Gram = Gram(self.chunk) if primal else Dense(self.chunk, self.inertia)
+        products = MatrixFree(self.chunk)
+        best = min(step(s, way.cost(s)).seconds(s) for way in ((first, other) if s.single else (first,)))
+        if steady and best > DIRECT * step(s, products.cost(s)).seconds(s):
+            yield _Way(products, products.cost(s), f"{why}, a matrix takes too long")
+        yield _Way(first, first.cost(s), why)
         for part in smaller if primal else smaller[:2]:  # Gram goes through every pair of chunks
-            yield replace(first, chunk=part), size(s, part, self.inertia), f"{why}, in chunks of {part}"
+            chunked = replace(first, chunk=part)
+            yield _Way(chunked, chunked.cost(s), f"{why}, in chunks of {part}")
         if s.single:
-            other, other_size = (gram, gram_bytes) if primal else (dense, dense_bytes)
-            yield other, other_size(s, self.chunk, self.inertia), f"{why}, the larger matrix does not fit"
-        for chunk in dict.fromkeys([self.chunk, *smaller, *([1] if cut else [])]):
-            size_of = matrix_free_bytes(s, chunk)
-            yield (
-                MatrixFree(chunk=chunk),
-                size_of,
-                f"{why}, no matrix fits" + (f", in chunks of {chunk}" if chunk else ""),
-            )
+            yield _Way(other, other.cost(s), f"{why}, the larger matrix does not fit")
+
+    def _within(self, s: Shapes, chunk: int | None) -> MatrixFree:
+        """Conjugate gradients that end when the work is done."""
+        none, one = (in_gradients(s, limited(chunk, k).cost(s)) for k in (1, 2))
+        allowed = int((self.work - none) / (one - none)) + 1 if self.work < math.inf else MatrixFree().iterations
+        return limited(chunk, min(max(allowed, 5), MatrixFree().iterations))
 
 
-def input_size(lin: Linearization) -> int:
-    """Numbers in the inputs of the one batch."""
-    leaves = tree_leaves([batch.inputs for batch in lin.batches]) if lin.single else []
-    return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
+def limited(chunk: int | None, iterations: int | None) -> MatrixFree:
+    return MatrixFree(chunk) if iterations is None else MatrixFree(chunk, iterations=iterations)
 
 
-def dense_bytes(s: Shapes, chunk: int | None, inertia: float) -> int:
-    """G, G + A, its scaled copy and its factor, the average; the rows and what they are made of."""
-    samples = min(s.N, chunk or s.N)
-    matrices = (4 + (inertia > 0)) * s.n**2
-    return int(s.itemsize * (matrices + s.R * samples * s.n + samples * (s.inputs + 3 * s.R * s.outputs) + 6 * s.n))
+@dataclass(frozen=True)
+class _Way:
+    picked: Dense | Gram | MatrixFree
+    cost: Cost
+    why: str
 
 
-def gram_bytes(s: Shapes, chunk: int | None, inertia: float) -> int:
-    """K, its copies and its factor; θ, the step and a few more vectors; inputs and gradients of the layers."""
-    samples = min(s.N, chunk or s.N) * (2 if chunk else 1)
-    rows = samples * (s.inputs + 3 * s.R * s.outputs + 2 * s.R * s.others)
-    return int(s.itemsize * (5 * s.m**2 + 4 * s.n + rows))
+@dataclass(frozen=True)
+class _Share:
+    """All rows, or a part of them."""
+
+    shapes: Shapes
+    sampled: int | None = None
+    fraction: float | None = None
+    why: str = ""
 
 
-def matrix_free_bytes(s: Shapes, chunk: int | None) -> int:
-    """Vectors of conjugate gradients, iterates that are kept among them, and two graphs."""
-    samples = min(s.N, chunk or s.N)
-    return int(s.itemsize * (32 * s.n + 4 * samples * (s.inputs + s.outputs)))
+def _fewer(s: Shapes) -> Iterator[_Share]:
+    """All rows, then fewer and fewer of them."""
+    yield _Share(s)
+    k = 1 << (s.R - 1).bit_length() >> 1 if s.R > 1 else 0  # the largest power of two below R
+    while k:
+        yield _Share(replace(s, R=k), k, None, f": {k} of {s.R:,} rows per sample")
+        k //= 2
+    part = 2
+    while s.N // part >= FEWEST and s.divisible:
+        words = f": 1 of {s.R:,} rows of" if s.R > 1 else ": those of"
+        share = replace(s, R=1, N=s.N // part)
+        yield _Share(share, 1 if s.R > 1 else None, 1 / part, f"{words} one sample in {part}")
+        part *= 2
 
 
 def free(device: torch.device) -> int | None:

@@ -21,11 +21,15 @@ from torch import Tensor
 
 from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
+from ..jacobian.rows import Exact, Rows
 from ..jacobian.statistics import Moments
 from ..metric import Metric
-from .plan import Plan
+from .cost import NOTHING, Cost, Shapes
+from .plan import Plan, look
 
 Past = dict[str, Tensor]  # what a representation keeps from step to step
+
+FASTER = "curvature=mq.Auto() picks what is faster"
 
 # In a running average the past has at most so many times the trace of the present.
 MEMORY = 10.0
@@ -163,10 +167,29 @@ class Representation(ABC):
     def form(self, lin: Linearization) -> Curvature:
         """G of a linearisation that was made for these needs."""
 
-    def choose(self, lin: Linearization, plan: Plan | None) -> tuple[Representation, Plan | None]:
+    @property
+    def first_rows(self) -> Rows:
+        """The rows to begin with, if LM was given none."""
+        return Exact()
+
+    def cost(self, s: Shapes) -> Cost | None:
+        """What it takes to form G and to solve with it once, from shapes alone; None if that is not known."""
+        return None
+
+    def choose(
+        self, lin: Linearization, plan: Plan | None, rows: Rows | None = None, steady: bool | None = None
+    ) -> tuple[Representation, Plan | None]:
         """What represents G in this step, after a look at the batch, and what the next step shall know of that. `lin`
-        is made for the needs of this; if those of the choice are others, there will be another one."""
-        return self, None
+        is made for the needs of this; if those of the choice are others, there will be another one. Without `rows` they
+        are a choice too. `steady` says whether the data are the same in every step, None that it is not known yet."""
+        if self.cost(NOTHING) is None:
+            return self, None
+        shapes = look(lin, plan)
+        if plan is not None and plan.shapes == shapes:
+            return self, plan
+        why = f"{shapes.n:,} parameters, {shapes.m:,} rows"
+        plan = Plan((), kind=type(self).__name__, name=str(self), why=why, shapes=shapes, faster=FASTER)
+        return self, plan.with_cost(shapes, self.cost(shapes))
 
     def smaller(self, plan: Plan | None, error: RuntimeError) -> Plan | None:
         """The next plan after memory ran out; None if there is no other."""

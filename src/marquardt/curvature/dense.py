@@ -14,6 +14,7 @@ from ..layers import Block
 from ..metric import Diagonal, Metric
 from ..model.parameters import Range
 from .contract import Curvature, Interchangeable, Past, check_chunk, check_inertia, trusted
+from .cost import Cost, Shapes, Work, deltas
 from .solve import norm, spd_solve
 
 # Up to this many parameters products cost nothing, and are formed in float64 at once.
@@ -46,6 +47,26 @@ class Dense(Interchangeable):
 
     def form(self, lin: Linearization) -> DenseCurvature:
         return DenseCurvature(lin, self.inertia, self.small)
+
+    def cost(self, s: Shapes) -> Cost:
+        """G, G + A, its scaled copy and its factor, the average; the rows and what they are made of."""
+        samples = s.at_once(self.chunk)
+        matrices = (4 + (self.inertia > 0)) * s.n**2
+        rows = s.R * samples * (s.n + s.out) + samples * (s.inputs + 3 * s.R * s.outputs)
+        work = deltas(s, s.pieces(self.chunk)) + self._products(s) + Work(factor=s.n**3 / 3, numbers=12.0 * s.n**2)
+        return Cost(int(s.itemsize * (matrices + rows + 6 * s.n)), work)
+
+    def _products(self, s: Shapes) -> Work:
+        """J̃ᵀJ̃ as `_add_blocks` forms it: layers with one position contract the R rows of a sample first."""
+        factored = [b for b in s.layers if b.P == b.G == 1 < s.R and not b.lookup and s.n > self.small]
+        plain = max(0, s.n - sum(b.columns for b in factored))  # columns
+        flops = 2.0 * s.m * plain**2 * (1.0 if s.cuda or plain < PAYS else 2 / 3)
+        rest = plain
+        for b in factored:
+            flops += s.N * b.O * (b.O + 1) * (b.I + 1) ** 2 + 2 * s.N * rest * b.O * (s.R + b.I + 1)
+            rest += b.columns
+        outer = s.m * sum(b.flops for b in s.layers if b not in factored)
+        return Work(products=flops + outer, numbers=2.0 * s.m * plain)
 
 
 class DenseCurvature(Curvature):

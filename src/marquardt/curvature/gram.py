@@ -15,6 +15,7 @@ from ..layers import Block, Explicit
 from ..layers.block import Product
 from ..metric import Diagonal, Metric
 from .contract import Curvature, Interchangeable, check_chunk
+from .cost import Cost, Layer, Shapes, Work, deltas
 from .solve import norm, spd_solve
 
 # The relative error that rounding may leave in a float32 step, as a bound that is seldom reached: errors are a tenth of
@@ -42,6 +43,33 @@ class Gram(Interchangeable):
 
     def form(self, lin: Linearization) -> GramCurvature:
         return GramCurvature(lin, self.whole)
+
+    def cost(self, s: Shapes) -> Cost:
+        """K, its copies and its factor; θ, the step and a few more vectors; inputs and gradients of the layers."""
+        samples = s.at_once(self.chunk)
+        held = 2 * samples if self.chunk else samples
+        rows = held * (s.inputs + 3 * s.R * s.outputs + 2 * s.R * s.others + s.R * s.out)
+        pieces = s.pieces(self.chunk)
+        again = 1 if pieces == 1 else (pieces + 1) / 2  # every pair of chunks is linearised
+        work = (
+            again * deltas(s, pieces) + self._products(s) + Work(factor=s.m**3 / 3, numbers=12.0 * s.m**2 + 8.0 * s.n)
+        )
+        return Cost(int(s.itemsize * (5 * s.m**2 + 4 * s.n + rows)), work)
+
+    def _products(self, s: Shapes) -> Work:
+        """J̃J̃ᵀ layer by layer, in the cheaper of the two forms that Bilinear.gram has."""
+        explicit = Work(products=2.0 * s.m**2 * s.others, numbers=2.0 * s.m * s.others)
+        if s.m * s.n <= self.whole:
+            outer = s.m * sum(b.flops for b in s.layers)
+            return Work(products=2.0 * s.m**2 * s.n + outer, numbers=4.0 * s.m * s.n)
+        return sum((self._pairs(s, b) for b in s.layers), explicit)
+
+    @staticmethod
+    def _pairs(s: Shapes, b: Layer) -> Work:
+        pairwise = Work(products=2 * (s.m * b.P) ** 2 * (b.O + b.I / s.R**2), numbers=3 * (s.m * b.P) ** 2)
+        weights = b.G * b.O * b.I
+        rows = Work(products=2.0 * s.m**2 * weights + s.m * b.flops, numbers=2.0 * s.m * weights)
+        return min(rows, pairwise, key=lambda w: w.seconds(s)) if b.G == 1 and not b.lookup else rows
 
 
 class GramCurvature(Curvature):

@@ -28,12 +28,15 @@ from ..model.kernels import twice_differentiable
 from ..trials import Trials
 from .conjugate_gradients import Iterate, conjugate_gradients
 from .contract import Curvature, Interchangeable, Past, check_chunk
+from .cost import Cost, Shapes, Work, forward
 from .hessian import NOT_SYMMETRIC
 from .products import GaussNewton, HessianProducts, Products, Way, versions, ways
 from .solve import FactorizationError
 
 # Random signs in an estimate of a trace: it is right to √(2/8) at the worst.
 PROBES = 8
+# Iterations until the stopping rule ends them, on most networks at most λ: between 10 and 100.
+LIKELY = 30
 # Up to this many rows per sample the trace comes from the rows: beyond, the products of an estimate cost less.
 FEW_ROWS = 64
 
@@ -86,6 +89,15 @@ class MatrixFree(Interchangeable):
 
     def form(self, lin: Linearization) -> MatrixFreeCurvature:
         return MatrixFreeCurvature(lin, self)
+
+    def cost(self, s: Shapes) -> Cost:
+        """Vectors of conjugate gradients, iterates that are kept among them, and two graphs."""
+        samples = s.at_once(self.chunk)
+        # In chunks the forward pass is made again for every product.
+        passes = (6 if self.chunk is None else 9) * forward(s, s.pieces(self.chunk))
+        product = passes + Work(numbers=2.0 * s.R * s.N * s.out + 10.0 * s.n, calls=40)
+        size = s.itemsize * (32 * s.n + samples * (4 * (s.inputs + s.outputs) + s.R * s.out))
+        return Cost(int(size), (min(self.iterations, LIKELY) + PROBES / 2) * product)
 
 
 class MatrixFreeCurvature(Curvature):
@@ -340,7 +352,7 @@ class MatrixFreeCurvature(Curvature):
 
 def _fits(piece: Piece) -> bool:
     """Whether the rows of parameters without a rule, which are written out, are few enough."""
-    return piece.m * piece.activations()[2] <= SLAB
+    return piece.m * piece.others() <= SLAB
 
 
 @dataclass(frozen=True)

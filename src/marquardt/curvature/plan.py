@@ -1,27 +1,16 @@
-"""What was planned for a model and its batches: which representation fits into memory."""
+"""What was planned for a model and its batches: which rows and which representation, what they cost, and why."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_leaves
 
-@dataclass(frozen=True)
-class Shapes:
-    """What memory depends on. Numbers per sample are those of the layers that have a rule."""
-
-    n: int  # parameters
-    N: int  # samples
-    R: int  # rows per sample
-    inputs: float  # numbers that the weights multiply, per sample
-    outputs: float  # numbers at the outputs of these layers, per sample
-    itemsize: int
-    others: int = 0  # parameters without a rule: their rows are explicit
-    single: bool = True  # one batch, not several in step_over
-
-    @property
-    def m(self) -> int:
-        return self.R * self.N
+from ..jacobian.linearization import Linearization
+from ..jacobian.rows import Exact, Fraction, Rows, Sampled
+from .cost import Cost, Layer, Shapes, in_gradients, step
 
 
 @dataclass(frozen=True)
@@ -32,26 +21,81 @@ class Plan:
     options: tuple[Any, ...]  # of the representation that made it
     kind: str | None = None  # the class of the representation that was picked; None: another one is to be picked
     chunk: int | None = None  # its samples at once
+    iterations: int | None = None  # of conjugate gradients, if they are limited
+    sampled: int | None = None  # rows per sample, drawn at random; None: all of them, or those that LM was given
+    fraction: float | None = None  # of the samples whose rows are formed; None: all
+    steady: bool | None = None  # whether it is for the same data in every step; None: not known yet
     name: str = ""  # in words
     bytes: int = 0  # predicted for a step, beside the parameters themselves
     budget: int | None = None
+    work: float = 0.0  # predicted for a step, in gradients
+    seconds: float = 0.0  # predicted for a step on a machine of the usual speed
     why: str = ""
+    faster: str = ""  # what would be, if it is slow
     input_size: int = 0  # numbers in the inputs of the batch that it was made for
     shapes: Shapes | None = None
     squeeze: int = 0  # how often memory ran out
+
+    @property
+    def rows(self) -> Rows:
+        """The rows, if they are a choice."""
+        rows: Rows = Exact() if self.sampled is None else Sampled(self.sampled)
+        return rows if self.fraction is None else Fraction(self.fraction, rows)
 
     def state(self) -> dict[str, Any]:
         return {**asdict(self), "options": list(self.options)}
 
     @staticmethod
-    def restored(state: dict[str, Any]) -> Plan:
+    def restored(state: dict[str, Any]) -> Plan | None:
+        """None if an earlier version has made it: then there will be another one."""
+        if "work" not in state:
+            return None
         shapes = state["shapes"]
-        known = {**state, "options": tuple(state["options"]), "shapes": None if shapes is None else Shapes(**shapes)}
-        return Plan(**known)
+        if shapes is not None:
+            shapes = Shapes(**{**shapes, "layers": tuple(Layer(**layer) for layer in shapes["layers"])})
+        return Plan(**{**state, "options": tuple(state["options"]), "shapes": shapes})
+
+    def with_cost(self, s: Shapes, cost: Cost | None) -> Plan:
+        """With the cost of rows of these shapes."""
+        if cost is None:
+            return self
+        work = step(s, cost, self.shapes)
+        return replace(self, bytes=cost.bytes, work=in_gradients(s, cost, self.shapes), seconds=work.seconds(s))
 
     def __str__(self) -> str:
         limit = "" if self.budget is None else f" of {readable(self.budget)}"
-        return f"{self.name}: {self.why}; about {readable(self.bytes)}{limit}"
+        work = f"{counted(self.work)} a step, " if self.work else ""
+        return f"{self.name}: {self.why}; about {work}{readable(self.bytes)}{limit}"
+
+
+def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:
+    """The shapes of a batch, by a forward pass: that of the step itself, if all samples are linearised at once. If the
+    rows are `free` to be chosen, R is that of all of them."""
+    known = None if plan is None else plan.shapes
+    if not lin.in_one and known is not None and known.single == lin.single:
+        return known  # another forward pass would tell no more
+    piece = lin.whole() if lin.in_one else lin.first()
+    watch, N, out = piece.whole.watch, piece.N, piece.z[0].numel()
+    if (
+        plan is not None
+        and known is not None
+        and input_size(lin) <= plan.input_size
+        and known.covers(N, out, len(watch.calls), lin.single)
+    ):
+        return known
+    R = piece.jacobian.R if not free else known.R if known is not None and known.out == out else piece.exact_rows()
+    found = Shapes(
+        lin.n, N if lin.in_one else lin.expected(N), R, tuple(Layer(*call.sizes(N)) for call in watch.calls),
+        lin.theta.element_size(), piece.others(), out, watch.numbers / N, piece.whole.nodes(), lin.theta.is_cuda,
+        lin.single, N, piece.divisible,
+    )  # fmt: skip
+    return found if known is None else known.with_others(found)
+
+
+def input_size(lin: Linearization) -> int:
+    """Numbers in the inputs of the one batch."""
+    leaves = tree_leaves([batch.inputs for batch in lin.batches]) if lin.single else []
+    return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
 
 
 def readable(size: int) -> str:
@@ -59,3 +103,14 @@ def readable(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
     return f"{size} B"
+
+
+def counted(gradients: float) -> str:
+    found = f"{gradients:.2g}" if gradients < 10 else f"{round(gradients):,}"
+    return f"{found} gradient{'' if found == '1' else 's'}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1e3 * seconds:.2g} ms" if seconds < 0.1 else f"{1e3 * seconds:.0f} ms"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:,.0f} s"

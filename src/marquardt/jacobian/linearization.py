@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,17 +63,19 @@ class Linearization:
         self._remainder: Tensor | None = None
         self._open: Piece | None = None
 
-    def made_for(self, needs: Needs) -> Linearization:
-        """This, if its chunks and graphs serve these needs; otherwise another one of the same batch, as if this had
-        never been. Whether there is one batch and whether its samples are independent is for the optimizer to check."""
+    def made_for(self, needs: Needs, rows: Rows | None = None) -> Linearization:
+        """This, if its rows, chunks and graphs serve these needs; otherwise another one of the same batch, as if this
+        had never been. Whether there is one batch and whether its samples are independent is for the optimizer to
+        check."""
         chunk = self.needs.chunk if needs.chunk is None else needs.chunk
-        if chunk == self.needs.chunk and (self.needs.graph or not needs.graph):
+        rows = self.rows_kind if rows is None else rows
+        if chunk == self.needs.chunk and (self.needs.graph or not needs.graph) and rows == self.rows_kind:
             return self
         self.close()
         self.rewind()
         return Linearization(
-            self.objective, self.batches, self.rows_kind, replace(needs, chunk=chunk), known=self.known,
-            seed=self.seed, single=self.single, most=self._most, chance=self.chance,
+            self.objective, self.batches, rows, replace(needs, chunk=chunk), known=self.known,
+            seed=self.seed, single=self.single, most=self._most if rows == self.rows_kind else 0, chance=self.chance,
         )  # fmt: skip
 
     @property
@@ -123,6 +125,18 @@ class Linearization:
                 self._conclude(piece.totals)
         return self._open
 
+    def first(self) -> Piece:
+        """The first of several pieces, to look at: nothing is kept of it."""
+        self.rewind()
+        piece = self.piece(next(iter(self.cut())), self.seed)
+        self.rewind()
+        return piece
+
+    def expected(self, N: int) -> int:
+        """Samples of all pieces, if the first has N; N if nothing tells."""
+        batches = getattr(self.batches, "batches", None)
+        return self.samples() if self.single else N * len(batches) if isinstance(batches, Sized) else N
+
     def reopened(self) -> Piece:
         """The only piece once more, with a graph of its own: that of the last one held weights that have changed."""
         self._gather_inert(self.whole())
@@ -146,6 +160,11 @@ class Linearization:
         totals, h = Totals(0.0, 0.0, 0.0, 0.0), None
         for i, batch in enumerate(self.cut()):
             piece = self.piece(batch, self.seed + i)
+            if self.needs.chunk is not None and not piece.divisible:
+                raise ValueError(
+                    f"chunk={self.needs.chunk}: {batch.samples} samples gave {piece.N} outputs, so the batch cannot be "
+                    "cut into samples; leave chunk out, or pass inputs and outputs with one row per sample"
+                )
             if first:
                 totals = Totals(*map(sum, zip(totals, piece.totals, strict=True)))
                 self._remember(piece)

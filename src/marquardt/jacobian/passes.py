@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +104,17 @@ class Pass:
         """z with its graph: (N, *out)"""
         assert self._graph is not None
         return self._graph
+
+    def nodes(self) -> int:
+        """Operations that the graph holds, those within functions and within gradients among them."""
+        seen: set[Any] = set()
+        ahead = [self.graph.grad_fn]
+        while ahead:
+            node = ahead.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                ahead += [after for after, _ in node.next_functions]
+        return len(seen)
 
     def release(self, graph: bool) -> None:
         """Lets go of what the rows were made of, and of the graph."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..deferred import read, recording
 from ..layers import Block
+from ..layers.watch import grouped
 from ..losses.proof import prove
 from ..memory import out_of_memory
 from ..model.batch import Batch, tensors
@@ -126,12 +127,24 @@ class Piece:
             return None
         return self.gradient if self.u is None else self.whole.vjp(self.cotangents.v)
 
-    def activations(self) -> tuple[float, float, int]:
-        """Numbers per sample at the inputs and outputs of the layers with a rule, and parameters without a rule."""
-        calls, parameters = self.whole.watch.calls, self.objective.parameters
-        ruled = {id(p) for call in calls for p in call.params}
-        others = sum(p.numel() for p in parameters.tensors if id(p) not in ruled)
-        return sum(c.inputs for c in calls) / self.N, sum(c.outputs for c in calls) / self.N, others
+    def others(self) -> int:
+        """Parameters whose rows are written out: those without a rule, and weights that different layers share."""
+        calls = self.whole.watch.calls
+        groups = [[calls[i] for i in members] for members in grouped(calls)]
+        alike = [group for group in groups if len({call.kind for call in group}) == 1]
+        ruled = {id(p) for group in alike for call in group for p in call.params}
+        return sum(p.numel() for p in self.objective.parameters.tensors if id(p) not in ruled)
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a part of the samples can go through the model: that there are as many outputs as inputs shows it."""
+        return not self.batch.opaque and self.batch.samples == self.N
+
+    def exact_rows(self) -> int:
+        """Rows that one sample has in all, whichever are formed."""
+        first = self.batch.head(self.N)
+        S = self.objective.loss.root(self.z[:1], first.targets, first.weight).S  # (1, P, C, r)
+        return S.shape[1] * S.shape[3]
 
     @property
     def blocks(self) -> list[Block]:

@@ -112,15 +112,16 @@ class Sampled(Rows):
         return True
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
-        S, _, _ = loss.root(z, y, weight)  # (N, P, C, r)
-        shape = (self.k, *S.shape[:2], S.shape[3])
+        def signs(shape: tuple[int, ...]) -> Tensor:
+            def bits(seed: int) -> Tensor:
+                return (
+                    2 * torch.randint(0, 2, (self.k, *shape), generator=_generator(self.seed, seed), device="cpu") - 1
+                )
 
-        def signs(seed: int) -> Tensor:
-            return 2 * torch.randint(0, 2, shape, generator=_generator(self.seed, seed), device="cpu") - 1
+            found: Tensor = draw(bits, seed, z) / self.k**0.5  # (k, N, P, r)
+            return found
 
-        E = draw(signs, seed, S) / self.k**0.5  # (k, N, P, r)
-        SE = torch.einsum("npcr,knpr->knpc", S, E)
-        return Cotangents(loss.ungroup(SE, z), None, loss.gradient(z, y, weight))
+        return Cotangents(loss.ungroup(loss.mixed(z, y, weight, signs), z), None, loss.gradient(z, y, weight))
 
 
 @dataclass(frozen=True)

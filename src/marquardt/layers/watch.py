@@ -40,6 +40,20 @@ class Call:
         self.params = [p for p in (operand.weight, operand.bias) if p is not None]
         self.is_lookup = not operand.x.is_floating_point()
 
+    def sizes(self, N: int) -> tuple[float, int, int, int, bool]:
+        """Positions per sample, groups, inputs and outputs of each: what its work depends on."""
+        o = self.operand
+        if o.weight is None:
+            O = self.params[0].numel()
+            return self.outputs / (N * O), 1, 0, O, False
+        if self.is_lookup:
+            return o.x.numel() / N, 1, 1, o.weight.shape[-1], True
+        if o.weight.ndim == 1 or o.weight.shape == o.x.shape[o.lead :]:  # a scale
+            return self.outputs / (N * o.weight.numel()), o.weight.numel(), 1, 1, False
+        I, O = o.weight[0].numel(), len(o.weight)
+        groups = 1 if o.window is None else max(1, o.window // I)
+        return self.outputs / (N * O), groups, I, O // groups, False
+
     @property
     def kind(self) -> tuple[int, ...]:
         """Equal for calls whose rows can be added up as further positions of one layer: same weight, same bias."""
@@ -103,6 +117,7 @@ class Watch(TorchFunctionMode):
         self.convolves = False  # whether there is a convolution that might have a backward pass of our own,
         self.unrolled = False  # and whether one has
         self.coarsest = torch.float64  # of all dtypes that the model computes with
+        self.numbers = 0  # at the outputs of all functions
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -119,8 +134,10 @@ class Watch(TorchFunctionMode):
         self.unrolled = self.unrolled or out is not None
         if out is None:
             out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.dtype is not self.coarsest and out.is_floating_point():
-            self.coarsest = max(out.dtype, self.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
+        if isinstance(out, Tensor):
+            self.numbers += out.numel()
+            if out.dtype is not self.coarsest and out.is_floating_point():
+                self.coarsest = max(out.dtype, self.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
         if func in RULES and isinstance(out, Tensor) and out.requires_grad:
             operand = _operand(func, args, kwargs)
             if operand is not None:

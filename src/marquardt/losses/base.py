@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -148,6 +149,11 @@ class Loss(ABC):
         root_w = None if weight is None else weight.sqrt()
         S, u = self._shaped("factors", self.factors(z, y), len(z))
         return Root(weighted(S, root_w), weighted(u, root_w))
+
+    def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        """Sε for random signs ε (k, N, P, r), drawn in the shape (N, P, r): (k, N, P, C)"""
+        S = self.root(z, y, weight).S
+        return torch.einsum("npcr,knpr->knpc", S, signs((*S.shape[:2], S.shape[3])))
 
     def empirical(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
         """The paper's rows: S = √w ∂ℓ/∂z, u = √w, so that SSᵀ = w ∇ℓ∇ℓᵀ and Su = ∂value/∂z."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,14 @@ class CrossEntropy(Loss):
         S -= (n_k * s_m / (1 + n_m))[..., None, :] * (e_m - p[..., None])
         S *= root_w[..., None]
         return S, u_k - n_k * ((n * u).sum(-1, keepdim=True) + u_m) / (1 + n_m)
+
+    def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        """√w̃ (s∘ε − p(sᵀε)): S itself has as many numbers as pairs of classes"""
+        p, q = self.group(z).softmax(-1), self.targets(z, y)  # (N, P, C)
+        found = p.sqrt() * signs(tuple(p.shape))  # (k, N, P, C)
+        found = found - p * found.sum(-1, keepdim=True)
+        root_w = q.sum(-1, keepdim=True).sqrt()  # (N, P, 1)
+        return found * (root_w if weight is None else weighted(root_w, weight.sqrt()))
 
     def empirical_factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Hard labels: S = √w̃ (p − e_y), u = √w̃, r = 1. Soft: one column √q̃ₖ (p − eₖ), uₖ = √q̃ₖ, per class."""

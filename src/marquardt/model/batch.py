@@ -110,6 +110,14 @@ class Batch:
             for first in range(0, N, size)
         ]
 
+    def head(self, N: int) -> Batch:
+        """Target and weight of the first of N samples; the inputs stay as they are."""
+
+        def first(t: Any) -> Any:
+            return t[:1] if isinstance(t, Tensor) and t.ndim and len(t) == N else t
+
+        return Batch(self.inputs, tree_map(first, self.targets), tree_map(first, self.weight))
+
     def take(self, index: Tensor) -> Batch:
         """Some of the samples."""
         self._check_parts("take the rows of all samples, rows=mq.Exact()")

@@ -81,14 +81,24 @@ def check_group(group: bool | None) -> None:
         )
 
 
+def coupled(model: nn.Module) -> str | None:
+    """The name of a layer that makes the samples of a batch depend on each other."""
+    name: str
+    for name, module in model.named_modules():
+        couples = module.training or getattr(module, "running_mean", None) is None
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and couples:
+            return name
+    return None
+
+
 def check_coupling(model: nn.Module) -> None:
     """Samples that depend on each other have no rows of their own."""
-    for name, module in model.named_modules():
-        coupled = module.training or getattr(module, "running_mean", None) is None
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and coupled:
-            call = f"model.get_submodule({name!r}).eval()" if name else "model.eval()"
-            raise ValueError(
-                f"layer {name!r} ({type(module).__name__}) couples the samples of a batch in train mode: call {call} "
-                "to use its running statistics, replace it by GroupNorm or LayerNorm, or use curvature=mq.MatrixFree() "
-                "on the whole batch (chunk=None, rows=mq.Exact())"
-            )
+    name = coupled(model)
+    if name is not None:
+        call = f"model.get_submodule({name!r}).eval()" if name else "model.eval()"
+        kind = type(model.get_submodule(name)).__name__
+        raise ValueError(
+            f"layer {name!r} ({kind}) couples the samples of a batch in train mode: call {call} to use its running "
+            "statistics, replace it by GroupNorm or LayerNorm, or use curvature=mq.MatrixFree() on the whole batch "
+            "(chunk=None, rows=mq.Exact())"
+        )

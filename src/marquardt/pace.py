@@ -1,0 +1,73 @@
+"""How long steps take, against what was predicted: what will be slow says so before it begins."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from functools import cache
+
+import torch
+
+from .curvature.cost import USUAL
+from .curvature.plan import Plan, duration
+
+# A step that is predicted to take more seconds than this is announced.
+LONG = 3.0
+
+# What is proven on first use takes about as long as the step itself, and a half more.
+FIRST = 2.5
+
+
+class Pace:
+    """Corrects predictions by what earlier steps took. It never enters a choice, and is not saved."""
+
+    def __init__(self) -> None:
+        self.speed: float | None = None  # seconds over those of a machine of the usual speed
+        self.predicted = 0.0  # seconds of the step under way; 0 if there is no prediction
+        self._nominal = 0.0
+        self._began = 0.0
+        self._announced: Plan | None = None
+
+    def of(self, plan: Plan) -> float:
+        """Seconds that a step by this plan will take."""
+        return plan.seconds * (1.0 if self.speed is None else self.speed)
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+        self.predicted = self._nominal = 0.0
+
+    def expect(self, plan: Plan | None, device: torch.device, proven: bool) -> None:
+        """Before the work of a step begins. If nothing is proven yet, that comes on top."""
+        if plan is None or not plan.seconds:
+            return
+        if self.speed is None:
+            self.speed = 1.0 if device.type == "cuda" else probe()
+        self._nominal = plan.seconds * (1.0 if proven else FIRST)
+        self.predicted = self.speed * self._nominal
+        if self.predicted > LONG and plan != self._announced:
+            self._announced = plan
+            words = f"a step will take about {duration(self.predicted)}: {plan}"
+            warnings.warn(words + (f"; {plan.faster}" if plan.faster else ""), stacklevel=5)
+
+    def end(self) -> tuple[float, str]:
+        """The seconds that the step took, and if it was announced what became of that."""
+        took = time.perf_counter() - self._began
+        if not self._nominal or self.speed is None:
+            return took, ""
+        # Half of the way, as a ratio: one step that tries several points does not speak for all.
+        self.speed = (self.speed * took / self._nominal) ** 0.5
+        long = max(took, self.predicted) > LONG
+        return took, f"took {duration(took)}, predicted {duration(self.predicted)}" if long else ""
+
+
+@cache
+def probe() -> float:
+    """How many times longer than usual this CPU takes for a product of matrices."""
+    x = torch.ones(384, 384, device="cpu", dtype=torch.float32)
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        x @ x
+        times.append(time.perf_counter() - began)
+    usual = 2 * 384**3 / USUAL[False].products
+    return min(max(min(times) / usual, 0.1), 10.0)
