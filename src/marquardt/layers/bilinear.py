@@ -120,38 +120,42 @@ class Bilinear(Block):
             return super().against(samples)
         X = samples.view(self.N, self.R, -1)
         delta, a = self._pair(samples.dtype)
-        pieces = []
-        for part in X.split(max(1, SLAB // (self.N * self.O)), 2):
-            T = part.transpose(1, 2) @ delta  # (N, q, O)
-            pieces.append((T.flatten(1).T @ a).view(-1, self.O, a.shape[1]))  # (q, O, I + 1)
-        return self._ordered(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+        product = samples.new_empty(X.shape[2], self.columns)
+        size = max(1, SLAB // (self.N * self.O))
+        for part, place in zip(X.split(size, 2), product.split(size), strict=True):
+            T = delta.mT @ part  # (N, O, q)
+            if self.weight is not None:
+                found = (T.flatten(1).T @ a).view(self.O, -1, self.I)
+                place[:, : self.O * self.I].unflatten(1, (self.O, self.I)).copy_(found.transpose(0, 1))
+            if self.bias is not None:
+                place[:, -self.O :] = T.sum(0).T
+        return product
 
     def square(self, dtype: torch.dtype) -> Tensor:
         """Σₙ (Σᵣ δδᵀ) ⊗ aaᵀ, half of the pairs of outputs: (columns, columns)"""
-        pairs = self.O * (self.O + 1) // 2
+        pairs, weights = self.O * (self.O + 1) // 2, self.O * self.I
         if not self.factored or self.N * pairs * (self.I + 1) > SLAB:
             return super().square(dtype)
-        delta, a = self._pair(dtype)  # (N, R, O), (N, J)
-        J = a.shape[1]
-        o, p = torch.triu_indices(self.O, self.O, device=a.device)
-        B = (delta.transpose(1, 2) @ delta)[:, o, p]  # (N, pairs)
-        found = (a.T @ (B[:, :, None] * a[:, None, :]).flatten(1)).view(J, pairs, J)
-        which = torch.empty(self.O, self.O, dtype=torch.long, device=a.device)
-        which[o, p] = which[p, o] = torch.arange(pairs, device=a.device)
-        whole = found[:, which].permute(1, 0, 2, 3)  # (O, J, O, J)
-        half = self._ordered(whole.reshape(self.O * J, self.O, J)).T  # (columns, O·J)
-        return self._ordered(half.view(-1, self.O, J))
+        delta, a = self._pair(dtype)
+        B = delta.mT @ delta  # (N, O, O)
+        product = a.new_empty(self.columns, self.columns)
+        if self.weight is not None:
+            o, p = torch.triu_indices(self.O, self.O, device=a.device)
+            which = torch.empty(self.O, self.O, dtype=torch.long, device=a.device)
+            which[o, p] = which[p, o] = torch.arange(pairs, device=a.device)
+            found = ((B[:, o, p, None] * a[:, None, :]).flatten(1).T @ a).view(pairs, self.I, self.I)
+            whole = product[:weights, :weights].unflatten(1, (self.O, self.I)).unflatten(0, (self.O, self.I))
+            whole.copy_(found[which].transpose(1, 2))  # (O, I, O, I)
+        if self.bias is not None:
+            product[-self.O :, -self.O :] = B.sum(0)
+        if self.weight is not None and self.bias is not None:
+            product[weights:, :weights] = (B.flatten(1).T @ a).view(self.O, weights)
+            product[:weights, weights:] = product[weights:, :weights].T
+        return product
 
     def _pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """δ (N, R, O) and a (N, I), with 1 beside it for a bias"""
-        delta, a = self.delta[:, :, 0, 0].transpose(0, 1).to(dtype), self.a[:, 0, 0].to(dtype)
-        return delta, a if self.bias is None else torch.cat([a, a.new_ones(self.N, 1)], 1)
-
-    def _ordered(self, found: Tensor) -> Tensor:
-        """(q, O, I + 1) → (q, columns): the weight's first, then the bias's"""
-        if self.bias is None or self.weight is None:
-            return found.flatten(1)
-        return torch.cat([found[:, :, :-1].flatten(1), found[:, :, -1]], 1)
+        """δ (N, R, O) and a (N, I)"""
+        return self.delta[:, :, 0, 0].transpose(0, 1).to(dtype), self.a[:, 0, 0].to(dtype)
 
     def diagonal(self) -> Tensor:
         if self.P != 1 or self.one is not None:
