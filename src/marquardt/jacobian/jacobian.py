@@ -44,6 +44,12 @@ class Jacobian:
         generator = torch.Generator("cpu").manual_seed(seed)
         return torch.randn(self.S.shape[:2], generator=generator, dtype=torch.float64, device="cpu").to(self.S)
 
+    def shorten(self) -> None:
+        """Fewer numbers in δ, to be asked for before δ is. A GPU has all rows in one pass and gains nothing; for one
+        row it costs as much as it saves."""
+        if self.R > 1 and self.S.device.type == "cpu":
+            self.forward.watch.shorten(self.forward.graph)
+
     def deltas(self, wanted: Sequence[int]) -> Sequence[Tensor | None]:
         """δ: gradients of the R rows of every sample at the output of each of these calls, (R, *output)."""
         if not wanted:

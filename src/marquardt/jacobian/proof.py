@@ -37,6 +37,7 @@ Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by the
 def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     """The columns of J̃ by layer, and the parameters without influence; None if these rows cannot tell."""
     known, model, calls = J.forward.known, J.forward.objective.model, J.forward.watch.calls
+    J.shorten()
     groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
     signature = _signature(J, groups)
     if not recording():
@@ -73,7 +74,8 @@ def _signature(J: Jacobian, groups: Groups) -> object:
     there holds for no other."""
     watch, N = J.forward.watch, J.N
     fits = tuple(call.fits(N) for call in watch.calls)
-    kind = (N == 1, J.R == 1, watch.unrolled, J.forward.coarsest, J.parameters.dtype)
+    pooled = tuple(call.kept is not None for call in watch.calls)
+    kind = (N == 1, J.R == 1, watch.unrolled, pooled, J.forward.coarsest, J.parameters.dtype)
     return tuple(groups), fits, kind, modes(J.forward.objective.model), J.forward.chance.drawn
 
 

@@ -26,6 +26,8 @@ class Operand(NamedTuple):
     a: Callable[[], Tensor]  # (*lead, P', G, I), or for a table lookup the indices (*lead)
     delta: Callable[[Tensor], Tensor]  # (R, *lead, *rest) → (R, *lead, P', G, O)
     window: int | None = None  # numbers of x that one position sees, if positions share them; None: a is as large as x
+    # a of some samples, without a graph, if a is larger than x; then `delta` must take those of some samples too.
+    some: Callable[[slice], Tensor] | None = None
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operand:
@@ -50,9 +52,10 @@ def convolution(
         return None
     kernel = weight.shape[2:]
     step, spread = _each(stride, d), _each(dilation, d)
+    images = input.detach()
 
-    def patches() -> Tensor:
-        x = F.pad(input, _margins(padding, kernel, spread))
+    def patches(some: slice = slice(None)) -> Tensor:
+        x = F.pad(images[some], _margins(padding, kernel, spread))
         sizes = [(x.shape[2 + i] - spread[i] * (kernel[i] - 1) - 1) // step[i] + 1 for i in range(d)]
         over, down = x.stride()[:2], x.stride()[2:]
         view = x.as_strided(  # (N, C, *positions, *kernel): no copy
@@ -71,7 +74,7 @@ def convolution(
         moved: Tensor = delta.flatten(3).unflatten(2, (groups, -1)).permute(0, 1, 4, 2, 3)  # (R, N, P, G, O)
         return moved
 
-    return Operand(weight, bias, input, 1, patches, at_output, input.shape[1] * math.prod(kernel))
+    return Operand(weight, bias, input, 1, patches, at_output, input.shape[1] * math.prod(kernel), patches)
 
 
 def embedding(

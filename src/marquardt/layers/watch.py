@@ -17,10 +17,15 @@ from ..model.randomness import Slopes, drawn_rrelu
 from .bilinear import Bilinear
 from .block import Block, Explicit
 from .lookup import Lookup
+from .pooled import Kept, Pooled, behind, users
 from .rules import RULES, Operand, opened_attention
 from .unrolled import unrolled
 
 _attention = opened_attention()
+MAX_POOLS = {
+    F.max_pool2d, F.max_pool2d_with_indices, F.max_pool3d, F.max_pool3d_with_indices, torch.max_pool2d,
+    torch.max_pool3d,
+}  # fmt: skip
 
 
 class Misfit(Exception):
@@ -30,9 +35,12 @@ class Misfit(Exception):
 class Call:
     """One use of trainable parameters by a layer that has a rule."""
 
-    def __init__(self, operand: Operand, edge: GradientEdge, outputs: int) -> None:
-        self.operand, self.edge = operand, edge
-        self.outputs = outputs  # numbers at its output
+    def __init__(self, operand: Operand, edge: GradientEdge, shape: Sequence[int]) -> None:
+        self.operand = operand
+        self.edge = edge  # where δ is taken: of its output, or of a max-pool behind it, and then
+        self.kept: Kept | None = None  # which outputs the pool keeps
+        self.shape = shape  # of its output
+        self.outputs = outputs = math.prod(shape)  # numbers at its output
         self.inputs = operand.x.numel()  # numbers in a
         if operand.window is not None and operand.weight is not None:
             self.inputs = outputs // len(operand.weight) * operand.window
@@ -75,25 +83,39 @@ class Call:
             raise Misfit(str(error)) from error
 
     def _read(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup:
-        o = self.operand
-        dtype = self.params[0].dtype  # under autocast a and δ may be less precise
-        delta = layout(o.delta(delta.to(dtype)), o.lead, N, 1)
-        a = layout(o.a().detach(), o.lead, N, 0)
+        o, kept = self.operand, self.kept
+        delta = delta.to(self.params[0].dtype)  # under autocast a and δ may be less precise
+        if kept is not None and o.some is not None and layout.name == "first":
+            some_a = o.some
+
+            def read(delta: Tensor, some: slice) -> Bilinear:
+                return _bilinear(o, some_a(some), delta, delta.shape[1], layout)
+
+            return Pooled(read, delta, kept)
+        delta = delta if kept is None else kept.spread(kept.scaled(delta))
         if self.is_lookup:
             assert o.weight is not None
-            return Lookup(a.flatten(1), delta, o.weight)
-        if a.ndim < 4 or delta.ndim < 5:
-            raise Misfit(f"a has {a.ndim} dimensions and δ {delta.ndim}, too few for (N, P, G, I) and (R, N, P, G, O)")
-        a = (a if o.weight is not None else a[..., :0]).to(dtype).flatten(1, -3)  # (N, P, G, I)
-        delta = delta.flatten(2, -3)  # (R, N, P, G, O)
-        numbers = math.prod(a.shape[2:]) * delta.shape[-1]
-        if o.weight is not None and (a.shape[:3] != delta.shape[1:4] or numbers != o.weight.numel()):
-            raise Misfit("a and δ are not those of a weight of this size")
-        return Bilinear(a, delta, o.weight, o.bias)
+            a = layout(o.a().detach(), o.lead, N, 0)
+            return Lookup(a.flatten(1), layout(o.delta(delta), o.lead, N, 1), o.weight)
+        return _bilinear(o, o.a().detach(), delta, N, layout)
 
     def fits(self, N: int) -> tuple[bool, ...]:
         """The layouts that its leading dimensions could have."""
         return tuple(layout.fits(self.operand.x.shape[: self.operand.lead], N) for layout in LAYOUTS)
+
+
+def _bilinear(o: Operand, a: Tensor, delta: Tensor, N: int, layout: Layout) -> Bilinear:
+    a, delta = layout(a, o.lead, N, 0), layout(o.delta(delta), o.lead, N, 1)
+    if a.ndim < 4 or delta.ndim < 5:
+        raise Misfit(f"a has {a.ndim} dimensions and δ {delta.ndim}, too few for (N, P, G, I) and (R, N, P, G, O)")
+    like = o.weight if o.weight is not None else o.bias
+    assert like is not None
+    a = (a if o.weight is not None else a[..., :0]).to(like.dtype).flatten(1, -3)  # (N, P, G, I)
+    delta = delta.flatten(2, -3)  # (R, N, P, G, O)
+    numbers = math.prod(a.shape[2:]) * delta.shape[-1]
+    if o.weight is not None and (a.shape[:3] != delta.shape[1:4] or numbers != o.weight.numel()):
+        raise Misfit("a and δ are not those of a weight of this size")
+    return Bilinear(a, delta, o.weight, o.bias)
 
 
 class Watch(TorchFunctionMode):
@@ -116,6 +138,7 @@ class Watch(TorchFunctionMode):
         self.reorders = False  # whether the model indexes by data: then samples may come in another order next time
         self.convolves = False  # whether there is a convolution that might have a backward pass of our own,
         self.unrolled = False  # and whether one has
+        self.pools = False  # whether there is a max-pool
         self.coarsest = torch.float64  # of all dtypes that the model computes with
         self.numbers = 0  # at the outputs of all functions
 
@@ -132,6 +155,7 @@ class Watch(TorchFunctionMode):
         out = unrolled(*args, **kwargs) if self.once and func is F.conv2d else None
         self.convolves = self.convolves or func is F.conv2d
         self.unrolled = self.unrolled or out is not None
+        self.pools = self.pools or func in MAX_POOLS
         if out is None:
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
@@ -144,8 +168,16 @@ class Watch(TorchFunctionMode):
                 operand = operand._replace(weight=self._own(operand.weight), bias=self._own(operand.bias))
                 if operand.weight is not None or operand.bias is not None:
                     # The edge, not the tensor: an in-place activation may overwrite the tensor.
-                    self.calls.append(Call(operand, get_gradient_edge(out), out.numel()))
+                    self.calls.append(Call(operand, get_gradient_edge(out), out.shape))
         return out
+
+    def shorten(self, result: Tensor) -> None:
+        """δ behind a max-pool in the place of δ before it, which is mostly zero."""
+        if self.pools:
+            using = users(result)
+            for call in self.calls:
+                if call.kept is None and (found := behind(call.edge, call.shape, using)) is not None:
+                    call.edge, call.kept = found
 
     def _own(self, p: Tensor | None) -> Tensor | None:
         return p if p is not None and id(p) in self.trainable else None
