@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..layers.largest import Largest
 from ..losses import Loss
 from ..model.batch import Batch, forward
 from ..model.parameters import Parameters
@@ -42,7 +44,9 @@ class Objective:
 
     def outputs(self, inputs: Any) -> Tensor:
         """z: (N, *out)"""
-        return forward(self.model, inputs)
+        slow = self.parameters.device.type == "cpu" and not torch.is_grad_enabled()
+        with Largest() if slow else nullcontext():
+            return forward(self.model, inputs)
 
     def value(self, z: Tensor, batch: Batch) -> Tensor:
         """Σwℓ: ()"""
