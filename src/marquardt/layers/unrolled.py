@@ -1,8 +1,8 @@
-"""A convolution of small images on a CPU, whose backward pass to the input is one matrix product."""
+"""A convolution of small images on a CPU, whose backward pass to the input is a few matrix products."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ Options = tuple[Sequence[int], Sequence[int], Sequence[int], int]  # stride, pad
 
 # Entries of the matrix: with more of them its zeros cost more than the convolution saves.
 LARGEST = 1 << 20
+
+# Outputs that are multiplied at once, as whole lines: few inputs reach a few lines, and the rest of the matrix is zero.
+BAND = 128
 
 
 class Refused(RuntimeError):
@@ -30,7 +33,7 @@ class ToInput(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, ctx.options = inputs
         ctx.save_for_backward(x, weight)
-        ctx.matrix = None
+        ctx.bands = None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -38,11 +41,39 @@ class ToInput(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise Refused("the model differentiates itself: the matrix would hide its weight from a second derivative")
         x, weight = ctx.saved_tensors
-        if ctx.matrix is None:  # the same for every row
-            size = delta[0].numel()
-            unit = torch.eye(size, dtype=x.dtype).view(size, *delta.shape[1:])
-            ctx.matrix = _backward(unit, x[:1].expand(size, -1, -1, -1), weight, ctx.options, 0).flatten(1)
-        return (delta.flatten(1) @ ctx.matrix).view_as(x), None, None, None
+        if ctx.bands is None:  # the same for every row
+            ctx.bands = list(_bands(delta, x, weight, ctx.options))
+        if len(ctx.bands) == 1:
+            return (delta.flatten(1) @ ctx.bands[0][2]).view_as(x), None, None, None
+        found = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        for lines, seen, matrix in ctx.bands:
+            place = found[:, :, seen]
+            place += (delta[:, :, lines].flatten(1) @ matrix).view_as(place)
+        return found, None, None, None
+
+
+def _bands(delta: Tensor, x: Tensor, weight: Tensor, options: Options) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Some lines of the outputs, the lines of the inputs that these see, and the matrix between them."""
+    size = delta[0].numel()
+    unit = torch.eye(size, dtype=x.dtype).view(size, *delta.shape[1:])
+    matrix = _backward(unit, x[:1].expand(size, -1, -1, -1), weight, options, 0)
+    matrix = matrix.view(*delta.shape[1:], *x.shape[1:])  # (O, h, w, C, H, W)
+    for lines, seen in _lines(delta.shape, x.shape[2], weight.shape[2], options):
+        yield lines, seen, matrix[:, lines, :, :, seen].flatten(3).flatten(0, 2)
+
+
+def _lines(shape: Sequence[int], height: int, kernel: int, options: Options) -> list[tuple[slice, slice]]:
+    """Lines of the outputs that are multiplied at once, and what they see; all of them if most of it is seen anyway."""
+    step, margin, spread = (option[0] for option in options[:3])
+    size = -(-BAND // (shape[1] * shape[3]))
+    found, entries = [], 0
+    for first in range(0, shape[2], size):
+        last = min(first + size, shape[2])
+        start = max(0, first * step - margin)
+        stop = max(start, min(height, (last - 1) * step - margin + spread * (kernel - 1) + 1))
+        found.append((slice(first, last), slice(start, stop)))
+        entries += (last - first) * (stop - start)
+    return found if 4 * entries < 3 * shape[2] * height else [(slice(0, shape[2]), slice(0, height))]
 
 
 class ToWeight(torch.autograd.Function):
@@ -92,13 +123,13 @@ def unrolled(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    """conv2d with a backward pass to its input by one product, where that pays: None elsewhere.
+    """conv2d with a backward pass to its input by a few products, where that pays: None elsewhere.
 
     torch's own takes several times as long with few channels, and there is one for every row of a sample.
     """
     if isinstance(padding, str) or input.ndim != 4 or not input.requires_grad or _watched(input):
         return None
-    step, margin, spread = ([v, v] if isinstance(v, int) else [*v, *v][:2] for v in (stride, padding, dilation))
+    step, margin, spread = map(_pair, (stride, padding, dilation))
     outputs = len(weight)
     for i in range(2):
         outputs *= (input.shape[2 + i] + 2 * margin[i] - spread[i] * (weight.shape[2 + i] - 1) - 1) // step[i] + 1
@@ -111,3 +142,7 @@ def unrolled(
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         y = y + ToWeight.apply(weight, bias, input.detach(), y.detach(), options)  # type: ignore[no-untyped-call]
     return y
+
+
+def _pair(value: int | Sequence[int]) -> list[int]:
+    return [value, value] if isinstance(value, int) else [*value, *value][:2]
