@@ -104,12 +104,18 @@ class Bilinear(Block):
         return self.P == self.G == 1 < self.R and self.one is None
 
     def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        if self.G > 1 or self.P == 1:
+        if self.G > 1:
             return super().samples(dtype, out)
         if out is None:
             out = torch.empty(self.m, self.columns, dtype=dtype, device=self.delta.device)
         if self.weight is not None:
-            out[:, : self.O * self.I] = self._samples(slice(None), dtype)
+            weight = out[:, : self.O * self.I]
+            if self.P == 1:
+                delta, a = self.delta[:, :, 0, 0].transpose(0, 1).to(dtype), self.a[:, 0, 0].to(dtype)
+                view = weight.view(self.N, self.R, self.O, self.I)
+                torch.mul(delta[:, :, :, None], a[:, None, None, :], out=view)
+            else:
+                weight.copy_(self._samples(slice(None), dtype))
         if self.bias is not None:
             out[:, -self.O :] = self._biases(dtype)
         return out
