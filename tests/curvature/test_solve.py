@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marquardt.curvature import solve
-from marquardt.curvature.solve import FactorizationError, norm, spd_solve
+from marquardt.curvature.solve import FactorizationError, factored, norm, refined, spd_solve
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -70,3 +70,54 @@ def test_norm():
     for found, whole in ((norm(M), M), (norm(M, s), s[:, None] * M * s)):
         exact = torch.linalg.matrix_norm(whole, 2)
         assert 0.5 * exact <= found <= exact * (1 + 1e-12)
+
+
+def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """H with eigenvalues from 1 to 1e4, a diagonal A, b."""
+    Q, _ = torch.linalg.qr(torch.randn(12, 12))
+    return (Q * torch.logspace(0, 4, 12)) @ Q.T, torch.rand(12), torch.randn(12)
+
+
+def test_refined():
+    """Right in float64 by a factor in float32, whatever the units of b."""
+    H, A, b = problem()
+    rough = H.float()
+    M = factored(rough, A)
+    assert torch.equal(rough, H.float())  # A is taken off again
+    assert 1e-10 < error(M(b), torch.linalg.solve(H + A.diag(), b)) < 1e-2
+    for c in (1.0, 1e-60, 1e60):
+        x = refined(lambda v: H @ v + A * v, M, c * b, 1e-10, 12)
+        assert error(x, torch.linalg.solve(H + A.diag(), c * b)) < 1e-9
+    assert refined(lambda v: H @ v + A * v, M, b, 1e-10, 1) is None
+
+
+def test_refined_of_nothing():
+    H, A, b = problem()
+    M = factored(H.float(), A)
+    assert refined(lambda v: H @ v + A * v, M, 0 * b, 1e-10, 12).tolist() == [0.0] * 12
+
+
+def test_what_cannot_be_refined():
+    H, A, b = problem()
+    assert factored(-H.float(), A) is None
+    assert factored(torch.full((2, 2), float("nan")), torch.ones(2)) is None
+    M = factored(H.float(), A)
+    for wrong in (-H, 1e3 * torch.diag(torch.arange(12.0)), torch.full_like(H, float("nan"))):
+        assert refined(lambda v, W=wrong: W @ v, M, b, 1e-10, 5) is None
+    assert refined(lambda v: H @ v, M, b * float("inf"), 1e-10, 5) is None
+
+
+def test_the_residual_is_that_of_the_solution():
+    """The last product is that with the solution itself: if it is another one, the recurrence does not notice."""
+    H, _, b = problem()
+    M, calls = factored(H.float(), torch.zeros(12)), []
+
+    def product(v, wrong=0):
+        calls.append(v)
+        return H @ v * (1.001 if len(calls) == wrong else 1.0)
+
+    assert refined(product, M, b, 1e-6, 12) is not None
+    last = len(calls)
+    calls.clear()
+    assert refined(lambda v: product(v, last), M, b, 1e-6, 12) is None
+    assert len(calls) == last

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -11,17 +10,22 @@ from torch import Tensor
 from ..deferred import ask
 from ..jacobian.linearization import Linearization, Needs
 from ..layers import Block
+from ..layers.block import add_square
 from ..metric import Diagonal, Metric
 from ..model.parameters import Range
 from .contract import Curvature, Interchangeable, Past, check_chunk, check_inertia, trusted
 from .cost import Cost, Shapes, Work, deltas
-from .solve import norm, spd_solve
+from .solve import factored, norm, refined, spd_solve
 
 # Up to this many parameters products cost nothing, and are formed in float64 at once.
 SMALL = 256
 
-# From this many columns on, half a product pays for its extra calls.
-PAYS = 256
+AGAIN = "curvature formed again in float64"
+
+# From this many parameters on, G and its factor in float32 and a few products in float64 take less time on a CPU than
+# both in float64: up to this eps‖A^-½GA^-½‖, with at most so many products. Measured are 3 to 5 up to 1e-2, 8 at 0.1
+# and 15 at 1; at 10 there is no factor.
+REFINED, ROUGH, PRODUCTS = 1024, 0.3, 12
 
 
 @dataclass(frozen=True)
@@ -58,76 +62,110 @@ class Dense(Interchangeable):
 
     def _products(self, s: Shapes) -> Work:
         """J̃ᵀJ̃ as `_add_blocks` forms it: layers with one position contract the R rows of a sample first."""
-        factored = [b for b in s.layers if b.P == b.G == 1 < s.R and not b.lookup and s.n > self.small]
-        plain = max(0, s.n - sum(b.columns for b in factored))  # columns
-        flops = 2.0 * s.m * plain**2 * (1.0 if s.cuda or plain < PAYS else 2 / 3)
+        shared = [b for b in s.layers if b.P == b.G == 1 < s.R and not b.lookup and s.n > self.small]
+        plain = max(0, s.n - sum(b.columns for b in shared))  # columns
+        flops = 2.0 * s.m * plain**2 * 0.6
         rest = plain
-        for b in factored:
+        for b in shared:
             flops += s.N * b.O * (b.O + 1) * (b.I + 1) ** 2 + 2 * s.N * rest * b.O * (s.R + b.I + 1)
             rest += b.columns
-        outer = s.m * sum(b.flops for b in s.layers if b not in factored)
+        outer = s.m * sum(b.flops for b in s.layers if b not in shared)
         return Work(products=flops + outer, numbers=2.0 * s.m * plain)
 
 
 class DenseCurvature(Curvature):
+    """Of a large model in float64, G is formed in float32 and the step refined as long as the damping is large enough.
+    Until it is not, the rows make all other products."""
+
     def __init__(self, lin: Linearization, inertia: float = 0.0, small: int = 0) -> None:
         super().__init__(lin)
         self.beta, self.small = inertia, small
         self._past: Tensor | None = None
         self._weight = torch.zeros(())  # of the past in the average
         self._keeps = inertia > 0
-        self.G, self._g = self._form(torch.float64 if lin.n <= small else self.parameters.dtype)
+        self._G: Tensor | None = None
+        self._g: Tensor | None = None
+        self._rough: Tensor | None = None  # J̃ᵀJ̃ in float32
+        # Products need rows that stay. On a GPU, each of them would wait for the one before.
+        self._rows_serve = lin.in_one and self.parameters.device.type == "cpu"
+        if not (self._rows_serve and self.parameters.dtype == torch.float64 and lin.n >= max(REFINED, small + 1)):
+            self._form_in(torch.float64 if lin.n <= small else self.parameters.dtype)
+
+    @property
+    def G(self) -> Tensor:
+        """J̃ᵀJ̃, or its running average: (n, n)"""
+        if self._G is None:
+            self._form_in(torch.float64)
+        assert self._G is not None
+        return self._G
+
+    def _form_in(self, dtype: torch.dtype) -> None:
+        self._rough = None
+        G, self._g = self._form(dtype)
+        self._G = self._mixed(G)
 
     def _form(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """G = ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks, in that precision from the same rows."""
+        """ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks, in that precision from the same rows."""
         lin, device = self.lin, self.parameters.device
         G = torch.zeros(lin.n, lin.n, dtype=dtype, device=device)
         g = torch.zeros(lin.n, dtype=dtype, device=device)
         for piece in lin.pieces():
-            u = None if piece.u is None else piece.u.to(dtype)  # (R, N)
+            u = None if piece.u is None else piece.u.to(dtype).flatten()  # (m,)
             if lin.n <= self.small:  # one product: there is nothing to save but calls
                 rows = piece.dense(dtype)  # (m, n)
                 G.addmm_(rows.T, rows)
                 if u is not None:
-                    g.addmv_(rows.T, u.flatten())
+                    g.addmv_(rows.T, u)
             else:
-                self._add_blocks(G, g, piece.blocks, u)
-        G, g = self._mixed(G.mul_(lin.scale)), g.mul_(lin.scale)
+                self._add_blocks(G, piece.blocks)
+                if u is not None:
+                    g += piece.adjoint(u)
+        G.mul_(lin.scale)
+        g.mul_(lin.scale)
         return G, g if lin.remainder is None else g + lin.remainder
 
     @property
     def gradient(self) -> Tensor:
+        if self._g is None:
+            self._g = self._slope()
         return self._g.to(self.parameters.dtype)
 
-    def _add_blocks(self, G: Tensor, g: Tensor, blocks: list[Block], u: Tensor | None) -> None:
-        """G += J̃ᵀJ̃ and g += J̃ᵀu by pairs of layers: half of them by symmetry, each in its cheapest form."""
-        plain = [b for b in blocks if not b.factored]
-        factored = [b for b in blocks if b.factored]
+    def _slope(self) -> Tensor:
+        """g = J̃ᵀu + h from rows that stay, in float64: (n,)"""
+        piece, h = self.lin.whole(), self.lin.remainder
+        u = piece.z.new_zeros(piece.m) if piece.u is None else piece.u.flatten()
+        g = piece.adjoint(u.double()).mul_(self.lin.scale)
+        return g if h is None else g + h
+
+    def _add_blocks(self, G: Tensor, blocks: list[Block]) -> None:
+        """G += J̃ᵀJ̃ by pairs of layers: half of them by symmetry, each in its cheapest form."""
+        plain = sorted((b for b in blocks if not b.factored), key=self._first)  # neighbours in θ side by side
+        shared = [b for b in blocks if b.factored]
         for k, left in enumerate(factored):
             self._place(G, [left], [left], left.square(G.dtype))
             for right in factored[k + 1 :]:
                 self._place(G, [left], [right], right.against(left.samples(G.dtype)))
-            if u is not None:
-                self._add(g, [left], left.pull(u.flatten()))
         if plain:
             rows = torch.empty(plain[0].m, sum(b.columns for b in plain), dtype=G.dtype, device=G.device)
             start = 0
             for b in plain:
                 b.samples(G.dtype, rows[:, start : start + b.columns])
                 start += b.columns
-            self._place(G, plain, plain, symmetric(rows))
+            ranges = self._ranges(plain)
+            if len(ranges) == 1:
+                add_square(G[ranges[0][0], ranges[0][0]], rows.T)
+            else:
+                square = torch.zeros(rows.shape[1], rows.shape[1], dtype=G.dtype, device=G.device)
+                add_square(square, rows.T)
+                self._place(G, plain, plain, square)
             for right in factored:
                 self._place(G, plain, [right], right.against(rows))
-            if u is not None:
-                self._add(g, plain, rows.T @ u.T.flatten())
+
+    def _first(self, block: Block) -> int:
+        return min(self.parameters.members(block.params))
 
     def _ranges(self, blocks: list[Block]) -> list[Range]:
         return self.parameters.ranges(p for block in blocks for p in block.params)
-
-    def _add(self, g: Tensor, blocks: list[Block], part: Tensor) -> None:
-        """g += a part that belongs to some blocks: (n,), (columns,)"""
-        for here, there in self._ranges(blocks):
-            g[here] += part[there]
 
     def _place(self, G: Tensor, left: list[Block], right: list[Block], product: Tensor) -> None:
         """G += the product of two groups of columns, and its transpose"""
@@ -142,45 +180,84 @@ class DenseCurvature(Curvature):
 
     def recall(self, past: Past | None, same_data: bool) -> None:
         self._keeps = self.beta > 0 and not same_data
-        self._batches = torch.ones((), dtype=torch.float64, device=self.G.device)
+        self._batches = torch.ones((), dtype=torch.float64, device=self.parameters.device)
         if self._keeps and past is not None and "G" in past:
             # Short memory at first, so that the very first batch, at weights of no interest, does not linger.
-            self._past, k = past["G"], past["batches"]
-            self._weight = (k / (k + 2)).clamp(max=self.beta) * trusted(self._past.diagonal(), self.G.diagonal())
-            self._batches = k + 1
-            self.G = self._mixed(self.G)
+            G, k = self.G, past["batches"]
+            self._weight = (k / (k + 2)).clamp(max=self.beta) * trusted(past["G"].diagonal(), G.diagonal())
+            self._past, self._batches = past["G"], k + 1
+            self._G = self._mixed(G)
         self.averaged = self._keeps
 
     def keep(self) -> Past | None:
         return {"G": self.G, "batches": self._batches} if self._keeps else None
 
+    @property
+    def _by_rows(self) -> bool:
+        """Whether G has not been formed, and is what the rows say."""
+        return self._G is None and not self._keeps
+
     def __matmul__(self, v: Tensor) -> Tensor:
-        return (self.G @ v.to(self.G.dtype)).to(v.dtype)
+        return self._product(v) if self._by_rows else (self.G @ v.to(self.G.dtype)).to(v.dtype)
+
+    def _product(self, v: Tensor) -> Tensor:
+        """J̃ᵀJ̃v from the rows, in the precision of v: (n,) → (n,)"""
+        piece = self.lin.whole()
+        return piece.adjoint(piece.apply(v)).mul_(self.lin.scale)
+
+    def quadratic(self, v: Tensor) -> Tensor:
+        return self.lin.whole().apply(v).square().sum() * self.lin.scale if self._by_rows else super().quadratic(v)
 
     def diagonal(self) -> Tensor:
-        return self.G.diagonal().to(self.parameters.dtype)
+        return super().diagonal() if self._by_rows else self.G.diagonal().to(self.parameters.dtype)
 
     def newton(self, damping: Metric | Tensor) -> Tensor:
         sizes = self.parameters.sizes
         A = Diagonal.of(damping, sizes).entries(sizes).to(self.parameters.dtype)
-        if self.G.dtype != torch.float64:
-            # JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖. That is the
-            # worst case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
-            error = torch.finfo(self.G.dtype).eps * norm(self.G, A.rsqrt())
-            if not ask(error <= 1e-3):
-                self.notes.append("curvature formed again in float64")
-                self.G, self._g = self._form(torch.float64)
-        return spd_solve(self.G, A, self._g, self.notes).to(self.parameters.dtype)
+        x = self._by_float32(A) if self._by_rows else None
+        if x is None and self.G.dtype != torch.float64:
+            x = self._checked(A)
+        if x is None:
+            assert self._g is not None
+            x = spd_solve(self.G, A, self._g, self.notes)
+        return x.to(self.parameters.dtype)
 
+    def _by_float32(self, A: Tensor) -> Tensor | None:
+        """(G + A)⁻¹g in float64 by a factor in float32; None if A is too small for that."""
+        diagonal, limits = self.diagonal(), torch.finfo(torch.float32)
+        size = diagonal + A
+        within = (size.min() > limits.tiny / limits.eps) & (size.max() < limits.max * limits.eps)
+        # The trace is an upper bound of the norm, and not far from it: one eigenvalue of a network is a large part.
+        if not ask(within & (limits.eps * (diagonal / A).sum() <= ROUGH)):
+            return None
+        if self._rough is None:
+            self._rough, _ = self._form(torch.float32)
+        x = self._refined(self._rough, A, 1e-10)
+        if x is None:
+            self.notes.append(AGAIN)
+        return x
 
-def symmetric(rows: Tensor) -> Tensor:
-    """XᵀX, the upper half of it computed on a CPU, where the product is what takes the time: (m, q) → (q, q)"""
-    q = rows.shape[1]
-    if rows.is_cuda or q < PAYS:
-        return rows.T @ rows
-    product = rows.new_empty(q, q)
-    cuts = [q * k // 3 for k in range(4)]  # three block rows: more of them are slower again
-    for first, last in itertools.pairwise(cuts):
-        torch.mm(rows[:, first:last].T, rows[:, first:], out=product[first:last, first:])
-        product[last:, first:last] = product[first:last, last:].T
-    return product
+    def _checked(self, A: Tensor) -> Tensor | None:
+        """(G + A)⁻¹g if G in float32 alone is not enough; None if it is, or if G is in float64 now.
+
+        JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖. That is the worst
+        case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
+        """
+        error = torch.finfo(self.G.dtype).eps * norm(self.G, A.rsqrt())
+        if ask(error <= 1e-3):
+            return None
+        if self._rows_serve and not self._keeps and ask(error <= ROUGH):
+            x = self._refined(self.G, A.double(), 1e-5)
+            if x is not None:
+                return x
+        self.notes.append(AGAIN)
+        self._form_in(torch.float64)
+        return None
+
+    def _refined(self, rough: Tensor, A: Tensor, tolerance: float) -> Tensor | None:
+        """(J̃ᵀJ̃ + A)⁻¹g in float64, by the factor of another precision"""
+        M = factored(rough, A)
+        if M is None:
+            return None
+        self._g = self._slope() if self._g is None or self._g.dtype != A.dtype else self._g
+        return refined(lambda v: A * v + self._product(v), M, self._g, tolerance, PRODUCTS)

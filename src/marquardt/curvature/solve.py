@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ..deferred import ask
+from ..deferred import ask, floats
 
 
 class FactorizationError(ArithmeticError):
@@ -51,10 +53,69 @@ def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str]) -> Tensor:
     raise FactorizationError("the damped curvature could not be factored")
 
 
+def refined(
+    H: Callable[[Tensor], Tensor], M: Callable[[Tensor], Tensor], b: Tensor, tolerance: float, products: int
+) -> Tensor | None:
+    """H⁻¹b by conjugate gradients in the precision of b, with an M that solves with nearly the same matrix in another.
+    None if the error, in the metric of H and relative to the solution, is not within the tolerance after so many
+    products: its square is rᵀH⁻¹r, for which rᵀMr is taken.
+    """
+    size = torch.linalg.vector_norm(b)
+    if ask(size == 0):
+        return torch.zeros_like(b)
+    b = b / size
+    x, r, z = torch.zeros_like(b), b.clone(), M(b)
+    p, (rz,) = z, floats(b @ z)
+    enough = tolerance**2 * rz
+    for _ in range(products):
+        Hp = H(p)
+        (pHp,) = floats(p @ Hp)
+        if not (rz > 0 and pHp > 0):  # also if they are not finite
+            return None
+        x.add_(p, alpha=rz / pHp)
+        r.sub_(Hp, alpha=rz / pHp)
+        before, z = z, M(r)
+        # rᵀ(z − z') instead of rᵀz: M is rounded, and no fixed matrix.
+        changed, after = floats(r @ (z - before), r @ z)
+        if after <= enough:
+            r = b - H(x)
+            return x.mul_(size) if ask(r @ M(r) <= enough) else None
+        p = z.add(p, alpha=changed / rz)
+        rz = after
+    return None
+
+
+def factored(H: Tensor, A: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """v ↦ (H + diag A)⁻¹v in the precision of H, for v of any; None if the matrix cannot be factored."""
+    kept = H.diagonal().clone()
+    H.diagonal().add_(A)
+    L, fine = _factor(H)
+    H.diagonal().copy_(kept)
+    if not ask(fine):
+        return None
+
+    def solve(v: Tensor) -> Tensor:
+        size = torch.linalg.vector_norm(v)  # whatever the range of the lower precision
+        return _solve(L, (v / size).to(H.dtype)).to(v.dtype).mul_(size)
+
+    return solve
+
+
 def _cholesky(H: Tensor, b: Tensor) -> Tensor | None:
+    L, fine = _factor(H)
+    x = _solve(L, b.to(H.dtype))
+    return x if ask(fine & x.isfinite().all()) else None
+
+
+def _factor(H: Tensor) -> tuple[Tensor, Tensor]:
+    """L with LLᵀ = H, and whether there is one: ()"""
     upper = not H.is_cuda  # the faster one: by a fifth on a CPU, and by half on a GPU
     F, info = torch.linalg.cholesky_ex(H, upper=upper)
-    L = F.mT if upper else F
-    y = torch.linalg.solve_triangular(L, b.to(H.dtype)[:, None], upper=False)
+    return F.mT if upper else F, info == 0
+
+
+def _solve(L: Tensor, b: Tensor) -> Tensor:
+    """(LLᵀ)⁻¹b; on a CPU a fraction of the time of cholesky_solve"""
+    y = torch.linalg.solve_triangular(L, b[:, None], upper=False)
     x: Tensor = torch.linalg.solve_triangular(L.mT, y, upper=True)[:, 0]
-    return x if ask((info == 0) & x.isfinite().all()) else None
+    return x
