@@ -47,7 +47,7 @@ def work(case: str, device: str) -> None:
     from marquardt.paper import problems
 
     torch.manual_seed(0)
-    options: dict[str, Any] = {"capture": True} if case in ("captured", "recorded encoder") else {}
+    options: dict[str, Any] = {"capture": case in ("captured", "recorded encoder")}
     if case in ("cnn", "captured", "one row"):
         model: nn.Module = problems.mnist_cnn(0, device=device)
         # Labels that cannot be learnt: λ stays what it is, and no step needs more than another.

@@ -84,7 +84,7 @@ class Method(NamedTuple):
 
 def lm(**parts: Any) -> Callable[[nn.Module], Method]:
     def build(model: nn.Module) -> Method:
-        opt = mq.LM(model, "cross_entropy", **parts)
+        opt = mq.LM(model, "cross_entropy", capture=False, **parts)
 
         @contextmanager
         def averaged() -> Iterator[nn.Module]:

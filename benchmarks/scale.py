@@ -222,7 +222,7 @@ def adam(make: Callable[[], nn.Module], loss: Loss, batch: Batch | None = None) 
 def lm(name: str, make: Callable[[], nn.Module], loss: str, m: int, **parts: Any) -> Contestant:
     def build() -> tuple[nn.Module, Step]:
         model = make()
-        return model, measure.lm(mq.LM(model, loss, **parts))
+        return model, measure.lm(mq.LM(model, loss, **{"capture": False, **parts}))
 
     return Contestant(name, build, m)
 

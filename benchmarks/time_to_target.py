@@ -60,7 +60,7 @@ def lm(preset: Callable[..., mq.LM] = mq.LM, warm: bool = False, **parts: Any) -
     clock, as it is for Adam's CUDA graph; weights and state are then set back."""
 
     def build(model: nn.Module, batch: Batch) -> Method:
-        opt = preset(model, "cross_entropy", **parts)
+        opt = preset(model, "cross_entropy", **{"capture": False, **parts})
         if warm:
             before, start = [p.detach().clone() for p in model.parameters()], opt.state_dict()
             x, y = batch

@@ -20,7 +20,7 @@ def test_capture_changes_nothing_on_a_cpu():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
     twin = copy.deepcopy(model)
-    one, other = mq.LM(model, "cross_entropy", capture=True), mq.LM(twin, "cross_entropy")
+    one, other = mq.LM(model, "cross_entropy", capture=True), mq.LM(twin, "cross_entropy", capture=False)
     for _ in range(6):
         x, y = torch.randn(20, 3), torch.randint(3, (20,))
         assert one.step(x, y) == other.step(x, y)
@@ -58,6 +58,30 @@ def parameters(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def same_step(here: mq.Step, there: mq.Step) -> None:
+    for key in ("rule", "accepted", "lr", "converged", "note"):
+        assert getattr(here, key) == getattr(there, key), key
+    for key in ("loss", "new_loss", "lam", "gain", "slope"):
+        assert getattr(here, key) == pytest.approx(getattr(there, key), rel=1e-7, nan_ok=True), key
+
+
+COUNTS = ("lam", "steps", "accepted", "repeats", "unjudged", "idle", "points", "away", "most_rows")
+LOSSES = ("best", "expected", "height", "stride", "idle_from", "haven_loss", "ceiling", "late")
+
+
+def same_state(opt: mq.LM, plain: mq.LM) -> None:
+    """θ and everything that a step leaves for the next one."""
+    assert error(parameters(opt.model), parameters(plain.model)) < 1e-8
+    one, other = (o.state_dict()["marquardt"] for o in (opt, plain))
+    assert one.keys() == other.keys()
+    for key in COUNTS + LOSSES:
+        assert one[key] == pytest.approx(other[key], rel=1e-7), key
+    for key in ("mean", "previous", "haven"):
+        assert (one[key] is None) == (other[key] is None), key
+        assert one[key] is None or error(one[key], other[key]) < 1e-7, key
+    assert (one["past"] is None) == (other["past"] is None)
+
+
 PARTS = {
     "default": {},
     "gram": {"curvature": mq.Gram()},
@@ -83,21 +107,126 @@ def test_a_replayed_step_is_the_plain_step(recorder, kind, parts):
     for i in range(20):
         x, y = batch_on_cpu(kind, i)
         twin = copy.deepcopy(model)
-        plain = mq.LM(twin, "cross_entropy", **PARTS[parts])
+        plain = mq.LM(twin, "cross_entropy", capture=False, **PARTS[parts])
         plain.load_state_dict(opt.state_dict())
         here, there = opt.step(x, y), plain.step(x, y)
         plain_rules.append(there.rule)
-        assert (here.rule, here.accepted, here.lr, here.converged) == (there.rule, there.accepted, there.lr, False)
-        for key in ("loss", "new_loss", "lam", "gain", "slope"):
-            assert getattr(here, key) == pytest.approx(getattr(there, key), rel=1e-7, nan_ok=True), key
-        assert error(parameters(model), parameters(twin)) < 1e-8
-        one, other = (o.state_dict()["marquardt"] for o in (opt, plain))
-        for key in ("lam", "steps", "accepted", "repeats", "unjudged", "idle", "best", "expected", "height", "stride"):
-            assert one[key] == pytest.approx(other[key], rel=1e-7), key
-        if one["mean"] is not None:
-            assert error(one["mean"], other["mean"]) < 1e-8
+        assert not here.converged
+        same_step(here, there)
+        same_state(opt, plain)
+        spoil(opt)
     assert repeated.replays > 5
     assert parts != "bold" or {"search", "rejected"} & set(plain_rules)
+
+
+# The same data in every step.
+
+
+class Physics(nn.Module):
+    """u'' + u = 0: a network that differentiates itself, with a buffer that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+        self.register_buffer("one", torch.ones((), dtype=torch.float64))
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        t = t.requires_grad_()
+        u = self.net(t)
+        (du,) = torch.autograd.grad(u.sum(), t, create_graph=True)
+        (ddu,) = torch.autograd.grad(du.sum(), t, create_graph=True)
+        return torch.cat([ddu + self.one * u, 3 * (u - torch.sin(t))], 1)
+
+
+def on_the_same_data(kind: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, 40, dtype=torch.float64)[:, None]
+    if kind == "physics":
+        return Physics(), x, torch.zeros(40, 2, dtype=torch.float64)
+    return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double(), x, torch.sin(3 * x)
+
+
+def spoil(opt: mq.LM) -> None:
+    """What a replay has made lies in memory that the next one writes over."""
+    if opt._recordings.made is not None:
+        recording = opt._recordings.made[1]
+        for t in (recording.theta, recording.d, recording.answers, *recording.readings.tensors()):
+            t.fill_(torch.nan)
+
+
+SAME_DATA = {
+    "default": {},
+    "dense": {"curvature": mq.Dense(inertia=0.8), "average": mq.Polyak()},
+    "attempts": {"attempts": 3, "line_search": None, "damping": mq.MaxDiagonal()},
+}
+
+
+@pytest.mark.parametrize("parts", SAME_DATA)
+@pytest.mark.parametrize("kind", ["sine", "physics"])
+def test_a_replayed_step_on_the_same_data_is_the_plain_step(recorder, kind, parts):
+    """From the same weights and state, step after step: uphill, rejected and undone ones too."""
+    model, x, y = on_the_same_data(kind)
+    repeated = recorder(model)
+    opt = mq.LM(model, "mse", capture=True, **SAME_DATA[parts])
+    rules, stood = [], 0
+    for _ in range(40):
+        twin = copy.deepcopy(model)
+        plain = mq.LM(twin, "mse", capture=False, **SAME_DATA[parts])
+        plain.load_state_dict(opt.state_dict())
+        replays = repeated.replays
+        here, there = opt.step(x, y), plain.step(x, y)
+        same_step(here, there)
+        same_state(opt, plain)
+        spoil(opt)
+        rules.append(there.rule)
+        stood += repeated.replays > replays and there.rule in ("decrease", "uphill")
+    assert stood > 15
+    assert "uphill" in rules
+
+
+def test_other_data_after_the_same_are_noticed(recorder):
+    """The replay on the same data is undone, and those on changing batches are recorded apart."""
+    model = on_cpu("mlp")
+    repeated = recorder(model)
+    opt = mq.LM(model, "cross_entropy", capture=True)
+    for i in [0] * 6 + list(range(1, 12)):
+        twin = copy.deepcopy(model)
+        plain = mq.LM(twin, "cross_entropy", capture=False)
+        plain.load_state_dict(opt.state_dict())
+        x, y = batch_on_cpu("mlp", i)
+        same_step(opt.step(x, y), plain.step(x, y))
+        same_state(opt, plain)
+        spoil(opt)
+    assert repeated.recordings == 2
+
+
+class Counts(nn.Linear):
+    """A buffer that every forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_is_recorded_if_its_buffers_stay_as_they_are(recorder, training):
+    model = nn.Sequential(Counts()).train(training)
+    repeated = recorder(model)
+    opt = mq.LM(model, "cross_entropy", capture=True)
+    for i in range(6):
+        opt.step(*batch_on_cpu("mlp", i))
+    assert bool(repeated.recordings) != training
+    assert model[0].calls == (6 if training else 0)
+    if not training:  # in the other mode
+        model.train()
+        replays = repeated.replays
+        opt.step(*batch_on_cpu("mlp", 6))
+        assert (model[0].calls, repeated.replays) == (1, replays)
 
 
 def test_another_part_makes_another_recording(recorder):
@@ -110,7 +239,7 @@ def test_another_part_makes_another_recording(recorder):
     assert repeated.replays
     opt.rows = mq.Empirical()
     twin = copy.deepcopy(model)
-    plain = mq.LM(twin, "cross_entropy", curvature=mq.Dense(), rows=mq.Empirical())
+    plain = mq.LM(twin, "cross_entropy", capture=False, curvature=mq.Dense(), rows=mq.Empirical())
     plain.load_state_dict(opt.state_dict())
     opt.step(*batch_on_cpu("mlp", 5))
     plain.step(*batch_on_cpu("mlp", 5))
@@ -143,7 +272,7 @@ def test_what_a_part_raises_after_a_replay_leaves_everything_as_it_was(recorder)
     assert torch.equal(torch.get_rng_state(), rng)
     acceptance.fails = False
     twin = copy.deepcopy(model)
-    plain = mq.LM(twin, "cross_entropy", acceptance=acceptance)
+    plain = mq.LM(twin, "cross_entropy", capture=False, acceptance=acceptance)
     plain.load_state_dict(state)
     assert plain.step(*batch_on_cpu("mlp", 5)).new_loss == pytest.approx(opt.step(*batch_on_cpu("mlp", 5)).new_loss)
     assert error(parameters(model), parameters(twin)) < 1e-10
@@ -197,7 +326,7 @@ def test_a_recorded_step_is_the_step(kind, parts):
     for i in range(14):
         x, y = data(kind, i)
         twin = copy.deepcopy(model)
-        plain = mq.LM(twin, "cross_entropy", **PARTS[parts])
+        plain = mq.LM(twin, "cross_entropy", capture=False, **PARTS[parts])
         plain.load_state_dict(opt.state_dict())
         rng = torch.cuda.get_rng_state()
         there = plain.step(x, y)
@@ -214,6 +343,25 @@ def test_a_recorded_step_is_the_step(kind, parts):
         if opt.average is not None:
             assert error(opt._state.mean, plain._state.mean) < 1e-3
     assert replayed > 5
+
+
+@cuda
+@pytest.mark.parametrize("kind", ["sine", "physics"])
+def test_a_recorded_step_on_the_same_data_is_the_step(kind):
+    model, x, y = on_the_same_data(kind)
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    opt, replays = mq.LM(model, "mse", capture=True), 0
+    for _ in range(30):
+        twin = copy.deepcopy(model)
+        plain = mq.LM(twin, "mse", capture=False)
+        plain.load_state_dict(opt.state_dict())
+        there = plain.step(x, y)
+        replays += opt._recordings.made is not None
+        here = opt.step(x, y)
+        assert (here.rule, here.accepted) == (there.rule, there.accepted)
+        assert here.new_loss == pytest.approx(there.new_loss, rel=1e-6)
+        assert error(parameters(model), parameters(twin)) < 1e-6
+    assert replays > 10
 
 
 @cuda

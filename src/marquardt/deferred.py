@@ -72,6 +72,13 @@ def floats(*tensors: Tensor) -> list[float]:
     return found
 
 
+def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same 0-dimensional tensors in float64 to calculate with: on the host after one synchronisation, where small
+    calculations cost less than kernels; on the device if they are recorded."""
+    found = torch.stack([t.double() for t in tensors])
+    return (found.cpu() if _current.tape is None else found).unbind()
+
+
 @contextmanager
 def recorded(tape: Tape) -> Iterator[None]:
     _current.tape = tape
@@ -96,6 +103,6 @@ def capturing(device: torch.device) -> Iterator[None]:
     try:
         with torch.cuda.device(device):
             yield
-    except Exception:
+    except BaseException:
         generator.graphsafe_set_state(spare)
         raise

@@ -34,6 +34,7 @@ from .trials import Trials
 # A decrease of so many roundings of the loss is taken for one. A run on the same data has converged if so many steps in
 # a row, with several λ, predict no more than so many roundings each, and have found no more all in all.
 ROUNDINGS, IDLE, FAINT = 4, 10, 64
+CONVERGED = "converged: no decrease is left that could be told from the rounding of the loss"
 
 
 @dataclass(frozen=True)

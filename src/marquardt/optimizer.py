@@ -19,6 +19,7 @@ from .curvature.plan import Plan, duration
 from .curvature.solve import FactorizationError
 from .deferred import floats
 from .iteration import (
+    CONVERGED,
     FAILED,
     Ending,
     Matrices,
@@ -53,7 +54,8 @@ from .parts.damping import Damping, MeanEigenvalue
 from .parts.line_search import Backtracking, LineSearch
 from .parts.momentum import AdaptiveMomentum, Momentum
 from .parts.schedule import GainRatio, Schedule
-from .recorded import RecordedStep, Recordings
+from .recorded import RECORDERS
+from .recordings import Recordings
 from .saving import check_groups, loaded, saved
 from .state import UNHEARD, State
 from .trials import Trials
@@ -83,7 +85,8 @@ class LM(torch.optim.Optimizer):
 
     `capture`: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
     for small networks. The model must then do the same for every batch, its Python code is not run again; steps that do
-    not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so is every eighth.
+    not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so is every eighth. By
+    default that is done while replays are measured to be faster than other steps; True forces and False forbids it.
 
     `group`: nothing here adds up over the ranks of a process group, so that a group of several is refused. False says
     that this run is independent of the other ranks.
@@ -105,7 +108,7 @@ class LM(torch.optim.Optimizer):
         line_search: LineSearch | None = Backtracking(),
         average: Average | None = EMA(),
         attempts: int = 1,
-        capture: bool = False,
+        capture: bool | None = None,
         group: bool | None = None,
     ) -> None:
         chosen = trainable(model, params)
@@ -113,6 +116,8 @@ class LM(torch.optim.Optimizer):
         check_rate(lr)
         if not isinstance(attempts, int) or attempts < 1:
             raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
+        if capture not in (True, False, None):
+            raise ValueError(f"capture={capture!r}: True, False, or None to record steps if that pays")
         parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average)
         for name, part in vars(parts).items():
             check_part(name, part)
@@ -191,7 +196,7 @@ class LM(torch.optim.Optimizer):
 
     def _taken(self, batches: Iterable[Batch]) -> Step:
         """By a recording, or without; if memory runs out, again with a smaller plan."""
-        if self.capture and isinstance(batches, list):
+        if self._records and isinstance(batches, list):
             step = self._replayed(batches[0])
             if step is not None:
                 return step
@@ -199,7 +204,8 @@ class LM(torch.optim.Optimizer):
         while True:
             self._planned = plan
             try:
-                return self._try(batches, plan)
+                with self._recordings.plain():
+                    return self._try(batches, plan)
             except RuntimeError as error:
                 # Everything is as it was before the step: again, with the next smaller plan, if there is one.
                 plan = self.curvature.smaller(self._planned, error)
@@ -227,7 +233,7 @@ class LM(torch.optim.Optimizer):
             if not step.accepted:
                 before.restore()
             lin.end.restore(buffers=step.accepted)
-            self._known.totals = lin.totals()
+            self._known.totals, self._known.steady = lin.totals(), self._records and lin.steady
             self._state = state  # one assignment: whatever is raised before it, an interrupt too, undoes the step
         except BaseException:
             if self._state is old:
@@ -269,9 +275,7 @@ class LM(torch.optim.Optimizer):
             state = with_mean(parts, replace(state, previous=None), lin.parameters, start.same_data)
         if end.d is not None:
             state = with_mean(parts, kept(parts, state, matrices, end, start), lin.parameters, start.same_data)
-        if converged:
-            notes = ["converged: no decrease is left that could be told from the rounding of the loss"]
-        return report(self.loss, start, end, used, notes, converged), state
+        return report(self.loss, start, end, used, [CONVERGED] if converged else notes, converged), state
 
     def _attempt(self, lin: Linearization, matrices: Matrices, start: Start, lam: float, notes: list[str]) -> Ending:
         """One λ: propose, judge; if that fails, search."""
@@ -309,45 +313,32 @@ class LM(torch.optim.Optimizer):
             notes.append(f"the loss is {UNHEARD * doubt:.2g} times those of late: a careful step, λ times {doubt:.2g}")
         return notes
 
+    @property
+    def _records(self) -> bool:
+        return self.capture is not False and self.params[0].device.type in RECORDERS
+
     def _replayed(self, batch: Batch) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
-        old, parts, device = self._state, self.parts, self.params[0].device
-        recording = self._recordings.of(
-            parts, Objective(self.model, self.loss, self.params), batch, old, self._known, self.lr
-        )
+        old, device, forced = self._state, self.params[0].device, self.capture is True
+        objective = Objective(self.model, self.loss, self.params)
+        recording = self._recordings.of(self.parts, objective, batch, old, self._known, self.lr, forced)
         if recording is None:
             return None
-        rng, step = rng_state(device), None
+        begun, rng, step = self._recordings.clock(), rng_state(device), None
         try:
             self._pace.expect(old.plan, device, True)
             recording.run(batch, old)
-            with torch.no_grad():  # while the device is at work
-                mean = with_mean(parts, old, recording.objective.parameters, False)
-            judged = self._judged(recording, mean)
-            if judged is not None:
-                step, self._state = judged
+            concluded = recording.concluded(old)
+            if concluded is not None:
+                step, self._state = concluded
         finally:
             if step is None and self._state is old:  # also if something was raised
                 self._state = recording.undo(old)
                 if rng is not None:
                     set_rng_state(device, rng)
+        del recording  # or its memory would not be free
+        self._recordings.replayed(begun, step is not None, forced)
         return step
-
-    def _judged(self, recording: RecordedStep, mean: State) -> tuple[Step, State] | None:
-        """What a replay came to; None unless it went as most steps do."""
-        result, parts, old, lr = recording.result(), self.parts, self._state, self.lr
-        if result is None:
-            return None
-        level, found = result
-        dtype = recording.theta.dtype
-        start = begin(old, level, dtype)
-        judgement = judge(parts, start, found, old.lam, lr, torch.finfo(dtype).eps)
-        if judgement.rule is None or not judgement.judged or start.same_data or start.doubt > 1:
-            return None
-        end = Ending(judgement.rule, lr, recording.d, found.new_loss, found, judgement, found.length)
-        lam = next_lam(parts, start, old.lam, end, recording.averaged, 0)
-        state, converged = concluded(parts, start._replace(old=mean), end, lam, old.lam, recording.theta, 0)
-        return report(self.loss, start, end, old.lam, (), converged), recording.keep(state)
 
     @property
     def parts(self) -> Parts:
@@ -407,5 +398,6 @@ class LM(torch.optim.Optimizer):
             f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
             *([] if state.plan is None else [f"    plan: {self.plan}"]),
             *([] if state.plan is None else [f"    a step takes about {duration(self._pace.of(state.plan))}"]),
+            *([f"    {self._recordings.note}"] if self._recordings.note else []),
         ]
         return "\n".join(lines)

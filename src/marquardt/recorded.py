@@ -10,16 +10,31 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .deferred import Tape, answers, capturing, recorded
-from .iteration import Found, Parts, damped, propose, remembered, rows_of
+from .iteration import (
+    CONVERGED,
+    Ending,
+    Found,
+    Parts,
+    Step,
+    begin,
+    concluded,
+    damped,
+    judge,
+    next_lam,
+    propose,
+    remembered,
+    report,
+    rows_of,
+    with_mean,
+)  # fmt: skip
 from .jacobian.known import Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective, Totals
-from .jacobian.proof import EVERY
 from .metric import restored
-from .model.batch import Batch, modes
+from .model.batch import Batch
 from .state import State
 
 
@@ -40,11 +55,16 @@ class CudaGraph:
         self.graph, self.device = torch.cuda.CUDAGraph(), device
 
     def record(self, work: Callable[[], Tensor]) -> Tensor:
-        with capturing(self.device), torch.cuda.graph(self.graph):
+        # Other threads of the program, such as one that pins memory for a DataLoader, go on as they like.
+        with capturing(self.device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             return work()
 
     def replay(self) -> None:
         self.graph.replay()
+
+
+class Unlike(Exception):
+    """A step that does not go on as it began, such as the first one after a change of the data."""
 
 
 # How a step is recorded on each kind of device; on others it is not.
@@ -64,7 +84,8 @@ class RecordedStep:
         self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, assumed: Totals, lr: float
     ) -> None:
         self.parts, self.objective, self.known, self.lr = parts, objective, known, lr
-        self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), _tensors(state), _tensors(state)))
+        self.same_data = on_same_data(state)
+        self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), carried(state), carried(state)))
         self.lam = torch.zeros((), dtype=objective.parameters.dtype, device=objective.parameters.device)
         self.normaliser = assumed.normaliser
         tape = self._record(state, Tape(assumed))
@@ -94,8 +115,8 @@ class RecordedStep:
             steady = None if state.plan is None else state.plan.steady
             representation, _ = parts.curvature.choose(lin, state.plan, parts.rows, steady)
             lin = lin.made_for(representation.needs)
-            matrices = damped(parts, representation.represent(lin), old, False)
-            proposal = propose(parts, lin, matrices, self.lam, self.lr, old, False)
+            matrices = damped(parts, representation.represent(lin), old, self.same_data)
+            proposal = propose(parts, lin, matrices, self.lam, self.lr, old, self.same_data)
             self.readings, self.d = proposal.readings, proposal.d
             self.theta, self.averaged = lin.theta, matrices.G.averaged
             _copy(self.next, [matrices.D.state(), matrices.G.keep(), remembered(parts, proposal.d, self.lr)])
@@ -103,16 +124,16 @@ class RecordedStep:
             return answers(tape, *proposal.readings.tensors())
 
     def run(self, batch: Batch, state: State) -> None:
-        """The model one step further, before the host knows whether that is right: see `result`."""
+        """The model one step further, before the host knows whether that is right: see `concluded`."""
         _copy(self.batch, vars(batch))
-        _copy(self.next, _tensors(state))
+        _copy(self.next, carried(state))
         self.lam.fill_(state.lam)
         for place, numbers, seed in self.drawn:
             place.copy_(numbers(seed + state.steps))
         self.recorder.replay()
 
-    def result(self) -> tuple[Level, Found] | None:
-        """None if something was not as assumed: then `undo`."""
+    def _result(self) -> tuple[Level, Found] | None:
+        """None if something was not as assumed."""
         found: list[float] = self.answers.tolist()
         asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
         level = self.objective.level(Totals(*totals)) if totals[1] == self.normaliser else None
@@ -120,9 +141,27 @@ class RecordedStep:
             return None
         return level, self.readings.read(rest)
 
-    def keep(self, state: State) -> State:
-        """The state with what the step leaves for the next one."""
-        return _with(state, self.next)
+    def concluded(self, old: State) -> tuple[Step, State] | None:
+        """What a replay came to, and the next state; None unless it was accepted and went as recorded: then `undo`."""
+        result, parts, lr, dtype = self._result(), self.parts, self.lr, self.theta.dtype
+        if result is None:
+            return None
+        level, found = result
+        start = begin(old, level, dtype)
+        judgement = judge(parts, start, found, old.lam, lr, torch.finfo(dtype).eps)
+        usual = start.same_data == self.same_data and start.doubt == 1 and not old.overdue(found.new_loss, True)
+        if judgement.rule is None or not usual:
+            return None
+        unjudged = 0 if judgement.judged else old.unjudged + 1
+        end = Ending(judgement.rule, lr, self.d, found.new_loss, found, judgement, found.length)
+        lam = next_lam(parts, start, old.lam, end, self.averaged, unjudged)
+        state, converged = concluded(parts, start, end, lam, old.lam, self.theta, unjudged)
+        if state.haven is self.theta:  # which the next replay writes over
+            state = replace(state, haven=self.theta.clone())
+        with torch.no_grad():
+            state = with_mean(parts, _with(state, self.next), self.objective.parameters, self.same_data)
+        notes = [CONVERGED] if converged else []
+        return report(self.objective.loss, start, end, old.lam, notes, converged), state
 
     def undo(self, state: State) -> State:
         """The model as before the step, and its state."""
@@ -130,58 +169,13 @@ class RecordedStep:
         return _with(state, self.kept)
 
 
-class Recordings:
-    """Which step is recorded, if any: the second of two in a row that look alike to a recording."""
-
-    def __init__(self) -> None:
-        self.made: tuple[Any, RecordedStep | None] | None = None  # for these shapes; None if that failed
-        self._last: Any = None  # shapes of the last step
-
-    def of(
-        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float
-    ) -> RecordedStep | None:
-        """The recording of such a step; None if there is none."""
-        totals = known.totals
-        if totals is None or not recordable(parts, objective, batch, state, known):
-            return None
-        key = signature(parts, objective, batch, state, known, lr)
-        if self.made is None or self.made[0] != key:
-            if self._last == key:
-                self.made = (key, self._tried(lambda: RecordedStep(parts, objective, batch, state, known, totals, lr)))
-            self._last = key
-            return None
-        return self.made[1]
-
-    @staticmethod
-    def _tried(make: Callable[[], RecordedStep]) -> RecordedStep | None:
-        """None if the model or a part of the optimizer cannot be recorded."""
-        try:
-            return make()
-        except Exception as error:  # CUDA refuses in many ways
-            warnings.warn(f"this step cannot be recorded as a CUDA graph, it goes on without: {error}", stacklevel=2)
-            return None
+def on_same_data(state: State) -> bool:
+    """Whether the next step will be, if the data stay what they are: see iteration.Start."""
+    return state.repeats > 0
 
 
-def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known) -> bool:
-    """Whether a step can be recorded at all. Every eighth is done without, for a look at what was proven."""
-    if objective.parameters.device.type not in RECORDERS or batch.opaque:  # what an object holds cannot be copied
-        return False
-    steady = parts.momentum is None or parts.momentum.recordable
-    if not known.only_slopes or not rows_of(parts, state.plan).recordable or not steady or state.D is None:
-        return False
-    plain = next(objective.model.buffers(), None) is None
-    return plain and not state.repeats and state.steps % EVERY != EVERY - 1
-
-
-def signature(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float) -> Any:
-    """What a recording depends on."""
-    leaves, spec = tree_flatten([vars(batch), _tensors(state)])
-    shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
-    places = tuple(p.data_ptr() for p in objective.parameters.tensors)
-    return parts, objective.loss, shapes, spec, places, modes(objective.model), lr, known.proven, state.plan
-
-
-def _tensors(state: State) -> list[Any]:
+def carried(state: State) -> list[Any]:
+    """The tensors that one step leaves to the next."""
     return [None if state.D is None else state.D.state(), state.past, state.previous]
 
 
@@ -195,7 +189,9 @@ def _clone(item: Any) -> Any:
 
 
 def _copy(to: Any, source: Any) -> None:
-    leaves = zip(tree_leaves(to), tree_leaves(source), strict=True)
-    pairs = [(a, b) for a, b in leaves if isinstance(a, Tensor) and a is not b]
+    there, here = tree_leaves(to), tree_leaves(source)
+    if [isinstance(t, Tensor) for t in there] != [isinstance(t, Tensor) for t in here]:
+        raise Unlike("the step leaves other tensors for the next one than it was given")
+    pairs = [(a, b) for a, b in zip(there, here, strict=True) if isinstance(a, Tensor) and a is not b]
     if pairs:
         torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])

@@ -186,7 +186,7 @@ def test_repr():
         "    acceptance  Uphill(b=1.0, of_late=True)\n"
         "    line_search Backtracking()\n"
         "    average     EMA()\n"
-        "    lr=1.0, attempts=1, capture=False, group=None\n"
+        "    lr=1.0, attempts=1, capture=None, group=None\n"
         "    λ = 1, steps: 0, accepted: 0"
     )
     opt.step(x, torch.arange(8) % 3)

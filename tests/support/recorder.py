@@ -14,12 +14,13 @@ class Repeated:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.replays = 0
+        self.recordings = self.replays = 0
 
     def __call__(self, device: torch.device) -> Repeated:
         return self
 
     def record(self, work: Callable[[], Tensor]) -> Tensor:
+        self.recordings += 1
         before = [p.detach().clone() for p in self.model.parameters()]
         self.work, self.out = work, work()
         with torch.no_grad():

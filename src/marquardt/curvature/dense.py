@@ -140,7 +140,7 @@ class DenseCurvature(Curvature):
     def _add_blocks(self, G: Tensor, blocks: list[Block]) -> None:
         """G += J̃ᵀJ̃ by pairs of layers: half of them by symmetry, each in its cheapest form."""
         plain = sorted((b for b in blocks if not b.factored), key=self._first)  # neighbours in θ side by side
-        shared = [b for b in blocks if b.factored]
+        factored = [b for b in blocks if b.factored]
         for k, left in enumerate(factored):
             self._place(G, [left], [left], left.square(G.dtype))
             for right in factored[k + 1 :]:

@@ -36,6 +36,7 @@ class Known:
     proofs: dict[object, Proof] = field(default_factory=dict)  # by how the model is called
     random: set[object] = field(default_factory=set)  # modes of the modules in which the model draws random numbers
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
+    steady: bool = False  # a forward pass leaves the buffers as they are
     loss: object = None  # the loss whose derivatives are proven
     batched_rows: bool = True  # backward passes of all rows at once
     unrolls: bool = True  # convolutions may have a backward pass of our own

@@ -87,6 +87,11 @@ class Linearization:
         """(n,)"""
         return self.position.theta
 
+    @property
+    def steady(self) -> bool:
+        """Whether the forward pass has left the buffers as they were."""
+        return self.single and self.end.same_buffers(self.start)
+
     def moment(self) -> Moment:
         return Moment(self.objective.model, self.parameters.device, self.chance)
 

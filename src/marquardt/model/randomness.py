@@ -43,7 +43,7 @@ class Moment:
         self.device, self.chance = device, chance
         self.cpu: Tensor | None = None
         self.cuda: Tensor | None = None
-        if recording():  # a model that is recorded has no such state but the generator, which the graph knows
+        if recording():  # a model that is recorded changes no buffers, and the graph knows the generator
             return
         # By name: a forward pass may put another tensor in the place of a buffer, or a first one.
         self.buffers = [
@@ -61,6 +61,19 @@ class Moment:
         if self.cuda is not None and not torch.equal(self.cuda, torch.cuda.get_rng_state(self.device)):
             return True
         return not torch.equal(self.cpu, torch.get_rng_state())
+
+    def same_buffers(self, other: Moment) -> bool:
+        """Whether the buffers are the same tensors with the same values as at another moment."""
+        here, there = (
+            [(id(b), value) for _, saved in moment.buffers for b, value in saved.values() if b is not None]
+            for moment in (self, other)
+        )
+        if [key for key, _ in here] != [key for key, _ in there]:
+            return False
+        pairs = [(a, b) for (_, a), (_, b) in zip(here, there, strict=True)]
+        if any(a.shape != b.shape or torch.strided not in (a.layout, b.layout) for a, b in pairs):
+            return False
+        return not pairs or bool(torch.stack([(a == b).all().to(self.device) for a, b in pairs]).all())
 
     def restore(self, *, buffers: bool = True, gently: bool = False) -> None:
         """As it was; gently where a graph may hold the buffers, which then must not be touched for nothing."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..curvature.contract import Damped
-from ..deferred import floats
+from ..deferred import at_hand
 
 
 class Momentum(Protocol):
     @property
     def recordable(self) -> bool:
-        """Whether on changing batches the step stays the plain one, so that it can be recorded as a CUDA graph."""
+        """Whether `refine` works on tensors alone, so that a step can be recorded as a CUDA graph."""
         ...
 
     def refine(self, newton: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
@@ -53,18 +53,17 @@ class AdaptiveMomentum:
 
     @property
     def recordable(self) -> bool:
-        return self.same_data
+        return True
 
     def refine(self, newton: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
         if previous is None or (self.same_data and not same_data):
             return newton
         g = H.gradient
-        GG, GF, FF = floats(-H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
+        GG, GF, FF = at_hand(-H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
         # 1 − cos² of the angle between the two directions in the metric H; the bare determinant loses it to rounding.
-        sine2 = 1 - GF * GF / (FF * GG) if FF * GG > 0 else 0.0
-        if not (GG > 0 and sine2 > math.sqrt(torch.finfo(g.dtype).eps) and math.isfinite(FF)):
-            return newton
-        dP = min(self.dP, math.sqrt(GG)) if self.cap else self.dP
-        beta = dP * math.sqrt((1 - self.xi**2) / (FF * sine2))
-        alpha = (self.xi * dP * math.sqrt(GG) + beta * GF) / GG
-        return newton.mul(alpha).add(previous, alpha=beta)
+        sine2 = 1 - GF * GF / (FF * GG)
+        sound = (GG > 0) & (FF > 0) & FF.isfinite() & (sine2 > math.sqrt(torch.finfo(g.dtype).eps))
+        dP = GG.sqrt().clamp(max=self.dP) if self.cap else self.dP
+        beta = dP * ((1 - self.xi**2) / (FF * sine2)).sqrt()
+        alpha = (self.xi * dP * GG.sqrt() + beta * GF) / GG
+        return alpha.where(sound, 1) * newton + beta.where(sound, 0) * previous

@@ -1,0 +1,268 @@
+"""Which steps are recorded by themselves, and when a recording is dropped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import marquardt as mq
+from marquardt import recordings
+from marquardt.recorded import RECORDERS
+from marquardt.recordings import BEFORE, SLOW, TRIED, Tally
+from support.recorder import Repeated
+from support.reference import error
+
+
+class Slow(Repeated):
+    """On a clock of its own, which goes on when something is done: so many seconds for a replay."""
+
+    replay_takes, step_takes, now = 1e-3, 4e-3, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def replay(self) -> None:
+        super().replay()
+        self.now += self.replay_takes
+
+
+class Timed(mq.LM):
+    """A plain step takes its time."""
+
+    def _try(self, *args):
+        RECORDERS["cpu"].now += RECORDERS["cpu"].step_takes
+        return super()._try(*args)
+
+
+class Model(nn.Sequential):
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / self.temperature
+
+
+def data(seed: int, N: int = 30) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, 5, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (N,), generator=generator)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """An optimizer on a CPU whose steps can be recorded, and its recorder."""
+
+    def make(model: nn.Module, **options) -> tuple[mq.LM, Slow]:
+        recorder = Slow(model)
+        monkeypatch.setitem(RECORDERS, "cpu", recorder)
+        opt = Timed(model, "cross_entropy", **options)
+        opt._recordings.clock = recorder.clock
+        return opt, recorder
+
+    return make
+
+
+def train(opt: mq.LM, steps: int, first: int = 0) -> list[mq.Step]:
+    return [opt.step(*data(first + i)) for i in range(steps)]
+
+
+def theta(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_steps_are_recorded_by_themselves_and_stay_what_they_are(made):
+    model = Model()
+    twin = copy.deepcopy(model)
+    opt, recorder = made(model)
+    plain = mq.LM(twin, "cross_entropy", capture=False)
+    for i in range(40):
+        here, there = opt.step(*data(i)), plain.step(*data(i))
+        assert (here.rule, here.lam) == (there.rule, pytest.approx(there.lam))
+        assert recorder.recordings == (i > BEFORE)
+    assert recorder.replays > 15
+    assert error(theta(model), theta(twin)) < 1e-7
+    assert "steps are recorded" in repr(opt)
+    one, other = opt.state_dict()["marquardt"], plain.state_dict()["marquardt"]
+    assert one.keys() == other.keys()  # nothing of it is saved
+
+
+@pytest.mark.parametrize("options", [{"capture": False}, {"rows": mq.Fraction(0.5)}], ids=["forbidden", "fraction"])
+def test_steps_that_shall_or_can_not_be_recorded_are_not(made, options):
+    opt, recorder = made(Model(), **options)
+    train(opt, 3 * BEFORE)
+    assert recorder.recordings == 0
+
+
+def test_what_takes_long_is_not_recorded(made):
+    opt, recorder = made(Model())
+    recorder.step_takes = 1.01 * SLOW
+    train(opt, 3 * BEFORE)
+    assert recorder.recordings == 0
+    recorder.step_takes = 0.99 * SLOW
+    train(opt, 2)
+    assert recorder.recordings == 1
+
+
+def test_a_recording_that_is_not_faster_is_dropped_for_good(made):
+    opt, recorder = made(Model())
+    recorder.replay_takes = recorder.step_takes / 1.04
+    train(opt, 5 * BEFORE)
+    assert (recorder.recordings, recorder.replays) == (1, TRIED)
+    assert opt._recordings.made is None
+    assert "not faster" in repr(opt)
+
+
+def test_a_forced_recording_is_kept_however_slow(made):
+    opt, recorder = made(Model(), capture=True)
+    recorder.replay_takes = 2 * recorder.step_takes
+    train(opt, 5 * BEFORE)
+    assert recorder.replays > 2 * TRIED
+    assert opt._recordings.made is not None
+
+
+def test_replays_that_are_undone_count(made):
+    """They are four times as fast as a plain step, and mostly in vain."""
+    opt, recorder = made(Model(), schedule=mq.Constant(1e-2), curvature=mq.Dense())
+    rules = [step.rule for step in train(opt, 60)]
+    assert rules.count("search") + rules.count("rejected") > 30
+    assert recorder.recordings == 1
+    assert TRIED <= recorder.replays < 2 * TRIED
+    assert opt._recordings.made is None
+
+
+def tally(seconds: list[float], stood: list[bool], fastest: float = 1.0) -> Tally:
+    found = Tally(fastest=fastest)
+    found.replays.extend(zip(seconds, stood, strict=True))
+    return found
+
+
+def test_what_pays():
+    assert tally([9.0] * (TRIED - 1), [False] * (TRIED - 1)).pays  # too few to tell
+    assert tally([0.9] * 8, [True] * 8).pays
+    assert not tally([0.96] * 8, [True] * 8).pays
+    assert tally([0.4] * 8, [True, False] * 4).pays
+    assert not tally([0.5] * 8, [True, False] * 4).pays
+    assert tally([0.4] * 7 + [100.0], [True] * 8).pays  # one that had to wait
+
+
+def test_a_step_that_cannot_be_recorded_goes_on_in_silence(made):
+    """Unless it was asked for."""
+
+    class Refused(Slow):
+        def record(self, work):
+            self.recordings += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    for options in ({}, {"capture": True}):
+        model = Model()
+        opt, _ = made(model, **options)
+        refused = RECORDERS["cpu"] = Refused(model)
+        opt._recordings.clock = refused.clock
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(opt, 2 * BEFORE)
+        assert [str(w.message) for w in caught if "recorded" in str(w.message)][1:] == []
+        assert bool(caught) == bool(options)
+        assert refused.recordings == 1  # not tried again
+        assert "not permitted" in repr(opt)
+
+
+def test_a_recording_for_which_there_is_no_memory_is_not_made(made, monkeypatch):
+    opt, recorder = made(Model())
+    train(opt, 2)
+    monkeypatch.setattr(recordings, "free", lambda device: 2 * opt._state.plan.bytes - 1)
+    train(opt, 2 * BEFORE)
+    assert recorder.recordings == 0
+    assert "there is no memory for it" in repr(opt)
+
+
+def test_a_model_that_was_changed_is_not_replayed_as_it_was(made):
+    """Its Python code does not run in a replay: what it holds is looked at before every step."""
+    opt, recorder = made(Model())
+    train(opt, 2 * BEFORE)
+    assert recorder.replays
+    opt.model.temperature = 2.0
+    twin = copy.deepcopy(opt.model)
+    plain = mq.LM(twin, "cross_entropy", capture=False)
+    plain.load_state_dict(opt.state_dict())
+    train(opt, 3)
+    train(plain, 3)
+    assert error(theta(opt.model), theta(twin)) < 1e-7
+
+
+class Holder:
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+CHANGES = {
+    "number": lambda m: setattr(m[1], "scale", 2.0),
+    "list": lambda m: m[1].some.append(1),
+    "tensor": lambda m: m[1].mask.add_(1),
+    "object": lambda m: setattr(m[1].holder, "value", 3),
+    "module": lambda m: m.__setitem__(1, copy.deepcopy(m[1]).requires_grad_(False)) or m[1].some.append(0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_attributes_of_a_model_show_a_change(change):
+    model = Model()
+    model[1].scale, model[1].some, model[1].mask, model[1].holder = 1.0, [0, {"k": 1}], torch.ones(2), Holder(2)
+    before = recordings.attributes(model)
+    assert recordings.attributes(model) == before
+    CHANGES[change](model)
+    assert recordings.attributes(model) != before
+
+
+def test_hooks_and_deterministic_runs_are_left_alone(made):
+    """A hook would not be called in a replay, and whether there is one depends on the clock."""
+    opt, recorder = made(Model())
+    calls = []
+    hook = opt.model[0].register_forward_hook(lambda *args: calls.append(1))
+    train(opt, 2 * BEFORE)
+    assert recorder.recordings == 0
+    hook.remove()
+    torch.use_deterministic_algorithms(True)
+    try:
+        train(opt, 2 * BEFORE)
+        assert recorder.recordings == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    train(opt, 2 * BEFORE)
+    assert recorder.recordings == 1
+
+
+def test_kinds_that_take_turns_are_not_recorded_over_and_over(made):
+    opt, recorder = made(Model())
+    for i in range(120):
+        opt.step(*data(i, 30 if i % 4 < 2 else 20))
+    assert 1 <= recorder.recordings <= 6
+
+
+def test_copies_begin_without_a_recording(made):
+    opt, recorder = made(Model())
+    train(opt, 2 * BEFORE)
+    assert opt._recordings.made is not None
+    for again in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        assert again.capture is None
+        assert again._recordings.made is None
+        assert again.state_dict()["marquardt"].keys() == opt.state_dict()["marquardt"].keys()
+    opt.load_state_dict(opt.state_dict())
+    replays = recorder.replays
+    train(opt, 2)
+    assert recorder.replays > replays  # the recording is of the model, not of the state
+
+
+@pytest.mark.parametrize("capture", ["auto", 2, "True"])
+def test_capture_is_true_false_or_none(capture):
+    with pytest.raises(ValueError, match="capture="):
+        mq.LM(Model(), "cross_entropy", capture=capture)
