@@ -68,8 +68,12 @@ def draw(numbers: Callable[[int], Tensor], seed: int, like: Tensor) -> Tensor:
 
 def floats(*tensors: Tensor) -> list[float]:
     """What several 0-dimensional tensors hold, in one synchronisation"""
-    found: list[float] = torch.stack([t.double() for t in tensors]).tolist()
-    return found
+    dtypes = list(dict.fromkeys(t.dtype for t in tensors))
+    order = [i for dtype in dtypes for i, t in enumerate(tensors) if t.dtype == dtype]
+    # Tensors of one precision at a time: each conversion by itself would be a kernel.
+    parts = [torch.stack([t for t in tensors if t.dtype == dtype]).double() for dtype in dtypes]
+    found = dict(zip(order, torch.cat(parts).tolist(), strict=True))
+    return [found[i] for i in range(len(tensors))]
 
 
 def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -51,37 +51,40 @@ class CrossEntropy(Loss):
         )
 
     def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        return self.ungroup(self.difference(self.group(z).softmax(-1), self.targets(z, y)), z)
+        q = self.targets(z, y)
+        return self.ungroup(self.difference(self.group(z).softmax(-1), q, q.sum(-1, keepdim=True)), z)
 
-    def difference(self, p: Tensor, q: Tensor) -> Tensor:
+    def difference(self, p: Tensor, q: Tensor, w: Tensor) -> Tensor:
         """w̃p − q̃ (N, P, C)."""
-        return tangent(q.sum(-1, keepdim=True) * p - q, p)
+        return tangent(w * p - q, p)
 
     def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """SQ and Qᵀu without the column m of Q: with m = argmax p, Q the Householder reflection of n = p/s to −eₘ,
         and Sn = 0, that column of SQ is 0.
         """
         p, q = self.group(z).softmax(-1), self.targets(z, y)  # (N, P, C)
-        root_w = q.sum(-1, keepdim=True).sqrt()  # (N, P, 1)
+        w = q.sum(-1, keepdim=True)  # (N, P, 1)
+        root_w, limits = w.sqrt(), torch.finfo(p.dtype)
         # Su = ∂ℓ/∂z for any s > 0: the floor keeps it so, and u bounded, for a class with q > 0 whose p underflows
-        limits = torch.finfo(p.dtype)
-        s = p.sqrt().clamp(min=limits.tiny)
-        s = s.where((q == 0) | (s > limits.eps), limits.eps)
-        u = self.difference(p, q) / root_w.where(root_w > 0, 1) / s
+        s = p.sqrt()
+        s = torch.where(q == 0, s.clamp(min=limits.tiny), s.clamp(min=limits.eps))
+        u = self.difference(p, q, w) / root_w.clamp(min=limits.tiny) / s  # 0 if w̃ is
         n = p / s  # |n| = 1
         # column m leaves, the last one takes its place; m = argmax p keeps 1 − pₘ, which cancels, away from a large u
         top = p.argmax(-1, keepdim=True)  # (N, P, 1)
         classes = torch.arange(p.shape[-1], device=p.device)
         keep = torch.where(classes[:-1] == top, classes[-1], classes[:-1])  # (N, P, C−1)
-        s_m, n_m, u_m = (t.gather(-1, top) for t in (s, n, u))
-        s_k, n_k, u_k = (t.gather(-1, keep) for t in (s, n, u))
+        together = torch.stack((s, n, u))
+        s_m, n_m, u_m = together.gather(-1, top.expand(3, *top.shape))
+        s_k, n_k, u_k = together.gather(-1, keep.expand(3, *keep.shape))
         e_k = (classes[:, None] == keep[..., None, :]).to(p)  # (N, P, C, C−1)
         e_m = (classes[:, None] == top[..., None, :]).to(p)  # (N, P, C, 1)
         # Q = I − hhᵀ/(1 + nₘ), h = n + eₘ, Sh = √w̃ sₘ(eₘ − p), hᵀu = nᵀu + uₘ
+        h_k = n_k / (1 + n_m)
         S = s_k[..., None, :] * (e_k - p[..., None])
-        S -= (n_k * s_m / (1 + n_m))[..., None, :] * (e_m - p[..., None])
+        S -= (h_k * s_m)[..., None, :] * (e_m - p[..., None])
         S *= root_w[..., None]
-        return S, u_k - n_k * ((n * u).sum(-1, keepdim=True) + u_m) / (1 + n_m)
+        return S, u_k - h_k * ((n * u).sum(-1, keepdim=True) + u_m)
 
     def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
         """√w̃ (s∘ε − p(sᵀε)): S itself has as many numbers as pairs of classes"""
@@ -95,8 +98,9 @@ class CrossEntropy(Loss):
         """Hard labels: S = √w̃ (p − e_y), u = √w̃, r = 1. Soft: one column √q̃ₖ (p − eₖ), uₖ = √q̃ₖ, per class."""
         p, q = self.group(z).softmax(-1), self.targets(z, y)  # (N, P, C)
         if not y.is_floating_point() and self.label_smoothing == 0:
-            u = q.sum(-1, keepdim=True).sqrt()  # (N, P, 1)
-            return (self.difference(p, q) / u.where(u > 0, 1))[..., None], u
+            w = q.sum(-1, keepdim=True)
+            u = w.sqrt()  # (N, P, 1)
+            return (self.difference(p, q, w) / u.clamp(min=torch.finfo(p.dtype).tiny))[..., None], u  # 0 if w̃ is
         p = p[..., None]  # (N, P, C, 1)
         columns = tangent(p - torch.eye(p.shape[-2], dtype=p.dtype, device=p.device), p, dim=-2)
         return columns * q.sqrt()[..., None, :], q.sqrt()
@@ -110,7 +114,8 @@ class CrossEntropy(Loss):
             y = y.long().reshape(z.shape[0], -1, 1)  # (N, P, 1); small integer types could not hold ignore_index
             kept = (y != self.ignore_index).to(z)
             q = (torch.arange(C, device=z.device) == y) * kept
-        q = (1 - self.label_smoothing) * q + self.label_smoothing / C * kept
+        if self.label_smoothing:
+            q = (1 - self.label_smoothing) * q + self.label_smoothing / C * kept
         return q if self.class_weight is None else q * self.class_weight.to(z)
 
     def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
