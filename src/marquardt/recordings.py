@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from .curvature.auto import free
-from .iteration import Parts
+from .iteration import Parts, rows_of
 from .jacobian.known import Known
 from .jacobian.objective import Objective
 from .jacobian.proof import EVERY
@@ -154,7 +154,7 @@ def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, k
     """Whether a step can be recorded at all."""
     if batch.opaque:  # what an object holds cannot be copied
         return False
-    if not known.only_slopes or not parts.rows.recordable or state.D is None:
+    if not known.only_slopes or not rows_of(parts, state.plan).recordable or state.D is None:
         return False
     unlike = parts.remembers and state.previous is None  # the next step will have one
     steady = known.steady or next(objective.model.buffers(), None) is None

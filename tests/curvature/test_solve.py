@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from marquardt.curvature import solve
-from marquardt.curvature.solve import FactorizationError, factored, norm, refined, spd_solve
+from marquardt.curvature.solve import FactorizationError, factored, holds, norm, refined, spd_solve
+from marquardt.deferred import Tape, recorded
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -121,3 +122,18 @@ def test_the_residual_is_that_of_the_solution():
     calls.clear()
     assert refined(lambda v: product(v, last), M, b, 1e-6, 12) is None
     assert len(calls) == last
+
+
+def test_a_condition_on_the_norm():
+    """The trace of I is 8 and its norm 1: between them only the norm can say yes."""
+    I, s = torch.eye(8), torch.full((8,), 2.0)
+    for limit, expected in ((9.0, True), (4.0, True), (0.9, False)):
+        assert holds(lambda size, limit=limit: size <= limit, I) == expected
+        assert holds(lambda size, limit=limit: size <= 4 * limit, I, s) == expected
+    asked: list[float] = []
+    assert holds(lambda size: asked.append(size.item()) or size <= 9, I)
+    assert asked == [8.0]
+    tape = Tape([])
+    with recorded(tape):
+        assert holds(lambda size: size <= 4, I)
+    assert tape.asked == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..layers.block import Product
 from ..metric import Diagonal, Metric
 from .contract import Curvature, Interchangeable, check_chunk
 from .cost import Cost, Layer, Shapes, Work, deltas
-from .solve import norm, spd_solve
+from .solve import holds, spd_solve
 
 # The relative error that rounding may leave in a float32 step, as a bound that is seldom reached: errors are a tenth of
 # it. Where it would be more, K is formed and factored in float64, and then the products with the rows as well.
@@ -235,8 +236,10 @@ class GramCurvature(Curvature):
             d += plain
             Kw += moved
             length = A.quadratic(d, sizes, self.parameters.dot).sqrt()
-        if outer != torch.float64 and not ask(self._error(K, w, h, plain, inner, outer) <= ROUNDING * length):
-            return None
+        if outer != torch.float64:
+            error = partial(self._error, w=w, h=h, plain=plain, inner=inner, outer=outer)
+            if not holds(lambda size: error(size) <= ROUNDING * length, K):
+                return None
         d = d.to(self.u.dtype)
         # At small λ, w has a large part outside the range of J̃, and Kw only the rounding of its product with K.
         lost = torch.finfo(inner).eps * K.diagonal().sum() * w.norm()
@@ -245,14 +248,14 @@ class GramCurvature(Curvature):
         return d
 
     def _error(
-        self, K: Tensor, w: Tensor, h: Tensor | None, plain: Tensor | None, inner: torch.dtype, outer: torch.dtype
+        self, norm: Tensor, w: Tensor, h: Tensor | None, plain: Tensor | None, inner: torch.dtype, outer: torch.dtype
     ) -> Tensor:
-        """What rounding leaves in d, in the metric A.
+        """What rounding leaves in d, in the metric A, with the norm of K.
 
         Of the errors in K and in J̃A⁻¹h at most half get through the solve, σ/(1 + σ²) ≤ ½. The part of w outside the
         range of J̃ cancels only in J̃ᵀw, and A⁻¹h only against it.
         """
-        large, size = norm(K).to(outer), w.norm().to(outer)
+        large, size = norm.to(outer), w.norm().to(outer)
         error: Tensor = 0.5 * torch.finfo(inner).eps * large * size + torch.finfo(outer).eps * large.sqrt() * size
         if h is not None and plain is not None:
             error = error + torch.finfo(outer).eps * (-self.parameters.dot(h, plain)).sqrt() * (1 + 0.5 * large.sqrt())
