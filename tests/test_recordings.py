@@ -199,6 +199,37 @@ def test_a_model_that_was_changed_is_not_replayed_as_it_was(made):
     assert error(theta(opt.model), theta(twin)) < 1e-7
 
 
+class Elsewhere(Model):
+    """Takes a number from where no recording can see it. The work is recorded with the number of that time."""
+
+    number = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.number
+
+
+@pytest.mark.parametrize("forced", [True, None])
+def test_a_recording_that_has_lost_the_model_is_dropped_at_the_next_look(made, monkeypatch, forced):
+    opt, recorder = made(Elsewhere(), capture=forced)
+    train(opt, 17)  # the step before the last was a look
+    assert opt._recordings.made is not None
+    replay = recorder.replay
+
+    def with_the_old_number() -> None:
+        monkeypatch.setattr(Elsewhere, "number", 1.0)
+        replay()
+        monkeypatch.setattr(Elsewhere, "number", 2.0)
+
+    recorder.replay = with_the_old_number
+    monkeypatch.setattr(Elsewhere, "number", 2.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(opt, 8)
+    assert opt._recordings.made is None
+    assert "does not do the same" in repr(opt)
+    assert ["does not do the same" in str(w.message) for w in caught] == ([True] if forced else [])
+
+
 class Holder:
     def __init__(self, value: object) -> None:
         self.value = value

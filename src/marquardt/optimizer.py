@@ -329,7 +329,7 @@ class LM(torch.optim.Optimizer):
             self._pace.expect(old.plan, device, True)
             recording.run(batch, old)
             concluded = recording.concluded(old)
-            if concluded is not None:
+            if concluded is not None and not self._recordings.looks:
                 step, self._state = concluded
         finally:
             if step is None and self._state is old:  # also if something was raised

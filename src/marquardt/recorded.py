@@ -136,7 +136,8 @@ class RecordedStep:
         """None if something was not as assumed."""
         found: list[float] = self.answers.tolist()
         asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
-        level = self.objective.level(Totals(*totals)) if totals[1] == self.normaliser else None
+        self.totals = Totals(*totals)
+        level = self.objective.level(self.totals) if self.totals.normaliser == self.normaliser else None
         if not all(asked) or level is None or not math.isfinite(level.f):
             return None
         return level, self.readings.read(rest)

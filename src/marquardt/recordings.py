@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from . import tolerances
 from .curvature.auto import free
-from .iteration import Parts, rows_of
+from .iteration import FAINT, Parts, rows_of
 from .jacobian.known import Known
-from .jacobian.objective import Objective
+from .jacobian.objective import Objective, Totals
 from .jacobian.proof import EVERY
 from .memory import out_of_memory
 from .model.batch import Batch, modes
@@ -68,6 +69,8 @@ class Recordings:
         self.made: tuple[Any, RecordedStep] | None = None  # of this kind
         self.note = ""  # what came of it, in words
         self.clock: Callable[[], float] = time.perf_counter
+        self.looks = False  # every eighth replay is undone, and compared with the plain step in its place
+        self._expected: Totals | None = None  # what the last one found
         self._tallies: list[tuple[Any, Tally]] = []  # by kind, the last one at the end
         self._tally: Tally | None = None  # of the step under way
 
@@ -76,6 +79,7 @@ class Recordings:
     ) -> RecordedStep | None:
         """The recording of such a step; None if there is none. Unless it is forced it must pay."""
         self._tally, totals = None, known.totals
+        self._compare(totals, objective.parameters.dtype, forced)
         if totals is None or not recordable(parts, objective, batch, state, known):
             return None
         if not forced and (watched(objective.model) or torch.are_deterministic_algorithms_enabled()):
@@ -89,8 +93,8 @@ class Recordings:
                 made = self._tried(lambda: RecordedStep(parts, objective, batch, state, known, totals, lr), forced)
                 self.made = None if made is None else (kind, made)
             return None
-        # Every eighth is done without, for a look at what was proven.
-        return self.made[1] if state.steps % EVERY != EVERY - 1 else None
+        self.looks = state.steps % EVERY == EVERY - 1
+        return self.made[1]
 
     def _of_kind(self, kind: Any) -> Tally:
         place = next((i for i, (key, _) in enumerate(self._tallies) if key == kind), None)
@@ -142,12 +146,26 @@ class Recordings:
         if tally is None or self.made is None:
             return
         tally.replays.append((self.clock() - begun, stood))
+        self._expected = self.made[1].totals if self.looks else None
         if not forced and not tally.pays:
-            tally.refused = "replays are not faster"
-            self.note = f"steps are no longer recorded: {tally.refused}"
-            self.made = None
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            self._drop(tally, "replays are not faster")
+
+    def _compare(self, totals: Totals | None, dtype: torch.dtype, forced: bool) -> None:
+        """A model that takes numbers from elsewhere, such as a global variable, may not do as it did."""
+        expected, self._expected = self._expected, None
+        if expected is None or totals is None or self.made is None:
+            return
+        allowed = tolerances.of_trials(dtype) * abs(totals.value) + FAINT * totals.rounding
+        if not abs(expected.value - totals.value) <= allowed:
+            self._drop(self._of_kind(self.made[0]), "the model does not do the same in every step")
+            if forced:
+                warnings.warn(f"{self.note}; those since the last look were wrong", stacklevel=2)
+
+    def _drop(self, tally: Tally, why: str) -> None:
+        tally.refused, self.made = why, None
+        self.note = f"steps are no longer recorded: {why}"
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known) -> bool:
