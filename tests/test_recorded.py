@@ -92,6 +92,7 @@ PARTS = {
     "per layer": {"damping": mq.LayerMeanEigenvalue(), "curvature": mq.Gram()},
     "factored": {"damping": mq.FactoredMaxDiagonal(), "curvature": mq.Gram(whole=0)},
     "half": {"lr": 0.5},
+    "momentum": {"momentum": mq.AdaptiveMomentum()},  # on changing batches too, as the paper has it
     "bold": {"schedule": mq.Constant(1e-9), "curvature": mq.Dense()},  # many of its steps are rejected
 }
 
@@ -312,7 +313,7 @@ def data(kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.cuda(), torch.randint(3, (64,), generator=generator).cuda()
 
 
-ON_GPU = ["default", "gram", "empirical", "sampled", "max-diagonal", "per layer", "factored"]
+ON_GPU = ["default", "momentum", "gram", "empirical", "sampled", "max-diagonal", "per layer", "factored"]
 
 
 @cuda

@@ -116,7 +116,7 @@ class LM(torch.optim.Optimizer):
         check_rate(lr)
         if not isinstance(attempts, int) or attempts < 1:
             raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
-        if capture not in (True, False, None):
+        if capture is not None and not isinstance(capture, bool):
             raise ValueError(f"capture={capture!r}: True, False, or None to record steps if that pays")
         parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average)
         for name, part in vars(parts).items():
