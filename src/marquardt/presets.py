@@ -69,6 +69,7 @@ def vanilla(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     """Levenberg's LM: identity damping, λ/10 after success and 10λ after failure."""
     ours: dict[str, Any] = {
         "curvature": Auto(),
+        "rows": Exact(),
         "damping": Identity(),
         "schedule": TenFold(),
         "momentum": None,

@@ -205,7 +205,7 @@ def test_steps_with_and_without_the_rule_are_the_same(added, curvature):
     banks = added("banks").banks
     model, x, y = banked(banks)
     theta, found = flat(model), []
-    for path in ("rule", "vmap"):
+    for path in ("rule", "graph"):
         assert mq.linearize(model, "mse", x, y).paths["0.weight"] == path
         assert mq.LM(model, "mse", curvature=curvature).step(x, y).accepted
         found.append(flat(model))
@@ -231,7 +231,7 @@ def test_a_wrong_rule_is_not_used(added, a):
     right = mq.linearize(model, "mse", x, y).rows()
     RULES[banks] = lambda x, weight: Operand(weight, None, x, 1, lambda: a(x), lambda d: d[:, :, None])
     lin = mq.linearize(model, "mse", x, y)
-    assert lin.paths["0.weight"] == "vmap"
+    assert lin.paths["0.weight"] == "graph"
     torch.testing.assert_close(lin.rows(), right)
 
 
@@ -368,7 +368,7 @@ def test_a_rule_with_other_dimensions_is_not_used(added, a):
     banks = added("banks").banks
     model, x, y = banked(banks)
     RULES[banks] = lambda x, weight: Operand(weight, None, x, 1, lambda: a(x), lambda d: d[:, :, None])
-    assert mq.linearize(model, "mse", x, y).paths["0.weight"] == "vmap"
+    assert mq.linearize(model, "mse", x, y).paths["0.weight"] == "graph"
 
 
 def test_a_loss_below_its_bound_is_told_by_name(added):

@@ -1,4 +1,4 @@
-"""Which parameters' rows come from a layer rule, and which from the general path."""
+"""Which parameters' rows come from a layer rule, which from the graph, and which from the general path."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def paths(name: str) -> dict[str, str]:
     lin = linearize(p)
     mq.Dense().represent(lin)
     assert list(lin.paths) == list(reference.trainable(p.model, p.params))
-    assert set(lin.paths.values()) <= {"rule", "none", "vmap", "parts", "rows", "loop"}
+    assert set(lin.paths.values()) <= {"rule", "none", "graph", "vmap", "parts", "rows", "loop"}
     return lin.paths
 
 
@@ -67,9 +67,9 @@ def test_paths_of_a_transformer():
 
 @pytest.mark.parametrize("name", ["lstm", "gru_time_major"])
 def test_paths_of_recurrence(name):
-    """vmap cannot follow a recurrent layer; its head keeps its rule."""
+    """The graph shows the cells of a recurrent layer; its head keeps its rule."""
     found = paths(name)
-    assert {path for k, path in found.items() if k.startswith("cell.")} <= {"parts", "rows", "loop"}
+    assert {path for k, path in found.items() if k.startswith("cell.")} == {"graph"}
     assert found["head.weight"] == found["head.bias"] == "rule"
 
 

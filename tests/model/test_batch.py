@@ -134,7 +134,7 @@ def test_tensors_first_and_then_an_object():
             self.scale = nn.Parameter(torch.ones(3))
 
         def forward(self, data: Any) -> Tensor:
-            return (data if isinstance(data, Tensor) else data.x) * self.scale
+            return torch.atan2(data if isinstance(data, Tensor) else data.x, self.scale)  # no rule knows it
 
     model = Either()
     opt, other = lm(model), lm(copy.deepcopy(model))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from marquardt.model.kernels import Shared, twice_differentiable
+from marquardt.model.kernels import Shared, open_cells, twice_differentiable
 
 
 class Attending(nn.Module):
@@ -30,6 +30,14 @@ def test_fused_kernels_are_off_within(model, recurrent):
     with twice_differentiable(model):
         assert settings() == (False, False, True, before[3] and not recurrent)
     assert settings() == before
+
+
+@pytest.mark.parametrize(("model", "lstm"), [(nn.GRU(2, 2), False), (nn.Sequential(nn.LSTM(2, 2)), True)])
+def test_cells_of_an_lstm_are_open_within(model, lstm):
+    before = torch.backends.mkldnn.enabled
+    with open_cells(model):
+        assert torch.backends.mkldnn.enabled == (before and not lstm)
+    assert torch.backends.mkldnn.enabled == before
 
 
 def test_an_exception_takes_the_setting_back():

@@ -105,7 +105,7 @@ class Auto(Interchangeable):
             shapes = plan.shapes  # a forward pass of the whole batch may not fit
         else:
             shapes = self._shapes(lin, plan, rows is None)
-        steady = steady or not lin.single  # step_over goes through all data
+        steady = steady if lin.single else True  # step_over goes through all data
         if plan.kind is None or plan.steady != steady or shapes != plan.shapes:
             plan = self._plan(lin, replace(plan, shapes=shapes, steady=steady), rows is None)
         return self.of(plan), plan

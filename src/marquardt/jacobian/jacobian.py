@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from ..memory import out_of_memory
 from ..model.batch import forward as call
 from .passes import Pass
 
-# Ways to the rows of parameters without a rule, fastest first; the first that is proven right is taken.
+# Ways to the rows of parameters that the graph does not show, fastest first; the first that is proven right is taken.
 PATHS = ("vmap", "parts", "rows", "loop")
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Jacobian:
@@ -50,29 +54,35 @@ class Jacobian:
         if self.R > 1 and self.S.device.type == "cpu":
             self.forward.watch.shorten(self.forward.graph)
 
-    def deltas(self, wanted: Sequence[int]) -> Sequence[Tensor | None]:
-        """δ: gradients of the R rows of every sample at the output of each of these calls, (R, *output)."""
-        if not wanted:
-            return []
-        S, graph, known, calls = self.S, self.forward.graph, self.forward.known, self.forward.watch.calls
-        edges = [calls[i].edge for i in wanted]
+    def gradients(self, edges: Sequence[GradientEdge], w: Tensor) -> tuple[Tensor | None, ...]:
+        """Of z·w at these edges, None if z does not depend on one: (N, *out)"""
+        return torch.autograd.grad(self.forward.graph, edges, w, retain_graph=True, allow_unused=True)
 
-        def backward(s: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(graph, edges, s, retain_graph=True, allow_unused=True)
+    def deltas(self, edges: Mapping[Key, GradientEdge], samples: Sequence[slice] = ()) -> dict[Key, Tensor | None]:
+        """δ: gradients of the R rows of every sample at each of these edges, (R, *output), or of some samples only."""
+        if not edges:
+            return {}
+        S = self.S
+        if samples:
+            S = torch.zeros_like(self.S)
+            for some in samples:
+                S[:, some] = self.S[:, some]
+        return dict(zip(edges, self._deltas(edges, S), strict=True))
 
+    def _deltas(self, edges: Mapping[Key, GradientEdge], S: Tensor) -> Sequence[Tensor | None]:
+        graph, known, wanted = self.forward.graph, self.forward.known, list(edges.values())
         if len(S) == 1:
-            return [None if d is None else d[None] for d in backward(S[0])]
+            return [None if d is None else d[None] for d in self.gradients(wanted, S[0])]
         if known.batched_rows and S.is_cuda:  # on a CPU one backward pass after the other is faster
             try:
                 unused = known.proof.unused
-                if unused is None:
-                    unused = {i for i, d in zip(wanted, backward(S[0]), strict=True) if d is None}
-                    known.proof.unused = unused
-                used = [calls[i].edge for i in wanted if i not in unused]
+                if not unused.keys() >= edges.keys():
+                    unused |= {key: d is None for key, d in zip(edges, self.gradients(wanted, S[0]), strict=True)}
+                used = [edge for key, edge in edges.items() if not unused[key]]
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "There is a performance drop")
                     found = iter(torch.func.vmap(lambda s: torch.autograd.grad(graph, used, s, retain_graph=True))(S))
-                return [None if i in unused else next(found) for i in wanted]
+                return [None if unused[key] else next(found) for key in edges]
             except RuntimeError as error:
                 if out_of_memory(error):
                     raise
@@ -81,10 +91,10 @@ class Jacobian:
         # that the next one finds its memory warm.
         places: list[Tensor | None] = []
         for r, s in enumerate(S):
-            row = backward(s)
+            row = self.gradients(wanted, s)
             places = places or [None if d is None else d.new_empty(len(d), len(S), *d.shape[1:]) for d in row]
             for place, d in zip(places, row, strict=True):
-                if place is not None:
+                if place is not None and d is not None:
                     place[:, r] = d
         return [None if place is None else place.transpose(0, 1) for place in places]
 

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+from ..layers.places import Place
 from ..layers.watch import Layout
 from .objective import Totals
+
+Site = tuple[int, int]  # a node of the graph by its number, and an input of it
+
+
+@dataclass(frozen=True)
+class Map:
+    """Which uses there are, and the place of the samples in each.
+
+    If a row of a layer goes into several samples, as with the residuals of several equations one after the other, they
+    have different colours, and each colour has backward passes of its own.
+    """
+
+    stops: frozenset[int]  # nodes that see samples, of those that could do without
+    blind: frozenset[int]  # nodes that see none, of those that could see some
+    colours: tuple[tuple[slice, ...], ...]  # the samples of each
+    places: tuple[Mapping[Site, Place], ...]  # by colour
+    lost: frozenset[Site]  # uses that cannot be read
 
 
 @dataclass
@@ -13,9 +32,10 @@ class Proof:
     """How the rows of each parameter are found, as it was proven on first use."""
 
     layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)  # blocks with a rule, by their parameters
-    general: dict[int, str] = field(default_factory=dict)  # the other parameters: one of jacobian.PATHS
+    general: dict[int, str] = field(default_factory=dict)  # the other parameters: "graph", or one of jacobian.PATHS
+    map: Map | None = None  # for those whose path is "graph"
     inert: dict[int, float] = field(default_factory=dict)  # parameters without influence, and a bound on their rounding
-    unused: set[int] | None = None  # calls that the outputs do not depend on
+    unused: dict[Hashable, bool] = field(default_factory=dict)  # edges, and whether the outputs do not depend on them
     sizes: set[int] = field(default_factory=set)  # numbers of samples that it was compared on
     alarms: int = 0  # how often a proof was repeated for nothing
     quiet: int = 0  # pieces that need not be compared with autograd: some after a success, more after such an alarm
@@ -24,7 +44,8 @@ class Proof:
         return "none" if i in self.inert else self.general.get(i, "rule")
 
     def same(self, other: Proof) -> bool:
-        return (self.layouts, self.general, set(self.inert)) == (other.layouts, other.general, set(other.inert))
+        mine, its = ((p.layouts, p.general, p.map, set(p.inert)) for p in (self, other))
+        return mine == its
 
 
 @dataclass
@@ -34,6 +55,7 @@ class Known:
     proof: Proof = field(default_factory=Proof)  # of the last piece
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     proofs: dict[object, Proof] = field(default_factory=dict)  # by how the model is called
+    walks: set[object] = field(default_factory=set)  # ways of calling it in which the graph decides too
     random: set[object] = field(default_factory=set)  # modes of the modules in which the model draws random numbers
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
     steady: bool = False  # a forward pass leaves the buffers as they are

@@ -22,6 +22,9 @@ from .piece import Piece
 from .rows import Exact, Rows
 
 
+EMPTY = "no batches: the iterable given to step_over is empty"
+
+
 @dataclass(frozen=True)
 class Needs:
     """What a representation of the curvature asks of a linearisation, said before there is one."""
@@ -133,7 +136,10 @@ class Linearization:
     def first(self) -> Piece:
         """The first of several pieces, to look at: nothing is kept of it."""
         self.rewind()
-        piece = self.piece(next(iter(self.cut())), self.seed)
+        batch = next(iter(self.cut()), None)
+        if batch is None:
+            raise ValueError(EMPTY)
+        piece = self.piece(batch, self.seed)
         self.rewind()
         return piece
 
@@ -183,7 +189,7 @@ class Linearization:
 
     def _conclude(self, totals: Totals) -> None:
         if not self._m:
-            raise ValueError("no batches: the iterable given to step_over is empty")
+            raise ValueError(EMPTY)
         if not totals.normaliser > 0:
             raise ValueError(
                 "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
@@ -291,7 +297,7 @@ class Linearization:
 
     @property
     def paths(self) -> dict[str, str]:
-        """Parameter name → "rule", or the path that its rows take; "none" if the outputs do not depend on it."""
+        """Parameter name → "rule", "graph" or another path of its rows; "none" if the outputs do not depend on it."""
         for piece in self.pieces():
             _ = piece.blocks
         return {name: self.known.proof.path(i) for i, name in enumerate(self.parameters.names)}

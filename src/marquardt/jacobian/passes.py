@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import tolerances
+from ..layers.graph import Walk
 from ..layers.unrolled import Refused
 from ..layers.watch import Watch
 from ..memory import out_of_memory
 from ..model.batch import Batch, forward, unlike
 from ..model.batch import modes as modes_of
+from ..model.kernels import open_cells
 from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
 from .known import Known
@@ -51,6 +52,7 @@ class Pass:
         self.z, self.N = z.detach(), len(z)
         self.coarsest = self.watch.coarsest  # of all dtypes that the model computes with
         self._graph: Tensor | None = z
+        self._walk: Walk | None = None
 
     def moment(self) -> Moment:
         return Moment(self.objective.model, self.objective.parameters.device, self.chance)
@@ -58,8 +60,8 @@ class Pass:
     def _forward(self, slopes: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Watch]:
         """`once`: for several rows of a sample, which are differentiated once only"""
         try:
-            params = self.objective.parameters.tensors
-            with torch.enable_grad(), Watch(params, slopes, once, self.batch.samples) as watch:
+            model, params = self.objective.model, self.objective.parameters.tensors
+            with open_cells(model), torch.enable_grad(), Watch(params, slopes, once, self.batch.samples) as watch:
                 watch.reorders = self.batch.opaque  # where the samples are in an object, no operation may tell
                 return self.objective.outputs(self.batch.inputs), watch
         except Refused:
@@ -72,7 +74,7 @@ class Pass:
 
     def again(self, once: bool) -> None:
         """The graph in the other form."""
-        self._graph = None
+        self._graph = self._walk = None
         self.before.restore(gently=True)  # the graph of a whole batch may hold them
         self._graph, self.watch = self._forward(self.slopes, once)
 
@@ -105,20 +107,22 @@ class Pass:
         assert self._graph is not None
         return self._graph
 
+    @property
+    def walk(self) -> Walk:
+        """The nodes of that graph."""
+        if self._walk is None:
+            model = self.objective.model
+            self._walk = Walk(self.graph, self.objective.parameters.tensors, model.parameters())
+        return self._walk
+
     def nodes(self) -> int:
         """Operations that the graph holds, those within functions and within gradients among them."""
-        seen: set[Any] = set()
-        ahead = [self.graph.grad_fn]
-        while ahead:
-            node = ahead.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                ahead += [after for after, _ in node.next_functions]
-        return len(seen)
+        return len(self.walk.nodes)
 
     def release(self, graph: bool) -> None:
         """Lets go of what the rows were made of, and of the graph."""
         del self.watch
+        self._walk = None
         if graph:
             self._graph = None
 

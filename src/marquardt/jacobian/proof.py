@@ -1,9 +1,9 @@
-"""Rules apply only where proven: the blocks of J̃ by the rules of its layers, compared with plain autograd."""
+"""Rules apply only where proven: the blocks of J̃ by the rules of layers and nodes, compared with plain autograd."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -12,14 +12,17 @@ from torch import Tensor
 from .. import tolerances
 from ..deferred import recording
 from ..layers import Block, Explicit, Misfit, Nothing, assemble
+from ..layers.graph import Use
 from ..layers.unrolled import Refused
+from ..layers.uses import Glimpse, block_of
 from ..layers.watch import LAYOUTS, Layout, grouped
 from ..memory import out_of_memory
 from ..model.batch import modes
 from ..model.checks import check_coupling
 from ..model.parameters import flat
 from .jacobian import PATHS, Jacobian
-from .known import Proof
+from .known import Map, Proof
+from .mapping import find
 
 # Blocks of up to this many columns are watched; for larger ones the proof on first use has to do.
 GUARDED = 1_000_000
@@ -39,7 +42,8 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     known, model, calls = J.forward.known, J.forward.objective.model, J.forward.watch.calls
     J.shorten()
     groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
-    signature = _signature(J, groups)
+    base = _signature(J, groups)
+    signature = _with_graph(J, base)
     if not recording():
         known.only_slopes = not J.forward.chance.drawn or _draws_slopes_only(J)
     proven = recording() or signature in known.proofs
@@ -47,11 +51,11 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
         return [Nothing(J.parameters.tensors, J.m, J.N)], None
     if not proven:
         check_coupling(model)
-        _prove(J, signature)
+        _prove(J, base)
     elif not recording():
         known.proof, known.proven = known.proofs[signature], signature
     try:
-        blocks, influential = _without_inert(J, _by_rules(J, groups) + _others(J))
+        blocks, influential = _without_inert(J, _blocks(J, groups))
         doubtful = proven and not recording() and (influential or not _plausible(J, blocks))
     except Exception as error:  # what was proven on other data may fail on these
         if not proven or recording() or out_of_memory(error):
@@ -59,11 +63,11 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
         doubtful = True
     if doubtful:
         old = known.proof
-        _prove(J, signature)
+        _prove(J, base)
         if known.proof.same(old):  # near a minimum the gradient is all rounding
             known.proof.alarms = old.alarms + 1
             known.proof.quiet = EVERY * 2**known.proof.alarms
-        blocks, _ = _without_inert(J, _by_rules(J, groups) + _others(J))
+        blocks, _ = _without_inert(J, _blocks(J, groups))
     if not proven:
         known.differentiates = not J.forward.same_without_grad()
     return blocks, set(known.proof.inert)
@@ -79,17 +83,60 @@ def _signature(J: Jacobian, groups: Groups) -> object:
     return tuple(groups), fits, kind, modes(J.forward.objective.model), J.forward.chance.drawn
 
 
-def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
-    """The blocks of the layers whose rules are proven."""
-    calls, params, layouts = J.forward.watch.calls, J.parameters.tensors, J.forward.known.proof.layouts
-    wanted = [i for key, members in groups.items() if key in layouts for i in members]
-    deltas = dict(zip(wanted, J.deltas(wanted), strict=True))
+def _with_graph(J: Jacobian, base: object) -> object:
+    """Beside the calls of layers, what the graph is made of, if rows come from it."""
+    return (base, J.forward.walk.signature(J.N)) if base in J.forward.known.walks else base
+
+
+def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
+    """The blocks of all parameters, each by the way that is proven for it."""
+    calls, params, proof = J.forward.watch.calls, J.parameters.tensors, J.forward.known.proof
+    wanted = [i for key, members in groups.items() if key in proof.layouts for i in members]
+    indices = {i for i, path in proof.general.items() if path == "graph"}
+    uses = [] if proof.map is None else _uses(J, proof.map, indices)
+    ruled, seen = _deltas(J, wanted, uses, proof.map)
     blocks: list[Block] = []
-    for key, layout in layouts.items():
+    for key, layout in proof.layouts.items():
         members = groups.get(key, [])
-        block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, layout)
+        block = assemble([calls[i] for i in members], [ruled[i] for i in members], J.N, layout)
         blocks.append(block or Nothing([params[i] for i in key], J.m, J.N))
-    return blocks
+    glimpses = [] if proof.map is None else _glimpses(J, uses, proof.map, seen)
+    blocks += [_by_graph(J, i, glimpses) for i in sorted(indices)]
+    return blocks + _others(J)
+
+
+def _uses(J: Jacobian, where: Map, indices: Collection[int]) -> list[Use]:
+    return [use for use in J.forward.walk.uses(where.stops, where.blind) if not use.params.isdisjoint(indices)]
+
+
+def _deltas(
+    J: Jacobian, calls: Sequence[int], uses: Sequence[Use], where: Map | None = None
+) -> tuple[dict[int, Tensor | None], list[dict[int, Tensor]]]:
+    """δ of these calls; and of these uses by the numbers of their nodes, for each colour of samples."""
+    edges = {("call", i): J.forward.watch.calls[i].edge for i in calls}
+    edges |= {("node", use.number): use.edge for use in uses}
+    one = where is None or len(where.colours) == 1
+    passes = [J.deltas(edges)] if one else [J.deltas(edges, samples) for samples in where.colours]  # type: ignore[union-attr]
+    ruled = {i: _sum([found["call", i] for found in passes]) for i in calls}
+    return ruled, [{k: d for (kind, k), d in p.items() if kind == "node" and d is not None} for p in passes]
+
+
+def _sum(deltas: Sequence[Tensor | None]) -> Tensor | None:
+    some = [d for d in deltas if d is not None]
+    return sum(some[1:], some[0]) if some else None
+
+
+def _glimpses(J: Jacobian, uses: Sequence[Use], where: Map, seen: Sequence[Mapping[int, Tensor]]) -> list[Glimpse]:
+    return [
+        Glimpse(use, places[use.site].of(J.N), deltas[use.number])
+        for places, deltas in zip(where.places, seen, strict=True)
+        for use in uses
+        if use.site in places and use.number in deltas
+    ]
+
+
+def _by_graph(J: Jacobian, i: int, glimpses: Sequence[Glimpse]) -> Block:
+    return block_of(J.parameters.tensors[i], [g for g in glimpses if i in g.use.params], J.R, J.N)
 
 
 def _others(J: Jacobian) -> list[Block]:
@@ -169,7 +216,7 @@ def _draws_slopes_only(J: Jacobian) -> bool:
     return state is not None and after.cuda is not None and torch.equal(state, after.cuda)
 
 
-def _prove(J: Jacobian, signature: object) -> None:
+def _prove(J: Jacobian, base: object) -> None:
     """J̃ᵀw from the rows must equal Jᵀ(Sw) from plain autograd.
 
     Every group of layers is judged by itself. The proof is not kept while a gradient is zero, as behind a layer
@@ -178,25 +225,29 @@ def _prove(J: Jacobian, signature: object) -> None:
     known = J.forward.known
     proof = known.proof = Proof(sizes={J.N})
     known.proven = None
-    known.proofs.pop(signature, None)
+    known.proofs.pop(_with_graph(J, base), None)
     evidence = Evidence(J)
     _prove_rules(J, proof, evidence)
     covered = {i for key in proof.layouts for i in key}
     proof.general.update({i: "none" for i, g in enumerate(evidence.pulled) if g is None and i not in covered})
+    _prove_graph(J, proof, evidence, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
     _prove_paths(J, proof, evidence, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
     if any(other.inert for other in known.proofs.values()):
         evidence.measure_rounding()
     proof.inert = evidence.inert
     if all(g is None or bool(g.any()) for g in evidence.pulled):
+        if proof.map is not None:
+            known.walks.add(base)
         if len(known.proofs) >= KEPT:
             known.proofs.clear()
-        known.proven, known.proofs[signature] = signature, proof
+        known.proven = signature = _with_graph(J, base)
+        known.proofs[signature] = proof
 
 
 def _prove_rules(J: Jacobian, proof: Proof, evidence: Evidence) -> None:
     """The layout of every group of calls, if one is right."""
     calls = J.forward.watch.calls
-    deltas = J.deltas(range(len(calls)))
+    deltas, _ = _deltas(J, range(len(calls)), [])
     for members in grouped(calls):
         some = [calls[i] for i in members]
         key = tuple(sorted({i for call in some for i in J.parameters.members(call.params)}))
@@ -210,6 +261,23 @@ def _prove_rules(J: Jacobian, proof: Proof, evidence: Evidence) -> None:
         right = evidence.first(found)
         if right is not None:
             proof.layouts[key] = right
+
+
+def _prove_graph(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int]) -> None:
+    """Those of the parameters without a rule whose uses the graph shows, each by itself."""
+    if not rest:
+        return
+    where = find(J, J.forward.walk)
+    uses = _uses(J, where, rest)
+    glimpses = _glimpses(J, uses, where, _deltas(J, [], uses, where)[1])
+    lost = {i for use in uses if use.site in where.lost for i in use.params}
+    for i in (i for i in rest if i not in lost):
+        try:
+            block = _by_graph(J, i, glimpses)
+        except Misfit:
+            continue
+        if evidence.first({"graph": block}) is not None:
+            proof.general[i], proof.map = "graph", where
 
 
 def _prove_paths(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int]) -> None:

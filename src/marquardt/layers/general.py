@@ -1,4 +1,4 @@
-"""Rows for parameters that no layer rule covers: always right, slower. Fastest first."""
+"""Rows for parameters that neither a layer rule nor the graph covers: always right, slower. Fastest first."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Kernels that can be differentiated twice, in the place of fused ones that cannot."""
+"""Kernels that can be differentiated twice, or that leave a graph, in the place of fused ones that cannot."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,17 +36,18 @@ class Shared:
 
 
 @contextmanager
-def _without_cudnn() -> Iterator[None]:
-    enabled = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
+def _without(backend: Any) -> Iterator[None]:
+    enabled = backend.enabled
+    backend.enabled = False
     try:
         yield
     finally:
-        torch.backends.cudnn.enabled = enabled
+        backend.enabled = enabled
 
 
 PLAIN_ATTENTION = Shared(lambda: sdpa_kernel(SDPBackend.MATH))
-PLAIN_RECURRENCE = Shared(_without_cudnn)
+PLAIN_RECURRENCE = Shared(lambda: _without(torch.backends.cudnn))
+OPEN_CELLS = Shared(lambda: _without(torch.backends.mkldnn))
 
 
 @contextmanager
@@ -53,4 +55,11 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     """Kernels that can be differentiated twice, where a fused one cannot: attention, and cuDNN's recurrent layers."""
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
     with PLAIN_ATTENTION(), PLAIN_RECURRENCE() if recurrent else nullcontext():
+        yield
+
+
+@contextmanager
+def open_cells(model: nn.Module) -> Iterator[None]:
+    """LSTMs on a CPU whose products are nodes of the graph: those of oneDNN are one node that says nothing."""
+    with OPEN_CELLS() if any(isinstance(m, nn.LSTM) for m in model.modules()) else nullcontext():
         yield

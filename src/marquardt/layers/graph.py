@@ -1,0 +1,151 @@
+"""The graph of z, walked from the outputs to the parameters: every node that makes something of a parameter and of
+samples is a use of it, with the rule of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ..memory import out_of_memory
+from .nodes import COPIES, NODES, PICKING, UNSURE, VIEWS, Form
+from .watch import Misfit
+
+Node = Any  # torch's own type does not know the names of what is saved
+
+
+@dataclass(frozen=True)
+class Use:
+    """A node of the graph with a tensor V among its inputs that is made of parameters alone."""
+
+    number: int  # of the node
+    node: Node
+    slot: int
+    source: GradientEdge  # V
+    params: frozenset[int]  # what V is made of
+    direct: bool  # V is one parameter with its elements in order, or transposed:
+    turned: bool
+    alone: bool  # nothing else that is differentiated goes into the node: it may see no samples at all
+
+    @property
+    def site(self) -> tuple[int, int]:
+        return self.number, self.slot
+
+    @property
+    def edge(self) -> GradientEdge:
+        return GradientEdge(self.node, 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the node's output"""
+        return tuple(self.node._input_metadata[0].shape)
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        return _shape(self.source)
+
+    def form(self) -> Form:
+        """What the rule of the node says."""
+        name = self.node.name()
+        others = [m for m in self.node._input_metadata[1:] if len(m.shape)]
+        try:
+            found = NODES[name](self.node, self.slot, self.source_shape, self.shape) if name in NODES else None
+        except (AttributeError, RuntimeError) as error:  # nothing saved, or changed since, or another version of torch
+            if out_of_memory(error):
+                raise
+            raise Misfit(str(error)) from error
+        if found is None or not self.shape or others:
+            raise Misfit(f"no rule for input {self.slot} of {name}")
+        return found
+
+
+class Walk:
+    """All nodes behind z, each after those that it leads to."""
+
+    def __init__(self, z: Tensor, params: Sequence[Tensor], others: Iterable[Tensor] = ()) -> None:
+        self.index = {id(p): i for i, p in enumerate(params)}
+        self.others = {id(p) for p in others}  # leaves that depend on no sample either
+        self.nodes: list[Node] = []
+        started: set[Node] = set()
+        stack: list[tuple[Node, bool]] = [(z.grad_fn, False)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                self.nodes.append(node)
+            elif node not in started:
+                started.add(node)
+                stack.append((node, True))
+                stack += [(child, False) for child, _ in node.next_functions if child is not None]
+
+    def signature(self, N: int) -> object:
+        """All that decides what the uses are and where in them the samples."""
+        uses = [(u.number, u.slot, tuple("N" if d == N else d for d in u.shape)) for u in self.uses()]
+        return tuple(node.name() for node in self.nodes), tuple(uses)
+
+    def uses(self, stops: Collection[int] | None = None, blind: Collection[int] = ()) -> list[Use]:
+        """The uses, if of the nodes that need not see samples `stops` do, and `blind` do not though they seem to. None:
+        all that there might be."""
+        made_of: dict[Node, frozenset[int]] = {}  # nodes whose outputs are made of parameters alone
+        found: list[Use] = []
+        for number, node in enumerate(self.nodes):
+            name, edges = node.name(), node.next_functions
+            if name == LEAF:
+                i = self.index.get(id(node.variable))
+                if i is not None or id(node.variable) in self.others:
+                    made_of[node] = frozenset() if i is None else frozenset([i])
+                continue
+            inputs = [child for child, _ in edges if child is not None]
+            alone = bool(inputs) and all(child in made_of for child in inputs)
+            sure = name not in UNSURE and name not in PICKING and len(inputs) == len(edges)
+            unsure = name in UNSURE and (stops is None or number not in stops)
+            if alone and (sure or unsure or number in blind):
+                made_of[node] = frozenset().union(*(made_of[child] for child in inputs))
+                if stops is not None or sure or number in blind:
+                    continue
+            found += [
+                self._use(number, slot, GradientEdge(child, k), made_of[child], alone)
+                for slot, (child, k) in enumerate(edges)
+                if made_of.get(child)
+            ]
+        return found
+
+    def _use(self, number: int, slot: int, source: GradientEdge, params: frozenset[int], alone: bool) -> Use:
+        direct, turned = _chain(source.node)
+        return Use(number, self.nodes[number], slot, source, params, direct and len(params) == 1, turned, alone)
+
+
+LEAF = "torch::autograd::AccumulateGrad"
+
+
+def _chain(node: Node) -> tuple[bool, bool]:
+    """Whether only views lead to a leaf, and whether they transpose it: after that no view may come."""
+    turned = seen = False
+    while node.name() != LEAF:
+        if _transposes(node) and not seen:
+            turned = not turned
+        elif node.name() in VIEWS:
+            seen = seen or node.name() not in COPIES
+        else:
+            return False, False
+        node = node.next_functions[0][0]
+    return True, turned
+
+
+def _transposes(node: Node) -> bool:
+    """Whether it is one of the three ways to turn a matrix"""
+    if len(node._input_metadata[0].shape) != 2:
+        return False
+    return node.name() in TURNING and tuple(getattr(node, "_saved_dims", ())) != (0, 1)
+
+
+TURNING = {"PermuteBackward0", "TBackward0", "TransposeBackward0"}
+
+
+def _shape(edge: GradientEdge) -> tuple[int, ...]:
+    node: Node = edge.node
+    if node.name() == LEAF:
+        return tuple(node.variable.shape)
+    return tuple(node._input_metadata[edge.output_nr].shape)

@@ -1,0 +1,144 @@
+"""Where the samples are in a graph, against brute force: rows of models that no rule of a layer covers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.jacobian import proof
+from marquardt.jacobian.known import Known
+from marquardt.jacobian.linearization import Linearization
+from marquardt.jacobian.objective import Objective
+from marquardt.losses import resolve
+from marquardt.model.batch import Batch
+from support import reference
+from support.graph_models import GRAPH_CASES, Attentive, Equations, Parts
+from support.reference import error
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def linearized(model: nn.Module, x: object, y: Tensor | None, known: Known, loss: str = "") -> Linearization:
+    kind = loss or ("residual" if y is None else "mse")
+    objective = Objective(model, resolve(kind), list(model.parameters()))
+    return Linearization(objective, [Batch(x, y, None)], known=known)
+
+
+def wrong(model: nn.Module, lin: Linearization, x: object, y: Tensor | None, loss: str = "") -> float:
+    """By how much J̃ᵀJ̃ differs from brute force with the same random numbers"""
+    state = torch.get_rng_state()
+    J = lin.rows()
+    torch.set_rng_state(state)
+    J_z, z = reference.jacobian_by_rows(model, reference.trainable(model), x)
+    kind = loss or ("residual" if y is None else "mse")
+    return error(J.T @ J, J_z.T @ reference.output_hessian(kind, z, y, None) @ J_z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", GRAPH_CASES)
+def test_rows_from_the_graph(name, dtype):
+    """Every parameter by a rule or by the graph, and right; so in the next step, which trusts the proof."""
+    torch.manual_seed(0)
+    case, known = GRAPH_CASES[name], Known()
+    model = case.make().to(dtype)
+    for _ in range(2):
+        x, y = case.data(dtype)
+        lin = linearized(model, x, y, known)
+        assert wrong(model, lin, x, y) < (1e-10 if dtype == torch.float64 else 1e-3)
+        assert set(lin.paths.values()) <= {"rule", "graph", "none"}
+        assert "graph" in lin.paths.values()
+        assert len(known.proof.map.colours) == case.colours
+    assert len(known.proofs) == 1
+
+
+@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
+def test_dropout_keeps_its_masks(loss):
+    torch.manual_seed(0)
+    model, known = Attentive(0.4).double(), Known()
+    for N in (6, 6, 4):
+        x = torch.randn(N, 3, 3, **DOUBLE)
+        y = torch.randn(N, 3, **DOUBLE) if loss == "mse" else torch.randint(0, 3, (N,))
+        lin = linearized(model, (x,), y, known, loss)
+        assert wrong(model, lin, (x,), y, loss) < 1e-10
+        assert {lin.paths[name] for name in ("token", "positions", "scale")} == {"graph"}
+        assert lin.paths["head.weight"] == "rule"
+
+
+def test_parts_of_other_sizes():
+    """Other sizes of the parts are other places, even if the sum is the same."""
+    torch.manual_seed(0)
+    model, known = Parts().double(), Known()
+    for inner, edge in [(7, 4), (4, 7), (7, 4), (1, 4), (5, 1), (5, 6)] * 2:
+        x = (torch.randn(inner, 2, **DOUBLE), torch.randn(edge, 2, **DOUBLE))
+        lin = linearized(model, x, None, known)
+        assert wrong(model, lin, x, None) < 1e-10, (inner, edge)
+        assert set(lin.paths.values()) == {"graph"}
+    assert len(known.proofs) == 5
+
+
+def test_structure_that_changes_between_steps():
+    class Changing(Parts):
+        def forward(self, inner: Tensor, edge: Tensor) -> Tensor:
+            found = super().forward(inner, edge)
+            return found + self.net(torch.cat([inner, edge]))[:, 0] ** 2 if self.more else found
+
+    torch.manual_seed(0)
+    model, known = Changing().double(), Known()
+    x = (torch.randn(5, 2, **DOUBLE), torch.randn(3, 2, **DOUBLE))
+    for model.edge_first in (False, True, False):
+        for model.more in (False, True, False):
+            assert wrong(model, linearized(model, x, None, known), x, None) < 1e-10
+
+
+def test_what_is_proven_is_not_proven_again(monkeypatch):
+    torch.manual_seed(0)
+    model, known, proofs = Parts().double(), Known(), []
+    prove = proof._prove
+    monkeypatch.setattr(proof, "_prove", lambda J, base: (proofs.append(J.N), prove(J, base)))
+    for _ in range(3):
+        x = (torch.randn(7, 2, **DOUBLE), torch.randn(4, 2, **DOUBLE))
+        linearized(model, x, None, known).rows()
+    assert proofs == [11]
+
+
+def test_use_without_a_gradient_at_first():
+    """A layer behind one that starts at zero is read as its neighbours are, or found later."""
+    torch.manual_seed(0)
+    model, known = Parts().double(), Known()
+    with torch.no_grad():
+        model.net[4].weight.zero_()
+    x = (torch.randn(7, 2, **DOUBLE), torch.randn(4, 2, **DOUBLE))
+    assert wrong(model, linearized(model, x, None, known), x, None) < 1e-10
+    with torch.no_grad():
+        model.net[4].weight.normal_()
+    assert wrong(model, linearized(model, x, None, known), x, None) < 1e-10
+
+
+def test_one_parameter_without_a_rule_leaves_the_others():
+    class Odd(Parts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, inner: Tensor, edge: Tensor) -> Tensor:
+            return torch.atan2(super().forward(inner, edge), self.scale)
+
+    torch.manual_seed(0)
+    model, known = Odd().double(), Known()
+    x = (torch.randn(7, 2, **DOUBLE), torch.randn(4, 2, **DOUBLE))
+    lin = linearized(model, x, None, known)
+    assert wrong(model, lin, x, None) < 1e-10
+    assert {name for name, path in lin.paths.items() if path != "graph"} == {"scale"}
+
+
+@pytest.mark.parametrize("rows", [mq.Exact(), mq.Sampled(2), mq.Fraction(0.5)], ids=str)
+@pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram(), mq.Dense(chunk=3), mq.Gram(chunk=3)], ids=str)
+def test_steps_on_rows_from_the_graph(curvature, rows):
+    torch.manual_seed(0)
+    model, x = Equations().double(), torch.randn(8, 2, **DOUBLE)
+    opt = mq.LM(model, "residual", curvature=curvature, rows=rows)
+    steps = [opt.step((x,)) for _ in range(8)]
+    assert steps[-1].new_loss < steps[0].loss
+    assert set(opt._known.proof.general.values()) <= {"graph", "none"}

@@ -1,0 +1,227 @@
+"""Models whose rows come from the graph: networks that differentiate themselves, parameters used outside of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import hessian, vmap
+from torch.nn.utils import parametrizations
+
+
+class GraphCase(NamedTuple):
+    make: Callable[[], nn.Module]
+    shapes: tuple[tuple[int, ...], ...]  # of its inputs
+    outputs: tuple[int, ...] = ()  # shape of its targets; (): it returns residuals
+    colours: int = 1
+
+    def data(self, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
+        x = tuple(torch.randn(shape, dtype=dtype) for shape in self.shapes)
+        return x, torch.randn(self.outputs, dtype=dtype) if self.outputs else None
+
+
+def net(inputs: int = 2, outputs: int = 1) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, 4), nn.Softplus(), nn.Linear(4, outputs))
+
+
+def slopes(u: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(u.sum(), x, create_graph=True)[0]
+
+
+def laplacian(u: Tensor, x: Tensor) -> Tensor:
+    g = slopes(u, x)
+    return sum(slopes(g[:, i], x)[:, i] for i in range(x.shape[1]))
+
+
+class Parts(nn.Module):
+    """Δu inside and u at the edge, in one order or the other."""
+
+    def __init__(self, edge_first: bool = False) -> None:
+        super().__init__()
+        self.net, self.edge_first = net(), edge_first
+
+    def forward(self, inner: Tensor, edge: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = inner.detach().requires_grad_(True)
+            found = laplacian(self.net(x)[:, 0], x)
+        both = [found - 1, 10 * self.net(edge)[:, 0]]
+        return torch.cat(both[::-1] if self.edge_first else both)
+
+
+class ThreeSets(nn.Module):
+    """u_t = κ·u_xx with κ unknown, on Fourier features, with the start and the edge in tensors of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_kappa, self.B = nn.Parameter(torch.tensor(-1.0)), nn.Parameter(torch.randn(2, 3))
+        self.net = net(6)
+
+    def u(self, x: Tensor) -> Tensor:
+        h = x @ self.B
+        return self.net(torch.cat([h.sin(), h.cos()], 1))[:, 0]
+
+    def forward(self, inner: Tensor, start: Tensor, edge: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = inner.detach().requires_grad_(True)
+            g = slopes(self.u(x), x)
+            residual = g[:, 0] - 2 * self.log_kappa.exp() * slopes(g[:, 1], x)[:, 1]
+        return torch.cat([self.u(start) - start[:, 1], residual / len(inner) ** 0.5, self.u(edge)])
+
+
+class Equations(nn.Module):
+    """Three equations for three unknowns, beside each other or put together in one of several ways."""
+
+    def __init__(self, join: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.net, self.join = net(2, 3), join
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            u, v, p = self.net(x).unbind(1)
+            du, dv, dp = (slopes(f, x) for f in (u, v, p))
+            rows = [u * du[:, 0] + dp[:, 0] - slopes(du[:, 1], x)[:, 1], du[:, 0] + dv[:, 1], v * dv[:, 0] + dp[:, 1]]
+        found = torch.stack(rows, 1)
+        return found if self.join is None else self.join(found)
+
+
+class Functional(nn.Module):
+    """The same by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = net(), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, inner: Tensor, edge: Tensor) -> Tensor:
+        def at_point(x: Tensor) -> Tensor:
+            return self.scale * hessian(lambda q: self.net(q)[0])(x).diagonal().sum()
+
+        return torch.cat([vmap(at_point)(inner), self.net(edge)[:, 0]])
+
+
+class ConvolvedSlope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv2d(3, 1, 2, groups=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            return slopes(self.net(x), x).flatten(1)[:, 3:6]
+
+
+class Attentive(nn.Module):
+    """A class token, positions, a scale of the branch, Dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inner, self.token = nn.Linear(3, 4), nn.Parameter(torch.randn(1, 1, 4))
+        self.positions, self.scale = nn.Parameter(torch.randn(1, 4, 4)), nn.Parameter(torch.rand(4))
+        self.attention = nn.MultiheadAttention(4, 2, dropout=dropout, batch_first=True)
+        self.drop, self.head = nn.Dropout(dropout), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([self.token.expand(len(x), -1, -1), self.inner(x)], 1) + self.positions
+        h = h + self.scale * self.drop(self.attention(h, h, h, need_weights=False)[0])
+        return self.head(h[:, 0])
+
+
+class Operator(nn.Module):
+    """A DeepONet on a grid of its own for every sample, or on one that all share."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.branch, self.trunk, self.bias = net(3, 4), net(2, 4), nn.Parameter(torch.zeros(()))
+        self.shared = shared
+
+    def forward(self, f: Tensor, grid: Tensor) -> Tensor:
+        grid = grid[0] if self.shared else grid
+        return torch.einsum("nk,qk->nq" if self.shared else "nk,nqk->nq", self.branch(f), self.trunk(grid)) + self.bias
+
+
+class Ensemble(nn.Module):
+    """Batched products with weights that no layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.W, self.b = nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(2, 1, 4))
+        self.V, self.v, self.mask = (
+            nn.Parameter(torch.randn(3, 4)),
+            nn.Parameter(torch.randn(3)),
+            nn.Parameter(torch.randn(4)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.baddbmm(self.b, x.expand(2, -1, -1), self.W, beta=0.5, alpha=2).tanh().mean(0)  # (N, 4)
+        h = torch.where(h > 0, h, self.mask)
+        y = (self.V @ h.T).T / (1 + self.v**2)
+        return torch.stack([y.tanh() @ self.v, (y - 3 * self.v).sum(1)], 1)
+
+
+class Recurring(nn.Module):
+    def __init__(self, cell: Callable[..., nn.Module], **options: Any) -> None:
+        super().__init__()
+        self.cell = cell(3, 4, batch_first=True, **options)
+        self.head = nn.Linear(8 if options.get("bidirectional") else 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0].mean(1))
+
+
+class Normed(nn.Module):
+    """A layer norm and a table within calls on parts of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.table = nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(3, 4, padding_idx=1)
+        self.act, self.head = nn.PReLU(4), nn.Linear(4, 1)
+
+    def part(self, x: Tensor) -> Tensor:
+        h = self.norm(self.inner(x)) + self.table((x[:, :1] > 0).long() + (x[:, 1:2] > 0)).sum(1)
+        return self.head(self.act(h))
+
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        return torch.cat([self.part(two), self.part(one)])
+
+
+def weight_normed() -> nn.Module:
+    model = Parts()
+    for i in (0, 2):
+        parametrizations.weight_norm(model.net[i])
+    return model
+
+
+class OneByOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.net(one) for one in x])
+
+
+INNER, EDGE = (7, 2), (4, 2)
+GRAPH_CASES = {
+    "parts": GraphCase(Parts, (INNER, EDGE)),
+    "edge first": GraphCase(lambda: Parts(True), (INNER, EDGE)),
+    "parts of one size": GraphCase(Parts, (EDGE, EDGE)),
+    "three sets": GraphCase(ThreeSets, (INNER, EDGE, (5, 2))),
+    "equations": GraphCase(Equations, (INNER,)),
+    "equations joined": GraphCase(lambda: Equations(lambda t: torch.cat(list(t.unbind(1)))), (INNER,), colours=3),
+    "equations in blocks": GraphCase(lambda: Equations(lambda t: t.T.flatten()), (INNER,), colours=3),
+    "equations in turns": GraphCase(lambda: Equations(lambda t: t.flatten()), (INNER,), colours=3),
+    "torch.func": GraphCase(Functional, (INNER, EDGE)),
+    "convolved": GraphCase(ConvolvedSlope, ((5, 2, 5, 5),)),
+    "attentive": GraphCase(Attentive, ((5, 3, 3),), (5, 3)),
+    "operator": GraphCase(lambda: Operator(False), ((5, 3), (5, 4, 2)), (5, 4)),
+    "operator on one grid": GraphCase(lambda: Operator(True), ((5, 3), (5, 4, 2)), (5, 4)),
+    "ensemble": GraphCase(Ensemble, ((5, 3),), (5, 2)),
+    "lstm": GraphCase(lambda: Recurring(nn.LSTM, num_layers=2), ((5, 3, 3),), (5, 2)),
+    "gru": GraphCase(lambda: Recurring(nn.GRU, bidirectional=True), ((5, 3, 3),), (5, 2)),
+    "rnn": GraphCase(lambda: Recurring(nn.RNN, nonlinearity="relu"), ((5, 3, 3),), (5, 2)),
+    "normed": GraphCase(Normed, ((5, 3), (3, 3)), (8, 1)),
+    "weight normed": GraphCase(weight_normed, (INNER, EDGE)),
+    "one by one": GraphCase(OneByOne, ((5, 3),), (5, 2)),
+}
