@@ -37,7 +37,7 @@ def test_a_part_in_the_place_of_another(name):
 def test_none_and_classes(name):
     with pytest.raises(TypeError, match=rf"{name}=(\w+) is a class: pass an object of it, \1\(\)"):
         check_part(name, type(PARTS[name]))
-    if name in ("momentum", "line_search", "average"):
+    if name in ("rows", "momentum", "line_search", "average"):
         check_part(name, None)
     else:
         with pytest.raises(TypeError, match=f"{name}=None"):

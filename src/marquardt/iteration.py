@@ -28,7 +28,7 @@ from .parts.damping import Damping
 from .parts.line_search import LineSearch
 from .parts.momentum import Momentum
 from .parts.schedule import Outcome, Schedule
-from .state import State
+from .state import UNHEARD, State
 from .trials import Trials
 
 # A decrease of so many roundings of the loss is taken for one. A run on the same data has converged if so many steps in
@@ -200,6 +200,18 @@ class Start(NamedTuple):
 def begin(old: State, level: Level, dtype: torch.dtype) -> Start:
     repeats = old.starts_with(level.f, dtype)
     return Start(old, level, repeats, old.doubt(level.f, level.low, repeats > 1))
+
+
+def first_notes(start: Start, plan: Plan | None) -> list[str]:
+    """What is told before any λ is tried."""
+    old, notes = start.old, []
+    before = 0 if old.plan is None else old.plan.squeeze
+    if plan is not None and plan.squeeze > before:
+        notes.append(f"out of memory, planned anew: {plan}")
+    if start.doubt > 1:
+        times = UNHEARD * start.doubt
+        notes.append(f"the loss is {times:.2g} times those of late: a careful step, λ times {start.doubt:.2g}")
+    return notes
 
 
 def judge(parts: Parts, start: Start, found: Found, lam: float, lr: float, eps: float) -> Judgement:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .arguments import brief, check_part, check_rate, check_ready, check_together
 from .curvature import Auto, Representation
-from .curvature.plan import Plan, duration
+from .curvature.plan import Plan
 from .curvature.solve import FactorizationError
 from .deferred import floats
 from .iteration import (
@@ -30,6 +31,7 @@ from .iteration import (
     blame_gradient,
     concluded,
     damped,
+    first_notes,
     judge,
     kept,
     next_lam,
@@ -47,6 +49,7 @@ from .model.batch import Batch, Batches
 from .model.checks import check_coupling, check_group, trainable
 from .model.parameters import Parameters
 from .model.randomness import rng_state, set_rng_state
+from .model.statistics import counting, estimated
 from .pace import Pace
 from .parts.acceptance import Acceptance, Uphill
 from .parts.average import EMA, Average
@@ -57,7 +60,7 @@ from .parts.schedule import GainRatio, Schedule
 from .recorded import RECORDERS
 from .recordings import Recordings
 from .saving import check_groups, loaded, saved
-from .state import UNHEARD, State
+from .state import State
 from .trials import Trials
 
 
@@ -131,6 +134,7 @@ class LM(torch.optim.Optimizer):
         self._known, self._recordings = Known(), Recordings()  # what was found out about the model
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
         self._pace = Pace()
+        self._last: list[Any] = []  # the inputs of the last step, if BatchNorm keeps statistics of them
         self._state = State(lam=schedule.initial)
         super().__init__(chosen, {"lr": lr})
 
@@ -190,9 +194,9 @@ class LM(torch.optim.Optimizer):
         check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self.group, self._averaged)
         self._pace.begin()
         step = self._taken(batches)
-        seconds, took = self._pace.end()
-        note = "; ".join(words for words in (step.note, took) if words)
-        return replace(step, note=note, seconds=seconds, predicted=self._pace.predicted or math.nan)
+        # What BatchNorm has seen last: `averaged` shows it to the averaged weights.
+        self._last = [b.inputs for b in islice(batches, 1)] if counting(self.model) else []
+        return self._pace.end(step)
 
     def _taken(self, batches: Iterable[Batch]) -> Step:
         """By a recording, or without; if memory runs out, again with a smaller plan."""
@@ -251,7 +255,7 @@ class LM(torch.optim.Optimizer):
         G = representation.represent(lin)
         start = begin(old, lin.level, lin.theta.dtype)
         matrices = damped(parts, G, old, start.same_data)
-        lam, unjudged, notes = old.lam, old.unjudged, self._first_notes(plan, start.doubt)
+        lam, unjudged, notes = old.lam, old.unjudged, first_notes(start, plan)
         for _ in range(self.attempts):
             used = start.doubt * lam
             end = self._attempt(lin, matrices, start, used, notes)
@@ -304,15 +308,6 @@ class LM(torch.optim.Optimizer):
                 return Ending("search", point[0], line, point[1], found, judgement, float(lin.parameters.norm(line)))
         return Ending("rejected", lr, None, f, found, judgement, found.length)
 
-    def _first_notes(self, plan: Plan | None, doubt: float) -> list[str]:
-        notes = []
-        before = 0 if self._state.plan is None else self._state.plan.squeeze
-        if plan is not None and plan.squeeze > before:
-            notes.append(f"out of memory, planned anew: {plan}")
-        if doubt > 1:
-            notes.append(f"the loss is {UNHEARD * doubt:.2g} times those of late: a careful step, λ times {doubt:.2g}")
-        return notes
-
     @property
     def _records(self) -> bool:
         return self.capture is not False and self.params[0].device.type in RECORDERS
@@ -351,7 +346,10 @@ class LM(torch.optim.Optimizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with its averaged weights, for evaluation: a step would be lost, and is refused."""
+        """The model with its averaged weights, for evaluation: a step would be lost, and is refused.
+
+        The running statistics of BatchNorm layers in train mode are those of the last batch at these weights.
+        """
         if self.average is None:
             raise ValueError("this optimizer keeps no average: pass average=mq.EMA() or mq.Polyak()")
         parameters, outer = Parameters(self.model, self.params), self._averaged
@@ -360,7 +358,8 @@ class LM(torch.optim.Optimizer):
             parameters.assign(self._state.mean)
         self._averaged = True
         try:
-            yield
+            with estimated(self.model, [] if self._state.mean is None else self._last):
+                yield
         finally:
             self._averaged = outer
             parameters.assign(theta)
@@ -380,14 +379,15 @@ class LM(torch.optim.Optimizer):
         self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks stay behind, as torch has it, and so does the wrapper that schedulers put in the place of `step`.
-        left = ("step", "_known", "_recordings", "_pace")
+        # Hooks stay behind, as torch has it, and the wrapper that schedulers put in the place of `step`.
+        left = ("step", "_known", "_recordings", "_pace", "_last")
         return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._averaged = False
         self._known, self._recordings, self._pace = Known(), Recordings(), Pace()
+        self._last = []
 
     def __repr__(self) -> str:
         n, state = sum(p.numel() for p in self.params), self._state
@@ -396,8 +396,7 @@ class LM(torch.optim.Optimizer):
             *(f"    {name:<12}{brief(part)}" for name, part in vars(self.parts).items()),
             f"    lr={self.lr}, attempts={self.attempts}, capture={self.capture}, group={self.group}",
             f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
-            *([] if state.plan is None else [f"    plan: {self.plan}"]),
-            *([] if state.plan is None else [f"    a step takes about {duration(self._pace.of(state.plan))}"]),
+            *([] if state.plan is None else [f"    plan: {self.plan}", f"    {self._pace.words(state.plan)}"]),
             *([f"    {self._recordings.note}"] if self._recordings.note else []),
         ]
         return "\n".join(lines)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from .curvature.cost import USUAL
 from .curvature.plan import Plan, duration
+from .iteration import Step
 
 # A step that is predicted to take more seconds than this is announced.
 LONG = 3.0
@@ -28,9 +30,8 @@ class Pace:
         self._began = 0.0
         self._announced: Plan | None = None
 
-    def of(self, plan: Plan) -> float:
-        """Seconds that a step by this plan will take."""
-        return plan.seconds * (1.0 if self.speed is None else self.speed)
+    def words(self, plan: Plan) -> str:
+        return f"a step takes about {duration(plan.seconds * (self.speed or 1.0))}"
 
     def begin(self) -> None:
         self._began = time.perf_counter()
@@ -49,15 +50,16 @@ class Pace:
             words = f"a step will take about {duration(self.predicted)}: {plan}"
             warnings.warn(words + (f"; {plan.faster}" if plan.faster else ""), stacklevel=5)
 
-    def end(self) -> tuple[float, str]:
-        """The seconds that the step took, and if it was announced what became of that."""
+    def end(self, step: Step) -> Step:
+        """The step with the seconds that it took, and in words if it was announced."""
         took = time.perf_counter() - self._began
         if not self._nominal or self.speed is None:
-            return took, ""
+            return replace(step, seconds=took)
         # Half of the way, as a ratio: one step that tries several points does not speak for all.
         self.speed = (self.speed * took / self._nominal) ** 0.5
-        long = max(took, self.predicted) > LONG
-        return took, f"took {duration(took)}, predicted {duration(self.predicted)}" if long else ""
+        note = f"took {duration(took)}, predicted {duration(self.predicted)}"
+        notes = [step.note, note] if max(took, self.predicted) > LONG else [step.note]
+        return replace(step, note="; ".join(n for n in notes if n), seconds=took, predicted=self.predicted)
 
 
 @cache

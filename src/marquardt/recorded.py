@@ -186,7 +186,7 @@ def _with(state: State, kept: list[Any]) -> State:
 
 
 def _clone(item: Any) -> Any:
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, item)
+    return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, item)
 
 
 def _copy(to: Any, source: Any) -> None:
@@ -195,4 +195,5 @@ def _copy(to: Any, source: Any) -> None:
         raise Unlike("the step leaves other tensors for the next one than it was given")
     pairs = [(a, b) for a, b in zip(there, here, strict=True) if isinstance(a, Tensor) and a is not b]
     if pairs:
-        torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+        with torch.no_grad():  # a model may ask for the gradient of its inputs
+            torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])

@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -200,8 +200,9 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
     places = tuple(t.data_ptr() for t in [*model.parameters(), *model.buffers()])
     settings = modes(model), attributes(model), torch.get_float32_matmul_precision()
+    plan = None if state.plan is None else replace(state.plan, steady=None)  # only the choice asked for that
     return (
-        parts, objective.loss, on_same_data(state), shapes, spec, places, settings, lr, known.proven, state.plan,
+        parts, objective.loss, on_same_data(state), shapes, spec, places, settings, lr, known.proven, plan,
     )  # fmt: skip
 
 

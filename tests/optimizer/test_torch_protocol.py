@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_repr():
     assert repr(opt) == (
         "LM of Sequential, 27 parameters, CrossEntropy(label_smoothing=0.1)\n"
         "    curvature   Auto(memory='1GiB')\n"
-        "    rows        Exact()\n"
+        "    rows        None\n"
         "    damping     MeanEigenvalue()\n"
         "    schedule    GainRatio()\n"
         "    momentum    None\n"
@@ -190,9 +191,10 @@ def test_repr():
         "    λ = 1, steps: 0, accepted: 0"
     )
     opt.step(x, torch.arange(8) % 3)
-    last = repr(opt).splitlines()[-2:]
+    last = repr(opt).splitlines()[-3:]
     assert last[0].endswith("steps: 1, accepted: 1")
     assert last[1] == f"    plan: {opt.plan}"
+    assert re.fullmatch(r"    a step takes about [\d.]+ m?s", last[2])
 
 
 def test_repr_of_tensors_and_parts_of_ones_own():

@@ -197,7 +197,7 @@ class Representation(ABC):
 
     def restored(self, plan: Plan, device: torch.device) -> Plan | None:
         """A plan that was saved, if it still holds here."""
-        return None
+        return plan if plan.name == str(self) else None
 
     def takes(self, name: str) -> bool:
         """Whether it goes on with what another representation, of this name, has kept."""

@@ -21,7 +21,7 @@ from .solve import holds, spd_solve
 
 # The relative error that rounding may leave in a float32 step, as a bound that is seldom reached: errors are a tenth of
 # it. Where it would be more, K is formed and factored in float64, and then the products with the rows as well.
-ROUNDING = 1e-4
+ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from .objective import Level, Objective, Totals
 from .piece import Piece
 from .rows import Exact, Rows
 
-
 EMPTY = "no batches: the iterable given to step_over is empty"
 
 
@@ -146,7 +145,7 @@ class Linearization:
     def expected(self, N: int) -> int:
         """Samples of all pieces, if the first has N; N if nothing tells."""
         batches = getattr(self.batches, "batches", None)
-        return self.samples() if self.single else N * len(batches) if isinstance(batches, Sized) else N
+        return self.samples() if self.single else N * max(1, len(batches)) if isinstance(batches, Sized) else N
 
     def reopened(self) -> Piece:
         """The only piece once more, with a graph of its own: that of the last one held weights that have changed."""
@@ -171,7 +170,8 @@ class Linearization:
         totals, h = Totals(0.0, 0.0, 0.0, 0.0), None
         for i, batch in enumerate(self.cut()):
             piece = self.piece(batch, self.seed + i)
-            if self.needs.chunk is not None and not piece.divisible:
+            whole = self.single and any(batch is b for b in self.batches)
+            if self.needs.chunk is not None and not whole and not piece.divisible:
                 raise ValueError(
                     f"chunk={self.needs.chunk}: {batch.samples} samples gave {piece.N} outputs, so the batch cannot be "
                     "cut into samples; leave chunk out, or pass inputs and outputs with one row per sample"

@@ -47,6 +47,8 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     if not recording():
         known.only_slopes = not J.forward.chance.drawn or _draws_slopes_only(J)
     proven = recording() or signature in known.proofs
+    if recording() and known.proof.map is not None and known.proofs.get(signature) is not known.proof:
+        raise RuntimeError("the graph of the recorded pass is not the one that was proven")
     if not proven and not bool(J.S.any()):  # all weights are zero: that proves nothing
         return [Nothing(J.parameters.tensors, J.m, J.N)], None
     if not proven:

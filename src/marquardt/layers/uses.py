@@ -68,7 +68,7 @@ def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: 
     a, d = _joined(inputs, places, N, 0), _joined(deltas, places, N, 1)
     if a[0, 0].numel() * d.shape[-1] != p.numel():
         raise Misfit("a and δ are not those of a weight of this size")
-    return Gathered(a, d, p, None)
+    return Gathered(a.detach(), d.detach(), p, None)
 
 
 class Gathered(Bilinear):
