@@ -48,7 +48,7 @@ class Pace:
         if self.predicted > LONG and plan != self._announced:
             self._announced = plan
             words = f"a step will take about {duration(self.predicted)}: {plan}"
-            warnings.warn(words + (f"; {plan.faster}" if plan.faster else ""), stacklevel=5)
+            warnings.warn(words + (f"; {plan.faster}" if plan.faster else ""), stacklevel=7)
 
     def end(self, step: Step) -> Step:
         """The step with the seconds that it took, and in words if it was announced."""

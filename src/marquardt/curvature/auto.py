@@ -143,7 +143,7 @@ class Auto(Interchangeable):
             fitting = [way for way in ways if budget is None or way.cost.bytes <= budget]
             if plan.squeeze < len(fitting):
                 way = fitting[plan.squeeze]
-                if share is every[-1] or self._in_time(share.shapes, plan.shapes, way, plan.steady):
+                if share is every[-1] or self._in_time(share, plan.shapes, way, plan.steady):
                     return self._picked(lin, plan, share, way, budget)
         smallest = min(ways, key=lambda way: way.cost.bytes)
         if fitting:
@@ -170,11 +170,12 @@ class Auto(Interchangeable):
             return plan
         return replace(plan, faster="rows=mq.Sampled(1) takes fewer rows, and mq.Fraction(0.1) those of fewer samples")
 
-    def _in_time(self, s: Shapes, whole: Shapes, way: _Way, steady: bool | None) -> bool:
+    def _in_time(self, share: _Share, whole: Shapes, way: _Way, steady: bool | None) -> bool:
+        s = share.shapes
         if steady or in_gradients(s, way.cost, whole) <= self.work:
             return True
-        direct = not isinstance(way.picked, MatrixFree)
-        return steady is None and direct and step(s, way.cost, whole).seconds(s) <= UNTOLD
+        direct = s is whole and not isinstance(way.picked, MatrixFree)
+        return steady is None and direct and step(s, way.cost).seconds(s) <= UNTOLD
 
     def _ways(self, s: Shapes, cut: bool = True, couples: bool = False, steady: bool | None = True) -> Iterator[_Way]:
         """Every way to go, fastest first."""
