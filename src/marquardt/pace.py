@@ -16,9 +16,6 @@ from .iteration import Step
 # A step that is predicted to take more seconds than this is announced.
 LONG = 3.0
 
-# What is proven on first use takes about as long as the step itself, and a half more.
-FIRST = 2.5
-
 
 class Pace:
     """Corrects predictions by what earlier steps took. It never enters a choice, and is not saved."""
@@ -43,7 +40,7 @@ class Pace:
             return
         if self.speed is None:
             self.speed = 1.0 if device.type == "cuda" else probe()
-        self._nominal = plan.seconds * (1.0 if proven else FIRST)
+        self._nominal = plan.seconds + (0.0 if proven else plan.proof)
         self.predicted = self.speed * self._nominal
         if self.predicted > LONG and plan != self._announced:
             self._announced = plan

@@ -189,5 +189,10 @@ def step(s: Shapes, cost: Cost, whole: Shapes | None = None) -> Work:
     return total + 2 * forward(s) if whole is None or whole.N == s.N else total + forward(s) + 2 * forward(whole)
 
 
+def proof(s: Shapes) -> Work:
+    """What is proven on first use: the rows once more, some backward passes to compare them with, and the loss."""
+    return deltas(s) + 5 * gradient(s) + Work(calls=2 * STEP)
+
+
 def in_gradients(s: Shapes, cost: Cost, whole: Shapes | None = None) -> float:
     return step(s, cost, whole).seconds(s) / gradient(whole or s).seconds(s)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..jacobian.linearization import Linearization
 from ..jacobian.rows import Exact, Fraction, Rows, Sampled
-from .cost import Cost, Layer, Shapes, in_gradients, step
+from .cost import Cost, Layer, Shapes, in_gradients, proof, step
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Plan:
     bytes: int = 0  # predicted for a step, beside the parameters themselves
     budget: int | None = None
     work: float = 0.0  # predicted for a step, in gradients
-    seconds: float = 0.0  # predicted for a step on a machine of the usual speed
+    seconds: float = 0.0  # predicted for a step on a machine of the usual speed,
+    proof: float = 0.0  # and for what the first one proves
     why: str = ""
     faster: str = ""  # what would be, if it is slow
     input_size: int = 0  # numbers in the inputs of the batch that it was made for
@@ -60,7 +61,8 @@ class Plan:
         if cost is None:
             return self
         work = step(s, cost, self.shapes)
-        return replace(self, bytes=cost.bytes, work=in_gradients(s, cost, self.shapes), seconds=work.seconds(s))
+        gradients, proven = in_gradients(s, cost, self.shapes), proof(s).seconds(s)
+        return replace(self, bytes=cost.bytes, work=gradients, seconds=work.seconds(s), proof=proven)
 
     def __str__(self) -> str:
         limit = "" if self.budget is None else f" of {readable(self.budget)}"

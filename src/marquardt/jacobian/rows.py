@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,10 @@ from ..deferred import draw
 from ..losses import Loss, Root
 from ..model.batch import Batch
 from ..tolerances import FORMULA
+
+
+# Random signs come as bits of whole numbers, which are few to draw: as many as float32 holds exactly.
+BITS = 24
 
 
 class Cotangents(NamedTuple):
@@ -113,13 +118,16 @@ class Sampled(Rows):
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         def signs(shape: tuple[int, ...]) -> Tensor:
-            def bits(seed: int) -> Tensor:
-                return (
-                    2 * torch.randint(0, 2, (self.k, *shape), generator=_generator(self.seed, seed), device="cpu") - 1
-                )
+            count = self.k * math.prod(shape)
 
-            found: Tensor = draw(bits, seed, z) / self.k**0.5  # (k, N, P, r)
-            return found
+            def words(seed: int) -> Tensor:
+                generator = _generator(self.seed, seed)
+                return torch.randint(0, 1 << BITS, (-(-count // BITS),), generator=generator, device="cpu")
+
+            place = torch.arange(BITS, device=z.device)
+            bits = (draw(words, seed, z).long()[:, None] >> place) & 1  # (words, BITS)
+            found: Tensor = (2 * bits.flatten()[:count] - 1).to(z).view(self.k, *shape) / self.k**0.5
+            return found  # (k, N, P, r)
 
         return Cotangents(loss.ungroup(loss.mixed(z, y, weight, signs), z), None, loss.gradient(z, y, weight))
 
