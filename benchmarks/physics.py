@@ -2,7 +2,7 @@
 
     python benchmarks/physics.py --device cuda --parallel 6 --json physics.json
     python benchmarks/physics.py --step --device cuda           # a step only, against rows by vmap
-    python benchmarks/physics.py --methods adam --rate 0.003 --first-seed 0     # how a rate was chosen
+    python benchmarks/physics.py --methods adam --rate 0.003 0.01 --first-seed 0      # to choose a rate
     python benchmarks/physics.py --quick
 
 Poisson: Δu = −2π² sin πx sin πy on the unit square, u = 0 on its edge; u = sin πx sin πy.
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, vmap
+from torch.func import functional_call, grad, jacfwd, vmap
 
 import marquardt as mq
 import measure
@@ -132,7 +132,7 @@ class Method(NamedTuple):
     evaluated: Callable[[], AbstractContextManager[object]] = nullcontext  # the weights to be judged, while inside
 
 
-def lm(model: Network, points: Points, options: argparse.Namespace, _: float) -> Method:
+def lm(model: Network, points: Points, options: argparse.Namespace, rate: float) -> Method:
     opt = mq.LM(model, "residual")
 
     def run(_: float) -> int:
@@ -168,7 +168,7 @@ def adam(model: Network, points: Points, options: argparse.Namespace, rate: floa
     return Method(run)
 
 
-def lbfgs(model: Network, points: Points, options: argparse.Namespace, _: float) -> Method:
+def lbfgs(model: Network, points: Points, options: argparse.Namespace, rate: float) -> Method:
     gradient = gradient_of(model, points)
     closure = graphed(gradient, model) if graphs(options) else gradient
 
@@ -190,20 +190,27 @@ def lbfgs(model: Network, points: Points, options: argparse.Namespace, _: float)
         if not finite:
             with torch.no_grad():
                 torch._foreach_copy_(params, before)
-        if not finite or loss >= least:
-            opt = begun()
-        least = min(least, loss)
+        stuck = not finite or loss >= least  # the call before gained nothing
+        opt, least = (begun(), math.inf) if stuck else (opt, loss)
         return taken
 
     return Method(run)
 
 
-METHODS: dict[str, tuple[str, Callable[..., Method]]] = {
-    "lm": ("LM", lm), "adam": ("Adam", adam), "lbfgs": ("L-BFGS", lbfgs),
-}  # fmt: skip
+METHODS = {"lm": lm, "adam": adam, "lbfgs": lbfgs}
 
 
-NAMES = [name for name, _ in METHODS.values()]
+class Entry(NamedTuple):
+    method: str
+    rate: float = math.nan  # Adam's
+
+    def __str__(self) -> str:
+        return {"lm": "LM", "adam": f"Adam, {self.rate:g}", "lbfgs": "L-BFGS"}[self.method]
+
+
+def entries(problem: str, options: argparse.Namespace) -> list[Entry]:
+    rates = options.rate or [RATES[problem]]
+    return [e for m in options.methods for e in ([Entry(m, r) for r in rates] if m == "adam" else [Entry(m)])]
 
 
 def graphs(options: argparse.Namespace) -> bool:
@@ -275,20 +282,18 @@ class Run:
         return vars(self) | {"error": self.error}
 
 
-def trained(task: tuple[str, int, str, argparse.Namespace]) -> Run:
-    problem, seed, name, options = task
+def trained(problem: str, seed: int, entry: Entry, options: argparse.Namespace) -> Run:
     warnings.simplefilter("ignore")
     if options.threads:
         torch.set_num_threads(options.threads)
-    method = METHODS[name][1]
-    rate = options.rate or RATES[problem]
+    method, rate = METHODS[entry.method], entry.rate
     warm = method(*build(problem, 0, options.weight, options.device), options, rate)
     for _ in range(12 if options.device.type == "cuda" else 1):  # loads the kernels, those of LM's CUDA graph too
         warm.run(0.0)
     del warm
 
     model, points = build(problem, seed, options.weight, options.device)
-    run, every = Run(problem, METHODS[name][0], seed), min(2.0, options.seconds / 5)
+    run, every = Run(problem, str(entry), seed), min(2.0, options.seconds / 5)
     run.seconds, (step, evaluated) = measure.timed(lambda: method(model, points, options, rate), options.device)
     due = every
     while run.seconds < options.seconds:
@@ -306,12 +311,12 @@ def trained(task: tuple[str, int, str, argparse.Namespace]) -> Run:
 def all_runs(options: argparse.Namespace) -> Iterable[Run]:
     """Seed by seed; with --parallel in processes, as they end."""
     seeds = range(options.seed, options.seed + options.seeds)
-    tasks = [(p, s, m, options) for s in seeds for p in options.problems for m in options.methods]
+    tasks = [(p, s, e, options) for s in seeds for p in options.problems for e in entries(p, options)]
     if options.parallel == 1:
-        yield from map(trained, tasks)
+        yield from (trained(*task) for task in tasks)
         return
     with ProcessPoolExecutor(options.parallel, torch.multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(trained, task) for task in tasks]):
+        for done in as_completed([pool.submit(trained, *task) for task in tasks]):
             yield done.result()
 
 
@@ -327,9 +332,13 @@ def rows_by_vmap(model: Network, points: Points) -> Callable[[], Tensor]:
         return functional_call(model.u, theta, (x,))[0]
 
     def inside(theta: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        H = hessian(u)(x, theta)  # (2, 2)
+        def slope(x: Tensor) -> tuple[Tensor, Tensor]:
+            found = grad(u)(x, theta)  # (2,)
+            return found, found
+
+        H, first = jacfwd(slope, has_aux=True)(x)  # (2, 2)
         curved = [H[i, i].unsqueeze(0) for i in model.twice]
-        r = model.equation(x.unsqueeze(0), grad(u)(x, theta).unsqueeze(0), curved)[0]
+        r = model.equation(x.unsqueeze(0), first.unsqueeze(0), curved)[0]
         return r, r
 
     def edge(theta: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -367,35 +376,36 @@ def spread(values: Sequence[float]) -> str:
     return f"{measure.median(values):.1e} ({min(values):.1e} – {max(values):.1e})"
 
 
-def table(runs: Sequence[Run], marks: Sequence[float], seconds: float) -> str:
+def grouped(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
+    found: dict[tuple[str, str], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (list(PROBLEMS).index(run.problem), run.method, run.seed)):
+        found.setdefault((run.problem, run.method), []).append(run)
+    return found
+
+
+def table(runs: Sequence[Run], seconds: float) -> str:
+    marks = [mark for mark in MARKS if mark < seconds]
     head = ["problem, method", f"error after {seconds:g} s", *(f"{mark:g} s" for mark in marks), "steps", "ms a step"]
-    rows = []
-    for problem, method in dict.fromkeys((run.problem, run.method) for run in runs):
-        own = [run for run in runs if (run.problem, run.method) == (problem, method)]
-        rows.append(
-            [
-                f"{problem}, {method}",
-                spread([run.error for run in own]),
-                *(spread([run.after(mark) for run in own]) for mark in marks),
-                measure.number(measure.median([run.steps for run in own])),
-                measure.milliseconds(measure.median([run.seconds / run.steps for run in own])),
-            ]
-        )
+    rows = [
+        [
+            f"{problem}, {method}",
+            spread([run.error for run in own]),
+            *(spread([run.after(mark) for run in own]) for mark in marks),
+            f"{measure.median([run.steps for run in own]):,.0f}",
+            measure.milliseconds(measure.median([run.seconds / run.steps for run in own])),
+        ]
+        for (problem, method), own in grouped(runs).items()
+    ]
     return measure.markdown(head, rows)
 
 
 def ratios(runs: Sequence[Run]) -> list[Verdict]:
     """Of the errors at the end."""
-
-    def error(problem: str, method: str) -> float:
-        return measure.median([run.error for run in runs if (run.problem, run.method) == (problem, method)])
-
-    present = {(run.problem, run.method) for run in runs}
+    errors = {key: measure.median([run.error for run in own]) for key, own in grouped(runs).items()}
     return [
-        Verdict(f"{problem}: error of {other} / LM", error(problem, other) / error(problem, "LM"), "")
-        for problem in dict.fromkeys(run.problem for run in runs)
-        for other in ("Adam", "L-BFGS")
-        if {(problem, "LM"), (problem, other)} <= present
+        Verdict(f"{problem}: error of {method} / LM", error / errors[problem, "LM"], "")
+        for (problem, method), error in errors.items()
+        if method != "LM" and (problem, "LM") in errors
     ]
 
 
@@ -413,7 +423,7 @@ def arguments() -> argparse.Namespace:
     add("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     add("--weight", type=float, default=WEIGHT, help=f"of the residuals on the edge (default {WEIGHT:g})")
-    add("--rate", type=float, help=f"Adam's first learning rate (default {RATES})")
+    add("--rate", type=float, nargs="+", help=f"Adam's first learning rates (default {RATES})")
     add("--eager", action="store_true", help="no CUDA graphs for Adam and L-BFGS")
     add("--parallel", type=measure.positive, default=1, metavar="K", help="runs at a time, on the same device")
     add("--step", action="store_true", help="time a step only, against rows by vmap")
@@ -443,10 +453,9 @@ def main() -> None:
     for run in all_runs(options):
         measure.note(f"{run.problem}, seed {run.seed}, {run.method}: {run.steps} steps, error {run.error:.1e}")
         runs.append(run)
-        runs.sort(key=lambda run: (options.problems.index(run.problem), NAMES.index(run.method), run.seed))
         # After each run, so that a machine that is taken away leaves what there is.
         measure.write(options, described, runs=[run.record() for run in runs], verdicts=ratios(runs), notes=notes)
-    shown = [table(runs, [mark for mark in MARKS if mark < options.seconds], options.seconds)]
+    shown = [table(runs, options.seconds)]
     shown += [measure.verdicts(verdicts)] if (verdicts := ratios(runs)) else []
     print(*shown, "\n".join(notes), sep="\n\n")
 
