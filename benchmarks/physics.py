@@ -14,7 +14,7 @@ weight, the same for all methods. The error is ‖u − exact‖/‖exact‖ on 
 clock off. With --parallel several runs share the machine (and the GPU, best with MPS): that slows every method down.
 
 LM has no option set; it is evaluated with its averaged weights, as it is meant to be used (on the same data they are
-the weights of the least loss; the error of the last iterate is in the JSON file). Adam is the fused one; its rate falls
+the weights of the least loss; "last iterate" is the error without them). Adam is the fused one; its rate falls
 from `--rate` to 0 as a cosine over the time that the run has. L-BFGS has strong Wolfe conditions, a history of 100 and
 no tolerances, and begins anew if it gets stuck. On CUDA a step of Adam is one CUDA graph and so is a gradient of
 L-BFGS, as LM records its steps; `--eager` leaves the graphs of these two out. Building a method and recording are on
@@ -391,12 +391,14 @@ def grouped(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
 
 def table(runs: Sequence[Run], seconds: float) -> str:
     marks = [mark for mark in MARKS if mark < seconds]
-    head = ["problem, method", f"error after {seconds:g} s", *(f"{mark:g} s" for mark in marks), "steps", "ms a step"]
+    head = ["problem, method", f"error after {seconds:g} s", *(f"{mark:g} s" for mark in marks)]
+    head += ["last iterate", "steps", "ms a step"]
     rows = [
         [
             f"{problem}, {method}",
             spread([run.error for run in own]),
             *(spread([run.after(mark) for run in own]) for mark in marks),
+            spread([run.last for run in own]),
             f"{measure.median([run.steps for run in own]):,.0f}",
             measure.milliseconds(measure.median([run.seconds / run.steps for run in own])),
         ]
