@@ -53,6 +53,9 @@ MARKS = (10, 20, 40)  # seconds
 PER_BLOCK = 10  # steps of Adam between two looks at the clock
 ITERATIONS = 50  # of L-BFGS in a call: its first gradient is the last one of the call before
 
+# Of the loss that L-BFGS sees: torch's drops every pair with yᵀs ≤ 1e-10, so that it stalls once the loss is small.
+SCALE = 1e8
+
 Points = tuple[Tensor, ...]
 
 
@@ -174,7 +177,7 @@ def adam(model: Network, points: Points, options: argparse.Namespace, rate: floa
 
 
 def lbfgs(model: Network, points: Points, options: argparse.Namespace, rate: float) -> Method:
-    gradient = gradient_of(model, points)
+    gradient = gradient_of(model, points, SCALE)
     closure = graphed(gradient, model) if graphs(options) else gradient
 
     def begun() -> torch.optim.LBFGS:
@@ -222,14 +225,14 @@ def graphs(options: argparse.Namespace) -> bool:
     return options.device.type == "cuda" and not options.eager
 
 
-def gradient_of(model: Network, points: Points) -> Callable[[], Tensor]:
+def gradient_of(model: Network, points: Points, scale: float = 1.0) -> Callable[[], Tensor]:
     """The loss, its gradient in p.grad: nothing is spent on the gradient at the points, which backward() would take."""
     params = list(model.parameters())
     for p in params:
         p.grad = torch.zeros_like(p)
 
     def gradient() -> Tensor:
-        loss = model(*points).square().mean()
+        loss = scale * model(*points).square().mean()
         torch._foreach_copy_([p.grad for p in params], torch.autograd.grad(loss, params))
         return loss.detach()
 
