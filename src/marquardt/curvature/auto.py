@@ -98,9 +98,11 @@ class Auto(Interchangeable):
         self, lin: Linearization, plan: Plan | None, rows: Rows | None = None, steady: bool | None = None
     ) -> tuple[Representation, Plan]:
         """The last plan, while the shapes are the same and so are the data, or not; otherwise another one."""
-        other_kind = plan is not None and plan.shapes is not None and plan.shapes.single != lin.single
+        kind = lin.single, coupled(lin.objective.model) is not None
+        other_kind = plan is not None and plan.shapes is not None and (plan.shapes.single, plan.couples) != kind
         if plan is None or plan.options != self._options or other_kind:
             plan = Plan(self._options)
+        plan = replace(plan, couples=kind[1])
         if plan.kind is not None and plan.chunk != self.chunk and input_size(lin) <= plan.input_size:
             shapes = plan.shapes  # a forward pass of the whole batch may not fit
         else:
@@ -114,7 +116,9 @@ class Auto(Interchangeable):
         plan = Plan(self._options) if plan is None else plan
         if not out_of_memory(error) or isinstance(error, Exhausted) or plan.squeeze >= PLANS:
             return None
-        return Plan(self._options, shapes=plan.shapes, steady=plan.steady, squeeze=plan.squeeze + 1)
+        return Plan(
+            self._options, shapes=plan.shapes, steady=plan.steady, couples=plan.couples, squeeze=plan.squeeze + 1
+        )
 
     def restored(self, plan: Plan, device: torch.device) -> Plan | None:
         budget = parse(self.memory) if self.memory is not None else free(device)
@@ -133,13 +137,12 @@ class Auto(Interchangeable):
         budget = plan.budget  # what is free is measured once for each batch that is larger
         if plan.kind is None or budget is None or input_size(lin) > plan.input_size:
             budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
-        couples = coupled(lin.objective.model) is not None
         cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
-        every = list(_fewer(plan.shapes)) if free_rows and lin.single and not couples else [_Share(plan.shapes)]
+        every = list(_fewer(plan.shapes)) if free_rows and lin.single and not plan.couples else [_Share(plan.shapes)]
         ways: list[_Way] = []
         fitting: list[_Way] = []
         for share in every:
-            ways = list(self._ways(share.shapes, cut, couples, plan.steady))
+            ways = list(self._ways(share.shapes, cut, plan.couples, plan.steady))
             fitting = [way for way in ways if budget is None or way.cost.bytes <= budget]
             if plan.squeeze < len(fitting):
                 way = fitting[plan.squeeze]

@@ -25,6 +25,7 @@ class Plan:
     sampled: int | None = None  # rows per sample, drawn at random; None: all of them, or those that LM was given
     fraction: float | None = None  # of the samples whose rows are formed; None: all
     steady: bool | None = None  # whether it is for the same data in every step; None: not known yet
+    couples: bool = False  # whether it is for samples that depend on each other
     name: str = ""  # in words
     bytes: int = 0  # predicted for a step, beside the parameters themselves
     budget: int | None = None
