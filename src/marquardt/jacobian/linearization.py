@@ -171,7 +171,7 @@ class Linearization:
         for i, batch in enumerate(self.cut()):
             piece = self.piece(batch, self.seed + i)
             whole = self.single and any(batch is b for b in self.batches)
-            if self.needs.chunk is not None and not whole and not piece.divisible:
+            if self.needs.chunk is not None and not (whole or piece.divisible or batch.opaque):  # it was cut
                 raise ValueError(
                     f"chunk={self.needs.chunk}: {batch.samples} samples gave {piece.N} outputs, so the batch cannot be "
                     "cut into samples; leave chunk out, or pass inputs and outputs with one row per sample"

@@ -80,6 +80,11 @@ class Piece:
     def _picked(self, rows: Rows, index: Tensor, seed: int) -> Jacobian:
         """J̃ of some of the samples, in the units of the whole"""
         check_coupling(self.objective.model)
+        if not self.batch.opaque and not self.divisible:  # `take` tells what cannot be taken apart
+            raise ValueError(
+                f"{type(rows).__name__}: the model returned {self.N} outputs, and the inputs do not have a row for each, so that a "
+                "part of them cannot be taken: take the rows of all samples, such as rows=mq.Sampled(1)"
+            )
         slopes = [s.take(index, self.N) for s in self.whole.slopes]
         batch, chance = self.batch.take(index), self.whole.chance
         once = self._unrolls(self.known.rows_per_sample)
@@ -137,8 +142,8 @@ class Piece:
 
     @property
     def divisible(self) -> bool:
-        """Whether a part of the samples can go through the model: that there are as many outputs as inputs shows it."""
-        return not self.batch.opaque and self.batch.samples == self.N
+        """Whether a part of the samples can go through the model."""
+        return self.batch.divisible(self.N)
 
     def exact_rows(self) -> int:
         """Rows that one sample has in all, whichever are formed."""

@@ -81,6 +81,12 @@ class Batch:
         items = [self.targets] if self.opaque else [self.targets, self.inputs]
         return next((len(t) for t in tree_leaves(items) if isinstance(t, Tensor) and t.ndim), 0)
 
+    def divisible(self, N: int) -> bool:
+        """Whether a part of the samples can go through the model: that N outputs belong to N rows of the inputs shows
+        it. Logits of all tokens in one list do not, nor residuals of points of several kinds, one after the other."""
+        rows = {len(t) for t in tree_leaves(self.inputs) if isinstance(t, Tensor) and t.ndim}
+        return not self.opaque and self.samples == N and N in rows
+
     def _check_parts(self, way_out: str) -> None:
         for t in tree_leaves(self.inputs):
             if opaque(t):
@@ -95,6 +101,11 @@ class Batch:
         if size is None or (size >= N and (N or not self.opaque)):
             return [self]
         self._check_parts("leave chunk out")
+        if not self.divisible(N):
+            raise ValueError(
+                f"chunk={size}: no tensor of the inputs has a row for each of the {N} targets, so that the batch cannot "
+                "be cut into samples: leave chunk out, or pass inputs and targets with one row per sample"
+            )
         for what in ("targets", "weight"):
             for t in tree_leaves(getattr(self, what)):
                 if isinstance(t, Tensor) and (t.ndim == 0 or len(t) != N):
