@@ -76,7 +76,8 @@ def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:
     rows are `free` to be chosen, R is that of all of them."""
     known = None if plan is None else plan.shapes
     if not lin.in_one and known is not None and known.single == lin.single:
-        return known  # another forward pass would tell no more
+        # Another forward pass would tell no more than how many samples there are.
+        return replace(known, N=max(known.N, lin.expected(known.piece)))
     piece = lin.whole() if lin.in_one else lin.first()
     watch, N, out = piece.whole.watch, piece.N, piece.z[0].numel()
     if (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -144,8 +144,13 @@ class Linearization:
 
     def expected(self, N: int) -> int:
         """Samples of all pieces, if the first has N; N if nothing tells."""
-        batches = getattr(self.batches, "batches", None)
-        return self.samples() if self.single else N * max(1, len(batches)) if isinstance(batches, Sized) else N
+        if self.single:
+            return self.samples()
+        try:
+            pieces = len(getattr(self.batches, "batches", ()))
+        except TypeError:  # an iterable, or a DataLoader of one, which has the method and no answer
+            pieces = 1
+        return N * max(1, pieces)
 
     def reopened(self) -> Piece:
         """The only piece once more, with a graph of its own: that of the last one held weights that have changed."""
