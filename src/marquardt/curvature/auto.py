@@ -33,8 +33,8 @@ PLANS = 9
 # Gradients that a step on changing batches may cost: about what a step of the paper's CNN costs on a CPU, twice.
 WORK = 30.0
 
-# Seconds, on a machine of the usual speed, that the first two steps may take beyond that: only after them is it known
-# whether the data are always the same, and then nothing is cut.
+# Seconds, on a machine of the usual speed, that the first two steps may take beyond that with all rows: only after them
+# is it known whether the data are always the same, and then nothing is cut.
 UNTOLD = 2.0
 
 # Conjugate gradients lose digits, and may take ten times as many iterations as is likely: they must promise to be so
