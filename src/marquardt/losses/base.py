@@ -155,6 +155,11 @@ class Loss(ABC):
         S = self.root(z, y, weight).S
         return torch.einsum("npcr,knpr->knpc", S, signs((*S.shape[:2], S.shape[3])))
 
+    def count(self, z: Tensor, y: Target, weight: Tensor | None = None) -> int:
+        """Columns of S that one sample has, over all its groups; z and y are those of one sample."""
+        S = self.root(z, y, weight).S
+        return S.shape[1] * S.shape[3]
+
     def empirical(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
         """The paper's rows: S = √w ∂ℓ/∂z, u = √w, so that SSᵀ = w ∇ℓ∇ℓᵀ and Su = ∂value/∂z."""
         root_w = None if weight is None else weight.sqrt()

@@ -88,11 +88,21 @@ class CrossEntropy(Loss):
 
     def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
         """√w̃ (s∘ε − p(sᵀε)): S itself has as many numbers as pairs of classes"""
+        if self._other_root:
+            return super().mixed(z, y, weight, signs)
         p, q = self.group(z).softmax(-1), self.targets(z, y)  # (N, P, C)
         found = p.sqrt() * signs(tuple(p.shape))  # (k, N, P, C)
         found = found - p * found.sum(-1, keepdim=True)
         root_w = q.sum(-1, keepdim=True).sqrt()  # (N, P, 1)
         return found * (root_w if weight is None else weighted(root_w, weight.sqrt()))
+
+    def count(self, z: Tensor, y: Target, weight: Tensor | None = None) -> int:
+        return super().count(z, y, weight) if self._other_root else math.prod(z.shape[2:]) * (z.shape[1] - 1)
+
+    @property
+    def _other_root(self) -> bool:
+        """Whether a subclass has an S of its own."""
+        return type(self).factors is not CrossEntropy.factors or type(self).root is not CrossEntropy.root
 
     def empirical_factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Hard labels: S = √w̃ (p − e_y), u = √w̃, r = 1. Soft: one column √q̃ₖ (p − eₖ), uₖ = √q̃ₖ, per class."""
