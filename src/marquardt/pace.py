@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from dataclasses import replace
@@ -45,7 +46,7 @@ class Pace:
         if self.predicted > LONG and plan != self._announced:
             self._announced = plan
             words = f"a step will take about {duration(self.predicted)}: {plan}"
-            warnings.warn(words + (f"; {plan.faster}" if plan.faster else ""), stacklevel=7)
+            warnings.warn(words + (f"; {plan.faster}" if plan.faster else ""), stacklevel=users())
 
     def end(self, step: Step) -> Step:
         """The step with the seconds that it took, and in words if it was announced."""
@@ -57,6 +58,14 @@ class Pace:
         note = f"took {duration(took)}, predicted {duration(self.predicted)}"
         notes = [step.note, note] if max(took, self.predicted) > LONG else [step.note]
         return replace(step, note="; ".join(n for n in notes if n), seconds=took, predicted=self.predicted)
+
+
+def users() -> int:
+    """The level of the first call that is not ours, for a warning: torch and schedulers wrap `step`."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("marquardt", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @cache
