@@ -231,7 +231,7 @@ class LM(torch.optim.Optimizer):
                 representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, old.steady)
                 check_together(representation, lin.single)
                 lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
-                self._pace.expect(self._planned, lin.theta.device, self._known.proven is not None)
+                self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None)
                 step, state = self._iterate(lin, representation, self._planned)
             # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
             if not step.accepted:
