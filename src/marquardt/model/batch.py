@@ -103,8 +103,8 @@ class Batch:
         self._check_parts("leave chunk out")
         if not self.divisible(N):
             raise ValueError(
-                f"chunk={size}: no tensor of the inputs has a row for each of the {N} targets, so that the batch cannot "
-                "be cut into samples: leave chunk out, or pass inputs and targets with one row per sample"
+                f"chunk={size}: no tensor of the inputs has a row for each of the {N} targets, so that the batch "
+                "cannot be cut into samples: leave chunk out, or pass inputs and targets with one row per sample"
             )
         for what in ("targets", "weight"):
             for t in tree_leaves(getattr(self, what)):
