@@ -75,7 +75,8 @@ class Shapes:
         layers = tuple(a if a.P >= b.P else b for a, b in zip(self.layers, found.layers, strict=True))
         if (N, R, out, piece, layers) == (self.N, self.R, self.out, self.piece, self.layers):
             return self
-        return replace(found, N=N, R=R, out=out, piece=piece, layers=layers)
+        numbers, nodes = max(self.numbers, found.numbers), max(self.nodes, found.nodes)
+        return replace(found, N=N, R=R, out=out, piece=piece, layers=layers, numbers=numbers, nodes=nodes)
 
     def covers(self, N: int, out: int, uses: int, single: bool) -> bool:
         """Whether a batch is no larger, at a glance."""

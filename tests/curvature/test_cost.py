@@ -1,0 +1,213 @@
+"""What a step costs, by hand: layers, shapes that several batches have in common, work by kinds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import marquardt as mq
+from marquardt.curvature.cost import (
+    BLOCK, LOSS, NOTHING, STEP, USUAL, Cost, Layer, Shapes, Work, deltas, forward, gradient, in_gradients, overhead, step,
+)  # fmt: skip
+
+LINEAR = Layer(P=1, G=1, I=5, O=7)
+CONVOLUTION = Layer(P=36, G=2, I=9, O=4)
+TABLE = Layer(P=6, G=1, I=11, O=3, lookup=True)
+SHAPES = Shapes(
+    n=500, N=64, R=9, layers=(LINEAR, CONVOLUTION), itemsize=4, others=3, out=10, numbers=400.0, nodes=20, piece=64
+)
+KINDS = [mq.Dense(), mq.Dense(chunk=8), mq.Gram(), mq.Gram(chunk=8), mq.MatrixFree(), mq.MatrixFree(chunk=8)]
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{type(kind).__name__}-{kind.chunk}")
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs", "outputs", "patches", "columns", "flops"),
+    [
+        (LINEAR, 5, 7, 0, 7 * 6, 2 * 5 * 7),
+        (CONVOLUTION, 36 * 2 * 9, 36 * 2 * 4, 36 * 2 * 9, 2 * 4 * 10, 2 * 36 * 2 * 9 * 4),
+        (TABLE, 6, 6 * 3, 6, 3 * 12, 0),
+        (
+            Layer(P=36, G=8, I=1, O=1),
+            36 * 8,
+            36 * 8,
+            0,
+            16,
+            2 * 36 * 8,
+        ),  # one number at a time: nothing to bring together
+    ],
+    ids=["linear", "convolution", "table", "scale"],
+)
+def test_layer(layer, inputs, outputs, patches, columns, flops):
+    assert (layer.inputs, layer.outputs, layer.patches) == (inputs, outputs, patches)
+    assert (layer.columns, layer.flops) == (columns, flops)
+
+
+def test_shapes_add_up_layers():
+    assert SHAPES.m == 9 * 64
+    assert SHAPES.inputs == 5 + 36 * 2 * 9
+    assert SHAPES.outputs == 7 + 36 * 2 * 4
+
+
+# ---- chunks
+
+
+@pytest.mark.parametrize(
+    ("chunk", "at_once", "pieces"), [(None, 64, 1), (64, 64, 1), (100, 64, 1), (63, 63, 2), (10, 10, 7), (1, 1, 64)]
+)
+def test_chunks(chunk, at_once, pieces):
+    assert (SHAPES.at_once(chunk), SHAPES.pieces(chunk)) == (at_once, pieces)
+
+
+@pytest.mark.parametrize(("chunk", "at_once", "pieces"), [(None, 20, 4), (20, 20, 4), (7, 7, 10), (30, 20, 4)])
+def test_chunks_of_several_batches(chunk, at_once, pieces):
+    """64 samples in batches of 20"""
+    several = replace(SHAPES, single=False, piece=20)
+    assert (several.at_once(chunk), several.pieces(chunk)) == (at_once, pieces)
+
+
+# ---- batches of other sizes
+
+
+def longer(P: float, out: int, s: Shapes = SHAPES) -> Shapes:
+    """Sequences of another length"""
+    return replace(s, out=out, layers=(LINEAR, replace(CONVOLUTION, P=P)))
+
+
+def test_a_ragged_batch_changes_nothing():
+    assert SHAPES.with_others(replace(SHAPES, N=5, piece=5)) is SHAPES
+    assert SHAPES.with_others(longer(12, 4)) is SHAPES
+    assert SHAPES.with_others(replace(SHAPES, R=2)) is SHAPES
+
+
+def test_the_larger_of_each():
+    found = SHAPES.with_others(replace(longer(12, 30), N=100, piece=100, R=29))
+    assert (found.N, found.R, found.out, found.piece) == (100, 29, 30, 100)
+    assert found.layers == SHAPES.layers  # whose sequences were longer
+    found = SHAPES.with_others(replace(longer(50, 4), N=3, piece=3))
+    assert (found.N, found.out, found.layers[1].P) == (64, 10, 50)
+
+
+def test_numbers_belong_to_the_longer_sequences():
+    """Of more samples of less length, and of fewer of more: no forward pass is smaller than one that there was."""
+    short = replace(longer(12, 10), N=100, numbers=150.0, nodes=18)
+    assert SHAPES.with_others(short).numbers == 400.0
+    assert short.with_others(SHAPES).numbers == 400.0
+    assert SHAPES.with_others(short).nodes == 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"n": 501}, {"itemsize": 8}, {"others": 4}, {"cuda": True}, {"single": False}, {"divisible": False},
+     {"layers": (LINEAR,)}, {"layers": (LINEAR, TABLE)}],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_another_model_is_another_model(change):
+    """Also if it is smaller."""
+    other = replace(SHAPES, N=5, piece=5, **change)
+    assert SHAPES.with_others(other) == other
+
+
+def test_covers():
+    assert SHAPES.covers(64, 10, 2, True)
+    assert SHAPES.covers(3, 4, 2, True)
+    for larger in ((65, 10, 2, True), (64, 11, 2, True), (64, 10, 3, True), (64, 10, 1, True), (64, 10, 2, False)):
+        assert not SHAPES.covers(*larger)
+
+
+# ---- work
+
+
+def test_work_adds_up():
+    a, b = Work(1, 2, 3, 4), Work(10, 20, 30, 40)
+    assert a + b == Work(11, 22, 33, 44)
+    assert 3 * a == a * 3 == Work(3, 6, 9, 12)
+
+
+def test_seconds():
+    rates = USUAL[False]
+    one = Work(rates.products, rates.factor, rates.numbers, 1 / rates.call)  # a second of each
+    assert one.seconds(SHAPES) == pytest.approx(4)
+    assert one.seconds(replace(SHAPES, itemsize=8)) == pytest.approx(7)  # a call is a call
+    assert Work(calls=1e3).seconds(replace(SHAPES, cuda=True)) == pytest.approx(1e3 * USUAL[True].call)
+
+
+def test_forward_and_gradient():
+    found = forward(SHAPES, pieces=3)
+    assert found.products == 64 * (2 * 5 * 7 + 2 * 36 * 2 * 9 * 4)
+    assert found.numbers == 64 * (400 + 2 * 36 * 2 * 9)
+    assert found.calls == 3 * (20 + LOSS)
+    assert gradient(SHAPES) == 3 * forward(SHAPES)
+
+
+def test_deltas():
+    """As many backward passes as rows; on a GPU they are launched once."""
+    one = forward(SHAPES)
+    found = deltas(SHAPES)
+    assert (found.products, found.numbers, found.calls) == (9 * one.products, 9 * one.numbers, 9 * 2 * one.calls)
+    assert deltas(replace(SHAPES, cuda=True)).calls == 2 * one.calls
+    assert deltas(SHAPES, 4).calls == 9 * (8 * one.calls + 3 * BLOCK * 2)
+
+
+def test_step():
+    """Rows of a part of the samples need a forward pass of their own; loss and trial are those of the whole batch."""
+    cost = Cost(0, Work(products=5.0))
+    part = replace(SHAPES, N=16)
+    assert overhead(SHAPES) == Work(numbers=20 * 500 + 2 * 9 * 64 * 10, calls=STEP + 2 * BLOCK)
+    assert step(SHAPES, cost) == overhead(SHAPES) + cost.work + 2 * forward(SHAPES)
+    assert step(SHAPES, cost, SHAPES) == step(SHAPES, cost)
+    assert step(part, cost, SHAPES) == overhead(part) + cost.work + forward(part) + 2 * forward(SHAPES)
+    assert in_gradients(part, cost, SHAPES) == pytest.approx(
+        step(part, cost, SHAPES).seconds(part) / gradient(SHAPES).seconds(SHAPES)
+    )
+
+
+@EVERY_KIND
+@pytest.mark.parametrize(
+    "larger", [{"N": 128, "piece": 128}, {"R": 18}, {"n": 1000}], ids=["samples", "rows", "parameters"]
+)
+def test_more_of_anything_costs_more(kind, larger):
+    less, more = kind.cost(SHAPES), kind.cost(replace(SHAPES, **larger))
+    assert more.work.seconds(SHAPES) > less.work.seconds(SHAPES)
+    if "n" in larger or kind.chunk is None:
+        assert more.bytes > less.bytes
+
+
+@EVERY_KIND
+def test_float64_costs_more(kind):
+    wide = replace(SHAPES, itemsize=8)
+    assert kind.cost(wide).bytes == 2 * kind.cost(SHAPES).bytes
+    assert kind.cost(wide).work == kind.cost(SHAPES).work
+    assert step(wide, kind.cost(wide)).seconds(wide) > step(SHAPES, kind.cost(SHAPES)).seconds(SHAPES)
+
+
+@pytest.mark.parametrize("kind", [mq.Dense, mq.Gram, mq.MatrixFree])
+def test_chunks_are_slower_and_smaller(kind):
+    s = replace(SHAPES, N=4096, piece=4096)
+    whole, cut = kind().cost(s), kind(chunk=64).cost(s)
+    assert cut.bytes < whole.bytes
+    assert cut.work.seconds(s) > whole.work.seconds(s)
+
+
+def test_iterations_cost():
+    costs = [mq.MatrixFree(iterations=k).cost(SHAPES).work.seconds(SHAPES) for k in (1, 2, 3)]
+    assert costs[2] - costs[1] == pytest.approx(costs[1] - costs[0])
+    assert costs[1] > costs[0]
+
+
+def test_the_usual_order():
+    """The smaller matrix is the faster one: few parameters and many rows, or the other way round."""
+    tall = replace(SHAPES, n=50, N=4096, piece=4096)
+    wide = replace(SHAPES, n=50_000, N=16, piece=16)
+    for s, first, other in ((tall, mq.Dense(), mq.Gram()), (wide, mq.Gram(), mq.Dense())):
+        assert step(s, first.cost(s)).seconds(s) < step(s, other.cost(s)).seconds(s)
+        assert first.cost(s).bytes < other.cost(s).bytes
+
+
+def test_what_says_nothing():
+    """Representations that Auto does not pick among say nothing of their cost."""
+    assert all(kind.cost(NOTHING) is not None for kind in KINDS)
+    assert mq.Auto().cost(NOTHING) is None
