@@ -8,7 +8,21 @@ import pytest
 
 import marquardt as mq
 from marquardt.curvature.cost import (
-    BLOCK, LOSS, NOTHING, STEP, USUAL, Cost, Layer, Shapes, Work, deltas, forward, gradient, in_gradients, overhead, step,
+    BLOCK,
+    LOSS,
+    NOTHING,
+    STEP,
+    USUAL,
+    Cost,
+    Layer,
+    Shapes,
+    Work,
+    deltas,
+    forward,
+    gradient,
+    in_gradients,
+    overhead,
+    step,
 )  # fmt: skip
 
 LINEAR = Layer(P=1, G=1, I=5, O=7)

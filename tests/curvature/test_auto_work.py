@@ -1,0 +1,399 @@
+"""Auto by work: how many rows a step has time for, from shapes alone; that is said, saved and repeated."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import marquardt as mq
+from marquardt.curvature.auto import UNTOLD, _fewer
+from marquardt.curvature.cost import Layer, Shapes
+from marquardt.curvature.plan import Plan
+from marquardt.losses import Residual
+from support.steps import theta
+from support.unchanged import changes, world
+
+
+class Tokens(nn.Module):
+    """Logits (N, C, T), or with `flat` those of all tokens in one list: (N·T, C)"""
+
+    def __init__(self, C: int = 12, flat: bool = False) -> None:
+        super().__init__()
+        self.table, self.head, self.flat = nn.Embedding(C, 8), nn.Linear(8, C), flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.head(self.table(x))  # (N, T, C)
+        return z.flatten(0, 1) if self.flat else z.movedim(-1, 1)
+
+
+class Points(nn.Module):
+    """Residuals inside and at the edge, joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, inner: Tensor, edge: Tensor) -> Tensor:
+        return torch.cat([self.u(inner) - inner, self.u(edge)])
+
+
+@dataclass
+class Graph:
+    """An object that the model takes whole."""
+
+    x: Tensor
+
+
+class OfGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, graph: Graph) -> Tensor:
+        return self.layer(graph.x)
+
+
+def wide(classes: int) -> nn.Module:
+    hidden = 2 if classes > 9 else 20  # a matrix of few parameters in both cases
+    return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, classes))
+
+
+def labelled(t: int, N: int = 64, classes: int = 300) -> tuple[Tensor, Tensor]:
+    """Batch number t"""
+    draw = torch.Generator().manual_seed(t)
+    return torch.randn(N, 6, generator=draw), torch.randint(classes, (N,), generator=draw)
+
+
+def regression(t: int, N: int) -> tuple[Tensor, Tensor]:
+    x, _ = labelled(t, N)
+    return x, x.sin().sum(1, keepdim=True)
+
+
+def tokens(t: int, N: int = 64, T: int = 9, C: int = 12) -> Tensor:
+    return torch.randint(C, (N, T), generator=torch.Generator().manual_seed(t))
+
+
+def run(opt: mq.LM, batches: list[Any]) -> Plan:
+    for batch in batches:
+        opt.step(*batch)
+    assert opt._state.plan is not None
+    return opt._state.plan
+
+
+# ---- which rows
+
+
+def test_few_classes_have_all_rows():
+    opt = mq.LM(wide(3), "cross_entropy")
+    plan = run(opt, [labelled(t, classes=3) for t in range(4)])
+    assert (plan.steady, plan.rows, plan.shapes.R) == (False, mq.Exact(), 2)
+    assert plan.work <= opt.curvature.work
+    assert "128 rows; about" in opt.plan
+
+
+def test_many_classes():
+    """At first all rows, if they are formed within a moment; on changing batches as many as there is time for."""
+    opt = mq.LM(wide(300), "cross_entropy")
+    plan = run(opt, [labelled(0)])
+    assert (plan.steady, plan.shapes.R) == (None, 299)
+    assert plan.seconds <= UNTOLD or plan.work <= opt.curvature.work
+    plan = run(opt, [labelled(t) for t in range(1, 4)])
+    assert plan.steady is False
+    assert plan.sampled in {2**i for i in range(9)}
+    assert plan.fraction is None
+    assert plan.rows == mq.Sampled(plan.sampled)
+    assert plan.work <= opt.curvature.work
+    assert f"{plan.sampled} of 299 rows per sample" in opt.plan
+    assert opt._state.most_rows == 64 * plan.sampled
+
+
+def test_as_many_rows_as_fit():
+    """Twice as many would take more work than is allowed."""
+    opt = mq.LM(wide(300), "cross_entropy")
+    plan = run(opt, [labelled(t) for t in range(4)])
+    allowing = replace(opt.curvature, work=1.001 * plan.work)
+    again = run(mq.LM(wide(300), "cross_entropy", curvature=allowing), [labelled(t) for t in range(4)])
+    assert again.sampled == plan.sampled
+    less = replace(opt.curvature, work=0.999 * plan.work)
+    fewer = run(mq.LM(wide(300), "cross_entropy", curvature=less), [labelled(t) for t in range(4)])
+    assert fewer.sampled < plan.sampled
+    ways = [share for share in _fewer(plan.shapes) if share.sampled == 2 * plan.sampled]
+    for kind in (mq.Dense(inertia=0.8), mq.Gram()):
+        s = ways[0].shapes
+        assert replace(plan, shapes=plan.shapes).with_cost(s, kind.cost(s)).work > opt.curvature.work
+
+
+def test_the_same_data_have_all_rows():
+    opt = mq.LM(wide(300), "cross_entropy")
+    plan = run(opt, [labelled(0)] * 4)
+    assert (plan.steady, plan.rows) == (True, mq.Exact())
+    assert plan.work > opt.curvature.work
+    plan = run(opt, [labelled(t) for t in range(1, 4)])  # and then they change
+    assert plan.steady is False
+    assert plan.sampled is not None
+    assert run(opt, [labelled(9)] * 4).rows == mq.Exact()
+
+
+def test_any_number_of_gradients():
+    plan = run(mq.LM(wide(300), "cross_entropy", curvature=mq.Auto(work=math.inf)), [labelled(t) for t in range(4)])
+    assert plan.rows == mq.Exact()
+    assert plan.faster == ""
+
+
+def test_work_that_no_plan_meets():
+    """The smallest there is, and a word of it."""
+    opt = mq.LM(wide(300), "cross_entropy", curvature=mq.Auto(work=1))
+    plan = run(opt, [labelled(t) for t in range(4)])
+    assert plan.rows == mq.Fraction(0.25, mq.Sampled(1))  # 16 samples
+    assert plan.work > 1
+    assert "1 of 299 rows of one sample in 4" in opt.plan
+    assert opt._state.most_rows == 16
+
+
+@pytest.mark.parametrize("work", [0, 0.5, -1, True, "30", math.nan, None], ids=str)
+def test_bad_work(work):
+    with pytest.raises(ValueError, match="gradients that a step may cost, at least 1"):
+        mq.Auto(work=work)
+
+
+def test_many_samples_of_one_row():
+    """Regression with n > m: a part of the samples, since there is no row of a sample to leave out."""
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    plan = run(mq.LM(model, "mse"), [regression(t, 2048) for t in range(3)])
+    assert (plan.sampled, plan.shapes.R) == (None, 1)
+    assert plan.fraction in {0.5**i for i in range(1, 8)}
+    assert plan.rows == mq.Fraction(plan.fraction)
+    assert plan.work <= mq.Auto().work
+
+
+def test_logits_of_tokens():
+    """R counts every position."""
+    opt = mq.LM(Tokens(), "cross_entropy")
+    plan = run(opt, [(tokens(t), tokens(t)) for t in range(4)])
+    assert plan.shapes.R == 9 * 11
+    assert plan.shapes.divisible
+    assert plan.work <= opt.curvature.work
+
+
+def test_tokens_in_one_list_are_never_cut():
+    """As many targets as outputs, but fewer rows of the inputs: neither chunks nor a part of the samples."""
+    batches = [(tokens(t), tokens(t).flatten()) for t in range(4)]
+    for curvature in (mq.Auto(work=1), mq.Auto(memory="400KiB")):
+        opt = mq.LM(Tokens(flat=True), "cross_entropy", curvature=curvature)
+        plan = run(opt, batches)
+        assert not plan.shapes.divisible
+        assert (plan.fraction, plan.chunk) == (None, None)
+
+
+def test_given_rows_are_kept():
+    for rows in (mq.Exact(), mq.Sampled(3), mq.Fraction(0.5), mq.Empirical()):
+        opt = mq.LM(wide(300), "cross_entropy", rows=rows, curvature=mq.Auto(work=2))
+        plan = run(opt, [labelled(t, 8) for t in range(4)])
+        assert (plan.sampled, plan.fraction, plan.steady) == (None, None, False)
+        per_sample = {mq.Exact(): 299 * 8, mq.Sampled(3): 3 * 8, mq.Fraction(0.5): 299 * 4, mq.Empirical(): 8}
+        assert opt._state.most_rows == per_sample[rows]
+
+
+def test_slow_rows_that_were_given_have_a_way_out():
+    opt = mq.LM(wide(300), "cross_entropy", rows=mq.Exact())
+    assert "rows=mq.Sampled(1)" in run(opt, [labelled(t, 8) for t in range(3)]).faster
+
+
+def test_opaque_inputs():
+    """The inputs cannot be cut: fewer rows of every sample at most."""
+    opt = mq.LM(OfGraph(), "cross_entropy", curvature=mq.Auto(work=1))
+    plan = run(opt, [(Graph(torch.randn(64, 4)), torch.randint(3, (64,))) for _ in range(4)])
+    assert (plan.sampled, plan.fraction, plan.chunk) == (1, None, None)
+
+
+def test_points_of_two_kinds():
+    opt = mq.LM(Points(), Residual(), curvature=mq.Auto(work=1))
+    plan = run(opt, [((torch.rand(40, 1), torch.rand(24, 1)),) for _ in range(4)])
+    assert (plan.rows, plan.chunk, plan.shapes.N) == (mq.Exact(), None, 64)
+    assert not plan.shapes.divisible
+
+
+def test_step_over_is_never_cut():
+    """It goes through all data, each time the same."""
+    opt = mq.LM(wide(300), "cross_entropy")
+    for t in range(3):
+        opt.step_over([labelled(t, 8), labelled(t + 10, 8)])
+    plan = opt._state.plan
+    assert (plan.rows, plan.steady, plan.shapes.single, plan.shapes.N) == (mq.Exact(), True, False, 16)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([labelled(0, 4, 3), labelled(1, 4, 3)])
+
+
+def test_step_over_without_a_length():
+    """A DataLoader has the method, and raises if its data have none."""
+    opt = mq.LM(wide(3), "cross_entropy")
+    step = opt.step_over(DataLoader(Stream(), batch_size=None))
+    assert step.accepted
+    assert opt._state.plan.shapes.N == 4  # nothing tells
+
+
+def test_larger_batches_in_chunks():
+    """That chunks are given does not hide how many samples there are."""
+    opt = mq.LM(wide(3), "cross_entropy", curvature=mq.Auto(chunk=8, work=math.inf))
+    assert run(opt, [labelled(0, 4, 3)]).kind == "Gram"
+    plan = run(opt, [labelled(1, 400, 3)])
+    assert (plan.kind, plan.shapes.N) == ("Dense", 400)
+    assert run(opt, [labelled(2, 4, 3)]).kind == "Dense"
+
+
+@pytest.mark.parametrize("R", [1, 2, 3, 9, 256, 299])
+def test_fewer_and_fewer(R):
+    s = Shapes(1000, 256, R, (Layer(1, 1, 9, R),), 4)
+    shares = list(_fewer(s))
+    assert shares[0].shapes == s
+    assert [share.sampled for share in shares if share.fraction is None and share.sampled] == [
+        k for k in (256, 128, 64, 32, 16, 8, 4, 2, 1) if k < R
+    ]
+    assert [share.fraction for share in shares if share.fraction] == [1 / 2, 1 / 4, 1 / 8, 1 / 16]
+    assert [share.shapes.m for share in shares] == sorted({share.shapes.m for share in shares}, reverse=True)
+    assert not any(share.fraction for share in _fewer(replace(s, divisible=False)))
+
+
+# ---- samples that depend on each other
+
+
+def normalised(affine: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, affine=affine), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_in_both_modes(affine):
+    """Products in train mode, with few iterations on changing batches; rows in eval mode; and back."""
+    model = normalised(affine)
+    opt = mq.LM(model, "cross_entropy")
+    batches = iter([labelled(t, classes=3) for t in range(12)])
+    for _ in range(2):
+        model.train()
+        plan = run(opt, [next(batches) for _ in range(3)])
+        assert (plan.kind, plan.rows, plan.couples) == ("MatrixFree", mq.Exact(), True)
+        assert plan.iterations < mq.MatrixFree().iterations
+        assert "samples that depend on each other, as in BatchNorm, have no rows" in opt.plan
+        model.eval()
+        plan = run(opt, [next(batches) for _ in range(3)])
+        assert plan.kind in ("Dense", "Gram")
+        assert not plan.couples
+
+
+def test_batch_norm_on_the_same_data():
+    model = normalised()
+    plan = run(mq.LM(model, "cross_entropy"), [labelled(0, classes=3)] * 4)
+    assert (plan.kind, plan.iterations, plan.steady) == ("MatrixFree", None, True)
+
+
+# ---- the same again
+
+CASES = {
+    "sampled": (lambda: wide(60), lambda t: labelled(t, 64, 60), {}),
+    "part of the samples": (lambda: wide(40), lambda t: labelled(t, 64, 40), {"curvature": mq.Auto(work=2)}),
+    "all rows": (lambda: wide(3), lambda t: labelled(t, 24, 3), {}),
+    "batch norm": (normalised, lambda t: labelled(t, 24, 3), {}),
+    "the same data": (lambda: wide(30), lambda t: labelled(0, 24, 30), {}),
+    "ragged": (lambda: wide(30), lambda t: labelled(t, 24 + 7 * (t % 3), 30), {}),
+}  # fmt: skip
+EVERY_CASE = pytest.mark.parametrize("case", CASES)
+
+
+def begin(case: str) -> mq.LM:
+    torch.manual_seed(0)
+    build, _, parts = CASES[case]
+    return mq.LM(build(), "cross_entropy", **parts)
+
+
+def go_on(opt: mq.LM, case: str, first: int, last: int) -> list[str]:
+    plans = []
+    for t in range(first, last):
+        opt.step(*CASES[case][1](t))
+        plans.append(opt.plan.rpartition(" of ")[0])  # the memory that is free may differ
+    return plans
+
+
+@EVERY_CASE
+def test_two_runs_agree(case):
+    """From shapes alone: no measured time, no random number."""
+    first, second = begin(case), begin(case)
+    assert go_on(first, case, 0, 5) == go_on(second, case, 0, 5)
+    assert torch.equal(theta(first.model), theta(second.model))
+
+
+@EVERY_CASE
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_resumed_in_the_middle(case, stop):
+    """Before and after it is known whether the data change: bit for bit the run that was not interrupted."""
+    whole = begin(case)
+    plans = go_on(whole, case, 0, 6)
+    first = begin(case)
+    go_on(first, case, 0, stop)
+    second = begin(case)
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert go_on(second, case, stop, 6) == plans[stop:]
+    assert torch.equal(theta(second.model), theta(whole.model))
+
+
+@EVERY_CASE
+def test_copies_go_on(case):
+    opt = begin(case)
+    go_on(opt, case, 0, 3)
+    for copied in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        assert copied._state.plan == opt._state.plan
+        plans = go_on(copied, case, 3, 5)
+        twin = copy.deepcopy(opt)
+        assert go_on(twin, case, 3, 5) == plans
+        assert torch.equal(theta(twin.model), theta(copied.model))
+
+
+def test_a_plan_of_an_earlier_version():
+    """It knew nothing of work: there is another one after the next step, and nothing else is lost."""
+    opt = begin("sampled")
+    go_on(opt, "sampled", 0, 3)
+    state = copy.deepcopy(opt.state_dict())
+    now = state["marquardt"]["plan"]
+    kept = ("kind", "chunk", "name", "bytes", "budget", "why", "input_size", "squeeze")
+    shapes = {"n": 500, "N": 64, "R": 299, "inputs": 26.0, "outputs": 320.0, "itemsize": 4, "others": 0, "single": True}
+    options = [None, 0.8, None]  # there was no `work`
+    state["marquardt"]["plan"] = {**{k: now[k] for k in kept}, "options": options, "shapes": shapes}
+    again = begin("sampled")
+    again.model.load_state_dict(opt.model.state_dict())
+    again.load_state_dict(state)
+    assert again._state.plan is None
+    assert go_on(again, "sampled", 3, 4) == go_on(opt, "sampled", 3, 4)
+    assert again._state.plan.sampled == opt._state.plan.sampled
+
+
+def test_a_failed_look_changes_nothing():
+    """An error in the forward pass that finds out the shapes: of the first batch, and of a larger one later."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.Linear(5, 40))
+    opt, failing = mq.LM(model, "cross_entropy"), [True]
+
+    def fail(*_: object) -> None:
+        if failing[0]:
+            torch.rand(3)
+            raise ArithmeticError("a pass")
+
+    model[2].register_forward_hook(fail)
+    for N in (24, 48):
+        failing[0] = True
+        before = world(model, opt)
+        with pytest.raises(ArithmeticError):
+            opt.step(*labelled(0, N, 40))
+        assert changes(before, world(model, opt)) == []
+        failing[0] = False
+        for t in range(3):
+            opt.step(*labelled(t, N, 40))
+        assert opt._state.plan.shapes.N == N
