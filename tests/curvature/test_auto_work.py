@@ -252,6 +252,26 @@ def test_larger_batches_in_chunks():
     assert run(opt, [labelled(2, 4, 3)]).kind == "Dense"
 
 
+def test_out_of_memory_before_anything_is_known(monkeypatch):
+    """The shapes are those of a part of the samples: all rows, as if there had been enough memory."""
+    original = nn.Linear.forward
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        if len(x) > 16:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return original(self, x)
+
+    first = mq.LM(wide(300), "cross_entropy")
+    expected = run(first, [labelled(0)]).shapes
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    opt = mq.LM(wide(300), "cross_entropy")
+    plan = run(opt, [labelled(0)])
+    assert plan.squeeze == 1
+    assert plan.chunk == 16
+    found = plan.shapes
+    assert (found.N, found.R, found.out, found.layers) == (64, 299, 300, expected.layers)
+
+
 @pytest.mark.parametrize("R", [1, 2, 3, 9, 256, 299])
 def test_fewer_and_fewer(R):
     s = Shapes(1000, 256, R, (Layer(1, 1, 9, R),), 4)
@@ -263,6 +283,7 @@ def test_fewer_and_fewer(R):
     assert [share.fraction for share in shares if share.fraction] == [1 / 2, 1 / 4, 1 / 8, 1 / 16]
     assert [share.shapes.m for share in shares] == sorted({share.shapes.m for share in shares}, reverse=True)
     assert not any(share.fraction for share in _fewer(replace(s, divisible=False)))
+    assert not any(share.fraction for share in _fewer(s, chunk=8))
 
 
 # ---- samples that depend on each other

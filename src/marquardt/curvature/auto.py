@@ -126,9 +126,15 @@ class Auto(Interchangeable):
         return plan if plan.options == self._options and fits else None
 
     def _shapes(self, lin: Linearization, plan: Plan, free_rows: bool) -> Shapes:
-        if plan.squeeze:  # there was not enough memory to find out the shapes, or less than predicted
-            return plan.shapes or Shapes(lin.n, lin.samples(), 1, (), lin.theta.element_size(), single=lin.single)
-        return look(lin, plan, free_rows)
+        if not plan.squeeze:
+            return look(lin, plan, free_rows)
+        if plan.shapes is not None:  # there was less memory than predicted
+            return plan.shapes
+        # There was not enough memory for a forward pass: one of a part of the samples tells as much.
+        if lin.single and all(batch.divisible(batch.samples) for batch in lin.batches):
+            part = max(1, lin.samples() // 4**plan.squeeze)
+            return look(lin.made_for(Needs(part)), None, free_rows)
+        return Shapes(lin.n, lin.samples(), 1, (), lin.theta.element_size(), single=lin.single)
 
     def _plan(self, lin: Linearization, plan: Plan, free_rows: bool) -> Plan:
         """For these shapes, the fastest that fits, with as many rows as there is time for; after memory ran out, so
@@ -138,7 +144,11 @@ class Auto(Interchangeable):
         if plan.kind is None or budget is None or input_size(lin) > plan.input_size:
             budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
         cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
-        every = list(_fewer(plan.shapes)) if free_rows and lin.single and not plan.couples else [_Share(plan.shapes)]
+        every = (
+            list(_fewer(plan.shapes, self.chunk))
+            if free_rows and lin.single and not plan.couples
+            else [_Share(plan.shapes)]
+        )
         ways: list[_Way] = []
         fitting: list[_Way] = []
         for share in every:
@@ -236,15 +246,16 @@ class _Share:
     why: str = ""
 
 
-def _fewer(s: Shapes) -> Iterator[_Share]:
-    """All rows, then fewer and fewer of them."""
+def _fewer(s: Shapes, chunk: int | None = None) -> Iterator[_Share]:
+    """All rows, then fewer and fewer of them. Every chunk that is given has a row at least, so that it takes as long
+    with a part of its samples."""
     yield _Share(s)
     k = 1 << (s.R - 1).bit_length() >> 1 if s.R > 1 else 0  # the largest power of two below R
     while k:
         yield _Share(replace(s, R=k), k, None, f": {k} of {s.R:,} rows per sample")
         k //= 2
     part = 2
-    while s.N // part >= FEWEST and s.divisible:
+    while s.N // part >= FEWEST and s.divisible and chunk is None:
         words = f": 1 of {s.R:,} rows of" if s.R > 1 else ": those of"
         share = replace(s, R=1, N=s.N // part)
         yield _Share(share, 1 if s.R > 1 else None, 1 / part, f"{words} one sample in {part}")

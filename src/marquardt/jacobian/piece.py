@@ -82,7 +82,7 @@ class Piece:
         check_coupling(self.objective.model)
         if not self.batch.opaque and not self.divisible:  # `take` tells what cannot be taken apart
             raise ValueError(
-                f"{type(rows).__name__}: the model returned {self.N} outputs, and the inputs do not have a row for each, "
+                f"{type(rows).__name__}: the model returned {self.N} outputs, and the inputs have no row for each, "
                 "so that a part of them cannot be taken: take the rows of all samples, such as rows=mq.Sampled(1)"
             )
         slopes = [s.take(index, self.N) for s in self.whole.slopes]
