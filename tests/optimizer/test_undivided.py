@@ -1,0 +1,131 @@
+"""Batches that cannot be cut, and samples that depend on each other: what works by default, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.losses import Residual
+from support.unchanged import changes, refused, world
+
+
+class Points(nn.Module):
+    """Residuals inside and at the edge, joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Dropout(0.1), nn.Linear(6, 1))
+
+    def forward(self, inner: Tensor, edge: Tensor) -> Tensor:
+        return torch.cat([self.u(inner) - inner, self.u(edge)])
+
+
+class Listed(nn.Module):
+    """Logits of all tokens in one list: (N·T, C)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x)).flatten(0, 1)
+
+
+def points(inner: int, edge: int):
+    return Points(), Residual(), (torch.rand(inner, 1), torch.rand(edge, 1)), None
+
+
+def listed():
+    x = torch.randint(7, (6, 5))
+    return Listed(), "cross_entropy", x, x.flatten()
+
+
+BATCHES = {"points": lambda: points(20, 12), "as many": lambda: points(16, 16), "listed": listed}
+EVERY_BATCH = pytest.mark.parametrize("build", BATCHES.values(), ids=BATCHES)
+
+
+@EVERY_BATCH
+@pytest.mark.parametrize(
+    "curvature", [mq.Auto(chunk=4), mq.Dense(chunk=4), mq.Gram(chunk=4), mq.MatrixFree(chunk=4)],
+    ids=lambda c: type(c).__name__,
+)  # fmt: skip
+def test_chunks_are_refused(build, curvature):
+    model, loss, x, y = build()
+    opt = mq.LM(model, loss, curvature=curvature)
+    before = world(model, opt)
+    with refused("chunk=4", "cannot be cut", "leave chunk out"):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+
+
+@EVERY_BATCH
+@pytest.mark.parametrize("part", [0.5, 0.02])
+def test_a_part_of_the_samples_is_refused(build, part):
+    """Also if the samples that are drawn happen to be among the first of the inputs."""
+    model, loss, x, y = build()
+    opt = mq.LM(model, loss, rows=mq.Fraction(part))
+    before = world(model, opt)
+    with refused("Fraction", "outputs", "mq.Sampled(1)"):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+
+
+@EVERY_BATCH
+def test_whole_batches_train(build):
+    model, loss, x, y = build()
+    opt = mq.LM(model.eval(), loss)
+    steps = [opt.step(x, y) for _ in range(6)]
+    assert steps[-1].new_loss < 0.5 * steps[0].loss
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def test_batch_norm_trains():
+    """By default, on changing batches; its running statistics are those of one forward pass a step."""
+    model = normalised()
+    opt = mq.LM(model, "cross_entropy")
+    losses = []
+    for _ in range(20):
+        x = torch.randn(64, 3)
+        losses.append(opt.step(x, (x[:, 0] > 0).long()).loss)
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    assert model[1].num_batches_tracked == opt._state.accepted
+    assert opt.plan.startswith("MatrixFree(chunk=None")
+
+
+def test_chunks_of_batch_norm_are_refused():
+    with refused("BatchNorm1d", "eval()"):
+        mq.LM(normalised(), "cross_entropy", curvature=mq.Auto(chunk=8))
+
+
+# ---- anything
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_batches_of_any_size(seed, dtype):
+    """Random networks, and another number of samples in every step."""
+    torch.manual_seed(seed)
+    sizes = [4, *torch.randint(3, 40, (seed % 3,)).tolist(), [1, 3, 50][seed % 3]]
+    layers = [[nn.Linear(a, b), nn.Tanh()] for a, b in itertools.pairwise(sizes)]
+    model = nn.Sequential(*itertools.chain(*layers))[:-1].to(dtype)
+    W = torch.randn(4, sizes[-1], dtype=dtype)
+    opt = mq.LM(model, "mse" if seed % 2 else "huber", curvature=mq.Auto(inertia=0.8, work=[3.0, 30.0][seed // 3]))
+    for N in torch.randint(1, 90, (8,)).tolist():
+        x = torch.randn(N, 4, dtype=dtype)
+        step = opt.step(x, (x @ W).sin())
+        assert step.new_loss <= step.loss or step.rule == "uphill"
+        plan = opt._state.plan
+        assert plan.shapes.N >= N
+        assert opt.plan.startswith(plan.kind)
+        assert "gradient" in opt.plan
+    x = torch.randn(64, 4, dtype=dtype)
+    fixed = [opt.step(x, (x @ W).sin()) for _ in range(6)]
+    assert min(step.new_loss for step in fixed) < fixed[0].loss
+    assert opt._state.plan.rows == mq.Exact()  # on the same data nothing is cut
