@@ -311,6 +311,15 @@ def test_batch_norm_in_both_modes(affine):
         assert not plan.couples
 
 
+def test_batch_norm_after_a_part_of_the_samples():
+    """The rows of the last plan are not asked for in the look that makes the next one."""
+    model = normalised().eval()
+    opt = mq.LM(model, "cross_entropy", curvature=mq.Auto(work=1))
+    assert run(opt, [labelled(t, classes=3) for t in range(3)]).fraction == 0.25
+    model.train()
+    assert run(opt, [labelled(3, classes=3)]).kind == "MatrixFree"
+
+
 def test_batch_norm_on_the_same_data():
     model = normalised()
     plan = run(mq.LM(model, "cross_entropy"), [labelled(0, classes=3)] * 4)

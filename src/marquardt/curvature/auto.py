@@ -102,6 +102,9 @@ class Auto(Interchangeable):
         other_kind = plan is not None and plan.shapes is not None and (plan.shapes.single, plan.couples) != kind
         if plan is None or plan.options != self._options or other_kind:
             plan = Plan(self._options)
+            lin = lin.made_for(
+                self.needs, self.first_rows if rows is None else None
+            )  # not by the rows of the last plan
         plan = replace(plan, couples=kind[1])
         if plan.kind is not None and plan.chunk != self.chunk and input_size(lin) <= plan.input_size:
             shapes = plan.shapes  # a forward pass of the whole batch may not fit
