@@ -15,7 +15,6 @@ from ..losses import Loss, Root
 from ..model.batch import Batch
 from ..tolerances import FORMULA
 
-
 # Random signs come as bits of whole numbers, which are few to draw: as many as float32 holds exactly.
 BITS = 24
 
