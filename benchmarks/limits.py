@@ -3,6 +3,7 @@
     python benchmarks/limits.py                    # every model
     python benchmarks/limits.py --only token pinn --device cuda
     python benchmarks/limits.py --json limits.json
+    python benchmarks/limits.py --quick
 
 Every model takes default steps on a new batch each time, or on the same one ("same"); the first step, in which rules
 are proven, is listed apart. A gradient is a forward and a backward pass of the loss. "Predicted" is `Step.predicted`,
@@ -121,7 +122,12 @@ def tokens(N: int, T: int, V: int) -> Callable[[], tuple[Inputs, Any]]:
 
 
 def points(inside: int, edge: int) -> Callable[[], tuple[Inputs, Any]]:
-    return lambda: ((torch.rand(inside, 2), torch.rand(edge, 2)), None)
+    def draw() -> tuple[Inputs, Any]:
+        border = torch.rand(edge, 2)
+        border[torch.arange(edge), torch.arange(edge) % 2] = torch.rand(edge).round()
+        return (torch.rand(inside, 2), border), None
+
+    return draw
 
 
 def paper_cnn() -> nn.Module:
@@ -218,8 +224,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json")
+    parser.add_argument("--quick", action="store_true", help="a few models and steps: to see that it runs")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    if args.quick:
+        args.only, args.steps = ["classes_300", "tokens", "poisson"], 4
     rows = []
     columns = (
         "model",

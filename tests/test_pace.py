@@ -14,12 +14,14 @@ from torch.optim.lr_scheduler import StepLR
 import marquardt as mq
 from marquardt import pace
 from marquardt.curvature.plan import Plan
-from marquardt.pace import FIRST, LONG, Pace
+from marquardt.iteration import Step
+from marquardt.pace import LONG, Pace
 from support.unchanged import changes, world
 
 CPU = torch.device("cpu")
 SLOW = Plan((), kind="Gram", name="Gram(chunk=None)", why="many rows", seconds=8.0, work=123.0, faster="try fewer rows")
-QUICK = Plan((), kind="Gram", name="Gram(chunk=None)", why="few rows", seconds=0.5)
+QUICK = Plan((), kind="Gram", name="Gram(chunk=None)", why="few rows", seconds=0.5, proof=1.5)
+STEP = Step(2.0, 1.0, True, "decrease", 1.0, 1.0, 1.0)
 
 
 class Clock:
@@ -45,7 +47,8 @@ def timed(p: Pace, clock: Clock, plan: Plan | None, took: float, proven: bool = 
     p.begin()
     p.expect(plan, CPU, proven)
     clock.now += took
-    return p.end()
+    step = p.end(STEP)
+    return step.seconds, step.note
 
 
 # ---- Pace by itself
@@ -54,21 +57,21 @@ def timed(p: Pace, clock: Clock, plan: Plan | None, took: float, proven: bool = 
 def test_half_of_the_way(clock):
     """The first prediction is by the probe; then the geometric mean of what was thought and what was found."""
     p = Pace()
-    assert p.of(QUICK) == 0.5
+    assert p.words(QUICK) == "a step takes about 500 ms"
     assert timed(p, clock, QUICK, took=4.0) == (4.0, "took 4 s, predicted 1 s")
     assert p.predicted == 2.0 * 0.5
     assert p.speed == pytest.approx(math.sqrt(2.0 * 8.0))
-    assert p.of(QUICK) == pytest.approx(4.0 * 0.5)
+    assert p.words(QUICK) == "a step takes about 2 s"
     for _ in range(40):
         timed(p, clock, QUICK, took=0.25)
-    assert p.of(QUICK) == pytest.approx(0.25)
+    assert p.words(QUICK) == "a step takes about 250 ms"
 
 
 def test_what_is_not_proven_takes_longer(clock):
     """And is no sign of a slow machine."""
     p = Pace()
-    timed(p, clock, QUICK, took=2.0 * FIRST * 0.5, proven=False)
-    assert p.predicted == 2.0 * FIRST * 0.5
+    timed(p, clock, QUICK, took=2.0 * (0.5 + 1.5), proven=False)
+    assert p.predicted == 2.0 * (0.5 + 1.5)
     assert p.speed == pytest.approx(2.0)
 
 
@@ -131,11 +134,10 @@ def test_a_step_says_what_it_took(clock):
     opt = mq.LM(model, "cross_entropy")
     step = opt.step(x, y)
     assert step.seconds == 1.5
-    assert step.predicted == pytest.approx(2.0 * FIRST * opt._state.plan.seconds)
+    plan = opt._state.plan
+    assert step.predicted == pytest.approx(2.0 * (plan.seconds + plan.proof))
     assert step.note == ""
-    assert opt.step(x, y).predicted == pytest.approx(
-        math.sqrt(2.0 * 1.5 / (FIRST * opt._state.plan.seconds)) * opt._state.plan.seconds
-    )
+    assert opt.step(x, y).predicted == pytest.approx(math.sqrt(2.0 * 1.5 / (plan.seconds + plan.proof)) * plan.seconds)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,8 @@ def test_every_step_but_the_first_is_proven(clock, curvature):
         before = opt._pace.speed
         clock.tick = 0.01
         step = opt.step(x + t, y)
-        assert step.predicted == pytest.approx((before or 2.0) * opt._state.plan.seconds * (FIRST if t == 0 else 1))
+        plan = opt._state.plan
+        assert step.predicted == pytest.approx((before or 2.0) * (plan.seconds + (plan.proof if t == 0 else 0)))
 
 
 def test_no_prediction_no_number(clock):

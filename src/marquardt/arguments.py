@@ -44,6 +44,13 @@ def check_rate(lr: Any) -> None:
         raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
 
 
+def check_options(attempts: Any, capture: Any) -> None:
+    if not isinstance(attempts, int) or attempts < 1:
+        raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
+    if capture is not None and not isinstance(capture, bool):
+        raise ValueError(f"capture={capture!r}: True, False, or None to record steps if that pays")
+
+
 def check_together(representation: Representation, single: bool) -> None:
     """Several batches, for a representation that needs all rows at once."""
     if representation.needs.together and not single:

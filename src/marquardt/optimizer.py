@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import brief, check_part, check_rate, check_ready, check_together
+from .arguments import brief, check_options, check_part, check_rate, check_ready, check_together
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
 from .curvature.solve import FactorizationError
@@ -117,10 +117,7 @@ class LM(torch.optim.Optimizer):
         chosen = trainable(model, params)
         check_group(group)
         check_rate(lr)
-        if not isinstance(attempts, int) or attempts < 1:
-            raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
-        if capture is not None and not isinstance(capture, bool):
-            raise ValueError(f"capture={capture!r}: True, False, or None to record steps if that pays")
+        check_options(attempts, capture)
         parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average)
         for name, part in vars(parts).items():
             check_part(name, part)

@@ -95,7 +95,7 @@ class MatrixFree(Interchangeable):
         samples = s.at_once(self.chunk)
         # In chunks the forward pass is made again for every product.
         passes = (6 if self.chunk is None else 9) * forward(s, s.pieces(self.chunk))
-        product = passes + Work(numbers=2.0 * s.R * s.N * s.out + 10.0 * s.n, calls=40)
+        product = passes + Work(numbers=12.0 * s.R * s.N * s.out + 10.0 * s.n, calls=40)
         size = s.itemsize * (32 * s.n + samples * (4 * (s.inputs + s.outputs) + s.R * s.out))
         return Cost(int(size), (min(self.iterations, LIKELY) + PROBES / 2) * product)
 

@@ -80,16 +80,13 @@ def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:
         return replace(known, N=max(known.N, lin.expected(known.piece)))
     piece = lin.whole() if lin.in_one else lin.first()
     watch, N, out = piece.whole.watch, piece.N, piece.z[0].numel()
-    if (
-        plan is not None
-        and known is not None
-        and input_size(lin) <= plan.input_size
-        and known.covers(N, out, len(watch.calls), lin.single)
-    ):
+    samples = N if free else piece.jacobian.N  # whose rows are formed
+    larger = plan is None or input_size(lin) > plan.input_size
+    if not larger and known is not None and known.covers(samples, out, len(watch.calls), lin.single):
         return known
     R = piece.jacobian.R if not free else known.R if known is not None and known.out == out else piece.exact_rows()
     found = Shapes(
-        lin.n, N if lin.in_one else lin.expected(N), R, tuple(Layer(*call.sizes(N)) for call in watch.calls),
+        lin.n, samples if lin.in_one else lin.expected(samples), R, tuple(Layer(*call.sizes(N)) for call in watch.calls),
         lin.theta.element_size(), piece.others(), out, watch.numbers / N, piece.whole.nodes(), lin.theta.is_cuda,
         lin.single, N, piece.divisible,
     )  # fmt: skip
