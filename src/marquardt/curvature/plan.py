@@ -85,8 +85,9 @@ def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:
     if not larger and known is not None and known.covers(samples, out, len(watch.calls), lin.single):
         return known
     R = piece.jacobian.R if not free else known.R if known is not None and known.out == out else piece.exact_rows()
+    layers = tuple(Layer(*call.sizes(N)) for call in watch.calls)
     found = Shapes(
-        lin.n, samples if lin.in_one else lin.expected(samples), R, tuple(Layer(*call.sizes(N)) for call in watch.calls),
+        lin.n, samples if lin.in_one else lin.expected(samples), R, layers,
         lin.theta.element_size(), piece.others(), out, watch.numbers / N, piece.whole.nodes(), lin.theta.is_cuda,
         lin.single, N, piece.divisible,
     )  # fmt: skip
