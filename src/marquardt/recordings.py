@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -200,7 +200,7 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
     places = tuple(t.data_ptr() for t in [*model.parameters(), *model.buffers()])
     settings = modes(model), attributes(model), torch.get_float32_matmul_precision()
-    plan = None if state.plan is None else replace(state.plan, steady=None)  # only the choice asked for that
+    plan = None if state.plan is None else state.plan.choice
     return (
         parts, objective.loss, on_same_data(state), shapes, spec, places, settings, lr, known.proven, plan,
     )  # fmt: skip

@@ -39,6 +39,11 @@ class Plan:
     squeeze: int = 0  # how often memory ran out
 
     @property
+    def choice(self) -> tuple[Any, ...]:
+        """What was picked, whatever it was picked by."""
+        return self.kind, self.chunk, self.iterations, self.sampled, self.fraction
+
+    @property
     def rows(self) -> Rows:
         """The rows, if they are a choice."""
         rows: Rows = Exact() if self.sampled is None else Sampled(self.sampled)
