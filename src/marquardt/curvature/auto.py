@@ -35,7 +35,7 @@ WORK = 30.0
 
 # Seconds, on a machine of the usual speed, that the first two steps may take beyond that with all rows: only after them
 # is it known whether the data are always the same, and then nothing is cut.
-UNTOLD = 2.0
+UNTOLD = 0.5
 
 # Conjugate gradients lose digits, and may take ten times as many iterations as is likely: they must promise to be so
 # many times faster than a matrix.

@@ -93,11 +93,16 @@ class MatrixFree(Interchangeable):
     def cost(self, s: Shapes) -> Cost:
         """Vectors of conjugate gradients, iterates that are kept among them, and two graphs."""
         samples = s.at_once(self.chunk)
-        # In chunks the forward pass is made again for every product.
-        passes = (6 if self.chunk is None else 9) * forward(s, s.pieces(self.chunk))
+        # Two gradients and some trial points; in chunks the forward pass is made again for every product.
+        passes = (8 if self.chunk is None else 11) * forward(s, s.pieces(self.chunk))
         product = passes + Work(numbers=12.0 * s.R * s.N * s.out + 10.0 * s.n, calls=40)
         size = s.itemsize * (32 * s.n + samples * (4 * (s.inputs + s.outputs) + s.R * s.out))
-        return Cost(int(size), (min(self.iterations, LIKELY) + PROBES / 2) * product)
+        return Cost(int(size), (min(self.iterations, LIKELY) + self.probes) * product)
+
+    @property
+    def probes(self) -> int:
+        """Of a trace: fewer where there is no time for many iterations."""
+        return PROBES if self.iterations >= LIKELY else PROBES // 2
 
 
 class MatrixFreeCurvature(Curvature):
@@ -293,14 +298,15 @@ class MatrixFreeCurvature(Curvature):
         generator = torch.Generator("cpu").manual_seed(0)
         v = torch.zeros_like(self.lin.theta)
         trace, square = v.new_zeros(()), v.new_zeros(())
-        for _ in range(PROBES):
+        probes = self.options.probes
+        for _ in range(probes):
             bits = torch.randint(0, 2, v[block].shape, generator=generator, dtype=torch.int8, device="cpu")
             v[block] = (2 * bits - 1).to(v)
             if self.options.hessian:
                 Gv = self @ v
-                trace, square = trace + self.parameters.dot(v, Gv) / PROBES, square + Gv[block].square().sum() / PROBES
+                trace, square = trace + self.parameters.dot(v, Gv) / probes, square + Gv[block].square().sum() / probes
             else:
-                trace = trace + self.quadratic(v) / PROBES
+                trace = trace + self.quadratic(v) / probes
         return torch.maximum(trace.abs(), square.sqrt())
 
     def _has_rows(self) -> bool:
