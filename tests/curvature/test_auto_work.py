@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import marquardt as mq
+from marquardt.curvature import auto
 from marquardt.curvature.auto import UNTOLD, _fewer
 from marquardt.curvature.cost import Layer, Shapes
 from marquardt.curvature.plan import Plan
@@ -148,12 +149,19 @@ def test_any_number_of_gradients():
     assert plan.faster == ""
 
 
-def test_work_that_no_plan_meets():
-    """The smallest there is, and a word of it."""
-    opt = mq.LM(wide(300), "cross_entropy", curvature=mq.Auto(work=1))
-    plan = run(opt, [labelled(t) for t in range(4)])
-    assert plan.rows == mq.Fraction(0.25, mq.Sampled(1))  # 16 samples
+def test_work_that_no_plan_meets(monkeypatch):
+    """Few rows, but no fewer than it pays to leave out; and a word of it."""
+    plan = run(mq.LM(wide(300), "cross_entropy", curvature=mq.Auto(work=1)), [labelled(t) for t in range(4)])
     assert plan.work > 1
+    assert plan.sampled in (1, 2, 4)
+    shares = list(_fewer(plan.shapes))
+    least = min(plan.with_cost(share.shapes, mq.Gram().cost(share.shapes)).work for share in shares)
+    assert plan.work <= auto.SAVES * least
+    more = next(share.shapes for share in shares if share.sampled == 2 * plan.sampled)
+    assert plan.with_cost(more, mq.Gram().cost(more)).work > auto.SAVES * least
+    monkeypatch.setattr(auto, "SAVES", 1.0)
+    opt = mq.LM(wide(300), "cross_entropy", curvature=mq.Auto(work=1))
+    assert run(opt, [labelled(t) for t in range(4)]).rows == mq.Fraction(0.25, mq.Sampled(1))  # 16 samples
     assert "1 of 299 rows of one sample in 4" in opt.plan
     assert opt._state.most_rows == 16
 
@@ -207,8 +215,9 @@ def test_slow_rows_that_were_given_have_a_way_out():
     assert "rows=mq.Sampled(1)" in run(opt, [labelled(t, 8) for t in range(3)]).faster
 
 
-def test_opaque_inputs():
+def test_opaque_inputs(monkeypatch):
     """The inputs cannot be cut: fewer rows of every sample at most."""
+    monkeypatch.setattr(auto, "SAVES", 1.0)
     opt = mq.LM(OfGraph(), "cross_entropy", curvature=mq.Auto(work=1))
     plan = run(opt, [(Graph(torch.randn(64, 4)), torch.randint(3, (64,))) for _ in range(4)])
     assert (plan.sampled, plan.fraction, plan.chunk) == (1, None, None)
@@ -311,8 +320,9 @@ def test_batch_norm_in_both_modes(affine):
         assert not plan.couples
 
 
-def test_batch_norm_after_a_part_of_the_samples():
+def test_batch_norm_after_a_part_of_the_samples(monkeypatch):
     """The rows of the last plan are not asked for in the look that makes the next one."""
+    monkeypatch.setattr(auto, "_fewer", lambda s, chunk: [auto._Share(replace(s, N=s.N // 4), None, 0.25)])
     model = normalised().eval()
     opt = mq.LM(model, "cross_entropy", curvature=mq.Auto(work=1))
     assert run(opt, [labelled(t, classes=3) for t in range(3)]).fraction == 0.25

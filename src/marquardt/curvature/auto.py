@@ -41,6 +41,9 @@ UNTOLD = 0.5
 # many times faster than a matrix.
 DIRECT = 30.0
 
+# If nothing is in time, fewer rows must make a step so many times cheaper to be worth leaving out.
+SAVES = 1.25
+
 # Rows that are left at least, however little work is allowed.
 FEWEST = 16
 
@@ -102,9 +105,8 @@ class Auto(Interchangeable):
         other_kind = plan is not None and plan.shapes is not None and (plan.shapes.single, plan.couples) != kind
         if plan is None or plan.options != self._options or other_kind:
             plan = Plan(self._options)
-            lin = lin.made_for(
-                self.needs, self.first_rows if rows is None else None
-            )  # not by the rows of the last plan
+            look_with = self.first_rows if rows is None else None  # not with the rows of the last plan
+            lin = lin.made_for(self.needs, look_with)
         plan = replace(plan, couples=kind[1])
         if plan.kind is not None and plan.chunk != self.chunk and input_size(lin) <= plan.input_size:
             shapes = plan.shapes  # a forward pass of the whole batch may not fit
@@ -147,20 +149,22 @@ class Auto(Interchangeable):
         if plan.kind is None or budget is None or input_size(lin) > plan.input_size:
             budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
         cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
-        every = (
-            list(_fewer(plan.shapes, self.chunk))
-            if free_rows and lin.single and not plan.couples
-            else [_Share(plan.shapes)]
-        )
+        fewer = free_rows and lin.single and not plan.couples
+        every = list(_fewer(plan.shapes, self.chunk)) if fewer else [_Share(plan.shapes)]
         ways: list[_Way] = []
         fitting: list[_Way] = []
+        found: list[tuple[_Share, _Way]] = []
         for share in every:
             ways = list(self._ways(share.shapes, cut, plan.couples, plan.steady))
             fitting = [way for way in ways if budget is None or way.cost.bytes <= budget]
             if plan.squeeze < len(fitting):
-                way = fitting[plan.squeeze]
-                if share is every[-1] or self._in_time(share, plan.shapes, way, plan.steady):
-                    return self._picked(lin, plan, share, way, budget)
+                found.append((share, fitting[plan.squeeze]))
+                if self._in_time(*found[-1], plan.shapes, plan.steady):
+                    return self._picked(lin, plan, *found[-1], budget)
+        if found:  # nothing is in time: no fewer rows than it pays to leave out
+            costs = [in_gradients(share.shapes, way.cost, plan.shapes) for share, way in found]
+            enough = next(i for i, cost in enumerate(costs) if cost <= SAVES * min(costs))
+            return self._picked(lin, plan, *found[enough], budget)
         smallest = min(ways, key=lambda way: way.cost.bytes)
         if fitting:
             raise Exhausted(
@@ -186,7 +190,7 @@ class Auto(Interchangeable):
             return plan
         return replace(plan, faster="rows=mq.Sampled(1) takes fewer rows, and mq.Fraction(0.1) those of fewer samples")
 
-    def _in_time(self, share: _Share, whole: Shapes, way: _Way, steady: bool | None) -> bool:
+    def _in_time(self, share: _Share, way: _Way, whole: Shapes, steady: bool | None) -> bool:
         s = share.shapes
         if steady or in_gradients(s, way.cost, whole) <= self.work:
             return True
