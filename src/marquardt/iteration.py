@@ -208,6 +208,8 @@ def first_notes(start: Start, plan: Plan | None) -> list[str]:
     before = 0 if old.plan is None else old.plan.squeeze
     if plan is not None and plan.squeeze > before:
         notes.append(f"out of memory, planned anew: {plan}")
+    if plan is not None and plan.couples and not (old.plan is not None and old.plan.couples):
+        notes.append("samples depend on each other, as in BatchNorm: conjugate gradients in the place of rows")
     if start.doubt > 1:
         times = UNHEARD * start.doubt
         notes.append(f"the loss is {times:.2g} times those of late: a careful step, λ times {start.doubt:.2g}")

@@ -129,3 +129,11 @@ def test_batches_of_any_size(seed, dtype):
     fixed = [opt.step(x, (x @ W).sin()) for _ in range(6)]
     assert min(step.new_loss for step in fixed) < fixed[0].loss
     assert opt._state.plan.rows == mq.Exact()  # on the same data nothing is cut
+
+
+def test_batch_norm_is_told_once():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+    opt = mq.LM(model, "cross_entropy")
+    notes = [opt.step(torch.randn(16, 3), torch.randint(2, (16,))).note for _ in range(3)]
+    assert "BatchNorm" in notes[0]
+    assert not any("BatchNorm" in note for note in notes[1:])
