@@ -110,16 +110,14 @@ class DenseCurvature(Curvature):
         G = torch.zeros(lin.n, lin.n, dtype=dtype, device=device)
         g = torch.zeros(lin.n, dtype=dtype, device=device)
         for piece in lin.pieces():
-            u = None if piece.u is None else piece.u.to(dtype).flatten()  # (m,)
+            u = None if piece.u is None else piece.u.to(dtype)  # (R, N)
             if lin.n <= self.small:  # one product: there is nothing to save but calls
                 rows = piece.dense(dtype)  # (m, n)
                 G.addmm_(rows.T, rows)
                 if u is not None:
-                    g.addmv_(rows.T, u)
+                    g.addmv_(rows.T, u.flatten())
             else:
-                self._add_blocks(G, piece.blocks)
-                if u is not None:
-                    g += piece.adjoint(u)
+                self._add_blocks(G, g, piece.blocks, u)
         G.mul_(lin.scale)
         g.mul_(lin.scale)
         return G, g if lin.remainder is None else g + lin.remainder
@@ -137,14 +135,16 @@ class DenseCurvature(Curvature):
         g = piece.adjoint(u.double()).mul_(self.lin.scale)
         return g if h is None else g + h
 
-    def _add_blocks(self, G: Tensor, blocks: list[Block]) -> None:
-        """G += J̃ᵀJ̃ by pairs of layers: half of them by symmetry, each in its cheapest form."""
+    def _add_blocks(self, G: Tensor, g: Tensor, blocks: list[Block], u: Tensor | None) -> None:
+        """G += J̃ᵀJ̃ and g += J̃ᵀu by pairs of layers: half of them by symmetry, each in its cheapest form."""
         plain = sorted((b for b in blocks if not b.factored), key=self._first)  # neighbours in θ side by side
         factored = [b for b in blocks if b.factored]
         for k, left in enumerate(factored):
             self._place(G, [left], [left], left.square(G.dtype))
             for right in factored[k + 1 :]:
                 self._place(G, [left], [right], right.against(left.samples(G.dtype)))
+            if u is not None:
+                self._add(g, [left], left.pull(u.flatten()))
         if plain:
             rows = torch.empty(plain[0].m, sum(b.columns for b in plain), dtype=G.dtype, device=G.device)
             start = 0
@@ -160,6 +160,13 @@ class DenseCurvature(Curvature):
                 self._place(G, plain, plain, square)
             for right in factored:
                 self._place(G, plain, [right], right.against(rows))
+            if u is not None:
+                self._add(g, plain, rows.T @ u.T.flatten())
+
+    def _add(self, g: Tensor, blocks: list[Block], part: Tensor) -> None:
+        """g += a part that belongs to some blocks: (n,), (columns,)"""
+        for here, there in self._ranges(blocks):
+            g[here] += part[there]
 
     def _first(self, block: Block) -> int:
         return min(self.parameters.members(block.params))
