@@ -79,7 +79,7 @@ class Recordings:
     ) -> RecordedStep | None:
         """The recording of such a step; None if there is none. Unless it is forced it must pay."""
         self._tally, totals = None, known.totals
-        self._compare(totals, objective.parameters.dtype, forced)
+        self._compare(totals, objective.parameters.dtype)
         if totals is None or not recordable(parts, objective, batch, state, known):
             return None
         if not forced and (watched(objective.model) or torch.are_deterministic_algorithms_enabled()):
@@ -150,7 +150,7 @@ class Recordings:
         if not forced and not tally.pays:
             self._drop(tally, "replays are not faster")
 
-    def _compare(self, totals: Totals | None, dtype: torch.dtype, forced: bool) -> None:
+    def _compare(self, totals: Totals | None, dtype: torch.dtype) -> None:
         """A model that takes numbers from elsewhere, such as a global variable, may not do as it did."""
         expected, self._expected = self._expected, None
         if expected is None or totals is None or self.made is None:
@@ -158,8 +158,8 @@ class Recordings:
         allowed = tolerances.of_trials(dtype) * abs(totals.value) + FAINT * totals.rounding
         if not abs(expected.value - totals.value) <= allowed:
             self._drop(self._of_kind(self.made[0]), "the model does not do the same in every step")
-            if forced:
-                warnings.warn(f"{self.note}; those since the last look were wrong", stacklevel=2)
+            words = "those since the last look were wrong, and capture=False records none"
+            warnings.warn(f"{self.note}; {words}", stacklevel=2)
 
     def _drop(self, tally: Tally, why: str) -> None:
         tally.refused, self.made = why, None
