@@ -21,7 +21,14 @@ from .metric import Diagonal, Metric
 from .optimizer import LM
 from .parts.acceptance import Decrease, Uphill
 from .parts.average import EMA, Polyak
-from .parts.damping import FactoredMaxDiagonal, Identity, LayerMeanEigenvalue, MaxDiagonal, MeanEigenvalue
+from .parts.damping import (
+    FactoredMaxDiagonal,
+    Identity,
+    KroneckerMetric,
+    LayerMeanEigenvalue,
+    MaxDiagonal,
+    MeanEigenvalue,
+)
 from .parts.line_search import Backtracking, Bracket, Grid
 from .parts.momentum import AdaptiveMomentum
 from .parts.schedule import Constant, GainRatio, RelativeDecrease, TenFold
@@ -53,6 +60,7 @@ __all__ = [
     "Hessian",
     "Identity",
     "Kronecker",
+    "KroneckerMetric",
     "LayerMeanEigenvalue",
     "Linearization",
     "MatrixFree",

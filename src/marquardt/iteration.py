@@ -20,7 +20,7 @@ from .jacobian.linearization import Linearization
 from .jacobian.objective import Level
 from .jacobian.rows import Rows
 from .losses import Loss
-from .metric import Diagonal, Metric
+from .metric import KINDS, Metric
 from .model.parameters import Parameters
 from .parts.acceptance import Acceptance, Trial
 from .parts.average import Average
@@ -131,7 +131,7 @@ def damped(parts: Parts, G: Curvature, old: State, same_data: bool) -> Matrices:
 
 def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
     """What a damping of one's own may get wrong: before anything is solved with it."""
-    if not isinstance(D, Diagonal):  # the one metric that can be saved and loaded so far
+    if not isinstance(D, KINDS):  # those that can be saved and loaded
         raise TypeError(
             f"{damping}.update returned {type(D).__name__}: a damping returns a metric, for example "
             "mq.Diagonal.of(entries, G.parameters.sizes)"

@@ -26,7 +26,7 @@ class Iterate(NamedTuple):
 def conjugate_gradients(
     H: Callable[[Tensor], Tensor],
     g: Tensor,
-    M: Tensor | None,
+    M: Tensor | Callable[[Tensor], Tensor] | None,
     start: Tensor | None,
     iterations: int,
     tolerance: float,
@@ -34,14 +34,16 @@ def conjugate_gradients(
     keep: bool = True,
     dot: Callable[[Tensor, Tensor], Tensor] = torch.dot,
 ) -> tuple[list[Iterate], bool]:
-    """Minimises φ(x) = ½xᵀHx − gᵀx, preconditioned by the diagonal M: some of the iterates, the last one always, and
-    whether negative curvature ended it.
+    """Minimises φ(x) = ½xᵀHx − gᵀx, preconditioned by a diagonal M or by r ↦ M⁻¹r: some of the iterates, the last
+    one always, and whether negative curvature ended it.
 
     Stops at i > k, φᵢ < 0, (φᵢ − φᵢ₋ₖ)/φᵢ < kε with k = max(10, ⌈0.1·i⌉) (Martens, section 4.4).
     """
 
     def divided(r: Tensor) -> Tensor:
-        return r.clone() if M is None else r / M
+        if M is None:
+            return r.clone()
+        return r / M if isinstance(M, Tensor) else M(r)
 
     x, r, phi, gx, xr = torch.zeros_like(g), g.clone(), 0.0, 0.0, 0.0
     if start is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.rows import Exact, Rows
-from ..jacobian.statistics import Moments
+from ..jacobian.statistics import Moments, PartialTraces
 from ..metric import Metric
 from .cost import NOTHING, Cost, Shapes
 from .plan import Plan, look
@@ -115,6 +115,10 @@ class Curvature(ABC):
     def moments(self) -> Iterator[Moments]:
         """diag G layer by layer, with the mean squares of the layer's inputs"""
         return statistics.moments(self.lin)
+
+    def partial_traces(self) -> PartialTraces | None:
+        """Of the block of G that every layer has; None if there are no rows to tell"""
+        return statistics.partial_traces(self.lin)
 
 
 class Damped:

@@ -86,6 +86,7 @@ class DenseCurvature(Curvature):
         self._G: Tensor | None = None
         self._g: Tensor | None = None
         self._rough: Tensor | None = None  # J̃ᵀJ̃ in float32
+        self._turned: tuple[object, Tensor] | None = None  # D₀, and G in the coordinates in which it is a number
         # Products need rows that stay. On a GPU, each of them would wait for the one before.
         self._rows_serve = lin.in_one and self.parameters.device.type == "cpu"
         if not (self._rows_serve and self.parameters.dtype == torch.float64 and lin.n >= max(REFINED, small + 1)):
@@ -220,14 +221,26 @@ class DenseCurvature(Curvature):
 
     def newton(self, damping: Metric | Tensor) -> Tensor:
         sizes = self.parameters.sizes
-        A = Diagonal.of(damping, sizes).entries(sizes).to(self.parameters.dtype)
-        x = self._by_float32(A) if self._by_rows else None
+        D = Diagonal.of(damping, sizes)
+        A = D.damping(sizes).to(self.parameters.dtype)
+        x = self._by_float32(A) if self._by_rows and not D.turns else None
         if x is None and self.G.dtype != torch.float64:
-            x = self._checked(A)
+            x = self._checked(A, D)
         if x is None:
+            G = self._in_coordinates(D)
             assert self._g is not None
-            x = spd_solve(self.G, A, self._g, self.notes)
+            D = D.to(self._g)
+            x = D.turned_back(spd_solve(G, A, D.turned(self._g, sizes), self.notes), sizes)
         return x.to(self.parameters.dtype)
+
+    def _in_coordinates(self, D: Metric) -> Tensor:
+        """WGWᵀ with WD₀Wᵀ = 1; G itself if D is diagonal: (n, n)"""
+        if not D.turns:
+            return self.G
+        if self._turned is None or self._turned[0] is not D.shape or self._turned[1].dtype != self.G.dtype:
+            same, sizes = D.to(self.G), self.parameters.sizes
+            self._turned = (D.shape, same.turned(same.turned(self.G, sizes).T, sizes))
+        return self._turned[1]
 
     def _by_float32(self, A: Tensor) -> Tensor | None:
         """(G + A)⁻¹g in float64 by a factor in float32; None if A is too small for that."""
@@ -244,16 +257,16 @@ class DenseCurvature(Curvature):
             self.notes.append(AGAIN)
         return x
 
-    def _checked(self, A: Tensor) -> Tensor | None:
+    def _checked(self, A: Tensor, D: Metric) -> Tensor | None:
         """(G + A)⁻¹g if G in float32 alone is not enough; None if it is, or if G is in float64 now.
 
         JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖. That is the worst
         case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
         """
         eps, s = torch.finfo(self.G.dtype).eps, A.rsqrt()
-        if holds(lambda size: eps * size <= 1e-3, self.G, s):
+        if holds(lambda size: eps * size <= 1e-3, self._in_coordinates(D), s):
             return None
-        if self._rows_serve and not self._keeps and holds(lambda size: eps * size <= ROUGH, self.G, s):
+        if self._rows_serve and not self._keeps and not D.turns and holds(lambda size: eps * size <= ROUGH, self.G, s):
             x = self._refined(self.G, A.double(), 1e-5)
             if x is not None:
                 return x

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..deferred import ask
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece
-from ..jacobian.products import adjoint, apply, dense
+from ..jacobian.products import adjoint, apply, dense, together
 from ..layers import Block, Explicit
 from ..layers.block import Product
 from ..metric import Diagonal, Metric
@@ -173,6 +173,7 @@ class GramCurvature(Curvature):
         """J̃D₀^-½"""
         if D is None:
             return blocks
+        blocks = together(blocks, D.coupled, D.scale.dtype, self.parameters)
         return [D.whiten(b, self.parameters.members(b.params)) or b for b in blocks]
 
     def _add_pairs(self, K: Tensor, left: list[Block], right: list[Block], Jh: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece
 from ..jacobian.products import scattered
 from ..jacobian.rows import Cotangents, Rows
-from ..jacobian.statistics import Moments
+from ..jacobian.statistics import Moments, PartialTraces
 from ..layers.block import SLAB
 from ..losses import Loss
 from ..memory import out_of_memory
@@ -51,9 +51,9 @@ class MatrixFree(Interchangeable):
 
     The iteration stops where k steps together improved the quadratic model by less than kε of it, k = max(10, i/10),
     ε = `tolerance`, or after `iterations`. It starts from `warm` times the last solution and is preconditioned by
-    (diag G + A)^`precondition`, where layers have rules for the diagonal. With `backtrack` the step is the earlier
-    iterate, if the loss itself is lower there. With `chunk` that many samples are linearised at once, for every product
-    again.
+    (diag G + A)^`precondition`, where layers have rules for the diagonal; by A itself if that is no diagonal matrix.
+    With `backtrack` the step is the earlier iterate, if the loss itself is lower there. With `chunk` that many samples
+    are linearised at once, for every product again.
     """
 
     chunk: int | None = None
@@ -118,7 +118,8 @@ class MatrixFreeCurvature(Curvature):
         for piece in lin.pieces():
             if not self._R and lin.known.proven is None:  # otherwise the rows have shown it
                 lin.known.differentiates = not piece.whole.same_without_grad()
-            self._R, self._rows_fit = piece.jacobian.R, _fits(piece)
+            self._R, self._rows_fit = piece.jacobian.R, _fits(piece, piece.m)
+            self._sketch_fits = _fits(piece, piece.jacobian.N)
             if lin.in_one:
                 _ = piece.gradient  # while the graph is fresh
                 with twice_differentiable(lin.objective.model):
@@ -214,12 +215,12 @@ class MatrixFreeCurvature(Curvature):
         with torch.no_grad():
             if not bool(self._g.isfinite().all()):
                 raise FactorizationError("the gradient is not finite")
-            A = Diagonal.of(damping, sizes).to(lin.theta).entries(sizes)  # (n,)
+            A = Diagonal.of(damping, sizes).to(lin.theta)
             M = self._preconditioner(A)
             g = self.gradient  # after the preconditioner, whose rows show which parameters have no influence
             start = None if self._start is None or options.warm == 0 else options.warm * self._start.to(g)
             iterates, curved = conjugate_gradients(
-                lambda v: (self @ v).add_(A * v), g, M, start, options.iterations, options.tolerance,
+                lambda v: (self @ v).add_(A.times(v, sizes)), g, M, start, options.iterations, options.tolerance,
                 keep=options.backtrack, dot=self.parameters.dot,
             )  # fmt: skip
             taken = self._best(iterates) if options.backtrack and len(iterates) > 1 else iterates[-1]
@@ -232,7 +233,7 @@ class MatrixFreeCurvature(Curvature):
                 + ("" if taken is iterates[-1] else f", back to iteration {taken.number}")
             )
             self._last = iterates[-1].x
-            xGx = taken.xHx - float(self.parameters.dot(A * taken.x, taken.x))
+            xGx = taken.xHx - float(A.quadratic(taken.x, sizes, self.parameters.dot))
             self._known = taken.x, taken.gx, xGx if options.hessian else max(xGx, 0.0)
             return taken.x.clone()
 
@@ -293,6 +294,14 @@ class MatrixFreeCurvature(Curvature):
         sizes, most = self.parameters.sizes, self.lin.most
         return [([i], self._size(self.parameters.slice_of(i)), min(size, most)) for i, size in enumerate(sizes)]
 
+    def partial_traces(self) -> PartialTraces | None:
+        """Estimated from one row per sample, as the diagonal of the preconditioner is"""
+        if self.options.hessian:
+            self._need_rows("a Kronecker product")
+        if not (self._has_rows() and self._sketch_fits):
+            return None
+        return statistics.partial_traces(self.lin, self._combined)
+
     def _size(self, block: slice) -> Tensor:
         """The trace of a diagonal block of G, estimated by signs in this block alone: it cannot become negative"""
         generator = torch.Generator("cpu").manual_seed(0)
@@ -328,37 +337,45 @@ class MatrixFreeCurvature(Curvature):
         except ValueError as error:
             raise ValueError(f"{what} needs rows that belong to one sample each, but {error}. Or {ways_out}") from error
 
-    def _preconditioner(self, A: Tensor) -> Tensor | None:
-        """(diag G + A)^¾: (n,)"""
+    def _preconditioner(self, A: Metric) -> Tensor | Callable[[Tensor], Tensor] | None:
+        """(diag G + A)^¾: (n,); or A⁻¹, up to a number, if A is no diagonal: it is what is known of G then"""
+        sizes = self.parameters.sizes
         if self.options.precondition is None:
             return None
+        if A.turns:
+            return lambda r: A.solve(r.clone(), sizes, scaled=False)
         if not self._sketched:
             self._diagonal, self._sketched = self._sketch() if self._has_rows() else None, True
         if self._diagonal is None:
             return None
-        M = (self._diagonal + A).pow_(self.options.precondition)
+        M = (self._diagonal + A.diagonal(sizes)).pow_(self.options.precondition)
         return M.where(M > 0, 1)
 
     def _sketch(self) -> Tensor | None:
         """diag G, estimated from one row per sample: one backward pass, however many outputs there are."""
-        lin = self.lin
-        lin.rewind()
         total: Tensor | None = None
-        for i, batch in enumerate(lin.cut()):
-            piece = lin.piece(batch, lin.seed + i, Combined(lin.rows_kind), graph=False)
-            if not _fits(piece):
+        for piece in self._combined():
+            if not _fits(piece, piece.m):
                 return None
             found = scattered(((block, block.diagonal()) for block in piece.blocks), self.parameters)
             total = found if total is None else total.add_(found)
+        assert total is not None
+        return total.mul_(self.lin.scale)
+
+    def _combined(self) -> Iterator[Piece]:
+        """Every piece with one row per sample, and a note of the parameters that have no influence"""
+        lin = self.lin
+        lin.rewind()
+        for i, batch in enumerate(lin.cut()):
+            piece = lin.piece(batch, lin.seed + i, Combined(lin.rows_kind), graph=False)
+            yield piece
             if piece.inert is not None:
                 self._inert = piece.inert if self._inert is None else self._inert & piece.inert
-        assert total is not None
-        return total.mul_(lin.scale)
 
 
-def _fits(piece: Piece) -> bool:
-    """Whether the rows of parameters without a rule, which are written out, are few enough."""
-    return piece.m * piece.others() <= SLAB
+def _fits(piece: Piece, m: int) -> bool:
+    """Whether so many rows of parameters without a rule, which are written out, are few enough."""
+    return m * piece.others() <= SLAB
 
 
 @dataclass(frozen=True)

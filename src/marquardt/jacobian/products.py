@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..layers import Block
+from ..layers import Block, Explicit, Nothing
 from ..model.parameters import Parameters
 
 
@@ -51,3 +51,26 @@ def dense(blocks: Sequence[Block], dtype: torch.dtype, parameters: Parameters) -
         for i, piece in zip(parameters.members(block.params), pieces, strict=True):
             columns[i] = piece
     return torch.cat(columns, 1)
+
+
+def together(
+    blocks: Sequence[Block], groups: Sequence[Sequence[int]], dtype: torch.dtype, parameters: Parameters
+) -> list[Block]:
+    """The blocks, with those that share a group of parameters written out as one"""
+    found = list(blocks)
+    for group in groups:
+        some = [b for b in found if not set(group).isdisjoint(parameters.members(b.params))]
+        if len(some) > 1 and not all(b.empty for b in some):
+            one = _as_one(some, [parameters.tensors[i] for i in group], dtype)
+            found = [b for b in found if all(b is not c for c in some)] + one
+    return found
+
+
+def _as_one(blocks: Sequence[Block], members: Sequence[Tensor], dtype: torch.dtype) -> list[Block]:
+    """One block for these parameters and all that stand beside them, and what is left of blocks that are zero"""
+    full = [b for b in blocks if not b.empty]
+    missing = [p for p in members if all(p is not q for b in full for q in b.params)]
+    full += [Nothing(missing, full[0].m, full[0].N)] if missing else []
+    rows = torch.cat([b.rows(dtype) for b in full], 1)
+    rest = (b.without(members) for b in blocks if b.empty)
+    return [Explicit([p for b in full for p in b.params], rows, full[0].N), *(b for b in rest if b is not None)]

@@ -1,13 +1,17 @@
-"""What the rows of all pieces tell of G = J̃ᵀJ̃ without forming it: its diagonal, its traces, moments of the layers."""
+"""What the rows of all pieces tell of G = J̃ᵀJ̃ without forming it: its diagonal, and of its layers traces, partial
+traces and moments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from ..metric import LayerSides
+from ..model.parameters import Parameters
 from .linearization import Linearization
+from .piece import Piece
 from .products import scattered
 
 
@@ -76,3 +80,45 @@ def _summed(lin: Linearization) -> Iterator[Moments]:
             yield Moments(key, [columns.pop(i) * lin.scale for i in key], v / total)
     for i, column in columns.items():
         yield Moments((i,), (column * lin.scale,), None)
+
+
+class PartialTraces(NamedTuple):
+    """Of the block of G that every layer has."""
+
+    layers: list[LayerSides]  # of those that the outputs depend on
+    rows: int  # that would be if none were left out or sampled
+
+
+def partial_traces(lin: Linearization, pieces: Callable[[], Iterable[Piece]] | None = None) -> PartialTraces:
+    """By layers. Parameters that different pieces have in different forms are matrices by themselves."""
+    apart: set[int] = set()
+    while True:
+        found: dict[tuple[int, ...], LayerSides] = {}
+        rows, unlike = 0, set()
+        for piece in lin.pieces() if pieces is None else pieces():
+            rows += piece.m if lin.rows_kind.empirical else piece.N * piece.exact_rows()
+            for layer in _layers(piece, lin.parameters, apart):
+                others = [key for key in found if set(key) & set(layer.members)]
+                unlike |= {i for key in others if not layer.like(found[key]) for i in (*key, *layer.members)}
+                known = found.get(layer.members)
+                found[layer.members] = layer if known is None or unlike else _sum(known, layer)
+        if not unlike:
+            scaled = [LayerSides(x.members, *_each(x, lambda t: t * lin.scale)) for x in found.values()]
+            return PartialTraces(scaled, rows)
+        apart |= unlike
+
+
+def _layers(piece: Piece, parameters: Parameters, apart: set[int]) -> Iterator[LayerSides]:
+    for block in (b for b in piece.blocks if not b.empty):
+        own = apart.isdisjoint(parameters.members(block.params))
+        for params, left, right in block.partial_traces() if own else block.partial_traces_apart():
+            yield LayerSides(tuple(parameters.members(params)), left, right)
+
+
+def _each(x: LayerSides, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
+    return change(x.left), None if x.right is None else change(x.right)
+
+
+def _sum(one: LayerSides, other: LayerSides) -> LayerSides:
+    right = None if one.right is None or other.right is None else one.right + other.right
+    return LayerSides(one.members, one.left + other.left, right)

@@ -17,8 +17,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..metric import Part
+from ..metric import Part, Turn
 from .block import SLAB, Block, Product, Sums, add_product
+from .traces import Traces, of_rows, square
 
 
 class Bilinear(Block):
@@ -261,6 +262,48 @@ class Bilinear(Block):
         delta = self.delta if u is None else self.delta / u.reshape(-1).sqrt()
         return Bilinear(a, delta, self.weight, self.bias, one)
 
+    def turned(self, layers: Sequence[Turn]) -> Block:
+        """With one W for weight and bias it is of the same form: δ·leftᵀ and (a, 1)·rightᵀ"""
+        layer, *others = layers
+        left, right = layer.left, layer.right
+        if others or self.weight is None or right is None or left.shape[:2] != (self.G, self.O):
+            return super().turned(layers)
+        found = Bilinear(
+            _mapped(self._with_one(left.dtype), right), _mapped(self.delta.to(left), left), self.weight, None
+        )
+        found.params = self.params
+        return found
+
+    def _with_one(self, dtype: torch.dtype) -> Tensor:
+        """(a, 1), or a alone if there is no bias: (N, P, G, I + 1)"""
+        a = self.a.to(dtype)
+        return a if self.bias is None else torch.cat([a, self._times_one(a.new_ones(*a.shape[:-1], 1))], -1)
+
+    def partial_traces(self) -> list[Traces]:
+        """With one position Σ|a|²δδᵀ and Σ|δ|²aaᵀ; with several from the rows of a few samples at a time"""
+        if self.weight is None or self.weight.ndim < 2 or self.O == self.I == 1 < self.G:
+            pieces = self.diagonal().split([p.numel() for p in self.params])  # every output has inputs of its own
+            return [Traces([p], piece[None], None) for p, piece in zip(self.params, pieces, strict=True)]
+        if self.P != 1:
+            parts = [part.partial_traces_of_rows() for part in self.parts()]
+            left, right = (torch.stack(sides).sum(0) for sides in zip(*parts, strict=True))
+            return [Traces(self.params, left, right)]
+        a, delta = self._with_one(self.a.dtype)[:, 0], self.delta[:, :, 0]  # (N, G, I), (R, N, G, O)
+        lengths = torch.linalg.vector_norm(a, dim=2), torch.linalg.vector_norm(delta, dim=(0, 3))  # (N, G)
+        left = (delta * lengths[0][:, :, None]).permute(2, 0, 1, 3).flatten(1, 2)
+        return [Traces(self.params, square(left), square((a * lengths[1][:, :, None]).transpose(0, 1)))]
+
+    def parts(self) -> Iterator[Bilinear]:
+        """A few samples at a time, whose rows can be written out"""
+        size = max(1, SLAB // max(1, self.R * self.columns))
+        for n in range(0, self.N, size):
+            some = slice(n, n + size)
+            yield Bilinear(self.a[some], self.delta[:, some], self.weight, self.bias, self.one)
+
+    def partial_traces_of_rows(self) -> tuple[Tensor, Tensor]:
+        pieces = self.samples(self.delta.dtype).split([p.numel() for p in self.params], 1)
+        return of_rows(Turn.joined(pieces, (self.G, self.O)))
+
     def beside(self, others: Sequence[Bilinear]) -> Bilinear:
         blocks = [self, *others]
         delta = torch.cat([b.delta for b in blocks], 2)
@@ -301,6 +344,11 @@ class Bilinear(Block):
         J = a.shape[-1]
         weight = a.new_empty(()).expand(self.G * self.O, J)  # for its shape
         return Bilinear(a, delta, weight, None).diagonal().view(self.G, self.O, J)
+
+
+def _mapped(x: Tensor, side: Tensor) -> Tensor:
+    """x·sideᵀ in every group: (…, G, d), by a matrix (G, d, d) or the diagonal of one"""
+    return x * side if side.ndim == 2 else torch.einsum("...gi,gji->...gj", x, side)
 
 
 def _equal(u: Tensor | None, other: Tensor | None) -> bool:

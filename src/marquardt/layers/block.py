@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..metric import Part
+from ..metric import Part, Turn
+from .traces import Traces, of_matrix
 
 # A slab of explicit rows is at most this many numbers: 256 MiB in float32.
 SLAB = 1 << 26
@@ -124,6 +125,25 @@ class Block(ABC):
         """The columns J̃D^-½; D by parameter"""
         return Whitened(self, D)
 
+    def turned(self, layers: Sequence[Turn]) -> Block:
+        """The columns J̃Wᵀ with a W for every layer; in a layer they have no parameter of their own, but the order and
+        the sizes of its parameters"""
+        rows = self.rows(layers[0].left.dtype)
+        pieces = list(rows.split([p.numel() for p in self.params], 1))
+        for layer in layers:
+            for i, piece in zip(layer.places, layer([pieces[i] for i in layer.places]), strict=True):
+                pieces[i] = piece
+        return Explicit(self.params, torch.cat(pieces, 1), self.N)
+
+    def partial_traces(self) -> list[Traces]:
+        """Of its block of J̃ᵀJ̃, for every matrix among its parameters: in the form that this kind of block has"""
+        return self.partial_traces_apart()
+
+    def partial_traces_apart(self) -> list[Traces]:
+        """The same with every parameter a matrix by itself"""
+        pieces = self.rows(self.params[0].dtype).split([p.numel() for p in self.params], 1)
+        return [of_matrix(p, piece) for p, piece in zip(self.params, pieces, strict=True)]
+
     def pairs_with(self, other: Block) -> bool:
         """Whether `gram` takes the other: the same parameters in the same form"""
         return type(self) is type(other) and [id(p) for p in self.params] == [id(p) for p in other.params]
@@ -228,6 +248,9 @@ class Nothing(Block):
         pass
 
     def whitened(self, D: Sequence[Part]) -> Block:
+        return self
+
+    def turned(self, layers: Sequence[Turn]) -> Block:
         return self
 
 

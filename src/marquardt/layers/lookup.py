@@ -8,8 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..metric import Part
+from ..metric import Part, Turn
 from .block import SLAB, Block, Product, Sums
+from .traces import Traces, square
 
 
 class Lookup(Block):
@@ -67,6 +68,24 @@ class Lookup(Block):
         (part,) = D
         roots = part.flat(self.table.numel()).view_as(self.table).sqrt()
         return Lookup(self.index, self.delta, self.table, roots if self.roots is None else roots * self.roots)
+
+    def turned(self, layers: Sequence[Turn]) -> Block:
+        """With a number for every token it is of the same form: δ·rightᵀ, and its roots"""
+        (layer,) = layers
+        if layer.left.ndim == 3 or layer.right is None:
+            return super().turned(layers)
+        right, roots = layer.right[0], 1 / layer.left[0][:, None]  # (V, 1)
+        delta = self.delta.to(right)
+        return Lookup(self.index, delta * right if right.ndim == 1 else delta @ right.mT, self.table, roots)
+
+    def partial_traces(self) -> list[Traces]:
+        """The diagonal of the one over the tokens: those that do not occur have zeros"""
+        left, right = self.delta.new_zeros(1, len(self.table)), square(self.delta.new_zeros(1, 0, self.E))
+        for tokens in self._tokens(self.index.unique()):
+            rows = self._rows_of(tokens, self.delta.dtype).view(self.m, -1, self.E)
+            left[0, tokens] = rows.square().sum((0, 2))
+            right = right + square(rows.view(1, -1, self.E))
+        return [Traces(self.params, left, right)]
 
     def beside(self, others: Sequence[Lookup]) -> Lookup:
         blocks = [self, *others]

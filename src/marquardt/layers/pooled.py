@@ -99,6 +99,10 @@ class Pooled(Bilinear):
         for first in range(0, self.N, size):
             yield slice(first, min(first + size, self.N))
 
+    def parts(self) -> Iterator[Bilinear]:
+        for some in self._parts():
+            yield self._part(some)
+
     @cached_property
     def _whole(self) -> Bilinear:
         return self._part(slice(0, self.N))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..curvature.contract import Curvature
+from ..curvature.contract import Curvature, trusted
 from ..jacobian.statistics import Moments
-from ..metric import Diagonal, Metric, Part
+from ..metric import Diagonal, Layered, LayerSides, Metric, Part
+
+# With `every` > 1 the first steps all renew D: the averages are over a few batches, at weights that change most.
+EARLY = 20
 
 
 class Damping(Protocol):
@@ -109,6 +113,86 @@ class FactoredMaxDiagonal:
 
     def update(self, D: Metric | None, G: Curvature) -> Metric:
         return (G.parameters.n / G.rank) * factored_maximum(earlier(D), G, 0.0)
+
+
+@dataclass(frozen=True)
+class KroneckerMetric:
+    """D = (A/√t + π√γ·I) ⊗ (B/√t + √γ/π·I) in every layer: the curvature of late, as far as a Kronecker product has it.
+
+        A = Σ JᵀJ, B = Σ JJᵀ      over the rows of J̃, each a matrix J (O × I) with the bias as a last input
+        t = tr A = tr B           the trace of the layer's block of G; A and B are its partial traces
+        γ = c·τ, τ = Σt / rank    one number for all layers, rank that of G with all exact rows, at most
+        π² = O/I                  the mean eigenvalues of both sides are then the same
+
+    A and B are running averages, in which the past has the weight min(1 − 1/k, decay) in batch k. (G + λD) is solved
+    with exactly, as with any D: what G of one batch does not know, D knows from those before.
+
+    Groups of a convolution have sides of their own. Of sides longer than 4096, and of the tokens of an embedding, there
+    is only the diagonal. A vector without a weight beside it has the running average of diag G, plus γ. A parameter
+    that parts of a batch reach in different ways is a matrix by itself, of its first dimension and the rest.
+
+    With `every` > 1 the averages and D are renewed in one step of so many, and in each of the first 20. If there are no
+    rows, as with samples that depend on each other, D = τI as with MeanEigenvalue.
+    """
+
+    c: float = 1.0
+    decay: float = 0.95  # Martens & Grosse 2015, section 5
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.c < float("inf"):
+            raise ValueError(f"KroneckerMetric(c={self.c!r}): the share of the mean eigenvalue, above 0 and finite")
+        if not 0 <= self.decay < 1:
+            raise ValueError(
+                f"KroneckerMetric(decay={self.decay!r}): the weight of earlier batches, at least 0 (none), below 1"
+            )
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(
+                f"KroneckerMetric(every={self.every!r}): steps from one D to the next, an integer of at least 1"
+            )
+
+    def update(self, D: Metric | None, G: Curvature) -> Metric:
+        past = D if isinstance(D, Layered) else None
+        if past is not None and 0 <= past.age < self.every - 1:
+            return past.aged(past.age + 1)
+        found = G.partial_traces()
+        if found is None:
+            return MeanEigenvalue().update(D if past is None else None, G)
+        rank = min(G.parameters.n, found.rows)
+        if past is None:
+            batches, layers, age = one(G), found.layers, 1 - EARLY if self.every > 1 else 0
+        else:
+            rank, batches, age = max(rank, past.rank), past.batches + 1, min(past.age + 1, 0)
+            layers = averaged(past.layers, found.layers, (1 - 1 / batches).clamp(max=self.decay))
+        layers = completed(layers, G)
+        tau = torch.cat([layer.trace for layer in layers]).sum() / rank
+        return Layered.of(layers, self.c * tau, rank, batches, age)
+
+
+def averaged(past: Sequence[LayerSides], present: Sequence[LayerSides], weight: Tensor) -> list[LayerSides]:
+    """The sides of every layer, mixed with those of the past; a layer that this batch does not reach keeps its own, and
+    one that has another form than before begins anew."""
+    known = {layer.members: layer for layer in past}
+    mixed = [now if (old := known.get(now.members)) is None else mix(old, now, weight) for now in present]
+    reached = {i for layer in present for i in layer.members}
+    return mixed + [layer for layer in past if reached.isdisjoint(layer.members)]
+
+
+def mix(old: LayerSides, now: LayerSides, weight: Tensor) -> LayerSides:
+    """The running average; far larger than the present, the past has less weight."""
+    if not old.like(now):
+        return now
+    before, after = old.trace, now.trace
+    share = (weight * trusted(before, after)).where(after.sum() > 0, 1)
+    right = None if old.right is None or now.right is None else torch.lerp(now.right, old.right, share)
+    return LayerSides(now.members, torch.lerp(now.left, old.left, share), right)
+
+
+def completed(layers: Sequence[LayerSides], G: Curvature) -> list[LayerSides]:
+    """With zeros for parameters that no batch has reached so far"""
+    known = {i for layer in layers for i in layer.members}
+    rest = [i for i in range(len(G.parameters)) if i not in known]
+    return [*layers, *(LayerSides((i,), one(G).new_zeros(1, G.parameters.sizes[i]), None) for i in rest)]
 
 
 def factored_maximum(D: Diagonal | None, G: Curvature, floor: float) -> Diagonal:

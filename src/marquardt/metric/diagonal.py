@@ -1,114 +1,15 @@
-"""The D of (G + λD)δ = −g: the metric in which the length of a step is measured."""
+"""A D that is a diagonal matrix."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Dot = Callable[[Tensor, Tensor], Tensor]
-
-B_co = TypeVar("B_co", covariant=True)
-B = TypeVar("B")
-
-
-class Part(NamedTuple):
-    """The entries of D for one parameter: written out, or a product."""
-
-    entries: Tensor | None = None  # one for every entry of the parameter, flat; or one for all of them: ()
-    u: Tensor | None = None  # by output: (G, O, 1)
-    v: Tensor | None = None  # by input: (G, 1, I); None means 1, as for a bias
-
-    def flat(self, size: int) -> Tensor:
-        """All of them: (size,)"""
-        if self.entries is not None:
-            return self.entries.expand(size)
-        assert self.u is not None
-        return (self.u if self.v is None else self.u * self.v).reshape(size)
-
-    @property
-    def factors(self) -> tuple[Tensor, ...]:
-        return tuple(t for t in self if t is not None)
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> Part:
-        return Part(*(None if t is None else change(t) for t in self))
-
-    @staticmethod
-    def of(factors: Sequence[Tensor]) -> Part:
-        """From the tensors alone, as a saved state has them."""
-        if len(factors) == 1 and factors[0].ndim < 3:
-            return Part(factors[0])
-        return Part(None, *factors)
-
-
-class Whitenable(Protocol[B_co]):
-    """Columns of J̃, see layers.Block."""
-
-    def whitened(self, D: Sequence[Part]) -> B_co: ...
-
-
-class Metric(ABC):
-    """scale·D₀ with a D₀ that stays the same while λ changes: what a damping returns and the solvers work with.
-
-    `sizes` are the numbers of entries of the parameters, in the order of θ.
-    """
-
-    scale: Tensor  # ()
-
-    @abstractmethod
-    def with_scale(self, scale: Tensor) -> Metric:
-        """The same D₀ with another scale."""
-
-    @abstractmethod
-    def solve(self, x: Tensor, sizes: Sequence[int], *, scaled: bool = True) -> Tensor:
-        """A⁻¹x: (n,) → (n,), in place; D₀⁻¹x if the scale is done already"""
-
-    @abstractmethod
-    def quadratic(self, v: Tensor, sizes: Sequence[int], dot: Dot = torch.dot) -> Tensor:
-        """vᵀAv: (), by the dot product of the parameters"""
-
-    @abstractmethod
-    def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
-        """The columns J̃D₀^-½ of some parameters, by number; None if D₀ = I leaves them as they are. The scale stays
-        out: J̃D₀⁻¹J̃ᵀ is formed once for all λ."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> object:
-        """D₀ itself: while this is the same object, what was formed with D₀ still holds."""
-
-    @abstractmethod
-    def to(self, like: Tensor) -> Metric:
-        """In the precision and on the device of another tensor."""
-
-    @abstractmethod
-    def positive(self) -> Metric:
-        """With 1 in the place of 0. A zero says that the curvature of a parameter has always been zero: its step is
-        zero then, whatever its damping, or a gradient step if its rows were not picked."""
-
-    @abstractmethod
-    def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether it can be that of parameters of these sizes."""
-
-    @abstractmethod
-    def state(self) -> list[Any]:
-        """What makes it again: tensors, and lists of them. A new kind of metric extends `restored` below."""
-
-    def entries(self, sizes: Sequence[int]) -> Tensor:
-        """The diagonal, if that is all of it: (n,)"""
-        raise ValueError(f"{type(self).__name__} is no diagonal matrix: use curvature=mq.Gram()")
-
-    @property
-    def parts(self) -> Sequence[Part] | None:
-        """D₀ by parameters, if it is diagonal; None if it is the identity"""
-        raise ValueError(f"{type(self).__name__} is no diagonal matrix: use curvature=mq.Gram()")
-
-    def __rmul__(self, c: float | Tensor) -> Metric:
-        return self.with_scale(c * self.scale)
+from .base import B, Dot, Metric, Part, Whitenable
 
 
 class Diagonal(Metric):
@@ -151,7 +52,7 @@ class Diagonal(Metric):
         return x
 
     def quadratic(self, v: Tensor, sizes: Sequence[int], dot: Dot = torch.dot) -> Tensor:
-        return dot(v, v) * self.scale if self._parts is None else dot(self.entries(sizes) * v, v)
+        return dot(v, v) * self.scale if self._parts is None else super().quadratic(v, sizes, dot)
 
     def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
         return None if self._parts is None else block.whitened([self._parts[i] for i in members])
@@ -220,9 +121,3 @@ class Diagonal(Metric):
 def _paired(part: Part, other: Part, join: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     partner = {id(f): g for f, g in zip(part.factors, other.factors, strict=True)}
     return lambda f: join(f, partner[id(f)])
-
-
-def restored(state: list[Any]) -> Metric:
-    """The metric that a saved state holds"""
-    scale, parts = state
-    return Diagonal(scale, None if parts is None else [Part.of(part) for part in parts])

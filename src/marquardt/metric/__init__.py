@@ -1,0 +1,8 @@
+"""The D of (G + λD)δ = −g: the metric in which the length of a step is measured."""
+
+from .base import Dot, Metric, Part, Turn, Whitenable
+from .diagonal import Diagonal
+from .layered import Layered, LayerSides
+from .restore import KINDS, restored
+
+__all__ = ["KINDS", "Diagonal", "Dot", "LayerSides", "Layered", "Metric", "Part", "Turn", "Whitenable", "restored"]

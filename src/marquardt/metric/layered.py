@@ -1,0 +1,246 @@
+"""A D that is a Kronecker product in every layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..deferred import ask
+from .base import B, Metric, Turn, Whitenable, between
+
+
+@dataclass(frozen=True)
+class LayerSides:
+    """What D is made of in one layer, whose parameters are one matrix X (G, O, I) of G groups.
+
+    Its first parameter is X[..., :-1] and a second one X[..., -1], or the only one is all of it. A side is a matrix
+    (G, d, d) or the diagonal of one (G, d).
+    """
+
+    members: tuple[int, ...]  # its parameters, by number
+    left: Tensor  # at the outputs, d = O; of a vector the diagonal of G itself, with G = I = 1
+    right: Tensor | None  # at the inputs, d = I, with the same trace in every group; None: of a vector
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """G, O, I"""
+        G, O = self.left.shape[:2]
+        return G, O, 1 if self.right is None else self.right.shape[1]
+
+    @property
+    def trace(self) -> Tensor:
+        """By groups: (G,)"""
+        return diagonal_of(self.left).sum(1)
+
+    def like(self, other: LayerSides) -> bool:
+        """Whether both are of the same parameters in the same form"""
+        shapes = [[None if t is None else t.shape for t in (x.left, x.right)] for x in (self, other)]
+        return self.members == other.members and shapes[0] == shapes[1]
+
+    def damped(self, gamma: Tensor) -> tuple[Tensor, Tensor | None]:
+        """left/√t + √γ/π and right/√t + π√γ with π² = O/I, whose mean eigenvalues have the ratio π² then"""
+        if self.right is None:
+            return self.left + gamma, None
+        _, O, I = self.shape
+        balance, t = math.sqrt(O / I), self.trace
+        share = t.rsqrt().where(t > 0, 0)
+        root = gamma.sqrt()
+        return shifted(self.left, share, root / balance), shifted(self.right, share, root * balance)
+
+    def to(self, like: Tensor) -> LayerSides:
+        return LayerSides(self.members, self.left.to(like), None if self.right is None else self.right.to(like))
+
+
+class Layered(Metric):
+    """scale·D₀ with D₀ = (right/√t + π√γ) ⊗ (left/√t + √γ/π) in every layer, t the trace of either side, π² = O/I. Of
+    a vector it is the diagonal left + γ.
+
+    `roots` are the inverses of the Cholesky factors of both: D₀⁻¹ = WᵀW, layer by layer. `rank`, `batches` and `age`
+    are what a damping remembers.
+    """
+
+    turns = True
+
+    def __init__(
+        self, scale: Tensor, layers: Sequence[LayerSides], gamma: Tensor, roots: Sequence[tuple[Tensor, Tensor | None]],
+        *, rank: int = 0, batches: Tensor, age: int = 0,
+    ) -> None:  # fmt: skip
+        self.scale, self.layers, self.gamma, self.roots = scale, tuple(layers), gamma, tuple(roots)
+        self.rank = rank  # of G, the largest so far
+        self.batches = batches  # in the running averages: ()
+        self.age = age  # steps since the roots were formed
+
+    @staticmethod
+    def of(layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, age: int) -> Layered:
+        """With the roots formed anew. A γ of 0 says that nothing has any curvature: then it is 1."""
+        gamma = gamma.where(gamma > 0, 1)
+        sides = [layer.damped(gamma) for layer in layers]
+        roots = iter(inverse_roots([side for pair in sides for side in pair if side is not None]))
+        pairs = [(next(roots), None if right is None else next(roots)) for _, right in sides]
+        return Layered(torch.ones_like(gamma), layers, gamma, pairs, rank=rank, batches=batches, age=age)
+
+    def aged(self, age: int) -> Layered:
+        return self._like(self.scale, age)
+
+    def _like(self, scale: Tensor, age: int) -> Layered:
+        found = Layered(scale, (), self.gamma, self.roots, rank=self.rank, batches=self.batches, age=age)
+        found.layers = self.layers  # the same object: it says that D₀ is the same
+        return found
+
+    def with_scale(self, scale: Tensor) -> Layered:
+        return self._like(scale, self.age)
+
+    @property
+    def shape(self) -> object:
+        return self.layers
+
+    @property
+    def coupled(self) -> Sequence[Sequence[int]]:
+        return [layer.members for layer in self.layers if len(layer.members) > 1]
+
+    # Products.
+
+    @cached_property
+    def _damped(self) -> list[tuple[Tensor, Tensor | None]]:
+        return [layer.damped(self.gamma) for layer in self.layers]
+
+    def solve(self, x: Tensor, sizes: Sequence[int], *, scaled: bool = True) -> Tensor:
+        if scaled:
+            x.div_(self.scale)
+        return x.copy_(self.turned_back(self.turned(x, sizes), sizes))
+
+    def times(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
+        return self._by_layer(v, sizes, self._damped).mul_(self.scale)
+
+    def turned(self, X: Tensor, sizes: Sequence[int]) -> Tensor:
+        return self._by_layer(X, sizes, [(left, _transposed(right)) for left, right in self.roots])
+
+    def turned_back(self, X: Tensor, sizes: Sequence[int]) -> Tensor:
+        return self._by_layer(X, sizes, [(transposed(left), right) for left, right in self.roots])
+
+    def damping(self, sizes: Sequence[int]) -> Tensor:
+        return self.scale.expand(sum(sizes))
+
+    def diagonal(self, sizes: Sequence[int]) -> Tensor:
+        found = torch.empty(sum(sizes), dtype=self.scale.dtype, device=self.scale.device)
+        pieces = found.split(list(sizes))
+        for layer, (left, right) in zip(self.layers, self._damped, strict=True):
+            D = diagonal_of(left)[:, :, None]
+            D = D if right is None else D * diagonal_of(right)[:, None]
+            _spread(D, [pieces[i] for i in layer.members])
+        return found.mul_(self.scale)
+
+    def _by_layer(self, x: Tensor, sizes: Sequence[int], sides: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+        """left·X·right in every layer: (…, n) → (…, n)"""
+        found = torch.empty_like(x)
+        there, here = found.split(list(sizes), -1), x.split(list(sizes), -1)
+        for layer, (left, right) in zip(self.layers, sides, strict=True):
+            X = Turn.joined([here[i] for i in layer.members], left.shape[:2])
+            _spread(between(left, X, right), [there[i] for i in layer.members])
+        return found
+
+    def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
+        place = {i: k for k, i in enumerate(members)}
+        turns = [
+            Turn([place[i] for i in layer.members], left, right)
+            for layer, (left, right) in zip(self.layers, self.roots, strict=True)
+            if layer.members[0] in place
+        ]
+        return block.turned(turns)
+
+    def to(self, like: Tensor) -> Layered:
+        if self.scale.dtype == like.dtype and self.scale.device == like.device:
+            return self
+        roots = [(left.to(like), None if right is None else right.to(like)) for left, right in self.roots]
+        return Layered(
+            self.scale.to(like), [layer.to(like) for layer in self.layers], self.gamma.to(like), roots,
+            rank=self.rank, batches=self.batches.to(like), age=self.age,
+        )  # fmt: skip
+
+    def positive(self) -> Layered:
+        return self
+
+    # As it is saved.
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        if sorted(i for layer in self.layers for i in layer.members) != list(range(len(sizes))):
+            return False
+        return all(
+            sum(sizes[i] for i in layer.members) == math.prod(layer.shape)
+            and all(sizes[i] % math.prod(layer.shape[:2]) == 0 for i in layer.members)
+            for layer in self.layers
+        )
+
+    def state(self) -> list[Any]:
+        layers = [
+            [list(layer.members), layer.left, layer.right, *pair]
+            for layer, pair in zip(self.layers, self.roots, strict=True)
+        ]
+        kept = {"layers": layers, "gamma": self.gamma, "rank": self.rank, "batches": self.batches, "age": self.age}
+        return [self.scale, kept]
+
+    @staticmethod
+    def restored(scale: Tensor, kept: dict[str, Any]) -> Layered:
+        layers = [LayerSides(tuple(members), left, right) for members, left, right, *_ in kept["layers"]]
+        roots = [(left, right) for *_, left, right in kept["layers"]]
+        rest = {key: kept[key] for key in ("rank", "batches", "age")}
+        return Layered(scale, layers, kept["gamma"], roots, **rest)
+
+
+def diagonal_of(side: Tensor) -> Tensor:
+    """(G, d, d) or the diagonal itself → (G, d)"""
+    return side if side.ndim == 2 else side.diagonal(dim1=1, dim2=2)
+
+
+def shifted(side: Tensor, share: Tensor, shift: Tensor) -> Tensor:
+    """share·side + shift·I, with a share for every group (G,)"""
+    if side.ndim == 2:
+        return side * share[:, None] + shift
+    found = side * share[:, None, None]
+    diagonal_of(found).add_(shift)
+    return found
+
+
+def transposed(side: Tensor) -> Tensor:
+    return side if side.ndim == 2 else side.mT
+
+
+def _transposed(side: Tensor | None) -> Tensor | None:
+    return None if side is None else transposed(side)
+
+
+def _spread(X: Tensor, out: Sequence[Tensor]) -> None:
+    """out ← the parameters of X (…, G, O, I), each flat (…, size)"""
+    widths = [t.shape[-1] // math.prod(X.shape[-3:-1]) for t in out]
+    for t, piece in zip(out, X.split(widths, -1), strict=True):
+        t.copy_(piece.flatten(-3))
+
+
+def inverse_roots(sides: Sequence[Tensor]) -> list[Tensor]:
+    """W with WᵀW = S⁻¹ for each S, a matrix or a diagonal: the inverse of the Cholesky factor. If one of them cannot be
+    factored, all are in float64, with what rounding may have taken away."""
+    factors = [torch.linalg.cholesky_ex(S) if S.ndim == 3 else None for S in sides]
+    infos = [f.info.flatten() for f in factors if f is not None]
+    if infos and not ask((torch.cat(infos) == 0).all()):
+        factors = [None if S.ndim == 2 else torch.linalg.cholesky_ex(_raised(S.double())) for S in sides]
+    return [_inverse(S, None if f is None else f.L) for S, f in zip(sides, factors, strict=True)]
+
+
+def _raised(S: Tensor) -> Tensor:
+    eps = torch.finfo(S.dtype).eps
+    diagonal_of(S).add_(10 * eps * diagonal_of(S).sum(1, keepdim=True))
+    return S
+
+
+def _inverse(S: Tensor, L: Tensor | None) -> Tensor:
+    if L is None:
+        return S.rsqrt()
+    one = torch.eye(L.shape[1], dtype=L.dtype, device=L.device).expand_as(L)
+    W: Tensor = torch.linalg.solve_triangular(L, one, upper=False)
+    return W.to(S.dtype)
