@@ -91,6 +91,9 @@ PARTS = {
     "max-diagonal": {"damping": mq.MaxDiagonal(), "momentum": None, "acceptance": mq.Decrease()},
     "per layer": {"damping": mq.LayerMeanEigenvalue(), "curvature": mq.Gram()},
     "factored": {"damping": mq.FactoredMaxDiagonal(), "curvature": mq.Gram(whole=0)},
+    "kronecker metric": {"damping": mq.KroneckerMetric(), "curvature": mq.Gram(whole=0)},
+    "kronecker metric, sampled": {"damping": mq.KroneckerMetric(c=0.1), "rows": mq.Sampled(1), "curvature": mq.Gram()},
+    "kronecker metric, dense": {"damping": mq.KroneckerMetric(), "curvature": mq.Dense(), "momentum": None},
     "half": {"lr": 0.5},
     "momentum": {"momentum": mq.AdaptiveMomentum()},  # on changing batches too, as the paper has it
     "bold": {"schedule": mq.Constant(1e-9), "curvature": mq.Dense()},  # many of its steps are rejected

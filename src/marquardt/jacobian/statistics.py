@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..metric import LayerSides
@@ -13,6 +14,7 @@ from ..model.parameters import Parameters
 from .linearization import Linearization
 from .piece import Piece
 from .products import scattered
+from .rows import Empirical, Exact
 
 
 class Moments(NamedTuple):
@@ -92,19 +94,20 @@ class PartialTraces(NamedTuple):
 def partial_traces(lin: Linearization, pieces: Callable[[], Iterable[Piece]] | None = None) -> PartialTraces:
     """By layers. Parameters that different pieces have in different forms are matrices by themselves."""
     apart: set[int] = set()
+    all_rows = isinstance(lin.rows_kind, (Exact, Empirical))
     while True:
         found: dict[tuple[int, ...], LayerSides] = {}
         rows, unlike = 0, set()
         for piece in lin.pieces() if pieces is None else pieces():
-            rows += piece.m if lin.rows_kind.empirical else piece.N * piece.exact_rows()
+            rows += 0 if all_rows else piece.N * piece.exact_rows()
             for layer in _layers(piece, lin.parameters, apart):
                 others = [key for key in found if set(key) & set(layer.members)]
                 unlike |= {i for key in others if not layer.like(found[key]) for i in (*key, *layer.members)}
                 known = found.get(layer.members)
-                found[layer.members] = layer if known is None or unlike else _sum(known, layer)
+                found[layer.members] = layer if known is None or unlike else known.each(torch.add, layer)
         if not unlike:
-            scaled = [LayerSides(x.members, *_each(x, lambda t: t * lin.scale)) for x in found.values()]
-            return PartialTraces(scaled, rows)
+            scaled = [layer.each(lambda t: t * lin.scale) for layer in found.values()]
+            return PartialTraces(scaled, lin.m if all_rows else rows)
         apart |= unlike
 
 
@@ -113,12 +116,3 @@ def _layers(piece: Piece, parameters: Parameters, apart: set[int]) -> Iterator[L
         own = apart.isdisjoint(parameters.members(block.params))
         for params, left, right in block.partial_traces() if own else block.partial_traces_apart():
             yield LayerSides(tuple(parameters.members(params)), left, right)
-
-
-def _each(x: LayerSides, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor | None]:
-    return change(x.left), None if x.right is None else change(x.right)
-
-
-def _sum(one: LayerSides, other: LayerSides) -> LayerSides:
-    right = None if one.right is None or other.right is None else one.right + other.right
-    return LayerSides(one.members, one.left + other.left, right)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -53,8 +53,11 @@ class LayerSides:
         root = gamma.sqrt()
         return shifted(self.left, share, root / balance), shifted(self.right, share, root * balance)
 
-    def to(self, like: Tensor) -> LayerSides:
-        return LayerSides(self.members, self.left.to(like), None if self.right is None else self.right.to(like))
+    def each(self, change: Callable[..., Tensor], *others: LayerSides) -> LayerSides:
+        """Both sides changed, each with that of others of the same form"""
+        left = change(self.left, *(other.left for other in others))
+        right = None if self.right is None else change(self.right, *(other.right for other in others))
+        return LayerSides(self.members, left, right)
 
 
 class Layered(Metric):
@@ -159,7 +162,7 @@ class Layered(Metric):
             return self
         roots = [(left.to(like), None if right is None else right.to(like)) for left, right in self.roots]
         return Layered(
-            self.scale.to(like), [layer.to(like) for layer in self.layers], self.gamma.to(like), roots,
+            self.scale.to(like), [layer.each(lambda t: t.to(like)) for layer in self.layers], self.gamma.to(like), roots,
             rank=self.rank, batches=self.batches.to(like), age=self.age,
         )  # fmt: skip
 

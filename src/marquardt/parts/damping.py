@@ -182,10 +182,8 @@ def mix(old: LayerSides, now: LayerSides, weight: Tensor) -> LayerSides:
     """The running average; far larger than the present, the past has less weight."""
     if not old.like(now):
         return now
-    before, after = old.trace, now.trace
-    share = (weight * trusted(before, after)).where(after.sum() > 0, 1)
-    right = None if old.right is None or now.right is None else torch.lerp(now.right, old.right, share)
-    return LayerSides(now.members, torch.lerp(now.left, old.left, share), right)
+    share = (weight * trusted(old.trace, now.trace)).where(now.trace.sum() > 0, 1)  # zeros say nothing
+    return now.each(lambda present, past: torch.lerp(present, past, share), old)
 
 
 def completed(layers: Sequence[LayerSides], G: Curvature) -> list[LayerSides]:

@@ -1,0 +1,238 @@
+"""KroneckerMetric: D from the partial traces of G, step after step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.jacobian.linearization import linearize
+from marquardt.metric import Diagonal, Layered
+from marquardt.parts.damping import EARLY
+from support import reference
+from support.cases import build, mlp
+from support.metrics import ByHand, Form
+from support.reference import error
+from support.steps import lm, parts_of, theta
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def batch(seed: int, N: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, 2, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (N,), generator=generator)
+
+
+def saved_and_loaded(opt: mq.LM) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    found: dict[str, Any] = torch.load(file, weights_only=True)
+    return found
+
+
+FORMS = [Form((0, 1), 1, 4, 3), Form((2, 3), 1, 3, 5)]  # of mlp(2, 4, 3)
+CURVATURES = {
+    "gram": mq.Gram(whole=0),
+    "gram-chunked": mq.Gram(chunk=2),
+    "dense": mq.Dense(),
+    "dense-chunked": mq.Dense(chunk=2),
+    "auto": mq.Auto(),
+}
+
+
+@pytest.mark.parametrize("curvature", CURVATURES.values(), ids=CURVATURES)
+def test_steps_of_lm_are_those_of_the_reference(curvature):
+    """Five batches of two sizes: the averages go from step to step, and with them the largest rank."""
+    model = mlp(2, 4, 3)
+    opt = lm(model, "cross_entropy", curvature=curvature, damping=mq.KroneckerMetric(0.7), schedule=mq.Constant(0.5))
+    hand = ByHand(FORMS, [p.numel() for p in model.parameters()], c=0.7)
+    for i in range(5):
+        x, y = batch(i, 6 if i % 2 else 4)
+        exact = reference.quadratic(model, "cross_entropy", x, y)
+        D = hand.after(exact.G, 2 * len(x))
+        expected = theta(model) - torch.linalg.solve(exact.G + 0.5 * D, exact.g)
+        step = opt.step(x, y)
+        assert step.accepted
+        assert error(theta(model), expected) < 1e-9
+        assert step.slope == pytest.approx(math.sqrt(exact.g @ torch.linalg.solve(D, exact.g)), rel=1e-8)
+
+
+def test_step_over_batches_is_the_step_on_all_of_them():
+    x, y = batch(0, 8)
+    one, other = mlp(2, 4, 3), mlp(2, 4, 3)
+    other.load_state_dict(one.state_dict())
+    parts = {"curvature": mq.Dense(), "damping": mq.KroneckerMetric(), "schedule": mq.Constant(0.5)}
+    first, second = lm(one, "cross_entropy", **parts), lm(other, "cross_entropy", **parts)
+    for _ in range(3):
+        first.step(x, y)
+        second.step_over(parts_of(x, y))
+        assert error(theta(other), theta(one)) < 1e-10
+
+
+def test_sampled_rows_have_the_rank_of_all_rows():
+    """And D of the rows that were drawn."""
+    model, (x, y) = mlp(2, 4, 3), batch(0)
+    lin = linearize(model, "cross_entropy", x, y, rows=mq.Sampled(1))
+    G = mq.Gram(whole=0).represent(lin)
+    D = mq.KroneckerMetric().update(None, G)
+    J = lin.rows()
+    assert len(J) == 6
+    by_hand = ByHand(FORMS, G.parameters.sizes).after(J.T @ J, 12)  # two rows for each of 6 samples, not one
+    assert D.rank == 12
+    assert error(D.times(torch.ones(27), G.parameters.sizes), by_hand.sum(1)) < 1e-12
+    expected = -torch.linalg.solve(J.T @ J + 0.3 * by_hand, lin.gradient)
+    assert error(G.step(0.3 * D), expected) < 1e-9
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_stale_d_between_renewals(every):
+    """The first steps all renew it; then one of so many. What lies between solves exactly with the D that is there."""
+    model = mlp(2, 4, 3)
+    opt = lm(
+        model, "cross_entropy", curvature=mq.Gram(whole=0), damping=mq.KroneckerMetric(every=every), lr=0.01,
+        schedule=mq.Constant(1.0), acceptance=mq.Uphill(1.0),
+    )  # fmt: skip
+    hand, D, renewed = ByHand(FORMS, [p.numel() for p in model.parameters()]), torch.empty(0), []
+    for i in range(EARLY + 3 * every):
+        x, y = batch(i)
+        exact = reference.quadratic(model, "cross_entropy", x, y)
+        renews = i < EARLY or (i - EARLY) % every == every - 1
+        D = hand.after(exact.G, 12) if renews else D
+        expected = theta(model) - 0.01 * torch.linalg.solve(exact.G + D, exact.g)
+        before = opt._state.D
+        assert opt.step(x, y).accepted
+        assert error(theta(model), expected) < 1e-9
+        renewed.append(before is None or opt._state.D.layers is not before.layers)
+    assert sum(renewed) == EARLY + 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_goes_on_bit_for_bit(dtype, every):
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = mlp(2, 4, 3).to(dtype)
+        damping = mq.KroneckerMetric(every=every)
+        made.append((model, mq.LM(model, "cross_entropy", curvature=mq.Gram(whole=0), damping=damping)))
+    (model, opt), (twin, again) = made
+    for i in range(26):
+        x, y = batch(i)
+        opt.step(x.to(dtype), y)
+        if i in (0, 3, 22):
+            twin.load_state_dict(model.state_dict())
+            again.load_state_dict(saved_and_loaded(opt))
+        else:
+            again.step(x.to(dtype), y)
+        assert torch.equal(theta(model), theta(twin))
+
+
+def test_states_of_other_dampings_are_refused_by_name():
+    model, other = mlp(2, 4, 3), mlp(2, 4, 3)
+    opt = lm(model, "cross_entropy", damping=mq.KroneckerMetric(), schedule=mq.Constant(10.0))
+    assert opt.step(*batch(0)).accepted
+    with pytest.raises(ValueError, match="damping=KroneckerMetric, this optimizer has MeanEigenvalue"):
+        lm(other, "cross_entropy", damping=mq.MeanEigenvalue()).load_state_dict(opt.state_dict())
+    state = opt.state_dict()
+    del state["marquardt"]["damping"]  # as a version before had it: then the damping itself refuses
+    stale = lm(other, "cross_entropy", damping=mq.MaxDiagonal())
+    stale.load_state_dict(state)
+    before = theta(other)
+    with pytest.raises(ValueError, match="D is that of another damping"):
+        stale.step(*batch(1))
+    assert torch.equal(theta(other), before)
+
+
+def test_the_d_of_another_model_is_refused():
+    opt = lm(mlp(2, 4, 3), "cross_entropy", damping=mq.KroneckerMetric(), schedule=mq.Constant(10.0))
+    assert opt.step(*batch(0)).accepted
+    state = opt.state_dict()
+    state["marquardt"]["D"][1]["layers"].pop()
+    with pytest.raises(ValueError, match="D in this state is that of another model"):
+        lm(mlp(2, 4, 3), "cross_entropy", damping=mq.KroneckerMetric()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"c": 0.0}, "c=0.0"), ({"c": math.inf}, "c=inf"), ({"c": math.nan}, "c=nan"), ({"decay": 1.0}, "decay=1.0"),
+     ({"decay": -0.1}, "decay=-0.1"), ({"every": 0}, "every=0"), ({"every": 1.5}, "every=1.5")],
+)  # fmt: skip
+def test_wrong_options(options, match):
+    with pytest.raises(ValueError, match=rf"KroneckerMetric\({match}\)"):
+        mq.KroneckerMetric(**options)
+
+
+@pytest.mark.parametrize(
+    ("curvature", "match"),
+    [(mq.Kronecker(), "Kronecker is a Kronecker product itself"), (mq.EKFAC(), "EKFAC is a Kronecker product itself"),
+     (mq.Hessian(), r"use damping=mq\.MeanEigenvalue"), (mq.MatrixFree(hessian=True), r"mq\.MeanEigenvalue")],
+)  # fmt: skip
+def test_curvatures_without_partial_traces_refuse_and_change_nothing(curvature, match):
+    model, (x, y) = mlp(2, 4, 3), batch(0)
+    opt = lm(model, "cross_entropy", curvature=curvature, damping=mq.KroneckerMetric())
+    before, generator = theta(model), torch.get_rng_state()
+    with pytest.raises(ValueError, match=match):
+        opt.step(x, y)
+    assert torch.equal(theta(model), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert opt._state.D is None
+
+
+def test_coupled_samples_have_the_mean_eigenvalue():
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
+    twin = copy.deepcopy(model)
+    one = lm(model, "cross_entropy", curvature=mq.MatrixFree(), damping=mq.KroneckerMetric())
+    other = lm(twin, "cross_entropy", curvature=mq.MatrixFree(), damping=mq.MeanEigenvalue())
+    for i in range(3):
+        one.step(*batch(i))
+        other.step(*batch(i))
+        assert torch.equal(theta(model), theta(twin))
+    assert isinstance(one._state.D, Diagonal)
+    model.eval()  # then there are rows
+    one.step(*batch(3))
+    assert isinstance(one._state.D, Layered)
+    assert one._state.D.batches == 1
+
+
+def test_matrix_free_has_them_from_one_row_per_sample():
+    """Of one output that is the row itself, up to its sign."""
+    p = build("mlp_flat_output")
+    kind = mq.MatrixFree(backtrack=False, tolerance=0.0, warm=0.0, iterations=500)
+    G = kind.represent(linearize(p.model, p.loss, p.x, p.y, needs=kind.needs))
+    D = mq.KroneckerMetric().update(None, G)
+    exact = reference.quadratic(p.model, p.loss, p.x, p.y)
+    sizes = G.parameters.sizes
+    by_hand = ByHand([Form((0, 1), 1, 4, 3), Form((2, 3), 1, 1, 5)], sizes).after(exact.G, 5)
+    assert error(torch.stack([D.times(e, sizes) for e in torch.eye(len(by_hand))]), by_hand) < 1e-12
+    assert error(G.step(0.1 * D), -torch.linalg.solve(exact.G + 0.1 * by_hand, exact.g)) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["conv2d_grouped", "embedding", "transformer_encoder_layer", "lstm", "tied_linears"])
+@pytest.mark.parametrize("precondition", [0.75, None])
+def test_matrix_free_solves_with_d(name, precondition):
+    p = build(name)
+    kind = mq.MatrixFree(backtrack=False, tolerance=0.0, warm=0.0, iterations=2000, precondition=precondition)
+    G = kind.represent(linearize(p.model, p.loss, p.x, p.y, p.weight, params=p.params, needs=kind.needs))
+    D = mq.KroneckerMetric().update(None, G)
+    exact = reference.quadratic(p.model, p.loss, p.x, p.y, p.weight, p.params)
+    dense = torch.stack([D.times(e, G.parameters.sizes) for e in torch.eye(len(exact.g))])
+    assert error(dense, dense.T) < 1e-12
+    assert error(G.step(0.3 * D), -torch.linalg.solve(exact.G + 0.3 * dense, exact.g)) < 1e-6
+
+
+def test_units_of_the_loss_do_not_matter():
+    """A, B, t and γ all have them."""
+    model, x, y = mlp(2, 4, 3), torch.randn(6, 2), torch.randn(6, 3)
+    found = []
+    for reduction in ("mean", "sum"):
+        G = mq.Gram(whole=0).represent(linearize(model, nn.MSELoss(reduction=reduction), x, y))
+        found.append(G.step(0.3 * mq.KroneckerMetric().update(None, G)))
+    assert error(found[1], found[0]) < 1e-9
