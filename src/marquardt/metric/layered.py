@@ -160,9 +160,10 @@ class Layered(Metric):
     def to(self, like: Tensor) -> Layered:
         if self.scale.dtype == like.dtype and self.scale.device == like.device:
             return self
+        layers = [layer.each(lambda t: t.to(like)) for layer in self.layers]
         roots = [(left.to(like), None if right is None else right.to(like)) for left, right in self.roots]
         return Layered(
-            self.scale.to(like), [layer.each(lambda t: t.to(like)) for layer in self.layers], self.gamma.to(like), roots,
+            self.scale.to(like), layers, self.gamma.to(like), roots,
             rank=self.rank, batches=self.batches.to(like), age=self.age,
         )  # fmt: skip
 
