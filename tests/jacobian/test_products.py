@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from marquardt.jacobian.products import adjoint, apply, dense, scattered
+from marquardt.jacobian.products import adjoint, apply, dense, scattered, together
 from marquardt.layers.block import Block, Explicit, Nothing
 from marquardt.model.parameters import Parameters
 from support.reference import error
@@ -46,3 +46,25 @@ def test_precision():
     assert dense(blocks, torch.float32, parameters).dtype == torch.float32
     assert adjoint(blocks, torch.ones(4, dtype=torch.float32), parameters).dtype == torch.float32
     assert error(apply(blocks, torch.ones(13, dtype=torch.float32), parameters), J.sum(1)) < 1e-5
+
+
+def test_blocks_that_share_a_group_of_parameters_are_one():
+    """A parameter without influence has zeros in it, and leaves its block."""
+    blocks, J, parameters = made()
+    a, b, c, d = parameters.tensors
+    one, rest = together([*blocks[:1], Nothing([b, c], 4, 4)], [(0, 1)], torch.float64, parameters)
+    assert [id(p) for p in one.params] == [id(d), id(a), id(b)]
+    assert torch.equal(one.rows(torch.float64), torch.cat([J[:, 12:], J[:, :9]], 1))
+    assert rest.empty
+    assert [id(p) for p in rest.params] == [id(c)]
+    found = together(blocks, [(0, 2)], torch.float64, parameters)
+    assert len(found) == 2
+    assert torch.equal(dense(found, torch.float64, parameters), J)
+
+
+def test_blocks_that_share_no_group_stay():
+    blocks, _, parameters = made()
+    for groups in ([], [(3, 0)], [(1,)]):
+        assert together(blocks, groups, torch.float64, parameters) == blocks
+    nothing = [Nothing([p], 4, 4) for p in parameters.tensors]
+    assert together(nothing, [(0, 1)], torch.float64, parameters) == nothing

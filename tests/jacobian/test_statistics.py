@@ -99,3 +99,75 @@ def test_unused_parameters_have_no_trace():
     assert [members for members, _ in statistics.traces(lin)] == [[0, 1]]
     assert [list(layer.members) for layer in statistics.moments(lin)] == [[0, 1]]
     assert not statistics.diagonal(lin)[8:].any()
+
+
+def partial(lin: Linearization, G: Tensor) -> None:
+    """Those of the blocks of G, in the forms that were found"""
+    starts = lin.parameters.starts
+    for layer in statistics.partial_traces(lin).layers:
+        groups, outputs, inputs = layer.shape
+        spans = [torch.arange(starts[i], starts[i] + lin.parameters.sizes[i]) for i in layer.members]
+        index = torch.cat([span.view(groups, outputs, -1) for span in spans], 2)
+        for g, which in enumerate(index.flatten(1)):
+            block = G[which[:, None], which]
+            if layer.right is None:
+                assert error(layer.left[g], block.diagonal()) < 1e-12
+                continue
+            block = block.view(outputs, inputs, outputs, inputs)
+            assert error(layer.left[g], torch.einsum("oipi->op", block)) < 1e-12
+            assert error(layer.right[g], torch.einsum("oioj->ij", block)) < 1e-12
+
+
+@CHUNKS
+def test_partial_traces(chunk):
+    lin, expected, _ = made(chunk)
+    partial(lin, expected.G)
+    found = statistics.partial_traces(lin)
+    assert sorted(layer.members for layer in found.layers) == [(0, 1), (2, 3)]
+    assert [layer.shape for layer in sorted(found.layers, key=lambda x: x.members)] == [(1, 4, 4), (1, 2, 5)]
+    assert found.rows == lin.m == 14
+
+
+@pytest.mark.parametrize(("rows", "count"), [(mq.Sampled(1), 14), (mq.Fraction(0.5), 14), (mq.Empirical(), 7)], ids=str)
+def test_rows_of_partial_traces_are_all_exact_ones(rows, count):
+    model, x, y = mlp(3, 4, 3), torch.randn(7, 3), torch.randint(3, (7,))
+    lin = mq.linearize(model, "cross_entropy", x, y, rows=rows)
+    assert statistics.partial_traces(lin).rows == count
+    J = lin.rows()
+    partial(lin, J.T @ J)
+
+
+class ByWays(nn.Module):
+    """Chunks with a large first input use the weight without its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x[:, 0] > 100).any()):
+            return self.head((1e-2 * x @ self.layer.weight.T).tanh())
+        return self.head(self.layer(x).tanh())
+
+
+def test_parameters_that_chunks_reach_in_different_ways_are_by_themselves():
+    model, x, y = ByWays(), torch.randn(6, 3), torch.randn(6, 2)
+    x[3:, 0] += 200
+    lin = mq.linearize(model, "mse", x, y, chunk=3)
+    J = lin.rows()
+    partial(lin, J.T @ J)
+    assert sorted(layer.members for layer in statistics.partial_traces(lin).layers) == [(0,), (1,), (2, 3)]
+    G = mq.Gram(chunk=3).represent(lin)
+    D = mq.KroneckerMetric().update(None, G)
+    dense = torch.stack([D.times(e, lin.parameters.sizes) for e in torch.eye(lin.n)])
+    expected = -torch.linalg.solve(J.T @ J + 0.3 * dense, lin.gradient)
+    assert error(G.step(0.3 * D), expected) < 1e-9
+
+
+@CHUNKS
+def test_partial_traces_leave_out_what_no_sample_reaches(chunk):
+    lin = mq.linearize(routed(4), "mse", torch.randn(7, 3), torch.randn(7, 2), chunk=chunk)
+    J = lin.rows()
+    partial(lin, J.T @ J)
+    reached = {i for x in statistics.partial_traces(lin).layers if bool(x.trace.sum() > 0) for i in x.members}
+    assert reached == {2, 3, 4, 5}

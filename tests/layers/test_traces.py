@@ -38,9 +38,9 @@ EVERY_BLOCK = pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
 
 def matrices(block: Block, found: Traces) -> Tensor:
     """The rows of some parameters as matrices: (m, G, O, I)"""
-    pieces = dict(zip(map(id, block.params), block.rows(torch.float64).split([p.numel() for p in block.params], 1)))
-    shape = found.left.shape[:2]
-    return torch.cat([pieces[id(p)].view(block.m, *shape, -1) for p in found.params], 3)
+    pieces = block.rows(torch.float64).split([p.numel() for p in block.params], 1)
+    known, shape = {id(p): piece for p, piece in zip(block.params, pieces, strict=True)}, found.left.shape[:2]
+    return torch.cat([known[id(p)].view(block.m, *shape, -1) for p in found.params], 3)
 
 
 def check(block: Block, found: list[Traces], side: int = traces.SIDE) -> None:
@@ -145,7 +145,7 @@ def test_turned_columns(make, apart):
 def test_turned_blocks_keep_their_form():
     """Neither needs its rows: a Bilinear has no bias then."""
     block = BLOCKS["positions"]()
-    (turned,) = (block.turned(turns(block, False)),)
+    turned = block.turned(turns(block, False))
     assert isinstance(turned, Bilinear)
     assert turned.bias is None
     K, other = torch.zeros(8, 8), turned.rows(torch.float64)

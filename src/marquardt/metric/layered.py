@@ -228,18 +228,19 @@ def _spread(X: Tensor, out: Sequence[Tensor]) -> None:
 
 def inverse_roots(sides: Sequence[Tensor]) -> list[Tensor]:
     """W with WᵀW = S⁻¹ for each S, a matrix or a diagonal: the inverse of the Cholesky factor. If one of them cannot be
-    factored, all are in float64, with what rounding may have taken away."""
+    factored, all are in float64, with a little more on their diagonals: they are not positive definite by rounding."""
     factors = [torch.linalg.cholesky_ex(S) if S.ndim == 3 else None for S in sides]
     infos = [f.info.flatten() for f in factors if f is not None]
     if infos and not ask((torch.cat(infos) == 0).all()):
-        factors = [None if S.ndim == 2 else torch.linalg.cholesky_ex(_raised(S.double())) for S in sides]
+        factors = [None if S.ndim == 2 else torch.linalg.cholesky_ex(_raised(S)) for S in sides]
     return [_inverse(S, None if f is None else f.L) for S, f in zip(sides, factors, strict=True)]
 
 
 def _raised(S: Tensor) -> Tensor:
-    eps = torch.finfo(S.dtype).eps
-    diagonal_of(S).add_(10 * eps * diagonal_of(S).sum(1, keepdim=True))
-    return S
+    """In float64, with more on its diagonal than the rounding of its own precision"""
+    found = S.double().clone()
+    diagonal_of(found).add_(10 * torch.finfo(S.dtype).eps * diagonal_of(found).sum(1, keepdim=True))
+    return found
 
 
 def _inverse(S: Tensor, L: Tensor | None) -> Tensor:
