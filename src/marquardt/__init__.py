@@ -31,7 +31,7 @@ from .parts.damping import (
 )
 from .parts.line_search import Backtracking, Bracket, Grid
 from .parts.momentum import AdaptiveMomentum
-from .parts.schedule import Constant, GainRatio, RelativeDecrease, TenFold
+from .parts.schedule import Balanced, Constant, GainRatio, RelativeDecrease, TenFold
 
 __version__ = "0.1.0"
 
@@ -42,6 +42,7 @@ __all__ = [
     "AdaptiveMomentum",
     "Auto",
     "Backtracking",
+    "Balanced",
     "Bracket",
     "Constant",
     "Cotangents",

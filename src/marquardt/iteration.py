@@ -70,6 +70,7 @@ class Step:
     note: str = ""  # escalations, in words
     slope: float = math.nan  # √(gᵀD⁻¹g): the length of the gradient in the metric of the damping
     converged: bool = False  # on the same data: no decrease is left that could be told from the rounding of the loss
+    averaged_loss: float = math.nan  # on changing batches, f of the averaged weights before the step
     seconds: float = field(default=math.nan, compare=False)  # that it took,
     predicted: float = field(default=math.nan, compare=False)  # and that were predicted before it began; NaN if none
 
@@ -103,6 +104,7 @@ class Readings(NamedTuple):
     theta: Tensor  # ‖θ‖
     dDd: Tensor | None  # dᵀDd, on the same data
     cosine: Tensor | None  # between the plain step and the previous one, if there was one
+    mean_loss: Tensor | None  # f(θ̄), in float64, on changing batches
 
     def tensors(self) -> list[Tensor]:
         return [t for t in self if t is not None]
@@ -123,6 +125,7 @@ class Proposal(NamedTuple):
 
 def damped(parts: Parts, G: Curvature, old: State, same_data: bool) -> Matrices:
     """G with what it recalls of earlier batches, and D ← damping of the parameters."""
+    G.same_data = same_data
     G.recall(old.past, same_data)
     D = parts.damping.update(old.D, G)
     check_metric(D, type(parts.damping).__name__, G.parameters.sizes)
@@ -152,10 +155,12 @@ def propose(
     if doubt > 1:
         d = d * (old.stride / math.sqrt(doubt) / space.norm(d)).clamp(max=1)
     cosine = None if old.previous is None else space.cosine(plain, old.previous)
+    # First, for the model stays where it was tried last.
+    mean_loss = None if old.mean is None or same_data else Trials(lin).loss(old.mean - lin.theta, 1.0)
     new_loss = Trials(lin).loss(d, lr)
     dDd = matrices.A.quadratic(d, space.sizes, space.dot) if same_data else None
     lengths = space.norm(d), space.norm(lin.theta)
-    return Proposal(d, plain, Readings(new_loss, *G.model(d), G.slope(matrices.A), *lengths, dDd, cosine))
+    return Proposal(d, plain, Readings(new_loss, *G.model(d), G.slope(matrices.A), *lengths, dDd, cosine, mean_loss))
 
 
 # --- numbers only
@@ -172,6 +177,7 @@ class Found(NamedTuple):
     theta: float
     dDd: float | None
     cosine: float | None
+    mean_loss: float | None
 
 
 class Judgement(NamedTuple):
@@ -182,6 +188,7 @@ class Judgement(NamedTuple):
     gain: float  # ρ, NaN if it was not judged
     predicted: float  # the absolute value of the predicted decrease
     share: float  # of damping in the step: see schedule.Outcome
+    lag: float = math.nan  # of the averaged weights: see schedule.Outcome
 
 
 class Start(NamedTuple):
@@ -236,7 +243,14 @@ def judge(parts: Parts, start: Start, found: Found, lam: float, lr: float, eps: 
     sure = judged and doubt == 1 and f_new <= old.ceiling  # otherwise there is no uphill
     cosine = found.cosine if sure else None
     rule = parts.acceptance.judge(Trial(f, f_new, level.low, min(old.best, f), cosine, old.late))
-    return Judgement(rule, judged, gain, abs(predicted), share)
+    return Judgement(rule, judged, gain, abs(predicted), share, lag(level, found.mean_loss))
+
+
+def lag(level: Level, mean_loss: float | None) -> float:
+    """f(θ̄)/f, both above the lower bound; NaN if one of them cannot be told from it."""
+    if mean_loss is None or min(level.f, mean_loss) - level.low <= ROUNDINGS * level.rounding:
+        return math.nan
+    return (mean_loss - level.low) / (level.f - level.low)
 
 
 def gain_ratio(decrease: float, predicted: float) -> float:
@@ -265,8 +279,8 @@ def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: 
     if start.doubt > 1:
         return lam
     full_loss = math.nan if end.found is None else end.found.new_loss
-    gain, share = end.judgement.gain, end.judgement.share
-    outcome = Outcome(start.level.f, full_loss, gain, end.rule, start.same_data, over_batches, unjudged, share)
+    _, _, gain, _, share, lag = end.judgement
+    outcome = Outcome(start.level.f, full_loss, gain, end.rule, start.same_data, over_batches, unjudged, share, lag)
     return parts.schedule.update(lam, outcome)
 
 
@@ -285,15 +299,25 @@ def concluded(
     state = replace(
         state, repeats=repeats, unjudged=unjudged, idle=idle, idle_from=idle_from, accepted=old.accepted + accepted,
         stride=end.lr * end.length if accepted and doubt == 1 else old.stride,
+        lag=None if start.same_data else smoothed(old.lag, end.judgement.lag),
     )  # fmt: skip
     return state, idle >= IDLE and used <= parts.schedule.initial
+
+
+def smoothed(past: float | None, lag: float) -> float | None:
+    """The mean of log f(θ̄)/f over the last steps: one batch alone says little."""
+    if not 0 < lag < math.inf:
+        return past
+    return math.log(lag) if past is None else 0.8 * past + 0.2 * math.log(lag)
 
 
 def report(loss: Loss, start: Start, end: Ending, lam: float, notes: Sequence[str], converged: bool) -> Step:
     before, after = (loss.report(x, start.level.normaliser) for x in (start.level.f, end.loss))
     slope = math.nan if end.found is None else math.sqrt(max(end.found.gDg, 0.0))
+    mean = None if end.found is None else end.found.mean_loss
+    averaged = math.nan if mean is None else loss.report(mean, start.level.normaliser)
     gain, words = end.judgement.gain, "; ".join(notes)
-    return Step(before, after, end.d is not None, end.rule, lam, end.lr, gain, words, slope, converged)
+    return Step(before, after, end.d is not None, end.rule, lam, end.lr, gain, words, slope, converged, averaged)
 
 
 # --- what the next step is left with
@@ -322,7 +346,8 @@ def kept(parts: Parts, state: State, matrices: Matrices, end: Ending, start: Sta
     previous = None if end.d is None else remembered(parts, end.d, end.lr)
     if start.doubt > 1:
         return replace(state, previous=previous)
-    return replace(state, previous=previous, D=matrices.D, past=check_past(matrices.G))
+    D = matrices.D.settled(state.steps)
+    return replace(state, previous=previous, D=D, past=check_past(matrices.G))
 
 
 def check_past(G: Curvature) -> Past | None:

@@ -53,10 +53,10 @@ from .model.statistics import counting, estimated
 from .pace import Pace
 from .parts.acceptance import Acceptance, Uphill
 from .parts.average import EMA, Average
-from .parts.damping import Damping, MeanEigenvalue
+from .parts.damping import Damping, KroneckerMetric
 from .parts.line_search import Backtracking, LineSearch
 from .parts.momentum import AdaptiveMomentum, Momentum
-from .parts.schedule import GainRatio, Schedule
+from .parts.schedule import Balanced, Schedule
 from .recorded import RECORDERS
 from .recordings import Recordings
 from .saving import check_groups, loaded, saved
@@ -102,10 +102,10 @@ class LM(torch.optim.Optimizer):
         *,
         params: Iterable[Tensor] | None = None,
         lr: float = 1.0,
-        curvature: Representation = Auto(inertia=0.8),
+        curvature: Representation = Auto(),
         rows: Rows | None = None,
-        damping: Damping = MeanEigenvalue(),
-        schedule: Schedule = GainRatio(),
+        damping: Damping = KroneckerMetric(),
+        schedule: Schedule = Balanced(),
         momentum: Momentum | None = AdaptiveMomentum(dP=math.inf, cap=True, same_data=True),
         acceptance: Acceptance = Uphill(b=1.0, of_late=True),
         line_search: LineSearch | None = Backtracking(),
@@ -343,7 +343,8 @@ class LM(torch.optim.Optimizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with its averaged weights, for evaluation: a step would be lost, and is refused.
+        """The model with its averaged weights, for evaluation: a step would be lost, and is refused. If the average has
+        lagged behind the weights of late, as it does while they make fast progress, it is those.
 
         The running statistics of BatchNorm layers in train mode are those of the last batch at these weights.
         """
@@ -351,11 +352,12 @@ class LM(torch.optim.Optimizer):
             raise ValueError("this optimizer keeps no average: pass average=mq.EMA() or mq.Polyak()")
         parameters, outer = Parameters(self.model, self.params), self._averaged
         theta = parameters.vector()
-        if self._state.mean is not None:
-            parameters.assign(self._state.mean)
+        mean = None if self._state.behind else self._state.mean
+        if mean is not None:
+            parameters.assign(mean)
         self._averaged = True
         try:
-            with estimated(self.model, [] if self._state.mean is None else self._last):
+            with estimated(self.model, [] if mean is None else self._last):
                 yield
         finally:
             self._averaged = outer

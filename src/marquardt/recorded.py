@@ -106,7 +106,7 @@ class RecordedStep:
         tape.rewind()
         with recorded(tape):
             _copy(self.kept, self.next)
-            old = _with(state, self.kept)
+            old = replace(_with(state, self.kept), mean=self.kept[3])
             rows = rows_of(parts, state.plan)
             lin = Linearization(
                 self.objective, [Batch(**self.batch)], rows, parts.curvature.needs, known=self.known,
@@ -119,7 +119,8 @@ class RecordedStep:
             proposal = propose(parts, lin, matrices, self.lam, self.lr, old, self.same_data)
             self.readings, self.d = proposal.readings, proposal.d
             self.theta, self.averaged = lin.theta, matrices.G.averaged
-            _copy(self.next, [matrices.D.state(), matrices.G.keep(), remembered(parts, proposal.d, self.lr)])
+            previous = remembered(parts, proposal.d, self.lr)
+            _copy(self.next, [matrices.D.state(), matrices.G.keep(), previous, self.kept[3]])
             lin.close()
             return answers(tape, *proposal.readings.tensors())
 
@@ -161,6 +162,7 @@ class RecordedStep:
             state = replace(state, haven=self.theta.clone())
         with torch.no_grad():
             state = with_mean(parts, _with(state, self.next), self.objective.parameters, self.same_data)
+            state = replace(state, D=None if state.D is None else state.D.settled(state.steps))
         notes = [CONVERGED] if converged else []
         return report(self.objective.loss, start, end, old.lam, notes, converged), state
 
@@ -177,11 +179,12 @@ def on_same_data(state: State) -> bool:
 
 def carried(state: State) -> list[Any]:
     """The tensors that one step leaves to the next."""
-    return [None if state.D is None else state.D.state(), state.past, state.previous]
+    mean = None if on_same_data(state) else state.mean  # of which the loss is asked
+    return [None if state.D is None else state.D.state(), state.past, state.previous, mean]
 
 
 def _with(state: State, kept: list[Any]) -> State:
-    D, past, previous = kept
+    D, past, previous, _ = kept
     return replace(state, D=None if D is None else restored(D), past=past, previous=previous)
 
 

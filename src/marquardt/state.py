@@ -37,6 +37,7 @@ class State:
     previous: Tensor | None = None  # last accepted step dθ
     mean: Tensor | None = None  # average of the weights
     points: int = 0  # how many points it is of
+    lag: float | None = None  # log f(θ̄)/f of late, on batches before their steps; None if that is not known
     past: Past | None = None  # what the curvature keeps of earlier steps
     plan: Plan | None = None  # how the curvature is represented, if that was a choice
     most_rows: int = 0  # that a step had
@@ -63,6 +64,11 @@ class State:
         if self.repeats:
             return True
         return None if self.steps < 2 else False
+
+    @property
+    def behind(self) -> bool:
+        """Whether the averaged weights lag behind the last ones."""
+        return self.lag is not None and self.lag > 0
 
     def starts_with(self, f: float, dtype: torch.dtype) -> int:
         """How often in a row the loss before a step was the loss after the last one, if this step begins with f."""

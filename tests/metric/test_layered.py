@@ -50,7 +50,7 @@ def test_step_and_products_of_every_case(name, kind):
     p, D, hand = build(name), None, None
     for seed in range(3):
         G = represented(KINDS[kind], p)
-        D = mq.KroneckerMetric(c=0.5, decay=0.6).update(D, G)
+        D = mq.KroneckerMetric(c=0.5, decay=0.6, every=1).update(D, G)
         assert isinstance(D, Layered)
         sizes = G.parameters.sizes
         hand = hand or ByHand(forms(D), sizes, c=0.5, decay=0.6)
@@ -90,13 +90,13 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name):
     """A weight and its bias are one matrix; what no layer has to itself is a matrix, or a vector, by itself."""
-    assert sorted(forms(mq.KroneckerMetric().update(None, represented(mq.Gram(), build(name))))) == FORMS[name]
+    assert sorted(forms(mq.KroneckerMetric(every=1).update(None, represented(mq.Gram(), build(name))))) == FORMS[name]
 
 
 def test_a_stale_form_serves_all_blocks():
     """D has a weight and its bias in one block, the rows have them apart: with the bias trained by itself, or zero."""
     p = build("mlp_elu")
-    D = mq.KroneckerMetric().update(None, represented(mq.Gram(), p))
+    D = mq.KroneckerMetric(every=1).update(None, represented(mq.Gram(), p))
     for kind in KINDS.values():
         G = represented(kind, p)
         piece = G.lin.whole()
@@ -126,7 +126,7 @@ def test_a_side_that_float32_cannot_factor():
 def test_another_precision_and_back():
     p = build("conv2d_grouped")
     G = represented(mq.Gram(), p)
-    D = 2.0 * mq.KroneckerMetric().update(None, G)
+    D = 2.0 * mq.KroneckerMetric(every=1).update(None, G)
     assert D.to(torch.zeros(())) is D
     low = D.to(torch.zeros((), dtype=torch.float32))
     v = torch.randn(G.parameters.n)
@@ -138,7 +138,7 @@ def test_another_precision_and_back():
 
 def test_what_it_does_not_fit():
     G = represented(mq.Gram(), build("mlp_elu"))
-    D = mq.KroneckerMetric().update(None, G)
+    D = mq.KroneckerMetric(every=1).update(None, G)
     sizes = G.parameters.sizes
     assert D.fits(sizes)
     for other in (sizes[:-1], [*sizes, 1], [sizes[0] + 1, *sizes[1:]], [sizes[0] - 5, sizes[1] + 5, *sizes[2:]][::-1]):
@@ -152,7 +152,7 @@ def test_float32_is_as_exact_as_its_digits():
     exact = reference.quadratic(p.model, p.loss, p.x, p.y)
     for kind in KINDS.values():
         G, low = represented(kind, p), represented(kind, q._replace(x=p.x.float(), y=p.y.float()))
-        D, rough = (mq.KroneckerMetric().update(None, each) for each in (G, low))
+        D, rough = (mq.KroneckerMetric(every=1).update(None, each) for each in (G, low))
         dense = torch.stack([D.times(e, G.parameters.sizes) for e in torch.eye(len(exact.g))])
         for lam in (1.0, 1e-4):
             expected = -torch.linalg.solve(exact.G + lam * dense, exact.g)

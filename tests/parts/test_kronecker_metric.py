@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import marquardt as mq
 from marquardt.jacobian.linearization import linearize
 from marquardt.metric import Diagonal, Layered
-from marquardt.parts.damping import EARLY
+from marquardt.metric.layered import EARLY
 from support import reference
 from support.cases import build, mlp
 from support.metrics import ByHand, Form
@@ -52,7 +52,7 @@ CURVATURES = {
 def test_steps_of_lm_are_those_of_the_reference(curvature):
     """Five batches of two sizes: the averages go from step to step, and with them the largest rank."""
     model = mlp(2, 4, 3)
-    opt = lm(model, "cross_entropy", curvature=curvature, damping=mq.KroneckerMetric(0.7), schedule=mq.Constant(0.5))
+    opt = lm(model, "cross_entropy", curvature=curvature, damping=mq.KroneckerMetric(0.7, every=1), schedule=mq.Constant(0.5))
     hand = ByHand(FORMS, [p.numel() for p in model.parameters()], c=0.7)
     for i in range(5):
         x, y = batch(i, 6 if i % 2 else 4)
@@ -69,7 +69,7 @@ def test_step_over_batches_is_the_step_on_all_of_them():
     x, y = batch(0, 8)
     one, other = mlp(2, 4, 3), mlp(2, 4, 3)
     other.load_state_dict(one.state_dict())
-    parts = {"curvature": mq.Dense(), "damping": mq.KroneckerMetric(), "schedule": mq.Constant(0.5)}
+    parts = {"curvature": mq.Dense(), "damping": mq.KroneckerMetric(every=1), "schedule": mq.Constant(0.5)}
     first, second = lm(one, "cross_entropy", **parts), lm(other, "cross_entropy", **parts)
     for _ in range(3):
         first.step(x, y)
@@ -82,7 +82,7 @@ def test_sampled_rows_have_the_rank_of_all_rows():
     model, (x, y) = mlp(2, 4, 3), batch(0)
     lin = linearize(model, "cross_entropy", x, y, rows=mq.Sampled(1))
     G = mq.Gram(whole=0).represent(lin)
-    D = mq.KroneckerMetric().update(None, G)
+    D = mq.KroneckerMetric(every=1).update(None, G)
     J = lin.rows()
     assert len(J) == 6
     by_hand = ByHand(FORMS, G.parameters.sizes).after(J.T @ J, 12)  # two rows for each of 6 samples, not one
@@ -94,24 +94,28 @@ def test_sampled_rows_have_the_rank_of_all_rows():
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_stale_d_between_renewals(every):
-    """The first steps all renew it; then one of so many. What lies between solves exactly with the D that is there."""
+    """It is renewed after each of the first steps, then after one of so many, from all batches until then. What lies
+    between solves exactly with the D that is there."""
     model = mlp(2, 4, 3)
     opt = lm(
         model, "cross_entropy", curvature=mq.Gram(whole=0), damping=mq.KroneckerMetric(every=every), lr=0.01,
         schedule=mq.Constant(1.0), acceptance=mq.Uphill(1.0),
     )  # fmt: skip
-    hand, D, renewed = ByHand(FORMS, [p.numel() for p in model.parameters()]), torch.empty(0), []
+    hand, D, renewed = ByHand(FORMS, [p.numel() for p in model.parameters()]), torch.empty(0), 0
     for i in range(EARLY + 3 * every):
         x, y = batch(i)
         exact = reference.quadratic(model, "cross_entropy", x, y)
-        renews = i < EARLY or (i - EARLY) % every == every - 1
-        D = hand.after(exact.G, 12) if renews else D
+        latest = hand.after(exact.G, 12)
+        D = latest if i == 0 else D
         expected = theta(model) - 0.01 * torch.linalg.solve(exact.G + D, exact.g)
-        before = opt._state.D
+        before = None if opt._state.D is None else opt._state.D.roots
         assert opt.step(x, y).accepted
         assert error(theta(model), expected) < 1e-9
-        renewed.append(before is None or opt._state.D.layers is not before.layers)
-    assert sum(renewed) == EARLY + 3
+        if i + 1 < EARLY or (i + 1) % every == 0:
+            D, renewed = latest, renewed + (opt._state.D.roots is not before)
+        elif i:
+            assert opt._state.D.roots is before
+    assert renewed == EARLY - 1 + len([k for k in range(EARLY, EARLY + 3 * every + 1) if k % every == 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -137,7 +141,7 @@ def test_a_run_goes_on_bit_for_bit(dtype, every):
 
 def test_states_of_other_dampings_are_refused_by_name():
     model, other = mlp(2, 4, 3), mlp(2, 4, 3)
-    opt = lm(model, "cross_entropy", damping=mq.KroneckerMetric(), schedule=mq.Constant(10.0))
+    opt = lm(model, "cross_entropy", damping=mq.KroneckerMetric(every=1), schedule=mq.Constant(10.0))
     assert opt.step(*batch(0)).accepted
     with pytest.raises(ValueError, match="damping=KroneckerMetric, this optimizer has MeanEigenvalue"):
         lm(other, "cross_entropy", damping=mq.MeanEigenvalue()).load_state_dict(opt.state_dict())
@@ -152,12 +156,12 @@ def test_states_of_other_dampings_are_refused_by_name():
 
 
 def test_the_d_of_another_model_is_refused():
-    opt = lm(mlp(2, 4, 3), "cross_entropy", damping=mq.KroneckerMetric(), schedule=mq.Constant(10.0))
+    opt = lm(mlp(2, 4, 3), "cross_entropy", damping=mq.KroneckerMetric(every=1), schedule=mq.Constant(10.0))
     assert opt.step(*batch(0)).accepted
     state = opt.state_dict()
     state["marquardt"]["D"][1]["layers"].pop()
     with pytest.raises(ValueError, match="D in this state is that of another model"):
-        lm(mlp(2, 4, 3), "cross_entropy", damping=mq.KroneckerMetric()).load_state_dict(state)
+        lm(mlp(2, 4, 3), "cross_entropy", damping=mq.KroneckerMetric(every=1)).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_wrong_options(options, match):
 )  # fmt: skip
 def test_curvatures_without_partial_traces_refuse_and_change_nothing(curvature, match):
     model, (x, y) = mlp(2, 4, 3), batch(0)
-    opt = lm(model, "cross_entropy", curvature=curvature, damping=mq.KroneckerMetric())
+    opt = lm(model, "cross_entropy", curvature=curvature, damping=mq.KroneckerMetric(every=1))
     before, generator = theta(model), torch.get_rng_state()
     with pytest.raises(ValueError, match=match):
         opt.step(x, y)
@@ -189,7 +193,7 @@ def test_curvatures_without_partial_traces_refuse_and_change_nothing(curvature, 
 def test_coupled_samples_have_the_mean_eigenvalue():
     model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
     twin = copy.deepcopy(model)
-    one = lm(model, "cross_entropy", curvature=mq.MatrixFree(), damping=mq.KroneckerMetric())
+    one = lm(model, "cross_entropy", curvature=mq.MatrixFree(), damping=mq.KroneckerMetric(every=1))
     other = lm(twin, "cross_entropy", curvature=mq.MatrixFree(), damping=mq.MeanEigenvalue())
     for i in range(3):
         one.step(*batch(i))
@@ -207,7 +211,7 @@ def test_matrix_free_has_them_from_one_row_per_sample():
     p = build("mlp_flat_output")
     kind = mq.MatrixFree(backtrack=False, tolerance=0.0, warm=0.0, iterations=500)
     G = kind.represent(linearize(p.model, p.loss, p.x, p.y, needs=kind.needs))
-    D = mq.KroneckerMetric().update(None, G)
+    D = mq.KroneckerMetric(every=1).update(None, G)
     exact = reference.quadratic(p.model, p.loss, p.x, p.y)
     sizes = G.parameters.sizes
     by_hand = ByHand([Form((0, 1), 1, 4, 3), Form((2, 3), 1, 1, 5)], sizes).after(exact.G, 5)
@@ -221,7 +225,7 @@ def test_matrix_free_solves_with_d(name, precondition):
     p = build(name)
     kind = mq.MatrixFree(backtrack=False, tolerance=0.0, warm=0.0, iterations=2000, precondition=precondition)
     G = kind.represent(linearize(p.model, p.loss, p.x, p.y, p.weight, params=p.params, needs=kind.needs))
-    D = mq.KroneckerMetric().update(None, G)
+    D = mq.KroneckerMetric(every=1).update(None, G)
     exact = reference.quadratic(p.model, p.loss, p.x, p.y, p.weight, p.params)
     dense = torch.stack([D.times(e, G.parameters.sizes) for e in torch.eye(len(exact.g))])
     assert error(dense, dense.T) < 1e-12
@@ -234,5 +238,5 @@ def test_units_of_the_loss_do_not_matter():
     found = []
     for reduction in ("mean", "sum"):
         G = mq.Gram(whole=0).represent(linearize(model, nn.MSELoss(reduction=reduction), x, y))
-        found.append(G.step(0.3 * mq.KroneckerMetric().update(None, G)))
+        found.append(G.step(0.3 * mq.KroneckerMetric(every=1).update(None, G)))
     assert error(found[1], found[0]) < 1e-9

@@ -30,8 +30,8 @@ SHARE = 0.8
 # How often a step is repeated with a smaller plan.
 PLANS = 9
 
-# Gradients that a step on changing batches may cost: about what a step of the paper's CNN costs on a CPU, twice.
-WORK = 30.0
+# Gradients that a step on changing batches may cost. More rows per sample bring next to nothing there: docs/recipe.md.
+WORK = 6.0
 
 # Seconds, on a machine of the usual speed, that the first two steps may take beyond that with all rows: only after them
 # is it known whether the data are always the same, and then nothing is cut.

@@ -39,6 +39,7 @@ class Curvature(ABC):
     """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some."""
 
     averaged = False  # whether G is a running average over batches, and not that of this batch alone
+    same_data = False  # whether the data are those of the step before
     separable: ClassVar[bool] = False  # whether it can only be damped by a D that is u ⊗ v in every layer
 
     def __init__(self, lin: Linearization) -> None:

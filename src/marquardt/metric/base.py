@@ -166,5 +166,9 @@ class Metric(ABC):
         """D₀ by parameters, if it is diagonal; None if it is the identity"""
         raise ValueError(f"{type(self).__name__} is no diagonal matrix: use curvature=mq.Gram()")
 
+    def settled(self, steps: int) -> Metric:
+        """What the next step takes up, after so many of them. This is never part of a recorded step."""
+        return self
+
     def __rmul__(self, c: float | Tensor) -> Metric:
         return self.with_scale(c * self.scale)

@@ -14,6 +14,9 @@ from torch import Tensor
 from ..deferred import ask
 from .base import B, Metric, Turn, Whitenable, between
 
+# The first steps all form the roots anew: the averages are over a few batches, at weights that change most.
+EARLY = 20
+
 
 @dataclass(frozen=True)
 class LayerSides:
@@ -64,44 +67,43 @@ class Layered(Metric):
     """scale·D₀ with D₀ = (right/√t + π√γ) ⊗ (left/√t + √γ/π) in every layer, t the trace of either side, π² = O/I. Of
     a vector it is the diagonal left + γ.
 
-    `roots` are the inverses of the Cholesky factors of both: D₀⁻¹ = WᵀW, layer by layer. `rank`, `batches` and `age`
-    are what a damping remembers.
+    `roots` are the inverses of the Cholesky factors of both: D₀⁻¹ = WᵀW, layer by layer. With `every` > 1 they are
+    older than the sides, until `settled` forms them again. `rank` and `batches` are what a damping remembers.
     """
 
     turns = True
 
     def __init__(
         self, scale: Tensor, layers: Sequence[LayerSides], gamma: Tensor, roots: Sequence[tuple[Tensor, Tensor | None]],
-        *, rank: int = 0, batches: Tensor, age: int = 0,
+        *, rank: int = 0, batches: Tensor, every: int = 1,
     ) -> None:  # fmt: skip
         self.scale, self.layers, self.gamma, self.roots = scale, tuple(layers), gamma, tuple(roots)
         self.rank = rank  # of G, the largest so far
         self.batches = batches  # in the running averages: ()
-        self.age = age  # steps since the roots were formed
+        self.every = every  # steps from one set of roots to the next
 
     @staticmethod
-    def of(layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, age: int) -> Layered:
+    def of(layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, every: int = 1) -> Layered:
         """With the roots formed anew. A γ of 0 says that nothing has any curvature: then it is 1."""
         gamma = gamma.where(gamma > 0, 1)
         sides = [layer.damped(gamma) for layer in layers]
         roots = iter(inverse_roots([side for pair in sides for side in pair if side is not None]))
         pairs = [(next(roots), None if right is None else next(roots)) for _, right in sides]
-        return Layered(torch.ones_like(gamma), layers, gamma, pairs, rank=rank, batches=batches, age=age)
+        return Layered(torch.ones_like(gamma), layers, gamma, pairs, rank=rank, batches=batches, every=every)
 
-    def aged(self, age: int) -> Layered:
-        return self._like(self.scale, age)
-
-    def _like(self, scale: Tensor, age: int) -> Layered:
-        found = Layered(scale, (), self.gamma, self.roots, rank=self.rank, batches=self.batches, age=age)
-        found.layers = self.layers  # the same object: it says that D₀ is the same
-        return found
+    def settled(self, steps: int) -> Layered:
+        if self.every == 1 or (steps >= EARLY and steps % self.every):
+            return self
+        return Layered.of(self.layers, self.gamma, self.rank, self.batches, self.every)
 
     def with_scale(self, scale: Tensor) -> Layered:
-        return self._like(scale, self.age)
+        return Layered(
+            scale, self.layers, self.gamma, self.roots, rank=self.rank, batches=self.batches, every=self.every
+        )
 
     @property
     def shape(self) -> object:
-        return self.layers
+        return self.roots
 
     @property
     def coupled(self) -> Sequence[Sequence[int]]:
@@ -111,7 +113,9 @@ class Layered(Metric):
 
     @cached_property
     def _damped(self) -> list[tuple[Tensor, Tensor | None]]:
-        return [layer.damped(self.gamma) for layer in self.layers]
+        if self.every == 1:
+            return [layer.damped(self.gamma) for layer in self.layers]
+        return [(side_of(left), None if right is None else side_of(right)) for left, right in self.roots]
 
     def solve(self, x: Tensor, sizes: Sequence[int], *, scaled: bool = True) -> Tensor:
         if scaled:
@@ -164,7 +168,7 @@ class Layered(Metric):
         roots = [(left.to(like), None if right is None else right.to(like)) for left, right in self.roots]
         return Layered(
             self.scale.to(like), layers, self.gamma.to(like), roots,
-            rank=self.rank, batches=self.batches.to(like), age=self.age,
+            rank=self.rank, batches=self.batches.to(like), every=self.every,
         )  # fmt: skip
 
     def positive(self) -> Layered:
@@ -186,14 +190,14 @@ class Layered(Metric):
             [list(layer.members), layer.left, layer.right, *pair]
             for layer, pair in zip(self.layers, self.roots, strict=True)
         ]
-        kept = {"layers": layers, "gamma": self.gamma, "rank": self.rank, "batches": self.batches, "age": self.age}
+        kept = {"layers": layers, "gamma": self.gamma, "rank": self.rank, "batches": self.batches, "every": self.every}
         return [self.scale, kept]
 
     @staticmethod
     def restored(scale: Tensor, kept: dict[str, Any]) -> Layered:
         layers = [LayerSides(tuple(members), left, right) for members, left, right, *_ in kept["layers"]]
         roots = [(left, right) for *_, left, right in kept["layers"]]
-        rest = {key: kept[key] for key in ("rank", "batches", "age")}
+        rest = {key: kept[key] for key in ("rank", "batches", "every")}
         return Layered(scale, layers, kept["gamma"], roots, **rest)
 
 
@@ -226,6 +230,14 @@ def _spread(X: Tensor, out: Sequence[Tensor]) -> None:
         t.copy_(piece.flatten(-3))
 
 
+def side_of(root: Tensor) -> Tensor:
+    """S of W with WᵀW = S⁻¹"""
+    if root.ndim == 2:
+        return root.square().reciprocal()
+    L = _inverted(root)
+    return L @ L.mT
+
+
 def inverse_roots(sides: Sequence[Tensor]) -> list[Tensor]:
     """W with WᵀW = S⁻¹ for each S, a matrix or a diagonal: the inverse of the Cholesky factor. If one of them cannot be
     factored, all are in float64, with a little more on their diagonals: they are not positive definite by rounding."""
@@ -244,8 +256,11 @@ def _raised(S: Tensor) -> Tensor:
 
 
 def _inverse(S: Tensor, L: Tensor | None) -> Tensor:
-    if L is None:
-        return S.rsqrt()
+    return S.rsqrt() if L is None else _inverted(L).to(S.dtype)
+
+
+def _inverted(L: Tensor) -> Tensor:
+    """L⁻¹ of a lower triangle: (G, d, d)"""
     one = torch.eye(L.shape[1], dtype=L.dtype, device=L.device).expand_as(L)
-    W: Tensor = torch.linalg.solve_triangular(L, one, upper=False)
-    return W.to(S.dtype)
+    found: Tensor = torch.linalg.solve_triangular(L, one, upper=False)
+    return found

@@ -13,9 +13,6 @@ from ..curvature.contract import Curvature, trusted
 from ..jacobian.statistics import Moments
 from ..metric import Diagonal, Layered, LayerSides, Metric, Part
 
-# With `every` > 1 the first steps all renew D: the averages are over a few batches, at weights that change most.
-EARLY = 20
-
 
 class Damping(Protocol):
     def update(self, D: Metric | None, G: Curvature) -> Metric:
@@ -29,6 +26,14 @@ class Identity:
 
     def update(self, D: Metric | None, G: Curvature) -> Diagonal:
         return Diagonal(one(G))
+
+
+def check_memory(part: MeanEigenvalue | LayerMeanEigenvalue) -> None:
+    name = type(part).__name__
+    if not part.memory >= 1:
+        raise ValueError(
+            f"{name}(memory={part.memory!r}): how much larger than the present the past may be, at least 1"
+        )
 
 
 @dataclass(frozen=True)
@@ -131,13 +136,15 @@ class KroneckerMetric:
     is only the diagonal. A vector without a weight beside it has the running average of diag G, plus γ. A parameter
     that parts of a batch reach in different ways is a matrix by itself, of its first dimension and the rest.
 
-    With `every` > 1 the averages and D are renewed in one step of so many, and in each of the first 20. If there are no
-    rows, as with samples that depend on each other, D = τI as with MeanEigenvalue.
+    D is renewed after one step of `every`, and after each of the first 20; with `every` = 1 it is at once, from this
+    batch too. If there are no rows, as with samples that depend on each other, D = τI as with MeanEigenvalue. On the
+    same data again, G knows all that D could tell: another damping takes over, `steady`, unless that is None.
     """
 
     c: float = 1.0
     decay: float = 0.95  # Martens & Grosse 2015, section 5
-    every: int = 1
+    every: int = 5
+    steady: Damping | None = MeanEigenvalue()
 
     def __post_init__(self) -> None:
         if not 0 < self.c < float("inf"):
@@ -153,20 +160,25 @@ class KroneckerMetric:
 
     def update(self, D: Metric | None, G: Curvature) -> Metric:
         past = D if isinstance(D, Layered) else None
-        if past is not None and 0 <= past.age < self.every - 1:
-            return past.aged(past.age + 1)
+        if G.same_data and self.steady is not None:
+            return self.steady.update(D if past is None else None, G)
         found = G.partial_traces()
         if found is None:
             return MeanEigenvalue().update(D if past is None else None, G)
-        rank = min(G.parameters.n, found.rows)
-        if past is None:
-            batches, layers, age = one(G), found.layers, 1 - EARLY if self.every > 1 else 0
-        else:
-            rank, batches, age = max(rank, past.rank), past.batches + 1, min(past.age + 1, 0)
-            layers = averaged(past.layers, found.layers, (1 - 1 / batches).clamp(max=self.decay))
+        rank, batches, layers = min(G.parameters.n, found.rows), one(G), found.layers
+        if past is not None:
+            rank, batches = max(rank, past.rank), past.batches + 1
+            layers = averaged(past.layers, layers, (1 - 1 / batches).clamp(max=self.decay))
         layers = completed(layers, G)
-        tau = torch.cat([layer.trace for layer in layers]).sum() / rank
-        return Layered.of(layers, self.c * tau, rank, batches, age)
+        gamma = self.c * torch.cat([layer.trace for layer in layers]).sum() / rank
+        if past is None or self.every == 1 or not alike(past.layers, layers):
+            return Layered.of(layers, gamma, rank, batches, self.every)
+        return Layered(one(G), layers, gamma, past.roots, rank=rank, batches=batches, every=self.every)
+
+
+def alike(past: Sequence[LayerSides], present: Sequence[LayerSides]) -> bool:
+    """Whether what was formed of one can stand for the other"""
+    return len(past) == len(present) and all(a.like(b) for a, b in zip(past, present, strict=True))
 
 
 def averaged(past: Sequence[LayerSides], present: Sequence[LayerSides], weight: Tensor) -> list[LayerSides]:
@@ -257,11 +269,3 @@ def earlier(D: Metric | None) -> Diagonal | None:
     if D is not None and not isinstance(D, Diagonal):
         raise ValueError("D is that of another damping: load a state that was saved with the same one")
     return D
-
-
-def check_memory(part: MeanEigenvalue | LayerMeanEigenvalue) -> None:
-    name = type(part).__name__
-    if not part.memory >= 1:
-        raise ValueError(
-            f"{name}(memory={part.memory!r}): how much larger than the present the past may be, at least 1"
-        )

@@ -18,6 +18,8 @@ class Outcome(NamedTuple):
     averaged_curvature: bool = False  # over batches, not that of this one alone
     unjudged: int = 0  # steps in a row, this one included, whose decrease could not be told from the rounding of f
     share: float = 1.0  # λdᵀDd over twice the predicted decrease: what damping has of the step; known on the same data
+    lag: float = math.nan  # f(θ̄)/f of the averaged weights θ̄, both above the lower bound and before the step; NaN if
+    # there is no average, or on the same data
 
 
 class Schedule(Protocol):
@@ -51,6 +53,14 @@ def unjudged(lam: float, down: float, initial: float, outcome: Outcome) -> float
     if outcome.unjudged > ENOUGH:
         return min(lam / down, initial)
     return down * lam if outcome.same_data else lam
+
+
+def _check(schedule: Schedule, minimum: float, maximum: float) -> None:
+    name, lam = type(schedule).__name__, schedule.initial
+    if not 0 < lam < math.inf:
+        raise ValueError(f"{name}(initial={lam!r}): λ must be finite and positive")
+    if not 0 < minimum <= maximum < math.inf:
+        raise ValueError(f"{name}(minimum={minimum!r}, maximum={maximum!r}): needs 0 < minimum ≤ maximum < ∞")
 
 
 @dataclass(frozen=True)
@@ -157,9 +167,35 @@ class GainRatio:
         return min(max(lam, self.minimum if honest else self.floor), self.maximum)
 
 
-def _check(schedule: Schedule, minimum: float, maximum: float) -> None:
-    name, lam = type(schedule).__name__, schedule.initial
-    if not 0 < lam < math.inf:
-        raise ValueError(f"{name}(initial={lam!r}): λ must be finite and positive")
-    if not 0 < minimum <= maximum < math.inf:
-        raise ValueError(f"{name}(minimum={minimum!r}, maximum={maximum!r}): needs 0 < minimum ≤ maximum < ∞")
+@dataclass(frozen=True)
+class Balanced:
+    """λ by the averaged weights on changing batches, and by the gain ratio on the same data.
+
+    A new batch judges two points that have not been fitted to it: the weights θ and their running average θ̄. If θ̄ is
+    ahead, f(θ̄) < target·f(θ), the steps carry more noise of their batches than progress, and λ rises. If it lags
+    behind, they still make headway, and λ falls: on data without noise as far as rounding allows. So λ has no floor,
+    and depends neither on the units of the loss nor on the numbers of parameters and rows. A gain ratio below ¼ raises
+    λ as well: that says how far the model of the loss can be trusted, and nothing of noise.
+
+    Without an average, the gain ratio alone has to do.
+    """
+
+    initial: float = 1.0
+    target: float = 0.95  # 0.9 and 1 were compared, docs/recipe.md
+    quickest: float = 1.5  # a step changes λ by this factor at most
+    gain: GainRatio = GainRatio(floor=1e-20)
+
+    def __post_init__(self) -> None:
+        _check(self, self.gain.minimum, self.gain.maximum)
+        if not 0 < self.target <= 1:
+            raise ValueError(f"Balanced(target={self.target!r}): f(θ̄)/f(θ) to aim at, above 0 and at most 1")
+        if not 1 < self.quickest < math.inf:
+            raise ValueError(f"Balanced(quickest={self.quickest!r}): the factor must be finite and greater than 1")
+
+    def update(self, lam: float, outcome: Outcome) -> float:
+        if outcome.same_data or outcome.unjudged or math.isnan(outcome.lag):
+            return self.gain.update(lam, outcome)
+        lam *= min(max(self.target / outcome.lag, 1 / self.quickest), self.quickest)
+        if not outcome.gain >= 0.25 and outcome.rule != "uphill":
+            lam *= self.gain.slow_up
+        return min(max(lam, self.gain.minimum), self.gain.maximum)
