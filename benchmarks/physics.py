@@ -120,14 +120,19 @@ class Heat(Network):
 PROBLEMS: dict[str, type[Network]] = {"poisson": Poisson, "heat": Heat}
 
 
-def build(problem: str, seed: int, options: argparse.Namespace, inside: int = INSIDE) -> tuple[Network, Points]:
-    """The network and its points, the same on every device."""
+def draw(problem: str, seed: int, weight: float, inside: int = INSIDE) -> tuple[Network, Points]:
     torch.manual_seed(seed)
-    model = PROBLEMS[problem](options.weight or WEIGHTS[problem]).double()
+    model = PROBLEMS[problem](weight).double()
     points = torch.rand(inside, 2, dtype=torch.float64)
     edge = torch.rand(EDGE, 2, dtype=torch.float64)
     for part, (axis, value) in zip(edge.chunk(4), model.sides, strict=True):
         part[:, axis] = value
+    return model, (points, edge)
+
+
+def build(problem: str, seed: int, options: argparse.Namespace, inside: int = INSIDE) -> tuple[Network, Points]:
+    """The network and its points, the same on every device."""
+    model, (points, edge) = draw(problem, seed, options.weight or WEIGHTS[problem], inside)
     return model.to(options.device), (points.to(options.device), edge.to(options.device))
 
 

@@ -1,0 +1,1 @@
+"""The parts of benchmarks/arena.py: tasks, contestants, runs of single cells, tables and plots."""

@@ -1,0 +1,90 @@
+"""Cells in processes of their own: one that dies, or does not come to an end, costs its cell and not the run."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import cells
+from .cells import Budget, Cell
+from .tasks import Sources
+
+Job = tuple[Cell, float | None]  # with the rate to run it at
+
+
+def limit(budget: Budget) -> float:
+    """Seconds that a cell may take in all, its data and its evaluations too."""
+    return 600 + 10 * budget.seconds if math.isfinite(budget.seconds) else 3600
+
+
+def work(connection: Connection, threads: int | None, sources: Sources) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+    while (job := connection.recv()) is not None:
+        connection.send(cells.run(*job, sources))
+
+
+class Worker:
+    def __init__(self, threads: int | None, sources: Sources) -> None:
+        self.arguments = threads, sources
+        self.start()
+
+    def start(self) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, *self.arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def run(self, job: Job) -> dict[str, Any]:
+        cell, _ = job
+        try:
+            self.connection.send(job)
+            if self.connection.poll(limit(cell.budget)):
+                return self.connection.recv()
+            self.process.kill()
+            error = f"ended after {limit(cell.budget):g} s"
+        except (EOFError, OSError):
+            self.process.join()
+            error = f"its process died (exit code {self.process.exitcode})"
+        self.start()
+        return cells.failed(cell, error)
+
+    def close(self) -> None:
+        self.connection.send(None)
+        self.process.join()
+
+
+def run(
+    jobs: Sequence[Job], folder: Path, workers: int, threads: int | None, sources: Sources, machine: dict[str, Any],
+    done: Callable[[Cell, dict[str, Any]], None],
+) -> None:  # fmt: skip
+    """All jobs, in their order as far as `workers` of them at a time allow."""
+    left: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for job in jobs:
+        left.put(job)
+
+    def drain() -> None:
+        worker = Worker(threads, sources)
+        while True:
+            try:
+                job = left.get_nowait()
+            except queue.Empty:
+                break
+            record = worker.run(job) | {"machine": machine | {"threads": threads, "cells at a time": workers}}
+            cells.write(folder, job[0], record)
+            done(job[0], record)
+        worker.close()
+
+    drains = [threading.Thread(target=drain) for _ in range(min(workers, len(jobs)))]
+    for thread in drains:
+        thread.start()
+    for thread in drains:
+        thread.join()
