@@ -16,7 +16,8 @@ LM is `mq.LM(model, loss)`, evaluated with its averaged weights. Adam and Muon (
 have the best of four first rates, by the validation data of a seed that is not reported, which fall to 0 as a cosine
 over the budget; on batches they are evaluated with the same average as LM. L-BFGS has strong Wolfe conditions; on
 batches it takes a call of 20 iterations on each. torch-lm is the package torch-levenberg-marquardt, kfac is
-`mq.presets.kfac`. On CUDA the first three are recorded in CUDA graphs.
+`mq.presets.kfac`. On CUDA all steps of Adam and Muon and all gradients of L-BFGS are CUDA
+graphs, as LM records its steps; --eager leaves these out.
 
 With --jobs several runs share the machine: that slows every contestant down.
 """
@@ -34,14 +35,13 @@ import measure
 from contest import cells, plots, pool, tables
 from contest.cells import Budget, Cell
 from contest.contestants import CONTESTANTS
-from contest.tasks import TASKS, Sources, Unavailable, export_tables
+from contest.tasks import TASKS, Setup, Unavailable, export_tables
 from marquardt.paper.data import data_directory
 
 SEEDS = (0, 1, 2)
 TRIAL_SEED = 1000  # on which rates are chosen
 QUICK = ("peaks-noisy", "franke", "sums")
 PAGE = Path(__file__).parents[1] / "docs" / "when.md"
-BEGIN, END = "<!-- arena: begin -->", "<!-- arena: end -->"
 
 
 # --- which cells ---
@@ -93,7 +93,7 @@ def available(options: argparse.Namespace) -> list[str]:
     found = []
     for name in options.tasks:
         try:
-            TASKS[name].build(0, options.sources)
+            TASKS[name].build(0, options.setup)
             found.append(name)
         except Unavailable as error:
             print(f"skipped {name}: {error}", flush=True)
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
             (c, c.rate if c.rate is not None else chosen(c, options.out)) for c in missing(wanted(options), options)
         ]
         total, done = len(jobs), 0
-        pool.run(jobs, options.out, options.jobs, options.threads, options.sources, described, told)
+        pool.run(jobs, options.out, options.jobs, options.threads, options.setup, described, told)
     table(options)
 
 
@@ -133,10 +133,17 @@ def table(options: argparse.Namespace) -> None:
 
 def page(options: argparse.Namespace) -> None:
     text = options.page.read_text("utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    found = tables.page(tables.load(options.out))
-    options.page.write_text(f"{before}{BEGIN}\n\n{found}\n\n{END}{after}", "utf-8")
+    records = tables.load(options.out)
+    for name, found in (("tasks", tables.listed()), ("figures", tables.page(records))):
+        text = filled(text, name, found)
+    options.page.write_text(text, "utf-8")
+
+
+def filled(text: str, name: str, found: str) -> str:
+    """`found` between the marks of that name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{found}\n\n{end}{rest.split(end)[1]}"
 
 
 def draw(options: argparse.Namespace) -> None:
@@ -160,16 +167,17 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int)
     add("--budget", nargs="+", type=float, metavar="SECONDS", help="default: 10, regression and physics 60 too")
     add("--steps", type=measure.positive, help="equal steps in place of equal time")
-    add("--jobs", type=measure.positive, default=1, help="cells at a time, on the same device")
+    add("--jobs", type=int, default=1, help="cells at a time, on the same device; 0: in this process, to debug")
+    add("--eager", action="store_true", help="no CUDA graphs for Adam, Muon and L-BFGS")
     add("--again", action="store_true", help="run the cells that failed again")
     add("--page", type=Path, default=PAGE, help="of the command page (default docs/when.md)")
     options = parser.parse_args(given)
     options.tasks = options.tasks or list(QUICK if options.quick else TASKS)
     options.seeds = options.seeds or list(SEEDS[:1] if options.quick else SEEDS)
     options.budget = options.budget or ([2.0] if options.quick else None)
-    options.sources = Sources(options.data, options.tables)
+    options.setup = Setup(options.data, options.tables, options.eager)
     if options.threads is None:
-        options.threads = max(1, (os.cpu_count() or 1) // options.jobs)
+        options.threads = max(1, (os.cpu_count() or 1) // max(1, options.jobs))
     return options
 
 

@@ -16,7 +16,7 @@ import torch
 import measure
 
 from .contestants import CONTESTANTS, Method, NotApplicable
-from .tasks import TASKS, Problem, Sources
+from .tasks import TASKS, Problem, Setup
 
 MARKS = 13  # evaluations, from a hundredth of the budget to its end
 BLOCK_SECONDS, LONGEST_BLOCK = 0.02, 200  # steps between two looks at the clock take about as long, and are as many
@@ -97,14 +97,14 @@ def failed(cell: Cell, error: str) -> dict[str, Any]:
 # --- a run ---
 
 
-def run(cell: Cell, rate: float | None, sources: Sources) -> dict[str, Any]:
+def run(cell: Cell, rate: float | None, setup: Setup) -> dict[str, Any]:
     """The record of a cell. What a contestant raises is part of it."""
     warnings.simplefilter("ignore")
-    record = described(cell) | {"rate": rate}
+    record = described(cell) | {"rate": rate, "eager": setup.eager}
     device = torch.device(cell.device)
     try:
-        warm(cell, rate, sources, device)
-        problem = TASKS[cell.task].problem(cell.seed, sources, device)
+        warm(cell, rate, setup, device)
+        problem = TASKS[cell.task].problem(cell.seed, setup, device)
         record |= {"n": problem.n, "source": problem.source}
         record["points"] = [list(point) for point in points(problem, cell, rate, device)]
     except NotApplicable as error:
@@ -112,7 +112,8 @@ def run(cell: Cell, rate: float | None, sources: Sources) -> dict[str, Any]:
     except Exception as error:  # whatever a contestant does not take: the others go on
         record["error"] = f"{type(error).__name__}: {error}"
     finally:
-        measure.release(device)
+        if device.type == "cuda":
+            measure.release(device)
     return record
 
 
@@ -120,8 +121,8 @@ def begun(problem: Problem, cell: Cell, rate: float | None) -> Method:
     return CONTESTANTS[cell.contestant].build(problem, cell.seed, math.nan if rate is None else rate)
 
 
-def warm(cell: Cell, rate: float | None, sources: Sources, device: torch.device) -> None:
-    method = begun(TASKS[cell.task].problem(cell.seed, sources, device), cell, rate)
+def warm(cell: Cell, rate: float | None, setup: Setup, device: torch.device) -> None:
+    method = begun(TASKS[cell.task].problem(cell.seed, setup, device), cell, rate)
     for _ in range(WARM_STEPS[device.type]):
         method.run(0.0, 1)
 

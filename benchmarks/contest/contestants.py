@@ -59,7 +59,7 @@ class Feed:
         self.device = next(problem.model.parameters()).device
         if self.size is not None:
             self.order = self.endless(seed)
-            self.index = next(self.order).clone()
+            self.index = torch.arange(self.size, device=self.device)  # until the first batch
 
     def endless(self, seed: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -158,7 +158,7 @@ def fed(step: Callable[[Any, Any], object], feed: Feed) -> Callable[[float, int]
 def adam(problem: Problem, seed: int, rate: float) -> Method:
     params = list(problem.model.parameters())
     lr = rate_of(params)
-    opt = torch.optim.Adam(params, lr=lr, fused=True, capturable=lr.is_cuda)
+    opt = torch.optim.Adam(params, lr=lr, fused=True, capturable=problem.graphs)
     return falling(problem, seed, rate, lr, {opt.step: opt})
 
 
@@ -175,7 +175,7 @@ def muon(problem: Problem, seed: int, rate: float) -> Method:
     opt = torch.optim.Muon(matrices, lr=1.0 if lr.is_cuda else lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     steps[scaled(opt.step, matrices, lr) if lr.is_cuda else opt.step] = opt
     if others:
-        rest = torch.optim.AdamW(others, lr=lr, weight_decay=0.0, fused=True, capturable=lr.is_cuda)
+        rest = torch.optim.AdamW(others, lr=lr, weight_decay=0.0, fused=True, capturable=problem.graphs)
         steps[rest.step] = rest
     return falling(problem, seed, rate, lr, steps)
 
@@ -214,7 +214,7 @@ def falling(
         for held in (held for opt in steps.values() for state in opt.state.values() for held in state.values()):
             held.zero_()
 
-    step = physics.graphed(once, problem.model, forget) if lr.is_cuda else once
+    step = physics.graphed(once, problem.model, forget) if problem.graphs else once
     update, evaluated = averaging(problem.model)
     average = problem.batch is not None
 
@@ -238,7 +238,7 @@ def lbfgs(problem: Problem, seed: int, rate: float) -> Method:
     feed, params = Feed(problem, seed), list(problem.model.parameters())
     full = problem.batch is None
     gradient = gradient_of(problem, feed, physics.SCALE if full else 1.0)
-    closure = physics.graphed(gradient, problem.model) if params[0].is_cuda else gradient
+    closure = physics.graphed(gradient, problem.model) if problem.graphs else gradient
 
     def begun() -> torch.optim.LBFGS:
         return torch.optim.LBFGS(

@@ -14,7 +14,7 @@ import torch
 
 from . import cells
 from .cells import Budget, Cell
-from .tasks import Sources
+from .tasks import Setup
 
 Job = tuple[Cell, float | None]  # with the rate to run it at
 
@@ -24,17 +24,17 @@ def limit(budget: Budget) -> float:
     return 600 + 10 * budget.seconds if math.isfinite(budget.seconds) else 3600
 
 
-def work(connection: Connection, threads: int | None, sources: Sources) -> None:
+def work(connection: Connection, threads: int | None, setup: Setup) -> None:
     if threads:
         torch.set_num_threads(threads)
     while (job := connection.recv()) is not None:
-        connection.send(cells.run(*job, sources))
+        connection.send(cells.run(*job, setup))
 
 
 class Worker:
-    def __init__(self, threads: int | None, sources: Sources) -> None:
-        self.arguments = threads, sources
-        self.start()
+    def __init__(self, threads: int | None, setup: Setup) -> None:
+        self.arguments = threads, setup
+        self.process: Any = None
 
     def start(self) -> None:
         context = torch.multiprocessing.get_context("spawn")
@@ -45,6 +45,8 @@ class Worker:
 
     def run(self, job: Job) -> dict[str, Any]:
         cell, _ = job
+        if self.process is None:
+            self.start()
         try:
             self.connection.send(job)
             if self.connection.poll(limit(cell.budget)):
@@ -54,36 +56,43 @@ class Worker:
         except (EOFError, OSError):
             self.process.join()
             error = f"its process died (exit code {self.process.exitcode})"
-        self.start()
+        self.process = None
         return cells.failed(cell, error)
 
     def close(self) -> None:
-        self.connection.send(None)
-        self.process.join()
+        if self.process is not None:
+            self.connection.send(None)
+            self.process.join()
 
 
 def run(
-    jobs: Sequence[Job], folder: Path, workers: int, threads: int | None, sources: Sources, machine: dict[str, Any],
+    jobs: Sequence[Job], folder: Path, workers: int, threads: int | None, setup: Setup, machine: dict[str, Any],
     done: Callable[[Cell, dict[str, Any]], None],
 ) -> None:  # fmt: skip
-    """All jobs, in their order as far as `workers` of them at a time allow."""
+    """All jobs, in their order as far as `workers` of them at a time allow; without workers in this process."""
     left: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
         left.put(job)
 
-    def drain() -> None:
-        worker = Worker(threads, sources)
+    def drain(run_one: Callable[[Job], dict[str, Any]]) -> None:
         while True:
             try:
                 job = left.get_nowait()
             except queue.Empty:
-                break
-            record = worker.run(job) | {"machine": machine | {"threads": threads, "cells at a time": workers}}
+                return
+            record = run_one(job) | {"machine": machine | {"threads": threads, "cells at a time": max(1, workers)}}
             cells.write(folder, job[0], record)
             done(job[0], record)
+
+    def drain_by_worker() -> None:
+        worker = Worker(threads, setup)
+        drain(worker.run)
         worker.close()
 
-    drains = [threading.Thread(target=drain) for _ in range(min(workers, len(jobs)))]
+    if workers == 0:
+        drain(lambda job: cells.run(*job, setup))
+
+    drains = [threading.Thread(target=drain_by_worker) for _ in range(min(workers, len(jobs)))]
     for thread in drains:
         thread.start()
     for thread in drains:

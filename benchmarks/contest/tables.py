@@ -31,6 +31,7 @@ class Entry:
     seconds: float  # of the slowest seed
     late: bool
     rate: float | None
+    n: int | None
 
     @property
     def figure(self) -> float:
@@ -68,7 +69,8 @@ def entry(records: Iterable[Record]) -> Entry:
         reason=next((r["not applicable"] for r in own if "not applicable" in r), None),
         seconds=seconds,
         late=seconds > LATE * budget,
-        rate=next((r["rate"] for r in own), None),
+        rate=own[0]["rate"],
+        n=own[0].get("n"),
     )
 
 
@@ -79,7 +81,8 @@ def runs(records: Sequence[Record]) -> dict[str, dict[str, dict[str, Entry]]]:
         if not r["trial"]:
             groups.setdefault((setting(r), r["task"], r["contestant"]), []).append(r)
     found: dict[str, dict[str, dict[str, Entry]]] = {}
-    for (where, task, contestant), own in groups.items():
+    order = list(TASKS)
+    for (where, task, contestant), own in sorted(groups.items(), key=lambda group: order.index(group[0][1])):
         found.setdefault(where, {}).setdefault(task, {})[contestant] = entry(own)
     return found
 
@@ -87,7 +90,7 @@ def runs(records: Sequence[Record]) -> dict[str, dict[str, dict[str, Entry]]]:
 def setting(record: Record) -> str:
     budget = record["budget"]
     amount = f"{budget['seconds']:g} s" if "seconds" in budget else f"{budget['steps']:g} steps"
-    return f"{record['device']}, {amount}"
+    return f"{record['device'].upper()}, {amount}"
 
 
 # --- text ---
@@ -100,25 +103,27 @@ def table(entries: dict[str, dict[str, Entry]], use: str) -> str:
         row = entries[task.name]
         lowest = lowest_of(row, names)
         cells = [row[c].cell(row[c].figure == lowest) if c in row else "" for c in names]
-        rows.append([f"{task.name} ({task.metric})", *cells])
-    return measure.markdown(["task", *names], rows) if rows else ""
+        n = max((e.n or 0 for e in row.values()), default=0)
+        rows.append([task.name, task.metric, f"{n:,}", *cells])
+    return measure.markdown(["task", "figure", "parameters", *names], rows) if rows else ""
 
 
 def lowest_of(row: dict[str, Entry], names: Iterable[str]) -> float:
     return min((row[c].figure for c in names if c in row and not math.isnan(row[c].figure)), default=math.inf)
 
 
-def summary(entries: dict[str, dict[str, Entry]], use: str | None = None) -> list[str]:
+def summary(entries: dict[str, dict[str, Entry]], use: str | None = None) -> str:
     """In how many tasks LM is the lowest, or as good, or far better than the usual ways."""
-    rows = [row for name, row in entries.items() if "LM" in row and use in (None, TASKS[name].use)]
-    rows = [row for row in rows if len(row) > 1]
-    near = sum(row["LM"].figure <= TIE * lowest_of(row, row) for row in rows)
-    lowest = sum(row["LM"].figure <= lowest_of(row, row) for row in rows)
-    far = sum(FAR * row["LM"].figure <= lowest_of(row, RIVALS) < math.inf for row in rows)
-    return [
-        f"LM has the lowest figure in {lowest} of {len(rows)} tasks, and one within {TIE:g} × of the lowest in {near}.",
-        f"It is at least {FAR:g} × more accurate than the better of {' and '.join(RIVALS)} in {far}.",
-    ]
+    rows = [row for name, row in entries.items() if use in (None, TASKS[name].use) and "LM" in row and len(row) > 1]
+    ours = [row["LM"].figure for row in rows]
+    lowest, rivals = ([lowest_of(row, names or row) for row in rows] for names in (None, RIVALS))
+    first = sum(math.isfinite(f) and f <= least for f, least in zip(ours, lowest, strict=True))
+    near = sum(math.isfinite(f) and f <= TIE * least for f, least in zip(ours, lowest, strict=True))
+    far = sum(FAR * f <= least and f < least < math.inf for f, least in zip(ours, rivals, strict=True))
+    return (
+        f"LM has the lowest figure in {first} of {len(rows)} tasks, and one within {TIE:g} × of the lowest in {near}; "
+        f"it is at least {FAR:g} × more accurate than the better of {' and '.join(RIVALS)} in {far}."
+    )
 
 
 def remarks(entries: dict[str, dict[str, Entry]]) -> list[str]:
@@ -139,14 +144,31 @@ def remarks(entries: dict[str, dict[str, Entry]]) -> list[str]:
 
 
 USES = {CHOICE: "Tasks whose validation data served for choices", REPORT: "The other tasks"}
+TOLD = "gpu", "cpu", "torch", "commit", "threads", "cells at a time"
+
+
+def machines(records: Sequence[Record]) -> str:
+    """What the cells ran on, each kind once."""
+    held = [r["machine"] for r in records if "machine" in r]
+    told = [", ".join(f"{key} {m[key]}" for key in TOLD if key in m) for m in held]
+    return "; or ".join(dict.fromkeys(told))
 
 
 def page(records: Sequence[Record]) -> str:
+    """Of each device and budget: the machine, both tables with a summary, and remarks."""
     parts = []
     for where, entries in sorted(runs(records).items()):
-        parts.append(f"### {where[0].upper()}{where[1:]}")
+        own = [r for r in records if setting(r) == where and not r["trial"]]
+        seeds = len({r["seed"] for r in own})
+        parts += [f"### {where}", f"{machines(own)}. Median of {seeds} seeds.".removeprefix(". ")]
         for use, title in USES.items():
             if text := table(entries, use):
-                parts += [f"{title}:", text, " ".join(summary(entries, use))]
-        parts += ["All tasks: " + " ".join(summary(entries)), "\n".join(remarks(entries))]
+                parts += [f"{title}:", text, summary(entries, use)]
+        parts += [f"All tasks: {summary(entries)}", "\n".join(remarks(entries))]
     return "\n\n".join(part for part in parts if part)
+
+
+def listed() -> str:
+    """The tasks in words."""
+    uses = {CHOICE: "choices", REPORT: "report"}
+    return measure.markdown(["task", "what", "for"], [[t.name, t.what, uses[t.use]] for t in TASKS.values()])

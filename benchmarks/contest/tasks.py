@@ -40,11 +40,12 @@ class Rows(NamedTuple):
     y: Tensor | None
 
 
-class Sources(NamedTuple):
-    """Where data that are not made from a seed come from."""
+class Setup(NamedTuple):
+    """What holds for all cells of a run."""
 
     mnist: Path | None = None  # its folder
     tables: Path | None = None  # what --export-tables wrote; without it scikit-learn is asked
+    eager: bool = False  # no CUDA graphs for LM's rivals
 
 
 class Score(NamedTuple):
@@ -63,6 +64,7 @@ class Problem:
     source: str = "made from the seed"
     loss: str = "mse"
     batch: int | None = None
+    graphs: bool = False  # whether a step may be recorded in a CUDA graph
 
     @property
     def n(self) -> int:
@@ -74,18 +76,18 @@ class Task:
     name: str
     use: str  # CHOICE or REPORT
     what: str
-    build: Callable[[int, Sources], Problem]
+    build: Callable[[int, Setup], Problem]
     loss: str = "mse"
     batch: int | None = None  # all rows in every step
     dtype: torch.dtype = torch.float64
     budgets: tuple[float, ...] = LONG
     metric: str = "RMSE/deviation"
 
-    def problem(self, seed: int, sources: Sources, device: torch.device) -> Problem:
+    def problem(self, seed: int, setup: Setup, device: torch.device) -> Problem:
         """Drawn on the CPU; the RNG is left at the seed."""
         torch.manual_seed(seed)
-        found = self.build(seed, sources)
-        found.loss, found.batch = self.loss, self.batch
+        found = self.build(seed, setup)
+        found.loss, found.batch, found.graphs = self.loss, self.batch, device.type == "cuda" and not setup.eager
         found.model.to(device, self.dtype)
         found.train = Rows(*(on(part, device, self.dtype) for part in found.train))
         torch.manual_seed(seed)
@@ -154,7 +156,7 @@ def smooth(function: functions.Function, rows: int, *hidden: int, noise: float =
     Training and validation targets are noisy, those of the test are the function itself.
     """
 
-    def build(seed: int, _: Sources) -> Problem:
+    def build(seed: int, _: Setup) -> Problem:
         sizes = {"train": rows, "validation": max(500, rows // 5), "test": 5000}
         drawn = {name: torch.rand(size, function.inputs, dtype=torch.float64) for name, size in sizes.items()}
         values = {name: function(x) for name, x in drawn.items()}  # (N, outputs)
@@ -178,7 +180,7 @@ def smooth(function: functions.Function, rows: int, *hidden: int, noise: float =
 def mackey_glass(model: Callable[[], nn.Module], delays: int, apart: int, rows: int) -> Callable[..., Problem]:
     """x(t + 6) from x(t), x(t − apart), …; training, validation and test follow each other in time."""
 
-    def build(seed: int, _: Sources) -> Problem:
+    def build(seed: int, _: Setup) -> Problem:
         x, y = series.embedded(series.mackey_glass(seed), delays, apart, ahead=6)
         first, second = rows, rows + 500
         parts = [slice(first), slice(first, second), slice(second, second + 1000)]
@@ -202,7 +204,7 @@ class Recurrent(nn.Module):
 def pinn(name: str) -> Callable[..., Problem]:
     """The problems of benchmarks/physics.py. Validation is the root mean square of the residuals at other points."""
 
-    def build(seed: int, _: Sources) -> Problem:
+    def build(seed: int, _: Setup) -> Problem:
         model, points = physics.draw(name, seed, physics.WEIGHTS[name])
         _, others = physics.draw(name, seed + 500_000, physics.WEIGHTS[name])
 
@@ -222,12 +224,12 @@ def pinn(name: str) -> Callable[..., Problem]:
 TABLES = {"diabetes": "load_diabetes", "digits": "load_digits", "cancer": "load_breast_cancer"}
 
 
-def read_table(name: str, sources: Sources) -> tuple[Tensor, Tensor, str]:
-    if sources.tables is not None:
+def read_table(name: str, setup: Setup) -> tuple[Tensor, Tensor, str]:
+    if setup.tables is not None:
         import numpy as np
 
-        with np.load(sources.tables) as held:
-            return torch.tensor(held[f"{name}_x"]), torch.tensor(held[f"{name}_y"]), f"{sources.tables.name}"
+        with np.load(setup.tables) as held:
+            return torch.tensor(held[f"{name}_x"]), torch.tensor(held[f"{name}_y"]), f"{setup.tables.name}"
     try:
         import sklearn
         from sklearn import datasets
@@ -244,7 +246,7 @@ def export_tables(path: Path) -> None:
 
     held = {}
     for name in TABLES:
-        x, y, _ = read_table(name, Sources())
+        x, y, _ = read_table(name, Setup())
         held |= {f"{name}_x": x.numpy(), f"{name}_y": y.numpy()}
     np.savez_compressed(path, **held)
 
@@ -252,8 +254,8 @@ def export_tables(path: Path) -> None:
 def table(name: str, *hidden: int, classes: int = 0) -> Callable[..., Problem]:
     """60 % of the rows for training, 20 % for validation, 20 % for the test, in an order of the seed's."""
 
-    def build(seed: int, sources: Sources) -> Problem:
-        x, y, source = read_table(name, sources)
+    def build(seed: int, setup: Setup) -> Problem:
+        x, y, source = read_table(name, setup)
         order = torch.randperm(len(x))
         x, y = x[order].double(), y[order]
         first, second = int(0.6 * len(x)), int(0.8 * len(x))
@@ -280,8 +282,8 @@ def read_mnist(folder: Path | None) -> paper_data.Digits:
 
 
 def mnist(model: Callable[[int], nn.Module]) -> Callable[..., Problem]:
-    def build(seed: int, sources: Sources) -> Problem:
-        digits = read_mnist(sources.mnist)
+    def build(seed: int, setup: Setup) -> Problem:
+        digits = read_mnist(setup.mnist)
         images, labels = digits.train_images, digits.train_labels
         first = len(labels) - min(VALIDATION_DIGITS, len(labels) // 6)
         train, validation = Rows(images[:first], labels[:first]), Rows(images[first:], labels[first:])
@@ -309,7 +311,7 @@ def flat_mlp(*sizes: int) -> nn.Sequential:
 
 
 def sums(width: int) -> Callable[..., Problem]:
-    def build(seed: int, _: Sources) -> Problem:
+    def build(seed: int, _: Setup) -> Problem:
         x, y = tokens.sums()
         order = torch.randperm(len(x))
         x, y = x[order], y[order]
