@@ -16,8 +16,8 @@ LM is `mq.LM(model, loss)`, evaluated with its averaged weights. Adam and Muon (
 have the best of four first rates, by the validation data of a seed that is not reported, which fall to 0 as a cosine
 over the budget; on batches they are evaluated with the same average as LM. L-BFGS has strong Wolfe conditions; on
 batches it takes a call of 20 iterations on each. torch-lm is the package torch-levenberg-marquardt, kfac is
-`mq.presets.kfac`. On CUDA all steps of Adam and Muon and all gradients of L-BFGS are CUDA
-graphs, as LM records its steps; --eager leaves these out.
+`mq.presets.kfac`. On CUDA a step of Adam and of Muon is a CUDA graph, and so is a gradient of L-BFGS, as LM records its
+steps; --eager leaves these out.
 
 With --jobs several runs share the machine: that slows every contestant down.
 """
@@ -74,7 +74,7 @@ def chosen(cell: Cell, folder: Path) -> float | None:
 
     def error(rate: float) -> float:
         record = cells.read(folder, Cell(cell.task, cell.contestant, TRIAL_SEED, cell.device, cell.budget, rate))
-        found = record["points"][-1][3] if record and "points" in record else None
+        found = record["points"][-1][3] if record and tables.ended(record) else None
         return math.inf if found is None else found
 
     return min(rates, key=error, default=None)
@@ -112,14 +112,12 @@ def run(options: argparse.Namespace) -> None:
     def told(cell: Cell, record: dict[str, Any]) -> None:
         nonlocal done
         done += 1
-        end = record["points"][-1] if "points" in record else None
+        end = record["points"][-1] if tables.ended(record) else None
         said = f"{end[1]} steps, {end[0]:.1f} s, test {end[4]}" if end else record.get("error") or "does not apply"
         measure.note(f"{done} of {total}  {cell}: {said}")
 
     for wanted in (trials, reported):
-        jobs = [
-            (c, c.rate if c.rate is not None else chosen(c, options.out)) for c in missing(wanted(options), options)
-        ]
+        jobs = [(c, chosen(c, options.out) if c.rate is None else c.rate) for c in missing(wanted(options), options)]
         total, done = len(jobs), 0
         pool.run(jobs, options.out, options.jobs, options.threads, options.setup, described, told)
     table(options)

@@ -106,7 +106,9 @@ def run(cell: Cell, rate: float | None, setup: Setup) -> dict[str, Any]:
         warm(cell, rate, setup, device)
         problem = TASKS[cell.task].problem(cell.seed, setup, device)
         record |= {"n": problem.n, "source": problem.source}
-        record["points"] = [list(point) for point in points(problem, cell, rate, device)]
+        record["points"] = []
+        for point in points(problem, cell, rate, device):  # one by one: they stay if a later step fails
+            record["points"].append(list(point))
     except NotApplicable as error:
         record["not applicable"] = str(error)
     except Exception as error:  # whatever a contestant does not take: the others go on
@@ -129,26 +131,27 @@ def warm(cell: Cell, rate: float | None, setup: Setup, device: torch.device) -> 
 
 def points(problem: Problem, cell: Cell, rate: float | None, device: torch.device) -> Iterator[Point]:
     """The clock runs while the contestant is built and while it steps, and stands while its weights are scored."""
-    budget, ahead, paces, steps = cell.budget, marks(), [0.0], 0
+    budget, ahead, paces, steps, last = cell.budget, marks(), [0.0], 0, 0
     seconds, method = measure.timed(lambda: begun(problem, cell, rate), device)
-    scored = -1
     while count := affordable(budget, ahead[0], seconds, steps, min(paces[-2:]), method.least):
         share = budget.share(seconds, steps)
         took, taken = measure.timed(lambda share=share, count=count: method.run(share, count), device)
         seconds, steps = seconds + took, steps + taken
         paces.append(took / taken)
         if budget.share(seconds, steps) >= ahead[0]:
-            with method.evaluated():
-                yield Point(seconds, steps, *problem.scores(problem.model))
-            scored = steps
-            ahead = [mark for mark in ahead if mark > budget.share(seconds, steps)] or [1.0]
-    if scored < steps:
-        with method.evaluated():
-            yield Point(seconds, steps, *problem.scores(problem.model))
+            yield scored(problem, method, seconds, steps)
+            ahead, last = [mark for mark in ahead if mark > budget.share(seconds, steps)] or [1.0], steps
+    if last < steps or steps == 0:
+        yield scored(problem, method, seconds, steps)
+
+
+def scored(problem: Problem, method: Method, seconds: float, steps: int) -> Point:
+    with method.evaluated():
+        return Point(seconds, steps, *problem.scores(problem.model))
 
 
 def affordable(budget: Budget, mark: float, seconds: float, steps: int, pace: float, least: int) -> int:
-    """Steps until the next look at the clock, none if another would not end in time; one if none is known to last."""
+    """Steps until the next look at the clock: none if another would not end in time, one if no pace is known yet."""
     if budget.share(seconds, steps) >= 1:
         return 0
     if pace == 0:

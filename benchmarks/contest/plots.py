@@ -17,7 +17,7 @@ PANEL = 4.2, 3.0  # inches
 
 def write(records: Sequence[Record], path: Path) -> Path:
     """Every seed is a line; the median at the end is in the tables."""
-    own = [r for r in records if not r["trial"] and "points" in r]
+    own = [r for r in records if not r["trial"] and r.get("points")]
     figures = [f"<h2>{where}</h2>\n{drawn([r for r in own if setting(r) == where])}" for where in settings(own)]
     head = '<!doctype html>\n<meta charset="utf-8">\n<title>Error over seconds</title>\n<h1>Error over seconds</h1>\n'
     path.write_text(head + "\n".join(figures) + "\n", "utf-8")
@@ -41,7 +41,8 @@ def drawn(records: Sequence[Record]) -> str:
         axes.set_yscale("log", nonpositive="clip")  # no error at all is a figure too
         for r in (r for r in records if r["task"] == task.name):
             points = [(p[0], p[-1]) for p in r["points"] if p[-1] is not None]
-            axes.plot(*zip(*points, strict=True), color=colours[r["contestant"]], linewidth=1) if points else None
+            seconds, errors = ([p[k] for p in points] for k in range(2))
+            axes.plot(seconds, errors, color=colours[r["contestant"]], linewidth=1)
     lines = [axes.plot([], color=colours[name])[0] for name in CONTESTANTS]
     figure.legend(lines, list(CONTESTANTS), loc="outside upper center", ncols=len(CONTESTANTS))
     found = io.StringIO()

@@ -92,7 +92,7 @@ def run(
     if workers == 0:
         drain(lambda job: cells.run(*job, setup))
 
-    drains = [threading.Thread(target=drain_by_worker) for _ in range(min(workers, len(jobs)))]
+    drains = [threading.Thread(target=drain_by_worker, daemon=True) for _ in range(min(workers, len(jobs)))]
     for thread in drains:
         thread.start()
     for thread in drains:

@@ -57,10 +57,14 @@ def load(folder: Path) -> list[Record]:
     return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*/*/*.json"))]
 
 
+def ended(record: Record) -> bool:
+    """Whether there is a figure at the end of the budget; a run that failed may have some before."""
+    return "points" in record and "error" not in record
+
+
 def entry(records: Iterable[Record]) -> Entry:
     own = list(records)
-    ended = [r for r in own if "points" in r]
-    last = [r["points"][-1] for r in ended]
+    last = [r["points"][-1] for r in own if ended(r)]
     seconds = max((p[0] for p in last), default=math.nan)
     budget = own[0]["budget"].get("seconds", math.inf)
     return Entry(
@@ -115,11 +119,10 @@ def lowest_of(row: dict[str, Entry], names: Iterable[str]) -> float:
 def summary(entries: dict[str, dict[str, Entry]], use: str | None = None) -> str:
     """In how many tasks LM is the lowest, or as good, or far better than the usual ways."""
     rows = [row for name, row in entries.items() if use in (None, TASKS[name].use) and "LM" in row and len(row) > 1]
-    ours = [row["LM"].figure for row in rows]
-    lowest, rivals = ([lowest_of(row, names or row) for row in rows] for names in (None, RIVALS))
-    first = sum(math.isfinite(f) and f <= least for f, least in zip(ours, lowest, strict=True))
-    near = sum(math.isfinite(f) and f <= TIE * least for f, least in zip(ours, lowest, strict=True))
-    far = sum(FAR * f <= least and f < least < math.inf for f, least in zip(ours, rivals, strict=True))
+    found = [(row["LM"].figure, lowest_of(row, row), lowest_of(row, RIVALS)) for row in rows]
+    first = sum(ours <= lowest < math.inf for ours, lowest, _ in found)
+    near = sum(ours <= TIE * lowest < math.inf for ours, lowest, _ in found)
+    far = sum(FAR * ours <= usual < math.inf and ours < usual for ours, _, usual in found)
     return (
         f"LM has the lowest figure in {first} of {len(rows)} tasks, and one within {TIE:g} × of the lowest in {near}; "
         f"it is at least {FAR:g} × more accurate than the better of {' and '.join(RIVALS)} in {far}."

@@ -115,6 +115,25 @@ def test_what_fails_is_in_the_table_and_runs_again_if_asked(run, monkeypatch):
     assert {cell.contestant for cell in run(*chosen, "--again")[1]} == {"kfac"}
 
 
+def test_what_fails_in_the_midst_keeps_its_course_but_has_no_figure(run, monkeypatch, tmp_path):
+    def build(problem, seed, rate):
+        taken = []
+
+        def step(share, count):
+            taken.append(count)
+            return count if len(taken) < 3 else 1 // 0
+
+        return Method(step)
+
+    monkeypatch.setitem(CONTESTANTS, "kfac", Contestant("kfac", build))
+    printed, _ = run("--contestants", "LM", "kfac", "--seeds", "0", "--tasks", "whole")
+    record = cells.read(tmp_path, Cell("whole", "kfac", 0, "cpu", Budget(steps=3)))
+    assert [point[1] for point in record["points"]] == [1, 2]
+    assert record["error"].startswith("ZeroDivisionError")
+    [row] = [line for line in printed.splitlines() if line.startswith("| whole ")]
+    assert row.split("|")[-2].strip() == "failed"
+
+
 # --- the clock ---
 
 
