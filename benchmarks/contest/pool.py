@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ def limit(budget: Budget) -> float:
 
 
 def work(connection: Connection, threads: int | None, setup: Setup) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that began this one, which ends it
     if threads:
         torch.set_num_threads(threads)
     while (job := connection.recv()) is not None:
@@ -43,7 +45,8 @@ class Worker:
         self.process.start()
         theirs.close()
 
-    def run(self, job: Job) -> dict[str, Any]:
+    def run(self, job: Job) -> dict[str, Any] | None:
+        """The record of the cell; None if somebody has ended the process, which says nothing about the cell."""
         cell, _ = job
         if self.process is None:
             self.start()
@@ -55,12 +58,14 @@ class Worker:
             error = f"ended after {limit(cell.budget):g} s"
         except (EOFError, OSError):
             self.process.join()
+            if self.process.exitcode == -signal.SIGTERM:
+                return None
             error = f"its process died (exit code {self.process.exitcode})"
         self.process = None
         return cells.failed(cell, error)
 
     def close(self) -> None:
-        if self.process is not None:
+        if self.process is not None and self.process.is_alive():
             self.connection.send(None)
             self.process.join()
 
@@ -74,13 +79,15 @@ def run(
     for job in jobs:
         left.put(job)
 
-    def drain(run_one: Callable[[Job], dict[str, Any]]) -> None:
+    def drain(run_one: Callable[[Job], dict[str, Any] | None]) -> None:
         while True:
             try:
                 job = left.get_nowait()
             except queue.Empty:
                 return
-            record = run_one(job) | {"machine": machine | {"threads": threads, "cells at a time": max(1, workers)}}
+            if (record := run_one(job)) is None:
+                return
+            record["machine"] = machine | {"threads": threads, "cells at a time": max(1, workers)}
             cells.write(folder, job[0], record)
             done(job[0], record)
 

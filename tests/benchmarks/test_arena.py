@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,6 +278,18 @@ def test_a_process_that_dies_costs_its_cell_alone(tmp_path):
     assert told[0]["points"][-1][1] == 1
     assert told[1]["error"] == "its process died (exit code 3)"
     assert [r.get("error") for r in tables.load(tmp_path)] == [None, told[1]["error"]]
+
+
+@pytest.mark.parametrize(("code", "said"), [(-9, "its process died (exit code -9)"), (-15, None)])
+def test_a_process_that_somebody_ends_leaves_its_cell_to_the_next_run(code, said):
+    def gone(job):
+        raise BrokenPipeError
+
+    worker = pool.Worker(1, tasks.Setup())
+    worker.process = SimpleNamespace(exitcode=code, join=lambda: None)
+    worker.connection = SimpleNamespace(send=gone)
+    record = worker.run((Cell("franke", "LM", 0, "cpu", Budget(steps=1)), None))
+    assert (record and record["error"]) == said
 
 
 # --- what reads the cells ---
