@@ -30,7 +30,7 @@ from .parts.damping import (
     MeanEigenvalue,
 )
 from .parts.line_search import Backtracking, Bracket, Grid
-from .parts.momentum import AdaptiveMomentum
+from .parts.momentum import AdaptiveMomentum, QuadraticMomentum
 from .parts.schedule import Balanced, Constant, GainRatio, RelativeDecrease, TenFold
 
 __version__ = "0.1.0"
@@ -70,6 +70,7 @@ __all__ = [
     "Metric",
     "Needs",
     "Polyak",
+    "QuadraticMomentum",
     "RelativeDecrease",
     "Representation",
     "Rows",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +12,9 @@ from .jacobian.rows import Empirical, Exact, Sampled
 from .losses import CrossEntropy, Loss, SquaredError, resolve
 from .optimizer import LM
 from .parts.acceptance import Decrease, Uphill
-from .parts.damping import Identity, MaxDiagonal
+from .parts.damping import Identity, MaxDiagonal, MeanEigenvalue
 from .parts.line_search import Backtracking, Grid
-from .parts.momentum import AdaptiveMomentum
+from .parts.momentum import AdaptiveMomentum, QuadraticMomentum
 from .parts.schedule import Constant, GainRatio, RelativeDecrease, TenFold
 
 
@@ -119,15 +118,15 @@ def newton(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
 
 def kfac(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     """Martens & Grosse's KFAC: Kronecker factors from one sampled row per sample, averaged over the batches, factored
-    damping with λ by the gain ratio, and momentum in the metric of the factors."""
+    damping with λ by the gain ratio, and the lengths of the step and of its momentum by the model of the batch."""
     ours: dict[str, Any] = {
         "curvature": Kronecker(),
         "rows": Sampled(1),
-        "damping": Identity(),
-        "schedule": GainRatio(floor=1e-12),  # factors that are averaged, and far fewer than rows, fit little noise
-        "momentum": AdaptiveMomentum(dP=math.inf, cap=True),
+        "damping": MeanEigenvalue(),
+        "schedule": GainRatio(floor=0.3),  # factors that are averaged fit less noise than the rows of a batch
+        "momentum": QuadraticMomentum(),
         "acceptance": Decrease(),
-        "line_search": Backtracking(),
+        "line_search": Backtracking(along_step=True),  # its length is found; that of the plain step is not
         "average": None,
     }
     return LM(model, loss, **{**ours, **parts})

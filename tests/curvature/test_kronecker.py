@@ -55,9 +55,23 @@ def test_products_are_those_of_curvlinops(name, fisher):
     assert error(K.diagonal(), expected.diagonal()) < 1e-12
     assert error(K.trace(), expected.trace()) < 1e-12
     d = torch.randn(K.lin.n, dtype=torch.float64)
-    gd, dGd = K.model(d)
-    assert error(gd, reference.quadratic(*problem).g @ d) < 1e-10
-    assert error(dGd, d @ expected @ d) < 1e-10
+    assert error(K.quadratic(d), d @ expected @ d) < 1e-10
+
+
+@EVERY_NETWORK
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_the_model_of_the_loss_is_that_of_the_rows(name, chunk):
+    """It knows what lies between layers, and of earlier batches nothing."""
+    problem = build(name)
+    K, q = represent(*problem, chunk=chunk), reference.quadratic(*problem)
+    model, loss, x, y = problem
+    K.recall(represent(model, loss, 3 * x, y).keep(), same_data=False)
+    V = torch.randn(2, K.lin.n, dtype=torch.float64)
+    gd, dGd = K.model(V[0])
+    assert error(gd, q.g @ V[0]) < 1e-10
+    assert error(dGd, V[0] @ q.G @ V[0]) < 1e-10
+    assert error(K.products(V), V @ q.G @ V.T) < 1e-10
+    assert abs(K.quadratic(V[0]) / dGd - 1) > 1e-3  # as the factors have it
 
 
 @pytest.mark.parametrize("name", ["linear ce", "conv ce"])
@@ -278,16 +292,21 @@ def test_no_average_on_the_same_data():
     assert error(opt._state.past["right of 2.weight,2.bias"], here.layers[1].right) < 1e-12
 
 
-def test_averaged_is_said():
-    K = represent(*build("linear ce"))
-    K.recall(None, same_data=False)
-    assert K.averaged
-    K.recall(None, same_data=True)
-    assert not K.averaged
-    K = represent(*build("linear ce"), decay=0.0)
-    K.recall(None, same_data=False)
-    assert not K.averaged
-    assert K.keep() is None
+def test_the_gain_ratio_is_that_of_the_batch():
+    """On changing batches it praises what fits their noise, though the factors are averaged: λ stops at the floor."""
+    opt = optimizer(schedule=mq.GainRatio(floor=0.5), momentum=mq.QuadraticMomentum(), damping=mq.MeanEigenvalue())
+    lams = []
+    for x, y in fresh_batches(12):
+        opt.step(x, y)
+        lams.append(opt.lam)
+    assert min(lams) == 0.5
+    for _ in range(8):
+        opt.step(x, y)
+    assert opt.lam < 0.5  # on the same data it is exact
+
+
+def test_nothing_is_kept_without_an_average():
+    assert represent(*build("linear ce"), decay=0.0).keep() is None
 
 
 def test_every():

@@ -1,4 +1,4 @@
-"""Adaptive momentum: the identities the mathematics promises."""
+"""Momentum: the identities the mathematics promises."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class Matrix:
 
     def quadratic(self, v: Tensor) -> Tensor:
         return v @ self.H @ v
+
+    def products(self, V: Tensor) -> Tensor:
+        return V @ self.H @ V.T
 
 
 def spd(seed: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,3 +186,53 @@ def test_momentum_identities_inside_the_step(loss, cap, representation):
         length = min(dP, root) if cap else dP
         assert (g @ d).item() == pytest.approx(-xi * length * root, rel=1e-8)
         assert (d @ (C @ d) + (lam * D * d * d).sum()).item() == pytest.approx(length**2, rel=1e-8)
+
+
+# ---- quadratic momentum
+
+
+def least(M: Tensor, g: Tensor, V: Tensor) -> Tensor:
+    """The least gᵀd + ½dᵀMd among the d in the span of the rows of V: (n,)"""
+    return -V.T @ torch.linalg.solve(V @ M @ V.T, V @ g)
+
+
+@given(seeds, st.integers(3, 10), decades(-6, 6))
+def test_quadratic_momentum_is_the_minimum_in_the_plane(seed, n, c):
+    """Also if the plain step comes from another matrix, and whatever the length of the previous one."""
+    M, g, previous = spd(seed, n)
+    newton = -torch.linalg.solve(spd(seed + 1, n)[0], g)
+    expected = least(M, g, torch.stack([newton, previous]))
+    assert error(mq.QuadraticMomentum().refine(newton, c * previous, Matrix(M, g), False), expected) < 1e-8
+    alone = least(M, g, newton[None])
+    assert error(mq.QuadraticMomentum().refine(newton, None, Matrix(M, g), False), alone) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+def test_quadratic_momentum_without_a_plane(dtype):
+    """One direction is a line, on which the minimum still is found; no curvature at all leaves the step as it is."""
+    M, g, previous = (t.to(dtype) for t in spd(0, 5))
+    newton, zero = -3 * torch.linalg.solve(M, g), torch.zeros_like(g)
+    part, H = mq.QuadraticMomentum(), Matrix(M, g)
+    for other in (None, zero, 3 * newton, -newton):
+        assert error(part.refine(newton, other, H, True), newton / 3) < 1e-5
+    assert torch.equal(part.refine(zero, zero, H, True), zero)
+    assert torch.equal(part.refine(newton, previous, Matrix(0 * M, g), True), newton)
+
+
+@pytest.mark.parametrize("representation", [mq.Dense(), mq.Gram(), mq.Kronecker(0.0), mq.EKFAC(0.0)], ids=str)
+def test_quadratic_momentum_inside_the_step(representation):
+    """G is the Gauss-Newton matrix of the batch, D that of the damping, whatever the step was solved with."""
+    model, (x, y), lam = mlp(outputs=3), batch(outputs=3), 0.5
+    opt = lm(
+        model, curvature=representation, damping=mq.Identity(), schedule=mq.Constant(lam),
+        momentum=mq.QuadraticMomentum(), acceptance=mq.Uphill(),
+    )  # fmt: skip
+    previous: list[Tensor] = []
+    for _ in range(3):
+        C, before = curvature(model, x, y), flat(model)
+        M = torch.stack([C @ e for e in torch.eye(len(before), dtype=f64)]) + lam * torch.eye(len(before), dtype=f64)
+        newton = representation.represent(mq.linearize(model, "mse", x, y)).newton(torch.tensor(lam, dtype=f64))
+        assert opt.step(x, y).accepted
+        d = flat(model) - before
+        assert error(d, least(M, C.gradient, torch.stack([newton, *previous]))) < 1e-7
+        previous = [d]

@@ -18,7 +18,8 @@ PARTS = [
     mq.Exact(), mq.Sampled(2), mq.Empirical(), mq.Dense(), mq.Gram(chunk=3), mq.Auto(),
     mq.Identity(), mq.MaxDiagonal(0.01), mq.MeanEigenvalue(), mq.LayerMeanEigenvalue(), mq.FactoredMaxDiagonal(),
     mq.Constant(1.0), mq.TenFold(1.0), mq.RelativeDecrease(1.0), mq.GainRatio(1.0),
-    mq.AdaptiveMomentum(0.9, 0.6), mq.Decrease(), mq.Uphill(2.0), mq.Grid(1e-6, 9, 0.125), mq.Backtracking(0.5),
+    mq.AdaptiveMomentum(0.9, 0.6), mq.QuadraticMomentum(), mq.Decrease(), mq.Uphill(2.0),
+    mq.Grid(1e-6, 9, 0.125), mq.Backtracking(0.5),
     mq.EMA(0.95), mq.Polyak(),
 ]  # fmt: skip
 

@@ -38,7 +38,7 @@ MEMORY = 10.0
 class Curvature(ABC):
     """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some."""
 
-    averaged = False  # whether G is a running average over batches, and not that of this batch alone
+    averaged = False  # whether the G of `model` is a running average over batches, and not that of this batch alone
     same_data = False  # whether the data are those of the step before
     separable: ClassVar[bool] = False  # whether it can only be damped by a D that is u ⊗ v in every layer
 
@@ -73,6 +73,10 @@ class Curvature(ABC):
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀGv"""
         return self.parameters.dot(v, self @ v)
+
+    def products(self, V: Tensor) -> Tensor:
+        """vᵢᵀGvⱼ of a few vectors, with the G of this batch alone if that is at hand: (k, n) → (k, k)"""
+        return torch.stack([torch.stack([self.parameters.dot(v, Gw) for v in V]) for Gw in (self @ w for w in V)], 1)
 
     def damped_quadratic(self, v: Tensor, damping: Metric) -> Tensor:
         """vᵀHv with the H that `newton` solves with: G + A, unless a representation damps in a way of its own"""
@@ -146,6 +150,10 @@ class Damped:
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀHv"""
         return self.G.damped_quadratic(v, self.A)
+
+    def products(self, V: Tensor) -> Tensor:
+        """vᵢᵀ(G + A)vⱼ of a few vectors, also if H is not G + A: (k, n) → (k, k)"""
+        return self.G.products(V) + (V * self.A.entries(self.G.parameters.sizes)) @ V.T
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """aᵀb"""

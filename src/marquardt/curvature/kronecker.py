@@ -37,7 +37,8 @@ class Kronecker(Representation):
     same data again they are those of the data.
 
     With `every` > 1 the factors are decomposed in one step of so many, and the step solves with factors A, B, u and v
-    as old as that; λ is always that of the step. Products with G (and so the gain ratio) use the latest A and B.
+    as old as that; λ is always that of the step. Products with G use the latest A and B. The model of the loss (and so
+    the gain ratio) is that of the rows of the batch, as Martens & Grosse have it: it knows what lies between layers.
     """
 
     decay: float = 0.95  # Martens & Grosse 2015, section 5
@@ -100,10 +101,9 @@ class KroneckerCurvature(Curvature):
         return sums
 
     def recall(self, past: Past | None, same_data: bool) -> None:
-        self.averaged = self.decay > 0 and not same_data
         if past is None or "count" not in past:
             return
-        if self.averaged:
+        if self.decay > 0 and not same_data:
             self._earlier, self._count = past, past["count"] + 1
             weight = self._weight()
             for layer in self.layers:
@@ -155,6 +155,14 @@ class KroneckerCurvature(Curvature):
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return self._by_layer(v, [layer.times for layer in self.layers])
+
+    def products(self, V: Tensor) -> Tensor:
+        """From the rows of the batch, which know what lies between layers"""
+        rows = torch.cat([torch.stack([piece.apply(v) for v in V]) for piece in self.lin.pieces()], 1)  # (k, m)
+        return self.lin.scale * (rows @ rows.T)
+
+    def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
+        return self.parameters.dot(self.gradient, d), self.products(d[None])[0, 0]
 
     def diagonal(self) -> Tensor:
         return self._joined(layer.diagonal() for layer in self.layers)

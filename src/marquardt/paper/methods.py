@@ -155,7 +155,7 @@ def _hessian_free(model: nn.Module, loss: str, h: Hyper) -> Trainer:
 
 
 def _kfac(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    schedule = GainRatio(initial=h["lam"], floor=1e-12)  # as in the preset
+    schedule = GainRatio(initial=h["lam"], floor=0.3)  # as in the preset
     return Ours(presets.kfac(model, loss, lr=h["lr"], schedule=schedule, average=_average(h)))
 
 

@@ -1,4 +1,4 @@
-"""Adaptive momentum: the step that is most conjugate to the previous one at a given length and a given decrease."""
+"""Momentum: how much of the previous step goes along with the plain one."""
 
 from __future__ import annotations
 
@@ -67,3 +67,29 @@ class AdaptiveMomentum:
         beta = dP * ((1 - self.xi**2) / (FF * sine2)).sqrt()
         alpha = (self.xi * dP * GG.sqrt() + beta * GF) / GG
         return alpha.where(sound, 1) * newton + beta.where(sound, 0) * previous
+
+
+@dataclass(frozen=True)
+class QuadraticMomentum:
+    """dθ = −α·H⁻¹g + β·dθₜ₋₁ with the least gᵀdθ + ½dθᵀ(G + λD)dθ (Martens & Grosse 2015, sections 6.4 and 7).
+
+    G is that of the batch itself (`Curvature.products`), which knows what lies between layers even if H does not: α is
+    then the length at which their steps do not overshoot together.
+    """
+
+    @property
+    def recordable(self) -> bool:
+        return True
+
+    def refine(self, newton: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
+        if previous is None:
+            previous = torch.zeros_like(newton)
+        M = H.products(torch.stack([newton, previous]))  # (2, 2)
+        g = H.gradient
+        p, q, a, b, c = at_hand(-H.dot(g, newton), -H.dot(g, previous), M[0, 0], M[0, 1], M[1, 1])
+        # As in AdaptiveMomentum: two directions that rounding cannot tell from one count as one.
+        sine2 = 1 - b * b / (a * c)
+        sound = (c > 0) & c.isfinite() & (sine2 > math.sqrt(torch.finfo(g.dtype).eps))
+        alpha = ((p - q * b / c) / (a * sine2)).where(sound, p / a)
+        beta = ((q - p * b / a) / (c * sine2)).where(sound, 0)
+        return alpha.where(a > 0, 1) * newton + beta.where(a > 0, 0) * previous
