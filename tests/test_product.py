@@ -50,7 +50,12 @@ PARTS = {
         "fraction": mq.Fraction(0.5),
     },
     "line_search": {"none": None, "grid": mq.Grid(), "backtracking": mq.Backtracking()},
-    "momentum": {"none": None, "fixed": mq.AdaptiveMomentum(), "capped": mq.AdaptiveMomentum(dP=math.inf, cap=True)},
+    "momentum": {
+        "none": None,
+        "fixed": mq.AdaptiveMomentum(),
+        "capped": mq.AdaptiveMomentum(dP=math.inf, cap=True),
+        "quadratic": mq.QuadraticMomentum(),
+    },
     "acceptance": {"decrease": mq.Decrease(), "uphill": mq.Uphill()},
 }
 IMPROVED = ("max", "grid", "fixed", "uphill")  # max-diagonal, line search, adaptive momentum, uphill acceptance

@@ -86,6 +86,7 @@ PARTS = {
     "default": {},
     "gram": {"curvature": mq.Gram()},
     "kronecker": {"curvature": mq.Kronecker(), "momentum": None},
+    "kfac": {"curvature": mq.Kronecker(), "momentum": mq.QuadraticMomentum(), "rows": mq.Sampled(1)},
     "empirical": {"rows": mq.Empirical(), "average": None},
     "sampled": {"rows": mq.Sampled(2), "curvature": mq.Gram()},
     "max-diagonal": {"damping": mq.MaxDiagonal(), "momentum": None, "acceptance": mq.Decrease()},
