@@ -25,7 +25,7 @@ import torch
 import marquardt as mq
 import measure
 from contest import contestants
-from contest.contestants import Feed, Method, averaging, fed
+from contest.contestants import Feed, Method, fed
 from contest.tasks import TASKS, Problem, Setup
 from marquardt.paper.data import data_directory
 
@@ -95,7 +95,7 @@ def compared(network: str, options: argparse.Namespace) -> dict[str, Any]:
         for seed in options.seeds:
             scores = course(build, network, seed, options)
             for m in marks:
-                found.setdefault(name, {}).setdefault(m, []).append(scores[m][1])
+                found.setdefault(name, {}).setdefault(m, []).append(scores[m][options.part])
         measure.note(f"{network} {name}: " + ", ".join(f"{m}: {mean(v):.2f}" for m, v in found[name].items()))
 
     marks = [m for m in MARKS if m <= options.steps]
@@ -135,10 +135,12 @@ def clocked(network: str, options: argparse.Namespace) -> dict[str, Any]:
     rate = max(RATES["Adam"], key=lambda rate: adam_run(network, rate, TRIAL_SEED, options)[1])
     runs = []
     for seed in options.seeds:
-        seconds, _, aim = adam_run(network, rate, seed, options)
+        seconds, *found = adam_run(network, rate, seed, options)
+        aim = found[options.part]
         ours, steps, own = time_to(network, aim, seed, options)
         runs.append({"seed": seed, "Adam": seconds, "aim": aim, "LM": ours, "steps": steps, "ms a step": own})
-        measure.note(f"{network}: Adam {seconds:.3f} s to {aim:.2f} %, LM {ours:.3f} s in {steps} steps, {own:.2f} ms each")
+        words = f"Adam {seconds:.3f} s to {aim:.2f} %, LM {ours:.3f} s in {steps} steps, {own:.2f} ms each"
+        measure.note(f"{network}: {words}")
     return {"network": network, "rate": rate, "runs": runs, "ratio": mean([r["LM"] / r["Adam"] for r in runs])}
 
 
@@ -162,7 +164,7 @@ def time_to(network: str, aim: float, seed: int, options: argparse.Namespace) ->
     for done in range(LOOK, ADAM_STEPS + 1, LOOK):
         took, _ = measure.timed(lambda: method.run(0.0, LOOK), options.device)
         seconds += took
-        if accuracies(problem, method)[1] >= aim:
+        if accuracies(problem, method)[options.part] >= aim:
             return seconds, done, 1e3 * took / LOOK
     return math.inf, ADAM_STEPS, 1e3 * took / LOOK
 
@@ -175,9 +177,10 @@ def main() -> None:
     add("--contestants", nargs="+", choices=[*BUILDS, *RATES], default=[*BUILDS, *RATES])
     add("--seeds", nargs="+", type=int, default=list(SEEDS))
     add("--steps", type=measure.positive, default=max(MARKS))
+    add("--validation", action="store_true", help="accuracy on validation data, for choices")
     add("--clock", action="store_true", help="time to Adam's accuracy, in the place of equal steps")
     options = parser.parse_args()
-    options.setup = Setup(options.data)
+    options.setup, options.part = Setup(options.data), 0 if options.validation else 1
     if options.quick:
         options.seeds, options.steps = options.seeds[:1], 50
     described = measure.start(options)
