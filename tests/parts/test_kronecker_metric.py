@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.jacobian.linearization import linearize
-from marquardt.metric import Diagonal, Layered
+from marquardt.metric import Diagonal, Layered, LayerSides
 from marquardt.metric.layered import EARLY
+from marquardt.parts.damping import averaged
 from support import reference
 from support.cases import build, mlp
+from support.found import routed
 from support.metrics import ByHand, Form
 from support.reference import error
 from support.steps import lm, parts_of, theta
@@ -240,3 +242,51 @@ def test_units_of_the_loss_do_not_matter():
         G = mq.Gram(whole=0).represent(linearize(model, nn.MSELoss(reduction=reduction), x, y))
         found.append(G.step(0.3 * mq.KroneckerMetric(every=1).update(None, G)))
     assert error(found[1], found[0]) < 1e-9
+
+
+def sides(members: tuple[int, ...], left: float, right: float | None = None) -> LayerSides:
+    """Diagonals of one group: of two outputs, and of two inputs."""
+    return LayerSides(members, torch.full((1, 2), left), None if right is None else torch.full((1, 2), right))
+
+
+def test_running_averages_by_layers():
+    """A layer that the batch does not reach, or only with zeros, keeps what it has; another form begins anew."""
+    past = [sides((0,), 2.0, 2.0), sides((1,), 3.0, 3.0), sides((2, 3), 4.0, 4.0), sides((4,), 5.0)]
+    present = [sides((0,), 1.0, 1.0), sides((1,), 0.0, 0.0), sides((2,), 7.0), sides((3,), 8.0)]
+    found = {x.members: x for x in averaged(past, present, torch.tensor(0.75))}
+    assert {key: float(x.left[0, 0]) for key, x in found.items()} == {(0,): 1.75, (1,): 3, (2,): 7, (3,): 8, (4,): 5}
+    assert float(found[0,].right[0, 1]) == 1.75
+    (again,) = averaged([sides((0,), 2.0)], [sides((0,), 1.0, 1.0)], torch.tensor(0.75))
+    assert float(again.left[0, 0]) == 1.0
+
+
+def test_an_outlier_is_forgotten():
+    """The past has at most ten times the trace of the present."""
+    (found,) = averaged([sides((0,), 1e6, 1e6)], [sides((0,), 1.0, 1.0)], torch.tensor(0.9))
+    assert float(found.left[0, 0]) == pytest.approx(10.0, rel=1e-3)
+
+
+def test_a_layer_that_no_batch_reaches_has_gamma_alone():
+    """And the first one that reaches it finds it ready."""
+    model = routed(4)
+    parts = {"curvature": mq.Gram(whole=0), "damping": mq.KroneckerMetric(), "schedule": mq.Constant(1.0)}
+    opt = lm(model, "mse", acceptance=mq.Uphill(1.0), **parts)
+    x, y = torch.randn(6, 3), torch.randn(6, 2)
+    assert opt.step(x, y).accepted
+    D = opt._state.D
+    diagonal = D.diagonal([p.numel() for p in model.parameters()]).split([p.numel() for p in model.parameters()])
+    assert all(torch.equal(part, D.gamma.expand_as(part)) for part in diagonal[:2])
+    x[:3, 0] += 200
+    with torch.no_grad():  # so that its outputs are not saturated
+        next(model.parameters())[:, 0] = 0
+    assert opt.step(x, y).accepted
+    assert all(bool((layer.trace > 0).all()) for layer in opt._state.D.layers)
+
+
+def test_no_curvature_at_all():
+    """D is the identity then: with weights of zero only the last bias has a gradient."""
+    model = nn.Linear(2, 1)
+    G = mq.Gram().represent(linearize(model, "mse", torch.zeros(3, 2), torch.ones(3, 1), torch.zeros(3) + 1e-300))
+    D = mq.KroneckerMetric().update(None, G)
+    assert D.gamma > 0
+    assert all(bool(root.isfinite().all()) for pair in D.roots for root in pair)
