@@ -148,6 +148,8 @@ class GramCurvature(Curvature):
 
     def gram(self, D: Metric | None, dtype: torch.dtype) -> Tensor:
         """J̃D₀⁻¹J̃ᵀ: (m, m); None is the identity"""
+        if D is not None and D.turns:
+            self.whole = 0  # to turn a and δ takes less time than to turn rows
         K = torch.zeros(len(self.u), len(self.u), dtype=dtype, device=self.u.device)
         starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         # J̃h is wanted with K, and comes along where K is in one piece and D is no more than a number.
