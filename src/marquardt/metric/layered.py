@@ -15,7 +15,10 @@ from ..deferred import ask
 from .base import B, Metric, Turn, Whitenable, between
 
 # The first steps all form the roots anew: the averages are over a few batches, at weights that change most.
-EARLY = 20
+EARLY = 10
+
+# A triangle of up to so many rows is inverted at once.
+WHOLE = 128
 
 
 @dataclass(frozen=True)
@@ -260,7 +263,15 @@ def _inverse(S: Tensor, L: Tensor | None) -> Tensor:
 
 
 def _inverted(L: Tensor) -> Tensor:
-    """L⁻¹ of a lower triangle: (G, d, d)"""
-    one = torch.eye(L.shape[1], dtype=L.dtype, device=L.device).expand_as(L)
-    found: Tensor = torch.linalg.solve_triangular(L, one, upper=False)
+    """L⁻¹ of a lower triangle, by halves: products are faster than a triangular solve, and there are half as many of
+    them. (G, d, d)"""
+    d = L.shape[1]
+    if d <= WHOLE:
+        one = torch.eye(d, dtype=L.dtype, device=L.device).expand_as(L)
+        solved: Tensor = torch.linalg.solve_triangular(L, one, upper=False)
+        return solved
+    h = d // 2
+    found = torch.zeros_like(L)
+    found[:, :h, :h], found[:, h:, h:] = _inverted(L[:, :h, :h]), _inverted(L[:, h:, h:])
+    found[:, h:, :h] = -found[:, h:, h:] @ (L[:, h:, :h] @ found[:, :h, :h])
     return found

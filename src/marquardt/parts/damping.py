@@ -136,7 +136,7 @@ class KroneckerMetric:
     is only the diagonal. A vector without a weight beside it has the running average of diag G, plus γ. A parameter
     that parts of a batch reach in different ways is a matrix by itself, of its first dimension and the rest.
 
-    D is renewed after one step of `every`, and after each of the first 20; with `every` = 1 it is at once, from this
+    D is renewed after one step of `every`, and after each of the first 10; with `every` = 1 it is at once, from this
     batch too. If there are no rows, as with samples that depend on each other, and with a G that is a Kronecker product
     itself, D = τI as with MeanEigenvalue. On the same data again, G knows all that D could tell: another damping takes
     over, `steady`, unless that is None.
@@ -144,7 +144,7 @@ class KroneckerMetric:
 
     c: float = 1.0
     decay: float = 0.95  # Martens & Grosse 2015, section 5
-    every: int = 5
+    every: int = 10
     steady: Damping | None = MeanEigenvalue()
 
     def __post_init__(self) -> None:
