@@ -32,10 +32,12 @@ from marquardt.iteration import (
     gain_ratio,
     judge,
     kept,
+    lag,
     next_lam,
     propose,
     remembered,
     report,
+    smoothed,
     with_mean,
 )
 from marquardt.jacobian.linearization import Linearization
@@ -75,8 +77,8 @@ def start(rounding: float = 1e-3, repeats: int = 0, doubt: float = 1.0, **old: A
 
 
 def found(new_loss: float, **others: Any) -> Found:
-    known = {"gd": -4.0, "dGd": 2.0, "gDg": 9.0, "length": 1.0, "theta": 1.0, "dDd": None, "cosine": None}
-    return Found(new_loss, **{**known, **others})
+    lengths, absent = {"length": 1.0, "theta": 1.0}, {"dDd": None, "cosine": None, "mean_loss": None}
+    return Found(new_loss, **{"gd": -4.0, "dGd": 2.0, "gDg": 9.0, **lengths, **absent, **others})
 
 
 def judged(now: Start, of: Found, lam: float = 1.0, lr: float = 1.0, **others: Any) -> Judgement:
@@ -86,11 +88,13 @@ def judged(now: Start, of: Found, lam: float = 1.0, lr: float = 1.0, **others: A
 @pytest.mark.parametrize("lr", [1.0, 0.5])
 def test_a_decrease(lr):
     predicted = 4 * lr - lr**2  # −lr·gᵀd − ½lr²·dᵀGd
-    assert judged(start(), found(8.0), lr=lr) == ("decrease", True, pytest.approx(2 / predicted), predicted, 1.0)
+    rule, was_judged, *numbers = judged(start(), found(8.0, mean_loss=7.0), lr=lr)
+    assert (rule, was_judged) == ("decrease", True)
+    assert numbers == pytest.approx([2 / predicted, predicted, 1.0, 6 / 9])
 
 
 def test_an_increase():
-    rule, was_judged, gain, predicted, _ = judged(start(), found(11.5))
+    rule, was_judged, gain, predicted, *_ = judged(start(), found(11.5))
     assert (rule, was_judged, gain, predicted) == (None, True, pytest.approx(-0.5), 3.0)
 
 
@@ -180,6 +184,40 @@ def test_share_of_damping():
     assert judged(start(), step._replace(new_loss=10.0), lam=5.0).share == 1  # not judged
 
 
+# ---- the averaged weights
+
+
+@pytest.mark.parametrize(
+    ("f", "mean_loss", "expected"),
+    [
+        (10.0, 5.5, 0.5),  # heights above the bound 1
+        (10.0, 19.0, 2.0),
+        (1 + 2 * LEAST, 1 + 6 * LEAST, 3.0),
+        (1 + 0.9 * LEAST, 10.0, math.nan),  # that one of them is above the bound may be rounding
+        (10.0, 1 + 0.9 * LEAST, math.nan),
+        (10.0, 0.9, math.nan),
+        (10.0, None, math.nan),
+        (10.0, math.nan, math.nan),
+        (10.0, math.inf, math.inf),
+    ],
+)
+def test_lag(f, mean_loss, expected):
+    assert lag(Level(f, 1.0, 1e-3, 1.0), mean_loss) == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("past", "now", "expected"),
+    [
+        (None, 2.0, math.log(2)),
+        (0.5, 2.0, 0.8 * 0.5 + 0.2 * math.log(2)),
+        (-0.5, 1.0, -0.4),
+        *((past, now, past) for past in (None, 0.5) for now in (math.nan, math.inf, 0.0, -1.0)),
+    ],
+)
+def test_smoothed(past, now, expected):
+    assert smoothed(past, now) == (None if expected is None else pytest.approx(expected))
+
+
 # ---- next_lam
 
 
@@ -195,7 +233,8 @@ class Asked:
 
 def ending(rule: str = "decrease", loss: float = 8.0, d: Tensor | None = None, **others: Any) -> Ending:
     d = torch.ones(2) if d is None and rule != "rejected" else d
-    known = {"lr": 1.0, "found": found(loss), "judgement": Judgement("decrease", True, 0.7, 3.0, 0.2), "length": 2.0}
+    judgement = Judgement("decrease", True, 0.7, 3.0, 0.2, 0.9)
+    known = {"lr": 1.0, "found": found(loss), "judgement": judgement, "length": 2.0}
     return Ending(rule, d=d, loss=loss, **{**known, **others})
 
 
@@ -205,13 +244,14 @@ def test_next_lam():
     assert (
         next_lam(parts(schedule=asked), start(repeats=2), 3.0, ending("search", 6.0, found=found(8.0)), True, 4) == 21
     )
-    assert asked.outcome == Outcome(10.0, 8.0, 0.7, "search", True, True, 4, 0.2)
+    assert asked.outcome == Outcome(10.0, 8.0, 0.7, "search", True, True, 4, 0.2, 0.9)
     next_lam(parts(schedule=asked), start(repeats=1), 3.0, ending(), False, 0)
     assert not asked.outcome.same_data  # once may be chance
     failed = Ending("rejected", 1.0, None, 10.0, None, FAILED)
     next_lam(parts(schedule=asked), start(), 3.0, failed, False, 0)
     assert math.isnan(asked.outcome.new_loss)
     assert asked.outcome[2:4] == (-math.inf, "rejected")
+    assert math.isnan(asked.outcome.lag)
 
 
 def test_lambda_stays_in_doubt_of_the_batch():
@@ -251,6 +291,16 @@ def test_concluded():
     assert (rejected.accepted, rejected.stride, rejected.best) == (5, 0.3, 9.0)
     doubted, _ = conclude(old._replace(doubt=2.0), ending())
     assert (doubted.accepted, doubted.stride, doubted.height, doubted.doubted) == (6, 0.3, 2.0, True)
+
+
+def test_concluded_with_the_lag_of_late():
+    """On the same data there is none: the average starts anew."""
+    assert conclude(start(), ending())[0].lag == pytest.approx(math.log(0.9))
+    assert conclude(start(lag=1.0), ending())[0].lag == pytest.approx(0.8 + 0.2 * math.log(0.9))
+    assert conclude(start(lag=1.0, repeats=1), ending())[0].lag == pytest.approx(0.8 + 0.2 * math.log(0.9))
+    assert conclude(start(lag=1.0, repeats=2), ending())[0].lag is None
+    failed = Ending("rejected", 1.0, None, 10.0, None, FAILED)
+    assert conclude(start(lag=1.0), failed)[0].lag == 1.0
 
 
 def test_an_uphill_move_is_a_loan():
@@ -306,14 +356,20 @@ def test_report():
     failed = report(loss, now, Ending("rejected", 1.0, None, 10.0, None, FAILED), 0.3, [], False)
     assert not failed.accepted
     assert math.isnan(failed.slope)
+    assert math.isnan(failed.averaged_loss)
+    assert math.isnan(step.averaged_loss)
+    averaged = ending(found=found(8.0, mean_loss=6.0))
+    assert report(resolve("mse"), now, averaged, 0.3, [], False).averaged_loss == loss.report(6.0, 1.0)
     rounded = ending(found=found(8.0, gDg=-1e-20))
     assert report(loss, now, rounded, 0.3, [], False).slope == 0
 
 
 def test_readings_and_their_numbers():
-    numbers = torch.arange(7.0).unbind()
-    readings = Readings(*numbers[:6], None, numbers[6])
-    assert readings.read([float(t) for t in readings.tensors()]) == Found(0, 1, 2, 3, 4, 5, None, 6)
+    numbers = torch.arange(8.0).unbind()
+    readings = Readings(*numbers[:6], None, *numbers[6:])
+    assert readings.read([float(t) for t in readings.tensors()]) == Found(0, 1, 2, 3, 4, 5, None, 6, 7)
+    without = Readings(*numbers[:6], numbers[6], None, numbers[7])
+    assert without.read([float(t) for t in without.tensors()]) == Found(0, 1, 2, 3, 4, 5, 6, None, 7)
 
 
 # ---- propose
@@ -352,7 +408,22 @@ def test_what_is_not_asked_for_is_not_there():
     proposal = proposed(State(1.0), 0.3, 1.0, False)[0]
     assert proposal.readings.dDd is None
     assert proposal.readings.cosine is None
+    assert proposal.readings.mean_loss is None
     assert len(proposal.readings.tensors()) == 6
+    assert proposed(State(1.0, mean=torch.zeros(27)), 0.3, 1.0, True)[0].readings.mean_loss is None
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.25])
+def test_the_loss_of_the_averaged_weights(lr):
+    """Of the whole of them, whatever the learning rate; the model ends where the step goes."""
+    mean = torch.linspace(-0.4, 0.6, 27)
+    proposal, _, lin = proposed(State(1.0, mean=mean), 0.3, lr, False)
+    (batch,), model = lin.batches, lin.objective.model
+    assert error(flat(model), lin.theta + lr * proposal.d) < 1e-12
+    there = nn.functional.mse_loss(model(batch.inputs), batch.targets)
+    assert error(proposal.readings.new_loss, there) < 1e-12
+    nn.utils.vector_to_parameters(mean, model.parameters())
+    assert error(proposal.readings.mean_loss, nn.functional.mse_loss(model(batch.inputs), batch.targets)) < 1e-12
 
 
 def test_momentum_refines_the_step():
@@ -418,6 +489,13 @@ def test_remembered():
         assert remembered(some, d, 0.5).tolist() == [0, 0.5, 1]
 
 
+class Settling(mq.Diagonal):
+    """A metric that tells how many steps it was told of."""
+
+    def settled(self, steps: int) -> mq.Metric:
+        return mq.Diagonal(torch.tensor(float(steps)))
+
+
 def test_kept():
     model, x, y = problem()
     G = mq.Dense(inertia=0.5).represent(mq.linearize(model, "mse", x, y))
@@ -429,6 +507,8 @@ def test_kept():
     assert after.previous.tolist() == [0, 0.5]
     assert after.D is D
     assert after.past["G"] is G.G
+    settling = Settling(torch.tensor(3.0))
+    assert kept(some, replace(state, steps=7), Matrices(G, settling, settling), end, start()).D.scale == 7
     doubted = kept(some, state, matrices, end, start(doubt=2.0))  # one batch must not undo what others have taught
     assert doubted.previous.tolist() == [0, 0.5]
     assert doubted.D is before
