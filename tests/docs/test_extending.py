@@ -207,7 +207,8 @@ def test_steps_with_and_without_the_rule_are_the_same(added, curvature):
     theta, found = flat(model), []
     for path in ("rule", "graph"):
         assert mq.linearize(model, "mse", x, y).paths["0.weight"] == path
-        assert mq.LM(model, "mse", curvature=curvature).step(x, y).accepted
+        # The graph knows nothing of the groups that the rule has: a D by layers would be another one.
+        assert mq.LM(model, "mse", curvature=curvature, damping=mq.MeanEigenvalue()).step(x, y).accepted
         found.append(flat(model))
         put(model, theta)
         RULES.pop(banks, None)
@@ -261,6 +262,8 @@ def test_a_curvature_goes_with_all_rows_and_over_batches(added, rows):
     opt = mq.LM(model, "mse", curvature=added("diagonal").DiagonalOnly(), rows=rows)
     assert opt.step(x, y).accepted
     assert opt.step_over([(x[:10], y[:10]), (x[10:], y[10:])]).accepted
+    assert opt.damping == mq.KroneckerMetric()  # which is one number for this curvature
+    assert opt._state.D.parts is None
 
 
 def test_what_newton_returns_stays_as_it_is():

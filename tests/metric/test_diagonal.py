@@ -243,7 +243,7 @@ class Whole(Metric):
 def test_a_metric_that_is_not_diagonal_is_refused_by_name(curvature):
     model = nn.Linear(2, 1)
     G = curvature.represent(mq.linearize(model, "mse", torch.randn(4, 2), torch.randn(4, 1)))
-    with pytest.raises(ValueError, match=r"Whole is no diagonal matrix: use curvature=mq\.Gram\(\)"):
+    with pytest.raises(ValueError, match=r"Whole is no diagonal matrix: use damping=mq\.MeanEigenvalue\(\)"):
         G.newton(Whole())
 
 

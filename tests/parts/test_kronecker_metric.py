@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.jacobian.linearization import linearize
+from marquardt.curvature.contract import Damped
+from marquardt.jacobian.linearization import Linearization, linearize
 from marquardt.metric import Diagonal, Layered, LayerSides
 from marquardt.metric.layered import EARLY
 from marquardt.parts.damping import averaged
@@ -54,7 +56,9 @@ CURVATURES = {
 def test_steps_of_lm_are_those_of_the_reference(curvature):
     """Five batches of two sizes: the averages go from step to step, and with them the largest rank."""
     model = mlp(2, 4, 3)
-    opt = lm(model, "cross_entropy", curvature=curvature, damping=mq.KroneckerMetric(0.7, every=1), schedule=mq.Constant(0.5))
+    opt = lm(
+        model, "cross_entropy", curvature=curvature, damping=mq.KroneckerMetric(0.7, every=1), schedule=mq.Constant(0.5)
+    )
     hand = ByHand(FORMS, [p.numel() for p in model.parameters()], c=0.7)
     for i in range(5):
         x, y = batch(i, 6 if i % 2 else 4)
@@ -176,20 +180,51 @@ def test_wrong_options(options, match):
         mq.KroneckerMetric(**options)
 
 
-@pytest.mark.parametrize(
-    ("curvature", "match"),
-    [(mq.Kronecker(), "Kronecker is a Kronecker product itself"), (mq.EKFAC(), "EKFAC is a Kronecker product itself"),
-     (mq.Hessian(), r"use damping=mq\.MeanEigenvalue"), (mq.MatrixFree(hessian=True), r"mq\.MeanEigenvalue")],
-)  # fmt: skip
-def test_curvatures_without_partial_traces_refuse_and_change_nothing(curvature, match):
+class ByItsDiagonal(mq.Curvature):
+    """diag G, from outside the package: it knows of D that it has entries."""
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        return self.diagonal() * v
+
+    def newton(self, damping: mq.Metric | Tensor) -> Tensor:
+        sizes = self.parameters.sizes
+        return self.gradient / (self.diagonal() + mq.Diagonal.of(damping, sizes).entries(sizes))
+
+
+@dataclass(frozen=True)
+class OfOnesOwn(mq.Representation):
+    def form(self, lin: Linearization) -> ByItsDiagonal:
+        return ByItsDiagonal(lin)
+
+
+WITHOUT = [mq.Kronecker(), mq.EKFAC(), mq.Hessian(), mq.MatrixFree(hessian=True), OfOnesOwn()]
+
+
+@pytest.mark.parametrize("curvature", WITHOUT, ids=lambda c: type(c).__name__)
+def test_curvatures_without_partial_traces_have_the_mean_eigenvalue(curvature):
+    """On changing batches and on the same data, as the default of LM does."""
+    model, parts = mlp(2, 4, 3), {"curvature": curvature, "schedule": mq.Constant(10.0)}
+    twin, accepted = copy.deepcopy(model), 0
+    assert mq.LM(model, "cross_entropy").damping == mq.KroneckerMetric()
+    one = lm(model, "cross_entropy", damping=mq.KroneckerMetric(), **parts)
+    other = lm(twin, "cross_entropy", damping=mq.MeanEigenvalue(), **parts)
+    for i in (0, 1, 2, 3, 3, 3, 3, 4):
+        accepted += one.step(*batch(i)).accepted
+        other.step(*batch(i))
+        assert torch.equal(theta(model), theta(twin))
+    assert accepted > 2
+    assert isinstance(one._state.D, Diagonal)
+
+
+def test_the_model_of_a_quadratic_momentum_has_d():
+    """vᵢᵀ(G + A)vⱼ with an A that is no diagonal matrix"""
     model, (x, y) = mlp(2, 4, 3), batch(0)
-    opt = lm(model, "cross_entropy", curvature=curvature, damping=mq.KroneckerMetric(every=1))
-    before, generator = theta(model), torch.get_rng_state()
-    with pytest.raises(ValueError, match=match):
-        opt.step(x, y)
-    assert torch.equal(theta(model), before)
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert opt._state.D is None
+    G = mq.Gram().represent(linearize(model, "cross_entropy", x, y))
+    A = 0.3 * mq.KroneckerMetric().update(None, G)
+    exact = reference.quadratic(model, "cross_entropy", x, y)
+    dense = 0.3 * ByHand(FORMS, G.parameters.sizes).after(exact.G, 12)
+    V = torch.randn(3, 27)
+    assert error(Damped(G, A).products(V), V @ (exact.G + dense) @ V.T) < 1e-10
 
 
 def test_coupled_samples_have_the_mean_eigenvalue():

@@ -122,8 +122,9 @@ class Curvature(ABC):
         return statistics.moments(self.lin)
 
     def partial_traces(self) -> PartialTraces | None:
-        """Of the block of G that every layer has; None if there are no rows to tell"""
-        return statistics.partial_traces(self.lin)
+        """Of the block of G that every layer has, see statistics. A D that is made of them is no diagonal matrix: None
+        if `newton` does not take one (`Metric.turns`), or if there are no rows to tell"""
+        return None
 
 
 class Damped:
@@ -153,7 +154,7 @@ class Damped:
 
     def products(self, V: Tensor) -> Tensor:
         """vᵢᵀ(G + A)vⱼ of a few vectors, also if H is not G + A: (k, n) → (k, k)"""
-        return self.G.products(V) + (V * self.A.entries(self.G.parameters.sizes)) @ V.T
+        return self.G.products(V) + torch.stack([self.A.times(v, self.G.parameters.sizes) for v in V]) @ V.T
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """aᵀb"""

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask
+from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
+from ..jacobian.statistics import PartialTraces
 from ..layers import Block
 from ..layers.block import add_square
 from ..metric import Diagonal, Metric
@@ -218,6 +220,9 @@ class DenseCurvature(Curvature):
 
     def diagonal(self) -> Tensor:
         return super().diagonal() if self._by_rows else self.G.diagonal().to(self.parameters.dtype)
+
+    def partial_traces(self) -> PartialTraces:
+        return statistics.partial_traces(self.lin)
 
     def newton(self, damping: Metric | Tensor) -> Tensor:
         sizes = self.parameters.sizes

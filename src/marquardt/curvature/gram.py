@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask
+from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece
 from ..jacobian.products import adjoint, apply, dense, together
+from ..jacobian.statistics import PartialTraces
 from ..layers import Block, Explicit
 from ..layers.block import Product
 from ..metric import Diagonal, Metric
@@ -145,6 +147,9 @@ class GramCurvature(Curvature):
     def trace(self) -> Tensor:
         """tr J̃ᵀJ̃ = tr J̃J̃ᵀ"""
         return self._gram(None, self.u.dtype).diagonal().sum()
+
+    def partial_traces(self) -> PartialTraces:
+        return statistics.partial_traces(self.lin)
 
     def gram(self, D: Metric | None, dtype: torch.dtype) -> Tensor:
         """J̃D₀⁻¹J̃ᵀ: (m, m); None is the identity"""

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import tolerances
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece
-from ..jacobian.statistics import Moments, PartialTraces
+from ..jacobian.statistics import Moments
 from ..memory import out_of_memory
 from ..metric import Diagonal, Metric
 from ..model.kernels import twice_differentiable
@@ -105,12 +105,6 @@ class HessianCurvature(Curvature):
         """The diagonal of a Hessian has no factors: every parameter by itself"""
         for i, part in enumerate(self.parameters.split(self.diagonal().abs())):
             yield Moments((i,), (part,), None)
-
-    def partial_traces(self) -> PartialTraces | None:
-        raise ValueError(
-            "a Hessian may be indefinite, and a Kronecker product of its partial traces then is no metric: use "
-            "damping=mq.MeanEigenvalue() or mq.MaxDiagonal(), or curvature=mq.Dense()"
-        )
 
 
 NOT_POSITIVE = "the Hessian with this damping is not positive definite"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..jacobian.linearization import Linearization, Needs
-from ..jacobian.statistics import Moments, PartialTraces
+from ..jacobian.statistics import Moments
 from ..layers.block import Sums
 from ..metric import Diagonal, Metric, Part
 from .contract import Curvature, Past, Representation, check_chunk, trusted
@@ -181,13 +181,6 @@ class KroneckerCurvature(Curvature):
             if not layer.small and not (layer.bias and len(layer.members) == 1):
                 inputs = diagonal_of(layer.right)[:, None, : layer.widths[0]]  # (K, 1, R)
             yield Moments(layer.members, layer.split(layer.diagonal()), inputs)
-
-    def partial_traces(self) -> PartialTraces | None:
-        name = type(self).__name__.removesuffix("Curvature")
-        raise ValueError(
-            f"{name} is a Kronecker product itself, and the sum of two has no inverse of that form: use "
-            "damping=mq.MeanEigenvalue(), or curvature=mq.Gram(), mq.Dense() or mq.MatrixFree()"
-        )
 
     # H, the damped factors.
 

@@ -296,8 +296,6 @@ class MatrixFreeCurvature(Curvature):
 
     def partial_traces(self) -> PartialTraces | None:
         """Estimated from one row per sample, as the diagonal of the preconditioner is"""
-        if self.options.hessian:
-            self._need_rows("a Kronecker product")
         if not (self._has_rows() and self._sketch_fits):
             return None
         return statistics.partial_traces(self.lin, self._combined)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+WAY_OUT = "use damping=mq.MeanEigenvalue(), or what every metric has, `times` and `solve`"
+
 Dot = Callable[[Tensor, Tensor], Tensor]
 
 B_co = TypeVar("B_co", covariant=True)
@@ -159,12 +161,12 @@ class Metric(ABC):
 
     def entries(self, sizes: Sequence[int]) -> Tensor:
         """The diagonal, if that is all of it: (n,)"""
-        raise ValueError(f"{type(self).__name__} is no diagonal matrix: use curvature=mq.Gram()")
+        raise ValueError(f"{type(self).__name__} is no diagonal matrix: {WAY_OUT}")
 
     @property
     def parts(self) -> Sequence[Part] | None:
         """D₀ by parameters, if it is diagonal; None if it is the identity"""
-        raise ValueError(f"{type(self).__name__} is no diagonal matrix: use curvature=mq.Gram()")
+        raise ValueError(f"{type(self).__name__} is no diagonal matrix: {WAY_OUT}")
 
     def settled(self, steps: int) -> Metric:
         """What the next step takes up, after so many of them. This is never part of a recorded step."""

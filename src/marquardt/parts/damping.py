@@ -137,9 +137,9 @@ class KroneckerMetric:
     that parts of a batch reach in different ways is a matrix by itself, of its first dimension and the rest.
 
     D is renewed after one step of `every`, and after each of the first 10; with `every` = 1 it is at once, from this
-    batch too. If there are no rows, as with samples that depend on each other, and with a G that is a Kronecker product
-    itself, D = τI as with MeanEigenvalue. On the same data again, G knows all that D could tell: another damping takes
-    over, `steady`, unless that is None.
+    batch too. Without partial traces D = τI, as with MeanEigenvalue: if there are no rows, as with samples that depend
+    on each other, and with a G that is a Kronecker product itself, a Hessian, or one that does not offer them. On the
+    same data again, G knows all that D could tell: another damping takes over, `steady`, unless that is None.
     """
 
     c: float = 1.0
@@ -163,7 +163,7 @@ class KroneckerMetric:
         past, before = (D, None) if isinstance(D, Layered) else (None, D)
         if G.same_data and self.steady is not None:
             return self.steady.update(before, G)
-        found = None if G.separable else G.partial_traces()
+        found = G.partial_traces()
         if found is None:
             return MeanEigenvalue().update(before, G)
         rank, batches, layers = min(G.parameters.n, found.rows), one(G), found.layers
