@@ -56,6 +56,7 @@ def make(model: nn.Module, curvature: mq.Auto | mq.Dense = mq.Auto(work=math.inf
     """Plain steps that depend on nothing but the solve, with all rows."""
     plain = {
         "rows": mq.Exact(),
+        "damping": mq.MeanEigenvalue(),  # MatrixFree has partial traces from random rows
         "schedule": mq.Constant(3.0),
         "momentum": None,
         "acceptance": mq.Decrease(),
