@@ -16,7 +16,9 @@ from support.reference import error
 
 f64 = torch.float64
 
-# What LM(nn.Linear(2, 1), "mse", damping=FactoredMaxDiagonal()) of 0.1.0 had saved after three steps on `batch(i)`.
+# The parts of LM(nn.Linear(2, 1), "mse", damping=FactoredMaxDiagonal()) in 0.1.0, and what it had saved after three steps
+# on `batch(i)`.
+PARTS = {"curvature": mq.Auto(inertia=0.8), "damping": mq.FactoredMaxDiagonal(), "schedule": mq.GainRatio()}
 OF_0_1_0 = {
     "state": {},
     "param_groups": [{"lr": 1.0, "params": [0, 1]}],
@@ -81,7 +83,7 @@ def optimizer() -> mq.LM:
     with torch.no_grad():
         for p, values in zip(model.parameters(), WEIGHTS, strict=True):
             p.copy_(torch.tensor(values, dtype=f64))
-    return mq.LM(model, "mse", damping=mq.FactoredMaxDiagonal())
+    return mq.LM(model, "mse", **PARTS)
 
 
 def test_a_state_of_0_1_0_goes_on():
@@ -145,7 +147,7 @@ def test_a_plan_of_another_machine_is_made_anew(monkeypatch):
         ({}, {"damping": mq.MeanEigenvalue()}, "damping=FactoredMaxDiagonal, this optimizer has MeanEigenvalue"),
         ({"curvature": mq.Kronecker()}, {"curvature": mq.EKFAC()}, "curvature=Kronecker, this optimizer has EKFAC"),
         ({"curvature": mq.Kronecker()}, {"curvature": mq.Dense()}, "curvature=Kronecker, this optimizer has Dense"),
-        ({}, {"curvature": mq.Kronecker()}, "curvature=Auto, this optimizer has Kronecker"),
+        (PARTS, {"curvature": mq.Kronecker()}, "curvature=Auto, this optimizer has Kronecker"),
     ],
 )
 def test_a_state_of_other_parts_is_refused_by_name(saved, here, match):
