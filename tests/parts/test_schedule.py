@@ -122,12 +122,109 @@ def test_the_floor_is_for_changing_batches():
     assert GAIN.update(1e12, bad._replace(same_data=False)) == 1e12
 
 
-@pytest.mark.parametrize("part", [mq.RelativeDecrease(1.0), mq.TenFold(1.0), GAIN], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "part", [mq.RelativeDecrease(1.0), mq.TenFold(1.0), GAIN, mq.Balanced()], ids=lambda p: type(p).__name__
+)
 @pytest.mark.parametrize("same_data", [False, True])
 @pytest.mark.parametrize(("f_new", "gain"), [(NAN, NAN), (NAN, -INF), (INF, -INF), (-INF, -INF)])
 def test_a_trial_that_is_not_finite_raises_lambda(part, f_new, gain, same_data):
     """Or else the same step would fail in the same way for ever."""
     assert part.update(1.0, outcome(1.0, f_new, gain, "rejected", same_data)) > 1
+
+
+# ---- by the averaged weights
+
+BALANCED = mq.Balanced(target=0.9, quickest=1.5, gain=GAIN)
+
+
+def averaged(lag: float, gain: float = 0.5, rule: str = "decrease") -> Outcome:
+    return outcome(gain=gain, rule=rule, same_data=False)._replace(lag=lag)
+
+
+@pytest.mark.parametrize("gain", [0.25, 0.5, 50.0, INF])
+@pytest.mark.parametrize(
+    ("lag", "factor"),
+    [
+        (0.9, 1.0),
+        (0.75, 1.2),  # the average is ahead: λ rises
+        (0.6, 1.5),
+        (0.59, 1.5),  # by 1.5 at most
+        (1e-9, 1.5),
+        (1.0, 0.9),  # it lags behind: λ falls
+        (1.35, 1 / 1.5),
+        (1.36, 1 / 1.5),
+        (1e9, 1 / 1.5),
+        (INF, 1 / 1.5),
+    ],
+)
+def test_balanced(lag, factor, gain):
+    """Below the floor of the gain ratio too: there is none."""
+    for lam in (1.0, 1e3, 1e-6):
+        assert BALANCED.update(lam, averaged(lag, gain)) == pytest.approx(factor * lam, rel=1e-14)
+
+
+@pytest.mark.parametrize("lag", [0.75, 0.9, 1e9])
+@pytest.mark.parametrize("gain", [0.24, 0.0, -3.0, -INF, NAN])
+def test_balanced_raises_lambda_if_the_model_of_the_loss_fails(gain, lag):
+    """On top of what the average says; after an uphill step that alone counts."""
+    kept = BALANCED.update(1.0, averaged(lag))
+    for rule in ("decrease", "search", "rejected", "return"):
+        assert BALANCED.update(1.0, averaged(lag, gain, rule)) == pytest.approx(1.5 * kept, rel=1e-14)
+    assert BALANCED.update(1.0, averaged(lag, gain, "uphill")) == kept
+
+
+def test_balanced_has_the_limits_of_its_gain_ratio():
+    assert BALANCED.update(1.1e-12, averaged(1e9)) == 1e-12
+    assert BALANCED.update(9e11, averaged(0.1)) == 1e12
+
+
+@pytest.mark.parametrize("gain", [1.0, 0.5, -1.0])
+@pytest.mark.parametrize(
+    "change",
+    [{"same_data": True}, {"lag": NAN}, {"unjudged": 3, "gain": NAN}, {"unjudged": 9, "gain": NAN}],
+    ids=["same data", "no average", "unjudged", "unjudged for long"],
+)
+def test_balanced_goes_by_the_gain_ratio_otherwise(change, gain):
+    this = averaged(0.5, gain)._replace(**change)
+    for lam in (1e-3, 0.5, 10.0):
+        assert BALANCED.update(lam, this) == GAIN.update(lam, this)
+    assert BALANCED.update(10.0, this) != BALANCED.update(10.0, averaged(0.5, gain))
+
+
+@pytest.mark.parametrize("lam", [1e-3, 0.06])
+def test_balanced_goes_back_to_its_own_start(lam):
+    """After steps in vain on the same data, whatever λ₀ its gain ratio would have."""
+    idle = outcome(gain=NAN)._replace(unjudged=9)
+    expected = mq.GainRatio(initial=0.1).update(lam, idle)
+    assert lam < expected <= 0.1
+    assert mq.Balanced(initial=0.1).update(lam, idle) == expected
+    assert mq.Balanced(initial=0.1, gain=mq.GainRatio(initial=5.0)).update(0.5, idle) < 0.5
+
+
+def test_the_default_of_balanced_has_no_floor():
+    good = outcome(gain=1.0, same_data=False)
+    assert mq.Balanced().update(1e-9, good) == pytest.approx(0.7e-9)
+    assert mq.GainRatio().update(1e-9, good) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        *(({"target": t}, rf"target={t}\)") for t in (0.0, -1.0, 1.01, INF, NAN)),
+        *(({"quickest": q}, rf"quickest={q}\)") for q in (1.0, 0.5, INF, NAN)),
+        *(({"initial": i}, rf"initial={i}\)") for i in (0.0, -1.0, INF, NAN)),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_balanced(options, match):
+    with pytest.raises(ValueError, match=r"Balanced\(" + match):
+        mq.Balanced(**options)
+
+
+@pytest.mark.parametrize("gain", [2.0, None, mq.TenFold(), mq.GainRatio], ids=str)
+def test_balanced_needs_a_gain_ratio(gain):
+    with pytest.raises(TypeError, match=r"Balanced\(gain=.*mq\.GainRatio\(\)"):
+        mq.Balanced(gain=gain)
 
 
 outcomes = st.builds(
@@ -137,6 +234,7 @@ outcomes = st.builds(
     gain=st.floats(allow_nan=True),
     rule=st.sampled_from(["decrease", "uphill", "search", "rejected"]),
     same_data=st.booleans(),
+    lag=st.floats(0.0, 1e300, exclude_min=True) | st.sampled_from([NAN, INF]),
 )
 BEST = outcome(1.0, 0.0, 1.0)
 WORST = outcome(1.0, 1.1, -1.0, "rejected")
@@ -150,6 +248,8 @@ WORST = outcome(1.0, 1.1, -1.0, "rejected")
         mq.TenFold(1.0),
         GAIN,
         mq.GainRatio(1.0, down=0.1, up=10.0, slow_down=0.1, slow_up=10.0, floor=1e-12, minimum=1e-12),  # no floor
+        BALANCED,
+        mq.Balanced(quickest=1e9),
     ],
     ids=repr,
 )
@@ -157,6 +257,8 @@ WORST = outcome(1.0, 1.1, -1.0, "rejected")
 @example([BEST])
 @example([BEST._replace(same_data=False)])
 @example([WORST])
+@example([BEST._replace(same_data=False, lag=1e-300)])
+@example([BEST._replace(same_data=False, lag=1e300)])
 def test_lambda_stays_positive_and_finite(part, history):
     lam = part.initial
     for o in itertools.islice(itertools.cycle(history), 2500):  # ⅔^2500 and 1.5^2500 are beyond float64

@@ -158,6 +158,10 @@ class KroneckerMetric:
             raise ValueError(
                 f"KroneckerMetric(every={self.every!r}): steps from one D to the next, an integer of at least 1"
             )
+        if self.steady is not None and (isinstance(self.steady, type) or not hasattr(self.steady, "update")):
+            raise TypeError(
+                f"KroneckerMetric(steady={self.steady!r}): the damping on the same data, mq.MeanEigenvalue(), or None"
+            )
 
     def update(self, D: Metric | None, G: Curvature) -> Metric:
         past, before = (D, None) if isinstance(D, Layered) else (None, D)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 
@@ -183,9 +183,11 @@ class Balanced:
     initial: float = 1.0
     target: float = 0.95  # 0.9 and 1 were compared, docs/recipe.md
     quickest: float = 1.5  # a step changes λ by this factor at most
-    gain: GainRatio = GainRatio(floor=1e-20)
+    gain: GainRatio = GainRatio(floor=1e-20)  # its λ₀ is `initial` too
 
     def __post_init__(self) -> None:
+        if not isinstance(self.gain, GainRatio):
+            raise TypeError(f"Balanced(gain={self.gain!r}): what λ follows on the same data, an mq.GainRatio()")
         _check(self, self.gain.minimum, self.gain.maximum)
         if not 0 < self.target <= 1:
             raise ValueError(f"Balanced(target={self.target!r}): f(θ̄)/f(θ) to aim at, above 0 and at most 1")
@@ -194,7 +196,7 @@ class Balanced:
 
     def update(self, lam: float, outcome: Outcome) -> float:
         if outcome.same_data or outcome.unjudged or math.isnan(outcome.lag):
-            return self.gain.update(lam, outcome)
+            return replace(self.gain, initial=self.initial).update(lam, outcome)
         lam *= min(max(self.target / outcome.lag, 1 / self.quickest), self.quickest)
         if not outcome.gain >= 0.25 and outcome.rule != "uphill":
             lam *= self.gain.slow_up
