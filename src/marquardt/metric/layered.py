@@ -14,7 +14,7 @@ from torch import Tensor
 from ..deferred import ask
 from .base import B, Metric, Turn, Whitenable, between
 
-# The first steps all form the roots anew: the averages are over a few batches, at weights that change most.
+# The first steps all form their own roots: the averages are over a few batches, at weights that change most.
 EARLY = 10
 
 # A triangle of up to so many rows is inverted at once.
@@ -78,12 +78,13 @@ class Layered(Metric):
 
     def __init__(
         self, scale: Tensor, layers: Sequence[LayerSides], gamma: Tensor, roots: Sequence[tuple[Tensor, Tensor | None]],
-        *, rank: int = 0, batches: Tensor, every: int = 1,
+        *, rank: int = 0, batches: Tensor, every: int = 1, early: bool = True,
     ) -> None:  # fmt: skip
         self.scale, self.layers, self.gamma, self.roots = scale, tuple(layers), gamma, tuple(roots)
         self.rank = rank  # of G, the largest so far
         self.batches = batches  # in the running averages: ()
         self.every = every  # steps from one set of roots to the next
+        self.early = early  # whether the next step forms its own
 
     @staticmethod
     def of(layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, every: int = 1) -> Layered:
@@ -95,14 +96,20 @@ class Layered(Metric):
         return Layered(torch.ones_like(gamma), layers, gamma, pairs, rank=rank, batches=batches, every=every)
 
     def settled(self, steps: int) -> Layered:
-        if self.every == 1 or (steps >= EARLY and steps % self.every):
+        early, due = steps < EARLY, steps % self.every == 0
+        if self.every == 1 or (early == self.early and (early or not due)):
             return self
-        return Layered.of(self.layers, self.gamma, self.rank, self.batches, self.every)
+        found = Layered.of(self.layers, self.gamma, self.rank, self.batches, self.every) if due and not early else self
+        return found._with(self.scale, early)
 
     def with_scale(self, scale: Tensor) -> Layered:
+        return self._with(scale, self.early)
+
+    def _with(self, scale: Tensor, early: bool) -> Layered:
         return Layered(
-            scale, self.layers, self.gamma, self.roots, rank=self.rank, batches=self.batches, every=self.every
-        )
+            scale, self.layers, self.gamma, self.roots, rank=self.rank, batches=self.batches, every=self.every,
+            early=early,
+        )  # fmt: skip
 
     @property
     def shape(self) -> object:
@@ -171,7 +178,7 @@ class Layered(Metric):
         roots = [(left.to(like), None if right is None else right.to(like)) for left, right in self.roots]
         return Layered(
             self.scale.to(like), layers, self.gamma.to(like), roots,
-            rank=self.rank, batches=self.batches.to(like), every=self.every,
+            rank=self.rank, batches=self.batches.to(like), every=self.every, early=self.early,
         )  # fmt: skip
 
     def positive(self) -> Layered:
@@ -193,14 +200,14 @@ class Layered(Metric):
             [list(layer.members), layer.left, layer.right, *pair]
             for layer, pair in zip(self.layers, self.roots, strict=True)
         ]
-        kept = {"layers": layers, "gamma": self.gamma, "rank": self.rank, "batches": self.batches, "every": self.every}
-        return [self.scale, kept]
+        rest = {"rank": self.rank, "batches": self.batches, "every": self.every, "early": self.early}
+        return [self.scale, {"layers": layers, "gamma": self.gamma, **rest}]
 
     @staticmethod
     def restored(scale: Tensor, kept: dict[str, Any]) -> Layered:
         layers = [LayerSides(tuple(members), left, right) for members, left, right, *_ in kept["layers"]]
         roots = [(left, right) for *_, left, right in kept["layers"]]
-        rest = {key: kept[key] for key in ("rank", "batches", "every")}
+        rest = {key: kept[key] for key in ("rank", "batches", "every", "early")}
         return Layered(scale, layers, kept["gamma"], roots, **rest)
 
 

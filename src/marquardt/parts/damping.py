@@ -136,10 +136,11 @@ class KroneckerMetric:
     is only the diagonal. A vector without a weight beside it has the running average of diag G, plus γ. A parameter
     that parts of a batch reach in different ways is a matrix by itself, of its first dimension and the rest.
 
-    D is renewed after one step of `every`, and after each of the first 10; with `every` = 1 it is at once, from this
-    batch too. Without partial traces D = τI, as with MeanEigenvalue: if there are no rows, as with samples that depend
-    on each other, and with a G that is a Kronecker product itself, a Hessian, or one that does not offer them. On the
-    same data again, G knows all that D could tell: another damping takes over, `steady`, unless that is None.
+    In each of the first 10 steps, and with `every` = 1 in all, D is formed at once, from this batch too; then after one
+    step of `every`, and it stays until the next. Without partial traces D = τI, as with MeanEigenvalue: if there are no
+    rows, as with samples that depend on each other, and with a G that is a Kronecker product itself, a Hessian, or one
+    that does not offer them. On the same data again, G knows all that D could tell: another damping takes over,
+    `steady`, unless that is None.
     """
 
     c: float = 1.0
@@ -176,9 +177,9 @@ class KroneckerMetric:
             layers = averaged(past.layers, layers, (1 - 1 / batches).clamp(max=self.decay))
         layers = completed(layers, G)
         gamma = self.c * torch.cat([layer.trace for layer in layers]).sum() / rank
-        if past is None or self.every == 1 or not alike(past.layers, layers):
+        if past is None or past.early or self.every == 1 or not alike(past.layers, layers):
             return Layered.of(layers, gamma, rank, batches, self.every)
-        return Layered(one(G), layers, gamma, past.roots, rank=rank, batches=batches, every=self.every)
+        return Layered(one(G), layers, gamma, past.roots, rank=rank, batches=batches, every=self.every, early=False)
 
 
 def alike(past: Sequence[LayerSides], present: Sequence[LayerSides]) -> bool:

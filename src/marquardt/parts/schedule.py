@@ -180,7 +180,7 @@ class Balanced:
     Without an average, the gain ratio alone has to do.
     """
 
-    initial: float = 1.0
+    initial: float = 3.0  # more than it needs: a first step too long costs more than one too short
     target: float = 0.95  # 0.9 and 1 were compared, docs/recipe.md
     quickest: float = 1.5  # a step changes λ by this factor at most
     gain: GainRatio = GainRatio(floor=1e-20)  # its λ₀ is `initial` too
