@@ -131,7 +131,7 @@ def test_a_loss_of_zero_is_the_end(dtype):
     steps = [opt.step(x, y) for _ in range(150)]
     assert steps[-1].new_loss < 1e-6
     assert steps[-1].converged
-    assert 1e-3 < opt.lam <= 1
+    assert 1e-3 < opt.lam <= opt.schedule.initial
     assert min(s.lam for s in steps[-50:]) > 1e-12
 
 

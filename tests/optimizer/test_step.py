@@ -278,7 +278,7 @@ def test_a_ragged_batch_changes_neither_damping_nor_representation():
     """The last batch of a pass is small: fewer rows than parameters for once."""
     torch.manual_seed(0)
     model = mlp(4, 8, 3)
-    opt = mq.LM(model, "mse")
+    opt = mq.LM(model, "mse", curvature=mq.Auto(inertia=0.8), damping=mq.MeanEigenvalue())
     x, y = torch.randn(123, 4), torch.randn(123, 3)
     for part in (slice(0, 60), slice(60, 120), slice(120, 123), slice(0, 60)):
         before = opt.state_dict()["marquardt"]

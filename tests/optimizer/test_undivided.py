@@ -91,7 +91,7 @@ def test_batch_norm_trains():
     model = normalised()
     opt = mq.LM(model, "cross_entropy")
     losses = []
-    for _ in range(20):
+    for _ in range(30):
         x = torch.randn(64, 3)
         losses.append(opt.step(x, (x[:, 0] > 0).long()).loss)
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])

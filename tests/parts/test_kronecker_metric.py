@@ -100,28 +100,29 @@ def test_sampled_rows_have_the_rank_of_all_rows():
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_stale_d_between_renewals(every):
-    """It is renewed after each of the first steps, then after one of so many, from all batches until then. What lies
-    between solves exactly with the D that is there."""
+    """Each of the first steps forms its own; then it is formed after one of so many, from all batches until then. What
+    lies between solves exactly with the D that is there."""
     model = mlp(2, 4, 3)
     opt = lm(
         model, "cross_entropy", curvature=mq.Gram(whole=0), damping=mq.KroneckerMetric(every=every), lr=0.01,
         schedule=mq.Constant(1.0), acceptance=mq.Uphill(1.0),
     )  # fmt: skip
-    hand, D, renewed = ByHand(FORMS, [p.numel() for p in model.parameters()]), torch.empty(0), 0
+    hand, D, formed = ByHand(FORMS, [p.numel() for p in model.parameters()]), torch.empty(0), []
     for i in range(EARLY + 3 * every):
         x, y = batch(i)
         exact = reference.quadratic(model, "cross_entropy", x, y)
         latest = hand.after(exact.G, 12)
-        D = latest if i == 0 else D
+        D = latest if i < EARLY else D
         expected = theta(model) - 0.01 * torch.linalg.solve(exact.G + D, exact.g)
         before = None if opt._state.D is None else opt._state.D.roots
         assert opt.step(x, y).accepted
         assert error(theta(model), expected) < 1e-9
-        if i + 1 < EARLY or (i + 1) % every == 0:
-            D, renewed = latest, renewed + (opt._state.D.roots is not before)
-        elif i:
-            assert opt._state.D.roots is before
-    assert renewed == EARLY - 1 + len([k for k in range(EARLY, EARLY + 3 * every + 1) if k % every == 0])
+        formed.append(opt._state.D.roots is not before)
+        if i + 1 >= EARLY and (i + 1) % every == 0:
+            D = latest
+    after = [(i + 1) % every == 0 for i in range(EARLY, EARLY + 3 * every)]
+    assert formed == [True] * EARLY + after
+
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
