@@ -136,11 +136,10 @@ class KroneckerMetric:
     is only the diagonal. A vector without a weight beside it has the running average of diag G, plus γ. A parameter
     that parts of a batch reach in different ways is a matrix by itself, of its first dimension and the rest.
 
-    In each of the first 10 steps, and with `every` = 1 in all, D is formed at once, from this batch too; then after one
-    step of `every`, and it stays until the next. Without partial traces D = τI, as with MeanEigenvalue: if there are no
-    rows, as with samples that depend on each other, and with a G that is a Kronecker product itself, a Hessian, or one
-    that does not offer them. On the same data again, G knows all that D could tell: another damping takes over,
-    `steady`, unless that is None.
+    D is renewed after one step of `every`, and after each of the first 10; with `every` = 1 it is at once, from this
+    batch too. Without partial traces D = τI, as with MeanEigenvalue: if there are no rows, as with samples that depend
+    on each other, and with a G that is a Kronecker product itself, a Hessian, or one that does not offer them. On the
+    same data again, G knows all that D could tell: another damping takes over, `steady`, unless that is None.
     """
 
     c: float = 1.0
