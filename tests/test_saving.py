@@ -16,8 +16,8 @@ from support.reference import error
 
 f64 = torch.float64
 
-# The parts of LM(nn.Linear(2, 1), "mse", damping=FactoredMaxDiagonal()) in 0.1.0, and what it had saved after three steps
-# on `batch(i)`.
+# The parts of LM(nn.Linear(2, 1), "mse", damping=FactoredMaxDiagonal()) of 0.1.0, and what it had saved after three
+# steps on `batch(i)`.
 PARTS = {"curvature": mq.Auto(inertia=0.8), "damping": mq.FactoredMaxDiagonal(), "schedule": mq.GainRatio()}
 OF_0_1_0 = {
     "state": {},

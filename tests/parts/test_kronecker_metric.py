@@ -181,6 +181,12 @@ def test_wrong_options(options, match):
         mq.KroneckerMetric(**options)
 
 
+@pytest.mark.parametrize("steady", [2.0, mq.MeanEigenvalue, "mean"], ids=str)
+def test_wrong_steady(steady):
+    with pytest.raises(TypeError, match=r"KroneckerMetric\(steady=.*mq\.MeanEigenvalue\(\), or None"):
+        mq.KroneckerMetric(steady=steady)
+
+
 class ByItsDiagonal(mq.Curvature):
     """diag G, from outside the package: it knows of D that it has entries."""
 
