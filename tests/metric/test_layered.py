@@ -12,7 +12,7 @@ import marquardt as mq
 from marquardt.curvature.contract import Curvature
 from marquardt.jacobian.linearization import linearize
 from marquardt.metric import Layered, restored
-from marquardt.metric.layered import inverse_roots
+from marquardt.metric.layered import EARLY, WHOLE, _inverted, inverse_roots
 from support import reference
 from support.cases import CASES, Problem, build
 from support.metrics import ByHand, Form
@@ -121,6 +121,64 @@ def test_a_side_that_float32_cannot_factor():
     D = torch.linalg.inv((W.mT.double() @ W.double())[0])
     assert torch.linalg.eigvalsh(D)[0] > 0
     assert error(D, side[0]) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("d", [1, 5, WHOLE, WHOLE + 1, 2 * WHOLE + 3])
+def test_the_inverse_of_a_triangle_by_halves(d, dtype):
+    """Of several groups; what is above the diagonal is not looked at, and is zero in the inverse."""
+    L = torch.randn(2, d, d).tril_(-1) / d**0.5
+    L.diagonal(dim1=1, dim2=2).copy_(1 + torch.rand(2, d))
+    given = (L + torch.randn(2, d, d).triu(1)).to(dtype)
+    kept = given.clone()
+    found = _inverted(given)
+    assert found.dtype == dtype
+    assert error(found.double(), torch.linalg.inv(given.double().tril())) < 1000 * torch.finfo(dtype).eps
+    assert torch.equal(found, found.tril())
+    assert torch.equal(given, kept)
+
+
+def renewed(D: Layered, steps: int) -> bool:
+    after = D.settled(steps)
+    assert (after is D) == (after.roots is D.roots)
+    return after is not D
+
+
+def test_the_steps_after_which_it_is_settled():
+    """Each of the first, then one of so many. With `every` = 1 its roots are always those of its sides."""
+    G = represented(mq.Gram(), build("mlp_elu"))
+    for every in (2, 4, 7):
+        D = mq.KroneckerMetric(every=every).update(None, G)
+        found = [k for k in range(1, EARLY + 15) if renewed(D, k)]
+        assert found == [*range(1, EARLY), *(k for k in range(EARLY, EARLY + 15) if k % every == 0)]
+    D = mq.KroneckerMetric(every=1).update(None, G)
+    assert not any(renewed(D, k) for k in range(1, EARLY + 15))
+
+
+def test_settled_it_is_made_of_the_sides_of_late():
+    """Before that the roots are those of the batch before, though its sides are averages with this one already."""
+    p, part, at_once = build("mlp_elu"), mq.KroneckerMetric(c=0.5, every=7), mq.KroneckerMetric(c=0.5, every=1)
+    G = represented(mq.Gram(), p)
+    first, first_at_once = part.update(None, G), at_once.update(None, G)
+    moved(p, 0)
+    G = represented(mq.Gram(), p)
+    stale, fresh = part.update(first, G), at_once.update(first_at_once, G)
+    sizes, v = G.parameters.sizes, torch.randn(G.parameters.n)
+    assert stale.roots is first.roots
+    assert error(stale.times(v, sizes), first.times(v, sizes)) < 1e-12
+    assert error(stale.times(v, sizes), fresh.times(v, sizes)) > 1e-3
+    settled = (3.0 * stale).settled(EARLY - 1)
+    assert settled.scale == 1  # λ is that of the next step
+    assert (settled.rank, settled.batches, settled.every) == (stale.rank, 2, 7)
+    for found, expected in ((settled, fresh), (restored(settled.state()), fresh), (restored(stale.state()), first)):
+        assert error(found.times(v, sizes), expected.times(v, sizes)) < 1e-10
+        assert error(found.solve(v.clone(), sizes), expected.solve(v.clone(), sizes)) < 1e-10
+        assert error(found.diagonal(sizes), expected.diagonal(sizes)) < 1e-10
+
+
+def test_a_diagonal_is_always_settled():
+    D = mq.Diagonal(torch.ones(()))
+    assert all(D.settled(k) is D for k in (1, EARLY, 100))
 
 
 def test_another_precision_and_back():
