@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import marquardt as mq
 from marquardt.curvature import auto
 from marquardt.saving import VERSION
 from support.reference import error
+from support.unchanged import same
 
 f64 = torch.float64
 
@@ -104,6 +107,50 @@ def test_the_state_carries_its_version():
     assert again.state_dict()["marquardt"]["steps"] == 1
 
 
+def file_of(opt: mq.LM) -> dict[str, Any]:
+    torch.save(opt.state_dict(), buffer := io.BytesIO())
+    buffer.seek(0)
+    found: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, f64], ids=str)
+def test_the_defaults_go_on_bit_for_bit(dtype):
+    """With the lag of the average, through steps that renew D and steps that do not."""
+    made = [torch.nn.Linear(2, 1).to(dtype) for _ in range(2)]
+    opt, again = (mq.LM(model, "mse") for model in made)
+    for i in range(26):
+        data = [t.to(dtype) for t in batch(i)]
+        step = opt.step(*data)
+        if i in (0, 1, 7, 15):
+            made[1].load_state_dict(made[0].state_dict())
+            again.load_state_dict(file_of(opt))
+        elif i > 0:
+            other = again.step(*data)
+            assert same(
+                vars(replace(step, seconds=0.0, predicted=0.0)), vars(replace(other, seconds=0.0, predicted=0.0))
+            )
+        assert same(opt.state_dict(), again.state_dict())
+    assert isinstance(opt._state.lag, float)
+
+
+def test_a_state_without_the_lag_of_the_average():
+    """As those before had none."""
+    opt, again = optimizer(), optimizer()
+    for i in range(3):
+        opt.step(*batch(i))
+    assert opt._state.lag is not None
+    state = opt.state_dict()
+    state["marquardt"]["lag"] = math.nan
+    with pytest.raises(ValueError, match="'lag' is nan"):
+        again.load_state_dict(state)
+    assert again._state.steps == 0
+    del state["marquardt"]["lag"]
+    again.load_state_dict(state)
+    assert again._state.lag is None
+    assert not again._state.behind
+
+
 @pytest.mark.parametrize("version", [VERSION + 1, 0, "2", None])
 def test_a_state_of_an_unknown_version_is_refused_by_name(version):
     opt = optimizer()
@@ -120,10 +167,10 @@ def test_the_plan_is_saved_and_taken_up_where_it_still_fits():
     opt.step(*batch(0))
     state = opt.state_dict()
     assert state["marquardt"]["plan"]["kind"] == "Dense"
-    for curvature, same in ((mq.Auto(inertia=0.8), True), (mq.Auto(inertia=0.8, memory="1GiB"), False)):
+    for curvature, fits in ((mq.Auto(inertia=0.8), True), (mq.Auto(inertia=0.8, memory="1GiB"), False)):
         again = mq.LM(torch.nn.Linear(2, 1).double(), "mse", damping=mq.FactoredMaxDiagonal(), curvature=curvature)
         again.load_state_dict(copy.deepcopy(state))
-        assert (again._state.plan == opt._state.plan) == same
+        assert (again._state.plan == opt._state.plan) == fits
         assert again.step(*batch(1)).accepted
     torch.save(state, buffer := io.BytesIO())
     buffer.seek(0)

@@ -46,6 +46,11 @@ def test_after():
     assert (doubted.height, doubted.doubted, doubted.steps, doubted.best) == (5.0, True, 5, 1.5)
 
 
+@pytest.mark.parametrize(("lag", "behind"), [(None, False), (-0.5, False), (0.0, False), (1e-12, True), (1.0, True)])
+def test_the_average_is_behind(lag, behind):
+    assert State(1.0, lag=lag).behind == behind
+
+
 # ---- uphill moves on the same data
 
 HERE = torch.arange(2.0)

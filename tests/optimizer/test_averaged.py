@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import marquardt as mq
 from support.reference import error
@@ -79,6 +81,72 @@ def test_averaged_without_average():
     opt = lm(problem()[0])
     with pytest.raises(ValueError, match=r"average=mq\.EMA"), opt.averaged():
         pass
+
+
+@pytest.mark.parametrize(("lag", "behind"), [(None, False), (-0.1, False), (0.0, False), (1e-9, True), (2.0, True)])
+def test_an_average_that_lags_behind_is_not_shown(lag, behind):
+    """Then it is the last weights, and nothing changes at all."""
+    model, opt, x, y = stochastic()
+    opt._state = replace(opt._state, lag=lag)
+    before = world(model, opt)
+    with opt.averaged():
+        assert changes(before, world(model, opt)) == ([] if behind else ["parameters"])
+        assert torch.equal(theta(model), opt._state.mean) != behind
+        with pytest.raises(RuntimeError, match="would be lost"):
+            opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+
+
+def loss_at(model: nn.Module, theta: Tensor, x: Tensor, y: Tensor) -> float:
+    """The sum of squares that the model would have with these weights"""
+    other = copy.deepcopy(model)
+    nn.utils.vector_to_parameters(theta, other.parameters())
+    return float((other(x) - y).detach().square().sum())
+
+
+@pytest.mark.parametrize(("noise", "lr"), [(0.0, 0.3), (3.0, 0.3), (3.0, 1.0)])
+def test_the_averaged_loss_of_every_step_by_hand(noise, lr):
+    """Before the step, in the units of the loss; without noise the average lags behind in the end, with noise it is
+    ahead. λ is that of its schedule."""
+    model, lags, ratios, schedule = nn.Linear(3, 2), None, [], mq.Balanced(initial=0.5)
+    opt = mq.LM(model, nn.MSELoss(reduction="sum"), schedule=schedule, lr=lr, capture=False)
+    for i in range(30):
+        x = torch.randn(8, 3)
+        y = x @ torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, -2.0]]) + noise * torch.randn(8, 2)
+        mean, lam, here = opt._state.mean, opt.lam, theta(model)
+        step = opt.step(x, y)
+        if i == 0:
+            assert math.isnan(step.averaged_loss)
+            continue
+        assert step.averaged_loss == pytest.approx(loss_at(model, mean, x, y), rel=1e-10)
+        ratio = step.averaged_loss / loss_at(model, here, x, y)
+        lags = math.log(ratio) if lags is None else 0.8 * lags + 0.2 * math.log(ratio)
+        assert opt._state.lag == pytest.approx(lags, abs=1e-9)
+        expected = lam * min(max(0.95 / ratio, 1 / 1.5), 1.5) * (1 if step.gain >= 0.25 else 1.5)
+        assert opt.lam == pytest.approx(expected, rel=1e-9)
+        ratios.append(ratio)
+    assert opt._state.behind == (noise == 0)
+    assert any(ratio < 0.95 for ratio in ratios) == (noise > 0)
+    current = theta(model)
+    with opt.averaged():
+        assert torch.equal(theta(model), current if noise == 0 else opt._state.mean)
+
+
+def test_on_the_same_data_there_is_no_averaged_loss():
+    model, x, y = problem()
+    opt = mq.LM(model, "mse")
+    steps = [opt.step(x, y) for _ in range(5)]
+    assert all(math.isnan(step.averaged_loss) for step in steps[2:])
+    assert opt._state.lag is None
+    other = opt.step(*problem()[1:])
+    assert math.isfinite(other.averaged_loss)
+
+
+def test_without_an_average_there_is_no_averaged_loss():
+    model, x, y = problem(N=24)
+    opt = mq.LM(model, "mse", average=None)
+    assert all(math.isnan(opt.step(x[6 * t : 6 * t + 6], y[6 * t : 6 * t + 6]).averaged_loss) for t in range(4))
+    assert opt._state.lag is None
 
 
 def test_average_after_loading():
