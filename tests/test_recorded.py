@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import marquardt as mq
+from marquardt.metric.layered import EARLY
 from marquardt.recorded import RECORDERS
 from support.recorder import Repeated
 from support.reference import error
+from support.unchanged import same
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -61,7 +63,7 @@ def parameters(model: nn.Module) -> torch.Tensor:
 def same_step(here: mq.Step, there: mq.Step) -> None:
     for key in ("rule", "accepted", "lr", "converged", "note"):
         assert getattr(here, key) == getattr(there, key), key
-    for key in ("loss", "new_loss", "lam", "gain", "slope"):
+    for key in ("loss", "new_loss", "lam", "gain", "slope", "averaged_loss"):
         assert getattr(here, key) == pytest.approx(getattr(there, key), rel=1e-7, nan_ok=True), key
 
 
@@ -80,6 +82,12 @@ def same_state(opt: mq.LM, plain: mq.LM) -> None:
         assert (one[key] is None) == (other[key] is None), key
         assert one[key] is None or error(one[key], other[key]) < 1e-7, key
     assert (one["past"] is None) == (other["past"] is None)
+    assert (one["lag"] is None) == (other["lag"] is None)
+    assert one["lag"] is None or one["lag"] == pytest.approx(other["lag"], rel=1e-7, abs=1e-9)
+    sizes = [p.numel() for p in opt.params]
+    found, expected = (None if o._state.D is None else o._state.D.diagonal(sizes) for o in (opt, plain))
+    assert (found is None) == (expected is None)
+    assert found is None or error(found, expected) < 1e-7
 
 
 PARTS = {
@@ -122,6 +130,50 @@ def test_a_replayed_step_is_the_plain_step(recorder, kind, parts):
         spoil(opt)
     assert repeated.replays > 5
     assert parts != "bold" or {"search", "rejected"} & set(plain_rules)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+def test_a_run_of_replayed_steps_is_the_plain_run(recorder, kind):
+    """With the defaults: D is renewed after each of the first steps and after one of ten, between replays."""
+    model = on_cpu(kind)
+    twin, repeated = copy.deepcopy(model), recorder(model)
+    opt, plain = mq.LM(model, "cross_entropy", capture=True), mq.LM(twin, "cross_entropy", capture=False)
+    renewed, replayed = [], []
+    for i in range(1, EARLY + 25):
+        x, y = batch_on_cpu(kind, i)
+        before, replays = roots(opt), repeated.replays
+        here, there = opt.step(x, y), plain.step(x, y)
+        same_step(here, there)
+        same_state(opt, plain)
+        spoil(opt)
+        assert there.accepted
+        if i > 1 and not same(roots(opt), before):
+            renewed.append(i)
+        if repeated.replays > replays:
+            replayed.append(i)
+    assert renewed == [*range(2, EARLY), *range(EARLY, EARLY + 25, 10)]
+    assert len(set(replayed) & set(renewed)) > 3  # renewed by the host, after a replay,
+    assert len(set(replayed) & {i + 1 for i in renewed}) > 3  # and taken up by the next
+    assert len(set(replayed) - set(renewed)) > 10
+
+
+def roots(opt: mq.LM) -> list[torch.Tensor]:
+    """Copies: a replay writes over those that it has made"""
+    D = opt._state.D
+    return [] if D is None else [t.clone() for pair in D.roots for t in pair if t is not None]
+
+
+def test_batches_of_several_sizes_are_those_of_the_plain_run(recorder):
+    """The rank of the largest batch so far is a part of D."""
+    model = on_cpu("mlp")
+    twin, repeated = copy.deepcopy(model), recorder(model)
+    opt, plain = mq.LM(model, "cross_entropy", capture=True), mq.LM(twin, "cross_entropy", capture=False)
+    for i, N in enumerate([20] * 8 + [40] + [20] * 8 + [60] * 8 + [20] * 8):
+        x, y = batch_on_cpu("mlp", i, N)
+        same_step(opt.step(x, y), plain.step(x, y))
+        same_state(opt, plain)
+        spoil(opt)
+    assert repeated.replays > 15
 
 
 # The same data in every step.
