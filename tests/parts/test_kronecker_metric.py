@@ -234,6 +234,44 @@ def test_the_model_of_a_quadratic_momentum_has_d():
     assert error(Damped(G, A).products(V), V @ (exact.G + dense) @ V.T) < 1e-10
 
 
+@pytest.mark.parametrize("steady", [mq.MeanEigenvalue(), mq.MaxDiagonal()], ids=str)
+def test_on_the_same_data_another_damping_takes_over(steady):
+    """From the third step on the same batch, with no past; when the data change D begins anew, and so on."""
+    model, damping = mlp(2, 4, 3), mq.KroneckerMetric(0.7, steady=steady)
+    opt = lm(model, "cross_entropy", damping=damping, schedule=mq.Constant(5.0), acceptance=mq.Uphill(1.0))
+    sizes, hand, D = [p.numel() for p in model.parameters()], None, None
+    for i, handed in ((0, 0), (1, 0), (2, 0), (2, 0), (2, 1), (2, 1), (3, 0), (4, 0), (4, 0), (4, 1)):
+        x, y = batch(i)
+        exact = reference.quadratic(model, "cross_entropy", x, y)
+        if handed:
+            used = D = largest(steady, None if hand is not None else D, exact.G)
+            hand = None
+        else:
+            anew = hand is None
+            hand = ByHand(FORMS, sizes, c=0.7) if anew else hand
+            latest = hand.after(exact.G, 12)
+            used, D = latest if anew else D, latest  # renewed after each of the first steps
+        expected = theta(model) - torch.linalg.solve(exact.G + 5 * used, exact.g)
+        assert opt.step(x, y).accepted
+        assert error(theta(model), expected) < 1e-8
+        assert isinstance(opt._state.D, Diagonal if handed else Layered)
+
+
+def largest(steady: mq.MeanEigenvalue | mq.MaxDiagonal, before: Tensor | None, G: Tensor) -> Tensor:
+    """The D of these two, of all steps since the hand-over"""
+    D = (G.trace() / 12).expand(len(G)) if isinstance(steady, mq.MeanEigenvalue) else G.diagonal().clamp(min=0.01)
+    return (D if before is None else torch.maximum(before.diagonal(), D)).diag()
+
+
+def test_nothing_takes_over_if_steady_is_none():
+    model = mlp(2, 4, 3)
+    opt = lm(model, "cross_entropy", damping=mq.KroneckerMetric(steady=None), schedule=mq.Constant(5.0))
+    for _ in range(5):
+        assert opt.step(*batch(0)).accepted
+    assert isinstance(opt._state.D, Layered)
+    assert opt._state.D.batches == 5
+
+
 def test_coupled_samples_have_the_mean_eigenvalue():
     model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
     twin = copy.deepcopy(model)
