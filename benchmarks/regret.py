@@ -3,11 +3,11 @@
     python benchmarks/regret.py --data ~/data                       # accuracy after 50, 100 and 300 steps
     python benchmarks/regret.py --data ~/data --clock               # time to what Adam has after 1,000 steps
 
-Rivals: the same LM with a constant λ of 1, 3, 10 or 30, `presets.kfac` with an average, Adam and Muon (matrices by Muon,
-the rest by AdamW) with a constant rate and LM's average. The rate of Adam and Muon is the best of four for each number
-of steps, by the validation data of a seed that is not reported; every λ is reported, and the best of them by the test
-itself: that is in their favour. The clock runs while the optimizer is built and while it steps; Adam's step is a CUDA
-graph. All accuracies are those of averaged weights, in percent, means over the seeds.
+Rivals: the same LM with a constant λ of 1, 3, 10 or 30, `presets.kfac` with an average, Adam and Muon (matrices by
+Muon, the rest by AdamW) with a constant rate and LM's average. The rate of Adam and Muon is the best of four for each
+number of steps, by the validation data of a seed that is not reported; every λ is reported, and the best of them is
+taken by the test itself, in their favour. The clock runs while the optimizer is built and while it steps; Adam's step
+is a CUDA graph. All accuracies are those of averaged weights, in percent, means over the seeds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import marquardt as mq
 import measure

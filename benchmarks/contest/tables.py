@@ -23,7 +23,7 @@ LATE = 1.1  # times the budget: a single step may take longer than all of it
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant on a task: the test metric at the end, over the seeds."""
+    """A contestant on a task: the test metric where validation was best, over the seeds."""
 
     found: tuple[float, ...]  # NaN if it diverged
     errors: tuple[str, ...]
@@ -62,13 +62,19 @@ def ended(record: Record) -> bool:
     return "points" in record and "error" not in record
 
 
+def best(record: Record) -> list[Any]:
+    """The point of the least error on validation data: the weights that anybody would keep who stops early."""
+    known = [p for p in record["points"] if p[3] is not None and p[4] is not None]
+    return min(known, key=lambda p: p[3], default=record["points"][-1])
+
+
 def entry(records: Iterable[Record]) -> Entry:
     own = list(records)
     last = [r["points"][-1] for r in own if ended(r)]
     seconds = max((p[0] for p in last), default=math.nan)
     budget = own[0]["budget"].get("seconds", math.inf)
     return Entry(
-        found=tuple(math.nan if p[-1] is None else p[-1] for p in last),
+        found=tuple(math.nan if (p := best(r))[4] is None else p[4] for r in own if ended(r)),
         errors=tuple(r["error"] for r in own if "error" in r),
         reason=next((r["not applicable"] for r in own if "not applicable" in r), None),
         seconds=seconds,

@@ -35,6 +35,8 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 BENCHMARKS = {
+    "arena": "arena.py",
+    "regret": "regret.py",
     "step": "step.py",
     "scale": "scale.py",
     "time": "time_to_target.py",

@@ -219,9 +219,7 @@ def test_a_run_ends_where_float64_ends(formed, monkeypatch, inputs, units, N, se
             y = model(x) + 0.1 * torch.randn(N, 1)
             for p in model.parameters():
                 p += 0.2 * torch.randn_like(p)
-        lm = mq.LM(
-            model, "mse", curvature=mq.Dense(small=0), damping=mq.MeanEigenvalue(), schedule=mq.GainRatio()
-        )
+        lm = mq.LM(model, "mse", curvature=mq.Dense(small=0), damping=mq.MeanEigenvalue(), schedule=mq.GainRatio())
         steps = [lm.step(x, y)]
         while not steps[-1].converged:
             assert len(steps) < 500

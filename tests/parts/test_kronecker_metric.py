@@ -124,7 +124,6 @@ def test_stale_d_between_renewals(every):
     assert formed == [True] * EARLY + after
 
 
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_run_goes_on_bit_for_bit(dtype, every):

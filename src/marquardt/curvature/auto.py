@@ -30,8 +30,12 @@ SHARE = 0.8
 # How often a step is repeated with a smaller plan.
 PLANS = 9
 
-# Gradients that a step on changing batches may cost. More rows per sample bring next to nothing there: docs/recipe.md.
-WORK = 6.0
+# Gradients that a step on changing batches may cost: about what a step of the paper's CNN costs on a CPU, twice.
+WORK = 30.0
+
+# And with more than one row per sample of a loss that is no sum of squares: a second row brings next to nothing there,
+# docs/recipe.md. Rows of residuals are different ones, and those of other samples are too.
+WORK_OF_ROWS = 6.0
 
 # Seconds, on a machine of the usual speed, that the first two steps may take beyond that with all rows: only after them
 # is it known whether the data are always the same, and then nothing is cut.
@@ -57,7 +61,8 @@ class Auto(Interchangeable):
     too low and memory runs out, the step is repeated with the next smaller plan.
 
     On changing batches a step costs at most `work` gradients. If all rows cost more, and LM was given none, fewer are
-    formed: `Sampled(k)`, k as large as possible, and at last those of a `Fraction` of the samples. On the same data all
+    formed: `Sampled(k)`, k as large as possible, and at last those of a `Fraction` of the samples. More than one row
+    per sample is formed up to 6 gradients only, unless the loss is a sum of squares. On the same data all
     rows are formed, whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that runs that
     are resumed and processes that work together agree. Samples that depend on each other, as with BatchNorm in train
     mode, have no rows: MatrixFree then.
@@ -159,7 +164,7 @@ class Auto(Interchangeable):
             fitting = [way for way in ways if budget is None or way.cost.bytes <= budget]
             if plan.squeeze < len(fitting):
                 found.append((share, fitting[plan.squeeze]))
-                if self._in_time(*found[-1], plan.shapes, plan.steady):
+                if self._in_time(*found[-1], plan.shapes, plan.steady, lin.objective.loss.sum_of_squares):
                     return self._picked(lin, plan, *found[-1], budget)
         if found:  # nothing is in time: no fewer rows than it pays to leave out
             costs = [in_gradients(share.shapes, way.cost, plan.shapes) for share, way in found]
@@ -190,9 +195,10 @@ class Auto(Interchangeable):
             return plan
         return replace(plan, faster="rows=mq.Sampled(1) takes fewer rows, and mq.Fraction(0.1) those of fewer samples")
 
-    def _in_time(self, share: _Share, way: _Way, whole: Shapes, steady: bool | None) -> bool:
+    def _in_time(self, share: _Share, way: _Way, whole: Shapes, steady: bool | None, squares: bool) -> bool:
         s = share.shapes
-        if steady or in_gradients(s, way.cost, whole) <= self.work:
+        most = self.work if squares or s.R == 1 or self.work != WORK else WORK_OF_ROWS
+        if steady or in_gradients(s, way.cost, whole) <= most:
             return True
         direct = s is whole and not isinstance(way.picked, MatrixFree)
         return steady is None and direct and step(s, way.cost).seconds(s) <= UNTOLD
