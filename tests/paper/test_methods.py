@@ -104,7 +104,7 @@ def test_default_values_can_be_found_by_a_search(problem, key):
 def test_lm_is_the_default_of_the_library(problem):
     trainer = build("lm", problem)
     default = mq.LM(model_for(problem), PROBLEMS[problem])
-    assert differences(trainer.opt, default) == {"rows"}  # all of them are named, and the default takes them here
+    assert differences(trainer.opt, default) == set()
     torch.manual_seed(0)  # RReLU's noise
     for x, y in batches_for(problem, 3):
         default.step(x, y)
@@ -193,14 +193,16 @@ def test_both_ends_of_the_ablation(problem):
     assert differences(paper, vanilla) == parts
 
 
-# --- rows and curvature on digits ---
+# --- rows and λ on digits ---
 
 
 @pytest.mark.parametrize(
     ("key", "changes", "part", "wanted"),
     [
         ("lm", {"rows": "sampled"}, "rows", mq.Sampled(1)),
-        ("lm", {"inertia": 0.5}, "curvature", mq.Auto(inertia=0.5)),
+        ("lm", {"rows": "exact"}, "rows", mq.Exact()),
+        ("lm", {"target": 0.9}, "schedule", mq.Balanced(target=0.9)),
+        ("kfac", {"floor": 0.1}, "schedule", mq.GainRatio(floor=0.1)),
         ("lm-paper", {"rows": "empirical"}, "rows", mq.Empirical()),
     ],
 )

@@ -15,7 +15,7 @@ from marquardt import (
     EMA,
     LM,
     AdaptiveMomentum,
-    Auto,
+    Balanced,
     Decrease,
     Empirical,
     Exact,
@@ -53,7 +53,6 @@ class OneOf(NamedTuple):
 AVERAGE = OneOf((None, 0.8, 0.9, 0.95, 0.98))  # offered to every optimizer
 LAMBDA = Range(1e-3, 1e2)
 XI, DP = Range(0.6, 0.99, log=False), Range(0.05, 5.0)
-INERTIA = 0.8  # of mq.LM's curvature
 UPHILL = OneOf((None, 1.0, 2.0))  # b; None: only a decrease is accepted
 
 
@@ -89,7 +88,7 @@ def _acceptance(hyper: Hyper, of_late: bool = False) -> Decrease | Uphill:
 
 
 RULES = {"gain ratio": GainRatio, "tenfold": TenFold, "relative decrease": RelativeDecrease}  # for λ
-ROWS = {"exact": Exact(), "empirical": Empirical(), "sampled": Sampled(1)}
+ROWS = {"auto": None, "exact": Exact(), "empirical": Empirical(), "sampled": Sampled(1)}
 
 
 def _lm(model: nn.Module, loss: str, h: Hyper) -> Trainer:
@@ -98,8 +97,7 @@ def _lm(model: nn.Module, loss: str, h: Hyper) -> Trainer:
         loss,
         lr=h["lr"],
         rows=ROWS[h["rows"]],
-        curvature=Auto(inertia=h["inertia"]),
-        schedule=GainRatio(initial=h["lam"]),
+        schedule=Balanced(initial=h["lam"], target=h["target"]),
         momentum=AdaptiveMomentum(xi=h["xi"], dP=math.inf, cap=True, same_data=True),
         acceptance=_acceptance(h, of_late=True),
         average=_average(h),
@@ -155,7 +153,7 @@ def _hessian_free(model: nn.Module, loss: str, h: Hyper) -> Trainer:
 
 
 def _kfac(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    schedule = GainRatio(initial=h["lam"], floor=0.3)  # as in the preset
+    schedule = GainRatio(initial=h["lam"], floor=h["floor"])
     return Ours(presets.kfac(model, loss, lr=h["lr"], schedule=schedule, average=_average(h)))
 
 
@@ -193,9 +191,9 @@ METHODS = {
             "lm",
             _lm,
             # the defaults of mq.LM
-            {"lr": 1.0, "lam": 1.0, "xi": 0.9, "b": 1.0, "rows": "exact", "inertia": INERTIA, "average": 0.95},
+            {"lr": 1.0, "lam": 1.0, "xi": 0.9, "b": 1.0, "rows": "auto", "target": 0.95, "average": 0.95},
             {"lr": Range(0.3, 1.0), "lam": LAMBDA, "xi": XI, "b": UPHILL},
-            mnist_space={"rows": OneOf(("exact", "sampled")), "inertia": OneOf((0.0, 0.5, INERTIA, 0.9))},
+            mnist_space={"rows": OneOf(("auto", "exact", "sampled")), "target": Range(0.8, 1.0, log=False)},
         ),
         _optimizer(
             "lm-paper",
@@ -252,9 +250,10 @@ METHODS = {
         _optimizer(
             "kfac",
             _kfac,
-            {"lr": 0.05, "lam": 1.0},
+            {"lr": 0.05, "lam": 1.0, "floor": 0.3},  # the preset's beside the paper's lr
             {"lr": Range(0.01, 1.0), "lam": LAMBDA},
             on_mnist={"lr": 1.0},
+            mnist_space={"floor": Range(0.01, 3.0)},  # λ of the same data has none
         ),
         _optimizer(
             "sgd",
