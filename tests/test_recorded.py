@@ -242,7 +242,8 @@ def test_a_replayed_step_on_the_same_data_is_the_plain_step(recorder, kind, part
 
 
 def test_other_data_after_the_same_are_noticed(recorder):
-    """The replay on the same data is undone, and those on changing batches are recorded apart."""
+    """The replay on the same data is undone, and those on changing batches are recorded apart; and among these the first
+    steps of a run, which form their own D."""
     model = on_cpu("mlp")
     repeated = recorder(model)
     opt = mq.LM(model, "cross_entropy", capture=True)
@@ -254,7 +255,7 @@ def test_other_data_after_the_same_are_noticed(recorder):
         same_step(opt.step(x, y), plain.step(x, y))
         same_state(opt, plain)
         spoil(opt)
-    assert repeated.recordings == 2
+    assert repeated.recordings == 3
 
 
 class Counts(nn.Linear):

@@ -66,6 +66,8 @@ class ImageSet(str, Enum):
 
 
 class Benchmark(str, Enum):
+    arena = "arena"
+    regret = "regret"
     step = "step"
     scale = "scale"
     time = "time"

@@ -344,10 +344,8 @@ class LM(torch.optim.Optimizer):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The model with its averaged weights, for evaluation: a step would be lost, and is refused. If the average has
-        lagged behind the weights of late, as it does while they make fast progress, it is those.
-
-        The running statistics of BatchNorm layers in train mode are those of the last batch at these weights.
-        """
+        lagged behind the last weights of late, it is those. The running statistics of BatchNorm layers in train mode
+        are those of the last batch there."""
         if self.average is None:
             raise ValueError("this optimizer keeps no average: pass average=mq.EMA() or mq.Polyak()")
         parameters, outer = Parameters(self.model, self.params), self._averaged

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import marquardt as mq
 from marquardt.curvature import auto
-from marquardt.curvature.auto import UNTOLD, _fewer
+from marquardt.curvature.auto import QUICK, SAVES, UNTOLD, WORK, WORK_OF_ROWS, _fewer
 from marquardt.curvature.cost import Layer, Shapes
 from marquardt.curvature.plan import Plan
 from marquardt.losses import Residual
@@ -103,6 +103,30 @@ def test_few_classes_have_all_rows():
     assert "128 rows; about" in opt.plan
 
 
+def test_more_rows_of_a_sample_cost_little_or_are_left_out():
+    """By default, of a loss with classes: up to six gradients, or if one row costs nearly as much."""
+    batches = [labelled(t, classes=40) for t in range(4)]
+    few, roomy = (run(mq.LM(wide(40), "cross_entropy", curvature=c), batches) for c in (mq.Auto(), ROOMY))
+    one = run(mq.LM(wide(40), "cross_entropy", rows=mq.Sampled(1)), batches)
+    assert few.sampled is not None
+    assert few.work <= max(WORK_OF_ROWS, SAVES * one.work) < roomy.work
+    tiny = run(mq.LM(nn.Linear(6, 3), "cross_entropy"), [labelled(t, classes=3) for t in range(4)])
+    assert tiny.rows == mq.Exact()
+    residuals = run(mq.LM(wide(3), "mse"), [(labelled(t)[0], torch.randn(64, 3)) for t in range(4)])
+    assert residuals.rows == mq.Exact()
+
+
+def test_what_takes_a_moment_is_not_cut():
+    """More than thirty gradients, of a network so small that this is next to nothing."""
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
+    plan = run(mq.LM(model, "mse"), [regression(t, 1000) for t in range(4)])
+    assert (plan.steady, plan.rows) == (False, mq.Exact())
+    assert plan.work > WORK
+    assert plan.seconds <= QUICK
+    cut = run(mq.LM(model, "mse", curvature=ROOMY), [regression(t, 1000) for t in range(4)])
+    assert cut.fraction is not None
+
+
 def test_many_classes():
     """At first all rows, if they are formed within a moment; on changing batches as many as there is time for."""
     opt = mq.LM(wide(300), "cross_entropy", curvature=ROOMY)
@@ -139,7 +163,7 @@ def test_the_same_data_have_all_rows():
     opt = mq.LM(wide(300), "cross_entropy")
     plan = run(opt, [labelled(0)] * 4)
     assert (plan.steady, plan.rows) == (True, mq.Exact())
-    assert plan.work > opt.curvature.work
+    assert plan.work > WORK
     plan = run(opt, [labelled(t) for t in range(1, 4)])  # and then they change
     assert plan.steady is False
     assert plan.sampled is not None
@@ -169,7 +193,7 @@ def test_work_that_no_plan_meets(monkeypatch):
     assert opt._state.most_rows == 16
 
 
-@pytest.mark.parametrize("work", [0, 0.5, -1, True, "30", math.nan, None], ids=str)
+@pytest.mark.parametrize("work", [0, 0.5, -1, True, "30", math.nan], ids=str)
 def test_bad_work(work):
     with pytest.raises(ValueError, match="gradients that a step may cost, at least 1"):
         mq.Auto(work=work)
@@ -178,11 +202,11 @@ def test_bad_work(work):
 def test_many_samples_of_one_row():
     """Regression with n > m: a part of the samples, since there is no row of a sample to leave out."""
     model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    plan = run(mq.LM(model, "mse"), [regression(t, 2048) for t in range(3)])
+    plan = run(mq.LM(model, "mse", curvature=ROOMY), [regression(t, 2048) for t in range(3)])
     assert (plan.sampled, plan.shapes.R) == (None, 1)
     assert plan.fraction in {0.5**i for i in range(1, 8)}
     assert plan.rows == mq.Fraction(plan.fraction)
-    assert plan.work <= mq.Auto().work
+    assert plan.work <= WORK
 
 
 def test_logits_of_tokens():

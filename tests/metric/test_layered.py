@@ -138,28 +138,23 @@ def test_the_inverse_of_a_triangle_by_halves(d, dtype):
     assert torch.equal(given, kept)
 
 
-def renewed(D: Layered, steps: int) -> bool:
-    after = D.settled(steps)
-    assert (after is D) == (after.roots is D.roots)
-    return after is not D
-
-
 def test_the_steps_after_which_it_is_settled():
-    """Each of the first, then one of so many. With `every` = 1 its roots are always those of its sides."""
+    """The first steps form their own roots; then they are formed after one of so many, and with `every` = 1 never."""
     G = represented(mq.Gram(), build("mlp_elu"))
-    for every in (2, 4, 7):
+    for every in (1, 2, 4, 7):
         D = mq.KroneckerMetric(every=every).update(None, G)
-        found = [k for k in range(1, EARLY + 15) if renewed(D, k)]
-        assert found == [*range(1, EARLY), *(k for k in range(EARLY, EARLY + 15) if k % every == 0)]
-    D = mq.KroneckerMetric(every=1).update(None, G)
-    assert not any(renewed(D, k) for k in range(1, EARLY + 15))
+        after = {k: D.settled(k) for k in range(1, EARLY + 15)}
+        assert [k for k, E in after.items() if E.roots is not D.roots] == [
+            k for k in range(EARLY, EARLY + 15) if every > 1 and k % every == 0
+        ]
+        assert [k for k, E in after.items() if E.early] == [k for k in after if k < EARLY or every == 1]
 
 
 def test_settled_it_is_made_of_the_sides_of_late():
-    """Before that the roots are those of the batch before, though its sides are averages with this one already."""
+    """Until then the roots are those of an earlier batch, though its sides are averages with this one already."""
     p, part, at_once = build("mlp_elu"), mq.KroneckerMetric(c=0.5, every=7), mq.KroneckerMetric(c=0.5, every=1)
     G = represented(mq.Gram(), p)
-    first, first_at_once = part.update(None, G), at_once.update(None, G)
+    first, first_at_once = part.update(None, G).settled(EARLY + 1), at_once.update(None, G)
     moved(p, 0)
     G = represented(mq.Gram(), p)
     stale, fresh = part.update(first, G), at_once.update(first_at_once, G)
@@ -167,13 +162,13 @@ def test_settled_it_is_made_of_the_sides_of_late():
     assert stale.roots is first.roots
     assert error(stale.times(v, sizes), first.times(v, sizes)) < 1e-12
     assert error(stale.times(v, sizes), fresh.times(v, sizes)) > 1e-3
-    settled = (3.0 * stale).settled(EARLY - 1)
-    assert settled.scale == 1  # λ is that of the next step
-    assert (settled.rank, settled.batches, settled.every) == (stale.rank, 2, 7)
+    settled = stale.settled(14)
+    assert (settled.rank, settled.batches, settled.every, settled.early) == (stale.rank, 2, 7, False)
     for found, expected in ((settled, fresh), (restored(settled.state()), fresh), (restored(stale.state()), first)):
         assert error(found.times(v, sizes), expected.times(v, sizes)) < 1e-10
         assert error(found.solve(v.clone(), sizes), expected.solve(v.clone(), sizes)) < 1e-10
         assert error(found.diagonal(sizes), expected.diagonal(sizes)) < 1e-10
+    assert error(part.update(first_at_once, G).times(v, sizes), fresh.times(v, sizes)) < 1e-10  # an early one
 
 
 def test_a_diagonal_is_always_settled():

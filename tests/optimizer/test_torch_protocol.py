@@ -188,7 +188,7 @@ def test_repr():
         "    line_search Backtracking()\n"
         "    average     EMA()\n"
         "    lr=1.0, attempts=1, capture=None, group=None\n"
-        "    λ = 1, steps: 0, accepted: 0"
+        "    λ = 3, steps: 0, accepted: 0"
     )
     opt.step(x, torch.arange(8) % 3)
     last = repr(opt).splitlines()[-3:]

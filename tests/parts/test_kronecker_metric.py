@@ -246,10 +246,8 @@ def test_on_the_same_data_another_damping_takes_over(steady):
             used = D = largest(steady, None if hand is not None else D, exact.G)
             hand = None
         else:
-            anew = hand is None
-            hand = ByHand(FORMS, sizes, c=0.7) if anew else hand
-            latest = hand.after(exact.G, 12)
-            used, D = latest if anew else D, latest  # renewed after each of the first steps
+            hand = ByHand(FORMS, sizes, c=0.7) if hand is None else hand
+            used = D = hand.after(exact.G, 12)  # at once, in the first steps
         expected = theta(model) - torch.linalg.solve(exact.G + 5 * used, exact.g)
         assert opt.step(x, y).accepted
         assert error(theta(model), expected) < 1e-8

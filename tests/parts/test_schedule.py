@@ -159,23 +159,32 @@ def averaged(lag: float, gain: float = 0.5, rule: str = "decrease") -> Outcome:
 )
 def test_balanced(lag, factor, gain):
     """Below the floor of the gain ratio too: there is none."""
-    for lam in (1.0, 1e3, 1e-6):
+    for lam in (1.0, 60.0, 1e-6):
         assert BALANCED.update(lam, averaged(lag, gain)) == pytest.approx(factor * lam, rel=1e-14)
+
+
+@pytest.mark.parametrize("lag", [0.75, 1e-9])
+def test_noise_alone_does_not_freeze_a_run(lag):
+    """The average raises λ to `most`; what is above that for another reason stays, and falls as always."""
+    assert BALANCED.update(99.0, averaged(lag)) == 100.0
+    assert BALANCED.update(1e6, averaged(lag)) == 1e6
+    assert BALANCED.update(1e6, averaged(1.0)) == pytest.approx(0.9e6)
+    assert BALANCED.update(1e6, averaged(lag, -1.0)) == 1.5e6
 
 
 @pytest.mark.parametrize("lag", [0.75, 0.9, 1e9])
 @pytest.mark.parametrize("gain", [0.24, 0.0, -3.0, -INF, NAN])
 def test_balanced_raises_lambda_if_the_model_of_the_loss_fails(gain, lag):
-    """On top of what the average says; after an uphill step that alone counts."""
+    """On top of a rise by the average, and whatever lags behind; after an uphill step the average alone counts."""
     kept = BALANCED.update(1.0, averaged(lag))
     for rule in ("decrease", "search", "rejected", "return"):
-        assert BALANCED.update(1.0, averaged(lag, gain, rule)) == pytest.approx(1.5 * kept, rel=1e-14)
+        assert BALANCED.update(1.0, averaged(lag, gain, rule)) == pytest.approx(1.5 * max(kept, 1.0), rel=1e-14)
     assert BALANCED.update(1.0, averaged(lag, gain, "uphill")) == kept
 
 
 def test_balanced_has_the_limits_of_its_gain_ratio():
     assert BALANCED.update(1.1e-12, averaged(1e9)) == 1e-12
-    assert BALANCED.update(9e11, averaged(0.1)) == 1e12
+    assert BALANCED.update(9e11, averaged(0.1, -1.0)) == 1e12
 
 
 @pytest.mark.parametrize("gain", [1.0, 0.5, -1.0])
@@ -213,6 +222,7 @@ def test_the_default_of_balanced_has_no_floor():
         *(({"target": t}, rf"target={t}\)") for t in (0.0, -1.0, 1.01, INF, NAN)),
         *(({"quickest": q}, rf"quickest={q}\)") for q in (1.0, 0.5, INF, NAN)),
         *(({"initial": i}, rf"initial={i}\)") for i in (0.0, -1.0, INF, NAN)),
+        *(({"most": m}, rf"most={m}\)") for m in (0.0, -1.0, NAN)),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,9 +33,13 @@ PLANS = 9
 # Gradients that a step on changing batches may cost: about what a step of the paper's CNN costs on a CPU, twice.
 WORK = 30.0
 
-# And with more than one row per sample of a loss that is no sum of squares: a second row brings next to nothing there,
-# docs/recipe.md. Rows of residuals are different ones, and those of other samples are too.
+# And with more than one row per sample of a loss that is no sum of squares, if that is more than with one: a second row
+# brings next to nothing there, docs/recipe.md. Rows of residuals do, and so do those of other samples.
 WORK_OF_ROWS = 6.0
+
+# Seconds, on a machine of the usual speed, that a step may take all the same: rows of a part of the samples with the
+# gradient of all leave a fit without noise ten times less accurate, and a tenth of a second is seldom worth that.
+QUICK = 0.1
 
 # Seconds, on a machine of the usual speed, that the first two steps may take beyond that with all rows: only after them
 # is it known whether the data are always the same, and then nothing is cut.
@@ -60,23 +64,25 @@ class Auto(Interchangeable):
     All three solve the same system, MatrixFree to its tolerance: they differ in speed and memory. If a prediction was
     too low and memory runs out, the step is repeated with the next smaller plan.
 
-    On changing batches a step costs at most `work` gradients. If all rows cost more, and LM was given none, fewer are
-    formed: `Sampled(k)`, k as large as possible, and at last those of a `Fraction` of the samples. More than one row
-    per sample is formed up to 6 gradients only, unless the loss is a sum of squares. On the same data all
-    rows are formed, whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that runs that
-    are resumed and processes that work together agree. Samples that depend on each other, as with BatchNorm in train
-    mode, have no rows: MatrixFree then.
+    On changing batches a step costs at most `work` gradients, by default 30 or what takes a tenth of a second on a
+    usual machine. If all rows cost more, and LM was given none, fewer are formed: `Sampled(k)`, k as large as possible,
+    and at last those of a `Fraction` of the samples. By default more than one row per sample is formed only up to 6
+    gradients, unless it costs no more than one, or the loss is a sum of squares. On the same data all rows are formed,
+    whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that runs that are resumed and
+    processes that work together agree. Samples that depend on each other, as with BatchNorm in train mode, have no
+    rows: MatrixFree then.
     """
 
     chunk: int | None = None
     inertia: float = 0.0  # see Dense
     memory: str | int | None = None
-    work: float = WORK
+    work: float | None = None
 
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
         check_inertia(self.inertia)
-        if isinstance(self.work, bool) or not isinstance(self.work, (int, float)) or not self.work >= 1:
+        number = isinstance(self.work, (int, float)) and not isinstance(self.work, bool)
+        if self.work is not None and not (number and self.work >= 1):
             raise ValueError(f"work={self.work!r}: gradients that a step may cost, at least 1; math.inf for any number")
         if self.memory is not None:
             parse(self.memory)
@@ -91,6 +97,11 @@ class Auto(Interchangeable):
 
     def form(self, lin: Linearization) -> Curvature:
         return self.choose(lin, None, lin.rows_kind)[0].represent(lin)
+
+    @property
+    def _most(self) -> float:
+        """Gradients that a step on changing batches may cost."""
+        return WORK if self.work is None else self.work
 
     @property
     def _options(self) -> tuple[object, ...]:
@@ -156,6 +167,8 @@ class Auto(Interchangeable):
         cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
         fewer = free_rows and lin.single and not plan.couples
         every = list(_fewer(plan.shapes, self.chunk)) if fewer else [_Share(plan.shapes)]
+        free_hand = self.work is not None or lin.objective.loss.sum_of_squares
+        most = self._most if free_hand else self._work_of_rows(every, plan)
         ways: list[_Way] = []
         fitting: list[_Way] = []
         found: list[tuple[_Share, _Way]] = []
@@ -164,7 +177,7 @@ class Auto(Interchangeable):
             fitting = [way for way in ways if budget is None or way.cost.bytes <= budget]
             if plan.squeeze < len(fitting):
                 found.append((share, fitting[plan.squeeze]))
-                if self._in_time(*found[-1], plan.shapes, plan.steady, lin.objective.loss.sum_of_squares):
+                if self._in_time(*found[-1], plan.shapes, plan.steady, most):
                     return self._picked(lin, plan, *found[-1], budget)
         if found:  # nothing is in time: no fewer rows than it pays to leave out
             costs = [in_gradients(share.shapes, way.cost, plan.shapes) for share, way in found]
@@ -191,17 +204,26 @@ class Auto(Interchangeable):
             input_size=input_size(lin),
         )  # fmt: skip
         plan = plan.with_cost(share.shapes, way.cost)
-        if plan.work <= self.work or share.shapes.R == 1:
+        if plan.work <= self._most or share.shapes.R == 1:
             return plan
         return replace(plan, faster="rows=mq.Sampled(1) takes fewer rows, and mq.Fraction(0.1) those of fewer samples")
 
-    def _in_time(self, share: _Share, way: _Way, whole: Shapes, steady: bool | None, squares: bool) -> bool:
+    def _work_of_rows(self, every: Sequence[_Share], plan: Plan) -> float:
+        """What a step with more than one row per sample may cost."""
+        assert plan.shapes is not None
+        one = next((share.shapes for share in every if share.shapes.R == 1), plan.shapes)
+        cost = in_gradients(one, next(self._ways(one, True, plan.couples, plan.steady)).cost, plan.shapes)
+        return min(WORK, max(WORK_OF_ROWS, SAVES * cost))
+
+    def _in_time(self, share: _Share, way: _Way, whole: Shapes, steady: bool | None, most: float) -> bool:
         s = share.shapes
-        most = self.work if squares or s.R == 1 or self.work != WORK else WORK_OF_ROWS
-        if steady or in_gradients(s, way.cost, whole) <= most:
+        if steady or in_gradients(s, way.cost, whole) <= (self._most if s.R == 1 else most):
+            return True
+        seconds = step(s, way.cost).seconds(s)
+        if self.work is None and s.N == whole.N and (s.R == 1 or most == WORK) and seconds <= QUICK:
             return True
         direct = s is whole and not isinstance(way.picked, MatrixFree)
-        return steady is None and direct and step(s, way.cost).seconds(s) <= UNTOLD
+        return steady is None and direct and seconds <= UNTOLD
 
     def _ways(self, s: Shapes, cut: bool = True, couples: bool = False, steady: bool | None = True) -> Iterator[_Way]:
         """Every way to go, fastest first."""
@@ -234,7 +256,7 @@ class Auto(Interchangeable):
     def _within(self, s: Shapes, chunk: int | None) -> MatrixFree:
         """Conjugate gradients that end when the work is done."""
         none, one = (in_gradients(s, limited(chunk, k).cost(s)) for k in (1, 2))
-        allowed = int((self.work - none) / (one - none)) + 1 if self.work < math.inf else MatrixFree().iterations
+        allowed = int((self._most - none) / (one - none)) + 1 if self._most < math.inf else MatrixFree().iterations
         return limited(chunk, min(max(allowed, 5), MatrixFree().iterations))
 
 

@@ -296,9 +296,8 @@ class MatrixFreeCurvature(Curvature):
 
     def partial_traces(self) -> PartialTraces | None:
         """Estimated from one row per sample, as the diagonal of the preconditioner is"""
-        if not (self._has_rows() and self._sketch_fits):
-            return None
-        return statistics.partial_traces(self.lin, self._combined)
+        told = self._has_rows() and self._sketch_fits
+        return statistics.partial_traces(self.lin, self._combined) if told else None
 
     def _size(self, block: slice) -> Tensor:
         """The trace of a diagonal block of G, estimated by signs in this block alone: it cannot become negative"""
@@ -344,10 +343,8 @@ class MatrixFreeCurvature(Curvature):
             return lambda r: A.solve(r.clone(), sizes, scaled=False)
         if not self._sketched:
             self._diagonal, self._sketched = self._sketch() if self._has_rows() else None, True
-        if self._diagonal is None:
-            return None
-        M = (self._diagonal + A.diagonal(sizes)).pow_(self.options.precondition)
-        return M.where(M > 0, 1)
+        M = None if self._diagonal is None else (self._diagonal + A.diagonal(sizes)).pow_(self.options.precondition)
+        return None if M is None else M.where(M > 0, 1)
 
     def _sketch(self) -> Tensor | None:
         """diag G, estimated from one row per sample: one backward pass, however many outputs there are."""

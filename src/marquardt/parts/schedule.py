@@ -174,15 +174,17 @@ class Balanced:
     A new batch judges two points that have not been fitted to it: the weights θ and their running average θ̄. If θ̄ is
     ahead, f(θ̄) < target·f(θ), the steps carry more noise of their batches than progress, and λ rises. If it lags
     behind, they still make headway, and λ falls: on data without noise as far as rounding allows. So λ has no floor,
-    and depends neither on the units of the loss nor on the numbers of parameters and rows. A gain ratio below ¼ raises
-    λ as well: that says how far the model of the loss can be trusted, and nothing of noise.
+    and depends neither on the units of the loss nor on the numbers of parameters and rows. After a gain ratio below ¼
+    λ rises and never falls: that says how far the model of the loss can be trusted, and nothing of noise. Beyond `most`
+    it rises for that reason alone: steps so short gain nothing, however noisy they are.
 
     Without an average, the gain ratio alone has to do.
     """
 
     initial: float = 3.0  # more than it needs: a first step too long costs more than one too short
     target: float = 0.95  # 0.9 and 1 were compared, docs/recipe.md
-    quickest: float = 1.5  # a step changes λ by this factor at most
+    quickest: float = 1.5  # the average changes λ by this factor at most
+    most: float = 100.0
     gain: GainRatio = GainRatio(floor=1e-20)  # its λ₀ is `initial` too
 
     def __post_init__(self) -> None:
@@ -193,11 +195,17 @@ class Balanced:
             raise ValueError(f"Balanced(target={self.target!r}): f(θ̄)/f(θ) to aim at, above 0 and at most 1")
         if not 1 < self.quickest < math.inf:
             raise ValueError(f"Balanced(quickest={self.quickest!r}): the factor must be finite and greater than 1")
+        if not self.most > 0:
+            raise ValueError(f"Balanced(most={self.most!r}): what the average may raise λ to, above 0")
 
     def update(self, lam: float, outcome: Outcome) -> float:
         if outcome.same_data or outcome.unjudged or math.isnan(outcome.lag):
             return replace(self.gain, initial=self.initial).update(lam, outcome)
-        lam *= min(max(self.target / outcome.lag, 1 / self.quickest), self.quickest)
+        change = min(max(self.target / outcome.lag, 1 / self.quickest), self.quickest)
         if not outcome.gain >= 0.25 and outcome.rule != "uphill":
             lam *= self.gain.slow_up
+        elif change < 1:
+            lam *= change
+        if change > 1:
+            lam = max(lam, min(change * lam, self.most))
         return min(max(lam, self.gain.minimum), self.gain.maximum)
