@@ -242,8 +242,8 @@ def test_a_replayed_step_on_the_same_data_is_the_plain_step(recorder, kind, part
 
 
 def test_other_data_after_the_same_are_noticed(recorder):
-    """The replay on the same data is undone, and those on changing batches are recorded apart; and among these the first
-    steps of a run, which form their own D."""
+    """The replay on the same data is undone, and those on changing batches are recorded apart; so are among these the
+    first steps of a run, which form their own D."""
     model = on_cpu("mlp")
     repeated = recorder(model)
     opt = mq.LM(model, "cross_entropy", capture=True)

@@ -16,7 +16,7 @@ PANEL = 4.2, 3.0  # inches
 
 
 def write(records: Sequence[Record], path: Path) -> Path:
-    """Every seed is a line; the median at the end is in the tables."""
+    """Every seed is a line; the means are in the tables."""
     own = [r for r in records if not r["trial"] and r.get("points")]
     figures = [f"<h2>{where}</h2>\n{drawn([r for r in own if setting(r) == where])}" for where in settings(own)]
     head = '<!doctype html>\n<meta charset="utf-8">\n<title>Error over seconds</title>\n<h1>Error over seconds</h1>\n'

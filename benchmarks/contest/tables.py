@@ -35,9 +35,9 @@ class Entry:
 
     @property
     def figure(self) -> float:
-        """The median; ∞ if a seed failed or diverged and the median is among those."""
+        """The mean; ∞ if a seed failed or diverged."""
         values = [v if math.isfinite(v) else math.inf for v in self.found] + [math.inf] * len(self.errors)
-        return statistics.median_low(values) if values else math.nan
+        return statistics.fmean(values) if values else math.nan
 
     def cell(self, best: bool) -> str:
         if self.reason is not None:
@@ -169,7 +169,7 @@ def page(records: Sequence[Record]) -> str:
     for where, entries in sorted(runs(records).items()):
         own = [r for r in records if setting(r) == where and not r["trial"]]
         seeds = len({r["seed"] for r in own})
-        parts += [f"### {where}", f"{machines(own)}. Median of {seeds} seeds.".removeprefix(". ")]
+        parts += [f"### {where}", f"{machines(own)}. Mean of {seeds} seeds.".removeprefix(". ")]
         for use, title in USES.items():
             if text := table(entries, use):
                 parts += [f"{title}:", text, summary(entries, use)]

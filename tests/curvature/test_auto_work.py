@@ -118,12 +118,12 @@ def test_more_rows_of_a_sample_cost_little_or_are_left_out():
 
 def test_what_takes_a_moment_is_not_cut():
     """More than thirty gradients, of a network so small that this is next to nothing."""
-    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
-    plan = run(mq.LM(model, "mse"), [regression(t, 1000) for t in range(4)])
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    plan = run(mq.LM(model, "mse"), [regression(t, 1500) for t in range(4)])
     assert (plan.steady, plan.rows) == (False, mq.Exact())
     assert plan.work > WORK
     assert plan.seconds <= QUICK
-    cut = run(mq.LM(model, "mse", curvature=ROOMY), [regression(t, 1000) for t in range(4)])
+    cut = run(mq.LM(model, "mse", curvature=ROOMY), [regression(t, 1500) for t in range(4)])
     assert cut.fraction is not None
 
 
