@@ -43,8 +43,9 @@ def drawn(records: Sequence[Record]) -> str:
             points = [(p[0], p[-1]) for p in r["points"] if p[-1] is not None]
             seconds, errors = ([p[k] for p in points] for k in range(2))
             axes.plot(seconds, errors, color=colours[r["contestant"]], linewidth=1)
-    lines = [axes.plot([], color=colours[name])[0] for name in CONTESTANTS]
-    figure.legend(lines, list(CONTESTANTS), loc="outside upper center", ncols=len(CONTESTANTS))
+    names = [name for name in CONTESTANTS if any(r["contestant"] == name for r in records)]
+    lines = [axes.plot([], color=colours[name])[0] for name in names]
+    figure.legend(lines, names, loc="outside upper center", ncols=len(names))
     found = io.StringIO()
     figure.savefig(found, format="svg")
     return found.getvalue()[found.getvalue().index("<svg") :]
