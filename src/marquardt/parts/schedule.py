@@ -178,7 +178,8 @@ class Balanced:
     λ rises and never falls: that says how far the model of the loss can be trusted, and nothing of noise. Beyond `most`
     it rises for that reason alone: steps so short gain nothing, however noisy they are.
 
-    Without an average, the gain ratio alone has to do.
+    It is meant for an average over some twenty steps, as EMA(0.95): a longer one lags behind longer, and λ falls
+    further. Without an average, the gain ratio alone has to do.
     """
 
     initial: float = 3.0  # more than it needs: a first step too long costs more than one too short
