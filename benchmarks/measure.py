@@ -426,10 +426,11 @@ def positive(text: str) -> int:
 
 
 def write(options: argparse.Namespace, described: dict[str, Any], **content: Any) -> None:
-    """JSON with the machine and the options on top; None for what is not finite."""
+    """JSON with the machine and the options on top, files by their names alone; None for what is not finite."""
     if options.json is None:
         return
-    chosen = {k: v if isinstance(v, (int, float, list, type(None))) else str(v) for k, v in vars(options).items()}
+    given = {k: v.name if isinstance(v, Path) else v for k, v in vars(options).items() if k != "setup"}
+    chosen = {k: v if isinstance(v, (int, float, list, type(None))) else str(v) for k, v in given.items()}
     full = {"benchmark": Path(sys.argv[0]).stem, "machine": described, "options": chosen, **content}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(plain(full), indent=1, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
