@@ -26,6 +26,8 @@ BLOCKS = {
     "linear": lambda: bilinear(1, 1, 3, 4),
     "no bias": lambda: bilinear(1, 1, 3, 4, bias=False),
     "positions": lambda: bilinear(5, 1, 3, 4),
+    "few positions": lambda: bilinear(2, 1, 9, 8),
+    "few positions, no bias": lambda: bilinear(2, 1, 9, 8, bias=False),
     "groups": lambda: bilinear(5, 2, 3, 4),
     "groups, one position": lambda: bilinear(1, 2, 3, 4),
     "depthwise": lambda: bilinear(5, 3, 1, 4),
@@ -155,3 +157,9 @@ def test_turned_blocks_keep_their_form():
     assert isinstance(table.turned(turns(table, False)), Lookup)
     nothing = Nothing([torch.zeros(2, 2)], 8, 4)
     assert nothing.turned([Turn([0], torch.ones(1, 2), torch.ones(1, 2))]) is nothing
+
+
+def test_both_ways_with_several_positions():
+    """From pairs of positions and from rows: each is the cheaper one of some layer here."""
+    ways = {make()._positions_are_cheaper() for name, make in BLOCKS.items() if "positions" in name}
+    assert ways == {False, True}

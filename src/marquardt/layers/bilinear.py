@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..metric import Part, Turn
 from .block import SLAB, Block, Product, Sums, add_product
-from .traces import Traces, of_rows, square
+from .traces import Traces, of_rows, product_of, square
 
 
 class Bilinear(Block):
@@ -66,6 +66,8 @@ class Bilinear(Block):
         """Σₚ δₚ ⊗ aₚ: (R, N, P, g, o), (N, P, g, I) → (m, g·o·I)"""
         if self.P == 1:
             return (delta[:, :, 0, :, :, None] * a[:, 0, :, None, :]).reshape(self.m, -1)
+        if self.O == self.I == 1:  # a scale: no matrices to multiply
+            return (delta[..., 0] * a[..., 0]).sum(2).reshape(self.m, -1)
         return torch.einsum("rnpgo,npgi->rngoi", delta, a).reshape(self.m, -1)
 
     def apply(self, v: Sequence[Tensor]) -> Tensor:
@@ -93,6 +95,8 @@ class Bilinear(Block):
             a = self.a.to(w.dtype)
             if self.G == 1:
                 torch.mm(delta.flatten(0, 2).T, a.flatten(0, 2), out=out[0].view(self.O, self.I))
+            elif self.O == self.I == 1:
+                torch.sum((delta * a)[..., 0], (0, 1), out=out[0])
             else:
                 out[0].copy_(torch.einsum("npgo,npgi->goi", delta, a).flatten())
         if self.bias is not None:
@@ -280,10 +284,12 @@ class Bilinear(Block):
         return a if self.bias is None else torch.cat([a, self._times_one(a.new_ones(*a.shape[:-1], 1))], -1)
 
     def partial_traces(self) -> list[Traces]:
-        """With one position Σ|a|²δδᵀ and Σ|δ|²aaᵀ; with several from the rows of a few samples at a time"""
+        """With one position Σ|a|²δδᵀ and Σ|δ|²aaᵀ; with several from pairs of them or from the rows of a few samples"""
         if self.weight is None or self.weight.ndim < 2 or self.O == self.I == 1 < self.G:
             pieces = self.diagonal().split([p.numel() for p in self.params])  # every output has inputs of its own
             return [Traces([p], piece[None], None) for p, piece in zip(self.params, pieces, strict=True)]
+        if self.P != 1 and self.G == 1 and self._positions_are_cheaper():
+            return [Traces(self.params, *self._traces_of_positions())]
         if self.P != 1:
             parts = [part.partial_traces_of_rows() for part in self.parts()]
             left, right = (torch.stack(sides).sum(0) for sides in zip(*parts, strict=True))
@@ -292,6 +298,18 @@ class Bilinear(Block):
         lengths = torch.linalg.vector_norm(a, dim=2), torch.linalg.vector_norm(delta, dim=(0, 3))  # (N, G)
         left = (delta * lengths[0][:, :, None]).permute(2, 0, 1, 3).flatten(1, 2)
         return [Traces(self.params, square(left), square((a * lengths[1][:, :, None]).transpose(0, 1)))]
+
+    def _positions_are_cheaper(self) -> bool:
+        """By the multiplications: for short samples of wide layers"""
+        O, I, R = self.O, self.I, self.R
+        positions = 2 * self.P * (I + R * O) + R * O**2 + I**2
+        return self.P * positions < R * O * I * (self.P + O + I)
+
+    def _traces_of_positions(self) -> tuple[Tensor, Tensor]:
+        """ΣΔᵀ(AAᵀ)Δ and ΣAᵀ(ΔΔᵀ)A over the samples: rows are not written out"""
+        a, delta = self._with_one(self.delta.dtype)[:, :, 0], self.delta[:, :, :, 0]  # (N, P, I), (R, N, P, O)
+        side = delta.permute(1, 2, 0, 3).flatten(2)  # (N, P, R·O)
+        return product_of(delta, (a @ a.mT) @ delta), product_of(a, (side @ side.mT) @ a)
 
     def parts(self) -> Iterator[Bilinear]:
         """A few samples at a time, whose rows can be written out"""

@@ -25,6 +25,12 @@ def square(X: Tensor) -> Tensor:
     return X.mT @ X if X.shape[2] <= SIDE else X.square().sum(1)
 
 
+def product_of(X: Tensor, Y: Tensor) -> Tensor:
+    """XᵀY, or its diagonal: (…, d), (…, d) → (1, d, d) or (1, d)"""
+    X, Y = (t.reshape(-1, t.shape[-1]) for t in (X, Y))
+    return (X.mT @ Y if X.shape[1] <= SIDE else (X * Y).sum(0))[None]
+
+
 def of_rows(X: Tensor) -> tuple[Tensor, Tensor]:
     """Both partial traces of rows: (m, G, O, I)"""
     return square(X.permute(1, 0, 3, 2).flatten(1, 2)), square(X.permute(1, 0, 2, 3).flatten(1, 2))
