@@ -203,6 +203,10 @@ class Start(NamedTuple):
     def same_data(self) -> bool:
         return self.repeats > 1  # once may be chance, on large batches
 
+    @property
+    def floor(self) -> float:
+        return self.old.floor(self.level.f, self.level.low)
+
 
 def begin(old: State, level: Level, dtype: torch.dtype) -> Start:
     repeats = old.starts_with(level.f, dtype)
@@ -242,8 +246,8 @@ def judge(parts: Parts, start: Start, found: Found, lam: float, lr: float, eps: 
         share = 0.5 * lam * lr**2 * found.dDd / predicted
     sure = judged and doubt == 1 and f_new <= old.ceiling  # otherwise there is no uphill
     cosine = found.cosine if sure else None
-    rule = parts.acceptance.judge(Trial(f, f_new, level.low, min(old.best, f), cosine, old.late))
-    return Judgement(rule, judged, gain, abs(predicted), share, lag(level, found.mean_loss))
+    rule = parts.acceptance.judge(Trial(f, f_new, start.floor, min(old.best, f), cosine, old.late))
+    return Judgement(rule, judged, gain, abs(predicted), share, lag(level._replace(low=start.floor), found.mean_loss))
 
 
 def lag(level: Level, mean_loss: float | None) -> float:
@@ -294,7 +298,7 @@ def concluded(
     faint = start.same_data and min(end.judgement.predicted, f - low) <= FAINT * rounding
     idle_from = old.idle_from if old.idle else f
     idle = old.idle + 1 if faint and abs(idle_from - end.loss) <= FAINT * rounding else 0
-    state = old.after(f, end.loss, low, lam, doubt).settled(f, end.loss, low, theta, start.same_data)
+    state = old.after(f, end.loss, low, lam, doubt).settled(f, end.loss, start.floor, theta, start.same_data)
     accepted = end.d is not None
     state = replace(
         state, repeats=repeats, unjudged=unjudged, idle=idle, idle_from=idle_from, accepted=old.accepted + accepted,

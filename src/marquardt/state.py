@@ -48,7 +48,7 @@ class State:
     idle: int = 0  # steps in a row on the same data that found next to nothing, and predicted no more
     idle_from: float = math.inf  # f before them
     # On changing batches: see `doubt`.
-    height: float = 0.0  # the largest f of late, above its lower bound
+    height: float = 0.0  # the largest f of late, above its lower bound; above its best if there is no bound
     stride: float = math.inf  # how far the last accepted step went
     doubted: bool = False  # whether the last batch was
     # Uphill moves on the same data: see `settled`.
@@ -75,16 +75,21 @@ class State:
         same = self.expected is not None and abs(f - self.expected) <= SAME_LOSS[dtype] * abs(self.expected)
         return self.repeats + 1 if same else 0
 
+    def floor(self, f: float, low: float) -> float:
+        """What heights are measured from: the lower bound of the loss. If none is known, it lies as far below the best
+        loss as the loss was above it of late, so that a constant in the loss changes nothing."""
+        return low if low > -math.inf else min(self.best, f) - self.height
+
     def doubt(self, f: float, low: float, same_data: bool) -> float:
         """What λ is multiplied with on a batch whose loss f is unheard-of: f over UNHEARD times those of late, as
-        heights above the lower bound. 1 on all others.
+        heights above `floor`. 1 on all others.
 
         One corrupt sample must not undo what all others have taught. A sample that is only hard loses little: it alone
         has a large share of tr G, which is as many times λD as G has rank. Two such batches in a row are no accident.
         """
         if same_data or self.doubted or self.steps < HEARD or not self.height > 0:
             return 1.0
-        return max(1.0, (f - low) / (UNHEARD * self.height))
+        return max(1.0, (f - self.floor(f, low)) / (UNHEARD * self.height))
 
     def overdue(self, loss: float, same_data: bool) -> bool:
         """Whether uphill moves on the same data had time enough to pay, and end with this loss."""
@@ -93,7 +98,7 @@ class State:
     def settled(self, f: float, loss: float, low: float, theta: Tensor, same_data: bool) -> State:
         """Uphill moves on the same data are loans: the point before them is kept until the loss is below that of this
         point. If that takes too long the model goes back there, and until the loss has fallen by a hundredth others
-        rise by a hundredth at most. `theta` is the point with the loss f, `low` the lower bound of the loss."""
+        rise by a hundredth at most. `theta` is the point with the loss f, `low` what heights are measured from."""
         if not same_data:
             return replace(self, haven=None, haven_loss=math.inf, away=0, ceiling=math.inf, late=math.inf)
         best = min(self.best, f, loss)
@@ -114,7 +119,8 @@ class State:
         state = replace(self, lam=lam, steps=self.steps + 1, best=min(self.best, f, new_loss), expected=new_loss)
         if doubt > 1:
             return replace(state, doubted=True)
-        return replace(state, height=max(f - low, 0.9 * self.height), doubted=False)
+        above = f - (low if low > -math.inf else state.best)
+        return replace(state, height=max(above, 0.9 * self.height), doubted=False)
 
     def like(self, theta: Tensor) -> State:
         """The vectors in the precision and on the device of θ: the model may have been moved."""

@@ -28,7 +28,7 @@ class Level(NamedTuple):
     """The loss at the point where a step begins."""
 
     f: float
-    low: float  # f never falls below it
+    low: float  # f never falls below it; −∞ if nothing is known
     rounding: float  # by how much f is uncertain
     normaliser: float
 

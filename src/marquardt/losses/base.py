@@ -197,7 +197,7 @@ class Loss(ABC):
         return f * self.reported.scale(normaliser) / self.scale(normaliser)
 
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        """A number that value never falls below, whatever z."""
+        """A number that value never falls below, whatever z; −∞ if there is none."""
         return z.new_zeros(())
 
     def check(self, z: Tensor, y: Target, weight: Tensor | None = None, *, part: bool = False) -> None:

@@ -108,6 +108,7 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
         "ell must return an entry for every group of outputs, with the samples first, and couple no samples",
     )  # fmt: skip
     value, low = (f(z, y, weight)[None] for f in (loss.value, loss.lower_bound))
+    low = low.clamp(min=torch.finfo(low.dtype).min)  # −∞ is a bound too
     yield Check(
         "lower_bound", "a bound that the value never falls below", torch.minimum(low, value), low, "is returned",
         low.abs() + value.abs(), low.new_zeros(1),

@@ -12,7 +12,7 @@ class Trial(NamedTuple):
 
     loss: float  # f, before
     new_loss: float  # f at the trial point
-    lower_bound: float  # of the loss: 0 for most
+    lower_bound: float  # of the loss, 0 for most; an estimate if it has none
     best: float  # the least f so far
     cosine: float | None  # between the plain LM direction and the previous accepted step; None where there is none
     late: float = math.inf  # on the same data, what the least f so far was of late; it falls towards `best`
