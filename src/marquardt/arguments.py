@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,18 @@ def check_ready(
     frozen = {id(p) for p in params if not p.requires_grad}
     for name in [name for name, p in model.named_parameters() if id(p) in frozen] if frozen else []:
         raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
+
+
+def check_batch(inputs: Any, targets: Any) -> None:
+    """A closure in the place of the batch, as other optimizers take it, or nothing."""
+    # Not every callable is a closure: a graph of PyG is one too.
+    closure = inspect.isroutine(inputs) or isinstance(inputs, (partial, type))
+    if closure or (inputs is None and targets is None):
+        raise TypeError(
+            "LM.step takes the batch, step(inputs, targets), not a closure: it evaluates the model itself, because it "
+            "needs the outputs and not only the loss. If a trainer calls the step of an optimizer without the batch, "
+            "call the step of LM itself, for example prepared.optimizer.step(inputs, targets) with accelerate"
+        )
 
 
 def check_rate(lr: Any) -> None:

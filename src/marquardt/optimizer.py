@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import brief, check_options, check_part, check_rate, check_ready, check_together
+from .arguments import brief, check_batch, check_options, check_part, check_rate, check_ready, check_together
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
 from .curvature.solve import FactorizationError
@@ -163,15 +162,12 @@ class LM(torch.optim.Optimizer):
         """One iteration on one batch; `weight` weighs the samples, f = Σwℓ/Σw.
 
         `inputs` go to the model as they are: a tensor or an object as model(x), a tuple as model(*x), a dict as
-        model(**x). An object is never cut, so that it takes no `chunk`.
+        model(**x). An object is never cut, so that it takes no `chunk`. `closure` is for trainers that wrap optimizers
+        and have their hooks in it: it is called once, before the step, and what it returns is not used.
         """
-        # Not every callable is a closure: a graph of PyG is one too.
-        callback = inspect.isroutine(inputs) or isinstance(inputs, (partial, type))
-        if closure is not None or callback or (inputs is None and targets is None):
-            raise TypeError(
-                "LM.step takes the batch, step(inputs, targets), not a closure: it evaluates the model itself, "
-                "because it needs the outputs and not only the loss"
-            )
+        check_batch(inputs, targets)
+        if closure is not None:
+            closure()
         return self._step(inputs if isinstance(inputs, Batches) else [Batch(inputs, targets, weight)])
 
     def step_over(self, batches: Iterable[Any]) -> Step:

@@ -125,6 +125,26 @@ def test_hooks_around_a_step_over():
     assert calls == ["pre", "post"]
 
 
+def test_the_closure_of_a_wrapper_is_called_once_before_the_step():
+    """As Lightning calls it: its hooks are in the closure."""
+    model, x, y = problem()
+    twin = copy.deepcopy(model)
+    opt, seen, start = lm(model), [], theta(model)
+    opt.register_step_pre_hook(lambda o, args, kwargs: seen.append(sorted(kwargs)))
+    step = opt.step(closure=lambda: seen.append(theta(model)), inputs=x, targets=y)
+    assert step == lm(twin).step(x, y)
+    assert same(theta(model), theta(twin))
+    assert same(seen, [["closure", "inputs", "targets"], start])
+
+
+def test_a_closure_that_raises_leaves_everything_as_it_was():
+    model, opt, x, y = trained()
+    before = world(model, opt)
+    with pytest.raises(ZeroDivisionError):
+        opt.step(x, y, closure=lambda: 1 / 0)
+    assert changes(before, world(model, opt)) == []
+
+
 def test_scheduler_counts_a_step_over():
     model, x, y = problem()
     opt = lm(model)

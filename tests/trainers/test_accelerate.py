@@ -1,0 +1,58 @@
+"""LM in the hands of accelerate."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+import marquardt as mq
+from support.cases import mlp
+from support.steps import theta, trained
+from support.trainers import progress
+from support.unchanged import changes, refused, same, world
+
+
+@pytest.fixture
+def accelerator():
+    yield Accelerator(cpu=True)
+    Accelerator(cpu=True).state._reset_state(reset_partial_state=True)
+
+
+def test_a_prepared_optimizer_steps_through_its_own(accelerator):
+    model, x, y = mlp(2, 4, 3), torch.randn(9, 2), torch.randn(9, 3)
+    twin = copy.deepcopy(model)
+    plain = mq.LM(twin, "mse")
+    opt = mq.LM(model, "mse")
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
+    model, prepared, scheduler = accelerator.prepare(model, opt, scheduler)
+    rates = []
+    for i in range(3):
+        plain.param_groups[0]["lr"] = 0.5**i
+        step = prepared.optimizer.step(x, y)
+        assert step == plain.step(x, y)
+        rates.append(step.lr)
+        scheduler.step()
+    assert rates == [1.0, 0.5, 0.25]
+    assert same(theta(model), theta(twin))
+    assert same(progress(prepared.state_dict()), progress(plain.state_dict()))
+
+
+def test_preparing_keeps_the_state_of_a_run(accelerator):
+    model, opt, x, y = trained()
+    twin, other = copy.deepcopy((model, opt))
+    prepared = accelerator.prepare(opt)
+    assert prepared.optimizer.step(x, y) == other.step(x, y)
+    assert same(theta(model), theta(twin))
+
+
+def test_a_step_without_the_batch_names_the_way_out(accelerator):
+    model, opt, _, _ = trained()
+    prepared = accelerator.prepare(opt)
+    before = world(model, opt)
+    for ask in (prepared.step, lambda: prepared.step(lambda: 0.0)):
+        with refused("step(inputs, targets)", "prepared.optimizer.step(inputs, targets)"):
+            ask()
+    assert changes(before, world(model, opt)) == []
