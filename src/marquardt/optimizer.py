@@ -47,6 +47,7 @@ from .losses import resolve
 from .model.batch import Batch, Batches
 from .model.checks import check_coupling, check_group, trainable
 from .model.parameters import Parameters
+from .model.precision import without_autocast
 from .model.randomness import rng_state, set_rng_state
 from .model.statistics import counting, estimated
 from .pace import Pace
@@ -220,7 +221,7 @@ class LM(torch.optim.Optimizer):
         )  # fmt: skip
         theta, before = lin.theta, lin.start
         try:
-            with torch.no_grad(), torch.autocast(lin.parameters.device.type, enabled=False):
+            with torch.no_grad(), without_autocast(lin.parameters.device.type):
                 representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, old.steady)
                 check_together(representation, lin.single)
                 lin = lin.made_for(representation.needs, rows_of(parts, self._planned))

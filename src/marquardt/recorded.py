@@ -35,6 +35,7 @@ from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective, Totals
 from .metric import restored
 from .model.batch import Batch
+from .model.precision import without_autocast
 from .state import State
 
 
@@ -96,7 +97,7 @@ class RecordedStep:
     def _record(self, state: State, tape: Tape) -> Tape:
         device = self.objective.parameters.device
         self.recorder = RECORDERS[device.type](device)
-        with warnings.catch_warnings(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             self.answers = self.recorder.record(lambda: self._work(state, tape))
         return tape
@@ -104,7 +105,7 @@ class RecordedStep:
     def _work(self, state: State, tape: Tape) -> Tensor:
         parts = self.parts
         tape.rewind()
-        with recorded(tape):
+        with recorded(tape), without_autocast(self.objective.parameters.device.type):
             _copy(self.kept, self.next)
             old = replace(_with(state, self.kept), mean=self.kept[3])
             rows = rows_of(parts, state.plan)

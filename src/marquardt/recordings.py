@@ -199,7 +199,7 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     leaves, spec = tree_flatten([vars(batch), carried(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
     places = tuple(t.data_ptr() for t in [*model.parameters(), *model.buffers()])
-    settings = modes(model), attributes(model), torch.get_float32_matmul_precision()
+    settings = modes(model), attributes(model), torch.get_float32_matmul_precision(), objective.autocast
     plan = None if state.plan is None else state.plan.choice
     return (
         parts, objective.loss, on_same_data(state), shapes, spec, places, settings, lr, known.proven, plan,

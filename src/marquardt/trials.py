@@ -16,12 +16,15 @@ from . import tolerances
 from .jacobian.linearization import Linearization
 from .layers import Line
 from .memory import out_of_memory
-from .model.batch import Batch, forward, modes
+from .model.batch import Batch, modes
 from .model.randomness import SameSlopes, Slopes
 from .model.substituted import call_with
 
 # Numbers in the inputs of all trial points of one forward pass: a CPU gains nothing from more.
 TOGETHER = {"cuda": 1 << 26, "cpu": 1 << 18}
+
+# Losses that differ by so many roundings may be the same.
+ROUNDINGS = 4
 
 
 class Trials:
@@ -62,7 +65,7 @@ class Trials:
         size, proven = self._together(), self.known.batched_trials
         # Which random numbers a batched pass draws depends on the modes and the strides, and so on the sizes.
         sizes = tuple(batch.samples for batch in lin.batches) if lin.single and lin.chance.drawn else None
-        key = modes(self.objective.model), sizes
+        key = modes(self.objective.model), sizes, self.objective.autocast
         try:
             if len(rates) > 1 and size > 1 and proven.get(key, True) and not self.known.differentiates:
                 lin.position.move()
@@ -73,7 +76,8 @@ class Trials:
                 # one point alone, far away, that may not show.
                 true = [float(self.loss(d, lr)) for lr in rates]
                 pairs = zip(losses, true, strict=True)
-                proven[key] = not any(abs(a - b) > tolerances.of_trials(d.dtype) * abs(b) for a, b in pairs)
+                least = ROUNDINGS * lin.level.rounding
+                proven[key] = all(abs(a - b) <= tolerances.of_trials(d.dtype) * abs(b) + least for a, b in pairs)
                 # As in every later step: a run that is resumed goes on bit for bit.
                 return losses if proven[key] else true
         except Exception as error:  # vmap refuses models in many ways
@@ -99,7 +103,7 @@ class Trials:
             def value(lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes) -> Tensor:
                 at = {key: p + lr * direction[key] for key, p in origin.items()}
                 with SameSlopes(slopes), Line(origin, direction, at, lr) if lr.is_cuda else nullcontext():
-                    z = forward(call_with(self.objective.model, at), batch.inputs)
+                    z = self.objective.call(call_with(self.objective.model, at), batch.inputs)
                 return self.objective.value(z, batch)
 
             with torch.no_grad(), warnings.catch_warnings():

@@ -250,7 +250,6 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
     "one number": (lambda z: z.mean(), ["0-dimensional", "row per sample"]),
     "a number of Python": (lambda z: z.mean().item(), ["float", "one tensor"]),
     "no dependence": (lambda z: z.detach(), ["do not depend on the trainable parameters"]),
-    "half precision": (lambda z: z.half(), ["torch.float16", "float32", "float64"]),
     "NaN": (lambda z: z * NAN, ["nan", "the model"]),
     "∞": (lambda z: z + INF, ["inf", "the model"]),
 }

@@ -12,7 +12,6 @@ from torch.autograd.graph import GradientEdge
 
 from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from ..memory import out_of_memory
-from ..model.batch import forward as call
 from .passes import Pass
 
 # Ways to the rows of parameters that the graph does not show, fastest first; the first that is proven right is taken.
@@ -101,11 +100,11 @@ class Jacobian:
     def explicit(self, path: str, indices: Sequence[int]) -> Tensor:
         """The rows of some parameters, written out: (m, their columns)"""
         params = [self.parameters.tensors[i] for i in indices]
-        model, inputs = self.forward.objective.model, self.forward.batch.inputs
+        objective, inputs = self.forward.objective, self.forward.batch.inputs
         if path == "vmap":
-            return rows_by_vmap(model, params, call, inputs, self.S)
+            return rows_by_vmap(objective.model, params, objective.call, inputs, self.S)
         if path == "parts":
             if self.forward.chance.drawn:
                 raise ValueError("a random model draws other numbers in parts")
-            return rows_in_parts(model, params, call, inputs, self.S)
+            return rows_in_parts(objective.model, params, objective.call, inputs, self.S)
         return (rows_in_batches if path == "rows" else rows_by_loop)(self.forward.graph, params, self.S)

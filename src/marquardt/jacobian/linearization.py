@@ -232,6 +232,7 @@ class Linearization:
 
     def close(self) -> None:
         """Lets go of the rows at once; what is asked after that is linearised anew."""
+        torch.clear_autocast_cache()  # of weights at a trial point, without a graph
         self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = None
         self._moments.clear()
         self.slopes.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from ..layers.largest import Largest
 from ..losses import Loss
 from ..model.batch import Batch, forward
 from ..model.parameters import Parameters
+from ..model.precision import Autocast, full
 
 
 class Totals(NamedTuple):
@@ -36,17 +37,26 @@ class Level(NamedTuple):
 class Objective:
     """f(θ) = scale · Σ wℓ(model(x; θ), y): the model, the loss, and the parameters that train.
 
-    One object, so that a term in θ alone can join the loss.
+    One object, so that a term in θ alone can join the loss. The model runs under the autocast that was on when this was
+    made.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, params: Sequence[Tensor]) -> None:
         self.model, self.loss, self.parameters = model, loss, Parameters(model, params)
+        self.autocast = Autocast.of_caller(self.parameters.device)
 
     def outputs(self, inputs: Any) -> Tensor:
         """z: (N, *out)"""
         slow = self.parameters.device.type == "cpu" and not torch.is_grad_enabled()
         with Largest() if slow else nullcontext():
-            return forward(self.model, inputs)
+            return self.call(self.model, inputs)
+
+    def call(self, model: Callable[..., Any], inputs: Any) -> Tensor:
+        """z of this model, or of one made of it, in float32 at least: (N, *out)"""
+        with self.autocast():
+            z = forward(model, inputs)
+        found: Tensor = full(z)
+        return found
 
     def value(self, z: Tensor, batch: Batch) -> Tensor:
         """Σwℓ: ()"""

@@ -12,7 +12,7 @@ from ..layers.graph import Walk
 from ..layers.unrolled import Refused
 from ..layers.watch import Watch
 from ..memory import out_of_memory
-from ..model.batch import Batch, forward, unlike
+from ..model.batch import Batch, unlike
 from ..model.batch import modes as modes_of
 from ..model.kernels import open_cells
 from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
@@ -96,7 +96,7 @@ class Pass:
         model = self.objective.model
         with torch.enable_grad(), Draws() as draws:  # type: ignore[no-untyped-call]
             try:
-                forward(call_with(model, {id(b): b.clone() for b in model.buffers()}), self.batch.inputs)
+                self.objective.call(call_with(model, {id(b): b.clone() for b in model.buffers()}), self.batch.inputs)
             except Exception:  # the model fails, or cannot be watched
                 return True
         return bool(draws.drew)
@@ -148,7 +148,7 @@ class Pass:
         self.before.restore(buffers=False)
         try:
             with SameSlopes(self.slopes):
-                return forward(call_with(model, others) if others else model, self.batch.inputs)
+                return self.objective.call(call_with(model, others) if others else model, self.batch.inputs)
         finally:
             self.after.restore(buffers=False)
 

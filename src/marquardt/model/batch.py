@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .precision import full
+
 # What holds no samples, whatever the model makes of it.
 PLAIN = (
     Number, str, bytes, type, type(None), range, slice, Enum, Iterator, Set, torch.dtype, torch.device, torch.Generator,
@@ -37,7 +39,7 @@ def tensors(item: Any, depth: int = 3) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs as the model takes them, targets, and a weight per sample.
+    """Inputs as the model takes them, targets, and a weight per sample, both in float32 at least.
 
     The inputs are a tensor, a tuple or dict of tensors, or an object that the model takes whole.
     """
@@ -45,6 +47,10 @@ class Batch:
     inputs: Any
     targets: Any = None
     weight: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "weight"):
+            object.__setattr__(self, name, full(getattr(self, name)))
 
     def check(self) -> None:
         """Inputs that no model can take a batch from."""
@@ -163,7 +169,7 @@ class Batches:
 
 def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
     """z = model(inputs), for a tensor or an object, a tuple (positional) or a dict (by name)."""
-    # A model that enters autocast keeps its converted weights until the outermost autocast ends, and that is ours.
+    # Converted weights are kept until the outermost autocast ends, which may be the caller's: they have changed since.
     torch.clear_autocast_cache()
     if isinstance(inputs, dict):
         z = model(**inputs)

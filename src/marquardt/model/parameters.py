@@ -37,6 +37,7 @@ class Parameters:
 
     def assign(self, theta: Tensor) -> None:
         """The parameters ← θ"""
+        torch.clear_autocast_cache()  # of other weights
         with torch.no_grad():
             torch._foreach_copy_(self.tensors, self.shaped(theta))
 

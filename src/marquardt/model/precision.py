@@ -1,0 +1,43 @@
+"""In which precision the model computes, and that what is made of its outputs is not coarser than float32."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+COARSE = (torch.bfloat16, torch.float16)
+
+
+class Autocast(NamedTuple):
+    """torch.autocast as the caller of a step has set it: for the forward passes of the model and nothing else."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def of_caller(cls, device: torch.device) -> Autocast:
+        kind = device.type
+        return cls(
+            kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+        )
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """Around a forward pass"""
+        if not self.enabled:
+            return without_autocast(self.device)
+        return torch.autocast(self.device, self.dtype, cache_enabled=self.cache)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False)
+
+
+def full(item: Any) -> Any:
+    """Tensors of bfloat16 and float16 in float32: losses and their derivatives need its digits."""
+    return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in COARSE else t, item)
