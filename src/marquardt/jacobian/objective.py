@@ -13,7 +13,7 @@ from ..layers.largest import Largest
 from ..losses import Loss
 from ..model.batch import Batch, forward
 from ..model.parameters import Parameters
-from ..model.precision import Autocast, full
+from ..model.precision import Autocast, widened
 
 
 class Totals(NamedTuple):
@@ -54,9 +54,7 @@ class Objective:
     def call(self, model: Callable[..., Any], inputs: Any) -> Tensor:
         """z of this model, or of one made of it, in float32 at least: (N, *out)"""
         with self.autocast():
-            z = forward(model, inputs)
-        found: Tensor = full(z)
-        return found
+            return widened(forward(model, inputs))
 
     def value(self, z: Tensor, batch: Batch) -> Tensor:
         """Σwℓ: ()"""

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from ..metric import Part, Turn
+from ..model.precision import widened
 from .block import SLAB, Block, Product, Sums, add_product
+from .coarse import FASTER, fast, pull, pulls, times
 from .traces import Traces, of_rows, product_of, square
 
 
@@ -28,18 +30,28 @@ class Bilinear(Block):
     def __init__(
         self, a: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None, one: Tensor | None = None
     ) -> None:
-        self.a, self.delta, self.weight, self.bias = a, delta, weight, bias
+        self.factors = a, delta  # in the precision of the layer, which under autocast is not that of the parameters
+        self.weight, self.bias = weight, bias
         self.one = one  # what the bias multiplies, if it is not 1: ()
         self.params = [p for p in (weight, bias) if p is not None]
         self.R, self.N, self.P, self.G, self.O = delta.shape
         self.I = a.shape[-1]
         self.m = self.R * self.N
 
+    @property
+    def a(self) -> Tensor:
+        return widened(self.factors[0])
+
+    @property
+    def delta(self) -> Tensor:
+        return widened(self.factors[1])
+
     def without(self, some: Sequence[Tensor]) -> Block | None:
         weight, bias = (None if any(p is q for q in some) else p for p in (self.weight, self.bias))
         if weight is None and bias is None:
             return None
-        return Bilinear(self.a if weight is not None else self.a[..., :0], self.delta, weight, bias, self.one)
+        a, delta = self.factors
+        return Bilinear(a if weight is not None else a[..., :0], delta, weight, bias, self.one)
 
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         start = 0
@@ -73,7 +85,10 @@ class Bilinear(Block):
     def apply(self, v: Sequence[Tensor]) -> Tensor:
         dtype = v[0].dtype
         total: Tensor | None = None
-        if self.weight is not None:
+        if self.weight is not None and self.G == 1:
+            V = v[0].view(self.O, self.I)
+            total = times(self.factors[0].flatten(0, 2), V.T, dtype).view(self.N, self.P, 1, self.O)
+        elif self.weight is not None:
             V = v[0].view(self.G, self.O, self.I)
             total = torch.einsum("npgi,goi->npgo", self.a.to(dtype), V)
         if self.bias is not None:
@@ -85,6 +100,12 @@ class Bilinear(Block):
         return rows[:, :, 0].T.flatten()
 
     def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        if self.R == self.G == 1 and self.weight is not None and w.dtype == torch.float32 and pulls(self.factors[0]):
+            a, delta = (t.flatten(0, -2) for t in self.factors)  # (N·P, I), (N·P, O)
+            pull(delta, a, w.repeat_interleave(self.P)[:, None], [t.view(self.O, -1) for t in out])
+            if self.bias is not None and self.one is not None:
+                out[-1].mul_(self.one)
+            return
         # a is the same for the R rows of a sample: contract them first, then it is one ordinary backward.
         if self.R == 1:
             delta = w.view(self.N, 1, 1, 1) * self.delta[0].to(w.dtype)
@@ -194,17 +215,18 @@ class Bilinear(Block):
         other = cast(Bilinear, other)
         if self.G > 1:
             return super().gram(K, other, product)
-        pairs = self.m * self.P * other.m * other.P
+        pairs, faster = self.m * self.P * other.m * other.P, FASTER if fast(self.factors[0]) else 1
         # Operations of the pairwise form against those of the explicit rows: take the cheaper one.
-        pairwise = pairs * (self.O + self.I / self.R**2) < (self.m * other.m + self.m * self.P) * self.O * self.I
+        explicit = (self.m * other.m + self.m * self.P / faster) * self.O * self.I
+        pairwise = pairs * (self.O + self.I / self.R**2) / faster < explicit
         if (self.P > 1 and not pairwise) or pairs > 8 * SLAB:
             return self._gram_of_rows(K, other, product)
         if product is not None:
             product.add(self)
-        left, right = (block.delta.reshape(-1, block.O).to(K.dtype) for block in (self, other))
-        A, B = (block.a.reshape(block.N * block.P, block.I).to(K.dtype) for block in (self, other))
-        deltas = (left @ right.T).view(self.R, self.N, self.P, other.R, other.N, other.P)
-        inputs = A @ B.T  # (N·P, N'·P'), zero where there is no weight (I = 0)
+        left, right = (block.factors[1].reshape(-1, block.O) for block in (self, other))
+        A, B = (block.factors[0].reshape(block.N * block.P, block.I) for block in (self, other))
+        deltas = times(left, right.T, K.dtype).view(self.R, self.N, self.P, other.R, other.N, other.P)
+        inputs = times(A, B.T, K.dtype)  # (N·P, N'·P'), zero where there is no weight (I = 0)
         if self.bias is not None:
             inputs += 1 if self.one is None else self.one.square().to(K.dtype)
         factor = inputs.view(1, self.N, self.P, 1, other.N, other.P)
@@ -245,9 +267,9 @@ class Bilinear(Block):
 
     def _samples(self, o: slice, dtype: torch.dtype) -> Tensor:
         """Rows of some outputs of the weight, sample by sample: (N·R, o·I)"""
-        delta, a = self.delta[:, :, :, 0, o].to(dtype), self.a[:, :, 0].to(dtype)
+        a, delta = self.factors[0][:, :, 0], self.factors[1][:, :, :, 0, o]
         folded = delta.permute(1, 0, 3, 2).reshape(self.N, self.R * delta.shape[3], self.P)  # (N, R·o, P)
-        return torch.bmm(folded, a).view(self.m, -1)
+        return times(folded, a, dtype).view(self.m, -1)
 
     def whitened(self, D: Sequence[Part]) -> Block:
         """With D = u ⊗ (v, b) it is of the same form: δ/√u, a/√v, and 1/√b for the bias"""
@@ -316,7 +338,7 @@ class Bilinear(Block):
         size = max(1, SLAB // max(1, self.R * self.columns))
         for n in range(0, self.N, size):
             some = slice(n, n + size)
-            yield Bilinear(self.a[some], self.delta[:, some], self.weight, self.bias, self.one)
+            yield Bilinear(self.factors[0][some], self.factors[1][:, some], self.weight, self.bias, self.one)
 
     def partial_traces_of_rows(self) -> tuple[Tensor, Tensor]:
         pieces = self.samples(self.delta.dtype).split([p.numel() for p in self.params], 1)
@@ -324,8 +346,8 @@ class Bilinear(Block):
 
     def beside(self, others: Sequence[Bilinear]) -> Bilinear:
         blocks = [self, *others]
-        delta = torch.cat([b.delta for b in blocks], 2)
-        return Bilinear(torch.cat([b.a for b in blocks], 1), delta, self.weight, self.bias, self.one)
+        a, delta = (torch.cat([b.factors[k] for b in blocks], 1 + k) for k in (0, 1))
+        return Bilinear(a, delta, self.weight, self.bias, self.one)
 
     def sums(self, weight: Tensor | None) -> Sums:
         if self.G > 1 and self.O == 1:

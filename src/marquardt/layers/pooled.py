@@ -108,12 +108,8 @@ class Pooled(Bilinear):
         return self._part(slice(0, self.N))
 
     @property
-    def a(self) -> Tensor:  # type: ignore[override]
-        return self._whole.a
-
-    @property
-    def delta(self) -> Tensor:  # type: ignore[override]
-        return self._whole.delta
+    def factors(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self._whole.factors
 
     def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         if out is None:

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from ..memory import out_of_memory
+from ..model.precision import widened
 from ..model.randomness import Slopes, drawn_rrelu
 from .bilinear import Bilinear
 from .block import Block, Explicit
@@ -84,7 +85,8 @@ class Call:
 
     def _read(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup:
         o, kept = self.operand, self.kept
-        delta = delta.to(self.params[0].dtype)  # under autocast a and δ may be less precise
+        if self.is_lookup or kept is not None or (o.weight is not None and o.weight.ndim < 2):
+            delta = widened(delta)  # under autocast a and δ may be less precise
         if kept is not None and o.some is not None and layout.name == "first":
             some_a = o.some
 
@@ -108,9 +110,8 @@ def _bilinear(o: Operand, a: Tensor, delta: Tensor, N: int, layout: Layout) -> B
     a, delta = layout(a, o.lead, N, 0), layout(o.delta(delta), o.lead, N, 1)
     if a.ndim < 4 or delta.ndim < 5:
         raise Misfit(f"a has {a.ndim} dimensions and δ {delta.ndim}, too few for (N, P, G, I) and (R, N, P, G, O)")
-    like = o.weight if o.weight is not None else o.bias
-    assert like is not None
-    a = (a if o.weight is not None else a[..., :0]).to(like.dtype).flatten(1, -3)  # (N, P, G, I)
+    # A layer multiplies in the precision of its outputs.
+    a = (a if o.weight is not None else a[..., :0]).to(delta.dtype).flatten(1, -3)  # (N, P, G, I)
     delta = delta.flatten(2, -3)  # (R, N, P, G, O)
     numbers = math.prod(a.shape[2:]) * delta.shape[-1]
     if o.weight is not None and (a.shape[:3] != delta.shape[1:4] or numbers != o.weight.numel()):

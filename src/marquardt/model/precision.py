@@ -40,4 +40,8 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 def full(item: Any) -> Any:
     """Tensors of bfloat16 and float16 in float32: losses and their derivatives need its digits."""
-    return tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in COARSE else t, item)
+    return tree_map(lambda t: widened(t) if isinstance(t, Tensor) else t, item)
+
+
+def widened(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in COARSE else t
