@@ -39,6 +39,7 @@ BENCHMARKS = {
     "regret": "regret.py",
     "step": "step.py",
     "scale": "scale.py",
+    "precision": "precision.py",
     "time": "time_to_target.py",
     "line-search": "line_search.py",
     "quality": "quality.py",
@@ -70,6 +71,7 @@ class Benchmark(str, Enum):
     regret = "regret"
     step = "step"
     scale = "scale"
+    precision = "precision"
     time = "time"
     line_search = "line-search"
     quality = "quality"
