@@ -1,0 +1,202 @@
+"""A LightningModule that LM trains: checkpoints, schedulers, logging and stopping as with any other optimizer.
+
+>>> class Net(LMModule):
+...     def __init__(self):
+...         super().__init__()
+...         self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
+...
+...     def forward(self, x):
+...         return self.layers(x)
+...
+...     def configure_optimizers(self):
+...         return mq.LM(self, "cross_entropy")
+>>> lightning.Trainer(max_epochs=5).fit(Net(), loader)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from .optimizer import LM
+
+ENTRY = "marquardt"  # of a checkpoint, beside Lightning's own
+
+
+class LMModule(LightningModule):
+    """`configure_optimizers` returns an `LM`, with schedulers or without; there is no `training_step` to write.
+
+    A batch is (inputs, targets) or (inputs, targets, weight), or what `unpack` makes of it. `train_loss`, `lam` and
+    `accepted` are logged, and `on_train_batch_end` finds the `Step` in its outputs.
+
+    Validation, tests and predictions see the averaged weights, if LM keeps an average. The weights in the module are
+    the last ones otherwise, during and after `fit`; `with module.averaged():` shows the averaged ones. A checkpoint has
+    both: `fit(ckpt_path=…)` goes on from the last weights, everything else loads the averaged ones.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lm: LM | None = None  # the one that has moved the weights, unless others were loaded since
+        self._shown = ExitStack()  # closed when the evaluation ends
+        self._stepped = False
+        self._resumed: dict[str, Any] = {}
+        self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
+
+    def unpack(self, batch: Any) -> Sequence[Any]:
+        """(inputs, targets) or (inputs, targets, weight), as `LM.step` takes them."""
+        if isinstance(batch, (tuple, list)) and len(batch) in (2, 3):
+            return batch
+        found = f"{len(batch)} items" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+        raise TypeError(
+            f"the batch is {found}, not (inputs, targets): override unpack(batch) in {type(self).__name__} to return "
+            "(inputs, targets) of it"
+        )
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
+        names = ("inputs", "targets", "weight")
+        optimizer: Any = self.optimizers()
+        step = optimizer.step(**dict(zip(names, self.unpack(batch), strict=False)))
+        self._lm, self._stepped = optimizer.optimizer, True
+        self.log_dict({"train_loss": step.loss, "lam": step.lam}, prog_bar=True)
+        self.log("accepted", float(step.accepted))
+        return {"loss": torch.tensor(step.loss), "step": step}
+
+    def optimizer_step(  # type: ignore[override]
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]
+    ) -> None:
+        """The closure is `training_step`, which has taken the step when it returns."""
+        self._stepped = False
+        optimizer_closure()
+        if not self._stepped:
+            raise RuntimeError(
+                f"{type(self).__name__}.training_step took no step: leave it out, or call super().training_step(batch)"
+            )
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Nothing: LM differentiates the model itself."""
+
+    # Averaged weights.
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The module with its averaged weights; as it is, if there are none or if other weights were loaded since."""
+        if self._lm is None or self._lm.average is None:
+            yield
+        else:
+            with self._lm.averaged():
+                yield
+
+    # Entered before eval(), since LM finds the statistics of BatchNorm layers in train mode anew.
+
+    def on_validation_model_eval(self) -> None:
+        self._shown.enter_context(self.averaged())
+        super().on_validation_model_eval()
+
+    def on_test_model_eval(self) -> None:
+        self._shown.enter_context(self.averaged())
+        super().on_test_model_eval()
+
+    def on_predict_model_eval(self) -> None:
+        self._shown.enter_context(self.averaged())
+        super().on_predict_model_eval()
+
+    # Checkpoints.
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [LMCallback()]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        with self.averaged():
+            trained = set() if self._lm is None else {id(p) for p in self._lm.params}
+            averaged = {
+                name: t.detach().clone()
+                for name, t in self.state_dict(keep_vars=True).items()
+                if id(t) in trained or not isinstance(t, nn.Parameter)
+            }
+        checkpoint[ENTRY] = {
+            "averaged": averaged,
+            "generators": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
+            "within_epoch": not self.trainer.is_last_batch,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        found = checkpoint.get(ENTRY, {})
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            self._resumed = found
+        else:
+            checkpoint["state_dict"] = {**checkpoint["state_dict"], **found.get("averaged", {})}
+
+
+def _forget(module: nn.Module, _: Any) -> None:
+    module._lm = None  # type: ignore[assignment]
+
+
+class LMCallback(Callback):
+    """What must come before the other callbacks save or after the Trainer is set up."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            check_trainer(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
+        found = trainer.optimizers
+        if len(found) != 1 or not isinstance(found[0], LM):
+            kinds = ", ".join(type(o).__name__ for o in found) or "nothing"
+            raise TypeError(f"configure_optimizers returned {kinds}: return one mq.LM(self, loss)")
+        pl_module._lm = found[0]
+        self._draw_on(pl_module)  # the order of the next epoch is drawn soon
+
+    def on_train_start(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
+        if pl_module._resumed.get("within_epoch"):
+            self._draw_on(pl_module)  # the loader has drawn for an epoch that has begun long ago
+        pl_module._resumed = {}
+
+    def _draw_on(self, module: LMModule) -> None:
+        """Random numbers go on where the checkpoint was saved."""
+        generators = module._resumed.get("generators")
+        if generators:
+            torch.set_rng_state(generators[0].cpu())
+            torch.cuda.set_rng_state_all([state.cpu() for state in generators[1:]])
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
+        pl_module._shown.close()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
+        pl_module._shown.close()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
+        pl_module._shown.close()
+
+    def on_exception(  # type: ignore[override]
+        self, trainer: Trainer, pl_module: LMModule, exception: BaseException
+    ) -> None:
+        pl_module._shown.close()
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """What LM cannot do, or has no use for."""
+    if trainer.world_size > 1:
+        raise ValueError(
+            f"the Trainer has {trainer.world_size} processes, and LM does not add up over them, which would drift "
+            "apart: Trainer(devices=1, num_nodes=1)"
+        )
+    if trainer.gradient_clip_val is not None:
+        raise ValueError(
+            f"gradient_clip_val={trainer.gradient_clip_val}: LM reads no gradients of parameters, and bounds its steps "
+            "by λ: leave it out"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}: a step needs its batch as a whole: take "
+            "larger batches, or use LM.step_over(batches) in a loop of your own"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            f"precision={trainer.precision!r} scales the loss for gradients in float16, which LM does not take: use "
+            "precision='bf16-mixed' or '32-true'"
+        )
