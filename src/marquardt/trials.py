@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import tolerances
 from .jacobian.linearization import Linearization
+from .jacobian.objective import Objective
 from .layers import Line
 from .memory import out_of_memory
 from .model.batch import Batch, modes
@@ -43,9 +44,9 @@ class Trials:
         checksum: Any = 0.0
         for i, batch in enumerate(lin.cut()):
             with torch.set_grad_enabled(self.known.differentiates), self._as_before(i):
-                z = self.objective.outputs(batch.inputs)
+                objective, z = self._outputs(i, batch)
             with torch.no_grad():
-                total = total + self.objective.value(z.detach(), batch)
+                total = total + objective.value(z.detach(), batch)
             if not lin.single:
                 checksum = checksum + batch.checksum()
         if not lin.single and not abs(float(checksum) - float(lin.checksum)) <= 1e-6 * abs(float(lin.checksum)):
@@ -54,6 +55,12 @@ class Trials:
             )
         found: Tensor = total.double() * lin.scale
         return found
+
+    def _outputs(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:
+        if not self.lin.single:
+            return self.lin.objective.taken(batch)
+        objective = self.lin.objectives[i]
+        return objective, objective.outputs(batch.inputs)
 
     def _as_before(self, i: int) -> AbstractContextManager[object]:
         return SameSlopes(self.lin.slopes[i]) if self.lin.single else nullcontext()
@@ -98,13 +105,15 @@ class Trials:
         origin, direction = (dict(zip(ids, lin.parameters.shaped(v), strict=True)) for v in (lin.theta, d))
         lin.start.restore()
         total: Any = 0.0
-        for batch, slopes in zip(lin.cut(), lin.slopes, strict=True):
+        for batch, slopes, objective in zip(lin.cut(), lin.slopes, lin.objectives, strict=True):
 
-            def value(lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes) -> Tensor:
+            def value(
+                lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes, objective: Objective = objective
+            ) -> Tensor:
                 at = {key: p + lr * direction[key] for key, p in origin.items()}
                 with SameSlopes(slopes), Line(origin, direction, at, lr) if lr.is_cuda else nullcontext():
-                    z = self.objective.call(call_with(self.objective.model, at), batch.inputs)
-                return self.objective.value(z, batch)
+                    z = objective.outputs(batch.inputs, call_with(objective.model, at))
+                return objective.value(z, batch)
 
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")

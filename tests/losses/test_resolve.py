@@ -26,10 +26,10 @@ from support.losses import CLASS_WEIGHT, MATRIX, close, fraction, labels, normal
         ("residual", Residual()),
         (nn.MSELoss(), SquaredError()),
         (nn.MSELoss(reduction="sum"), SquaredError(reduction="sum")),
-        (nn.CrossEntropyLoss(), CrossEntropy()),
+        (nn.CrossEntropyLoss(), CrossEntropy(class_dim=1)),
         (
             nn.CrossEntropyLoss(CLASS_WEIGHT, label_smoothing=0.2, ignore_index=7, reduction="sum"),
-            CrossEntropy(class_weight=CLASS_WEIGHT, label_smoothing=0.2, ignore_index=7, reduction="sum"),
+            CrossEntropy(class_weight=CLASS_WEIGHT, label_smoothing=0.2, ignore_index=7, reduction="sum", class_dim=1),
         ),
         (nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHT), BinaryCrossEntropy(pos_weight=CLASS_WEIGHT)),
         (nn.BCEWithLogitsLoss(reduction="sum"), BinaryCrossEntropy(reduction="sum")),

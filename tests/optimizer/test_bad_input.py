@@ -244,8 +244,8 @@ STEPS: dict[str, tuple[str, Asking, list[str]]] = {  # loss, what is done, what 
     "batches used up": ("mse", lambda o: o.step_over(iter([(X, Y)])), ["list or a DataLoader"]),
 }
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
-    "a tuple": (lambda z: (z, z), ["tuple", "one tensor", "wrap"]),
-    "a dict": (lambda z: {"logits": z}, ["dict", "one tensor", "wrap"]),
+    "a tuple": (lambda z: (z, z), ["tuple", "one tensor", "loss={0: "]),
+    "a dict": (lambda z: {"a": z, "b": z}, ["dict", "one tensor", "loss={'a': "]),
     "nothing": (lambda z: None, ["None", "one tensor"]),
     "one number": (lambda z: z.mean(), ["0-dimensional", "row per sample"]),
     "a number of Python": (lambda z: z.mean().item(), ["float", "one tensor"]),

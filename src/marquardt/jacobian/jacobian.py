@@ -102,9 +102,9 @@ class Jacobian:
         params = [self.parameters.tensors[i] for i in indices]
         objective, inputs = self.forward.objective, self.forward.batch.inputs
         if path == "vmap":
-            return rows_by_vmap(objective.model, params, objective.call, inputs, self.S)
+            return rows_by_vmap(objective.model, params, objective.of, inputs, self.S)
         if path == "parts":
             if self.forward.chance.drawn:
                 raise ValueError("a random model draws other numbers in parts")
-            return rows_in_parts(objective.model, params, objective.call, inputs, self.S)
+            return rows_in_parts(objective.model, params, objective.of, inputs, self.S)
         return (rows_in_batches if path == "rows" else rows_by_loop)(self.forward.graph, params, self.S)

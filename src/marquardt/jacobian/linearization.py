@@ -54,6 +54,7 @@ class Linearization:
         self.start = self.moment()
         self.end = self.start
         self.slopes: list[list[Slopes]] = []  # of RReLU, by piece
+        self.objectives: list[Objective] = []  # for the outputs of each piece
         self.checksum: Any = 0.0  # of the targets
         self._most = most  # rows in an earlier step
         self._m = 0  # rows of this one
@@ -135,6 +136,7 @@ class Linearization:
     def first(self) -> Piece:
         """The first of several pieces, to look at: nothing is kept of it."""
         self.rewind()
+        self._survey()
         batch = next(iter(self.cut()), None)
         if batch is None:
             raise ValueError(EMPTY)
@@ -172,6 +174,7 @@ class Linearization:
         if first and self.needs.chunk is not None:
             check_coupling(self.objective.model)
         self.rewind()
+        self._survey()
         totals, h = Totals(0.0, 0.0, 0.0, 0.0), None
         for i, batch in enumerate(self.cut()):
             piece = self.piece(batch, self.seed + i)
@@ -192,6 +195,19 @@ class Linearization:
             self._h = h
             self._conclude(totals)
 
+    def _survey(self) -> None:
+        """What the loss must know of all pieces before the first: by a forward pass of each."""
+        if not self.objective.given.surveys or self.objective.sums is not None:
+            return
+        total: Any = 0.0
+        for batch in self.cut():
+            with torch.enable_grad():  # which a model that differentiates itself needs
+                total = total + self.objective.sums_of(batch)
+        if not isinstance(total, Tensor):
+            raise ValueError(EMPTY)
+        self.objective = self.objective.knowing(total)
+        self.rewind()
+
     def _conclude(self, totals: Totals) -> None:
         if not self._m:
             raise ValueError(EMPTY)
@@ -207,6 +223,7 @@ class Linearization:
         if self.single:
             self._moments.append(piece.whole.before)
             self.slopes.append(list(piece.whole.slopes))
+            self.objectives.append(piece.objective)
         else:
             self.checksum = self.checksum + piece.batch.checksum()
 
@@ -236,6 +253,7 @@ class Linearization:
         self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = None
         self._moments.clear()
         self.slopes.clear()
+        self.objectives.clear()
         self._m, self.checksum = 0, 0.0
 
     # What they add up to.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -38,23 +39,46 @@ class Objective:
     """f(θ) = scale · Σ wℓ(model(x; θ), y): the model, the loss, and the parameters that train.
 
     One object, so that a term in θ alone can join the loss. The model runs under the autocast that was on when this was
-    made.
+    made. `loss` is the user's, or what it is for outputs of the form that the model has returned, see `taken`; `given`
+    is always the user's.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, params: Sequence[Tensor]) -> None:
         self.model, self.loss, self.parameters = model, loss, Parameters(model, params)
         self.autocast = Autocast.of_caller(self.parameters.device)
+        self.given = loss
+        self.sums: Tensor | None = None  # what the loss must know of all data, see Loss.sums
 
-    def outputs(self, inputs: Any) -> Tensor:
-        """z: (N, *out)"""
-        slow = self.parameters.device.type == "cpu" and not torch.is_grad_enabled()
-        with Largest() if slow else nullcontext():
-            return self.call(self.model, inputs)
+    def called(self, inputs: Any, model: Callable[..., Any] | None = None) -> Any:
+        """What the model returns, or one that was made of it."""
+        slow = self.parameters.device.type == "cpu" and not torch.is_grad_enabled() and model is None
+        with Largest() if slow else nullcontext(), self.autocast():
+            return forward(self.model if model is None else model, inputs)
 
-    def call(self, model: Callable[..., Any], inputs: Any) -> Tensor:
-        """z of this model, or of one made of it, in float32 at least: (N, *out)"""
-        with self.autocast():
-            return widened(forward(model, inputs))
+    def taken(self, batch: Batch) -> tuple[Objective, Tensor]:
+        """The objective of outputs of the form that they have here, and z: (N, *out)"""
+        raw = self.called(batch.inputs)
+        loss = self.given.bound(raw, batch.targets, batch.weight, self.sums)
+        bound = self if loss is self.loss else copy(self)
+        bound.loss = loss
+        return bound, widened(loss.joined(raw))
+
+    def sums_of(self, batch: Batch) -> Tensor:
+        """See Loss.sums: (k,)"""
+        return self.given.sums(self.called(batch.inputs), batch.targets, batch.weight)
+
+    def knowing(self, sums: Tensor) -> Objective:
+        """The same, for a part of the data that these sums are over."""
+        found = copy(self)
+        found.sums = sums
+        return found
+
+    def outputs(self, inputs: Any, model: Callable[..., Any] | None = None) -> Tensor:
+        """z, also of a model with other parameters, in float32 at least: (N, *out)"""
+        return widened(self.loss.joined(self.called(inputs, model)))
+
+    def of(self, model: Callable[..., Any], inputs: Any) -> Tensor:
+        return self.outputs(inputs, model)
 
     def value(self, z: Tensor, batch: Batch) -> Tensor:
         """Σwℓ: ()"""

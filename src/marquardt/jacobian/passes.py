@@ -63,7 +63,8 @@ class Pass:
             model, params = self.objective.model, self.objective.parameters.tensors
             with open_cells(model), torch.enable_grad(), Watch(params, slopes, once, self.batch.samples) as watch:
                 watch.reorders = self.batch.opaque  # where the samples are in an object, no operation may tell
-                return self.objective.outputs(self.batch.inputs), watch
+                self.objective, z = self.objective.taken(self.batch)
+                return z, watch
         except Refused:
             self.known.unrolls = False
             self._notice_chance()
@@ -96,7 +97,7 @@ class Pass:
         model = self.objective.model
         with torch.enable_grad(), Draws() as draws:  # type: ignore[no-untyped-call]
             try:
-                self.objective.call(call_with(model, {id(b): b.clone() for b in model.buffers()}), self.batch.inputs)
+                self.objective.called(self.batch.inputs, call_with(model, {id(b): b.clone() for b in model.buffers()}))
             except Exception:  # the model fails, or cannot be watched
                 return True
         return bool(draws.drew)
@@ -148,7 +149,7 @@ class Pass:
         self.before.restore(buffers=False)
         try:
             with SameSlopes(self.slopes):
-                return self.objective.call(call_with(model, others) if others else model, self.batch.inputs)
+                return self.objective.outputs(self.batch.inputs, call_with(model, others) if others else model)
         finally:
             self.after.restore(buffers=False)
 

@@ -36,6 +36,7 @@ class Piece:
     ) -> None:
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
         self.whole = Pass(objective, batch, known, chance, once=self._unrolls(known.rows_per_sample))
+        self.objective = objective = self.whole.objective
         self.z, self.N = self.whole.z, self.whole.N
         objective.loss.check(self.z, batch.targets, batch.weight, part=True)
         index = rows.pick(self.N, seed)
@@ -70,11 +71,11 @@ class Piece:
         totals = Totals(*read(objective.totals(self.z, batch, value, rounding)))
         if not math.isfinite(totals.value):
             raise ValueError(f"the loss is {totals.value} at the current parameters: {self._blame()}")
-        if self.known.loss is not loss and not recording():
+        if self.known.loss is not objective.given and not recording():
             proven = prove(loss, rows.empirical, self.z, batch.targets, batch.weight)
             if rows.spans:
                 check_gradient(rows, self.cotangents, objective.slope(self.z, batch))
-            self.known.loss = loss if proven else None
+            self.known.loss = objective.given if proven else None
         return totals
 
     def _picked(self, rows: Rows, index: Tensor, seed: int) -> Jacobian:

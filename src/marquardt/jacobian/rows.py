@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..deferred import draw
-from ..losses import Loss, Root
+from ..losses import Loss
+from ..losses.base import spread
 from ..model.batch import Batch
 from ..tolerances import FORMULA
 
@@ -77,7 +78,7 @@ class Exact(Rows):
         return True
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
-        return _spread(loss.root(z, y, weight), loss, z)
+        return Cotangents(*spread(loss, loss.root(z, y, weight), z))
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Empirical(Rows):
         return True
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
-        return _spread(loss.empirical(z, y, weight), loss, z)
+        return Cotangents(*spread(loss, loss.empirical(z, y, weight), z))
 
 
 @dataclass(frozen=True)
@@ -188,20 +189,3 @@ def check_gradient(rows: Rows, cotangents: Cotangents, slope: Tensor) -> None:
 def _generator(own: int, seed: int) -> torch.Generator:
     """On the CPU: the global ones are the model's, and every device draws the same numbers."""
     return torch.Generator("cpu").manual_seed((own * 1_000_003 + seed) % 2**63)
-
-
-def _spread(root: Root, loss: Loss, z: Tensor) -> Cotangents:
-    """One row for every column of S in every group: zero outside its own group."""
-    S, u, v = root
-    N, P, C, r = S.shape
-    if P == 1:
-        E = S.permute(3, 0, 1, 2)  # (r, N, 1, C)
-    else:
-        E = S.new_zeros(P, r, N, P, C)
-        E.diagonal(dim1=0, dim2=3).copy_(S.permute(3, 0, 2, 1))  # (r, N, C, P)
-        E = E.flatten(0, 1)  # (R, N, P, C)
-    return Cotangents(
-        loss.ungroup(E, z),
-        u.permute(1, 2, 0).reshape(P * r, N),
-        None if v is None else loss.ungroup(v, z),
-    )

@@ -3,7 +3,9 @@
 from .base import Fault, Loss, Root
 from .cross_entropy import CrossEntropy
 from .elementwise import BinaryCrossEntropy, Elementwise, Huber, Poisson, Residual, SquaredError
+from .outputs import OutputLayout
 from .resolve import resolve
+from .tasks import Tasks, Term
 
 __all__ = [
     "BinaryCrossEntropy",
@@ -12,9 +14,12 @@ __all__ = [
     "Fault",
     "Huber",
     "Loss",
+    "OutputLayout",
     "Poisson",
     "Residual",
     "Root",
     "SquaredError",
+    "Tasks",
+    "Term",
     "resolve",
 ]

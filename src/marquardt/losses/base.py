@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask
+from .outputs import taken
 
 Target: TypeAlias = Any  # a tensor; Residual takes None too
 
@@ -60,10 +61,14 @@ class Loss(ABC):
     On the first step a loss of your own is compared with its `ell` on a few samples: `slope` with ∂ℓ/∂z, Su with
     `slope`, SSᵀ with ∂²ℓ/∂z². If SSᵀ lies above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class says
     `majorises = True`. A loss that is a sum of squared residuals says `sum_of_squares = True`: `presets.paper` asks.
+    A loss of several outputs, such as a mean and a variance, says how many, `outputs_taken = 2`: z (N, K) has them
+    flattened and side by side.
     """
 
     majorises: ClassVar[bool] = False
     sum_of_squares: ClassVar[bool] = False
+    outputs_taken: ClassVar[int] = 1
+    surveys: ClassVar[bool] = False
     reduction: str = "mean"
     factor: float = 1.0
     reported: Loss | None = None  # the same loss in the units in which it is reported, where they are others
@@ -134,6 +139,19 @@ class Loss(ABC):
                 f"broadcasting would pair the wrong elements; {way_out}"
             )
         return [Fault(~y.isfinite(), y, "targets", "the targets are non-finite; drop or repair such samples")]
+
+    # what the model returns
+    def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> Loss:
+        """The loss for outputs of this form, if that says more than z and y do; it holds for any number of samples."""
+        return self
+
+    def joined(self, raw: Any) -> Tensor:
+        """z: what the loss is taken of, in what the model has returned."""
+        return taken(raw, self.outputs_taken)
+
+    def sums(self, raw: Any, y: Target, weight: Tensor | None = None) -> Tensor:
+        """If the loss `surveys`: what `bound` must know of all data, as numbers that add up over batches, (k,)."""
+        raise NotImplementedError
 
     # what the optimizer calls
     def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
@@ -217,10 +235,7 @@ class Loss(ABC):
             raise ValueError(f"the batch is empty: outputs have shape {tuple(z.shape)}")
         faults = self.faults(z, y)
         if weight is not None:
-            check_like(weight, z, "weight")
-            if weight.shape != z.shape[:1]:
-                shape = tuple(weight.shape)
-                raise ValueError(f"weight has shape {shape}: one weight per sample is needed, {tuple(z.shape[:1])}")
+            check_weight(weight, z)
             bad = ~(weight >= 0) | weight.isinf()
             faults.append(Fault(bad, weight, "weight", "sample weights must be finite and not negative"))
         if not part:
@@ -231,6 +246,20 @@ class Loss(ABC):
             raise ValueError(str(next(fault for fault in faults if fault.bad.any())))
 
 
+def spread(loss: Loss, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One row for every column of S in every group, zero outside its own group: (R, N, *out), (R, N), v (N, *out)"""
+    S, u, v = root
+    N, P, C, r = S.shape
+    if P == 1:
+        E = S.permute(3, 0, 1, 2)  # (r, N, 1, C)
+    else:
+        E = S.new_zeros(P, r, N, P, C)
+        E.diagonal(dim1=0, dim2=3).copy_(S.permute(3, 0, 2, 1))  # (r, N, C, P)
+        E = E.flatten(0, 1)  # (R, N, P, C)
+    rest = None if v is None else loss.ungroup(v, z)
+    return loss.ungroup(E, z), u.permute(1, 2, 0).reshape(P * r, N), rest
+
+
 def check_like(t: Any, z: Tensor, name: str) -> None:
     """t is a tensor with the dtype and device of the outputs."""
     if not isinstance(t, Tensor):
@@ -238,6 +267,13 @@ def check_like(t: Any, z: Tensor, name: str) -> None:
     if t.dtype != z.dtype:
         raise TypeError(f"{name}: dtype {t.dtype}, but the outputs are {z.dtype}: use {name}.to({z.dtype})")
     same_device(t, z, name)
+
+
+def check_weight(weight: Any, z: Tensor) -> None:
+    check_like(weight, z, "weight")
+    if weight.shape != z.shape[:1]:
+        shape = tuple(weight.shape)
+        raise ValueError(f"weight has shape {shape}: one weight per sample is needed, {tuple(z.shape[:1])}")
 
 
 def same_device(t: Tensor, z: Tensor, name: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +22,20 @@ class CrossEntropy(Loss):
         ℓ = −Σₖ q̃ₖ log pₖ,  ∂ℓ/∂z = w̃p − q̃,  S = √w̃ (I − p1ᵀ) diag(s),  u = (w̃p − q̃)/(√w̃ s),  s = √p.
 
     y: class indices (N, d₁, …), or probabilities q (N, C, d₁, …). One group per position: P = d₁⋯, r = C − 1.
+
+    `class_dim` is the dimension of the classes in the logits. 1 is torch's; None is that too, unless class indices show
+    that the classes come last, (N, d₁, …, C), as language models have them.
     """
 
     label_smoothing: float = 0.0
     class_weight: Tensor | None = None  # (C,)
     ignore_index: int = -100
+    class_dim: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.class_dim not in (None, 1, -1):
+            raise ValueError(f"class_dim must be 1, -1 or None, got {self.class_dim!r}: classes come second or last")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
         if self.class_weight is not None:
@@ -36,7 +43,25 @@ class CrossEntropy(Loss):
             if self.class_weight.ndim != 1:
                 raise ValueError(f"class_weight must have shape (C,), got {tuple(self.class_weight.shape)}")
 
+    def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> CrossEntropy:
+        z = self.joined(raw)
+        if self.class_dim is not None or not isinstance(y, Tensor) or y.is_floating_point() or z.ndim < 3:
+            return self
+        second, last = y.shape == (len(z), *z.shape[2:]), y.shape == z.shape[:-1]
+        if second and last:
+            raise ValueError(
+                f"logits of shape {tuple(z.shape)} with class indices of shape {tuple(y.shape)}: the classes may be "
+                "dimension 1 or the last one; say which with losses.CrossEntropy(class_dim=1) or (class_dim=-1)"
+            )
+        return replace(self, class_dim=-1) if last else self
+
+    def axis(self, z: Tensor) -> int:
+        """The dimension of the classes in z."""
+        return z.ndim - 1 if self.class_dim == -1 else 1
+
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        axis = self.axis(z)
+        z, y = z.movedim(axis, 1), y.movedim(axis, 1) if y.is_floating_point() else y
         if recording() and not y.is_floating_point():
             # `check` is answered when all is done; until then no class that does not exist may end the process.
             y = y.long()
@@ -97,7 +122,8 @@ class CrossEntropy(Loss):
         return found * (root_w if weight is None else weighted(root_w, weight.sqrt()))
 
     def count(self, z: Tensor, y: Target, weight: Tensor | None = None) -> int:
-        return super().count(z, y, weight) if self._other_root else math.prod(z.shape[2:]) * (z.shape[1] - 1)
+        C = z.shape[self.axis(z)]
+        return super().count(z, y, weight) if self._other_root else math.prod(z.shape[1:]) // C * (C - 1)
 
     @property
     def _other_root(self) -> bool:
@@ -117,7 +143,7 @@ class CrossEntropy(Loss):
 
     def targets(self, z: Tensor, y: Tensor) -> Tensor:
         """q̃ (N, P, C): smoothed, times the class weights, 0 where ignored."""
-        C = z.shape[1]
+        C = z.shape[self.axis(z)]
         if y.is_floating_point():
             q, kept = self.group(y), z.new_ones(())
         else:
@@ -135,29 +161,31 @@ class CrossEntropy(Loss):
         y = y.long()
         count = (y != self.ignore_index).to(z)
         if self.class_weight is not None:
-            count = count * self.class_weight.to(z)[y.clamp(0, z.shape[1] - 1)]
+            count = count * self.class_weight.to(z)[y.clamp(0, len(self.class_weight) - 1)]
         return weighted(count, weight).sum()
 
     def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
         z = t if z is None else z
-        k = t.ndim - z.ndim
-        return t.movedim(k + 1, -1).reshape(*t.shape[:k], z.shape[0], math.prod(z.shape[2:]), z.shape[1])
+        k, axis = t.ndim - z.ndim, self.axis(z)
+        P = math.prod(z.shape[1:]) // max(z.shape[axis], 1)
+        return t.movedim(k + axis, -1).reshape(*t.shape[:k], z.shape[0], P, z.shape[axis])
 
     def ungroup(self, t: Tensor, z: Tensor) -> Tensor:
-        lead = t.shape[:-3]
-        return t.reshape(*lead, z.shape[0], *z.shape[2:], z.shape[1]).movedim(-1, len(lead) + 1)
+        lead, axis = t.shape[:-3], self.axis(z)
+        return t.reshape(*lead, *z.movedim(axis, -1).shape).movedim(-1, len(lead) + axis)
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         if not isinstance(y, Tensor) or y.dtype == torch.bool or y.is_complex():
             got = y.dtype if isinstance(y, Tensor) else type(y).__name__
             raise TypeError(f"CrossEntropy needs a tensor of class indices or probabilities as targets, got {got}")
         same_device(y, z, "targets")
-        if z.ndim < 2 or z.shape[1] < 2:
+        axis = self.axis(z)
+        if z.ndim < 2 or z.shape[axis] < 2:
             raise ValueError(
                 f"logits have shape {tuple(z.shape)}: CrossEntropy needs (N, C, …) with at least 2 classes "
                 "(one logit per sample takes BinaryCrossEntropy)"
             )
-        C, indices = z.shape[1], (z.shape[0], *z.shape[2:])
+        C, indices = z.shape[axis], (*z.shape[:axis], *z.shape[axis + 1 :])
         if self.class_weight is not None and len(self.class_weight) != C:
             raise ValueError(f"class_weight has {len(self.class_weight)} entries, the logits have {C} classes")
         if y.is_floating_point() and y.shape == indices:
@@ -167,7 +195,7 @@ class CrossEntropy(Loss):
         if y.shape != (z.shape if y.is_floating_point() else indices):
             way_out = ""
             if y.shape == z.shape[:-1]:
-                way_out = "; classes are dimension 1 of the logits: use z.movedim(-1, 1)"
+                way_out = "; classes are dimension 1 of the logits: use z.movedim(-1, 1), or CrossEntropy(class_dim=-1)"
             elif y.shape == (*indices, 1):
                 way_out = "; use y.squeeze(-1)"
             raise ValueError(

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from ..tolerances import FORMULA
 from . import Elementwise, Loss
 from .resolve import NAMES
+from .tasks import Tasks
 
 OURS = {type(loss) for loss in NAMES.values()}  # the tests have proven them; a subclass may compute anything
 
@@ -55,6 +56,9 @@ def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None)
     """
     if type(loss) in OURS:
         return True
+    if isinstance(loss, Tasks):
+        each = [prove(part.loss, empirical, part.z, part.y, weight) for part in loss.parts(z, y)]
+        return all(each)
     index = torch.arange(len(z), device=z.device) if weight is None else weight.nonzero().flatten()
     if len(index) == 0:
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,8 @@ from torch import nn
 from .base import Loss
 from .cross_entropy import CrossEntropy
 from .elementwise import BinaryCrossEntropy, Huber, Poisson, Residual, SquaredError
+from .outputs import Name
+from .tasks import Tasks, Term
 
 NAMES: dict[str, Loss] = {
     "mse": SquaredError(),
@@ -52,6 +54,7 @@ def from_cross_entropy(loss: nn.CrossEntropyLoss) -> Loss:
         class_weight=loss.weight,
         ignore_index=loss.ignore_index,
         reduction=loss.reduction,
+        class_dim=1,
     )
 
 
@@ -64,6 +67,23 @@ MODULES: dict[type[nn.Module], Callable[[Any], Loss]] = {
     nn.PoissonNLLLoss: from_poisson,
 }
 
+
+def from_outputs(losses: dict[Name, Any]) -> Loss:
+    """{name: loss}, {name: (loss, weight)}, or {name: [several of these]}; an output with None has no loss."""
+    tasks = []
+    for name, value in losses.items():
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            loss, weight = one if isinstance(one, tuple) and len(one) == 2 else (one, 1.0)
+            if isinstance(loss, (Mapping, tuple, list)):
+                raise TypeError(
+                    f"the loss of output {name!r} is {value!r}: a loss, (loss, weight), or a list of these is needed"
+                )
+            tasks.append(Term(name, resolve(loss), weight))
+    if not tasks:
+        raise ValueError(f'loss={losses!r} has no loss in it: name an output, such as {{"logits": "cross_entropy"}}')
+    return Tasks(tasks=tuple(tasks))
+
+
 INSTEAD: dict[type[Any], str] = {
     nn.BCELoss: "return logits and use nn.BCEWithLogitsLoss",
     nn.NLLLoss: "return logits and use nn.CrossEntropyLoss",
@@ -71,10 +91,13 @@ INSTEAD: dict[type[Any], str] = {
 }
 
 
-def resolve(loss: str | nn.Module | Loss) -> Loss:
-    """The Loss that a name, a torch.nn loss or a Loss stands for, with its options."""
+def resolve(loss: Any) -> Loss:
+    """The Loss that a name, a torch.nn loss or a Loss stands for, with its options; of a dict by the names of outputs,
+    or a tuple by their positions, the sum of such losses."""
     if isinstance(loss, Loss):
         return loss
+    if isinstance(loss, (Mapping, tuple, list)):
+        return from_outputs(dict(loss if isinstance(loss, Mapping) else enumerate(loss)))
     if isinstance(loss, str):
         if loss in NAMES:
             return NAMES[loss]

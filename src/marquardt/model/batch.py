@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from enum import Enum
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .precision import full
@@ -34,14 +36,16 @@ def tensors(item: Any, depth: int = 3) -> Iterator[Tensor]:
             yield t
         elif depth and opaque(t):
             slots = [getattr(t, name, None) for kind in type(t).__mro__ for name in getattr(kind, "__slots__", ())]
-            yield from tensors([getattr(t, "__dict__", None), slots], depth - 1)
+            items = list(t) if isinstance(t, tuple) else None  # a PackedSequence
+            yield from tensors([getattr(t, "__dict__", None), slots, items], depth - 1)
 
 
 @dataclass(frozen=True)
 class Batch:
     """Inputs as the model takes them, targets, and a weight per sample, both in float32 at least.
 
-    The inputs are a tensor, a tuple or dict of tensors, or an object that the model takes whole.
+    The inputs are a tensor, a tuple or dict of tensors, or an object that the model takes whole. What a tokenizer
+    returns is a dict by another name.
     """
 
     inputs: Any
@@ -51,6 +55,10 @@ class Batch:
     def __post_init__(self) -> None:
         for name in ("targets", "weight"):
             object.__setattr__(self, name, full(getattr(self, name)))
+        for name in ("inputs", "targets"):
+            item = getattr(self, name)
+            if isinstance(item, (dict, UserDict)):
+                object.__setattr__(self, name, dict(item))
 
     def check(self) -> None:
         """Inputs that no model can take a batch from."""
@@ -167,22 +175,15 @@ class Batches:
             yield Batch(*item)
 
 
-def forward(model: Callable[..., Any], inputs: Any) -> Tensor:
-    """z = model(inputs), for a tensor or an object, a tuple (positional) or a dict (by name)."""
+def forward(model: Callable[..., Any], inputs: Any) -> Any:
+    """model(inputs), for a tensor or an object, a tuple (positional) or a dict (by name)."""
     # Converted weights are kept until the outermost autocast ends, which may be the caller's: they have changed since.
     torch.clear_autocast_cache()
     if isinstance(inputs, dict):
-        z = model(**inputs)
-    elif isinstance(inputs, (tuple, list)):
-        z = model(*inputs)
-    else:
-        z = model(inputs)
-    if not isinstance(z, Tensor) or z.ndim == 0:
-        found = f"a {type(z).__name__}" if not isinstance(z, Tensor) else "a 0-dimensional tensor"
-        raise TypeError(
-            f"the model returned {found}; it must return one tensor with a row per sample: wrap it in one that does"
-        )
-    return z
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
+        return model(*inputs)
+    return model(inputs)
 
 
 def modes(model: nn.Module) -> tuple[bool, ...]:

@@ -1,0 +1,233 @@
+"""Several losses at once: one for each output of the model that has one, or several for the same output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .base import Fault, Loss, Root, Target, check_weight, spread
+from .elementwise import Residual
+from .outputs import Name, OutputLayout
+
+
+class Term(NamedTuple):
+    """A loss of one output, and what it counts in the sum."""
+
+    name: Name
+    loss: Loss
+    weight: float = 1.0
+
+
+class Placed(NamedTuple):
+    """A task with its own outputs and targets."""
+
+    name: Name
+    loss: Loss
+    c: Tensor  # ()
+    columns: slice  # of z
+    z: Tensor  # (N, *shape)
+    y: Target
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tasks(Loss):
+    """f = Σₜ weightₜ · fₜ, each fₜ with the reduction and the normaliser νₜ of its own loss.
+
+    z (N, K) are the outputs that have a loss, flattened and side by side; all rows of all tasks make one G. In Σ-units
+
+        value = Σₜ cₜ Σᵢ wᵢ ℓₜ(zᵢ, yᵢ),  cₜ = weightₜ · factorₜ · Σw / νₜ,
+
+    so that f = value / Σw. Both sums are those of all data, see `sums`.
+    """
+
+    surveys: ClassVar[bool] = True
+    tasks: tuple[Term, ...]
+    layout: OutputLayout | None = None  # of the outputs; None before the model has been called
+    c: Tensor | None = None  # (T,)
+    kept: Tensor | None = None  # (T,) νₜ: 0 if no target of a task counts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, loss, weight in self.tasks:
+            if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
+                raise ValueError(f"the weight of the loss of output {name!r} must be positive, got {weight!r}")
+            if loss.reported is not None:
+                raise ValueError(f"the loss of output {name!r} is reported in other units: use the loss itself")
+
+    @property
+    def sum_of_squares(self) -> bool:  # type: ignore[override]
+        return all(task.loss.sum_of_squares for task in self.tasks)
+
+    @property
+    def names(self) -> tuple[Name, ...]:
+        """Of the outputs that have a loss."""
+        return tuple(dict.fromkeys(task.name for task in self.tasks))
+
+    # The outputs.
+
+    def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> Tasks:
+        found = self._placed(raw, y, weight)
+        total, *counts = found.sums(raw, y, weight) if sums is None else sums
+        pairs = list(zip(self.tasks, counts, strict=True))
+        kept = torch.stack([n if task.loss.reduction == "mean" else torch.ones_like(n) for task, n in pairs])
+        factors = [task.weight * task.loss.factor * total / n for task, n in zip(self.tasks, kept, strict=True)]
+        return replace(found, c=torch.stack(factors), kept=kept)
+
+    def joined(self, raw: Any) -> Tensor:
+        assert self.layout is not None
+        return self.layout.joined(_by_position(raw, self.names))
+
+    def sums(self, raw: Any, y: Target, weight: Tensor | None = None) -> Tensor:
+        """Σw and every νₜ: (1 + T,)"""
+        found = self if self.layout is not None else self._placed(raw, y, weight)
+        z = found.joined(raw).detach()
+        counts = [part.loss.normaliser(part.z, part.y, weight) for part in found.parts(z, y)]
+        return torch.stack([self.normaliser(z, y, weight), *counts])
+
+    def _placed(self, raw: Any, y: Target, weight: Tensor | None) -> Tasks:
+        """With the layout of these outputs, and every loss bound to its own; raises if targets do not fit."""
+        raw = _by_position(raw, self.names)
+        layout = OutputLayout.of(raw, self.names)
+        joined, targets = layout.joined(raw).detach(), self._targets(y)
+        if weight is not None:
+            check_weight(weight, joined)
+        z, found = layout.split(joined), []
+        for name, loss, factor in self.tasks:
+            with _about(name):
+                loss = loss.bound(z[name], targets[name], weight)
+                loss.faults(z[name], targets[name])
+            found.append(Term(name, loss, factor))
+        return replace(self, tasks=tuple(found), layout=layout)
+
+    def _targets(self, y: Target) -> dict[Name, Target]:
+        """By the names of the outputs."""
+        names = self.names
+        if isinstance(y, Mapping):
+            found = dict(y)
+        elif isinstance(y, (tuple, list)) and len(y) == len(names):
+            found = dict(zip(names, y, strict=True))
+        elif len(names) == 1 or y is None:
+            found = dict.fromkeys(names, y)
+        else:
+            got = f"{len(y)} of them" if isinstance(y, (tuple, list)) else type(y).__name__
+            raise TypeError(
+                f"the targets are {got}, the losses are for {_listed(names)}: pass a dict with these keys, or a tuple "
+                "in this order"
+            )
+        needed = [task.name for task in self.tasks if not isinstance(task.loss, Residual)]
+        if not set(needed) <= set(found) <= set(names):
+            raise ValueError(
+                f"the losses are for the outputs {_listed(names)}, the targets for {_listed(found)}: give every loss "
+                "its target, and every target a loss"
+            )
+        return {name: found.get(name) for name in names}
+
+    def parts(self, z: Tensor, y: Target) -> Iterator[Placed]:
+        assert self.layout is not None
+        outputs, targets, columns = self.layout.split(z), self._targets(y), self.layout.columns
+        factors = z.new_ones(len(self.tasks)) if self.c is None else self.c
+        for (name, loss, _), c in zip(self.tasks, factors, strict=True):
+            yield Placed(name, loss, c, columns[name], outputs[name], targets[name])
+
+    # The loss.
+
+    def ell(self, z: Tensor, y: Target) -> Tensor:
+        """(N, 1)"""
+        ells = [p.c * p.loss.ell(p.z, p.y).reshape(len(z), -1).sum(1, True) for p in self.parts(z, y)]
+        return torch.stack(ells).sum(0)
+
+    def slope(self, z: Tensor, y: Target) -> Tensor:
+        return self.gradient(z, y)
+
+    def factors(self, z: Tensor, y: Target) -> tuple[Tensor, Tensor]:
+        S, u, _ = self.root(z, y)
+        return S, u
+
+    def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        return torch.stack([p.c * p.loss.value(p.z, p.y, weight) for p in self.parts(z, y)]).sum()
+
+    def gradient(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        found = torch.zeros_like(z)
+        for p in self.parts(z, y):
+            found[:, p.columns] += p.c * p.loss.gradient(p.z, p.y, weight).reshape(len(z), -1)
+        return found
+
+    def root(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
+        return self._together(z, [(p, p.loss.root(p.z, p.y, weight)) for p in self.parts(z, y)])
+
+    def empirical(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
+        return self._together(z, [(p, p.loss.empirical(p.z, p.y, weight)) for p in self.parts(z, y)])
+
+    def _together(self, z: Tensor, roots: list[tuple[Placed, Root]]) -> Root:
+        """One group of K outputs, with the columns of all tasks: each is zero outside its own outputs."""
+        rows = [(p, *spread(p.loss, root, p.z)) for p, root in roots]  # (R, N, *shape), (R, N), (N, *shape)
+        S = z.new_zeros(sum(len(u) for _, _, u, _ in rows), *z.shape)  # (R, N, K)
+        v = None if all(v is None for *_, v in rows) else torch.zeros_like(z)
+        first = 0
+        for p, own, u, rest in rows:
+            S[first : first + len(u), :, p.columns] = p.c.sqrt() * own.reshape(len(u), len(z), -1)
+            if v is not None and rest is not None:
+                v[:, p.columns] += p.c * rest.reshape(len(z), -1)
+            first += len(u)
+        u = torch.cat([p.c.sqrt() * u for p, _, u, _ in rows])  # (R, N)
+        return Root(S.permute(1, 2, 0)[:, None], u.T[:, None], None if v is None else v[:, None])
+
+    def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        """Every task with random signs of its own."""
+        used, found = 0, []
+        for p in self.parts(z, y):
+
+            def own(shape: tuple[int, ...]) -> Tensor:
+                nonlocal used
+                first, used = used, used + math.prod(shape)
+                return signs((used,))[:, first:].reshape(-1, *shape)
+
+            rows = p.loss.ungroup(p.loss.mixed(p.z, p.y, weight, own), p.z)  # (k, N, *shape)
+            found.append(rows.new_zeros(len(rows), *z.shape))
+            found[-1][:, :, p.columns] = p.c.sqrt() * rows.reshape(len(rows), len(z), -1)
+        return torch.stack(found).sum(0)[:, :, None]
+
+    def count(self, z: Tensor, y: Target, weight: Tensor | None = None) -> int:
+        return sum(p.loss.count(p.z, p.y, weight) for p in self.parts(z, y))
+
+    def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        return torch.stack([p.c * p.loss.lower_bound(p.z, p.y, weight) for p in self.parts(z, y)]).sum()
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        found = []
+        for p in self.parts(z, y):
+            with _about(p.name):
+                found += [f._replace(name=f"output {p.name!r}: {f.name}") for f in p.loss.faults(p.z, p.y)]
+        if self.kept is not None:
+            nothing = "every target of the task has weight 0 or is ignored (ignore_index), leave this batch out"
+            for task, kept in zip(self.tasks, self.kept, strict=True):
+                found.append(
+                    Fault(~(kept > 0), kept, f"output {task.name!r}: the total weight of the targets", nothing)
+                )
+        return found
+
+
+@contextmanager
+def _about(name: Name) -> Iterator[None]:
+    """Errors name the output."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"output {name!r}: {error}") from error
+
+
+def _by_position(raw: Any, names: tuple[Name, ...]) -> Any:
+    """Named tuples have positions too."""
+    whole = isinstance(raw, tuple) and all(isinstance(name, int) for name in names)
+    return tuple(raw) if whole else raw
+
+
+def _listed(names: Any) -> str:
+    return "{" + ", ".join(map(repr, names)) + "}"
