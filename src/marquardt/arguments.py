@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .curvature.contract import Representation
 from .jacobian.rows import Rows
 from .model.checks import check_coupling, check_group
+from .model.parameters import held
 
 
 def check_ready(
@@ -31,7 +32,7 @@ def check_ready(
     check_rate(lr)
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a step needs gradients: call it outside torch.inference_mode()")
-    own = {id(p) for p in model.parameters()}
+    own = {id(p) for p in held(model)}
     if not all(id(p) in own for p in params):
         raise ValueError("the model's parameters were replaced since this LM was made: make a new one")
     frozen = {id(p) for p in params if not p.requires_grad}

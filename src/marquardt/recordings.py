@@ -24,6 +24,7 @@ from .jacobian.objective import Objective, Totals
 from .jacobian.proof import EVERY
 from .memory import out_of_memory
 from .model.batch import Batch, modes
+from .model.parameters import held
 from .recorded import RecordedStep, Unlike, carried, on_same_data
 from .state import State
 
@@ -198,7 +199,7 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     model = objective.model
     leaves, spec = tree_flatten([vars(batch), carried(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
-    places = tuple(t.data_ptr() for t in [*model.parameters(), *model.buffers()])
+    places = tuple(t.data_ptr() for t in held(model))
     settings = modes(model), attributes(model), torch.get_float32_matmul_precision(), objective.autocast
     plan = None if state.plan is None else state.plan.choice
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,12 @@ class Parameters:
         self.n = sum(self.sizes)
         self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         self.dtype, self.device = self.tensors[0].dtype, self.tensors[0].device
-        names = {id(p): name for name, p in model.named_parameters()}
-        self.names = [names[id(p)] for p in self.tensors]
+        self._model = model
+
+    @cached_property
+    def names(self) -> list[str]:
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        return [names[id(p)] for p in self.tensors]
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -115,6 +120,12 @@ def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
 def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
     """One vector from the gradients of some parameters, None for 0"""
     return torch.cat([flat(g, p) for g, p in zip(grads, params, strict=True)])
+
+
+def held(model: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers, those of several modules more than once: `Module.parameters` takes several times as
+    long, and every step of a deep model asks"""
+    return [t for m in model.modules() for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
 
 
 class Position:
