@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .curvature.contract import Representation
 from .jacobian.rows import Rows
 from .model.checks import check_coupling, check_group
-from .model.parameters import held
+from .model.parameters import held, named_parameters
 
 
 def check_ready(
@@ -36,7 +36,7 @@ def check_ready(
     if not all(id(p) in own for p in params):
         raise ValueError("the model's parameters were replaced since this LM was made: make a new one")
     frozen = {id(p) for p in params if not p.requires_grad}
-    for name in [name for name, p in model.named_parameters() if id(p) in frozen] if frozen else []:
+    for name in [name for name, p in named_parameters(model) if id(p) in frozen] if frozen else []:
         raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
 
 

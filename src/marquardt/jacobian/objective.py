@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..layers.largest import Largest
 from ..losses import Loss
 from ..model.batch import Batch, forward
+from ..model.kernels import uncompiled
 from ..model.parameters import Parameters
 from ..model.precision import Autocast, widened
 
@@ -52,7 +53,7 @@ class Objective:
     def called(self, inputs: Any, model: Callable[..., Any] | None = None) -> Any:
         """What the model returns, or one that was made of it."""
         slow = self.parameters.device.type == "cpu" and not torch.is_grad_enabled() and model is None
-        with Largest() if slow else nullcontext(), self.autocast():
+        with Largest() if slow else nullcontext(), self.autocast(), uncompiled():
             return forward(self.model if model is None else model, inputs)
 
     def taken(self, batch: Batch) -> tuple[Objective, Tensor]:

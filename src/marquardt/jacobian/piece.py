@@ -15,6 +15,7 @@ from ..losses.proof import prove
 from ..memory import out_of_memory
 from ..model.batch import Batch, tensors
 from ..model.checks import check_coupling
+from ..model.parameters import named_parameters
 from ..model.randomness import Chance
 from .jacobian import Jacobian
 from .known import Known
@@ -99,7 +100,7 @@ class Piece:
         for t in tensors(self.batch.inputs):
             if t.is_floating_point() and not bool(t.isfinite().all()):
                 return "the inputs hold NaN or infinite values, clean the data"
-        for name, p in self.objective.model.named_parameters():
+        for name, p in named_parameters(self.objective.model):
             if not bool(p.isfinite().all()):
                 return f"the model's parameter {name!r} holds NaN or infinite values, load an earlier checkpoint"
         if not bool(self.z.isfinite().all()):

@@ -1,7 +1,8 @@
-"""Kernels that can be differentiated twice, or that leave a graph, in the place of fused ones that cannot."""
+"""Kernels that can be differentiated twice, or that leave a graph, in the place of fused or compiled ones."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,6 +49,7 @@ def _without(backend: Any) -> Iterator[None]:
 PLAIN_ATTENTION = Shared(lambda: sdpa_kernel(SDPBackend.MATH))
 PLAIN_RECURRENCE = Shared(lambda: _without(torch.backends.cudnn))
 OPEN_CELLS = Shared(lambda: _without(torch.backends.mkldnn))
+UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager
@@ -56,6 +58,12 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
     with PLAIN_ATTENTION(), PLAIN_RECURRENCE() if recurrent else nullcontext():
         yield
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """The code of a model, or of a part of it, as it was before torch.compile. What is compiled hides its layers, can be
+    differentiated once only, draws random numbers of its own, and would be compiled anew for every way to call it."""
+    return UNCOMPILED() if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -28,7 +28,7 @@ class Parameters:
 
     @cached_property
     def names(self) -> list[str]:
-        names = {id(p): name for name, p in self._model.named_parameters()}
+        names = {id(p): name for name, p in named_parameters(self._model)}
         return [names[id(p)] for p in self.tensors]
 
     def __len__(self) -> int:
@@ -108,6 +108,12 @@ class Parameters:
     def cosine(self, a: Tensor, b: Tensor) -> Tensor:
         """Without the copies that torch.cosine_similarity makes of vectors that may be large: ()"""
         return self.dot(a, b) / (self.norm(a) * self.norm(b)).clamp(min=1e-30)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """By the names that they had before torch.compile"""
+    for name, p in model.named_parameters():
+        yield name.replace("_orig_mod.", ""), p
 
 
 def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
