@@ -61,7 +61,7 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """The code of a model, or of a part of it, as it was before torch.compile. What is compiled hides its layers, can be
+    """The code of a model or of a part of it as it was before torch.compile. What is compiled hides its layers, can be
     differentiated once only, draws random numbers of its own, and would be compiled anew for every way to call it."""
     return UNCOMPILED() if "torch._dynamo" in sys.modules else nullcontext()
 
