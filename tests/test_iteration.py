@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
+from marquardt.attempt import blame_gradient
 from marquardt.iteration import (
     FAILED,
     FAINT,
@@ -25,7 +26,6 @@ from marquardt.iteration import (
     Readings,
     Start,
     begin,
-    blame_gradient,
     check_metric,
     concluded,
     damped,

@@ -18,6 +18,7 @@ from .iteration import Step
 from .jacobian.linearization import Linearization, Needs, linearize
 from .jacobian.rows import Cotangents, Empirical, Exact, Fraction, Rows, Sampled
 from .metric import Diagonal, Metric
+from .model.decay import WeightDecay
 from .optimizer import LM
 from .parts.acceptance import Decrease, Uphill
 from .parts.average import EMA, Polyak
@@ -78,6 +79,7 @@ __all__ = [
     "Step",
     "TenFold",
     "Uphill",
+    "WeightDecay",
     "curve_fit",
     "layers",
     "least_squares",

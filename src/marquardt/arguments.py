@@ -59,11 +59,18 @@ def check_rate(lr: Any) -> None:
         raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
 
 
-def check_options(attempts: Any, capture: Any) -> None:
+def check_options(attempts: Any, capture: Any, radius: Any) -> None:
     if not isinstance(attempts, int) or attempts < 1:
         raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
     if capture is not None and not isinstance(capture, bool):
         raise ValueError(f"capture={capture!r}: True, False, or None to record steps if that pays")
+    check_radius(radius)
+
+
+def check_radius(radius: Any) -> None:
+    number = isinstance(radius, (int, float)) and not isinstance(radius, bool)
+    if radius is not None and not (number and 0 < radius < math.inf):
+        raise ValueError(f"radius={radius!r}: the longest step, a finite number above 0, or None for no bound")
 
 
 def check_together(representation: Representation, single: bool) -> None:
@@ -82,6 +89,12 @@ def brief(part: Any) -> str:
     found = [(f.name, getattr(part, f.name), f.default) for f in fields(part)]
     options = [f"{k}={v!r}" for k, v, usual in found if v is not usual and (isinstance(v, Tensor) or v != usual)]
     return f"{type(part).__name__}({', '.join(options)})"
+
+
+def check_parts(parts: object) -> None:
+    for name, part in vars(parts).items():
+        if name != "radius":
+            check_part(name, part)
 
 
 def check_part(name: str, part: Any) -> None:

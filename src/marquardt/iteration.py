@@ -49,6 +49,7 @@ class Parts:
     acceptance: Acceptance
     line_search: LineSearch | None
     average: Average | None
+    radius: float | None = None  # ‖lr·d‖ at most
 
     @property
     def remembers(self) -> bool:
@@ -73,6 +74,8 @@ class Step:
     averaged_loss: float = math.nan  # on changing batches, f of the averaged weights before the step
     seconds: float = field(default=math.nan, compare=False)  # that it took,
     predicted: float = field(default=math.nan, compare=False)  # and that were predicted before it began; NaN if none
+    data_loss: float = math.nan  # `loss` without weight decay,
+    new_data_loss: float = math.nan  # and `new_loss`
 
 
 def rows_of(parts: Parts, plan: Plan | None) -> Rows:
@@ -98,13 +101,16 @@ class Readings(NamedTuple):
 
     new_loss: Tensor  # f(θ + lr·d), in float64
     gd: Tensor  # gᵀd
-    dGd: Tensor  # dᵀGd
+    dGd: Tensor  # dᵀ(G + W)d
     gDg: Tensor  # gᵀD⁻¹g
     length: Tensor  # ‖d‖
     theta: Tensor  # ‖θ‖
     dDd: Tensor | None  # dᵀDd, on the same data
     cosine: Tensor | None  # between the plain step and the previous one, if there was one
     mean_loss: Tensor | None  # f(θ̄), in float64, on changing batches
+    decay: Tensor | None = None  # what weight decay has of f(θ), in float64,
+    new_decay: Tensor | None = None  # and of f(θ + lr·d)
+    uncut: Tensor | None = None  # ‖d‖ before it was cut back to the radius
 
     def tensors(self) -> list[Tensor]:
         return [t for t in self if t is not None]
@@ -119,7 +125,7 @@ class Proposal(NamedTuple):
     """A step, not yet taken, though the model is there."""
 
     d: Tensor  # (n,)
-    plain: Tensor  # −(G + λD)⁻¹g, before momentum: (n,)
+    plain: Tensor  # −(G + W + λD)⁻¹g, before momentum: (n,)
     readings: Readings
 
 
@@ -147,20 +153,30 @@ def propose(
     parts: Parts, lin: Linearization, matrices: Matrices, lam: float | Tensor, lr: float, old: State, same_data: bool,
     doubt: float = 1.0,
 ) -> Proposal:  # fmt: skip
-    """Solve (G + λD)d = −g, add momentum, try. In doubt of the batch the step is shorter than the last one."""
-    G, space = matrices.G, lin.parameters
+    """Solve (G + W + λD)d = −g, add momentum, try. In doubt of the batch the step is shorter than the last one."""
+    G, W, space = matrices.G, lin.decay, lin.parameters
     H = Damped(G, lam * matrices.A)
     plain = H.step()
     d = plain if parts.momentum is None else parts.momentum.refine(plain, old.previous, H, same_data)
     if doubt > 1:
         d = d * (old.stride / math.sqrt(doubt) / space.norm(d)).clamp(max=1)
+    uncut = None if parts.radius is None else space.norm(d)
+    alone, d = d is plain, within(parts.radius, lr, d, space)
+    plain = d if alone else within(parts.radius, lr, plain, space)
     cosine = None if old.previous is None else space.cosine(plain, old.previous)
     # First, for the model stays where it was tried last.
     mean_loss = None if old.mean is None or same_data else Trials(lin).loss(old.mean - lin.theta, 1.0)
     new_loss = Trials(lin).loss(d, lr)
+    decay, new_decay = (None if W is None else W.value(p) for p in (space.shaped(lin.theta), space.tensors))
     dDd = matrices.A.quadratic(d, space.sizes, space.dot) if same_data else None
     lengths = space.norm(d), space.norm(lin.theta)
-    return Proposal(d, plain, Readings(new_loss, *G.model(d), G.slope(matrices.A), *lengths, dDd, cosine, mean_loss))
+    found = new_loss, *H.model(d), G.slope(matrices.A), *lengths
+    return Proposal(d, plain, Readings(*found, dDd, cosine, mean_loss, decay, new_decay, uncut))
+
+
+def within(radius: float | None, lr: float, d: Tensor, space: Parameters) -> Tensor:
+    """d, cut back to ‖lr·d‖ ≤ radius"""
+    return d if radius is None or lr == 0 else d * (radius / (lr * space.norm(d))).clamp(max=1)
 
 
 # --- numbers only
@@ -178,6 +194,14 @@ class Found(NamedTuple):
     dDd: float | None
     cosine: float | None
     mean_loss: float | None
+    decay: float | None = None
+    new_decay: float | None = None
+    uncut: float | None = None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the step was cut back to the radius."""
+        return self.uncut is not None and self.length < self.uncut
 
 
 class Judgement(NamedTuple):
@@ -258,7 +282,7 @@ def lag(level: Level, mean_loss: float | None) -> float:
 
 
 def gain_ratio(decrease: float, predicted: float) -> float:
-    """ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd); a model that predicts no decrease counts as failure."""
+    """ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀ(G + W)d); a model that predicts no decrease counts as failure."""
     return decrease / predicted if predicted > 0 and not math.isnan(decrease) else -math.inf
 
 
@@ -273,19 +297,25 @@ class Ending(NamedTuple):
     judgement: Judgement
     length: float = math.nan  # ‖d‖
 
+    @property
+    def cut(self) -> bool:
+        return self.found is not None and self.found.cut
+
 
 FAILED = Judgement(None, True, -math.inf, math.inf, 1.0)
 
 
 def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: bool, unjudged: int) -> float:
-    """λ ← smaller after a good step, larger after a bad one; in doubt of the batch it stays. `over_batches`: whether
-    G is a running average."""
+    """λ ← smaller after a good step, larger after a bad one; in doubt of the batch it stays. After a step that was cut
+    back to the radius it does not fall: a smaller λ asks for a longer step. `over_batches`: whether G is a running
+    average."""
     if start.doubt > 1:
         return lam
     full_loss = math.nan if end.found is None else end.found.new_loss
     _, _, gain, _, share, lag = end.judgement
     outcome = Outcome(start.level.f, full_loss, gain, end.rule, start.same_data, over_batches, unjudged, share, lag)
-    return parts.schedule.update(lam, outcome)
+    found = parts.schedule.update(lam, outcome)
+    return max(found, lam) if end.cut else found
 
 
 def concluded(
@@ -293,9 +323,9 @@ def concluded(
 ) -> tuple[State, bool]:
     """The numbers that the step leaves for the next one, and whether the run has converged. `lam` is λ of the next
     step, `used` that of this one; `theta` is the point with the loss f."""
-    old, (f, low, rounding, _), repeats, doubt = start
-    # Steps that all in all have found next to nothing; a λ above λ₀ may be why they predict so little.
-    faint = start.same_data and min(end.judgement.predicted, f - low) <= FAINT * rounding
+    old, (f, low, rounding, *_), repeats, doubt = start
+    # Steps that all in all have found next to nothing; a λ above λ₀ or the radius may be why they predict so little.
+    faint = start.same_data and not end.cut and min(end.judgement.predicted, f - low) <= FAINT * rounding
     idle_from = old.idle_from if old.idle else f
     idle = old.idle + 1 if faint and abs(idle_from - end.loss) <= FAINT * rounding else 0
     state = old.after(f, end.loss, low, lam, doubt).settled(f, end.loss, start.floor, theta, start.same_data)
@@ -315,13 +345,21 @@ def smoothed(past: float | None, lag: float) -> float | None:
     return math.log(lag) if past is None else 0.8 * past + 0.2 * math.log(lag)
 
 
-def report(loss: Loss, start: Start, end: Ending, lam: float, notes: Sequence[str], converged: bool) -> Step:
-    before, after = (loss.report(x, start.level.normaliser) for x in (start.level.f, end.loss))
+def report(
+    loss: Loss, start: Start, end: Ending, lam: float, notes: Sequence[str], converged: bool, decay: float = 0.0
+) -> Step:
+    """`decay` is what weight decay has of f where the step ends."""
+    level = start.level
+    numbers = level.f, end.loss, level.f - level.decay, end.loss - decay
+    before, after, data, new_data = (loss.report(x, level.normaliser) for x in numbers)
     slope = math.nan if end.found is None else math.sqrt(max(end.found.gDg, 0.0))
     mean = None if end.found is None else end.found.mean_loss
-    averaged = math.nan if mean is None else loss.report(mean, start.level.normaliser)
+    averaged = math.nan if mean is None else loss.report(mean, level.normaliser)
     gain, words = end.judgement.gain, "; ".join(notes)
-    return Step(before, after, end.d is not None, end.rule, lam, end.lr, gain, words, slope, converged, averaged)
+    return Step(
+        before, after, end.d is not None, end.rule, lam, end.lr, gain, words, slope, converged, averaged,
+        data_loss=data, new_data_loss=new_data,
+    )  # fmt: skip
 
 
 # --- what the next step is left with
@@ -361,10 +399,3 @@ def check_past(G: Curvature) -> Past | None:
         if not isinstance(t, Tensor):
             raise TypeError(f"{type(G).__name__}.keep returned {type(t).__name__} for {key!r}: tensors only")
     return past
-
-
-def blame_gradient(parameters: Parameters, g: Tensor) -> None:
-    """A gradient that is not finite is an error, not a matter of λ."""
-    for name, part in zip(parameters.names, parameters.split(g), strict=True):
-        if not bool(part.isfinite().all()):
-            raise ValueError(f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer")

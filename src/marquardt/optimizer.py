@@ -6,35 +6,27 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arguments import brief, check_batch, check_options, check_part, check_rate, check_ready, check_together
+from .arguments import brief, check_batch, check_options, check_parts, check_radius, check_ready, check_together
+from .attempt import attempt
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
-from .curvature.solve import FactorizationError
-from .deferred import floats
+from .groups import check_same_rate, grouped, weights
 from .iteration import (
     CONVERGED,
-    FAILED,
-    Ending,
-    Matrices,
     Parts,
-    Start,
     Step,
     begin,
-    blame_gradient,
     concluded,
     damped,
     first_notes,
-    judge,
     kept,
     next_lam,
-    propose,
     report,
     rows_of,
     with_mean,
@@ -45,7 +37,8 @@ from .jacobian.objective import Objective
 from .jacobian.rows import Rows
 from .losses import resolve
 from .model.batch import Batch, Batches
-from .model.checks import check_coupling, check_group, trainable
+from .model.checks import check_coupling, check_group
+from .model.decay import WeightDecay
 from .model.parameters import Parameters
 from .model.precision import without_autocast
 from .model.randomness import rng_state, set_rng_state
@@ -61,7 +54,6 @@ from .recorded import RECORDERS
 from .recordings import Recordings
 from .saving import check_groups, loaded, saved
 from .state import State
-from .trials import Trials
 
 
 class LM(torch.optim.Optimizer):
@@ -100,8 +92,10 @@ class LM(torch.optim.Optimizer):
         model: torch.nn.Module,
         loss: Any,
         *,
-        params: Iterable[Tensor] | None = None,
+        params: Iterable[Any] | None = None,
         lr: float = 1.0,
+        weight_decay: float | WeightDecay = 0.0,
+        radius: float | None = None,
         curvature: Representation = Auto(),
         rows: Rows | None = None,
         damping: Damping = KroneckerMetric(),
@@ -114,30 +108,35 @@ class LM(torch.optim.Optimizer):
         capture: bool | None = None,
         group: bool | None = None,
     ) -> None:
-        chosen = trainable(model, params)
+        groups, rule = grouped(model, params), WeightDecay.of(weight_decay)
+        options = {"lr": lr, "weight_decay": rule.w}
         check_group(group)
-        check_rate(lr)
-        check_options(attempts, capture)
-        parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average)
-        for name, part in vars(parts).items():
-            check_part(name, part)
+        check_same_rate([{**options, **each} for each in groups])
+        check_options(attempts, capture, radius)
+        parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average, radius)
+        check_parts(parts)
         if curvature.needs.by_sample:
             check_coupling(model)
         self.model, self.loss = model, resolve(loss)
         self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
         self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
         self.average, self.attempts, self.capture, self.group = average, attempts, capture, group
+        self.radius = radius
+        parameters = Parameters(model, [p for each in groups for p in each["params"]])
+        self._spared = rule.spared(model, parameters)  # from weight decay
+        towards = rule.anchor(parameters, self._spared)
         self._averaged = False  # whether the model holds the averaged weights
         self._known, self._recordings = Known(), Recordings()  # what was found out about the model
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
         self._pace = Pace()
         self._last: list[Any] = []  # the inputs of the last step, if BatchNorm keeps statistics of them
-        self._state = State(lam=schedule.initial)
-        super().__init__(chosen, {"lr": lr})
+        super().__init__(groups, options)
+        self._state = State(lam=schedule.initial, towards=towards)  # last: `add_param_group` asks for it
 
     @property
     def params(self) -> list[Tensor]:
-        return self.param_groups[0]["params"]  # type: ignore[no-any-return]
+        """Of all groups, in their order: θ"""
+        return [p for group in self.param_groups for p in group["params"]]
 
     @property
     def lr(self) -> float:
@@ -149,9 +148,10 @@ class LM(torch.optim.Optimizer):
         return self._state.lam
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self.param_groups:
+        if "_state" in vars(self):
             raise ValueError(
-                "LM solves for all parameters together: one parameter group, given as params= when it is made"
+                "LM solves for all parameters together: give them as params= when it is made, one parameter group or "
+                "several"
             )
         super().add_param_group(param_group)
 
@@ -186,6 +186,8 @@ class LM(torch.optim.Optimizer):
 
     def _step(self, batches: Iterable[Batch]) -> Step:
         check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self.group, self._averaged)
+        check_same_rate(self.param_groups)
+        check_radius(self.radius)
         self._pace.begin()
         step = self._taken(batches)
         # What BatchNorm has seen last: `averaged` shows it to the averaged weights.
@@ -216,7 +218,7 @@ class LM(torch.optim.Optimizer):
         """The step, or everything as it was before it."""
         old, parts = self._state, self.parts
         lin = Linearization(
-            Objective(self.model, self.loss, self.params), batches, rows_of(parts, plan), parts.curvature.needs,
+            self._objective(), batches, rows_of(parts, plan), parts.curvature.needs,
             known=self._known, seed=old.steps, single=not isinstance(batches, Batches), most=old.most_rows,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
@@ -243,6 +245,16 @@ class LM(torch.optim.Optimizer):
             lin.close()
         return step
 
+    @property
+    def _weights(self) -> list[float]:
+        """Weight decay of every parameter"""
+        return weights(self.param_groups, self._spared)
+
+    def _objective(self) -> Objective:
+        params, towards = self.params, self._state.towards
+        towards = None if towards is None else towards.to(params[0])
+        return Objective(self.model, self.loss, params, self._weights, towards)
+
     def _iterate(self, lin: Linearization, representation: Representation, plan: Plan | None) -> tuple[Step, State]:
         """The algorithm box: the step and the next state; the model ends at the next θ."""
         parts, old = self.parts, self._state.like(lin.theta)
@@ -252,7 +264,7 @@ class LM(torch.optim.Optimizer):
         lam, unjudged, notes = old.lam, old.unjudged, first_notes(start, plan)
         for _ in range(self.attempts):
             used = start.doubt * lam
-            end = self._attempt(lin, matrices, start, used, notes)
+            end = attempt(parts, lin, matrices, start, used, self.lr, notes)
             unjudged = 0 if end.judgement.judged else unjudged + 1
             lam = next_lam(parts, start, lam, end, G.averaged, unjudged)
             if end.rule != "rejected":
@@ -273,34 +285,8 @@ class LM(torch.optim.Optimizer):
             state = with_mean(parts, replace(state, previous=None), lin.parameters, start.same_data)
         if end.d is not None:
             state = with_mean(parts, kept(parts, state, matrices, end, start), lin.parameters, start.same_data)
-        return report(self.loss, start, end, used, [CONVERGED] if converged else notes, converged), state
-
-    def _attempt(self, lin: Linearization, matrices: Matrices, start: Start, lam: float, notes: list[str]) -> Ending:
-        """One λ: propose, judge; if that fails, search."""
-        parts, lr, f, doubt = self.parts, self.lr, start.level.f, start.doubt
-        try:
-            proposal = propose(parts, lin, matrices, lam, lr, start.old, start.same_data, doubt)
-        except FactorizationError as error:
-            blame_gradient(lin.parameters, matrices.G.gradient)
-            notes.append(str(error))
-            return Ending("rejected", lr, None, f, None, FAILED)
-        finally:
-            notes += matrices.G.notes
-            matrices.G.notes.clear()
-        d, plain, readings = proposal
-        found = readings.read(floats(*readings.tensors()))  # one synchronisation for all that the judgement needs
-        if not math.isfinite(found.new_loss):
-            notes.append(f"the trial loss is {found.new_loss}")
-        judgement = judge(parts, start, found, lam, lr, torch.finfo(d.dtype).eps)
-        if judgement.rule is not None:
-            return Ending(judgement.rule, lr, d, found.new_loss, found, judgement, found.length)
-        if parts.line_search is not None and lr > 0 and judgement.judged and doubt == 1:
-            line = d if parts.line_search.along_step else plain
-            tried = (lr, found.new_loss) if line is d else None
-            point = parts.line_search.search(partial(Trials(lin).losses, line), f, lr, tried)
-            if point is not None:
-                return Ending("search", point[0], line, point[1], found, judgement, float(lin.parameters.norm(line)))
-        return Ending("rejected", lr, None, f, found, judgement, found.length)
+        decay = 0.0 if lin.decay is None else float(lin.decay.value(lin.parameters.tensors))
+        return report(self.loss, start, end, used, [CONVERGED] if converged else notes, converged, decay), state
 
     @property
     def _records(self) -> bool:
@@ -309,7 +295,7 @@ class LM(torch.optim.Optimizer):
     def _replayed(self, batch: Batch) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
         old, device, forced = self._state, self.params[0].device, self.capture is True
-        objective = Objective(self.model, self.loss, self.params)
+        objective = self._objective()
         recording = self._recordings.of(self.parts, objective, batch, old, self._known, self.lr, forced)
         if recording is None:
             return None
@@ -333,7 +319,7 @@ class LM(torch.optim.Optimizer):
     def parts(self) -> Parts:
         return Parts(
             self.curvature, self.rows, self.damping, self.schedule, self.momentum, self.acceptance, self.line_search,
-            self.average,
+            self.average, self.radius,
         )  # fmt: skip
 
     # Averaged weights, and what torch.optim.Optimizer promises.
@@ -365,11 +351,15 @@ class LM(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "marquardt" not in state_dict:
             raise ValueError("this state_dict has no entry 'marquardt': it was not made by marquardt.LM")
-        state = loaded(state_dict["marquardt"], self.schedule, self.damping, self.curvature, self.params)
+        towards = self._state.towards
+        state = loaded(state_dict["marquardt"], self.schedule, self.damping, self.curvature, self.params, towards)
         check_groups(state_dict)
+        decays = [group["weight_decay"] for group in self.param_groups]
         found = self._known, self._recordings, self._pace, self._averaged  # of the model, not of the state
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
         self._known, self._recordings, self._pace, self._averaged = found
+        for group, w in zip(self.param_groups, decays, strict=True):
+            group.setdefault("weight_decay", w)  # of which a state of marquardt 0.1.0 does not tell
         self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
@@ -387,8 +377,9 @@ class LM(torch.optim.Optimizer):
         n, state = sum(p.numel() for p in self.params), self._state
         lines = [
             f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}",
-            *(f"    {name:<12}{brief(part)}" for name, part in vars(self.parts).items()),
+            *(f"    {name:<12}{brief(part)}" for name, part in vars(self.parts).items() if name != "radius"),
             f"    lr={self.lr}, attempts={self.attempts}, capture={self.capture}, group={self.group}",
+            f"    weight_decay={', '.join(map(str, dict.fromkeys(self._weights)))}, radius={self.radius}",
             f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
             *([] if state.plan is None else [f"    plan: {self.plan}", f"    {self._pace.words(state.plan)}"]),
             *([f"    {self._recordings.note}"] if self._recordings.note else []),

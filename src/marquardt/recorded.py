@@ -139,10 +139,11 @@ class RecordedStep:
         found: list[float] = self.answers.tolist()
         asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
         self.totals = Totals(*totals)
-        level = self.objective.level(self.totals) if self.totals.normaliser == self.normaliser else None
-        if not all(asked) or level is None or not math.isfinite(level.f):
+        read = self.readings.read(rest)
+        if not all(asked) or self.totals.normaliser != self.normaliser:
             return None
-        return level, self.readings.read(rest)
+        level = self.objective.level(self.totals, read.decay or 0.0)
+        return (level, read) if math.isfinite(level.f) else None
 
     def concluded(self, old: State) -> tuple[Step, State] | None:
         """What a replay came to, and the next state; None unless it was accepted and went as recorded: then `undo`."""
@@ -165,7 +166,7 @@ class RecordedStep:
             state = with_mean(parts, _with(state, self.next), self.objective.parameters, self.same_data)
             state = replace(state, D=None if state.D is None else state.D.settled(state.steps))
         notes = [CONVERGED] if converged else []
-        return report(self.objective.loss, start, end, old.lam, notes, converged), state
+        return report(self.objective.loss, start, end, old.lam, notes, converged, found.new_decay or 0.0), state
 
     def undo(self, state: State) -> State:
         """The model as before the step, and its state."""

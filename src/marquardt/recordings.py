@@ -202,8 +202,10 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     places = tuple(t.data_ptr() for t in held(model))
     settings = modes(model), attributes(model), torch.get_float32_matmul_precision(), objective.autocast
     plan = None if state.plan is None else state.plan.choice
+    decay = objective.penalty
+    penalty = None if decay is None else (decay.weights, seen(decay.towards))
     return (
-        parts, objective.loss, on_same_data(state), shapes, spec, places, settings, lr, known.proven, plan,
+        parts, objective.loss, penalty, on_same_data(state), shapes, spec, places, settings, lr, known.proven, plan,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from .arguments import check_rate
 from .curvature.contract import Representation
 from .curvature.plan import Plan
 from .metric import restored
+from .model.decay import check_weight
 from .parts.damping import Damping
 from .parts.schedule import Schedule
 from .state import State
@@ -32,12 +33,20 @@ def saved(state: State, damping: Damping, curvature: Representation, params: Seq
 
 
 def loaded(
-    saved: Any, schedule: Schedule, damping: Damping, curvature: Representation, params: Sequence[Tensor]
-) -> State:
-    """The state again, on the device of these parameters, if it can be theirs and that of these parts."""
+    saved: Any, schedule: Schedule, damping: Damping, curvature: Representation, params: Sequence[Tensor],
+    towards: Tensor | None = None,
+) -> State:  # fmt: skip
+    """The state again, on the device of these parameters, if it can be theirs and that of these parts. `towards` is
+    what their weights decay towards now."""
     device = params[0].device
     found = _made_with(_of_this_version(saved), damping, curvature, params)
     found = check_state(found, schedule, curvature, [p.numel() for p in params])
+    if (found.get("towards") is None) != (towards is None):
+        here, there = ("0", "other weights") if towards is None else ("other weights", "0")
+        raise ValueError(
+            f"the state is of weights that decay towards {there}, those of this optimizer towards {here}: make it with "
+            "the same weight_decay=mq.WeightDecay(w, towards=…)"
+        )
     found = tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) else v, found)
     D, plan = found.get("D"), found.get("plan")
     found["D"] = None if D is None else restored(D)
@@ -107,7 +116,7 @@ def check_state(
     past = state.get("past")
     if not isinstance(past, (dict, type(None))):
         raise ValueError(f"the state 'past' is {type(past).__name__}: it must be a dict of tensors, or None")
-    vectors = [(key, state.get(key)) for key in ("previous", "mean", "haven")]
+    vectors = [(key, state.get(key)) for key in ("previous", "mean", "haven", "towards")]
     for key, t in [*vectors, *(("past", t) for t in (past or {}).values())]:
         if not isinstance(t, (Tensor, type(None))):
             raise ValueError(f"the state {key!r} is {type(t).__name__}: it must be a tensor, or None")
@@ -150,3 +159,4 @@ def check_groups(state_dict: dict[str, Any]) -> None:
         if "lr" not in group:
             raise ValueError("this state_dict has a parameter group without 'lr': it was not made by marquardt.LM")
         check_rate(group["lr"])
+        check_weight(group.get("weight_decay", 0.0))

@@ -57,6 +57,7 @@ class State:
     away: int = 0  # steps since
     ceiling: float = math.inf  # the loss that they may reach, since earlier ones have not paid
     late: float = math.inf  # what the best loss was of late, see FADE
+    towards: Tensor | None = None  # θ₀, which the weights decay towards; None for 0
 
     @property
     def steady(self) -> bool | None:
@@ -124,7 +125,7 @@ class State:
 
     def like(self, theta: Tensor) -> State:
         """The vectors in the precision and on the device of θ: the model may have been moved."""
-        found = {k: getattr(self, k) for k in ("D", "previous", "mean", "haven")}
+        found = {k: getattr(self, k) for k in ("D", "previous", "mean", "haven", "towards")}
         moved: dict[str, Any] = {k: v.to(theta) for k, v in found.items() if v is not None}
         if self.past is not None:  # in the precision that its representation chose
             moved["past"] = {k: v.to(theta.device) for k, v in self.past.items()}

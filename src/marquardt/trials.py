@@ -54,7 +54,7 @@ class Trials:
                 "the batches are not the same every time they are gone through: use the same data in each pass"
             )
         found: Tensor = total.double() * lin.scale
-        return found
+        return found if lin.decay is None else found + lin.decay.value(lin.parameters.tensors)
 
     def _outputs(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:
         if not self.lin.single:
@@ -119,4 +119,6 @@ class Trials:
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 lrs = torch.tensor(rates, dtype=d.dtype, device=d.device)
                 total = total + vmap(value, randomness="same", chunk_size=size)(lrs)
-        return [float(f) for f in (total.double() * lin.scale).tolist()]
+        losses = [float(f) for f in (total.double() * lin.scale).tolist()]
+        decays = [0.0] * len(losses) if lin.decay is None else lin.decay.along(lin.theta, d, rates)
+        return [f + decay for f, decay in zip(losses, decays, strict=True)]

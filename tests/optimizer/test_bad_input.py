@@ -39,8 +39,9 @@ class Mixed(nn.Module):
         return self.inner(x) * self.odd
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": [p]} for p in model.parameters()]
+def groups(model: nn.Module, key: str = "", value: float = 0.5) -> list[dict[str, Any]]:
+    """One for every parameter; the second has another option"""
+    return [{"params": [p], **({key: value} if i == 1 and key else {})} for i, p in enumerate(model.parameters())]
 
 
 class Complex(nn.Module):
@@ -91,7 +92,30 @@ MAKING: dict[str, Making] = {
     "params twice": Making(lambda m: mq.LM(m, "mse", params=[m[0].weight] * 2), ["params=", "twice"]),
     "params by name": Making(lambda m: mq.LM(m, "mse", params=m.named_parameters()), ["params=", "tuple"]),
     "params as names": Making(lambda m: mq.LM(m, "mse", params=["0.weight"]), ["params=", "str"]),
-    "two groups": Making(lambda m: mq.LM(m, "mse", params=groups(m)), ["one parameter group", "params="]),
+    "groups of several lr": Making(
+        lambda m: mq.LM(m, "mse", params=groups(m, "lr")), ["[1.0, 0.5, 1.0, 1.0]", "learning rates", "same"]
+    ),
+    "groups of several momenta": Making(
+        lambda m: mq.LM(m, "mse", params=groups(m, "momentum")), ["'momentum'", "weight_decay"]
+    ),
+    "groups and parameters": Making(
+        lambda m: mq.LM(m, "mse", params=[*groups(m), m[0].weight]), ["params=", "Parameter", "groups"]
+    ),
+    "a parameter in two groups": Making(lambda m: mq.LM(m, "mse", params=groups(m) * 2), ["params=", "twice"]),
+    "a group that decays the wrong way": Making(
+        lambda m: mq.LM(m, "mse", params=groups(m, "weight_decay", -0.5)), ["weight_decay=-0.5", "at least 0"]
+    ),
+    "weight decay negative": Making(lambda m: mq.LM(m, "mse", weight_decay=-0.1), ["weight_decay=-0.1", "at least 0"]),
+    "weight decay infinite": Making(lambda m: mq.LM(m, "mse", weight_decay=INF), ["weight_decay=inf", "finite"]),
+    "weight decay NaN": Making(lambda m: mq.LM(m, "mse", weight_decay=NAN), ["weight_decay=nan"]),
+    "weight decay a string": Making(lambda m: mq.LM(m, "mse", weight_decay="1"), ["weight_decay='1'", "WeightDecay"]),
+    "weight decay a flag": Making(lambda m: mq.LM(m, "mse", weight_decay=True), ["weight_decay=True"]),
+    "nothing to exclude": Making(
+        lambda m: mq.LM(m, "mse", weight_decay=mq.WeightDecay(0.1, "head.*")), ["'head.*'", "0.weight", "leave it out"]
+    ),
+    "radius 0": Making(lambda m: mq.LM(m, "mse", radius=0), ["radius=0", "above 0", "None"]),
+    "radius NaN": Making(lambda m: mq.LM(m, "mse", radius=NAN), ["radius=nan"]),
+    "radius a string": Making(lambda m: mq.LM(m, "mse", radius="1"), ["radius='1'"]),
     "a tensor as model": Making(lambda m: mq.LM(m[0].weight, "mse"), ["LM(model, loss)", "Parameter"]),
     "parameters as model": Making(lambda m: mq.LM(m.parameters(), "mse"), ["LM(model, loss)", "generator"]),
     "a function as model": Making(lambda m: mq.LM(torch.sin, "mse"), ["LM(model, loss)"]),

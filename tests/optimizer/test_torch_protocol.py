@@ -208,6 +208,7 @@ def test_repr():
         "    line_search Backtracking()\n"
         "    average     EMA()\n"
         "    lr=1.0, attempts=1, capture=None, group=None\n"
+        "    weight_decay=0.0, radius=None\n"
         "    λ = 3, steps: 0, accepted: 0"
     )
     opt.step(x, torch.arange(8) % 3)

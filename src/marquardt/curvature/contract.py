@@ -36,10 +36,15 @@ MEMORY = 10.0
 
 
 class Curvature(ABC):
-    """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some."""
+    """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some.
+
+    G and its statistics are those of the data, g is that of the objective, with weight decay W(θ − θ₀). W is a part of
+    the A that `newton` is given, see `with_decay`.
+    """
 
     averaged = False  # whether the G of `model` is a running average over batches, and not that of this batch alone
     same_data = False  # whether the data are those of the step before
+    takes_sums: ClassVar[bool] = False  # whether `newton` takes a Sum, that has products and `beside` but no `solve`
     separable: ClassVar[bool] = False  # whether it can only be damped by a D that is u ⊗ v in every layer
 
     def __init__(self, lin: Linearization) -> None:
@@ -66,6 +71,15 @@ class Curvature(ABC):
         """(G + A)⁻¹g: (n,); A is a metric, one number () or one per parameter (n,). If G + A is not positive definite,
         a FactorizationError: the step fails, and λ rises."""
 
+    def with_decay(self, A: Metric) -> Metric:
+        """λD + W, which `newton` and `damped_quadratic` take for A; if D is no diagonal matrix, a metric of the same
+        form above it, see Metric.plus"""
+        decay, sizes = self.lin.decay, self.parameters.sizes
+        if decay is None:
+            return A
+        exact = self.takes_sums or not A.turns
+        return A.sum(decay.weights, sizes) if exact else A.plus(decay.weights, sizes)
+
     def step(self, A: Metric) -> Tensor:
         """−(G + A)⁻¹g: (n,)"""
         return -self.newton(A)  # not in place: `newton` may return what it keeps
@@ -88,7 +102,7 @@ class Curvature(ABC):
         return self.parameters.dot(g, D.solve(g.clone(), self.parameters.sizes))
 
     def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
-        """gᵀd and dᵀGd: the model of the loss is f + gᵀd + ½dᵀGd"""
+        """gᵀd and dᵀGd: the model of the loss is f + gᵀd + ½dᵀ(G + W)d"""
         return self.parameters.dot(self.gradient, d), self.quadratic(d)
 
     # From step to step.
@@ -128,14 +142,16 @@ class Curvature(ABC):
 
 
 class Damped:
-    """H, the matrix the step solves with: G + A, with Kronecker the product of the damped factors."""
+    """H, the matrix the step solves with: G + A + W, A the damping and W weight decay; with Kronecker the product of
+    the damped factors. Weight decay joins here, for all representations."""
 
     def __init__(self, G: Curvature, A: Metric) -> None:
-        self.G, self.A = G, A
+        self.G, self.A, self.decay = G, A, G.lin.decay
+        self.damping = G.with_decay(A)
 
     def step(self) -> Tensor:
         """−H⁻¹g"""
-        d = self.G.step(self.A)
+        d = self.G.step(self.damping)
         if d.shape != (self.G.parameters.n,):
             name, shape = type(self.G).__name__, tuple(d.shape)
             raise ValueError(
@@ -150,11 +166,19 @@ class Damped:
 
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀHv"""
-        return self.G.damped_quadratic(v, self.A)
+        return self.G.damped_quadratic(v, self.damping)
+
+    def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
+        """gᵀd and dᵀ(G + W)d: the model of the loss is f + gᵀd + ½dᵀ(G + W)d"""
+        gd, dGd = self.G.model(d)
+        return gd, dGd if self.decay is None else dGd + self.decay.quadratic(d)
 
     def products(self, V: Tensor) -> Tensor:
-        """vᵢᵀ(G + A)vⱼ of a few vectors, also if H is not G + A: (k, n) → (k, k)"""
-        return self.G.products(V) + torch.stack([self.A.times(v, self.G.parameters.sizes) for v in V]) @ V.T
+        """vᵢᵀ(G + A + W)vⱼ of a few vectors, also if H is not that sum: (k, n) → (k, k)"""
+        AV = torch.stack([self.A.times(v, self.G.parameters.sizes) for v in V])
+        if self.decay is not None:
+            AV = AV + torch.stack([self.decay.times(v) for v in V])
+        return self.G.products(V) + AV @ V.T
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """aᵀb"""

@@ -79,6 +79,8 @@ class DenseCurvature(Curvature):
     """Of a large model in float64, G is formed in float32 and the step refined as long as the damping is large enough.
     Until it is not, the rows make all other products."""
 
+    takes_sums = True
+
     def __init__(self, lin: Linearization, inertia: float = 0.0, small: int = 0) -> None:
         super().__init__(lin)
         self.beta, self.small = inertia, small
@@ -239,12 +241,13 @@ class DenseCurvature(Curvature):
         return x.to(self.parameters.dtype)
 
     def _in_coordinates(self, D: Metric) -> Tensor:
-        """WGWᵀ with WD₀Wᵀ = 1; G itself if D is diagonal: (n, n)"""
+        """WGWᵀ with WD₀Wᵀ = 1, and what D has beside D₀; G itself if D is diagonal: (n, n)"""
         if not D.turns:
             return self.G
         if self._turned is None or self._turned[0] is not D.shape or self._turned[1].dtype != self.G.dtype:
             same, sizes = D.to(self.G), self.parameters.sizes
-            self._turned = (D.shape, same.turned(same.turned(self.G, sizes).T, sizes))
+            G = self.G if same.beside is None else self.G + same.beside.diag()
+            self._turned = (D.shape, same.turned(same.turned(G, sizes).T, sizes))
         return self._turned[1]
 
     def _by_float32(self, A: Tensor) -> Tensor | None:

@@ -16,6 +16,11 @@ from .factors import Layer, Spectrum
 from .kronecker import Kronecker, KroneckerCurvature
 from .solve import FactorizationError
 
+ONE_NUMBER = (
+    "EKFAC can be damped by one number for all parameters alone, which every eigenbasis leaves as it is: "
+    "use damping=mq.MeanEigenvalue() or mq.Identity(), or curvature=mq.Kronecker()"
+)
+
 
 @dataclass(frozen=True)
 class EKFAC(Kronecker):
@@ -26,7 +31,10 @@ class EKFAC(Kronecker):
     (George et al. 2018.) Of all matrices that are diagonal in this basis it is the nearest to the layer's block of G,
     so it is never further from it than B ⊗ A, which is one of them. The step solves with
 
-        H = Q·diag(s + λ)·Qᵀ      for a D that is one number: no other is diagonal in every basis, and it is refused
+        H = Q·diag(s + λ + w)·Qᵀ      for a D that is one number: no other is diagonal in every basis, and it is refused
+
+    Weight decay w may differ between layers. If the bias of a layer has another one than its weight, w stands for the
+    diagonal of QᵀWQ, as s does for that of QᵀGQ; the gradient has all of W.
 
     From batch to batch s is a running average like A and B, though their eigenvectors move meanwhile.
     """
@@ -44,11 +52,11 @@ class Basis:
         self.left, self.right = eigenvectors(layer.left), eigenvectors(layer.right)
         self.s = torch.zeros_like(layer.diagonal())  # (K, L, R)
 
-    def times(self, f: Callable[[Tensor], Tensor], X: Tensor) -> Tensor:
-        """Q·f(s)·QᵀX"""
+    def times(self, f: Callable[[Tensor], Tensor], damping: Tensor | float, X: Tensor) -> Tensor:
+        """Q·f(s + damping)·QᵀX"""
         left, right = (None if Q is None else Q.to(X.dtype) for Q in (self.left, self.right))
         X = X if left is None else left.mT @ X
-        X = f(self.s).to(X.dtype) * (X if right is None else X @ right)
+        X = f(self.s + damping).to(X.dtype) * (X if right is None else X @ right)
         X = X if left is None else left @ X
         return X if right is None else X @ right.mT
 
@@ -87,31 +95,40 @@ class EKFACCurvature(KroneckerCurvature):
                     basis.s = basis.s.lerp(old.to(basis.s), share)
         return self._bases
 
-    def _with(self, f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
-        """Q·f(s)·Qᵀv: (n,) → (n,)"""
-        return self._by_layer(v, [partial(basis.times, f) for basis in self.bases])
-
     def __matmul__(self, v: Tensor) -> Tensor:
-        return self._with(lambda s: s, v)
+        return self._by_layer(v, [partial(basis.times, lambda s: s, 0.0) for basis in self.bases])
+
+    def with_decay(self, A: Metric) -> Metric:
+        if A.shape is not None:
+            raise ValueError(ONE_NUMBER)
+        decay = self.lin.decay
+        return A if decay is None else A.sum(decay.weights, self.parameters.sizes)
 
     def newton(self, damping: Metric | Tensor) -> Tensor:
-        lam = self._number(Diagonal.of(damping, self.parameters.sizes))
-        x = self._with(lambda s: 1 / (s + lam).where(s + lam > 0, 1), self.gradient)
+        A = Diagonal.of(damping, self.parameters.sizes)
+        x = self._damped_with(A, lambda s: 1 / s.where(s > 0, 1), self.gradient)
         if not bool(x.isfinite().all()):
             raise FactorizationError("the step is not finite")
         return x
 
     def damped_quadratic(self, v: Tensor, damping: Metric) -> Tensor:
-        lam = self._number(damping)
-        return self.parameters.dot(v, self._with(lambda s: s + lam, v))
+        return self.parameters.dot(v, self._damped_with(damping, lambda s: s, v))
 
-    def _number(self, A: Metric) -> Tensor:
-        if A.shape is not None:
-            raise ValueError(
-                "EKFAC can be damped by one number for all parameters alone, which every eigenbasis leaves as it is: "
-                "use damping=mq.MeanEigenvalue() or mq.Identity(), or curvature=mq.Kronecker()"
-            )
-        return A.scale
+    def _damped_with(self, A: Metric, f: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
+        """Q·f(s + λ + w)·Qᵀv: (n,) → (n,)"""
+        pairs = zip(self.layers, self.bases, strict=True)
+        return self._by_layer(v, [partial(basis.times, f, self._in_basis(A, x, basis)) for x, basis in pairs])
+
+    def _in_basis(self, A: Metric, layer: Layer, basis: Basis) -> Tensor:
+        """The diagonal of QᵀAQ, which is all of it if A is one number in the layer: (), or (K, 1, R)"""
+        if A.parts is None:
+            return A.scale
+        entries = [part.entries for part in (A.parts[i] for i in layer.members)]
+        numbers = [e for e in entries if e is not None and e.numel() == 1]
+        if len(numbers) < len(entries):
+            raise ValueError(ONE_NUMBER)
+        columns = torch.cat([e.expand(width) for e, width in zip(numbers, layer.widths, strict=True)]) * A.scale  # (R,)
+        return columns if basis.right is None else (columns @ basis.right.square())[:, None]
 
     # Statistics.
 

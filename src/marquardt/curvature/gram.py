@@ -195,6 +195,14 @@ class GramCurvature(Curvature):
         else:  # samples that take different ways through the model
             K.addmm_(dense(left, K.dtype, self.parameters), dense(right, K.dtype, self.parameters).T)
 
+    def with_decay(self, A: Metric) -> Metric:
+        """At λ = 0 parameters that do not decay have nearly the limit λ → 0: a smaller λ costs digits beside W, and a
+        larger one matters by its root if D is no diagonal matrix."""
+        decay = self.lin.decay
+        if decay is not None and not all(decay.weights) and not ask(A.scale > 0):
+            A = A.with_scale((1e-12 if A.turns else 1e-8) * self._gram(A, self.u.dtype).diagonal().max())
+        return super().with_decay(A)
+
     def newton(self, damping: Metric | Tensor) -> Tensor:
         return -self.step(Diagonal.of(damping, self.parameters.sizes))
 

@@ -54,7 +54,7 @@ class HessianCurvature(Curvature):
                 self.G += hessian_of(slopes, params)
                 self._g += self.parameters.joined([None if s is None else s.detach() for s in slopes])
         self.G *= lin.scale
-        self._g *= lin.scale
+        self._g = lin.regularised(self._g * lin.scale)
 
     @property
     def rank(self) -> int:

@@ -23,7 +23,7 @@ from ..layers.block import SLAB
 from ..losses import Loss
 from ..memory import out_of_memory
 from ..metric import Diagonal, Metric
-from ..model.checks import check_coupling
+from ..model.checks import check_coupling, coupled
 from ..model.kernels import twice_differentiable
 from ..trials import Trials
 from .conjugate_gradients import Iterate, conjugate_gradients
@@ -106,6 +106,8 @@ class MatrixFree(Interchangeable):
 
 
 class MatrixFreeCurvature(Curvature):
+    takes_sums = True
+
     def __init__(self, lin: Linearization, options: MatrixFree) -> None:
         super().__init__(lin)
         self.options = options
@@ -124,7 +126,7 @@ class MatrixFreeCurvature(Curvature):
                 _ = piece.gradient  # while the graph is fresh
                 with twice_differentiable(lin.objective.model):
                     self._open = self._products(piece)
-        self._g = lin.gradient if self._open is None else self._open.piece.gradient * lin.scale
+        self._g = lin.slope if self._open is None else self._open.piece.gradient * lin.scale  # without weight decay
         self._inert: set[int] | None = None  # parameters without influence, as the preconditioner has found
         self._start: Tensor | None = None  # (n,) of an earlier step
         self._last: Tensor | None = None  # (n,) where CG ended
@@ -134,7 +136,7 @@ class MatrixFreeCurvature(Curvature):
 
     @property
     def gradient(self) -> Tensor:
-        return self._without_inert(self._g)
+        return self.lin.regularised(self._without_inert(self._g))
 
     def _without_inert(self, v: Tensor) -> Tensor:
         return self.parameters.without(v, self.lin.inert if self._inert is None else self._inert)
@@ -239,7 +241,6 @@ class MatrixFreeCurvature(Curvature):
 
     def _best(self, iterates: list[Iterate]) -> Iterate:
         """Backtracking: while the loss of the iterate before is lower (Martens, section 4.6)"""
-
         trials = Trials(self.lin)
 
         def loss(x: Tensor) -> float:
@@ -316,11 +317,7 @@ class MatrixFreeCurvature(Curvature):
         return torch.maximum(trace.abs(), square.sqrt())
 
     def _has_rows(self) -> bool:
-        try:
-            self._need_rows("")
-        except ValueError:
-            return False
-        return True
+        return not self.options.hessian and coupled(self.lin.objective.model) is None
 
     def _need_rows(self, what: str) -> None:
         ways_out = "use damping=mq.Identity() or mq.MeanEigenvalue()"
@@ -336,14 +333,17 @@ class MatrixFreeCurvature(Curvature):
 
     def _preconditioner(self, A: Metric) -> Tensor | Callable[[Tensor], Tensor] | None:
         """(diag G + A)^¾: (n,); or A⁻¹, up to a number, if A is no diagonal: it is what is known of G then"""
-        sizes = self.parameters.sizes
         if self.options.precondition is None:
             return None
         if A.turns:
-            return lambda r: A.solve(r.clone(), sizes, scaled=False)
+            return lambda r: A.above.solve(r.clone(), self.parameters.sizes, scaled=False)
         if not self._sketched:
             self._diagonal, self._sketched = self._sketch() if self._has_rows() else None, True
-        M = None if self._diagonal is None else (self._diagonal + A.diagonal(sizes)).pow_(self.options.precondition)
+        M = (
+            None
+            if self._diagonal is None
+            else (self._diagonal + A.diagonal(self.parameters.sizes)).pow_(self.options.precondition)
+        )
         return None if M is None else M.where(M > 0, 1)
 
     def _sketch(self) -> Tensor | None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ..losses import resolve
 from ..model.batch import Batch
 from ..model.checks import check_coupling, trainable
+from ..model.decay import Penalty, WeightDecay
 from ..model.kernels import twice_differentiable
-from ..model.parameters import Position
+from ..model.parameters import Parameters, Position
 from ..model.randomness import Chance, Moment, Slopes
 from .known import Known
 from .objective import Level, Objective, Totals
@@ -267,7 +268,14 @@ class Linearization:
 
     @property
     def level(self) -> Level:
-        return self.objective.level(self.totals())
+        decay = self.decay
+        at_theta = 0.0 if decay is None else float(decay.value(self.parameters.shaped(self.theta)))
+        return self.objective.level(self.totals(), at_theta)
+
+    @property
+    def decay(self) -> Penalty | None:
+        """Weight decay, in the units of f; None if there is none."""
+        return self.objective.decay(self.totals().normaliser)
 
     @property
     def loss(self) -> float:
@@ -275,7 +283,7 @@ class Linearization:
 
     @property
     def scale(self) -> float:
-        """f = scale · Σwℓ, and so g and G."""
+        """f = scale · Σwℓ, and so g and G, but for weight decay."""
         return self.objective.loss.scale(self.totals().normaliser)
 
     @property
@@ -296,22 +304,35 @@ class Linearization:
     @property
     def gradient(self) -> Tensor:
         """∇f: (n,)"""
+        return self.regularised(self.parameters.without(self.slope, self.inert))
+
+    def regularised(self, slope: Tensor) -> Tensor:
+        """∇f from its part that the data have: (n,)"""
+        decay = self.decay
+        return slope if decay is None else slope + decay.slope(self.theta).to(slope.dtype)
+
+    @property
+    def slope(self) -> Tensor:
+        """The part of ∇f that the data have, also where it is all rounding: (n,)"""
         if self._gradient is None:
             total: Tensor | None = None
             for piece in self.pieces():
                 total = piece.gradient if total is None else total + piece.gradient
             assert total is not None
             self._gradient = total * self.scale
-        return self.parameters.without(self._gradient, self.inert)
+        return self._gradient
 
     @property
     def remainder(self) -> Tensor | None:
-        """h = Jᵀv, the part of g outside the range of J̃ᵀ: (n,), None means 0"""
+        """h = Jᵀv + W(θ − θ₀), the part of g that is not J̃ᵀu: (n,), None means 0"""
         self.totals()
         h = self._h if self._open is None else self._open.h
         if h is not None and self._remainder is None:
             self._remainder = h * self.scale
-        return None if self._remainder is None else self.parameters.without(self._remainder, self.inert)
+        if self._remainder is not None:
+            return self.regularised(self.parameters.without(self._remainder, self.inert))
+        decay = self.decay
+        return None if decay is None else decay.slope(self.theta)
 
     # To look at.
 
@@ -338,10 +359,16 @@ def linearize(
     params: Iterable[Tensor] | None = None,
     chunk: int | None = None,
     needs: Needs | None = None,
+    weight_decay: float | WeightDecay = 0.0,
 ) -> Linearization:
     """The linearisation of one batch, to look at: `mq.Dense().represent(linearize(...))` is its Gauss-Newton matrix.
 
     A representation that needs more than rows, all at once, says so: `linearize(..., needs=mq.MatrixFree().needs)`.
+    `weight_decay` is part of f and g; G is that of the data.
     """
-    objective = Objective(model, resolve(loss), trainable(model, params))
+    rule, chosen = WeightDecay.of(weight_decay), trainable(model, params)
+    parameters = Parameters(model, chosen)
+    spared = rule.spared(model, parameters)
+    weights = [0.0 if free else rule.w for free in spared]
+    objective = Objective(model, resolve(loss), chosen, weights, rule.anchor(parameters, spared))
     return Linearization(objective, [Batch(x, y, weight)], rows or Exact(), needs or Needs(chunk))

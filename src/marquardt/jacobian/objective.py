@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..layers.largest import Largest
 from ..losses import Loss
 from ..model.batch import Batch, forward
+from ..model.decay import Penalty
 from ..model.kernels import uncompiled
 from ..model.parameters import Parameters
 from ..model.precision import Autocast, widened
@@ -34,18 +35,23 @@ class Level(NamedTuple):
     low: float  # f never falls below it; −∞ if nothing is known
     rounding: float  # by how much f is uncertain
     normaliser: float
+    decay: float = 0.0  # what weight decay has of f
 
 
 class Objective:
-    """f(θ) = scale · Σ wℓ(model(x; θ), y): the model, the loss, and the parameters that train.
+    """f(θ) = scale · Σ wℓ(model(x; θ), y) + penalty: the model, the loss, the parameters that train, and weight decay.
 
-    One object, so that a term in θ alone can join the loss. The model runs under the autocast that was on when this was
-    made. `loss` is the user's, or what it is for outputs of the form that the model has returned, see `taken`; `given`
-    is always the user's.
+    The model runs under the autocast that was on when this was made. `loss` is the user's, or what it is for outputs of
+    the form that the model has returned, see `taken`; `given` is always the user's. The penalty is given in the units
+    in which the loss is reported, and `decay` has it in those of f.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, params: Sequence[Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss, params: Sequence[Tensor], weights: Sequence[float] = (),
+        towards: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.loss, self.parameters = model, loss, Parameters(model, params)
+        self.penalty = Penalty(self.parameters, weights, towards) if any(weights) else None
         self.autocast = Autocast.of_caller(self.parameters.device)
         self.given = loss
         self.sums: Tensor | None = None  # what the loss must know of all data, see Loss.sums
@@ -94,7 +100,13 @@ class Objective:
         y, w = batch.targets, batch.weight
         return torch.stack([value, self.loss.normaliser(z, y, w), self.loss.lower_bound(z, y, w), rounding])
 
-    def level(self, totals: Totals) -> Level:
+    def decay(self, normaliser: float) -> Penalty | None:
+        """Weight decay in the units of f; None if there is none"""
+        return None if self.penalty is None else self.penalty.scaled(1 / self.loss.report(1.0, normaliser))
+
+    def level(self, totals: Totals, decay: float = 0.0) -> Level:
+        """`decay` is the value of the penalty in the units of f"""
         scale = self.loss.scale(totals.normaliser)
         value, low, rounding = (x * scale for x in (totals.value, totals.lower_bound, totals.rounding))
-        return Level(value, low, rounding, totals.normaliser)
+        rounding += torch.finfo(self.parameters.dtype).eps * decay
+        return Level(value + decay, low, rounding, totals.normaliser, decay)

@@ -138,9 +138,25 @@ class Metric(ABC):
     def state(self) -> list[Any]:
         """What makes it again: tensors, and lists of them. A new kind of metric extends `restored`."""
 
+    def plus(self, w: Sequence[float], sizes: Sequence[int]) -> Metric:
+        """A + diag w in the form of A, with a number for every parameter. If that form has no such sum, what lies above
+        it: A itself if w = 0, and diag w in the limit of A = 0."""
+        raise ValueError(f"{type(self).__name__} has no sum with weight decay: {WAY_OUT}")
+
+    def sum(self, w: Sequence[float], sizes: Sequence[int]) -> Metric:
+        """A + diag w, for products: its form may be none that can be solved with."""
+        return self.plus(w, sizes)
+
     # D₀⁻¹ = WᵀW, if D₀ is no diagonal matrix: in the coordinates y = W⁻ᵀx the solvers see the number that is left of A.
 
     turns = False  # whether W is anything but 1
+
+    @property
+    def above(self) -> Metric:
+        """What can be solved with: A itself, or a metric that lies above it"""
+        return self
+
+    beside: Tensor | None = None  # a diagonal that is added to A and is none in these coordinates: (n,)
 
     @property
     def coupled(self) -> Sequence[Sequence[int]]:

@@ -80,6 +80,38 @@ class Diagonal(Metric):
             return Diagonal(self.scale.where(self.scale > 0, 1))
         return Diagonal(self.scale.where(self.scale > 0, 1), self._each(lambda f: f.where(f > 0, 1)))
 
+    def sum(self, w: Sequence[float], sizes: Sequence[int]) -> Diagonal:
+        if self._parts is None and len(set(w)) == 1:
+            return Diagonal(self.scale + w[0])
+        parts = self._parts or [Part(torch.ones_like(self.scale))] * len(w)
+        each = zip(parts, w, sizes, strict=True)
+        return Diagonal(torch.ones_like(self.scale), [Part(self.scale * _entries(*x[::2]) + x[1]) for x in each])
+
+    def plus(self, w: Sequence[float], sizes: Sequence[int]) -> Diagonal:
+        """Of u ⊗ v it is (√s·u + √w/ρ) ⊗ (√s·v + ρ√w), s the scale and ρ² the mean of v over that of u."""
+        exact = self.sum(w, sizes)
+        if self._parts is None or exact.parts is None:
+            return exact
+        found = list(exact.parts)
+        layers: dict[int, list[int]] = {}  # a weight and its bias have the same u
+        for i, part in enumerate(self._parts):
+            if part.u is not None:
+                layers.setdefault(id(part.u), []).append(i)
+        for members in layers.values():
+            raised = self._raised([self._parts[i] for i in members], [w[i] for i in members])
+            for i, part in zip(members, raised, strict=True):
+                found[i] = part
+        return Diagonal(exact.scale, found)
+
+    def _raised(self, layer: Sequence[Part], w: Sequence[float]) -> list[Part]:
+        u, most, root = layer[0].u, max(w), self.scale.sqrt()
+        assert u is not None
+        vs = [torch.ones_like(u[:, :1]) if part.v is None else part.v for part in layer]
+        rho = (vs[0].mean() / u.mean()).sqrt()
+        left = root * u + most**0.5 / rho
+        shares = [x / most**0.5 if most else 0.0 for x in w]
+        return [Part(None, left, root * v + rho * share) for v, share in zip(vs, shares, strict=True)]
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> list[Part] | None:
         """Every factor changed; one that a weight and its bias share stays shared."""
         if self._parts is None:
@@ -116,6 +148,11 @@ class Diagonal(Metric):
             return Diagonal(join(self.scale, other.scale))
         pairs = zip(self._parts, other._parts, strict=True)
         return Diagonal(self.scale, [p.each(_paired(p, q, join)) for p, q in pairs])
+
+
+def _entries(part: Part, size: int) -> Tensor:
+    """One number for all of them, or all of them"""
+    return part.entries if part.entries is not None else part.flat(size)
 
 
 def _paired(part: Part, other: Part, join: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from ..deferred import ask
 from .base import B, Metric, Turn, Whitenable, between
+from .summed import Sum
 
 # The first steps all form their own roots: the averages are over a few batches, at weights that change most.
 EARLY = 10
 
 # A triangle of up to so many rows is inverted at once.
 WHOLE = 128
+
+Pair = tuple[Tensor, Tensor | None]  # left and right
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class LayerSides:
         shapes = [[None if t is None else t.shape for t in (x.left, x.right)] for x in (self, other)]
         return self.members == other.members and shapes[0] == shapes[1]
 
-    def damped(self, gamma: Tensor) -> tuple[Tensor, Tensor | None]:
+    def damped(self, gamma: Tensor) -> Pair:
         """left/√t + √γ/π and right/√t + π√γ with π² = O/I, whose mean eigenvalues have the ratio π² then"""
         if self.right is None:
             return self.left + gamma, None
@@ -77,7 +80,7 @@ class Layered(Metric):
     turns = True
 
     def __init__(
-        self, scale: Tensor, layers: Sequence[LayerSides], gamma: Tensor, roots: Sequence[tuple[Tensor, Tensor | None]],
+        self, scale: Tensor, layers: Sequence[LayerSides], gamma: Tensor, roots: Sequence[Pair],
         *, rank: int = 0, batches: Tensor, every: int = 1, early: bool = True,
     ) -> None:  # fmt: skip
         self.scale, self.layers, self.gamma, self.roots = scale, tuple(layers), gamma, tuple(roots)
@@ -90,10 +93,8 @@ class Layered(Metric):
     def of(layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, every: int = 1) -> Layered:
         """With the roots formed anew. A γ of 0 says that nothing has any curvature: then it is 1."""
         gamma = gamma.where(gamma > 0, 1)
-        sides = [layer.damped(gamma) for layer in layers]
-        roots = iter(inverse_roots([side for pair in sides for side in pair if side is not None]))
-        pairs = [(next(roots), None if right is None else next(roots)) for _, right in sides]
-        return Layered(torch.ones_like(gamma), layers, gamma, pairs, rank=rank, batches=batches, every=every)
+        roots = rooted([layer.damped(gamma) for layer in layers])
+        return Layered(torch.ones_like(gamma), layers, gamma, roots, rank=rank, batches=batches, every=every)
 
     def settled(self, steps: int) -> Layered:
         early, due = steps < EARLY, steps % self.every == 0
@@ -122,7 +123,7 @@ class Layered(Metric):
     # Products.
 
     @cached_property
-    def _damped(self) -> list[tuple[Tensor, Tensor | None]]:
+    def _damped(self) -> list[Pair]:
         if self.every == 1:
             return [layer.damped(self.gamma) for layer in self.layers]
         return [(side_of(left), None if right is None else side_of(right)) for left, right in self.roots]
@@ -153,7 +154,7 @@ class Layered(Metric):
             _spread(D, [pieces[i] for i in layer.members])
         return found.mul_(self.scale)
 
-    def _by_layer(self, x: Tensor, sizes: Sequence[int], sides: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+    def _by_layer(self, x: Tensor, sizes: Sequence[int], sides: Iterable[Pair]) -> Tensor:
         """left·X·right in every layer: (…, n) → (…, n)"""
         found = torch.empty_like(x)
         there, here = found.split(list(sizes), -1), x.split(list(sizes), -1)
@@ -184,6 +185,20 @@ class Layered(Metric):
     def positive(self) -> Layered:
         return self
 
+    def sum(self, w: Sequence[float], sizes: Sequence[int]) -> Sum:
+        return Sum(self, w, sizes)
+
+    def plus(self, w: Sequence[float], sizes: Sequence[int]) -> Raised:
+        """(√s·right + π√w·I) ⊗ (√s·left + √w/π·I) of D₀ = right ⊗ left in every layer, s the scale and π² the ratio of
+        the mean traces of right and left. If a weight and its bias have different w, the largest stands here and I is
+        diagonal on the right, with the share that each of them has."""
+        each = zip(self.layers, self._damped, strict=True)
+        sides = [
+            raised(layer, left, right, self.scale, [w[i] for i in layer.members], [sizes[i] for i in layer.members])
+            for layer, (left, right) in each
+        ]
+        return Raised(self, sides, rooted(sides))
+
     # As it is saved.
 
     def fits(self, sizes: Sequence[int]) -> bool:
@@ -209,6 +224,62 @@ class Layered(Metric):
         roots = [(left, right) for *_, left, right in kept["layers"]]
         rest = {key: kept[key] for key in ("rank", "batches", "every", "early")}
         return Layered(scale, layers, kept["gamma"], roots, **rest)
+
+
+class Raised(Layered):
+    """What lies above the sum of a Layered and a diagonal, with the sides of D₀ given: for one solve, never saved."""
+
+    def __init__(
+        self, origin: Layered, sides: Sequence[Pair], roots: Sequence[Pair], scale: Tensor | None = None
+    ) -> None:
+        scale = torch.ones_like(origin.scale) if scale is None else scale
+        super().__init__(scale, origin.layers, origin.gamma, roots, batches=origin.batches)
+        self.sides = sides
+
+    @property
+    def _damped(self) -> list[Pair]:
+        return list(self.sides)
+
+    def _with(self, scale: Tensor, early: bool) -> Raised:
+        return Raised(self, self.sides, self.roots, scale)
+
+    def to(self, like: Tensor) -> Raised:
+        if self.scale.dtype == like.dtype and self.scale.device == like.device:
+            return self
+        sides, roots = (
+            [(left.to(like), None if right is None else right.to(like)) for left, right in pairs]
+            for pairs in (self.sides, self.roots)
+        )
+        return Raised(self, sides, roots, self.scale.to(like))
+
+
+def raised(
+    layer: LayerSides, left: Tensor, right: Tensor | None, scale: Tensor, w: Sequence[float], sizes: Sequence[int]
+) -> Pair:
+    """See Layered.plus; of a vector scale·left + w"""
+    if right is None:
+        return scale * left + w[0], None
+    _, _, I = layer.shape
+    widths = [I * size // sum(sizes) for size in sizes]
+    most, root, t, r = max(w), scale.sqrt(), diagonal_of(left).mean(1), diagonal_of(right).mean(1)  # (G,)
+    pi = (r / t).sqrt()
+    shares = torch.cat(
+        [right.new_full((width,), x / most if most else 0.0) for x, width in zip(w, widths, strict=True)]
+    )
+    at_left = (most**0.5 / pi)[:, None].expand(diagonal_of(left).shape)
+    return added(root * left, at_left), added(root * right, most**0.5 * pi[:, None] * shares)
+
+
+def added(side: Tensor, diagonal: Tensor) -> Tensor:
+    """side + diagonal (G, d), in place"""
+    diagonal_of(side).add_(diagonal)
+    return side
+
+
+def rooted(sides: Sequence[Pair]) -> list[Pair]:
+    """The inverse roots of every pair"""
+    roots = iter(inverse_roots([side for pair in sides for side in pair if side is not None]))
+    return [(next(roots), None if right is None else next(roots)) for _, right in sides]
 
 
 def diagonal_of(side: Tensor) -> Tensor:

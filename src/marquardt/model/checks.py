@@ -20,8 +20,6 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
     check_whole(model)
     given = list(model.parameters() if params is None else params)
     for p in given:
-        if isinstance(p, dict):
-            raise ValueError("LM solves for all parameters together: one parameter group, chosen by LM(..., params=)")
         if not isinstance(p, Tensor):
             raise TypeError(f"params= holds a {type(p).__name__}: pass parameters, such as model.head.parameters()")
     own = {id(p) for p in model.parameters()}

@@ -1,0 +1,152 @@
+"""Weight decay: ½Σwᵢ‖θᵢ − θ₀ᵢ‖² beside the loss of the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..deferred import floats
+from .parameters import Parameters
+
+KINDS = ("bias", "norm")
+
+
+@dataclass(frozen=True, eq=False)
+class WeightDecay:
+    """½w‖θ − θ₀‖² is added to the loss that is reported: its minimum moves, and its curvature is at least w.
+
+    `exclude` names the parameters that do not decay: "bias" stands for all biases, "norm" for all parameters of
+    normalisation layers, anything else is a pattern for the parameter's name, as "head.*"; or it is a function of the
+    name and the parameter. By default all decay, as with a plain number, and as torch.optim has it.
+
+    `towards` is θ₀: None for 0, "start" for the weights at the time LM is made, as in fine-tuning, or tensors: those of
+    a state_dict by name, or one for each parameter that trains. It is saved with the optimizer.
+    """
+
+    w: float
+    exclude: str | Sequence[str] | Callable[[str, Tensor], bool] = ()
+    towards: str | Mapping[str, Tensor] | Sequence[Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        check_weight(self.w)
+        if not callable(self.exclude) and not all(isinstance(p, str) for p in self.exclude):
+            raise TypeError(
+                f'exclude={self.exclude!r}: "bias", "norm", patterns for names such as "head.*", or a function of the '
+                "name and the parameter"
+            )
+        if isinstance(self.towards, str) and self.towards != "start":
+            raise ValueError(f'towards={self.towards!r}: None for 0, "start" for the weights as they are, or tensors')
+
+    @staticmethod
+    def of(given: Any) -> WeightDecay:
+        """Also from a number"""
+        return given if isinstance(given, WeightDecay) else WeightDecay(given)
+
+    def spared(self, model: nn.Module, parameters: Parameters) -> list[bool]:
+        """Which parameters are excluded"""
+        pairs = list(zip(parameters.names, parameters.tensors, strict=True))
+        if callable(self.exclude):
+            return [bool(self.exclude(name, p)) for name, p in pairs]
+        patterns = [self.exclude] if isinstance(self.exclude, str) else list(self.exclude)
+        names = [name for name, _ in model.named_parameters()]
+        for pattern in patterns:
+            if pattern not in KINDS and not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+                raise ValueError(
+                    f"exclude={pattern!r} matches none of the parameters {some}: correct it or leave it out"
+                )
+        return [any(_matches(model, name, pattern) for pattern in patterns) for name in parameters.names]
+
+    def anchor(self, parameters: Parameters, spared: Sequence[bool]) -> Tensor | None:
+        """θ₀, a copy; None for 0: (n,)"""
+        if self.towards is None:
+            return None
+        if isinstance(self.towards, str):
+            return parameters.vector()
+        given = self.towards
+        found = [given.get(name) for name in parameters.names] if isinstance(given, Mapping) else list(given)
+        if len(found) != len(parameters):
+            raise ValueError(
+                f"towards= has {len(found)} tensors, and {len(parameters)} parameters train: one for each, or a "
+                "state_dict"
+            )
+        there = zip(parameters.names, parameters.tensors, found, spared, strict=True)
+        return torch.cat([_towards(*each).flatten() for each in there])
+
+
+def _matches(model: nn.Module, name: str, pattern: str) -> bool:
+    owner, _, last = name.rpartition(".")
+    if pattern == "bias" and "bias" in last:
+        return True
+    if pattern == "norm" and "Norm" in type(model.get_submodule(owner)).__name__:
+        return True
+    return fnmatchcase(name, pattern)
+
+
+def _towards(name: str, p: Tensor, there: Any, spared: bool) -> Tensor:
+    """θ₀ of one parameter; one that does not decay needs none"""
+    if there is None and spared:
+        return torch.zeros_like(p, requires_grad=False)
+    if not isinstance(there, Tensor) or there.shape != p.shape or not bool(there.isfinite().all()):
+        found = f"a tensor of the shape {tuple(there.shape)}" if isinstance(there, Tensor) else type(there).__name__
+        raise ValueError(
+            f"towards= has {found} for parameter {name!r}: it takes finite values of the shape {tuple(p.shape)}, or "
+            "exclude= names the parameter"
+        )
+    return there.detach().to(p, copy=True)
+
+
+def check_weight(w: Any) -> None:
+    if isinstance(w, bool) or not isinstance(w, (int, float)):
+        raise TypeError(f"weight_decay={w!r}: a number of at least 0, or mq.WeightDecay(w, exclude=…) made of one")
+    if not 0 <= w < math.inf:
+        raise ValueError(f"weight_decay={w!r}: it must be finite and at least 0; 0 for none")
+
+
+class Penalty:
+    """½(θ − θ₀)ᵀW(θ − θ₀), W = diag w with a number for every parameter of the model."""
+
+    def __init__(self, parameters: Parameters, weights: Sequence[float], towards: Tensor | None = None) -> None:
+        self.parameters, self.weights, self.towards = parameters, tuple(weights), towards
+
+    def scaled(self, c: float) -> Penalty:
+        return Penalty(self.parameters, [c * w for w in self.weights], self.towards)
+
+    def times(self, v: Tensor) -> Tensor:
+        """Wv: (n,) → (n,)"""
+        if len(set(self.weights)) == 1:
+            return self.weights[0] * v
+        found = v.clone()
+        for part, w in zip(self.parameters.split(found), self.weights, strict=True):
+            part.mul_(w)
+        return found
+
+    def quadratic(self, v: Tensor) -> Tensor:
+        """vᵀWv: ()"""
+        return self.parameters.dot(v, self.times(v))
+
+    def slope(self, theta: Tensor) -> Tensor:
+        """W(θ − θ₀): (n,)"""
+        return self.times(theta if self.towards is None else theta - self.towards.to(theta))
+
+    def value(self, params: Sequence[Tensor]) -> Tensor:
+        """Where the parameters have these values: () in float64"""
+        here = [p.detach() for p in params]
+        if self.towards is not None:
+            here = list(torch._foreach_sub(here, self.parameters.shaped(self.towards.to(here[0]))))
+        squares = torch._foreach_pow(torch._foreach_norm(here, 2, torch.float64), 2)
+        return torch.stack(torch._foreach_mul(squares, [0.5 * w for w in self.weights])).sum()
+
+    def along(self, theta: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
+        """At θ + lr·d for every lr"""
+        slope = self.slope(theta.double())
+        here = theta.double() if self.towards is None else theta.double() - self.towards.to(slope)
+        dot, d = self.parameters.dot, d.double()
+        a, b, c = floats(dot(here, slope), dot(d, slope), dot(d, self.times(d)))
+        return [0.5 * a + lr * b + 0.5 * lr**2 * c for lr in rates]
