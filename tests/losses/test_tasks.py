@@ -228,7 +228,7 @@ def test_targets_in_every_form():
         ({"mask": MASK, "depth": DEPTH}, {"mask": torch.full((6, 2, 2), 3)}, ["output 'mask'", "is 3", "3 classes"]),
         ({"mask": MASK, "depth": DEPTH}, {"mask": torch.full((6, 2, 2), -100)}, ["output 'mask'", "ignored"]),
         ("mse", {}, ["'mask' (", "loss={'mask'"]),
-        ((MASK, DEPTH), {}, ["no tensor 0, 1", "'mask' ("]),
+        ((MASK, DEPTH), {}, ["output 0", "'mask' ("]),
     ],
 )
 @pytest.mark.parametrize("curvature", [mq.Dense(inertia=0.0), mq.Dense(chunk=4, inertia=0.0)], ids=str)

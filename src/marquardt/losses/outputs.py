@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-Name: TypeAlias = str | int
+Name: TypeAlias = Any  # a string, an integer for a position, or a tuple of them
 
 # The name of the only output of a model that returns a tensor.
 ALONE = "output"
@@ -80,39 +81,46 @@ def side_by_side(parts: Sequence[Tensor], raw: Any) -> Tensor:
     return torch.cat([t.reshape(len(t), -1) for t in parts], 1)
 
 
+def picked(raw: Any, name: Name) -> Any:
+    """One output by its name, or several by a tuple of names; positions in a named tuple are names too."""
+    if isinstance(name, tuple):
+        return tuple(picked(raw, one) for one in name)
+    found = dict(enumerate(raw)) if isinstance(raw, tuple) and isinstance(name, int) else named(raw)
+    if name not in found:
+        raise ValueError(f"the model returned {shown(raw)}: there is no output {name!r} for the loss that names it")
+    return found[name]
+
+
 @dataclass(frozen=True)
 class OutputLayout:
-    """Which outputs are taken and what the shape of each is for one sample: side by side they are z (N, K).
+    """Which outputs are taken, and the shape of each for one sample: side by side they are z (N, K).
 
-    >>> layout = OutputLayout.of(raw)                # all floating-point tensors, or those that are named
+    >>> layout = OutputLayout.of(raw)          # all floating-point tensors that the model returns, none within others
     >>> z = layout.joined(raw)                 # (N, K)
-    >>> layout.structure(z)                    # a tuple or dict of (N, *shape); the tensor if the model returns one
+    >>> layout.structure(z)                    # what the model returned: see there
     """
 
     names: tuple[Name, ...]
     shapes: tuple[tuple[int, ...], ...]  # of one sample
-    alone: bool = False  # the model returns a tensor
+    length: int | None = None  # of a tuple or list; 0 if the model returns a tensor, None if it returns names
 
     @classmethod
-    def of(cls, raw: Any, names: Sequence[Name] | None = None) -> OutputLayout:
-        found = named(raw)
-        if names is None:
-            names = [k for k, t in found.items() if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
-        missing = [k for k in names if not isinstance(found.get(k), Tensor)]
-        if missing or not names:
-            wanted = ", ".join(map(repr, missing)) or "a floating-point tensor"
-            raise ValueError(
-                f"the model returned {shown(raw)}: there is no tensor {wanted}; the losses are for "
-                f"{', '.join(map(repr, names))}"
-            )
-        return cls(tuple(names), tuple(tuple(found[k].shape[1:]) for k in names), isinstance(raw, Tensor))
+    def of(cls, raw: Any) -> OutputLayout:
+        found = {k: t for k, t in named(raw).items() if isinstance(t, Tensor) and t.is_floating_point() and t.ndim}
+        if not found:
+            raise TypeError(f"the model returned {shown(raw)}: there is no floating-point tensor with a row per sample")
+        positions = isinstance(raw, (tuple, list)) and not hasattr(raw, "_asdict")
+        return cls.like(found, 0 if isinstance(raw, Tensor) else len(raw) if positions else None)
+
+    @classmethod
+    def like(cls, found: Mapping[Name, Tensor], length: int | None = None) -> OutputLayout:
+        """Of all these tensors."""
+        return cls(tuple(found), tuple(tuple(t.shape[1:]) for t in found.values()), length)
 
     @property
     def columns(self) -> dict[Name, slice]:
         """The place of each output in z."""
-        ends = [0]
-        for shape in self.shapes:
-            ends.append(ends[-1] + math.prod(shape))
+        ends = list(accumulate((math.prod(shape) for shape in self.shapes), initial=0))
         return {k: slice(*ends[i : i + 2]) for i, k in enumerate(self.names)}
 
     def joined(self, raw: Any) -> Tensor:
@@ -126,8 +134,9 @@ class OutputLayout:
         return {k: z[:, some].reshape(len(z), *shape) for (k, some), shape in parts}
 
     def structure(self, z: Tensor) -> Any:
-        """What the model returned, as far as it is taken: a tensor, a tuple, or a dict."""
+        """A tensor if the model returns one; a tuple for a tuple or list, with None in the place of what is not taken;
+        a dict for everything that has names."""
         found = self.split(z)
-        if self.alone:
-            return found[ALONE]
-        return tuple(found.values()) if all(isinstance(k, int) for k in found) else found
+        if self.length is None:
+            return found
+        return found[ALONE] if self.length == 0 else tuple(found.get(i) for i in range(self.length))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .base import Fault, Loss, Root, Target, check_weight, spread
 from .elementwise import Residual
-from .outputs import Name, OutputLayout
+from .outputs import Name, OutputLayout, picked, side_by_side
 
 
 class Term(NamedTuple):
@@ -55,8 +56,8 @@ class Tasks(Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, loss, weight in self.tasks:
-            if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight > 0):
-                raise ValueError(f"the weight of the loss of output {name!r} must be positive, got {weight!r}")
+            if not (isinstance(weight, Real) and 0 < weight < math.inf):
+                raise ValueError(f"the weight of the loss of output {name!r} must be a positive number, got {weight!r}")
             if loss.reported is not None:
                 raise ValueError(f"the loss of output {name!r} is reported in other units: use the loss itself")
 
@@ -80,8 +81,16 @@ class Tasks(Loss):
         return replace(found, c=torch.stack(factors), kept=kept)
 
     def joined(self, raw: Any) -> Tensor:
-        assert self.layout is not None
-        return self.layout.joined(_by_position(raw, self.names))
+        return side_by_side(list(self._outputs(raw).values()), raw)
+
+    def _outputs(self, raw: Any) -> dict[Name, Tensor]:
+        """What each output is to its loss, which may find it in something nested: (N, *shape)"""
+        found: dict[Name, Tensor] = {}
+        for name, loss, _ in self.tasks:
+            if name not in found:
+                with _about(name):
+                    found[name] = loss.joined(picked(raw, name))
+        return found
 
     def sums(self, raw: Any, y: Target, weight: Tensor | None = None) -> Tensor:
         """Σw and every νₜ: (1 + T,)"""
@@ -92,18 +101,17 @@ class Tasks(Loss):
 
     def _placed(self, raw: Any, y: Target, weight: Tensor | None) -> Tasks:
         """With the layout of these outputs, and every loss bound to its own; raises if targets do not fit."""
-        raw = _by_position(raw, self.names)
-        layout = OutputLayout.of(raw, self.names)
-        joined, targets = layout.joined(raw).detach(), self._targets(y)
+        z, targets = self._outputs(raw), self._targets(y)
+        joined = side_by_side(list(z.values()), raw)
         if weight is not None:
             check_weight(weight, joined)
-        z, found = layout.split(joined), []
+        found = []
         for name, loss, factor in self.tasks:
             with _about(name):
-                loss = loss.bound(z[name], targets[name], weight)
-                loss.faults(z[name], targets[name])
+                loss = loss.bound(z[name].detach(), targets[name], weight)
+                loss.faults(z[name].detach(), targets[name])
             found.append(Term(name, loss, factor))
-        return replace(self, tasks=tuple(found), layout=layout)
+        return replace(self, tasks=tuple(found), layout=OutputLayout.like(z))
 
     def _targets(self, y: Target) -> dict[Name, Target]:
         """By the names of the outputs."""
@@ -166,16 +174,16 @@ class Tasks(Loss):
 
     def _together(self, z: Tensor, roots: list[tuple[Placed, Root]]) -> Root:
         """One group of K outputs, with the columns of all tasks: each is zero outside its own outputs."""
-        rows = [(p, *spread(p.loss, root, p.z)) for p, root in roots]  # (R, N, *shape), (R, N), (N, *shape)
+        rows = [(p, *spread(p.loss, _times(root, p.c), p.z)) for p, root in roots]  # S (R, N, *shape), u (R, N), v
         S = z.new_zeros(sum(len(u) for _, _, u, _ in rows), *z.shape)  # (R, N, K)
         v = None if all(v is None for *_, v in rows) else torch.zeros_like(z)
         first = 0
         for p, own, u, rest in rows:
-            S[first : first + len(u), :, p.columns] = p.c.sqrt() * own.reshape(len(u), len(z), -1)
+            S[first : first + len(u), :, p.columns] = own.reshape(len(u), len(z), -1)
             if v is not None and rest is not None:
-                v[:, p.columns] += p.c * rest.reshape(len(z), -1)
+                v[:, p.columns] += rest.reshape(len(z), -1)
             first += len(u)
-        u = torch.cat([p.c.sqrt() * u for p, _, u, _ in rows])  # (R, N)
+        u = torch.cat([u for _, _, u, _ in rows])  # (R, N)
         return Root(S.permute(1, 2, 0)[:, None], u.T[:, None], None if v is None else v[:, None])
 
     def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
@@ -223,10 +231,10 @@ def _about(name: Name) -> Iterator[None]:
         raise kind(f"output {name!r}: {error}") from error
 
 
-def _by_position(raw: Any, names: tuple[Name, ...]) -> Any:
-    """Named tuples have positions too."""
-    whole = isinstance(raw, tuple) and all(isinstance(name, int) for name in names)
-    return tuple(raw) if whole else raw
+def _times(root: Root, c: Tensor) -> Root:
+    """Of c times the loss."""
+    S, u, v = root
+    return Root(c.sqrt() * S, c.sqrt() * u, None if v is None else c * v)
 
 
 def _listed(names: Any) -> str:
