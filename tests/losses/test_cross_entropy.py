@@ -115,3 +115,52 @@ def test_small_integer_labels():
         loss.check(z, small)
         for take in (loss.value, loss.normaliser, loss.gradient):
             close(take(z, small), take(z, y))
+
+
+# Classes second or last.
+
+
+@pytest.mark.parametrize("kind", ["labels", "probabilities"])
+@pytest.mark.parametrize("shape", [(4, 5, 3), (4, 2, 2, 3)])
+def test_classes_last(shape, kind):
+    """The same as for classes second, in another order."""
+    z = normal(shape)
+    y = some_ignored((4, 3, *shape[1:-1])) if kind == "labels" else torch.rand(shape, dtype=f64)
+    moved = z.movedim(-1, 1), y if kind == "labels" else y.movedim(-1, 1)
+    options = {"label_smoothing": 0.1, "class_weight": CLASS_WEIGHT}
+    last, second = CrossEntropy(class_dim=-1, **options), CrossEntropy(**options)
+    last.check(z, y)
+    weight = torch.rand(4, dtype=f64)
+    close(last.value(z, y, weight), second.value(*moved, weight))
+    close(last.normaliser(z, y, weight), second.normaliser(*moved, weight))
+    close(last.gradient(z, y, weight), second.gradient(*moved, weight).movedim(1, -1))
+    for a, b in ((last.root(z, y), second.root(*moved)), (last.empirical(z, y), second.empirical(*moved))):
+        close(a.S, b.S)
+        close(a.u, b.u)
+    assert last.count(z[:1], y[:1]) == second.count(moved[0][:1], moved[1][:1]) == 2 * z[0].numel() // 3
+    close(last.ungroup(last.group(z), z), z)
+
+
+@pytest.mark.parametrize(
+    ("shape", "labels", "found"),
+    [((4, 5, 3), (4, 5), -1), ((4, 3, 5), (4, 5), None), ((4, 2, 2, 3), (4, 2, 2), -1), ((4, 3), (4,), None)],
+)
+def test_which_dimension_has_the_classes(shape, labels, found):
+    z, y = normal(shape), torch.zeros(labels, dtype=torch.long)
+    loss = CrossEntropy(label_smoothing=0.1)
+    bound = loss.bound(z, y)
+    assert bound == CrossEntropy(label_smoothing=0.1, class_dim=found)
+    assert (bound is loss) == (found is None)
+    bound.check(z, y)
+    assert CrossEntropy(class_dim=1).bound(z, y).class_dim == 1
+
+
+def test_which_dimension_has_the_classes_is_asked():
+    """A batch of sentences that are as long as there are classes."""
+    z, y = normal((4, 3, 3)), torch.zeros(4, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"\(4, 3, 3\).*\(4, 3\).*class_dim=1.*class_dim=-1"):
+        CrossEntropy().bound(z, y)
+    for dim in (1, -1):
+        assert CrossEntropy(class_dim=dim).bound(z, y).class_dim == dim
+    with pytest.raises(ValueError, match="class_dim must be 1, -1 or None, got 2"):
+        CrossEntropy(class_dim=2)

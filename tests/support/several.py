@@ -75,7 +75,7 @@ class Flat(nn.Module):
     def forward(self, x: Any) -> Tensor:
         raw = reference.call(self.model, x)
         found = [raw[k] if isinstance(raw, (dict, tuple, list)) else getattr(raw, str(k)) for k in self.names]
-        return torch.cat([t.flatten(1) for t in found], 1)
+        return torch.cat([t.reshape(len(t), -1) for t in found], 1)
 
 
 def quadratic(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from ..model.batch import opaque
+from ..model.batch import leaves, opaque
 from ..model.substituted import call_with
 from .watch import Misfit
 
@@ -47,7 +47,7 @@ def rows_by_vmap(
 
 def _check_parts(inputs: Any) -> None:
     """With an object that goes along whole, every part would be the whole batch: right for one sample only."""
-    if any(opaque(t) for t in tree_leaves(inputs)):
+    if any(opaque(t) for t in leaves(inputs)):
         raise Misfit("the inputs cannot be cut into samples")
 
 

@@ -36,8 +36,12 @@ def tensors(item: Any, depth: int = 3) -> Iterator[Tensor]:
             yield t
         elif depth and opaque(t):
             slots = [getattr(t, name, None) for kind in type(t).__mro__ for name in getattr(kind, "__slots__", ())]
-            items = list(t) if isinstance(t, tuple) else None  # a PackedSequence
-            yield from tensors([getattr(t, "__dict__", None), slots, items], depth - 1)
+            yield from tensors([getattr(t, "__dict__", None), slots], depth - 1)
+
+
+def leaves(item: Any) -> list[Any]:
+    """What it is made of. A PackedSequence is a tuple of tensors without a row per sample, and goes along whole."""
+    return tree_leaves(item, is_leaf=lambda t: isinstance(t, PackedSequence))
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ class Batch:
     def check(self) -> None:
         """Inputs that no model can take a batch from."""
         if isinstance(self.inputs, (tuple, list, dict)):
-            leaves = tree_leaves(self.inputs)
-            if leaves and not any(isinstance(t, Tensor) or opaque(t) for t in leaves):
+            found = leaves(self.inputs)
+            if found and not any(isinstance(t, Tensor) or opaque(t) for t in found):
                 raise TypeError(
                     f"the inputs are a {type(self.inputs).__name__} without a tensor: use torch.as_tensor()"
                 )
@@ -86,7 +90,7 @@ class Batch:
     @property
     def opaque(self) -> bool:
         """Whether the inputs cannot be taken apart."""
-        return any(opaque(t) for t in tree_leaves(self.inputs))
+        return any(opaque(t) for t in leaves(self.inputs))
 
     @property
     def samples(self) -> int:
@@ -98,11 +102,11 @@ class Batch:
     def divisible(self, N: int) -> bool:
         """Whether a part of the samples can go through the model: that N outputs belong to N rows of the inputs shows
         it. Logits of all tokens in one list do not, nor residuals of points of several kinds, one after the other."""
-        rows = {len(t) for t in tree_leaves(self.inputs) if isinstance(t, Tensor) and t.ndim}
+        rows = {len(t) for t in leaves(self.inputs) if isinstance(t, Tensor) and t.ndim}
         return not self.opaque and self.samples == N and N in rows
 
     def _check_parts(self, way_out: str) -> None:
-        for t in tree_leaves(self.inputs):
+        for t in leaves(self.inputs):
             if opaque(t):
                 raise TypeError(
                     f"the inputs hold a {type(t).__name__}, which goes to the model whole and cannot be cut into "
