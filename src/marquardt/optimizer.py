@@ -75,8 +75,9 @@ class LM(torch.optim.Optimizer):
         λ        ←  smaller after a good step, larger after a bad   schedule
         θ̄        ←  average of θ                                    average
 
-    `loss` is a name, a torch.nn loss or an object of `marquardt.losses`; `params` chooses the parameters that train;
-    `attempts` is how many λ a failed step may try. A part that is None is left out.
+    `loss` is a name, a torch.nn loss, an object of `marquardt.losses`, or a dict of these by the names of the model's
+    outputs; `params` chooses the parameters that train; `attempts` is how many λ a failed step may try. A part that is
+    None is left out.
 
     `capture`: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
     for small networks. The model must then do the same for every batch, its Python code is not run again; steps that do
@@ -162,9 +163,10 @@ class LM(torch.optim.Optimizer):
     ) -> Step:
         """One iteration on one batch; `weight` weighs the samples, f = Σwℓ/Σw.
 
-        `inputs` go to the model as they are: a tensor or an object as model(x), a tuple as model(*x), a dict as
-        model(**x). An object is never cut, so that it takes no `chunk`. `closure` is for trainers that wrap optimizers
-        and have their hooks in it: it is called once, before the step, and what it returns is not used.
+        `inputs` go to the model as they are: a tensor or an object as model(x), a tuple as model(*x), a dict or what a
+        tokenizer returns as model(**x). An object is never cut, so that it takes no `chunk`. `closure` is for trainers
+        that wrap optimizers and have their hooks in it: it is called once, before the step, and what it returns is not
+        used.
         """
         check_batch(inputs, targets)
         if closure is not None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt import losses
+from marquardt.recorded import RECORDERS
+from support.recorder import Repeated
 from support.reference import error
 from support.several import FORMS, Heads, data, quadratic
 from support.steps import lm, theta
@@ -254,11 +256,20 @@ def test_weights_that_do_not_fit_are_refused():
     assert changes(before, world(model, opt)) == []
 
 
-def test_outputs_of_different_numbers_of_samples_are_refused():
-    model, (x, y) = Heads(lambda mask, depth, _: {"mask": mask, "depth": depth[1:]}), data()
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda depth: depth[1:], "'depth' (5, 2, 2)"),
+        (lambda depth: depth.long(), "torch.int64"),
+        (lambda depth: depth.sum(), "output 'depth': the model returned a 0-dimensional tensor"),
+        (lambda depth: None, "'depth'"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused(change, says):
+    model, (x, y) = Heads(lambda mask, depth, _: {"mask": mask, "depth": change(depth)}), data()
     opt = lm(model, BOTH)
     before = world(model, opt)
-    with refused("'mask' (6, 3, 2, 2)", "'depth' (5, 2, 2)", "samples first"):
+    with refused(says):
         opt.step(x, y)
     assert changes(before, world(model, opt)) == []
 
@@ -277,3 +288,26 @@ def test_outputs_of_different_numbers_of_samples_are_refused():
 def test_losses_that_are_none(loss, says):
     with refused(*says):
         mq.LM(Heads(), loss)
+
+
+def test_recorded_steps(monkeypatch):
+    """A replay finds the normaliser of every task anew, in batches that ignore other numbers of targets."""
+    (model, (x, _)), plain = (Heads(), data(8)), Heads()
+    plain.load_state_dict(model.state_dict())
+    recorder = Repeated(model)
+    monkeypatch.setitem(RECORDERS, "cpu", recorder)
+    batches = [data(8)[1] for _ in range(7)]
+    for i, y in enumerate(batches):
+        y["mask"][1, : i % 2, : 1 + i % 2] = -100
+    parts = {
+        "damping": mq.Identity(),
+        "momentum": None,
+        "schedule": mq.Constant(3.0),
+        "curvature": mq.Dense(inertia=0.0),
+    }
+    opt, twin = mq.LM(model, BOTH, capture=True, **parts), mq.LM(plain, BOTH, capture=False, **parts)
+    for y in batches:
+        one, other = opt.step(x, y), twin.step(x, y)
+        assert one.loss == pytest.approx(other.loss, rel=1e-10)
+        assert one.new_loss == pytest.approx(other.new_loss, rel=1e-10)
+    assert recorder.replays > 2

@@ -71,12 +71,11 @@ def taken(raw: Any, count: int = 1) -> Tensor:
 
 def side_by_side(parts: Sequence[Tensor], raw: Any) -> Tensor:
     """(N, *shape) each → (N, K)"""
-    alike = {(len(t), t.dtype, t.device) for t in parts if t.ndim}
-    if len(alike) != 1 or not all(t.ndim for t in parts):
-        dtypes = ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in parts))
+    if len({(t.shape[:1], t.device) for t in parts}) != 1 or not all(t.is_floating_point() for t in parts):
+        kinds = ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in parts))
         raise ValueError(
-            f"the model returned {shown(raw)}, {dtypes}: outputs that have a loss need the samples first, as many in "
-            "each, in one dtype on one device"
+            f"the model returned {shown(raw)}, {kinds}: outputs that have a loss need floating-point numbers with the "
+            "samples first, as many in each, on one device"
         )
     return torch.cat([t.reshape(len(t), -1) for t in parts], 1)
 

@@ -101,17 +101,17 @@ class Tasks(Loss):
 
     def _placed(self, raw: Any, y: Target, weight: Tensor | None) -> Tasks:
         """With the layout of these outputs, and every loss bound to its own; raises if targets do not fit."""
-        z, targets = self._outputs(raw), self._targets(y)
-        joined = side_by_side(list(z.values()), raw)
+        outputs, targets = self._outputs(raw), self._targets(y)
+        joined, layout = side_by_side(list(outputs.values()), raw).detach(), OutputLayout.like(outputs)
         if weight is not None:
             check_weight(weight, joined)
-        found = []
+        z, found = layout.split(joined), []
         for name, loss, factor in self.tasks:
             with _about(name):
-                loss = loss.bound(z[name].detach(), targets[name], weight)
-                loss.faults(z[name].detach(), targets[name])
+                loss = loss.bound(z[name], targets[name], weight)
+                loss.faults(z[name], targets[name])
             found.append(Term(name, loss, factor))
-        return replace(self, tasks=tuple(found), layout=OutputLayout.like(z))
+        return replace(self, tasks=tuple(found), layout=layout)
 
     def _targets(self, y: Target) -> dict[Name, Target]:
         """By the names of the outputs."""
