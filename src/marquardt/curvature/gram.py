@@ -246,12 +246,13 @@ class GramCurvature(Curvature):
         self._steep = shape, steep * A.scale
         w = spd_solve(K, torch.ones_like(K[0]), -u if moved is None else -u - moved, self.notes)
         Kw = K @ w
-        d = A.solve(self.adjoint(w.to(outer) / A.scale), sizes, scaled=False)
+        pulled = self.adjoint(w.to(outer))
+        d = A.solve(pulled / A.scale, sizes, scaled=False)
         length = (w @ Kw).clamp(min=0).sqrt().to(outer)  # of d in the metric A
-        if plain is not None and moved is not None:
+        if h is not None and plain is not None and moved is not None:
             d += plain
             Kw += moved
-            length = A.quadratic(d, sizes, self.parameters.dot).sqrt()
+            length = self.parameters.dot(pulled.sub_(h), d).clamp(min=0).sqrt()  # J̃ᵀw − h = Ad
         if outer != torch.float64:
             error = partial(self._error, w=w, h=h, plain=plain, inner=inner, outer=outer)
             if not holds(lambda size: error(size) <= ROUNDING * length, K):
