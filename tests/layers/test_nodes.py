@@ -40,6 +40,21 @@ USES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "BmmBackward0": ((2, 3, 4), lambda p: torch.bmm(X.expand(2, -1, -1), p), 0),
     "BmmBackward0 left": ((2, 4, 3), lambda p: torch.bmm(p, X.T.expand(2, -1, -1)), 0),
     "ConvolutionBackward0": ((4, 1, 2, 2), lambda p: F.conv2d(IMAGES.detach(), p, None, 2, 1, 1, 2), 0),
+    "ConvolutionBackward0 transposed": (
+        (2, 3, 2, 3),
+        lambda p: F.conv_transpose2d(IMAGES.detach(), p, None, stride=2, padding=1, output_padding=1, groups=2),
+        0,
+    ),
+    "ConvolutionBackward0 transposed, dilated": (
+        (2, 3, 2, 2),
+        lambda p: F.conv_transpose2d(IMAGES.detach(), p, None, dilation=2),
+        0,
+    ),
+    "ConvolutionBackward0 transposed, bias": (
+        (3,),
+        lambda p: F.conv_transpose2d(IMAGES.detach(), torch.ones(2, 3, 2, 2), p),
+        0,
+    ),
     "ConvolutionBackward0 bias": ((3,), lambda p: F.conv2d(IMAGES.detach(), torch.ones(3, 2, 2, 2), p), 0),
     "ConvolutionBackwardBackward0": ((4, 1, 2, 2), backwards, 0),
     "DivBackward0": ((3,), lambda p: X / p, 0),

@@ -50,10 +50,15 @@ def test_parts_share_positions(kind, R, order):
         "bias": lambda i: F.linear(x[i], torch.ones(3, 4), p),
     }[kind]
     block, rows = both(torch.cat([made(slice(0, 2)), made(slice(2, N))]).tanh(), p, R, order)
-    kinds = {"weight": Bilinear, "table": Lookup, "bias": Explicit}
-    assert isinstance(block, kinds.get(kind, Bilinear if R == 1 else Explicit))
-    assert getattr(block, "P", None) == {"bias": None, "table": 2}.get(kind, None if isinstance(block, Explicit) else 1)
+    assert isinstance(block, {"table": Lookup, "bias": Explicit}.get(kind, Bilinear))
+    assert getattr(block, "P", None) == {"bias": None, "table": 2}.get(kind, 1)
     assert error(block.rows(p.dtype), rows) < 1e-12
+    by_sample = rows.view(R, N, -1).transpose(0, 1).flatten(0, 1)
+    assert error(block.samples(p.dtype), by_sample) < 1e-12
+    assert error(block.square(p.dtype), rows.T @ rows) < 1e-12
+    K = torch.zeros(R * N, R * N)
+    block.gram(K, block)
+    assert error(K, rows @ rows.T) < 1e-12
     v, w = torch.randn(p.numel()), torch.randn(R * N)
     assert error(block.apply([v]), rows @ v) < 1e-12
     assert error(block.pull(w), rows.T @ w) < 1e-12

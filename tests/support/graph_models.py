@@ -186,6 +186,21 @@ class Normed(nn.Module):
         return torch.cat([self.part(two), self.part(one)])
 
 
+class Upwards(nn.Module):
+    """A transposed convolution among others, and one whose weight a plain one shares"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(2, 4, 3, stride=2, padding=1)
+        self.up = nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1)
+        self.shared = nn.Parameter(torch.randn(2, 3, 2, 2) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.down(x).tanh()).tanh()
+        h = nn.functional.conv2d(h, self.shared, stride=2).tanh()
+        return nn.functional.conv_transpose2d(h, self.shared).flatten(1)[:, :4]
+
+
 def weight_normed() -> nn.Module:
     model = Parts()
     for i in (0, 2):
@@ -214,6 +229,7 @@ GRAPH_CASES = {
     "equations in turns": GraphCase(lambda: Equations(lambda t: t.flatten()), (INNER,), colours=3),
     "torch.func": GraphCase(Functional, (INNER, EDGE)),
     "convolved": GraphCase(ConvolvedSlope, ((5, 2, 5, 5),)),
+    "upwards": GraphCase(Upwards, ((5, 2, 4, 4),), (5, 4)),
     "attentive": GraphCase(Attentive, ((5, 3, 3),), (5, 3)),
     "operator": GraphCase(lambda: Operator(False), ((5, 3), (5, 4, 2)), (5, 4)),
     "operator on one grid": GraphCase(lambda: Operator(True), ((5, 3), (5, 4, 2)), (5, 4)),

@@ -21,7 +21,7 @@ from ..metric import Part, Turn
 from ..model.precision import widened
 from .block import SLAB, Block, Product, Sums, add_product
 from .coarse import FASTER, fast, pull, pulls, times
-from .traces import Traces, of_rows, product_of, square
+from .traces import Traces, of_rows, of_vectors, product_of, square
 
 
 class Bilinear(Block):
@@ -305,11 +305,15 @@ class Bilinear(Block):
         a = self.a.to(dtype)
         return a if self.bias is None else torch.cat([a, self._times_one(a.new_ones(*a.shape[:-1], 1))], -1)
 
+    @property
+    def by_units(self) -> bool:
+        """Whether every output has inputs of its own: there is no matrix then."""
+        return self.weight is None or self.weight.ndim < 2 or self.O == self.I == 1 < self.G
+
     def partial_traces(self) -> list[Traces]:
         """With one position Σ|a|²δδᵀ and Σ|δ|²aaᵀ; with several from pairs of them or from the rows of a few samples"""
-        if self.weight is None or self.weight.ndim < 2 or self.O == self.I == 1 < self.G:
-            pieces = self.diagonal().split([p.numel() for p in self.params])  # every output has inputs of its own
-            return [Traces([p], piece[None], None) for p, piece in zip(self.params, pieces, strict=True)]
+        if self.by_units:
+            return of_vectors(self.params, self.diagonal())
         if self.P != 1 and self.G == 1 and self._positions_are_cheaper():
             return [Traces(self.params, *self._traces_of_positions())]
         if self.P != 1:

@@ -155,30 +155,34 @@ def convolve_back(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     """The backward pass of a convolution to its input: what was δ there is a, and a is made of the δ of now"""
     if node._saved_transposed or slot != 2:
         return None
-
-    def patches(x: Tensor) -> Any:
-        return convolution(
-            x, node._saved_weight, None, node._saved_stride, node._saved_padding, node._saved_dilation,
-            node._saved_groups,
-        )  # fmt: skip
-
-    def at_output(delta: Tensor) -> Tensor:
-        found: Tensor = patches(delta.flatten(0, 1)).a().unflatten(0, delta.shape[:2])
-        return found
-
-    return Outer(lambda: patches(node._saved_input).delta(node._saved_grad_output[None])[0], at_output, turned=True)
+    return _in_patches(node, lambda: node._saved_grad_output)
 
 
 def convolve(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    if node._saved_transposed or slot == 0:
+    if slot == 0:
         return None
     if slot == 2:
         return Spread(lambda delta: delta, (1, *V, *[1] * (len(out) - 2)))
-    operand = convolution(
-        node._saved_input, node._saved_weight, None, node._saved_stride, node._saved_padding, node._saved_dilation,
-        node._saved_groups,
-    )  # fmt: skip
+    if node._saved_transposed:  # the same as the backward pass of a convolution
+        return _in_patches(node, lambda: node._saved_input)
+    operand = _patches(node, node._saved_input)
     return None if operand is None else Outer(operand.a, operand.delta)
+
+
+def _in_patches(node: Any, inputs: Callable[[], Tensor]) -> Form:
+    """An input for every place of a kernel, which spreads it over a patch of the output: there δ is seen"""
+
+    def at_output(delta: Tensor) -> Tensor:
+        found: Tensor = _patches(node, delta.flatten(0, 1)).a().unflatten(0, delta.shape[:2])
+        return found
+
+    return Outer(lambda: _patches(node, node._saved_input).delta(inputs()[None])[0], at_output, turned=True)
+
+
+def _patches(node: Any, x: Tensor) -> Any:
+    return convolution(
+        x, node._saved_weight, None, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_groups
+    )
 
 
 NODES: dict[str, Callable[[Any, int, Shape, Shape], Form | None]] = {

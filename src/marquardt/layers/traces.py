@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -41,3 +42,9 @@ def of_matrix(p: Tensor, rows: Tensor) -> Traces:
     if p.ndim < 2:
         return Traces([p], rows.square().sum(0)[None], None)
     return Traces([p], *of_rows(rows.view(len(rows), 1, len(p), -1)))
+
+
+def of_vectors(params: Sequence[Tensor], diagonal: Tensor) -> list[Traces]:
+    """Of parameters that are vectors, from diag J̃ᵀJ̃ of all: (columns,)"""
+    pieces = diagonal.split([p.numel() for p in params])
+    return [Traces([p], piece[None], None) for p, piece in zip(params, pieces, strict=True)]

@@ -19,6 +19,7 @@ from .lookup import Lookup
 from .nodes import Form, Outer, Picked
 from .places import Place, stacked
 from .watch import Misfit
+from .written import written
 
 
 class Glimpse(NamedTuple):
@@ -35,7 +36,7 @@ def block_of(p: Tensor, glimpses: Sequence[Glimpse], R: int, N: int) -> Block:
         return Nothing([p], R * N, N)
     try:
         forms = [g.use.form() for g in glimpses]
-        kinds = {_kind(g.use, form, R) for g, form in zip(glimpses, forms, strict=True)}
+        kinds = {_kind(g.use, form) for g, form in zip(glimpses, forms, strict=True)}
         if kinds == {Lookup}:
             return _lookup(p, glimpses, forms, N)
         if kinds == {Bilinear}:
@@ -47,28 +48,29 @@ def block_of(p: Tensor, glimpses: Sequence[Glimpse], R: int, N: int) -> Block:
         raise Misfit(str(error)) from error
 
 
-def _kind(use: Use, form: Form, R: int) -> type[Block]:
-    """The cheapest block that can hold the rows of this use. In y = gW the roles of a and δ are changed, which a block
-    can follow only if a sample has one row: a has none."""
+def _kind(use: Use, form: Form) -> type[Block]:
+    """The cheapest block that can hold the rows of this use."""
     if use.direct and isinstance(form, Picked):
         return Lookup
-    if use.direct and isinstance(form, Outer) and (R == 1 or form.turned == use.turned):
-        return Bilinear
-    return Explicit
+    return Bilinear if use.direct and isinstance(form, Outer) else Explicit
 
 
-def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: int) -> Bilinear:
-    """Every use has positions of its own; uses by different samples share them."""
-    places, inputs, deltas = [g.place for g in glimpses], [], []
-    for (use, place, delta), form in zip(glimpses, forms, strict=True):
+def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: int) -> Block:
+    """Every use has positions of its own; uses by different samples share them. In y = gW the roles of a and δ are
+    changed: then every row has an a of its own, as if it were that of a sample of its own."""
+    places = [g.place for g in glimpses]
+    changed = [isinstance(form, Outer) and form.turned != g.use.turned for g, form in zip(glimpses, forms, strict=True)]
+    inputs, deltas = [], []
+    for (_, place, delta), form, swaps in zip(glimpses, forms, changed, strict=True):
         a, d = _pair(form, place, delta, p.dtype)
-        changed = isinstance(form, Outer) and form.turned != use.turned
-        inputs.append(d[0] if changed else a)
-        deltas.append(a[None] if changed else d)
-    a, d = _joined(inputs, places, N, 0), _joined(deltas, places, N, 1)
-    if a[0, 0].numel() * d.shape[-1] != p.numel():
+        a = a.expand(len(d), *a.shape) if any(changed) else a[None]  # (R, M, P, G, I), or one for all rows
+        inputs.append(d if swaps else a)
+        deltas.append(a if swaps else d)
+    a, d = _joined(inputs, places, N, 1).detach(), _joined(deltas, places, N, 1).detach()
+    if a[0, 0, 0].numel() * d.shape[-1] != p.numel():
         raise Misfit("a and δ are not those of a weight of this size")
-    return Gathered(a.detach(), d.detach(), p, None)
+    one = Gathered(a[0], d, p, None) if len(a) == 1 else ByRows(a.flatten(0, 1), d.flatten(0, 1)[None], p, N)
+    return written(one)
 
 
 class Gathered(Bilinear):
@@ -80,6 +82,18 @@ class Gathered(Bilinear):
 
     def sums(self, weight: Tensor | None) -> Sums | None:  # type: ignore[override]
         return None
+
+
+class ByRows(Gathered):
+    """Every row as one of a sample of its own, of R·N samples: row r·N + n is where it was."""
+
+    def __init__(self, a: Tensor, delta: Tensor, weight: Tensor, N: int) -> None:
+        super().__init__(a, delta, weight, None)
+        self.true_N = N
+
+    def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        rows = super().samples(dtype).view(-1, self.true_N, self.columns).transpose(0, 1)  # (N, R, columns)
+        return rows.reshape(self.m, -1) if out is None else out.copy_(rows.reshape(self.m, -1))
 
 
 class GatheredTable(Lookup):

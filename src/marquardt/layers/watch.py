@@ -21,6 +21,7 @@ from .lookup import Lookup
 from .pooled import Kept, Pooled, behind, users
 from .rules import RULES, Operand, opened_attention
 from .unrolled import unrolled
+from .written import written
 
 _attention = opened_attention()
 MAX_POOLS = {
@@ -275,7 +276,8 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, lay
         return None
     first, *others = blocks
     if len({call.kind for call in calls}) == 1:
-        return first.beside(others) if others else first
+        one = first.beside(others) if others else first
+        return written(one) if type(one) is Bilinear else one
     # A weight that different layers share: add its columns up.
     columns: dict[int, Tensor] = {}
     params: dict[int, Tensor] = {}
