@@ -70,7 +70,7 @@ def test_traces(shape):
 def test_another_precision():
     """Rows of float32 are not taken for those of float64."""
     block = made(2, 9)
-    block.a, block.delta = block.a.float(), block.delta.float()
+    block.factors = block.a.float(), block.delta.float()
     block.weight, block.bias = block.weight.float(), block.bias.float()
     block.params = [block.weight, block.bias]
     found = written(block)
