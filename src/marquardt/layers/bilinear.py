@@ -234,7 +234,8 @@ class Bilinear(Block):
         if self.P == other.P == 1:
             blocks.addcmul_(deltas[:, :, 0, :, :, 0], factor[:, :, 0, :, :, 0])
         else:
-            blocks += deltas.mul_(factor).sum((2, 5))
+            # One dimension after the other: both at once take ten times as long on a CPU, and twice on a GPU.
+            blocks += deltas.mul_(factor).sum(2).sum(-1)
 
     def _gram_of_rows(self, K: Tensor, other: Bilinear, product: Product | None) -> None:
         """The same from explicit rows, some outputs at a time: cheaper for long samples."""
