@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..deferred import floats, recording
 from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.rows import Exact, Rows
@@ -30,6 +31,9 @@ from .plan import Plan, look
 Past = dict[str, Tensor]  # what a representation keeps from step to step
 
 FASTER = "curvature=mq.Auto() picks what is faster"
+
+# Steps that are looked at, at most, whether weight decay is in them.
+LOOKS = 8
 
 # In a running average the past has at most so many times the trace of the present.
 MEMORY = 10.0
@@ -157,7 +161,28 @@ class Damped:
             raise ValueError(
                 f"{name}.newton returned the shape {shape}: one number per parameter, ({self.G.parameters.n},)"
             )
+        known = self.G.lin.known
+        if self.decay is not None and known.decays < LOOKS and not recording():
+            known.decays = LOOKS if self._proven(d) else known.decays + 1
         return d
+
+    def _proven(self, d: Tensor) -> bool:
+        """Whether weight decay is in g and H, by gᵀd = −dᵀHd for the step −H⁻¹g; False if it has too little of them to
+        tell. A curvature of one's own may leave it out: refused if the equation does not hold, and far better without.
+        """
+        lin = self.G.lin
+        assert self.decay is not None and lin.pull is not None
+        gradients = lin.pull, lin.gradient, self.gradient
+        pull, gd, own = floats(*(self.dot(g, d) for g in gradients))
+        press, dHd = floats(self.decay.quadratic(d), self.quadratic(d))
+        least = 1e-3 * (abs(gd) + abs(dHd))
+        sums = [(gd + dHd, [gd - pull + dHd, gd + dHd - press, gd - pull + dHd - press]), (gd - own, [gd - pull - own])]
+        if any(abs(right) > least and min(map(abs, others)) < 1e-3 * abs(right) for right, others in sums):
+            raise ValueError(
+                f"{type(self.G).__name__} leaves weight decay out: its `gradient` is lin.gradient, that of the data "
+                "and W(θ − θ₀), and `newton` solves for it with all of A, of which W is a part; or use weight_decay=0"
+            )
+        return min(abs(pull), abs(press)) > least
 
     @property
     def gradient(self) -> Tensor:

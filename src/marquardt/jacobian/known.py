@@ -60,6 +60,7 @@ class Known:
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
     steady: bool = False  # a forward pass leaves the buffers as they are
     loss: object = None  # the loss whose derivatives are proven
+    decays: int = 0  # steps that were looked at, whether weight decay is in them
     batched_rows: bool = True  # backward passes of all rows at once
     unrolls: bool = True  # convolutions may have a backward pass of our own
     rows_per_sample: int = 0  # on the last step

@@ -65,6 +65,7 @@ class Linearization:
         self._h: Tensor | None = None  # remainder of several pieces, in Σ-units
         self._gradient: Tensor | None = None
         self._remainder: Tensor | None = None
+        self._pull: Tensor | None = None
         self._open: Piece | None = None
 
     def made_for(self, needs: Needs, rows: Rows | None = None) -> Linearization:
@@ -251,7 +252,7 @@ class Linearization:
     def close(self) -> None:
         """Lets go of the rows at once; what is asked after that is linearised anew."""
         torch.clear_autocast_cache()  # of weights at a trial point, without a graph
-        self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = None
+        self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = self._pull = None
         self._moments.clear()
         self.slopes.clear()
         self.objectives.clear()
@@ -308,8 +309,16 @@ class Linearization:
 
     def regularised(self, slope: Tensor) -> Tensor:
         """∇f from its part that the data have: (n,)"""
+        pull = self.pull
+        return slope if pull is None else slope + pull.to(slope.dtype)
+
+    @property
+    def pull(self) -> Tensor | None:
+        """W(θ − θ₀), the part of ∇f that weight decay has: (n,), None means 0"""
         decay = self.decay
-        return slope if decay is None else slope + decay.slope(self.theta).to(slope.dtype)
+        if decay is not None and self._pull is None:
+            self._pull = decay.slope(self.theta)
+        return self._pull
 
     @property
     def slope(self) -> Tensor:
@@ -331,8 +340,7 @@ class Linearization:
             self._remainder = h * self.scale
         if self._remainder is not None:
             return self.regularised(self.parameters.without(self._remainder, self.inert))
-        decay = self.decay
-        return None if decay is None else decay.slope(self.theta)
+        return self.pull
 
     # To look at.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -30,18 +30,22 @@ class WeightDecay:
     """
 
     w: float
-    exclude: str | Sequence[str] | Callable[[str, Tensor], bool] = ()
+    exclude: str | Collection[str] | Callable[[str, Tensor], bool] = ()
     towards: str | Mapping[str, Tensor] | Sequence[Tensor] | None = None
 
     def __post_init__(self) -> None:
         check_weight(self.w)
-        if not callable(self.exclude) and not all(isinstance(p, str) for p in self.exclude):
+        names = isinstance(self.exclude, Collection) and all(isinstance(p, str) for p in self.exclude)
+        if not callable(self.exclude) and not names:
             raise TypeError(
                 f'exclude={self.exclude!r}: "bias", "norm", patterns for names such as "head.*", or a function of the '
                 "name and the parameter"
             )
+        words = f'towards={self.towards!r}: None for 0, "start" for the weights as they are, or tensors'
         if isinstance(self.towards, str) and self.towards != "start":
-            raise ValueError(f'towards={self.towards!r}: None for 0, "start" for the weights as they are, or tensors')
+            raise ValueError(words)
+        if self.towards is not None and not isinstance(self.towards, Iterable):
+            raise TypeError(words)
 
     @staticmethod
     def of(given: Any) -> WeightDecay:

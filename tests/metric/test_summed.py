@@ -1,0 +1,116 @@
+"""Sums of D and a diagonal: exact for products, and what lies above them in the form of D."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.metric import Diagonal, Layered, Part
+from support.reference import error
+from support.regularised import above, dense
+
+pytestmark = pytest.mark.usefixtures("double")
+
+SIZES = [6, 2, 4]
+W = {"uniform": [0.3, 0.3, 0.3], "none for the bias": [0.3, 0.0, 0.1], "only the bias": [0.0, 0.3, 0.0]}
+EVERY_W = pytest.mark.parametrize("w", W.values(), ids=W)
+
+
+def diagonals() -> dict[str, Diagonal]:
+    u = torch.rand(1, 2, 1) + 0.5
+    scale = torch.tensor(0.7)
+    return {
+        "number": Diagonal(scale),
+        "numbers": Diagonal(scale, [Part(torch.rand(())) for _ in SIZES]),
+        "entries": Diagonal(scale, [Part(torch.rand(size)) for size in SIZES]),
+        "u ⊗ v": Diagonal(scale, [Part(None, u, torch.rand(1, 1, 3)), Part(None, u), Part(torch.rand(4))]),
+    }
+
+
+def spread(w: list[float]) -> Tensor:
+    return torch.cat([torch.full((size,), x) for x, size in zip(w, SIZES, strict=True)])
+
+
+@EVERY_W
+@pytest.mark.parametrize("kind", diagonals())
+def test_a_diagonal(kind, w):
+    D = diagonals()[kind]
+    exact = D.entries(SIZES) + spread(w)
+    assert error(D.sum(w, SIZES).entries(SIZES), exact) < 1e-14
+    raised = D.plus(w, SIZES).entries(SIZES)
+    assert bool((raised >= exact * (1 - 1e-14)).all())
+    if kind != "u ⊗ v":
+        assert error(raised, exact) < 1e-14
+
+
+@EVERY_W
+def test_a_product_stays_one(w):
+    D = diagonals()["u ⊗ v"]
+    weight, bias, _ = D.plus(w, SIZES).parts
+    assert torch.equal(weight.u, bias.u)
+    assert weight.v.shape == (1, 1, 3)
+    assert bias.v.shape == (1, 1, 1)
+    assert error(D.plus([0.0] * 3, SIZES).entries(SIZES), D.entries(SIZES)) < 1e-14
+    assert error(D.with_scale(torch.zeros(())).plus(w, SIZES).entries(SIZES), spread(w)) < 1e-14
+
+
+def test_one_number_stays_one():
+    D = Diagonal(torch.tensor(0.7))
+    assert D.sum([0.3] * 3, SIZES).shape is None
+    assert D.sum([0.3, 0.3, 0.0], SIZES).shape is not None
+
+
+class Mixed(nn.Module):
+    """A convolution of two groups, a vector, an embedding and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv1d(2, 4, 2, groups=2), nn.LayerNorm(3), nn.Linear(12, 2)
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(self.conv(x)).tanh() + self.table(torch.tensor([1, 3, 1, 0]))
+        return self.head(rows.flatten(1))
+
+
+def layered(every: int) -> tuple[Layered, list[int]]:
+    model = Mixed()
+    lin = mq.linearize(model, "mse", torch.randn(5, 2, 4), torch.randn(5, 2))
+    D = mq.KroneckerMetric(every=every).update(None, mq.Dense().represent(lin))
+    assert isinstance(D, Layered)
+    return D, lin.parameters.sizes
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("kind", ["all", "weights", "biases", "several"])
+def test_a_kronecker_product(kind, every):
+    D, sizes = layered(every)
+    number = {"all": lambda i: 0.3, "weights": lambda i: 0.3 * (i % 2 == 0), "biases": lambda i: 0.3 * (i % 2)}
+    w = [number.get(kind, lambda i: 0.1 * (i + 1))(i) for i in range(len(sizes))]
+    diagonal = torch.cat([torch.full((size,), float(x)) for x, size in zip(w, sizes, strict=True)]).diag()
+    A = 0.2 * D
+    exact = 0.2 * dense(D, sizes) + diagonal
+    assert error(dense(A.sum(w, sizes), sizes), exact) < 1e-12
+    assert error(A.sum(w, sizes).diagonal(sizes), exact.diagonal()) < 1e-12
+    raised = A.plus(w, sizes)
+    expected = above(D, 0.2, w, sizes)
+    assert error(dense(raised, sizes), expected) < 1e-10
+    assert torch.linalg.eigvalsh(expected - exact).min() > -1e-10
+    v = torch.randn(sum(sizes))
+    assert error(raised.solve(v.clone(), sizes), torch.linalg.solve(expected, v)) < 1e-9
+    assert error((2.0 * raised).times(v, sizes), 2 * expected @ v) < 1e-10
+    assert error(raised.to(v.float()).times(v.float(), sizes), expected @ v) < 1e-5
+    assert error(dense(D.plus([0.0] * len(sizes), sizes), sizes), dense(D, sizes)) < 1e-10
+    if kind in ("all", "several"):
+        assert error(dense((0.0 * D).plus(w, sizes), sizes), diagonal) < 1e-12
+
+
+def test_a_sum_cannot_be_solved_with():
+    D, sizes = layered(1)
+    total = D.sum([0.3] * len(sizes), sizes)
+    with pytest.raises(TypeError, match="above"):
+        total.solve(torch.ones(sum(sizes)), sizes)
+    assert isinstance(total.above, Layered)
+    assert D.above is D
