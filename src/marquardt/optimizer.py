@@ -66,18 +66,22 @@ class LM(torch.optim.Optimizer):
     One step, on the loss f of a batch:
 
         f, g, G  ←  linearise the model at θ                        rows, curvature
+        f, g, W  ←  f + ½w‖θ‖², g + wθ, w                           weight_decay
         D        ←  damping of the parameters                       damping
-        d        ←  −(G + λD)⁻¹g
-        d        ←  α·d + β·dθ                                      momentum
+        d        ←  −(G + W + λD)⁻¹g
+        d        ←  α·d + β·dθ, at most of the length of the radius momentum, radius
         accept θ + lr·d if the loss falls, or rises a little        acceptance
           in the direction of the previous step;
-        otherwise search along −(G + λD)⁻¹g                         line_search
+        otherwise search along −(G + W + λD)⁻¹g                     line_search
         λ        ←  smaller after a good step, larger after a bad   schedule
         θ̄        ←  average of θ                                    average
 
     `loss` is a name, a torch.nn loss, an object of `marquardt.losses`, or a dict of these by the names of the model's
-    outputs; `params` chooses the parameters that train; `attempts` is how many λ a failed step may try. A part that is
-    None is left out.
+    outputs; `params` chooses the parameters that train, in one list or in groups that differ in weight decay;
+    `attempts` is how many λ a failed step may try. A part that is None is left out.
+
+    `weight_decay` is added to the loss that is reported, for all parameters; `WeightDecay` excludes some, or decays
+    them towards other weights than 0. `radius` bounds ‖lr·d‖.
 
     `capture`: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
     for small networks. The model must then do the same for every batch, its Python code is not run again; steps that do

@@ -171,7 +171,8 @@ class Damped:
         tell. A curvature of one's own may leave it out: refused if the equation does not hold, and far better without.
         """
         lin = self.G.lin
-        assert self.decay is not None and lin.pull is not None
+        assert self.decay is not None
+        assert lin.pull is not None
         gradients = lin.pull, lin.gradient, self.gradient
         pull, gd, own = floats(*(self.dot(g, d) for g in gradients))
         press, dHd = floats(self.decay.quadratic(d), self.quadratic(d))
