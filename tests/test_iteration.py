@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.attempt import blame_gradient
 from marquardt.iteration import (
     FAILED,
     FAINT,
@@ -533,11 +532,3 @@ def test_with_mean():
         assert first.points == 1
     ema = with_mean(parts(average=mq.EMA(0.2)), state, parameters, False)
     assert error(ema.mean, 0.8 * theta) < 1e-12
-
-
-def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter():
-    model = nn.Linear(2, 1)
-    parameters = mq.linearize(model, "mse", torch.randn(3, 2), torch.randn(3, 1)).parameters
-    blame_gradient(parameters, torch.ones(3))
-    with pytest.raises(ValueError, match="'bias'"):
-        blame_gradient(parameters, torch.tensor([1.0, 2.0, math.inf]))

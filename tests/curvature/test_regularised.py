@@ -80,6 +80,36 @@ def test_step(curvature, damping, name):
     assert error(case.H.products(V), V @ exact @ V.T) < 1e-8
 
 
+@pytest.mark.parametrize("rows", [mq.Exact(), mq.Sampled(1), mq.Empirical(), mq.Fraction(0.5)], ids=str)
+@pytest.mark.parametrize("curvature", [mq.Dense(chunk=4), mq.Gram(chunk=4), mq.Gram(), mq.Dense()], ids=str)
+def test_chunks_and_other_rows(curvature, rows):
+    """Whatever G is made of, g is that of the objective."""
+    model, x, y = network(), torch.randn(6, 3), torch.randn(6, 2)
+    decay = mq.WeightDecay(0.3, exclude="bias")
+    lin = mq.linearize(model, "mse", x, y, rows=rows, needs=curvature.needs, weight_decay=decay)
+    G = curvature.represent(lin)
+    W = weights(model, by_parameter(model, 0.3, DECAYS["no bias"][1]))
+    theta = nn.utils.parameters_to_vector(model.parameters()).detach()
+    g = reference.quadratic(model, "mse", x, y).g + W * theta
+    H = lin.rows().T @ lin.rows() + LAM * torch.eye(len(W)) + W.diag()
+    step = Damped(G, mq.Diagonal(torch.tensor(LAM))).step()
+    assert error(step, -torch.linalg.solve(H, g)) < 1e-8
+    assert error(G.gradient, g) < 1e-10
+
+
+@pytest.mark.parametrize("curvature", [mq.Dense(small=0), mq.Gram(), mq.Gram(whole=0)], ids=["dense", "gram", "layers"])
+@pytest.mark.parametrize("lam", [1e-6, 1.0])
+@pytest.mark.parametrize("w", [1e-6, 1.0])
+def test_in_float32(w, lam, curvature):
+    """To what the rows themselves are good for, at any λ and w."""
+    model, x, y = network().float(), torch.randn(6, 3).float(), torch.randn(6, 2).float()
+    lin = mq.linearize(model, "mse", x, y, needs=curvature.needs, weight_decay=w)
+    step = Damped(curvature.represent(lin), mq.Diagonal(torch.tensor(lam).float())).step()
+    theta = nn.utils.parameters_to_vector(model.parameters()).detach().double()
+    exact = reference.quadratic(model.double(), "mse", x.double(), y.double())
+    assert error(step, -torch.linalg.solve(exact.damped(lam + w), exact.g + w * theta)) < 1e-3
+
+
 @EVERY_DECAY
 def test_hessian(name):
     lam = 20.0  # it is not positive definite here

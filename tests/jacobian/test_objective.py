@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -40,3 +42,17 @@ def test_level_is_the_totals_in_the_units_of_f():
     assert scale != 1
     summed, _ = made(nn.MSELoss(reduction="sum"))
     assert summed.level(Totals(8.0, 4.0, 2.0, 0.1)).f == 8 * summed.loss.scale(1.0)
+
+
+def test_weight_decay_is_in_the_units_of_what_is_reported():
+    """f is ½Σr² here, reported as the mean of r²: w in the units of the mean is w·(½Σ)/(1/N·Σ) in those of f."""
+    model = nn.Linear(3, 2)
+    loss = replace(resolve("mse"), reduction="sum", factor=0.5, reported=resolve("mse"))
+    objective = Objective(model, loss, list(model.parameters()), [0.3, 0.0])
+    decay = objective.decay(10.0)
+    assert decay is not None
+    assert decay.weights == pytest.approx((0.3 * 0.5 * 10, 0.0))
+    level = objective.level(Totals(8.0, 10.0, 2.0, 0.1), 3.0)
+    assert (level.f, level.low, level.decay) == (7.0, 1.0, 3.0)
+    assert level.rounding > 0.05
+    assert Objective(model, loss, list(model.parameters()), [0.0, 0.0]).decay(10.0) is None
