@@ -25,6 +25,7 @@ def diagonals() -> dict[str, Diagonal]:
         "number": Diagonal(scale),
         "numbers": Diagonal(scale, [Part(torch.rand(())) for _ in SIZES]),
         "entries": Diagonal(scale, [Part(torch.rand(size)) for size in SIZES]),
+        "u": Diagonal(scale, [Part(torch.rand(6)), Part(None, u), Part(torch.rand(4))]),
         "u ⊗ v": Diagonal(scale, [Part(None, u, torch.rand(1, 1, 3)), Part(None, u), Part(torch.rand(4))]),
     }
 

@@ -246,7 +246,10 @@ class DenseCurvature(Curvature):
             return self.G
         if self._turned is None or self._turned[0] is not D.shape or self._turned[1].dtype != self.G.dtype:
             same, sizes = D.to(self.G), self.parameters.sizes
-            G = self.G if same.beside is None else self.G + same.beside.diag()
+            G = self.G
+            if same.beside is not None:
+                G = G.clone()
+                G.diagonal().add_(same.beside)
             self._turned = (D.shape, same.turned(same.turned(G, sizes).T, sizes))
         return self._turned[1]
 

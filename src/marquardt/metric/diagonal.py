@@ -83,9 +83,13 @@ class Diagonal(Metric):
     def sum(self, w: Sequence[float], sizes: Sequence[int]) -> Diagonal:
         if self._parts is None and len(set(w)) == 1:
             return Diagonal(self.scale + w[0])
-        parts = self._parts or [Part(torch.ones_like(self.scale))] * len(w)
-        each = zip(parts, w, sizes, strict=True)
-        return Diagonal(torch.ones_like(self.scale), [Part(self.scale * _entries(*x[::2]) + x[1]) for x in each])
+        one = torch.ones_like(self.scale)
+        entries = [one] * len(w)
+        if self._parts is not None:
+            entries = [
+                p.flat(size) if p.entries is None else p.entries for p, size in zip(self._parts, sizes, strict=True)
+            ]
+        return Diagonal(one, [Part(self.scale * e + x) for e, x in zip(entries, w, strict=True)])
 
     def plus(self, w: Sequence[float], sizes: Sequence[int]) -> Diagonal:
         """Of u ⊗ v it is (√s·u + √w/ρ) ⊗ (√s·v + ρ√w), s the scale and ρ² the mean of v over that of u."""
@@ -104,8 +108,11 @@ class Diagonal(Metric):
         return Diagonal(exact.scale, found)
 
     def _raised(self, layer: Sequence[Part], w: Sequence[float]) -> list[Part]:
+        """`plus` of a weight and its bias; of a bias alone it is exact"""
         u, most, root = layer[0].u, max(w), self.scale.sqrt()
         assert u is not None
+        if all(part.v is None for part in layer):
+            return [Part(None, self.scale * u + x) for x in w]
         vs = [torch.ones_like(u[:, :1]) if part.v is None else part.v for part in layer]
         rho = (vs[0].mean() / u.mean()).sqrt()
         left = root * u + most**0.5 / rho
@@ -148,11 +155,6 @@ class Diagonal(Metric):
             return Diagonal(join(self.scale, other.scale))
         pairs = zip(self._parts, other._parts, strict=True)
         return Diagonal(self.scale, [p.each(_paired(p, q, join)) for p, q in pairs])
-
-
-def _entries(part: Part, size: int) -> Tensor:
-    """One number for all of them, or all of them"""
-    return part.entries if part.entries is not None else part.flat(size)
 
 
 def _paired(part: Part, other: Part, join: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -19,8 +19,7 @@ class Sum(Metric):
 
     def __init__(self, A: Metric, w: Sequence[float], sizes: Sequence[int]) -> None:
         self.A, self.w, self.sizes, self.scale, self.turns = A, w, sizes, A.scale, A.turns
-        each = zip(w, sizes, strict=True)
-        self.beside = torch.cat([A.scale.new_full((size,), x) for x, size in each])
+        self.beside = torch.cat([A.scale.new_full((size,), x) for x, size in zip(w, sizes, strict=True)])
 
     @cached_property
     def above(self) -> Metric:
@@ -47,10 +46,6 @@ class Sum(Metric):
     def damping(self, sizes: Sequence[int]) -> Tensor:
         return self.A.damping(sizes)
 
-    @property
-    def coupled(self) -> Sequence[Sequence[int]]:
-        return self.A.coupled
-
     def to(self, like: Tensor) -> Sum:
         return Sum(self.A.to(like), self.w, self.sizes)
 
@@ -62,11 +57,6 @@ class Sum(Metric):
 
     def fits(self, sizes: Sequence[int]) -> bool:
         return self.A.fits(sizes)
-
-    def sum(self, w: Sequence[float], sizes: Sequence[int]) -> Sum:
-        return Sum(self.A, [a + b for a, b in zip(self.w, w, strict=True)], sizes)
-
-    plus = sum
 
     def solve(self, x: Tensor, sizes: Sequence[int], *, scaled: bool = True) -> Tensor:
         raise TypeError(NO_SOLVE)
