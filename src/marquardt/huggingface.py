@@ -1,0 +1,227 @@
+"""transformers' Trainer with LM: batches of a dataset, checkpoints, evaluation and stopping as usual.
+
+>>> trainer = LMTrainer(model, TrainingArguments("run"), train_dataset=data, loss="cross_entropy")
+>>> trainer.train()
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import SchedulerType
+
+from .iteration import Step
+from .losses import CrossEntropy, Loss, resolve
+from .optimizer import LM
+
+ADAM = "it is one of AdamW, and LM is the optimizer here: leave it out"
+# Arguments with defaults, which are for AdamW and count as not given; what another value would mean.
+UNUSED = {
+    "learning_rate": "it is one for AdamW, and LM's natural one is 1: leave it out, or pass make=partial(mq.LM, lr=…)",
+    "max_grad_norm": "LM reads no gradients of parameters, and bounds its steps by λ: leave it out",
+    "weight_decay": "LM adds none to the loss: leave it out",
+    "gradient_accumulation_steps": "a step needs its batch as a whole: raise per_device_train_batch_size instead",
+    "fp16": "it scales the loss for gradients in float16, which LM does not take: use bf16=True, or float32",
+    "deepspeed": "LM does not add up over processes or shards: train on one device",
+    "fsdp": "LM does not add up over processes or shards: train on one device",
+    **dict.fromkeys(["optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"], ADAM),
+}
+
+
+class LMTrainer(Trainer):
+    """A `transformers.Trainer` whose steps are those of LM on the logits and the labels of a batch.
+
+    `loss` is what LM takes for one: a name, a torch.nn loss or an object of `marquardt.losses`. `make` makes the
+    optimizer of a model and a loss: `LM`, a preset, or `partial(mq.LM, curvature=…)`. `shift_labels` says whether the
+    logits at a token are for the label of the next one; by default they are if the model is one for causal language
+    modelling. Models whose labels are more than one tensor override `unpack`.
+
+    Evaluation and prediction see the averaged weights, if LM keeps an average, and `save_model` and `push_to_hub` take
+    them; checkpoints have the last weights, to go on from, and the averaged ones in the state of the optimizer. With
+    `load_best_model_at_end` both are those of the best checkpoint.
+
+    `label_smoothing_factor` goes to the loss. A learning rate of 5e-5, gradients clipped to 1 and a linear schedule are
+    what `TrainingArguments` have for AdamW if nothing is said, and count as not given: the learning rate is 1
+    throughout, after a warm-up if there is one. Any other schedule multiplies it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *,
+        loss: Any,
+        make: Callable[[nn.Module, Loss], LM] = LM,
+        shift_labels: bool | None = None,
+        **options: Any,
+    ) -> None:
+        args = copy.copy(args or TrainingArguments("tmp_trainer"))
+        check_arguments(args)
+        for name in ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func"):
+            if options.get(name) not in (None, (None, None)):
+                way_out = "pass loss=" if name == "compute_loss_func" else "pass make=partial(mq.LM, …)"
+                raise ValueError(f"{name} is given, and this Trainer has an LM and a loss of its own: {way_out}")
+        if args.lr_scheduler_type == SchedulerType.LINEAR:
+            args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
+        self.lm: LM | None = None
+        self.loss = smoothed(resolve(loss), args.label_smoothing_factor)
+        self.make, self.shift_labels = make, shift_labels
+        self._taken: Step | None = None
+        self._sums: Tensor | None = None  # of the parameters as LM has left them; None if it is to begin
+        super().__init__(model, args, **options)
+
+    # Training.
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            assert self.model is not None
+            self.lm = self.make(Logits(self.model), self.loss)
+            self.optimizer = TakenStep(self.lm)
+        return self.optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        check_arguments(self.args)  # a search of hyperparameters may have changed them
+        self._sums = None
+        output = super().train(*args, **kwargs)
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None and self.lm is not None:
+            found = torch.load(os.path.join(best, "optimizer.pt"), map_location="cpu", weights_only=True)
+            self.lm.load_state_dict(found)
+            self._sums = sums(self.lm)
+        return output
+
+    def unpack(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """What the model takes, and the targets of its logits."""
+        if len(self.label_names) != 1:
+            raise ValueError(
+                f"the model has several labels, {', '.join(self.label_names)}: override unpack(inputs) in a subclass "
+                "to return the inputs and the targets"
+            )
+        rest = dict(inputs)
+        targets = rest.pop(self.label_names[0], None)
+        if targets is None:
+            raise ValueError(f"the batch has no {self.label_names[0]!r}, only {', '.join(rest)}: LM needs the targets")
+        if shifts(self.model) if self.shift_labels is None else self.shift_labels:
+            targets = pad(targets[..., 1:], (0, 1), value=getattr(self.loss, "ignore_index", -100))
+        if targets.is_floating_point() and targets.ndim == 1:
+            targets = targets[:, None]  # the logits of a regression are (N, 1)
+        return rest, targets
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        assert self.lm is not None
+        model.train()
+        self._taken = self.lm.step(*self.unpack(self._prepare_inputs(inputs)))
+        self._sums = sums(self.lm)
+        return torch.tensor(self._taken.loss, device=self.args.device)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if logs.pop("grad_norm", None) is not None and self._taken is not None:  # of gradients that there are not
+            logs.update(lam=self._taken.lam, accepted=float(self._taken.accepted))
+        super().log(logs, start_time)
+
+    # Averaged weights.
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with its averaged weights; as it is, if there are none or if other weights were loaded since."""
+        lm = self.lm
+        if lm is None or lm.average is None or not (self._sums is None or torch.equal(self._sums, sums(lm))):
+            yield
+        else:
+            with lm.averaged():
+                yield
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with self.averaged():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if _internal_call:  # a checkpoint, to go on from
+            return super().save_model(output_dir, _internal_call)
+        with self.averaged():
+            super().save_model(output_dir)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        with self.averaged():
+            return super().push_to_hub(*args, **kwargs)
+
+
+class TakenStep(torch.optim.Optimizer):
+    """LM as the Trainer's loop sees it: when that calls `step()`, `training_step` has taken the step."""
+
+    def __init__(self, lm: LM) -> None:
+        self.lm = lm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["lm"], name)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.lm.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.lm.load_state_dict(state_dict)
+
+
+class Logits(nn.Module):
+    """The logits of a model's output, classes in the second dimension, as torch's losses have them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Tensor:
+        z: Tensor = self.model(**inputs).logits
+        return z.movedim(-1, 1) if z.ndim == 3 else z
+
+
+def sums(lm: LM) -> Tensor:
+    """One number for each parameter: other weights that are loaded have others."""
+    return torch.stack([p.detach().sum(dtype=torch.float64) for p in lm.params])
+
+
+def shifts(model: Any) -> bool:
+    """Whether it is one for causal language modelling: the logits at a token are for the next one."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not base.config.is_encoder_decoder
+
+
+def smoothed(loss: Loss, factor: float) -> Loss:
+    if not factor:
+        return loss
+    if not isinstance(loss, CrossEntropy) or loss.label_smoothing not in (0, factor):
+        raise ValueError(f"label_smoothing_factor={factor} is one of cross-entropy, and the loss is {loss}")
+    return replace(loss, label_smoothing=factor)
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """What LM cannot do, or has no use for."""
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise ValueError(
+            f"there are {max(args.world_size, args.n_gpu)} devices, and LM does not add up over them: train on one "
+            "process with one of them, for example CUDA_VISIBLE_DEVICES=0"
+        )
+    usual = {f.name: f.default for f in fields(TrainingArguments)}
+    for name, reason in UNUSED.items():
+        found = getattr(args, name)
+        if found != usual[name] and (found or name == "learning_rate"):
+            raise ValueError(f"{name}={found!r}: {reason}")
+    if args.load_best_model_at_end and args.save_only_model:
+        raise ValueError(
+            "load_best_model_at_end=True with save_only_model=True: the averaged weights that were the best are in the "
+            "state of the optimizer: leave save_only_model out"
+        )

@@ -1,0 +1,303 @@
+"""LM in transformers' Trainer: what a user of any optimizer expects, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer
+
+import marquardt as mq
+from marquardt.huggingface import LMTrainer, Logits, check_arguments
+from support.steps import theta
+from support.trainers import progress
+from support.transformers_models import Rows, arguments, bert, gpt, tokens_bert, trainer
+from support.unchanged import changes, refused, same, world
+
+# Steps fit their batches, so that the averaged weights are far from the last ones, and better.
+JUMPY = {"make": partial(mq.LM, schedule=mq.Constant(1e-3))}
+
+
+class Watched(LMTrainer):
+    """Remembers the batches of its steps."""
+
+    def unpack(self, inputs):
+        self.batches = [*getattr(self, "batches", []), dict(inputs)]
+        return super().unpack(inputs)
+
+
+def watched(folder, model, loss="cross_entropy", kind="sentence", **options):
+    return Watched(model, arguments(folder, **options), train_dataset=Rows(kind=kind), loss=loss)
+
+
+def labels_of(batch):
+    return {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+
+
+def test_a_run_is_that_of_a_plain_loop(tmp_path):
+    model = bert(dropout=0.0)
+    plain = copy.deepcopy(model)
+    run = watched(tmp_path, model)
+    output = run.train()
+    opt = mq.LM(Logits(plain), "cross_entropy")
+    steps = [opt.step(*labels_of(batch)) for batch in run.batches]
+    assert output.global_step == len(steps) == 18
+    assert same(dict(model.state_dict()), dict(plain.state_dict()))
+    assert same(progress(run.optimizer.state_dict()), progress(opt.state_dict()))
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    assert [entry["lam"] for entry in logged] == [step.lam for step in steps]
+    assert [entry["loss"] for entry in logged] == pytest.approx([step.loss for step in steps], rel=1e-6)
+    assert {entry["learning_rate"] for entry in logged} == {1.0}
+    assert not any("grad_norm" in entry for entry in logged)
+
+
+MODELS = {
+    "sentence": (bert, "cross_entropy", "sentence"),
+    "tokens": (tokens_bert, "cross_entropy", "tokens"),
+    "causal": (gpt, "cross_entropy", "causal"),
+    "regression": (partial(bert, num_labels=1), "mse", "regression"),
+    "several labels": (partial(bert, problem_type="multi_label_classification"), "bce", "multi"),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "kind", "smoothing"),
+    [*((*m, 0.0) for m in MODELS.values()), *((*m, 0.1) for m in MODELS.values() if m[1] == "cross_entropy")],
+)
+def test_the_loss_is_that_of_the_model(make, loss, kind, smoothing, tmp_path):
+    model = make(dropout=0.0)
+    twin = copy.deepcopy(model)
+    run = watched(tmp_path, model, loss, kind, max_steps=1, label_smoothing_factor=smoothing)
+    run.train()
+    usual = Trainer(twin, arguments(tmp_path, label_smoothing_factor=smoothing))
+    own = usual.compute_loss(twin, dict(run.batches[0])).item()
+    assert run.state.log_history[0]["loss"] == pytest.approx(own, rel=1e-5)
+    assert not same(theta(model), theta(twin))
+
+
+def test_labels_are_shifted_as_told(tmp_path):
+    run = trainer(tmp_path, gpt(), {"shift_labels": False}, kind="causal")
+    batch = {"input_ids": torch.ones(2, 5), "labels": torch.arange(10).view(2, 5)}
+    inputs, targets = run.unpack(batch)
+    assert list(inputs) == ["input_ids"]
+    assert torch.equal(targets, batch["labels"])
+    run.shift_labels = None
+    assert run.unpack(batch)[1].tolist() == [[1, 2, 3, 4, -100], [6, 7, 8, 9, -100]]
+
+
+# ---- stop and go on
+
+
+def lora(seed=1):
+    return get_peft_model(
+        bert(seed=seed), LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"])
+    )
+
+
+RUNS = {
+    "within an epoch": (bert, "sentence", {"save_strategy": "steps", "save_steps": 9}, 9),
+    "end of an epoch": (bert, "sentence", {"save_strategy": "epoch"}, 12),
+    "LoRA": (lora, "sentence", {"save_strategy": "steps", "save_steps": 9}, 9),
+    "causal": (partial(gpt, dropout=0.1), "causal", {"save_strategy": "steps", "save_steps": 9}, 9),
+}
+
+
+def told(run):
+    """What was logged, less the clock."""
+    clock = ("runtime", "per_second")
+    return [{k: v for k, v in entry.items() if not k.endswith(clock)} for entry in run.state.log_history[:-1]]
+
+
+@pytest.mark.parametrize(("make", "kind", "saving", "stop"), RUNS.values(), ids=RUNS)
+def test_a_resumed_run_is_the_undisturbed_one(make, kind, saving, stop, tmp_path):
+    options = {"eval_strategy": "epoch", "lr_scheduler_type": "cosine", **saving}
+    run = trainer(tmp_path / "one", make(), kind=kind, **options)
+    run.train()
+    model = make(seed=2)
+    if make is lora:  # the checkpoint has the adapter alone
+        frozen = {k: v for k, v in make().state_dict().items() if "lora" not in k and "modules_to_save" not in k}
+        model.load_state_dict(frozen, strict=False)
+    other = trainer(tmp_path / "two", model, kind=kind, **options)
+    other.train(resume_from_checkpoint=str(tmp_path / "one" / f"checkpoint-{stop}"))
+    assert (run.state.global_step, other.state.global_step) == (18, 18)
+    assert same(dict(model.state_dict()), dict(run.model.state_dict()))
+    assert same(progress(other.optimizer.state_dict()), progress(run.optimizer.state_dict()))
+    assert told(other) == told(run)
+
+
+# ---- which weights
+
+
+def test_everything_but_training_sees_the_averaged_weights(tmp_path, monkeypatch):
+    options = {"save_strategy": "epoch", "eval_strategy": "epoch"}
+    run = trainer(tmp_path, bert(dropout=0.0), JUMPY, **options)
+    run.train()
+    last, model = theta(run.model), run.model
+    evaluated = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    with run.lm.averaged():
+        averaged = theta(model)
+    assert not torch.equal(averaged, last)
+    saved = load_file(tmp_path / "checkpoint-18" / "model.safetensors")
+    assert same(saved["classifier.weight"], model.classifier.weight.detach())
+
+    assert run.evaluate()["eval_loss"] == evaluated[-1]
+    predicted = run.predict(Rows())
+    assert predicted.metrics["test_loss"] == evaluated[-1]
+    assert same(theta(model), last)
+    run.save_model(str(tmp_path / "final"))
+    assert same(theta(BertForSequenceClassification.from_pretrained(tmp_path / "final")), averaged)
+    assert same(theta(model), last)
+
+    monkeypatch.setattr(Trainer, "push_to_hub", lambda self: theta(self.model))
+    assert same(run.push_to_hub(), averaged)
+
+    model.load_state_dict(bert(seed=5).state_dict())  # other weights, of which there is no average
+    usual = Trainer(model, arguments(tmp_path), eval_dataset=Rows())
+    assert run.evaluate()["eval_loss"] == usual.evaluate()["eval_loss"]
+
+
+def test_the_best_weights_at_the_end(tmp_path):
+    options = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    patience = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)  # at once
+    run = trainer(tmp_path, bert(dropout=0.0), {**JUMPY, "callbacks": [patience]}, num_train_epochs=5, **options)
+    run.train()
+    best = Path(run.state.best_model_checkpoint)
+    assert run.state.global_step < 30
+    assert run.evaluate()["eval_loss"] == run.state.best_metric
+    assert same(load_file(best / "model.safetensors")["classifier.weight"], run.model.classifier.weight.detach())
+    assert same(progress(torch.load(best / "optimizer.pt")), progress(run.lm.state_dict()))
+
+
+def test_an_error_in_evaluation_puts_the_weights_back(tmp_path):
+    def fails(_):
+        fails.during = theta(run.model)
+        raise ZeroDivisionError
+
+    run = trainer(tmp_path, bert(dropout=0.0), {**JUMPY, "compute_metrics": fails})
+    run.train()
+    last = theta(run.model)
+    with pytest.raises(ZeroDivisionError):
+        run.evaluate()
+    assert same(theta(run.model), last)
+    assert not torch.equal(fails.during, last)
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"warmup_steps": 2}, [0, 0.5, 1, 1]),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.2}}, [1, 0.8, 0.6, 0.4]),
+    ],
+    ids=["default", "warm-up", "polynomial"],
+)
+def test_schedules_multiply_a_rate_of_one(options, rates, tmp_path):
+    args = arguments(tmp_path, max_steps=4, **options)
+    kind = args.lr_scheduler_type
+    run = LMTrainer(bert(), args, train_dataset=Rows(), loss="cross_entropy", make=partial(mq.LM, line_search=None))
+    run.train()
+    assert [e["learning_rate"] for e in run.state.log_history if "loss" in e] == pytest.approx(rates)
+    assert args.lr_scheduler_type == kind  # of the user
+
+
+def test_a_preset_and_a_model_that_is_made_anew(tmp_path):
+    run = trainer(tmp_path, None, {"make": mq.presets.hessian_free, "model_init": lambda: bert()}, max_steps=2)
+    run.train()
+    first, opt = theta(run.model), run.lm
+    assert isinstance(opt.curvature, mq.MatrixFree)
+    assert 0 < run.evaluate()["eval_loss"] < 10  # without an average
+    run.train()
+    assert run.lm is not opt
+    assert same(theta(run.model), first)  # the same seed
+
+
+def test_bfloat16_in_the_model(tmp_path):
+    model = bert()
+    start = theta(model)
+    run = trainer(tmp_path, model, bf16=True, max_steps=3)
+    run.train()
+    assert theta(model).dtype == torch.float32
+    assert theta(model).isfinite().all()
+    assert not torch.equal(theta(model), start)
+    assert 0 < run.evaluate()["eval_loss"] < 10
+
+
+REFUSED = {
+    "learning_rate": (2e-5, "natural one is 1"),
+    "max_grad_norm": (0.5, "leave it out"),
+    "weight_decay": (0.01, "weight_decay"),
+    "gradient_accumulation_steps": (2, "per_device_train_batch_size"),
+    "optim": ("sgd", "LM is the optimizer"),
+    "adam_beta2": (0.95, "LM is the optimizer"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [(k, *v) for k, v in REFUSED.items()], ids=REFUSED)
+def test_arguments_that_mean_nothing_to_lm(name, value, says, tmp_path):
+    model = bert()
+    before = world(model)
+    with refused(f"{name}=", str(value), says):
+        trainer(tmp_path / "run", model, **{name: value})
+    assert changes(before, world(model)) == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [("fp16", True, "bf16=True"), ("deepspeed", "config.json", "one device"), ("fsdp", ["full_shard"], "one device")],
+)
+def test_arguments_that_need_other_machines(name, value, says, tmp_path):
+    args = arguments(tmp_path)
+    setattr(args, name, value)  # without a GPU transformers itself refuses some of them
+    with refused(f"{name}=", says):
+        check_arguments(args)
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with refused("2 devices", "CUDA_VISIBLE_DEVICES=0"):
+        check_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("lm", "options", "says"),
+    [
+        ({"optimizers": (torch.optim.SGD([nn.Parameter(torch.ones(1))]), None)}, {}, ["optimizers", "make="]),
+        ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, {}, ["optimizer_cls_and_kwargs", "make="]),
+        ({"compute_loss_func": lambda *_: 0.0}, {}, ["compute_loss_func", "loss="]),
+        ({"loss": "mse"}, {"label_smoothing_factor": 0.1}, ["label_smoothing_factor=0.1", "SquaredError"]),
+        ({}, {"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "epoch",
+              "eval_strategy": "epoch"}, ["save_only_model"]),
+        ({"loss": "crossentropy"}, {}, ["crossentropy", "cross_entropy"]),
+    ],
+    ids=["optimizer", "class", "loss function", "smoothing", "best", "unknown loss"],
+)  # fmt: skip
+def test_what_cannot_go_together(lm, options, says, tmp_path):
+    model = bert()
+    before = world(model)
+    with refused(*says):
+        trainer(tmp_path, model, lm, **options)
+    assert changes(before, world(model)) == []
+
+
+def test_arguments_that_a_search_has_changed(tmp_path):
+    run = trainer(tmp_path, bert())
+    run.args.learning_rate = 0.1
+    with refused("learning_rate=0.1"):
+        run.train()
+
+
+def test_batches_without_labels_and_with_several(tmp_path):
+    run = trainer(tmp_path, bert())
+    with refused("no 'labels'", "input_ids"):
+        run.unpack({"input_ids": torch.ones(2, 5)})
+    run.label_names = ["start", "end"]
+    with refused("start, end", "unpack(inputs)"):
+        run.unpack({"input_ids": torch.ones(2, 5), "start": torch.ones(2), "end": torch.ones(2)})
