@@ -53,11 +53,11 @@ def test_without_a_lower_bound_heights_are_measured_from_the_best_loss():
         found = state.after(4.0 + c, 1.5 + c, -math.inf, 0.5)
         assert found.height == pytest.approx(2.5)  # 4 above the best, which is 1.5 now
         assert found.after(1.6 + c, 1.5 + c, -math.inf, 0.5).height == pytest.approx(0.9 * 2.5)
-        assert state.floor(3.0 + c, -math.inf) == pytest.approx(1.5 + c)
-        assert state.floor(1.0 + c, -math.inf) == pytest.approx(0.5 + c)
+        assert state.floor(3.0 + c, -math.inf) == pytest.approx(1.95 + c)
+        assert state.floor(1.0 + c, -math.inf) == pytest.approx(0.95 + c)
         assert state.floor(3.0 + c, -7.0) == -7.0
-        assert state.doubt(1.5 + c + 3 * UNHEARD * 0.5, -math.inf, False) == pytest.approx(3)
-        assert state.doubt(1.5 + c + 0.9 * UNHEARD * 0.5, -math.inf, False) == 1
+        assert state.doubt(1.95 + c + 3 * UNHEARD * 0.5, -math.inf, False) == pytest.approx(3)
+        assert state.doubt(1.95 + c + 0.9 * UNHEARD * 0.5, -math.inf, False) == 1
 
 
 @pytest.mark.parametrize(("lag", "behind"), [(None, False), (-0.5, False), (0.0, False), (1e-12, True), (1.0, True)])

@@ -76,9 +76,9 @@ class LM(torch.optim.Optimizer):
         λ        ←  smaller after a good step, larger after a bad   schedule
         θ̄        ←  average of θ                                    average
 
-    `loss` is a name, a torch.nn loss, an object of `marquardt.losses`, or a dict of these by the names of the model's
-    outputs; `params` chooses the parameters that train, in one list or in groups that differ in weight decay;
-    `attempts` is how many λ a failed step may try. A part that is None is left out.
+    `loss` is a name, a torch.nn loss, an object of `marquardt.losses`, a function of outputs and targets, or a dict of
+    these by the names of the model's outputs; `params` chooses the parameters that train, in one list or in groups that
+    differ in weight decay; `attempts` is how many λ a failed step may try. A part that is None is left out.
 
     `weight_decay` is added to the loss that is reported, for all parameters; `WeightDecay` excludes some, or decays
     them towards other weights than 0. `radius` bounds ‖lr·d‖.

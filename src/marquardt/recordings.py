@@ -171,7 +171,7 @@ class Recordings:
 
 def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known) -> bool:
     """Whether a step can be recorded at all."""
-    if batch.opaque:  # what an object holds cannot be copied
+    if batch.opaque or not objective.loss.recordable:  # what an object holds cannot be copied
         return False
     if not known.only_slopes or not rows_of(parts, state.plan).recordable or state.D is None:
         return False

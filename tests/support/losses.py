@@ -1,8 +1,9 @@
-"""Targets of every kind of loss, and how numbers are compared."""
+"""Targets of every kind of loss, how numbers are compared, and what holds for every loss."""
 
 from __future__ import annotations
 
 import torch
+from torch.func import grad, jacrev, vmap
 
 f64 = torch.float64
 CLASS_WEIGHT = torch.tensor([0.5, 2.0, 1.25], dtype=f64)
@@ -40,3 +41,58 @@ def image(root):
     """Su + v."""
     g = (root.S @ root.u[..., None])[..., 0]
     return g if root.v is None else g + root.v
+
+
+WEIGHT = torch.tensor([0.5, 2.0, 0.0, 1.7], dtype=f64)
+
+
+def blocks(loss, z, y, weight=None):
+    """∂²value/∂z² of every group: (N, P, C, C)"""
+    H = jacrev(grad(lambda z: loss.value(z, y, weight)))(z).reshape(z.numel(), z.numel())
+    index = loss.group(torch.arange(z.numel()).reshape(z.shape))  # (N, P, C)
+    found = H[index[..., :, None], index[..., None, :]]
+    rest = H.clone()
+    rest[index[..., :, None], index[..., None, :]] = 0
+    close(rest, torch.zeros_like(rest))  # the groups hold all of it
+    return found
+
+
+def conforms(loss, z, y):
+    """Of four samples in float64: sums over batches and weights, slope and Su against autograd, SSᵀ against the Hessian
+    as the class has it, groups and back, vmap."""
+    loss.check(z, y)
+    bounded = bool(loss.lower_bound(z, y).isfinite())
+    assert bounded or loss.lower_bound(z, y, WEIGHT) == -torch.inf
+    for method in ("value", "normaliser", *(["lower_bound"] if bounded else [])):
+        take = getattr(loss, method)
+        close(take(z[:1], y[:1]) + take(z[1:], y[1:]), take(z, y))
+        times = torch.tensor([2, 1, 0, 3])
+        close(take(z, y, times.to(f64)), take(*(t.repeat_interleave(times, 0) for t in (z, y))))
+    assert loss.lower_bound(z, y) <= loss.value(z, y)
+    assert torch.equal(loss.ungroup(loss.group(z), z), z)
+    many = torch.stack([z, 2 * z])
+    assert torch.equal(loss.ungroup(loss.group(many, z), z), many)
+    close(vmap(lambda z: loss.value(z, y))(z[None].expand(2, *z.shape)), loss.value(z, y).expand(2))
+    for weight in (None, WEIGHT):
+        g, root = loss.gradient(z, y, weight), loss.root(z, y, weight)
+        close(g, grad(lambda z, w=weight: loss.value(z, y, w))(z), 1e-10)
+        close(image(root), loss.group(g), 1e-10)
+        close(image(loss.empirical(z, y, weight)), loss.group(g), 1e-10)
+        if loss.curvature != "fisher":
+            H, SSt = blocks(loss, z, y, weight), root.S @ root.S.mT
+            above = torch.linalg.eigvalsh(SSt - H)
+            assert (above >= -1e-10).all()
+            assert loss.curvature == "majoriser" or (above <= 1e-10).all()
+
+
+def majorises(loss, least=-5.0, most=5.0):
+    """ℓ(e) + ℓ′d + ½s²d² ≥ ℓ(e + d) for all d."""
+    e, d = torch.linspace(least, most, 41, dtype=f64)[:, None], torch.linspace(-9, 9, 181, dtype=f64)
+    zero = torch.zeros_like(e)
+    model = loss.ell(e, zero) + loss.slope(e, zero) * d + loss.s(e, zero).square() * d.square() / 2
+    assert (model >= loss.ell(e + d, torch.zeros_like(e + d)) - 1e-12).all()
+
+
+def is_torchs(module, loss, z, y, *more):
+    """The value of a torch.nn loss, with its reduction and options."""
+    close(loss.scale(float(loss.normaliser(z, y))) * loss.value(z, y), module(*(more or (z, y))), 1e-13)

@@ -344,6 +344,11 @@ class Linearization:
 
     # To look at.
 
+    @property
+    def loss_curvature(self) -> str:
+        """What the rows have for ∂²ℓ/∂z²: the "hessian", a "fisher" information, a "majoriser" of it, …"""
+        return self.objective.loss.curvature
+
     def rows(self) -> Tensor:
         """J̃ itself, (m, n): for small problems and for tests."""
         return torch.cat([piece.dense(self.parameters.dtype) for piece in self.pieces()]) * float(self.scale**0.5)

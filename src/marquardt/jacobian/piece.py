@@ -109,8 +109,8 @@ class Piece:
         largest = {name: max((float(t.abs().max()) for t in tensors(item)), default=0.0) for name, item in data.items()}
         found = ", ".join(f"the largest {name} is {size:.3g}" for name, size in largest.items() if size)
         way_out = "scale the data" + (", or use float64" if self.z.dtype == torch.float32 else "")
-        loss = type(self.objective.loss).__name__
-        return f"outputs, targets and parameters are finite, but {loss} of them is not; {found}: {way_out}"
+        name = self.objective.loss.name
+        return f"outputs, targets and parameters are finite, but {name} of them is not; {found}: {way_out}"
 
     @property
     def u(self) -> Tensor | None:

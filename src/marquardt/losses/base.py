@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..deferred import ask
 from .outputs import taken
@@ -50,6 +51,18 @@ def weighted(t: Tensor, weight: Tensor | None) -> Tensor:
     return t if weight is None else t * weight.reshape(-1, *[1] * (t.ndim - 1))
 
 
+def part(item: Any, index: Tensor, N: int, dtype: torch.dtype | None = None) -> Any:
+    """Some of the N samples, if need be in another precision; what has no row per sample goes along whole."""
+
+    def take(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        t = t[index.to(t.device)] if t.ndim and len(t) == N else t
+        return t.to(dtype) if dtype is not None and t.is_floating_point() else t
+
+    return tree_map(take, item)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Loss(ABC):
     """f = factor · Σᵢ wᵢ ℓ(zᵢ, yᵢ) / normaliser with reduction="mean", factor · Σᵢ wᵢ ℓ(zᵢ, yᵢ) with "sum".
@@ -60,12 +73,16 @@ class Loss(ABC):
 
     On the first step a loss of your own is compared with its `ell` on a few samples: `slope` with ∂ℓ/∂z, Su with
     `slope`, SSᵀ with ∂²ℓ/∂z². If SSᵀ lies above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class says
-    `majorises = True`. A loss that is a sum of squared residuals says `sum_of_squares = True`: `presets.paper` asks.
-    A loss of several outputs, such as a mean and a variance, says how many, `outputs_taken = 2`: z (N, K) has them
+    `majorises = True`; if it is the mean of ∂²ℓ/∂z² over the targets that the outputs predict, `fisher = True`, and it
+    is not compared. A loss that is a sum of squared residuals says `sum_of_squares = True`: `presets.paper` asks. A
+    loss of several outputs, such as a mean and a variance, says how many, `outputs_taken = 2`: z (N, K) has them
     flattened and side by side.
     """
 
     majorises: ClassVar[bool] = False
+    fisher: ClassVar[bool] = False
+    automatic: ClassVar[bool] = False  # its derivatives come from autograd, which then cannot judge them
+    recordable: ClassVar[bool] = True  # it asks the device nothing, so that a step can be a CUDA graph
     sum_of_squares: ClassVar[bool] = False
     outputs_taken: ClassVar[int] = 1
     surveys: ClassVar[bool] = False
@@ -82,7 +99,7 @@ class Loss(ABC):
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        mine, theirs = ([getattr(loss, f.name) for f in fields(self)] for loss in (self, other))
+        mine, theirs = ([getattr(loss, f.name) for f in fields(self) if f.compare] for loss in (self, other))
         return all(
             torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b
             for a, b in zip(mine, theirs, strict=True)
@@ -90,6 +107,15 @@ class Loss(ABC):
 
     def __hash__(self) -> int:
         return hash((type(self), self.reduction, self.factor))
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def curvature(self) -> str:
+        """What SSᵀ is: the "hessian" ∂²ℓ/∂z², its mean over predicted targets ("fisher"), or a "majoriser" above it."""
+        return "fisher" if self.fisher else "majoriser" if self.majorises else "hessian"
 
     # what a loss defines, for weight 1
     @abstractmethod
@@ -287,3 +313,8 @@ def check_weights(t: Any, name: str) -> None:
         raise TypeError(f"{name} must be a floating-point tensor, got {t!r}")
     if t.numel() == 0 or not bool(t.isfinite().all() & (t >= 0).all() & (t > 0).any()):
         raise ValueError(f"{name} must be finite, not negative and not all zero, got {t.tolist()}")
+
+
+def check_positive(value: float, name: str) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")

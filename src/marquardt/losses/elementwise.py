@@ -107,37 +107,47 @@ class Huber(Elementwise):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BinaryCrossEntropy(Elementwise):
-    """On logits, σ = sigmoid(z), a = pos_weight:  ℓ = −a y log σ − (1 − y) log(1 − σ),
-    ℓ′ = (1 − y)σ − a y(1 − σ),  s = √((a y + 1 − y) σ(1 − σ)):  `nn.BCEWithLogitsLoss`.
+    """On logits, σ = sigmoid(z), a = pos_weight, b = output_weight:  ℓ = b(−a y log σ − (1 − y) log(1 − σ)),
+    ℓ′ = b((1 − y)σ − a y(1 − σ)),  s = √(b(a y + 1 − y) σ(1 − σ)):  `nn.BCEWithLogitsLoss`.
     """
 
     pos_weight: Tensor | None = None  # broadcasts against one sample's outputs
+    output_weight: Tensor | None = None  # and so does this
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pos_weight is not None:
-            check_weights(self.pos_weight, "pos_weight")
+        for name in ("pos_weight", "output_weight"):
+            if getattr(self, name) is not None:
+                check_weights(getattr(self, name), name)
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(z, y, pos_weight=self.a(z), reduction="none")
+        return F.binary_cross_entropy_with_logits(z, y, self.b(z), pos_weight=self.a(z), reduction="none")
 
     def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        return (1 - y) * z.sigmoid() - self.a(z) * y * (-z).sigmoid()  # 1 − σ(z) = σ(−z), without cancellation
+        # 1 − σ(z) = σ(−z), without cancellation
+        return self.b(z) * ((1 - y) * z.sigmoid() - self.a(z) * y * (-z).sigmoid())
 
     def s(self, z: Tensor, y: Tensor) -> Tensor:
-        return ((self.a(z) * y + 1 - y) * z.sigmoid() * (-z).sigmoid()).sqrt()
+        return (self.b(z) * (self.a(z) * y + 1 - y) * z.sigmoid() * (-z).sigmoid()).sqrt()
 
     def a(self, z: Tensor) -> Tensor:
         return z.new_ones(()) if self.pos_weight is None else self.pos_weight.to(z)
 
+    def b(self, z: Tensor) -> Tensor:
+        return z.new_ones(()) if self.output_weight is None else self.output_weight.to(z)
+
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        shape = (1, *z.shape[1:])
-        if not broadcasts(self.a(z).shape, shape):
-            raise ValueError(
-                f"pos_weight of shape {tuple(self.a(z).shape)} does not broadcast to the outputs of one sample, {shape}"
-            )
+        of_outputs(self.a(z), z, "pos_weight")
+        of_outputs(self.b(z), z, "output_weight")
         advice = "BinaryCrossEntropy needs targets in [0, 1]"
         return [*super().faults(z, y), Fault((y < 0) | (y > 1), y, "targets", advice)]
+
+
+def of_outputs(t: Tensor, z: Tensor, name: str) -> None:
+    """t must broadcast to the outputs of one sample: a weight of samples comes with the step."""
+    shape = (1, *z.shape[1:])
+    if not broadcasts(t.shape, shape):
+        raise ValueError(f"{name} of shape {tuple(t.shape)} does not broadcast to the outputs of one sample, {shape}")
 
 
 def broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:

@@ -90,6 +90,16 @@ def picked(raw: Any, name: Name) -> Any:
     return found[name]
 
 
+class Outputs(dict[Name, Tensor]):
+    """Some outputs of a model by name, as keys and as attributes."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"there is no output {name!r}, only {', '.join(map(repr, self))}") from None
+
+
 @dataclass(frozen=True)
 class OutputLayout:
     """Which outputs are taken, and the shape of each for one sample: side by side they are z (N, K).
@@ -134,8 +144,8 @@ class OutputLayout:
 
     def structure(self, z: Tensor) -> Any:
         """A tensor if the model returns one; a tuple for a tuple or list, with None in the place of what is not taken;
-        a dict for everything that has names."""
+        for everything that has names a dict whose keys are attributes too."""
         found = self.split(z)
         if self.length is None:
-            return found
+            return Outputs(found)
         return found[ALONE] if self.length == 0 else tuple(found.get(i) for i in range(self.length))

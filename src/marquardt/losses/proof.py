@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..tolerances import FORMULA
 from . import Elementwise, Loss
+from .base import part
 from .resolve import NAMES
 from .tasks import Tasks
 
@@ -64,7 +64,7 @@ def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None)
         return False
     index = index[:FEW] if len(index) > 1 else index.expand(2)  # a single sample twice: do the two add up?
     for dtype in dict.fromkeys((torch.float64, z.dtype)):
-        at, *data = (_part(item, index, len(z), dtype) for item in (z, y, weight))
+        at, *data = (part(item, index, len(z), dtype) for item in (z, y, weight))
         try:
             found = _fault(loss, empirical, at, *data)
             if found != "":
@@ -73,21 +73,9 @@ def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None)
         except Exception:  # whatever a loss says to a few samples in another precision
             continue
         if found:
-            raise ValueError(f"{type(loss).__name__}.{found}")
+            raise ValueError(f"{loss.name}.{found}")
         return found is not None
     return True  # other outputs would not tell either
-
-
-def _part(item: Any, index: Tensor, N: int, dtype: torch.dtype) -> Any:
-    """Some of the N samples, in another precision."""
-
-    def part(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        t = t[index] if t.ndim and len(t) == N else t
-        return t.to(dtype) if t.is_floating_point() else t
-
-    return tree_map(part, item)
 
 
 def _random(z: Tensor, seed: int) -> Tensor:
@@ -106,10 +94,11 @@ def _fault(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None
 def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None) -> Iterator[Check]:
     """Everything along a random direction v of the outputs: an error would have to be orthogonal to it."""
     singles, zero = _singles(loss, z, y, weight), z.new_zeros(len(z))
+    advice = "ell must return an entry for every group of outputs, with the samples first, and couple no samples"
     yield Check(
         "ell", f"the value of {len(z)} samples", loss.value(z, y, weight)[None], singles.sum()[None],
         "by adding it up over the samples one by one", singles.abs().sum()[None], zero,
-        "ell must return an entry for every group of outputs, with the samples first, and couple no samples",
+        "It couples the samples: return one value per sample" if loss.automatic else advice,
     )  # fmt: skip
     value, low = (f(z, y, weight)[None] for f in (loss.value, loss.lower_bound))
     low = low.clamp(min=torch.finfo(low.dtype).min)  # −∞ is a bound too
@@ -128,9 +117,12 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
     slope = _named(loss, gradient="slope")
     gv, mild_gv = (loss.gradient(t, y, weight) * v for t in (z, mild))
     true_slope, true_curvature = _derivatives(loss, z, y, weight, v)
+    by, advice = "by differentiating ell", f"Correct {slope}, or ell"
+    if loss.automatic:
+        by, advice = "by differences of its values", "Compute all of it with torch: no .item(), .detach() or numpy"
     yield Check(
-        slope, "∂ℓ/∂z along a random direction", _by_sample(gv), true_slope, "by differentiating ell",
-        _by_sample(gv.abs()), _by_sample(mild_gv.abs()), f"Correct {slope}, or ell",
+        slope, "∂ℓ/∂z along a random direction", _by_sample(gv), true_slope, by, _by_sample(gv.abs()),
+        _by_sample(mild_gv.abs()), advice,
     )  # fmt: skip
     method = _named(loss, empirical="empirical_factors") if empirical else _named(loss, root="factors")
     root = loss.empirical if empirical else loss.root
@@ -140,7 +132,7 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
         method, "Su along a random direction", _by_sample(Suv), _by_sample(gv), f"by {slope}", _by_sample(Suv.abs()),
         _by_sample(mild_gv.abs()), "S and u must give the gradient, Su = ∂ℓ/∂z",
     )  # fmt: skip
-    if empirical:
+    if empirical or loss.fisher:  # a mean over other targets than these
         return
     if isinstance(loss, Elementwise) and method == "factors" and type(loss).factors is Elementwise.factors:
         method = "s"
@@ -157,12 +149,14 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
 def _singles(loss: Loss, z: Tensor, y: Any, weight: Tensor | None) -> Tensor:
     """The value of every sample by itself: (k,)"""
     one = [torch.tensor([i], device=z.device) for i in range(len(z))]
-    return torch.stack([loss.value(*(_part(item, i, len(z), z.dtype) for item in (z, y, weight))) for i in one])
+    return torch.stack([loss.value(*(part(item, i, len(z), z.dtype) for item in (z, y, weight))) for i in one])
 
 
 def _derivatives(loss: Loss, z: Tensor, y: Any, weight: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
     """∂ℓ/∂z·v and vᵀ∂²ℓ/∂z²v of every sample, by autograd, or if it has no graph by differences: (k,), (k,)"""
     try:
+        if loss.automatic:
+            raise RuntimeError("autograd would be compared with itself")
         with torch.enable_grad():
             x = z.clone().requires_grad_()
             (g,) = torch.autograd.grad(loss.value(x, y, weight), x, create_graph=True)

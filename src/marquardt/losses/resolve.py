@@ -1,17 +1,26 @@
-"""The loss that a name or a torch.nn loss stands for."""
+"""The loss that a name, a torch.nn loss or a function stands for."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 
 from .base import Loss
 from .cross_entropy import CrossEntropy
 from .elementwise import BinaryCrossEntropy, Huber, Poisson, Residual, SquaredError
+from .function import Function
+from .gaussian import GaussianNLL
+from .margins import Hinge, SoftMargin
+from .ordinal import Ordinal
 from .outputs import Name
+from .positive import Gamma, NegativeBinomial
+from .probabilities import BinaryProbabilities, KLDivergence, NegativeLogLikelihood
+from .robust import AbsoluteError, Quantile, StudentT
 from .tasks import Tasks, Term
 
 NAMES: dict[str, Loss] = {
@@ -20,24 +29,32 @@ NAMES: dict[str, Loss] = {
     "cross_entropy": CrossEntropy(),
     "bce": BinaryCrossEntropy(),
     "bce_with_logits": BinaryCrossEntropy(),
+    "binary_probabilities": BinaryProbabilities(),
+    "nll": NegativeLogLikelihood(),
+    "kl_div": KLDivergence(),
     "huber": Huber(),
     "smooth_l1": Huber(),
+    "l1": AbsoluteError(),
+    "quantile": Quantile(),
+    "student_t": StudentT(),
     "poisson": Poisson(),
+    "negative_binomial": NegativeBinomial(),
+    "gamma": Gamma(),
+    "gaussian_nll": GaussianNLL(),
+    "ordinal": Ordinal(),
+    "hinge": Hinge(),
+    "soft_margin": SoftMargin(),
     "residual": Residual(),
 }
 
 
 def from_smooth_l1(loss: nn.SmoothL1Loss) -> Loss:
-    """Smooth-L1 of β is Huber of δ = β, divided by β."""
+    """Smooth-L1 of β is Huber of δ = β, divided by β; of 0 it is the absolute error."""
+    if loss.beta == 0:
+        return AbsoluteError(reduction=loss.reduction)
     if not loss.beta > 0:
-        raise ValueError(f"SmoothL1Loss(beta={loss.beta}) has no curvature anywhere: use a positive beta")
+        raise ValueError(f"SmoothL1Loss(beta={loss.beta}): beta must not be negative")
     return Huber(delta=loss.beta, factor=1 / loss.beta, reduction=loss.reduction)
-
-
-def from_bce(loss: nn.BCEWithLogitsLoss) -> Loss:
-    if loss.weight is not None:
-        raise ValueError("BCEWithLogitsLoss(weight=…) is not supported: use pos_weight, or sample weights")
-    return BinaryCrossEntropy(pos_weight=loss.pos_weight, reduction=loss.reduction)
 
 
 def from_poisson(loss: nn.PoissonNLLLoss) -> Loss:
@@ -58,13 +75,42 @@ def from_cross_entropy(loss: nn.CrossEntropyLoss) -> Loss:
     )
 
 
+def from_nll(loss: nn.NLLLoss) -> Loss:
+    return NegativeLogLikelihood(class_weight=loss.weight, ignore_index=loss.ignore_index, reduction=loss.reduction)
+
+
+def from_kl(loss: nn.KLDivLoss) -> Loss:
+    batchmean = loss.reduction == "batchmean"
+    reduction = "mean" if batchmean else loss.reduction
+    return KLDivergence(log_target=loss.log_target, batchmean=batchmean, reduction=reduction)
+
+
+def from_multi_label(loss: nn.MultiLabelSoftMarginLoss) -> Loss:
+    """The mean over the classes, and over the samples, is the mean over all outputs."""
+    if loss.reduction == "sum":
+        raise ValueError(
+            'MultiLabelSoftMarginLoss(reduction="sum") is not supported, for it divides by the number C of classes: '
+            'use losses.BinaryCrossEntropy(reduction="sum", factor=1 / C)'
+        )
+    return BinaryCrossEntropy(output_weight=loss.weight, reduction=loss.reduction)
+
+
 MODULES: dict[type[nn.Module], Callable[[Any], Loss]] = {
     nn.MSELoss: lambda loss: SquaredError(reduction=loss.reduction),
     nn.CrossEntropyLoss: from_cross_entropy,
-    nn.BCEWithLogitsLoss: from_bce,
+    nn.BCEWithLogitsLoss: lambda loss: BinaryCrossEntropy(
+        pos_weight=loss.pos_weight, output_weight=loss.weight, reduction=loss.reduction
+    ),
+    nn.BCELoss: lambda loss: BinaryProbabilities(output_weight=loss.weight, reduction=loss.reduction),
+    nn.NLLLoss: from_nll,
+    nn.KLDivLoss: from_kl,
     nn.HuberLoss: lambda loss: Huber(delta=loss.delta, reduction=loss.reduction),
     nn.SmoothL1Loss: from_smooth_l1,
+    nn.L1Loss: lambda loss: AbsoluteError(reduction=loss.reduction),
     nn.PoissonNLLLoss: from_poisson,
+    nn.GaussianNLLLoss: lambda loss: GaussianNLL(variance=True, eps=loss.eps, full=loss.full, reduction=loss.reduction),
+    nn.MultiLabelSoftMarginLoss: from_multi_label,
+    nn.SoftMarginLoss: lambda loss: SoftMargin(reduction=loss.reduction),
 }
 
 
@@ -84,30 +130,95 @@ def from_outputs(losses: dict[Name, Any]) -> Loss:
     return Tasks(tasks=tuple(tasks))
 
 
-INSTEAD: dict[type[Any], str] = {
-    nn.BCELoss: "return logits and use nn.BCEWithLogitsLoss",
-    nn.NLLLoss: "return logits and use nn.CrossEntropyLoss",
-    nn.L1Loss: "it has no curvature; use nn.HuberLoss with a small delta",
+# The functions of torch.nn.functional take the options of these, and have the same defaults.
+FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
+    F.mse_loss: nn.MSELoss,
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.nll_loss: nn.NLLLoss,
+    F.kl_div: nn.KLDivLoss,
+    F.huber_loss: nn.HuberLoss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.l1_loss: nn.L1Loss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.gaussian_nll_loss: nn.GaussianNLLLoss,
+    F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
+    F.soft_margin_loss: nn.SoftMarginLoss,
+}
+
+PAIRS = "it takes several outputs; return them side by side, torch.cat(…, 1), and pass a function that takes them apart"
+ONCE = "torch differentiates it only once, and there is no curvature; write it as a function of torch operations"
+INSTEAD: dict[Any, str] = {
+    nn.CTCLoss: "torch differentiates it only once, and it takes the lengths of inputs and targets beside them",
+    nn.MarginRankingLoss: PAIRS,
+    nn.CosineEmbeddingLoss: PAIRS,
+    nn.TripletMarginLoss: PAIRS,
+    nn.TripletMarginWithDistanceLoss: PAIRS,
+    nn.MultiMarginLoss: ONCE,
+    nn.MultiLabelMarginLoss: ONCE,
+    nn.AdaptiveLogSoftmaxWithLoss: "it has parameters that would not train; put it into the model",
+    F.ctc_loss: "torch differentiates it only once, and it takes the lengths of inputs and targets beside them",
+    F.margin_ranking_loss: PAIRS,
+    F.cosine_embedding_loss: PAIRS,
+    F.triplet_margin_loss: PAIRS,
+    F.triplet_margin_with_distance_loss: PAIRS,
+    F.multi_margin_loss: ONCE,
+    F.multilabel_margin_loss: ONCE,
 }
 
 
 def resolve(loss: Any) -> Loss:
-    """The Loss that a name, a torch.nn loss or a Loss stands for, with its options; of a dict by the names of outputs,
-    or a tuple by their positions, the sum of such losses."""
+    """The Loss that a name, a torch.nn loss, a function of outputs and targets, or a Loss stands for, with its options;
+    of a dict by the names of outputs, or a tuple by their positions, the sum of such losses."""
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, (Mapping, tuple, list)):
         return from_outputs(dict(loss if isinstance(loss, Mapping) else enumerate(loss)))
     if isinstance(loss, str):
-        if loss in NAMES:
-            return NAMES[loss]
-        close = difflib.get_close_matches(loss.lower(), NAMES, n=1)
-        meant = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown loss {loss!r}.{meant} The names are {', '.join(NAMES)}")
-    if type(loss) in MODULES:  # the type itself: a subclass may compute anything
-        return MODULES[type(loss)](loss)
+        return _named(loss)
     if isinstance(loss, type):
         raise TypeError(f"loss must be an object, got the class {loss.__name__}: write {loss.__name__}()")
-    known = ", ".join(module.__name__ for module in MODULES)
-    way_out = INSTEAD.get(type(loss), f"pass a name ({', '.join(NAMES)}), one of torch.nn's {known}, or a losses.Loss")
-    raise TypeError(f"{getattr(loss, '__name__', type(loss).__name__)} is not a supported loss: {way_out}")
+    if type(loss) in MODULES:  # the type itself: a subclass may compute anything
+        return MODULES[type(loss)](loss)
+    fn = loss.func if isinstance(loss, functools.partial) else loss
+    known = _functional(loss)
+    if known is not None:
+        return resolve(known)
+    reason = INSTEAD.get(_hashed(fn), INSTEAD.get(type(fn)))
+    if callable(loss) and reason is None:
+        return Function(loss)
+    way_out = f"pass a name ({', '.join(NAMES)}), a loss of torch.nn, a losses.Loss, or a function fn(outputs, targets)"
+    name = getattr(loss, "__name__", type(loss).__name__)
+    raise TypeError(f"{name} is not a supported loss: {reason or way_out}")
+
+
+def _named(name: str) -> Loss:
+    if name in NAMES:
+        return NAMES[name]
+    close = difflib.get_close_matches(name.lower(), NAMES, n=1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"unknown loss {name!r}.{meant} The names are {', '.join(NAMES)}")
+
+
+def _functional(loss: Any) -> nn.Module | None:
+    """The torch.nn loss that a function of torch.nn.functional is, with the options of a partial; None if there is
+    none, or if it returns something else than that module: one value per output, or with other options."""
+    fn, args, options = loss, (), {}
+    if isinstance(loss, functools.partial):
+        fn, args, options = loss.func, loss.args, loss.keywords
+    if _hashed(fn) not in FUNCTIONS or args or options.get("reduction") == "none":
+        return None
+    try:
+        return FUNCTIONS[fn](**options)
+    except TypeError:  # an option that the module does not have
+        return None
+
+
+def _hashed(fn: Any) -> Any:
+    """fn, to be looked up: an object of one's own may have no hash."""
+    try:
+        hash(fn)
+    except TypeError:
+        return None
+    return fn

@@ -1,0 +1,300 @@
+"""A function of one's own as a loss: its derivatives come from automatic differentiation."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..tolerances import FORMULA, SAME_LOSS
+from .base import Fault, Loss, Root, Target, part, weighted
+from .outputs import OutputLayout
+from .second import FORMED, Blocks, Product, eigen, find, group, lanczos, product_of, spread, ungroup
+
+PER_SAMPLE = "return one value per sample, a tensor (N,)"
+
+
+@dataclass(frozen=True, eq=False)
+class Function(Loss):
+    """f is the mean of fn(outputs, targets): of one value per sample (N,), or of several (N, …).
+
+    A scalar is the mean over the samples, or their sum: which of the two is found on the first batch, where both must
+    add up from parts of the batch. S comes from the Hessian of every sample, by automatic differentiation, with its
+    negative eigenvalues made positive; what of the gradient lies outside its range is the remainder. `low` is what no
+    value of fn falls below, if that is known.
+
+    If the model returns more than a tensor, fn is given all outputs that are floating-point tensors with a row per
+    sample, see `OutputLayout.structure`.
+    """
+
+    majorises: ClassVar[bool] = True
+    automatic: ClassVar[bool] = True
+    recordable: ClassVar[bool] = False
+    fn: Callable[[Any, Any], Any]
+    low: float = -math.inf
+    layout: OutputLayout | None = field(default=None, repr=False)  # of outputs that are more than a tensor
+    # What batches have shown of fn: whether a scalar is a "sum", whether it is "curved", and "proven".
+    found: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.fn):
+            raise TypeError(f"Function needs a function of outputs and targets, got {self.fn!r}")
+        if isinstance(self.fn, nn.Module):
+            trained = next((name for name, p in self.fn.named_parameters() if p.requires_grad), None)
+            if trained is not None:
+                raise ValueError(
+                    f"the loss {self.name} has a parameter {trained!r} that would not train: move it into the model, "
+                    "which may return it beside its outputs, or freeze it with requires_grad_(False)"
+                )
+
+    @property
+    def name(self) -> str:
+        fn = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
+        return str(getattr(fn, "__name__", type(fn).__name__))
+
+    @property
+    def curvature(self) -> str:
+        return "projected hessian"
+
+    # what the model returns
+
+    def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> Function:
+        layout = None if isinstance(raw, Tensor) else OutputLayout.of(raw)
+        if layout == self.layout:
+            return self
+        bound = copy(self)  # which shares what was found
+        object.__setattr__(bound, "layout", layout)
+        return bound
+
+    def joined(self, raw: Any) -> Tensor:
+        return super().joined(raw) if isinstance(raw, Tensor) else OutputLayout.of(raw).joined(raw)
+
+    # values
+
+    def called(self, z: Tensor, y: Target) -> Tensor:
+        """What fn returns: () or (N, …)"""
+        out = self.fn(z if self.layout is None else self.layout.structure(z), y)
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            got = out.dtype if isinstance(out, Tensor) else type(out).__name__
+            raise TypeError(f"{self.name} returned {got}: {PER_SAMPLE} of floating point, computed by torch")
+        if out.ndim and len(out) != len(z):
+            raise ValueError(
+                f"{self.name} returned the shape {tuple(out.shape)} for outputs of shape {tuple(z.shape)}: {PER_SAMPLE}"
+                f", here ({len(z)},), or a scalar that is their mean"
+            )
+        return out.to(z.dtype)
+
+    def ell(self, z: Tensor, y: Target) -> Tensor:
+        out = self.called(z, y)
+        return out if out.ndim else torch.stack([self.called(*self._part(z, y, [i])) for i in range(len(z))])
+
+    def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        out = self.called(z, y)
+        if out.ndim:
+            return weighted(out, weight).sum()
+        return self._total(out, len(z)) if weight is None else weighted(self.ell(z, y), weight).sum()
+
+    def _total(self, out: Tensor, N: int) -> Tensor:
+        """Σℓ from what fn returned for N samples"""
+        return out.sum() if out.ndim or self.found.get("sum") else N * out
+
+    def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        entries = self.called(*self._part(z, y, [0])).numel()
+        return entries * (z.new_full((), len(z)) if weight is None else weight.sum())
+
+    def scale(self, normaliser: float) -> float:
+        return self.factor if self.found.get("sum") else super().scale(normaliser)
+
+    def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        return self.low * self.normaliser(z, y, weight) if self.low > -math.inf else z.new_full((), self.low)
+
+    def _part(self, z: Tensor, y: Target, index: list[int]) -> tuple[Tensor, Target]:
+        where = torch.tensor(index, device=z.device)
+        return part(z, where, len(z)), part(y, where, len(z))
+
+    # derivatives
+
+    def slope(self, z: Tensor, y: Target) -> Tensor:
+        return self._sloped(z, y, False)[1].detach()
+
+    def factors(self, z: Tensor, y: Target) -> tuple[Tensor, Tensor]:
+        S, u, _ = self.root(z, y)
+        return S, u
+
+    def root(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
+        product, slope = self._products(z, y)
+        blocks = find(product, z, math.inf)
+        assert blocks is not None
+        values, Q = eigen(self._finite(blocks, z, y))
+        self._check_curved(values.any(), slope)
+        # Columns of 0 would need an endless u: that part of the gradient is the remainder.
+        eps, largest = torch.finfo(z.dtype).eps, values.amax()
+        s = values.where(values > eps * largest, 0).sqrt()  # (N, P, C)
+        along = torch.einsum("npcr,npc->npr", Q, group(slope, blocks.dim))
+        u = (along / s).where(s > 0, 0)
+        v = torch.einsum("npcr,npr->npc", Q, along.where(s == 0, 0))
+        outside = bool(v.norm() > 16 * eps * slope.norm())
+        S = spread(Q * s[..., None, :], blocks.dim, z)
+        u, v = (self.group(ungroup(t, blocks.dim, z)) for t in (u, v))
+        root_w = None if weight is None else weight.sqrt()
+        return Root(weighted(S, root_w), weighted(u, root_w), weighted(v, weight) if outside else None)
+
+    def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        product, slope = self._products(z, y)
+        e = self.ungroup(signs(tuple(self.group(z).shape)), z)  # (k, *z.shape)
+        blocks = find(product, z, FORMED)
+        if blocks is None:
+            found = torch.stack([lanczos(product, row) for row in e])
+        else:
+            values, Q = eigen(self._finite(blocks, z, y))
+            rows = torch.stack([group(row, blocks.dim) for row in e]) * values.sqrt()  # (k, N, P, C)
+            rows = torch.einsum("npcr,knpr->knpc", Q, rows)
+            found = torch.stack([ungroup(row, blocks.dim, z) for row in rows])
+        self._check_curved(found.any(), slope)
+        return self.group(found if weight is None else found * weighted(torch.ones_like(z), weight.sqrt()), z)
+
+    def count(self, z: Tensor, y: Target, weight: Tensor | None = None) -> int:
+        return z[0].numel()
+
+    def _sloped(self, z: Tensor, y: Target, again: bool) -> tuple[Tensor, Tensor]:
+        """z and ∂value/∂z, with a graph if it is to be differentiated again"""
+        with torch.enable_grad():
+            x = z.detach().requires_grad_()
+            total = self._total(self.called(x, y), len(z))
+            if not total.requires_grad:
+                raise ValueError(
+                    f"{self.name} returned a value without a gradient: compute it from the outputs with operations of "
+                    "torch, without .item(), .detach(), numpy or torch.no_grad()"
+                )
+            (slope,) = torch.autograd.grad(total, x, create_graph=again, allow_unused=True)
+        if slope is None:
+            raise ValueError(f"{self.name} does not depend on the outputs: it is given (outputs, targets)")
+        return x, slope
+
+    def _products(self, z: Tensor, y: Target) -> tuple[Product, Tensor]:
+        """Products with ∂²value/∂z², and ∂value/∂z"""
+        x, slope = self._sloped(z, y, True)
+        product = product_of(slope, x)
+        try:
+            product(torch.zeros_like(z))
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(
+                f"{self.name} cannot be differentiated twice: {str(error).splitlines()[0]}. Write it with operations "
+                "that can, or use its gradients alone: rows=mq.Empirical()"
+            ) from error
+        return product, slope.detach()
+
+    def _finite(self, blocks: Blocks, z: Tensor, y: Target) -> Blocks:
+        """A value that is not finite is an error of the step, which looks for its cause."""
+        fine = blocks.H.isfinite().flatten(1).all(1)  # (N,)
+        if bool(fine.all()):
+            return blocks
+        if bool(self.value(z, y).isfinite()):
+            raise ValueError(
+                f"{self.name} has a second derivative that is not finite, at sample {int((~fine).nonzero()[0])}: "
+                "smooth it there, such as (r² + ε)^½ for a norm, or use its gradients alone: rows=mq.Empirical()"
+            )
+        return blocks._replace(H=torch.zeros_like(blocks.H))
+
+    def _check_curved(self, curved: Tensor, slope: Tensor) -> None:
+        """Without any curvature there is no Gauss-Newton matrix, and no scale for a step."""
+        told = bool(slope.any() & slope.isfinite().all())
+        if told and not self.found.get("curved") and not bool(curved):
+            raise ValueError(
+                f"{self.name} has no curvature anywhere in this batch, as a function that is piecewise linear, or that "
+                "autograd differentiates only once: smooth its corners, see losses.Quantile and losses.AbsoluteError, "
+                "or use its gradients alone: rows=mq.Empirical()"
+            )
+        self.found["curved"] = True
+
+    # first use
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        if not self.found.get("proven"):
+            with torch.no_grad(), torch.random.fork_rng([z.device] if z.is_cuda else []):
+                self._prove(z, y)
+        return []
+
+    def _prove(self, z: Tensor, y: Target) -> None:
+        """fn of the batch must follow from fn of its parts; otherwise there are no derivatives sample by sample."""
+        out, again = self.called(z, y), self.called(z, y)
+        if not bool(out.isfinite().all()):
+            return  # the value of the batch is not finite then, and the step says so
+        if not torch.equal(out, again):
+            i = int((out != again).flatten().nonzero()[0])
+            raise ValueError(
+                f"{self.name} returned {out.flatten()[i]:.6g}, and {again.flatten()[i]:.6g} for the same outputs: it "
+                "must not be random, nor remember earlier calls; draw random numbers in the model, or pass them with "
+                "the targets"
+            )
+        whole = torch.arange(len(z), device=z.device)
+        try:  # what cancels in float32 would look coupled
+            z, y = (part(item, whole, len(z), torch.float64) for item in (z, y))
+            out, allowed = self.called(z, y), SAME_LOSS[z.dtype]
+        except Exception:  # a function may hold numbers in another precision
+            allowed = FORMULA[out.dtype]
+        cuts = list(self._cuts(z, y))
+        if out.ndim:
+            for index, found in cuts:
+                self._compare_samples(out[index], found, len(z), allowed)
+        else:
+            self._compare_scalar(out, cuts, len(z), allowed)
+        self.found["proven"] = len(z) > 1 and (bool(out.ndim) or "sum" in self.found)
+
+    def _cuts(self, z: Tensor, y: Target) -> Iterator[tuple[list[int], Tensor]]:
+        """Parts of the batch, and fn of them; a single sample twice, so that mean and sum can be told."""
+        N = len(z)
+        firsts = [{0}, {N - 1}, set(range(0, N, 2)), set(range(-(-N // 3)))]
+        halves = [(sorted(first), sorted(set(range(N)) - first)) for first in firsts] if N > 1 else [([0, 0], [0])]
+        for index in (index for pair in halves for index in pair):
+            try:
+                found = self.called(*self._part(z, y, index))
+            except Exception as error:
+                raise ValueError(
+                    f"{self.name} was taken of {N} samples, and fails with {len(index)} of them: {error}. It must take "
+                    "batches of any size, with targets that have a row per sample"
+                ) from error
+            yield index, found
+
+    def _compare_samples(self, whole: Tensor, found: Tensor, N: int, allowed: float) -> None:
+        if whole.shape != found.shape:
+            raise ValueError(
+                f"{self.name} returned the shape {tuple(found.shape)} for a part of the batch, where "
+                f"{tuple(whole.shape)} was expected: {PER_SAMPLE}"
+            )
+        far = (whole - found).abs() > allowed * (whole.abs() + found.abs() + whole.abs().max())
+        if bool(far.any()):
+            i = int(far.flatten().nonzero()[0])
+            raise ValueError(
+                f"{self.name} couples the samples: a value is {whole.flatten()[i]:.6g} in a batch of {N}, but "
+                f"{found.flatten()[i]:.6g} in a batch of {len(found)}. The value of a sample must depend on its own "
+                "output and target alone: return one value per sample, without sums, means or maxima over the batch"
+            )
+
+    def _compare_scalar(self, out: Tensor, cuts: list[tuple[list[int], Tensor]], N: int, allowed: float) -> None:
+        """Mean or sum, whichever adds up."""
+        if N == 1:
+            twice, once = (float(found) for _, found in cuts)
+            if once:
+                self.found["sum"] = abs(twice - 2 * once) < abs(twice - once)
+            return
+        fits = [True, True]  # as a mean, as a sum
+        for (i, a), (j, b) in zip(cuts[::2], cuts[1::2], strict=True):
+            mean, total = (len(i) * a + len(j) * b) / N, a + b
+            most = allowed * (a.abs() + b.abs() + out.abs())
+            fits = [fit and bool((t - out).abs() <= most) for fit, t in zip(fits, (mean, total), strict=True)]
+            if not any(fits):
+                raise ValueError(
+                    f"{self.name} couples the samples: of {N} samples it is {float(out):.6g}, of two parts "
+                    f"{float(a):.6g} and {float(b):.6g}, whose mean is {float(mean):.6g} and whose sum is "
+                    f"{float(total):.6g}: {PER_SAMPLE}"
+                )
+        if not all(fits):
+            self.found["sum"] = fits[1]
