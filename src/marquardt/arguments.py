@@ -86,7 +86,7 @@ def brief(part: Any) -> str:
     """A part with the options that are not its defaults."""
     if not is_dataclass(part):
         return str(part)
-    found = [(f.name, getattr(part, f.name), f.default) for f in fields(part)]
+    found = [(f.name, getattr(part, f.name), f.default) for f in fields(part) if f.repr]
     options = [f"{k}={v!r}" for k, v, usual in found if v is not usual and (isinstance(v, Tensor) or v != usual)]
     return f"{type(part).__name__}({', '.join(options)})"
 
