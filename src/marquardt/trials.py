@@ -58,7 +58,7 @@ class Trials:
 
     def _outputs(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:
         if not self.lin.single:
-            return self.lin.objective.taken(batch)
+            return self.lin.objective.taken(self.lin.objective.called(batch.inputs), batch)
         objective = self.lin.objectives[i]
         return objective, objective.outputs(batch.inputs)
 

@@ -290,6 +290,27 @@ def test_losses_that_are_none(loss, says):
         mq.LM(Heads(), loss)
 
 
+@pytest.mark.parametrize("over", [False, True], ids=["chunks", "batches"])
+def test_random_models_in_parts(over):
+    """The forward passes that count the targets come first, and leave no trace: losses and trials see one dropout."""
+    model, (x, y) = Heads(), data(8, ignored=False)
+    model.depth = nn.Sequential(nn.Dropout(0.5), model.depth)
+    loss = {"mask": (MASK, 0.7), "depth": (DEPTH, 0.3)}
+    state, before = torch.get_rng_state(), theta(model)
+    with torch.no_grad():  # in the same parts; all count the same
+        first, second = (model(part) for part in x.split(4))
+    z = {k: torch.cat([first[k], second[k]]) for k in y}
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    opt = lm(model, loss, curvature=mq.Dense(chunk=None if over else 4, inertia=0.0), lr=0.0)
+    batches = [(x[i], {k: t[i] for k, t in y.items()}) for i in (slice(0, 4), slice(4, 8))]
+    step = opt.step_over(batches) if over else opt.step(x, y)
+    assert step.loss == pytest.approx(float(sum(c * each(z[k], y[k]) for k, each, c in TERMS)), rel=1e-12)
+    assert step.new_loss == pytest.approx(step.loss, rel=1e-12)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(theta(model), before)
+
+
 def test_recorded_steps(monkeypatch):
     """A replay finds the normaliser of every task anew, in batches that ignore other numbers of targets."""
     (model, (x, _)), plain = (Heads(), data(8)), Heads()

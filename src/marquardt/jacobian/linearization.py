@@ -19,6 +19,7 @@ from ..model.parameters import Parameters, Position
 from ..model.randomness import Chance, Moment, Slopes
 from .known import Known
 from .objective import Level, Objective, Totals
+from .passes import Pass
 from .piece import Piece
 from .rows import Exact, Rows
 
@@ -201,13 +202,10 @@ class Linearization:
         """What the loss must know of all pieces before the first: by a forward pass of each."""
         if not self.objective.given.surveys or self.objective.sums is not None:
             return
-        total: Any = 0.0
-        for batch in self.cut():
-            with torch.enable_grad():  # which a model that differentiates itself needs
-                total = total + self.objective.sums_of(batch)
-        if not isinstance(total, Tensor):
+        found = [Pass(self.objective, batch, self.known, self.chance).sums() for batch in self.cut()]
+        if not found:
             raise ValueError(EMPTY)
-        self.objective = self.objective.knowing(total)
+        self.objective = self.objective.knowing(torch.stack(found).sum(0))
         self.rewind()
 
     def _conclude(self, totals: Totals) -> None:

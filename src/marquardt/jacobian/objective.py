@@ -62,20 +62,15 @@ class Objective:
         with Largest() if slow else nullcontext(), self.autocast(), uncompiled():
             return forward(self.model if model is None else model, inputs)
 
-    def taken(self, batch: Batch) -> tuple[Objective, Tensor]:
-        """The objective of outputs of the form that they have here, and z: (N, *out)"""
-        raw = self.called(batch.inputs)
+    def taken(self, raw: Any, batch: Batch) -> tuple[Objective, Tensor]:
+        """The objective of outputs of the form that the model has returned, and z: (N, *out)"""
         loss = self.given.bound(raw, batch.targets, batch.weight, self.sums)
         bound = self if loss is self.loss else copy(self)
         bound.loss = loss
         return bound, widened(loss.joined(raw))
 
-    def sums_of(self, batch: Batch) -> Tensor:
-        """See Loss.sums: (k,)"""
-        return self.given.sums(self.called(batch.inputs), batch.targets, batch.weight)
-
     def knowing(self, sums: Tensor) -> Objective:
-        """The same, for a part of the data that these sums are over."""
+        """The same, for parts of the data that these sums are over."""
         found = copy(self)
         found.sums = sums
         return found

@@ -54,6 +54,10 @@ class Pass:
         self._graph: Tensor | None = z
         self._walk: Walk | None = None
 
+    def sums(self) -> Tensor:
+        """See Loss.sums: (k,)"""
+        return self.objective.loss.sums(self.z, self.batch.targets, self.batch.weight)
+
     def moment(self) -> Moment:
         return Moment(self.objective.model, self.objective.parameters.device, self.chance)
 
@@ -61,9 +65,11 @@ class Pass:
         """`once`: for several rows of a sample, which are differentiated once only"""
         try:
             model, params = self.objective.model, self.objective.parameters.tensors
-            with open_cells(model), torch.enable_grad(), Watch(params, slopes, once, self.batch.samples) as watch:
-                watch.reorders = self.batch.opaque  # where the samples are in an object, no operation may tell
-                self.objective, z = self.objective.taken(self.batch)
+            with open_cells(model), torch.enable_grad():
+                with Watch(params, slopes, once, self.batch.samples) as watch:
+                    watch.reorders = self.batch.opaque  # where the samples are in an object, no operation may tell
+                    raw = self.objective.called(self.batch.inputs)
+                self.objective, z = self.objective.taken(raw, self.batch)
                 return z, watch
         except Refused:
             self.known.unrolls = False

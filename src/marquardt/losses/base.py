@@ -175,7 +175,7 @@ class Loss(ABC):
         """z: what the loss is taken of, in what the model has returned."""
         return taken(raw, self.outputs_taken)
 
-    def sums(self, raw: Any, y: Target, weight: Tensor | None = None) -> Tensor:
+    def sums(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """If the loss `surveys`: what `bound` must know of all data, as numbers that add up over batches, (k,)."""
         raise NotImplementedError
 

@@ -74,7 +74,7 @@ class Tasks(Loss):
 
     def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> Tasks:
         found = self._placed(raw, y, weight)
-        total, *counts = found.sums(raw, y, weight) if sums is None else sums
+        total, *counts = found.sums(found.joined(raw).detach(), y, weight) if sums is None else sums
         pairs = list(zip(self.tasks, counts, strict=True))
         kept = torch.stack([n if task.loss.reduction == "mean" else torch.ones_like(n) for task, n in pairs])
         factors = [task.weight * task.loss.factor * total / n for task, n in zip(self.tasks, kept, strict=True)]
@@ -92,11 +92,9 @@ class Tasks(Loss):
                     found[name] = loss.joined(picked(raw, name))
         return found
 
-    def sums(self, raw: Any, y: Target, weight: Tensor | None = None) -> Tensor:
+    def sums(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """Σw and every νₜ: (1 + T,)"""
-        found = self if self.layout is not None else self._placed(raw, y, weight)
-        z = found.joined(raw).detach()
-        counts = [part.loss.normaliser(part.z, part.y, weight) for part in found.parts(z, y)]
+        counts = [part.loss.normaliser(part.z, part.y, weight) for part in self.parts(z, y)]
         return torch.stack([self.normaliser(z, y, weight), *counts])
 
     def _placed(self, raw: Any, y: Target, weight: Tensor | None) -> Tasks:
