@@ -300,12 +300,14 @@ def test_random_models_in_parts(over):
     with torch.no_grad():  # in the same parts; all count the same
         first, second = (model(part) for part in x.split(4))
     z = {k: torch.cat([first[k], second[k]]) for k in y}
-    after = torch.get_rng_state()
+    expected, after = float(sum(c * each(z[k], y[k]) for k, each, c in TERMS)), torch.get_rng_state()
+    torch.set_rng_state(state)
+    assert mq.linearize(model, loss, x, y, chunk=4).loss == pytest.approx(expected, rel=1e-12)
     torch.set_rng_state(state)
     opt = lm(model, loss, curvature=mq.Dense(chunk=None if over else 4, inertia=0.0), lr=0.0)
     batches = [(x[i], {k: t[i] for k, t in y.items()}) for i in (slice(0, 4), slice(4, 8))]
     step = opt.step_over(batches) if over else opt.step(x, y)
-    assert step.loss == pytest.approx(float(sum(c * each(z[k], y[k]) for k, each, c in TERMS)), rel=1e-12)
+    assert step.loss == pytest.approx(expected, rel=1e-12)
     assert step.new_loss == pytest.approx(step.loss, rel=1e-12)
     assert torch.equal(torch.get_rng_state(), after)
     assert torch.equal(theta(model), before)
