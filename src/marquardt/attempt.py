@@ -33,6 +33,8 @@ def attempt(
     if not math.isfinite(found.new_loss):
         notes.append(f"the trial loss is {found.new_loss}")
     judgement = judge(parts, start, found, lam, lr, torch.finfo(d.dtype).eps)
+    if found.new_loss == start.level.f and lin.parameters.coarse:  # rounded to the same weights: θ goes on, they follow
+        judgement = judgement._replace(rule="decrease")
     if judgement.rule is not None:
         return Ending(judgement.rule, lr, d, found.new_loss, found, judgement, found.length)
     if parts.line_search is not None and lr > 0 and judgement.judged and start.doubt == 1:
@@ -66,4 +68,7 @@ def blame_gradient(parameters: Parameters, g: Tensor) -> None:
     """A gradient that is not finite is an error, not a matter of λ."""
     for name, part in zip(parameters.names, parameters.split(g), strict=True):
         if not bool(part.isfinite().all()):
-            raise ValueError(f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer")
+            raise ValueError(
+                f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer. In float16 "
+                "numbers end at 65504: take bfloat16, whose range is that of float32"
+            )

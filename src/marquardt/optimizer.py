@@ -202,10 +202,8 @@ class LM(torch.optim.Optimizer):
 
     def _taken(self, batches: Iterable[Batch]) -> Step:
         """By a recording, or without; if memory runs out, again with a smaller plan."""
-        if self._records and isinstance(batches, list):
-            step = self._replayed(batches[0])
-            if step is not None:
-                return step
+        if self._records and isinstance(batches, list) and (step := self._replayed(batches[0])) is not None:
+            return step
         plan = self._state.plan
         while True:
             self._planned = plan
@@ -240,7 +238,7 @@ class LM(torch.optim.Optimizer):
                 before.restore()
             lin.end.restore(buffers=step.accepted)
             self._known.totals, self._known.steady = lin.totals(), self._records and lin.steady
-            self._state = state  # one assignment: whatever is raised before it, an interrupt too, undoes the step
+            self._state = replace(state, master=lin.parameters.unrounded())  # what is raised before it undoes all
         except BaseException:
             if self._state is old:
                 lin.parameters.assign(theta)
@@ -258,8 +256,8 @@ class LM(torch.optim.Optimizer):
 
     def _objective(self) -> Objective:
         params, towards = self.params, self._state.towards
-        towards = None if towards is None else towards.to(params[0])
-        return Objective(self.model, self.loss, params, self._weights, towards)
+        towards = None if towards is None else towards.to(params[0].device)
+        return Objective(self.model, self.loss, params, self._weights, towards, self._state.master)
 
     def _iterate(self, lin: Linearization, representation: Representation, plan: Plan | None) -> tuple[Step, State]:
         """The algorithm box: the step and the next state; the model ends at the next θ."""
@@ -375,9 +373,8 @@ class LM(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._averaged = False
+        self._averaged, self._last = False, []
         self._known, self._recordings, self._pace = Known(), Recordings(), Pace()
-        self._last = []
 
     def __repr__(self) -> str:
         n, state = sum(p.numel() for p in self.params), self._state

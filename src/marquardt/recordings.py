@@ -171,7 +171,8 @@ class Recordings:
 
 def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known) -> bool:
     """Whether a step can be recorded at all."""
-    if batch.opaque or not objective.loss.recordable:  # what an object holds cannot be copied
+    # What an object holds cannot be copied, nor is the θ of coarse parameters carried along.
+    if batch.opaque or objective.parameters.coarse or not objective.loss.recordable:
         return False
     if not known.only_slopes or not rows_of(parts, state.plan).recordable or state.D is None:
         return False

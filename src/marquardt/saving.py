@@ -116,7 +116,7 @@ def check_state(
     past = state.get("past")
     if not isinstance(past, (dict, type(None))):
         raise ValueError(f"the state 'past' is {type(past).__name__}: it must be a dict of tensors, or None")
-    vectors = [(key, state.get(key)) for key in ("previous", "mean", "haven", "towards")]
+    vectors = [(key, state.get(key)) for key in ("master", "previous", "mean", "haven", "towards")]
     for key, t in [*vectors, *(("past", t) for t in (past or {}).values())]:
         if not isinstance(t, (Tensor, type(None))):
             raise ValueError(f"the state {key!r} is {type(t).__name__}: it must be a tensor, or None")

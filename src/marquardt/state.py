@@ -39,6 +39,7 @@ class State:
     accepted: int = 0
     D: Metric | None = None
     previous: Tensor | None = None  # last accepted step dθ
+    master: Tensor | None = None  # θ, if the parameters are its rounding
     mean: Tensor | None = None  # average of the weights
     points: int = 0  # how many points it is of
     lag: float | None = None  # log f(θ̄)/f of late, on batches before their steps; None if that is not known

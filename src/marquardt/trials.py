@@ -102,6 +102,8 @@ class Trials:
     def _batched(self, d: Tensor, rates: Sequence[float], size: int) -> list[float]:
         lin = self.lin
         ids = [id(p) for p in lin.parameters.tensors]
+        dtypes = {id(p): p.dtype for p in lin.parameters.tensors}
+        straight = d.is_cuda and not lin.parameters.coarse  # rounded points are on no line
         origin, direction = (dict(zip(ids, lin.parameters.shaped(v), strict=True)) for v in (lin.theta, d))
         lin.start.restore()
         total: Any = 0.0
@@ -110,8 +112,8 @@ class Trials:
             def value(
                 lr: Tensor, batch: Batch = batch, slopes: list[Slopes] = slopes, objective: Objective = objective
             ) -> Tensor:
-                at = {key: p + lr * direction[key] for key, p in origin.items()}
-                with SameSlopes(slopes), Line(origin, direction, at, lr) if lr.is_cuda else nullcontext():
+                at = {key: (p + lr * direction[key]).to(dtypes[key]) for key, p in origin.items()}
+                with SameSlopes(slopes), Line(origin, direction, at, lr) if straight else nullcontext():
                     z = objective.outputs(batch.inputs, call_with(objective.model, at))
                 return objective.value(z, batch)
 

@@ -384,4 +384,4 @@ def test_memory_that_runs_out_is_not_told_as_a_model_without_second_derivatives(
     with pytest.raises(RuntimeError, match="memory"):
         module.again(slope, [slope], torch.ones(2))
     with pytest.raises(RuntimeError, match="memory"):
-        module.hessian_of([slope], [slope])
+        module.hessian_of([slope], [slope], slope.dtype)

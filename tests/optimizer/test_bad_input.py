@@ -127,10 +127,6 @@ MAKING: dict[str, Making] = {
     "several devices": Making(
         lambda m: mq.LM(m, "mse"), ["several devices", "cpu", "meta", "model.to"], lambda: Mixed(device="meta")
     ),
-    "half precision": Making(
-        lambda m: mq.LM(m, "mse"), ["float16", "model.float()", "model.double()"], lambda: network(torch.float16)
-    ),
-    "bfloat16": Making(lambda m: mq.LM(m, "mse"), ["bfloat16", "model.float()"], lambda: network(torch.bfloat16)),
     "complex": Making(lambda m: mq.LM(m, "mse"), ["complex128", "float32", "float64"], Complex),
     "BatchNorm in train mode": Making(
         lambda m: mq.LM(m, "mse", curvature=mq.Dense()),

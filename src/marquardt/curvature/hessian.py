@@ -17,6 +17,7 @@ from ..memory import out_of_memory
 from ..metric import Diagonal, Metric
 from ..model.kernels import twice_differentiable
 from ..model.parameters import joined
+from ..model.precision import widened
 from .contract import Curvature, Representation
 from .dense import SMALL
 from .solve import FactorizationError
@@ -51,7 +52,7 @@ class HessianCurvature(Curvature):
         for piece in lin.pieces():
             with twice_differentiable(lin.objective.model):
                 slopes = slope_with_graph(piece)
-                self.G += hessian_of(slopes, params)
+                self.G += hessian_of(slopes, params, piece.whole.coarsest)
                 self._g += self.parameters.joined([None if s is None else s.detach() for s in slopes])
         self.G *= lin.scale
         self._g = lin.regularised(self._g * lin.scale)
@@ -142,17 +143,17 @@ def ends_early(slopes: Sequence[Tensor | None]) -> bool:
     return False
 
 
-def hessian_of(slopes: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
+def hessian_of(slopes: Sequence[Tensor | None], params: Sequence[Tensor], coarsest: torch.dtype) -> Tensor:
     """∂slopes/∂θ: (n, n), many rows in one backward pass, or one by one where vmap refuses or is wrong."""
     for batched in (True, False):
         try:
-            H = torch.cat([rows_of(s, p, params, batched) for s, p in zip(slopes, params, strict=True)])
+            H = widened(torch.cat([rows_of(s, p, params, batched) for s, p in zip(slopes, params, strict=True)]))
         except RuntimeError as error:
             if not batched or out_of_memory(error):
                 raise
             continue  # an operation whose backward vmap refuses
         # What is not finite, newton sees.
-        if not bool((H - H.T).norm() > tolerances.of_symmetry(H.dtype) * H.norm()):
+        if not bool((H - H.T).norm() > tolerances.of_symmetry(coarsest) * H.norm()):
             return (H + H.T) / 2
     raise ValueError(NOT_SYMMETRIC)
 

@@ -72,7 +72,7 @@ class HessianProducts(Products):
         params, parts = self.parameters.tensors, self.parameters.split(v)
         if not self.slopes:
             return torch.zeros_like(v)
-        along = [parts[i].view_as(s) for i, s in self.slopes]
+        along = [parts[i].view_as(s).to(s.dtype) for i, s in self.slopes]
         return joined(again([s for _, s in self.slopes], params, along), params)
 
     def proven(self) -> bool:
@@ -104,7 +104,7 @@ def by_double_backward(piece: Piece) -> Pair:
 
     def rows(v: Tensor) -> Tensor:
         parts = parameters.split(v)
-        along = [parts[i].view_as(g) for i, g in pulled]
+        along = [parts[i].view_as(g).to(g.dtype) for i, g in pulled]
         (Jv,) = torch.autograd.grad([g for _, g in pulled], w, along, retain_graph=True, allow_unused=True)
         return J.seen(Jv)
 
@@ -118,7 +118,7 @@ def by_forward_mode(piece: Piece) -> Pair:
     def rows(v: Tensor) -> Tensor:
         with LEVEL, forward_ad.dual_level(), torch.set_grad_enabled(piece.known.differentiates):
             pairs = zip(parameters.tensors, parameters.shaped(v), strict=True)
-            z = J.forward.repeated({id(p): forward_ad.make_dual(p.detach(), t) for p, t in pairs})
+            z = J.forward.repeated({id(p): forward_ad.make_dual(p.detach(), t.to(p.dtype)) for p, t in pairs})
             Jv = forward_ad.unpack_dual(z).tangent
         return J.seen(None if Jv is None else Jv.detach())
 

@@ -99,6 +99,9 @@ class Jacobian:
 
     def explicit(self, path: str, indices: Sequence[int]) -> Tensor:
         """The rows of some parameters, written out: (m, their columns)"""
+        return self._explicit(path, indices).to(self.parameters.dtype)
+
+    def _explicit(self, path: str, indices: Sequence[int]) -> Tensor:
         params = [self.parameters.tensors[i] for i in indices]
         objective, inputs = self.forward.objective, self.forward.batch.inputs
         if path == "vmap":

@@ -374,7 +374,8 @@ def linearize(
 ) -> Linearization:
     """The linearisation of one batch, to look at: `mq.Dense().represent(linearize(...))` is its Gauss-Newton matrix.
 
-    A representation that needs more than rows, all at once, says so: `linearize(..., needs=mq.MatrixFree().needs)`.
+    A representation that needs more than rows, all at once, says so: `linearize(..., needs=mq.MatrixFree().needs)`. The
+    model runs under the torch.autocast in which this is called; to look at what comes of it, leave that.
     `weight_decay` is part of f and g; G is that of the data.
     """
     rule, chosen = WeightDecay.of(weight_decay), trainable(model, params)

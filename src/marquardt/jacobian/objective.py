@@ -48,9 +48,9 @@ class Objective:
 
     def __init__(
         self, model: nn.Module, loss: Loss, params: Sequence[Tensor], weights: Sequence[float] = (),
-        towards: Tensor | None = None,
+        towards: Tensor | None = None, master: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.loss, self.parameters = model, loss, Parameters(model, params)
+        self.model, self.loss, self.parameters = model, loss, Parameters(model, params, master)
         self.penalty = Penalty(self.parameters, weights, towards) if any(weights) else None
         self.autocast = Autocast.of_caller(self.parameters.device)
         self.given = loss

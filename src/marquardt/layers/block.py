@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..metric import Part, Turn
+from ..model.precision import wide
 from .traces import Traces, of_matrix
 
 # A slab of explicit rows is at most this many numbers: 256 MiB in float32.
@@ -79,6 +80,11 @@ class Block(ABC):
         return total
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of statistics of the rows"""
+        return wide(self.params[0].dtype)
+
+    @property
     def columns(self) -> int:
         return sum(p.numel() for p in self.params)
 
@@ -115,7 +121,7 @@ class Block(ABC):
 
     def diagonal(self) -> Tensor:
         """diag J̃ᵀJ̃: (columns,)"""
-        return torch.cat([piece.square().sum(0) for _, piece in self.slabs(self.params[0].dtype)])
+        return torch.cat([piece.square().sum(0) for _, piece in self.slabs(self.dtype)])
 
     def trace(self) -> Tensor:
         """tr J̃ᵀJ̃: ()"""
@@ -141,7 +147,7 @@ class Block(ABC):
 
     def partial_traces_apart(self) -> list[Traces]:
         """The same with every parameter a matrix by itself"""
-        pieces = self.rows(self.params[0].dtype).split([p.numel() for p in self.params], 1)
+        pieces = self.rows(self.dtype).split([p.numel() for p in self.params], 1)
         return [of_matrix(p, piece) for p, piece in zip(self.params, pieces, strict=True)]
 
     def pairs_with(self, other: Block) -> bool:
@@ -242,7 +248,7 @@ class Nothing(Block):
             part.zero_()
 
     def diagonal(self) -> Tensor:
-        return self.params[0].new_zeros(self.columns)
+        return self.params[0].new_zeros(self.columns, dtype=self.dtype)
 
     def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
         pass

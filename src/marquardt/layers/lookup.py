@@ -49,7 +49,7 @@ class Lookup(Block):
             found /= self.roots
 
     def diagonal(self) -> Tensor:
-        total = torch.zeros_like(self.table)
+        total = torch.zeros_like(self.table, dtype=self.delta.dtype)
         for tokens in self._tokens(self.index.unique()):  # the other rows of the table are zero
             total[tokens] = self._rows_of(tokens, self.delta.dtype).square().sum(0).view(-1, self.E)
         return total.flatten()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..memory import out_of_memory
+from ..model.precision import wide, widened
 from .bilinear import Bilinear
 from .block import SLAB, Block, Explicit, Nothing, Sums
 from .graph import Use
@@ -62,7 +63,7 @@ def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: 
     changed = [isinstance(form, Outer) and form.turned != g.use.turned for g, form in zip(glimpses, forms, strict=True)]
     inputs, deltas = [], []
     for (_, place, delta), form, swaps in zip(glimpses, forms, changed, strict=True):
-        a, d = _pair(form, place, delta, p.dtype)
+        a, d = _pair(form, place, delta, wide(p.dtype))
         a = a.expand(len(d), *a.shape) if any(changed) else a[None]  # (R, M, P, G, I), or one for all rows
         inputs.append(d if swaps else a)
         deltas.append(a if swaps else d)
@@ -108,7 +109,7 @@ def _lookup(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: in
     for (_, place, delta), form in zip(glimpses, forms, strict=True):
         assert isinstance(form, Picked)
         index.append(place(form.rows(), 0).flatten(1))  # (M, P)
-        deltas.append(place(form.delta(delta.to(p.dtype)), 1).flatten(2, -2))  # (R, M, P, E)
+        deltas.append(place(form.delta(widened(delta)), 1).flatten(2, -2))  # (R, M, P, E)
     places = [g.place for g in glimpses]
     return GatheredTable(_joined(index, places, N, 0), _joined(deltas, places, N, 1), p)
 
@@ -135,10 +136,10 @@ def _pair(form: Form, place: Place, delta: Tensor, dtype: torch.dtype) -> tuple[
 
 def _explicit(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], R: int, N: int) -> Tensor:
     """The rows themselves, those of tensors that are made of the parameter by a backward pass to it: (m, columns)"""
-    total = p.new_zeros(R, N, p.numel())
+    total = p.new_zeros(R, N, p.numel(), dtype=wide(p.dtype))
     made: dict[GradientEdge, Tensor] = {}
     for (use, place, delta), form in zip(glimpses, forms, strict=True):
-        found = _rows_of(form, place, delta, use.source_shape, p.dtype)  # (R, M, *V)
+        found = _rows_of(form, place, delta, use.source_shape, wide(p.dtype))  # (R, M, *V)
         if use.direct:
             total[:, place.samples] += (found.mT if use.turned else found).reshape(R, place.M, -1)
         else:
@@ -146,7 +147,7 @@ def _explicit(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], R: 
                 size = math.prod(use.source_shape)
                 if R * N * size > max(SLAB, 4 * total.numel()):
                     raise Misfit(f"rows of a tensor of {size:,} numbers, made of {p.numel():,}")
-                made[use.source] = p.new_zeros(R, N, *use.source_shape)
+                made[use.source] = total.new_zeros(R, N, *use.source_shape)
             made[use.source][:, place.samples] += found
     if made:
         rows = [t.flatten(0, 1) for t in made.values()]

@@ -282,7 +282,7 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, lay
     columns: dict[int, Tensor] = {}
     params: dict[int, Tensor] = {}
     for block in blocks:
-        pieces = block.rows(block.params[0].dtype).split([p.numel() for p in block.params], 1)
+        pieces = block.rows(block.dtype).split([p.numel() for p in block.params], 1)
         for p, piece in zip(block.params, pieces, strict=True):
             params[id(p)] = p
             columns[id(p)] = columns[id(p)] + piece if id(p) in columns else piece

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .precision import COARSE
+
 # What keeps several copies or parts of a model, on devices or ranks.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 
@@ -30,7 +32,8 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
     chosen = [p for p in given if p.requires_grad]
     if not chosen:
         raise ValueError("no trainable parameters: set requires_grad=True on some, or pass others as params=")
-    for what, found in (("dtypes", {p.dtype for p in chosen}), ("devices", {p.device for p in chosen})):
+    fine = {p.dtype for p in chosen if p.dtype not in COARSE}
+    for what, found in (("dtypes", fine), ("devices", {p.device for p in chosen})):
         if len(found) > 1:
             names = ", ".join(sorted(str(f) for f in found))
             raise ValueError(f"the trainable parameters have several {what} ({names}): bring them to one by model.to()")
@@ -38,12 +41,12 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
         raise ValueError(
             "the model has lazy parameters without a shape: run a forward pass once, then make the optimizer"
         )
-    p = chosen[0]
-    if p.dtype not in (torch.float32, torch.float64):
+    for dtype in fine - {torch.float32, torch.float64}:
         raise TypeError(
-            f"the parameters are {p.dtype}, steps need torch.float32 or torch.float64: model.float() or model.double()"
+            f"the parameters are {dtype}, steps need torch.float32 or torch.float64, or their rounding in "
+            "torch.bfloat16 or torch.float16: model.float() or model.double()"
         )
-    if p.device.type == "meta":
+    if chosen[0].device.type == "meta":
         raise ValueError(
             "the parameters are on the meta device, without values: model.to_empty(device=...) and load some"
         )

@@ -8,22 +8,29 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from .precision import wide, widened
+
 Range = tuple[slice, slice]  # columns of θ, columns of some blocks side by side
 
 
 class Parameters:
     """n numbers in the parameters of a model, flattened one after the other: the vectors θ, g and d are (n,).
 
-    Products of two such vectors are formed here and nowhere else.
+    Products of two such vectors are formed here and nowhere else. θ is in float32 at least: parameters of bfloat16 or
+    float16 are its rounding, and `master` is the θ that they were rounded from.
     """
 
-    def __init__(self, model: nn.Module, params: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, params: Sequence[Tensor], master: Tensor | None = None) -> None:
         self.tensors = list(params)
         self.index = {id(p): i for i, p in enumerate(self.tensors)}
         self.sizes = [p.numel() for p in self.tensors]
         self.n = sum(self.sizes)
         self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        self.dtype, self.device = self.tensors[0].dtype, self.tensors[0].device
+        self.dtype, self.device = wide(self.tensors[0].dtype), self.tensors[0].device
+        for p in self.tensors:
+            self.dtype = torch.promote_types(self.dtype, p.dtype)
+        self.coarse = any(p.dtype != self.dtype for p in self.tensors)
+        self.master = master.to(self.device, self.dtype) if master is not None and self.coarse else None
         self._model = model
 
     @cached_property
@@ -37,17 +44,31 @@ class Parameters:
     # θ and the model.
 
     def vector(self) -> Tensor:
-        """θ, a copy: (n,)"""
-        return torch.cat([p.detach().flatten() for p in self.tensors])
+        """θ, a copy: (n,). Numbers that are no longer what they were rounded to were changed by somebody else."""
+        held = self._joined(self.tensors)
+        if self.master is None:
+            return held
+        rounded = self._joined([t.to(p.dtype) for p, t in zip(self.tensors, self.split(self.master), strict=True)])
+        return self.master.where(rounded == held, held)
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.detach().flatten().to(self.dtype) for t in parts])
+
+    def unrounded(self) -> Tensor | None:
+        """θ, if the parameters cannot hold it: (n,)"""
+        return self.vector() if self.coarse else None
 
     def assign(self, theta: Tensor) -> None:
         """The parameters ← θ"""
         torch.clear_autocast_cache()  # of other weights
+        self.master = theta if self.coarse else None
         with torch.no_grad():
             torch._foreach_copy_(self.tensors, self.shaped(theta))
 
     def shift(self, d: Tensor, lr: float) -> None:
-        """The parameters += lr·d, without another vector in memory"""
+        """The parameters += lr·d, without another vector in memory unless they are rounded"""
+        if self.coarse:
+            return self.assign(self.vector().add_(d, alpha=lr))
         with torch.no_grad():
             torch._foreach_add_(self.tensors, self.shaped(d), alpha=lr)
 
@@ -119,8 +140,8 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
     """The gradient of a parameter as a vector, None for 0"""
     if gradient is None:
-        return p.new_zeros(p.numel())
-    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+        return p.new_zeros(p.numel(), dtype=wide(p.dtype))
+    return widened(gradient.to_dense() if gradient.is_sparse else gradient).flatten()
 
 
 def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:

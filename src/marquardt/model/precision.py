@@ -45,3 +45,8 @@ def full(item: Any) -> Any:
 
 def widened(t: Tensor) -> Tensor:
     return t.float() if t.dtype in COARSE else t
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """That of θ, of gradients and of rows, for a parameter of this dtype"""
+    return torch.float32 if dtype in COARSE else dtype

@@ -1,0 +1,222 @@
+"""Models whose parameters are bfloat16 or float16: θ is kept in float32, and they are its rounding."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from support.coarse import COARSE
+from support.reference import error
+from support.steps import theta
+from support.unchanged import changes, world
+
+EVERY_NETWORK = pytest.mark.parametrize("name", COARSE)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+SMALL = {"schedule": mq.Constant(3000.0), "momentum": None, "average": None}  # steps of a thousandth of the spacing
+
+
+def rounded(name: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, Tensor, Tensor, Tensor]:
+    """A coarse model, one in float32 with the same weights, inputs for each, targets."""
+    model, x, y = COARSE[name].build()
+    coarse = model.to(dtype)
+    return coarse, copy.deepcopy(coarse).float(), x.to(dtype) if x.is_floating_point() else x, x, y
+
+
+# Parameters without a layer have no Kronecker factors; of second derivatives one network is enough.
+CURVATURES = [(name, c) for name in COARSE for c in (mq.Dense(), mq.Gram(), mq.MatrixFree(iterations=30))]
+CURVATURES += [(name, mq.Kronecker()) for name in COARSE if name != "bare"] + [("bare", mq.Hessian())]
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(("name", "curvature"), CURVATURES, ids=str)
+def test_the_step_is_near_that_in_float32(name, dtype, curvature):
+    model, twin, small, x, y = rounded(name, dtype)
+    lam = 100.0 if isinstance(curvature, mq.Hessian) else 1.0  # which is not positive definite by itself
+    parts = {"curvature": curvature, "schedule": mq.Constant(lam), "momentum": None, "acceptance": mq.Decrease()}
+    before = theta(twin)
+    opt, exact = mq.LM(model, COARSE[name].loss, **parts), mq.LM(twin, COARSE[name].loss, **parts)
+    assert opt.step(small, y).rule == exact.step(x, y).rule == "decrease"
+    assert opt._state.master.dtype == torch.float32
+    assert 0 < error(opt._state.master - before, theta(twin) - before) < 20 * torch.finfo(torch.bfloat16).eps
+    assert torch.equal(theta(model), opt._state.master.to(dtype))
+
+
+@EVERY_DTYPE
+@EVERY_NETWORK
+def test_rules_hold(name, dtype):
+    model, twin, small, x, y = rounded(name, dtype)
+    lin, exact = (mq.linearize(m, COARSE[name].loss, a, y) for m, a in ((model, small), (twin, x)))
+    assert set(lin.paths.values()) <= {"rule", "graph"}  # none is taken for one without influence
+    assert lin.rows().dtype == lin.theta.dtype == lin.gradient.dtype == torch.float32
+    assert 0 < error(lin.rows(), exact.rows()) < 20 * torch.finfo(torch.bfloat16).eps
+
+
+@EVERY_DTYPE
+@EVERY_NETWORK
+def test_a_coarse_model_is_trained_as_far_as_its_rounding(name, dtype):
+    model, _, x, _, y = rounded(name, dtype)
+    opt = mq.LM(model, COARSE[name].loss)
+    steps = [opt.step(x, y) for _ in range(60)]
+    assert min(s.new_loss for s in steps) < 1e-3 * steps[0].loss
+    assert any(s.converged for s in steps)
+    assert 1e-9 < opt.lam < 100
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_steps_below_the_spacing_of_the_parameters_add_up():
+    """Many of them lead where they lead in float32, though some are rejected, for the rounding of the loss hides what
+    they gain. Without what the optimizer keeps the model hardly moves."""
+    model, twin, small, x, y = rounded("mlp", torch.bfloat16)
+    forgetful, start = copy.deepcopy(model), theta(model)
+    opt, exact, other = (mq.LM(m, "mse", **SMALL) for m in (model, twin, forgetful))
+    first = opt.step(small, y)
+    exact.step(x, y)
+    assert first.accepted
+    same = (theta(model) == start)[start.abs() > 0.05]
+    assert len(same) > 100
+    assert same.float().mean() > 0.95  # hardly a weight has changed
+    for _ in range(80):
+        opt.step(small, y)
+        exact.step(x, y)
+        other.step(small, y)
+        other._state = replace(other._state, master=None)
+    moved, true, lost = (theta(m).float() - start.float() for m in (model, twin, forgetful))
+    assert torch.cosine_similarity(moved, true, dim=0) > 0.9
+    assert 0.5 < moved.norm() / true.norm() < 1.25
+    assert lost.norm() < 0.5 * moved.norm()
+
+
+class TwoPrecisions(nn.Module):
+    """As a network in bfloat16 whose head is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 16, dtype=torch.bfloat16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x.bfloat16()).tanh().float())
+
+
+def test_parameters_of_two_precisions():
+    _, x, y = COARSE["mlp"].build()
+    model = TwoPrecisions()
+    twin = nn.Sequential(copy.deepcopy(model.inner).float(), nn.Tanh(), copy.deepcopy(model.head))
+    before = theta(twin)
+    opt, exact = mq.LM(model, "mse"), mq.LM(twin, "mse")
+    opt.step(x, y)
+    exact.step(x, y)
+    assert error(opt._state.master - before, theta(twin) - before) < 0.1
+    assert torch.equal(model.head.weight.flatten(), opt._state.master[-17:-1])  # which is not rounded
+    steps = [opt.step(x, y) for _ in range(40)]
+    assert steps[-1].new_loss < 1e-2 * steps[0].loss
+
+
+def test_a_run_is_resumed_bit_for_bit():
+    model, _, x, _, y = rounded("mlp", torch.bfloat16)
+    opt = mq.LM(model, "mse")
+    for i in range(4):
+        opt.step(x + i / 8, y)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, *_ = rounded("mlp", torch.bfloat16)
+    other.load_state_dict(saved["model"])
+    resumed = mq.LM(other, "mse")
+    resumed.load_state_dict(saved["opt"])
+    for i in range(4):
+        assert resumed.step(x - i / 8, y) == opt.step(x - i / 8, y)
+        assert torch.equal(resumed._state.master, opt._state.master)
+    assert torch.equal(theta(other), theta(model))
+
+
+def test_a_saved_state_of_other_weights_is_refused():
+    model, _, x, _, y = rounded("mlp", torch.bfloat16)
+    opt = mq.LM(model, "mse")
+    opt.step(x, y)
+    state = opt.state_dict()
+    state["marquardt"]["master"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="'master' is of 3 parameters"):
+        opt.load_state_dict(state)
+
+
+def test_weights_that_somebody_else_changed():
+    """They count from there on; those that nobody changed keep their digits."""
+    model, _, x, _, y = rounded("mlp", torch.bfloat16)
+    opt = mq.LM(model, "mse")
+    for _ in range(3):
+        opt.step(x, y)
+    kept = opt._state.master.clone()
+    n = model[0].weight.numel()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn_like(model[0].weight))
+    now = theta(model).float()
+    parameters = mq.jacobian.objective.Parameters(model, list(model.parameters()), kept)
+    assert torch.equal(parameters.vector(), torch.cat([now[:n], kept[n:]]))
+    fresh = copy.deepcopy(model)
+    with torch.no_grad():
+        loss = nn.functional.mse_loss(fresh(x).float(), y).item()
+    step = opt.step(x, y)
+    assert step.loss == pytest.approx(loss, rel=1e-4)
+    assert not torch.equal(opt._state.master[:n], now[:n])
+    model.load_state_dict(fresh.state_dict())
+    assert opt.step(x, y).loss == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_failed_step_leaves_everything():
+    class Fragile(mq.Decrease):
+        def judge(self, trial: object) -> str:
+            raise RuntimeError("not today")
+
+    model, _, x, _, y = rounded("mlp", torch.bfloat16)
+    opt = mq.LM(model, "mse")
+    opt.step(x, y)
+    before = world(model, opt)
+    opt.acceptance = Fragile()
+    with pytest.raises(RuntimeError, match="not today"):
+        opt.step(x + 1, y)
+    assert changes(before, world(model, opt)) == []
+
+
+def test_averaged_weights_are_rounded_and_leave_no_trace():
+    model, _, x, _, y = rounded("mlp", torch.bfloat16)
+    opt = mq.LM(model, "mse")
+    for i in range(6):
+        opt.step(x + i / 8, y)
+    before, kept = theta(model), opt._state.master.clone()
+    with opt.averaged():
+        inside = theta(model)
+    assert torch.equal(inside, (kept if opt._state.behind else opt._state.mean).bfloat16())
+    assert torch.equal(theta(model), before)
+    assert torch.equal(opt._state.master, kept)
+
+
+def test_a_model_that_is_made_float32_goes_on():
+    model, _, x, _, y = rounded("mlp", torch.bfloat16)
+    opt = mq.LM(model, "mse")
+    opt.step(x, y)
+    model.float()
+    assert opt.step(x.float(), y).accepted
+    assert opt._state.master is None
+
+
+def test_gradients_beyond_the_range_of_float16():
+    """Not a step into nowhere: the way out is told, and nothing has changed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).half()
+    with torch.no_grad():
+        model[2].weight.fill_(6e4)
+        model[0].weight.mul_(1e-7)
+        model[0].bias.zero_()
+        model[2].bias.zero_()
+    x, y = torch.randn(16, 4).half() * 2e-2, torch.full((16, 1), 1e5)
+    opt = mq.LM(model, "mse")
+    before = world(model, opt)
+    with pytest.raises(ValueError, match=r"is not finite.*bfloat16"):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
