@@ -18,6 +18,18 @@ from .model.checks import check_coupling, check_group
 from .model.parameters import held, named_parameters
 
 
+class Unscaled:
+    """An optimizer that torch.amp.GradScaler must leave alone."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler.step asks before it does anything."""
+        raise TypeError(
+            "LM takes no GradScaler: that scales the loss for the sake of .backward(), and LM forms its gradients "
+            "itself, from cotangents of ordinary size. Call opt.step(inputs, targets), in torch.autocast as it is"
+        )
+
+
 def check_ready(
     model: nn.Module, params: Sequence[Tensor], lr: float, by_sample: bool, group: bool | None, averaged: bool
 ) -> None:

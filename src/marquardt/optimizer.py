@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import brief, check_batch, check_options, check_parts, check_radius, check_ready, check_together
+from .arguments import (
+    Unscaled,
+    brief,
+    check_batch,
+    check_options,
+    check_parts,
+    check_radius,
+    check_ready,
+    check_together,
+)
 from .attempt import attempt
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
@@ -56,7 +65,7 @@ from .saving import check_groups, loaded, saved
 from .state import State
 
 
-class LM(torch.optim.Optimizer):
+class LM(Unscaled, torch.optim.Optimizer):
     """Levenberg–Marquardt.
 
     >>> opt = LM(model, "cross_entropy")

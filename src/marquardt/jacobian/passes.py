@@ -135,7 +135,15 @@ class Pass:
 
     def pull(self, w: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:
         """Jᵀw by parameter, None for those that the outputs do not depend on: (N, *out) → like the parameters"""
-        grads = torch.autograd.grad(self.graph, params, w, retain_graph=True, allow_unused=True)
+        try:
+            grads = torch.autograd.grad(self.graph, params, w, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise ValueError(
+                "the model calls torch.utils.checkpoint with use_reentrant=True, which hides its layers and allows no "
+                "gradients but those of .backward(): pass use_reentrant=False"
+            ) from error
         return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
 
     def vjp(self, w: Tensor) -> Tensor:
