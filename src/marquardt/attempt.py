@@ -69,6 +69,6 @@ def blame_gradient(parameters: Parameters, g: Tensor) -> None:
     for name, part in zip(parameters.names, parameters.split(g), strict=True):
         if not bool(part.isfinite().all()):
             raise ValueError(
-                f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer. In float16 "
-                "numbers end at 65504: take bfloat16, whose range is that of float32"
+                f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer (if it computes "
+                "in float16, numbers end at 65504: take bfloat16, whose range is that of float32)"
             )

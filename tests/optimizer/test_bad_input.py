@@ -124,6 +124,11 @@ MAKING: dict[str, Making] = {
         ["several dtypes", "torch.float32", "torch.float64", "model.to"],
         lambda: Mixed(dtype=torch.float32),
     ),
+    "several dtypes, one coarse": Making(
+        lambda m: mq.LM(m, "mse"),
+        ["several dtypes", "torch.bfloat16", "torch.float64", "model.to"],
+        lambda: Mixed(dtype=torch.bfloat16),
+    ),
     "several devices": Making(
         lambda m: mq.LM(m, "mse"), ["several devices", "cpu", "meta", "model.to"], lambda: Mixed(device="meta")
     ),

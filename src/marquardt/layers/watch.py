@@ -86,8 +86,9 @@ class Call:
 
     def _read(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup:
         o, kept = self.operand, self.kept
+        # Under autocast a and δ may be less precise, and products of matrices take them as they are.
         if self.is_lookup or kept is not None or (o.weight is not None and o.weight.ndim < 2):
-            delta = widened(delta)  # under autocast a and δ may be less precise
+            delta = widened(delta)
         if kept is not None and o.some is not None and layout.name == "first":
             some_a = o.some
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .precision import COARSE
+from .precision import wide
 
 # What keeps several copies or parts of a model, on devices or ranks.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -32,8 +32,9 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
     chosen = [p for p in given if p.requires_grad]
     if not chosen:
         raise ValueError("no trainable parameters: set requires_grad=True on some, or pass others as params=")
-    fine = {p.dtype for p in chosen if p.dtype not in COARSE}
-    for what, found in (("dtypes", fine), ("devices", {p.device for p in chosen})):
+    wides = {wide(p.dtype) for p in chosen}  # bfloat16 and float16 are the rounding of float32
+    dtypes = {p.dtype for p in chosen} if len(wides) > 1 else wides
+    for what, found in (("dtypes", dtypes), ("devices", {p.device for p in chosen})):
         if len(found) > 1:
             names = ", ".join(sorted(str(f) for f in found))
             raise ValueError(f"the trainable parameters have several {what} ({names}): bring them to one by model.to()")
@@ -41,7 +42,7 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
         raise ValueError(
             "the model has lazy parameters without a shape: run a forward pass once, then make the optimizer"
         )
-    for dtype in fine - {torch.float32, torch.float64}:
+    for dtype in wides - {torch.float32, torch.float64}:
         raise TypeError(
             f"the parameters are {dtype}, steps need torch.float32 or torch.float64, or their rounding in "
             "torch.bfloat16 or torch.float16: model.float() or model.double()"

@@ -27,8 +27,6 @@ class Parameters:
         self.n = sum(self.sizes)
         self.starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
         self.dtype, self.device = wide(self.tensors[0].dtype), self.tensors[0].device
-        for p in self.tensors:
-            self.dtype = torch.promote_types(self.dtype, p.dtype)
         self.coarse = any(p.dtype != self.dtype for p in self.tensors)
         self.master = master.to(self.device, self.dtype) if master is not None and self.coarse else None
         self._model = model
