@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import StepLR
 import marquardt as mq
 from marquardt import pace
 from marquardt.curvature.plan import Plan
-from marquardt.iteration import Step
 from marquardt.pace import LONG, Pace
+from marquardt.report import Step
 from support.unchanged import changes, world
 
 CPU = torch.device("cpu")

@@ -14,7 +14,6 @@ from .curvature import (
     Representation,
 )
 from .fitting import curve_fit, least_squares
-from .iteration import Step
 from .jacobian.linearization import Linearization, Needs, linearize
 from .jacobian.rows import Cotangents, Empirical, Exact, Fraction, Rows, Sampled
 from .metric import Diagonal, Metric
@@ -33,6 +32,7 @@ from .parts.damping import (
 from .parts.line_search import Backtracking, Bracket, Grid
 from .parts.momentum import AdaptiveMomentum, QuadraticMomentum
 from .parts.schedule import Balanced, Constant, GainRatio, RelativeDecrease, TenFold
+from .report import Step
 
 __version__ = "0.1.0"
 

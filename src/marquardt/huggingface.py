@@ -20,9 +20,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import SchedulerType
 
-from .iteration import Step
 from .losses import CrossEntropy, Loss, resolve
 from .optimizer import LM
+from .report import Step
 
 ADAM = "it is one of AdamW, and LM is the optimizer here: leave it out"
 # Arguments with defaults, which are for AdamW and count as not given; what another value would mean.

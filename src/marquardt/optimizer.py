@@ -29,14 +29,12 @@ from .groups import check_same_rate, grouped, weights
 from .iteration import (
     CONVERGED,
     Parts,
-    Step,
     begin,
     concluded,
     damped,
     first_notes,
     kept,
     next_lam,
-    report,
     rows_of,
     with_mean,
 )  # fmt: skip
@@ -61,6 +59,7 @@ from .parts.momentum import AdaptiveMomentum, Momentum
 from .parts.schedule import Balanced, Schedule
 from .recorded import RECORDERS
 from .recordings import Recordings
+from .report import Step, report
 from .saving import check_groups, loaded, saved
 from .state import State
 

@@ -12,7 +12,7 @@ import torch
 
 from .curvature.cost import USUAL
 from .curvature.plan import Plan, duration
-from .iteration import Step
+from .report import Step
 
 # A step that is predicted to take more seconds than this is announced.
 LONG = 3.0

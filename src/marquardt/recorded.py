@@ -18,7 +18,6 @@ from .iteration import (
     Ending,
     Found,
     Parts,
-    Step,
     begin,
     concluded,
     damped,
@@ -26,7 +25,6 @@ from .iteration import (
     next_lam,
     propose,
     remembered,
-    report,
     rows_of,
     with_mean,
 )  # fmt: skip
@@ -36,6 +34,7 @@ from .jacobian.objective import Level, Objective, Totals
 from .metric import restored
 from .model.batch import Batch
 from .model.precision import without_autocast
+from .report import Step, report
 from .state import State
 
 
