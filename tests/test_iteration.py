@@ -35,7 +35,6 @@ from marquardt.iteration import (
     next_lam,
     propose,
     remembered,
-    report,
     smoothed,
     with_mean,
 )
@@ -43,6 +42,7 @@ from marquardt.jacobian.linearization import Linearization
 from marquardt.jacobian.objective import Level
 from marquardt.losses import resolve
 from marquardt.parts.schedule import Outcome
+from marquardt.report import report
 from marquardt.state import HEARD, State
 from support import reference
 from support.parts import flat
