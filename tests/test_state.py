@@ -34,6 +34,14 @@ def test_starts_with():
     assert state.starts_with(math.nan, torch.float64) == 0
 
 
+def test_a_loss_without_a_bound_passes_through_0():
+    """The same data are still the same there, as heights go."""
+    state = State(1.0, expected=1e-7, height=1.0)
+    assert state.starts_with(-1e-7, torch.float32, -math.inf) == 1
+    assert state.starts_with(-1e-7, torch.float32) == 0
+    assert state.starts_with(1e-4, torch.float32, -math.inf) == 0
+
+
 def test_after():
     state = State(3.0, steps=4, best=2.0, height=5.0, doubted=True, repeats=7)
     found = state.after(4.0, 1.5, 1.0, 0.5)

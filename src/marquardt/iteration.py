@@ -211,7 +211,7 @@ class Start(NamedTuple):
 
 
 def begin(old: State, level: Level, dtype: torch.dtype) -> Start:
-    repeats = old.starts_with(level.f, dtype)
+    repeats = old.starts_with(level.f, dtype, level.low)
     return Start(old, level, repeats, old.doubt(level.f, level.low, repeats > 1))
 
 

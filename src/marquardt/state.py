@@ -76,10 +76,13 @@ class State:
         """Whether the averaged weights lag behind the last ones."""
         return self.lag is not None and self.lag > 0
 
-    def starts_with(self, f: float, dtype: torch.dtype) -> int:
-        """How often in a row the loss before a step was the loss after the last one, if this step begins with f."""
-        same = self.expected is not None and abs(f - self.expected) <= SAME_LOSS[dtype] * abs(self.expected)
-        return self.repeats + 1 if same else 0
+    def starts_with(self, f: float, dtype: torch.dtype, low: float = 0.0) -> int:
+        """How often in a row the loss before a step was the loss after the last one, if this step begins with f. A loss
+        without a lower bound may pass through 0, where it is told from others by its height."""
+        if self.expected is None:
+            return 0
+        size = abs(self.expected) if low > -math.inf else max(abs(self.expected), self.height)
+        return self.repeats + 1 if abs(f - self.expected) <= SAME_LOSS[dtype] * size else 0
 
     def floor(self, f: float, low: float) -> float:
         """What heights are measured from: the lower bound of the loss. If none is known, a little below the best loss,

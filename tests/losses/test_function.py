@@ -174,6 +174,17 @@ def test_a_constant_changes_nothing():
     assert runs[0][-1] < 0.8 * runs[0][24]
 
 
+def test_a_corrupt_batch_is_doubted():
+    """Also without a bound: its loss is far above those of late, in a loss that is negative throughout."""
+    model, x = mlp(2, 6, 1), torch.randn(96, 2)
+    y = x.sum(1, keepdim=True).sin() + 0.1 * torch.randn(96, 1)
+    opt = mq.LM(model, lambda z, y: squared(z, y) - 1e5)
+    for k in range(12):
+        step = opt.step(x[8 * k :][:8], y[8 * k :][:8])
+        assert "times those of late" not in step.note
+    assert "times those of late" in opt.step(x[:8], y[:8] + 100).note
+
+
 def test_what_a_linearisation_says_of_its_curvature():
     model, x, y = problem()
     for loss, says in [("mse", "hessian"), ("huber", "majoriser"), (squared, "projected hessian")]:
@@ -306,6 +317,24 @@ def test_a_parameter_of_the_loss_would_not_train():
     with refused("'width'", "would not train", "move it into the model"):
         mq.LM(mlp(2, 3), Learned())
     mq.LM(mlp(2, 3), Learned().requires_grad_(False))
+
+
+def test_options():
+    with refused("got 3"):
+        Function(3)
+    with refused("low=nan"):
+        Function(squared, low=math.nan)
+
+
+def test_float32():
+    """Values that cancel do not look coupled, and a run goes as in float64."""
+    runs = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        x = torch.randn(60, 2, dtype=torch.float64).to(dtype)
+        opt = mq.LM(mlp(2, 6, 2).to(dtype), lambda z, y: (coupled_outputs(z, y) - 0.4).mean())
+        runs.append([opt.step(x, x.sin()).new_loss for _ in range(8)])
+    assert runs[0] == pytest.approx(runs[1], abs=1e-3)
 
 
 def test_gradients_alone():

@@ -25,6 +25,7 @@ from marquardt.losses import (
     SoftMargin,
     SquaredError,
 )
+from marquardt.losses.resolve import NAMES
 from support.losses import CLASS_WEIGHT, MATRIX, close, fraction, labels, normal
 
 
@@ -72,6 +73,12 @@ def test_resolve(name, loss):
         z = 2 * normal(MATRIX)
         y = labels(MATRIX) if isinstance(found, CrossEntropy) else fraction(MATRIX)
         close(found.scale(found.normaliser(z, y)) * found.value(z, y), name(z, y), 1e-14)
+
+
+def test_every_name_is_a_loss_with_its_defaults():
+    for name, loss in NAMES.items():
+        assert losses.resolve(name) == type(loss)()
+        assert type(loss).__name__ in losses.__all__
 
 
 class MyLoss(nn.MSELoss):
@@ -134,7 +141,11 @@ def test_any_other_function(fn):
         (F.ctc_loss, TypeError, "ctc_loss is not a supported loss: torch differentiates it only once"),
         (nn.TripletMarginLoss(), TypeError, "TripletMarginLoss .* several outputs; return them side by side"),
         (nn.MultiMarginLoss(), TypeError, "MultiMarginLoss .* differentiates it only once"),
-        (partial(F.margin_ranking_loss, margin=1.0), TypeError, "is not a supported loss: it takes several outputs"),
+        (
+            partial(F.margin_ranking_loss, margin=1.0),
+            TypeError,
+            "margin_ranking_loss is not .*: it takes several outputs",
+        ),
         (nn.MSELoss, TypeError, r"got the class MSELoss: write MSELoss\(\)"),
         (Huber, TypeError, r"write Huber\(\)"),
         (None, TypeError, "NoneType is not a supported loss: pass a name .*, or a function"),

@@ -78,11 +78,11 @@ def conforms(loss, z, y):
         close(g, grad(lambda z, w=weight: loss.value(z, y, w))(z), 1e-10)
         close(image(root), loss.group(g), 1e-10)
         close(image(loss.empirical(z, y, weight)), loss.group(g), 1e-10)
-        if loss.curvature != "fisher":
+        if loss.curvature_kind != "fisher":
             H, SSt = blocks(loss, z, y, weight), root.S @ root.S.mT
             above = torch.linalg.eigvalsh(SSt - H)
             assert (above >= -1e-10).all()
-            assert loss.curvature == "majoriser" or (above <= 1e-10).all()
+            assert loss.curvature_kind == "majoriser" or (above <= 1e-10).all()
 
 
 def majorises(loss, least=-5.0, most=5.0):

@@ -345,7 +345,7 @@ class Linearization:
     @property
     def loss_curvature(self) -> str:
         """What the rows have for ∂²ℓ/∂z²: the "hessian", a "fisher" information, a "majoriser" of it, …"""
-        return self.objective.loss.curvature
+        return self.objective.loss.curvature_kind
 
     def rows(self) -> Tensor:
         """J̃ itself, (m, n): for small problems and for tests."""

@@ -109,7 +109,7 @@ class Piece:
         largest = {name: max((float(t.abs().max()) for t in tensors(item)), default=0.0) for name, item in data.items()}
         found = ", ".join(f"the largest {name} is {size:.3g}" for name, size in largest.items() if size)
         way_out = "scale the data" + (", or use float64" if self.z.dtype == torch.float32 else "")
-        name = self.objective.loss.name
+        name = self.objective.loss.display_name
         return f"outputs, targets and parameters are finite, but {name} of them is not; {found}: {way_out}"
 
     @property

@@ -109,11 +109,11 @@ class Loss(ABC):
         return hash((type(self), self.reduction, self.factor))
 
     @property
-    def name(self) -> str:
+    def display_name(self) -> str:
         return type(self).__name__
 
     @property
-    def curvature(self) -> str:
+    def curvature_kind(self) -> str:
         """What SSᵀ is: the "hessian" ∂²ℓ/∂z², its mean over predicted targets ("fisher"), or a "majoriser" above it."""
         return "fisher" if self.fisher else "majoriser" if self.majorises else "hessian"
 

@@ -27,7 +27,8 @@ class Function(Loss):
     A scalar is the mean over the samples, or their sum: which of the two is found on the first batch, where both must
     add up from parts of the batch. S comes from the Hessian of every sample, by automatic differentiation, with its
     negative eigenvalues made positive; what of the gradient lies outside its range is the remainder. `low` is what no
-    value of fn falls below, if that is known.
+    value of fn falls below, if that is known. Sample weights ask for the value of every sample: a scalar is then taken
+    of them one by one.
 
     If the model returns more than a tensor, fn is given all outputs that are floating-point tensors with a row per
     sample, see `OutputLayout.structure`.
@@ -46,6 +47,8 @@ class Function(Loss):
         super().__post_init__()
         if not callable(self.fn):
             raise TypeError(f"Function needs a function of outputs and targets, got {self.fn!r}")
+        if not self.low < math.inf:
+            raise ValueError(f"low={self.low!r}: what no value of fn falls below, a number or -math.inf")
         if isinstance(self.fn, nn.Module):
             trained = next((name for name, p in self.fn.named_parameters() if p.requires_grad), None)
             if trained is not None:
@@ -60,7 +63,11 @@ class Function(Loss):
         return str(getattr(fn, "__name__", type(fn).__name__))
 
     @property
-    def curvature(self) -> str:
+    def display_name(self) -> str:
+        return self.name
+
+    @property
+    def curvature_kind(self) -> str:
         return "projected hessian"
 
     # what the model returns

@@ -73,7 +73,7 @@ def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None)
         except Exception:  # whatever a loss says to a few samples in another precision
             continue
         if found:
-            raise ValueError(f"{loss.name}.{found}")
+            raise ValueError(f"{loss.display_name}.{found}")
         return found is not None
     return True  # other outputs would not tell either
 

@@ -189,7 +189,7 @@ def resolve(loss: Any) -> Loss:
     if callable(loss) and reason is None:
         return Function(loss)
     way_out = f"pass a name ({', '.join(NAMES)}), a loss of torch.nn, a losses.Loss, or a function fn(outputs, targets)"
-    name = getattr(loss, "__name__", type(loss).__name__)
+    name = getattr(fn, "__name__", type(fn).__name__)
     raise TypeError(f"{name} is not a supported loss: {reason or way_out}")
 
 
