@@ -74,10 +74,10 @@ class Tasks(Loss):
 
     def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> Tasks:
         found = self._placed(raw, y, weight)
-        total, *counts = found.sums(found.joined(raw).detach(), y, weight) if sums is None else sums
-        pairs = list(zip(self.tasks, counts, strict=True))
+        total, *counts = found.sums(found.joined(raw).detach(), y, weight) if sums is None else sums  # Σw, ν of each
+        pairs = zip(found.tasks, counts, strict=True)
         kept = torch.stack([n if task.loss.reduction == "mean" else torch.ones_like(n) for task, n in pairs])
-        factors = [task.weight * task.loss.factor * total / n for task, n in zip(self.tasks, kept, strict=True)]
+        factors = [task.weight * task.loss.factor * total / n for task, n in zip(found.tasks, kept, strict=True)]
         return replace(found, c=torch.stack(factors), kept=kept)
 
     def joined(self, raw: Any) -> Tensor:
@@ -99,17 +99,18 @@ class Tasks(Loss):
 
     def _placed(self, raw: Any, y: Target, weight: Tensor | None) -> Tasks:
         """With the layout of these outputs, and every loss bound to its own; raises if targets do not fit."""
-        outputs, targets = self._outputs(raw), self._targets(y)
-        joined, layout = side_by_side(list(outputs.values()), raw).detach(), OutputLayout.like(outputs)
-        if weight is not None:
-            check_weight(weight, joined)
-        z, found = layout.split(joined), []
+        outputs = {name: picked(raw, name) for name in self.names}
+        targets, tasks = self._targets(y), []
         for name, loss, factor in self.tasks:
             with _about(name):
-                loss = loss.bound(z[name], targets[name], weight)
-                loss.faults(z[name], targets[name])
-            found.append(Term(name, loss, factor))
-        return replace(self, tasks=tuple(found), layout=layout)
+                tasks.append(Term(name, loss.bound(outputs[name], targets[name], weight), factor))
+        found = replace(self, tasks=tuple(tasks))
+        found = replace(found, layout=OutputLayout.like(found._outputs(raw)))
+        z = found.joined(raw).detach()
+        if weight is not None:
+            check_weight(weight, z)
+        found.faults(z, y)
+        return found
 
     def _targets(self, y: Target) -> dict[Name, Target]:
         """By the names of the outputs."""
