@@ -43,6 +43,10 @@ class Resumable(DataLoader[Any]):
     at = 0  # batches so far
 
     def __iter__(self) -> Iterator[Any]:
+        torch.rand(())  # iterators of torch draw a seed for their workers
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
         while True:
             epoch, batch = divmod(self.at, len(self))
             order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(epoch))
