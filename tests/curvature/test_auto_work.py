@@ -19,6 +19,7 @@ from marquardt.curvature.auto import QUICK, SAVES, UNTOLD, WORK, WORK_OF_ROWS, _
 from marquardt.curvature.cost import Layer, Shapes
 from marquardt.curvature.plan import Plan
 from marquardt.losses import Residual
+from support.modules import Messages
 from support.steps import theta
 from support.unchanged import changes, world
 
@@ -349,7 +350,7 @@ def test_batch_norm_in_both_modes(affine):
 
 def test_batch_norm_after_a_part_of_the_samples(monkeypatch):
     """The rows of the last plan are not asked for in the look that makes the next one."""
-    monkeypatch.setattr(auto, "_fewer", lambda s, chunk: [auto._Share(replace(s, N=s.N // 4), None, 0.25)])
+    monkeypatch.setattr(auto, "_fewer", lambda s, *_: [auto._Share(replace(s, N=s.N // 4), None, 0.25)])
     model = normalised().eval()
     opt = mq.LM(model, "cross_entropy", curvature=mq.Auto(work=1))
     assert run(opt, [labelled(t, classes=3) for t in range(3)]).fraction == 0.25
@@ -464,3 +465,42 @@ def test_a_failed_look_changes_nothing():
         for t in range(3):
             opt.step(*labelled(t, N, 40))
         assert opt._state.plan.shapes.N == N
+
+
+def test_samples_that_see_each_other():
+    """A row of one node takes a backward pass through all: rows of all together, once the data are known to change."""
+    torch.manual_seed(0)
+    model = Messages(200, width=8)
+    opt = mq.LM(model, "cross_entropy")
+    for _ in range(4):
+        assert opt.step(torch.randn(200, 3), torch.randint(0, 2, (200,))).accepted
+        assert opt._state.plan.joined
+    plan = opt._state.plan
+    assert plan.rows == mq.Sampled(plan.sampled, together=True)
+    assert "of 200 rows, each of all samples together" in opt.plan
+    assert plan.work <= WORK
+    assert opt._known.proof.general == {}  # all by rules
+    again = mq.LM(copy.deepcopy(model), "cross_entropy")
+    again.load_state_dict(opt.state_dict())
+    x, y = torch.randn(200, 3), torch.randint(0, 2, (200,))
+    assert again.step(x, y).new_loss == opt.step(x, y).new_loss
+    assert again._state.plan == opt._state.plan
+
+
+def test_nodes_of_the_same_graph_have_all_rows():
+    torch.manual_seed(0)
+    model, x, y = Messages(30), torch.randn(30, 3), torch.randint(0, 2, (30,))
+    opt = mq.LM(model, "cross_entropy")
+    for _ in range(4):
+        opt.step(x, y)
+    assert opt._state.plan.sampled is None
+    assert opt._state.plan.rows == mq.Exact()
+
+
+@pytest.mark.parametrize("rows", [mq.Exact(), mq.Sampled(1)])
+def test_rows_that_were_given_stay(rows):
+    torch.manual_seed(0)
+    opt = mq.LM(Messages(30), "cross_entropy", rows=rows)
+    opt.step(torch.randn(30, 3), torch.randint(0, 2, (30,)))
+    assert not opt._state.plan.joined
+    assert "rows" in opt._known.proof.general.values()

@@ -17,6 +17,7 @@ from support import reference
 from support.cases import build
 from support.found import SWAPPED, Fn
 from support.linearized import linearize
+from support.modules import Messages
 from support.reference import error
 from support.steps import lm, problem, theta
 
@@ -217,3 +218,47 @@ def test_rows_of_ones_own():
     mq.LM(model, "mse", rows=Own(lambda c: c)).step(x, y)
     mq.LM(twin, "mse").step(x, y)
     assert torch.equal(model.weight, twin.weight)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("coupled", [True, False])
+def test_rows_of_all_samples_together(coupled):
+    """Each is the sum of all rows with signs: E·J̃ with E = ±1/√k, J̃ from the dense reference."""
+    model = Messages(5) if coupled else nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(5, 3), torch.randn(5, 2)
+    expected = reference.quadratic(model, "mse", x, y)
+    lin = mq.linearize(model, "mse", x, y, rows=mq.Sampled(4, together=True))
+    assert lin.m == 4
+    assert set(lin.paths.values()) == {"rule"}
+    found = lin.rows()  # (4, n)
+    E = found @ torch.linalg.pinv(expected.J * (2 / y.numel()) ** 0.5)  # (4, 10)
+    assert error(E.abs(), torch.full_like(E, 0.5)) < 1e-8
+    assert len({tuple(row.sign().tolist()) for row in E}) > 1
+    assert error(lin.gradient, expected.g) < 1e-12
+    whole = mq.linearize(model, "mse", x, y, rows=mq.Sampled(4))  # the same signs
+    assert error(found, whole.rows().view(4, 5, -1).sum(1)) < 1e-12
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram(), mq.MatrixFree(tolerance=1e-12), mq.Kronecker()])
+def test_steps_with_rows_together(curvature):
+    model, x, y = Messages(6), torch.randn(6, 3), torch.randint(0, 2, (6,))
+    rows = mq.Sampled(3, together=True)
+    G = curvature.represent(mq.linearize(model, "cross_entropy", x, y, rows=rows, needs=curvature.needs))
+    assert error(G.gradient, reference.quadratic(model, "cross_entropy", x, y).g) < 1e-10
+    if not isinstance(curvature, mq.Kronecker):
+        J, v = mq.linearize(model, "cross_entropy", x, y, rows=rows).rows(), torch.randn(G.parameters.n)
+        assert error(G @ v, J.T @ (J @ v)) < 1e-10
+    step = mq.LM(model, "cross_entropy", curvature=curvature, rows=rows).step(x, y)
+    assert step.accepted
+
+
+def test_rows_together_that_cannot_be():
+    with pytest.raises(ValueError, match=r"together=True.*leave Fraction out"):
+        mq.Fraction(0.5, mq.Sampled(2, together=True))
+    model, x, y = Messages(6), torch.randn(6, 3), torch.randint(0, 2, (6,))
+    opt = mq.LM(model, "cross_entropy", curvature=mq.Kronecker(), rows=mq.Sampled(2, together=True))
+    before = theta(model)
+    with pytest.raises(ValueError, match=r"weight per sample.*mq\.Gram"):
+        opt.step(x, y, weight=torch.rand(6))
+    assert torch.equal(theta(model), before)

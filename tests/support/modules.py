@@ -45,3 +45,19 @@ class Slope(nn.Module):
         u = self.u(x)
         (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
         return torch.cat([slope, u], 1)  # (N, 3)
+
+
+class Messages(nn.Module):
+    """Nodes of one graph, each of which hears four others: (N, 3) → (N, outputs)"""
+
+    def __init__(self, N: int, outputs: int = 2, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, width), nn.Linear(width, width), nn.Linear(width, outputs)
+        self.register_buffer("ends", torch.randint(0, N, (2, 4 * N), generator=torch.Generator().manual_seed(0)))
+
+    def heard(self, h: Tensor) -> Tensor:
+        return h.index_add(0, self.ends[0], h[self.ends[1]] / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.heard(self.first(x)).tanh()
+        return self.head(self.heard(self.second(h)).tanh())

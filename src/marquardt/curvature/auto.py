@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..jacobian.known import RowByRow
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.rows import Rows, Sampled
 from ..memory import Exhausted, out_of_memory
@@ -69,8 +70,9 @@ class Auto(Interchangeable):
     and at last those of a `Fraction` of the samples. By default more than one row per sample is formed only up to 6
     gradients, unless it costs no more than one, or the loss is a sum of squares. On the same data all rows are formed,
     whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that runs that are resumed and
-    processes that work together agree. Samples that depend on each other, as with BatchNorm in train mode, have no
-    rows: MatrixFree then.
+    processes that work together agree. If the first step finds that a row of one sample takes a backward pass through
+    all of them, as for the nodes of a graph, they are `Sampled(k, together=True)`. Samples that BatchNorm in train mode
+    couples have no rows: MatrixFree then.
     """
 
     chunk: int | None = None
@@ -124,6 +126,7 @@ class Auto(Interchangeable):
             look_with = self.first_rows if rows is None else None  # not with the rows of the last plan
             lin = lin.made_for(self.needs, look_with)
         plan = replace(plan, couples=kind[1])
+        lin.known.may_join = rows is None and lin.single and self.chunk is None and not plan.joined
         if plan.kind is not None and plan.chunk != self.chunk and input_size(lin) <= plan.input_size:
             shapes = plan.shapes  # a forward pass of the whole batch may not fit
         else:
@@ -135,11 +138,14 @@ class Auto(Interchangeable):
 
     def smaller(self, plan: Plan | None, error: RuntimeError) -> Plan | None:
         plan = Plan(self._options) if plan is None else plan
+        if isinstance(error, RowByRow):
+            return replace(plan, kind=None, shapes=None, joined=True)
         if not out_of_memory(error) or isinstance(error, Exhausted) or plan.squeeze >= PLANS:
             return None
         return Plan(
-            self._options, shapes=plan.shapes, steady=plan.steady, couples=plan.couples, squeeze=plan.squeeze + 1
-        )
+            self._options, shapes=plan.shapes, steady=plan.steady, couples=plan.couples, joined=plan.joined,
+            squeeze=plan.squeeze + 1,
+        )  # fmt: skip
 
     def restored(self, plan: Plan, device: torch.device) -> Plan | None:
         budget = parse(self.memory) if self.memory is not None else free(device)
@@ -166,7 +172,7 @@ class Auto(Interchangeable):
             budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
         cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
         fewer = free_rows and lin.single and not plan.couples
-        every = list(_fewer(plan.shapes, self.chunk)) if fewer else [_Share(plan.shapes)]
+        every = list(_fewer(plan.shapes, self.chunk, plan.joined)) if fewer else [_Share(plan.shapes)]
         free_hand = self.work is not None or lin.objective.loss.sum_of_squares
         most = self._most if free_hand else self._work_of_rows(every, plan)
         ways: list[_Way] = []
@@ -281,13 +287,14 @@ class _Share:
     why: str = ""
 
 
-def _fewer(s: Shapes, chunk: int | None = None) -> Iterator[_Share]:
+def _fewer(s: Shapes, chunk: int | None = None, joined: bool = False) -> Iterator[_Share]:
     """All rows, then fewer and fewer of them. Every chunk that is given has a row at least, so that it takes as long
     with a part of its samples."""
     yield _Share(s)
     k = 1 << (s.R - 1).bit_length() >> 1 if s.R > 1 else 0  # the largest power of two below R
     while k:
-        yield _Share(replace(s, R=k), k, None, f": {k} of {s.R:,} rows per sample")
+        whose = ", each of all samples together" if joined else " per sample"
+        yield _Share(replace(s, R=k), k, None, f": {k} of {s.R:,} rows{whose}")
         k //= 2
     part = 2
     while s.N // part >= FEWEST and s.divisible and chunk is None:

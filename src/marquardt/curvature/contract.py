@@ -256,7 +256,7 @@ class Representation(ABC):
         return self, plan.with_cost(shapes, self.cost(shapes))
 
     def smaller(self, plan: Plan | None, error: RuntimeError) -> Plan | None:
-        """The next plan after memory ran out; None if there is no other."""
+        """The next plan after memory ran out, or if rows turn out to be too dear; None if there is no other."""
         return None
 
     def restored(self, plan: Plan, device: torch.device) -> Plan | None:

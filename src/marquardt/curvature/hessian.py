@@ -121,7 +121,7 @@ def slope_with_graph(piece: Piece) -> list[Tensor | None]:
     """∂value/∂θ by parameters, to be differentiated again; None for those that the outputs do not depend on."""
     objective = piece.objective
     with torch.enable_grad():
-        value = objective.value(piece.whole.graph, piece.batch)
+        value = objective.value(piece.whole.graph.view_as(piece.z), piece.batch)
         slopes = torch.autograd.grad(value, objective.parameters.tensors, create_graph=True, allow_unused=True)
         found: list[Tensor | None] = [s.to_dense() if s is not None and s.is_sparse else s for s in slopes]
     if ends_early(found):

@@ -88,6 +88,11 @@ class KroneckerCurvature(Curvature):
         sums: dict[tuple[int, ...], Sums] = {}
         for piece in self.lin.pieces():
             weight = piece.jacobian.forward.batch.weight  # of the samples that have rows
+            if weight is not None and piece.whole.joined:
+                raise ValueError(
+                    "rows of all samples together have no Kronecker factors with a weight per sample: take rows of "
+                    "every sample, rows=mq.Exact(), or curvature=mq.Gram()"
+                )
             for block in (b for b in piece.blocks if not b.empty):
                 key = tuple(self.parameters.members(block.params))
                 found = block.sums(weight)

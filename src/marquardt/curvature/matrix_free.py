@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,9 @@ from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece
 from ..jacobian.products import scattered
-from ..jacobian.rows import Cotangents, Rows
+from ..jacobian.rows import Combined
 from ..jacobian.statistics import Moments, PartialTraces
 from ..layers.block import SLAB
-from ..losses import Loss
 from ..memory import out_of_memory
 from ..metric import Diagonal, Metric
 from ..model.checks import check_coupling, coupled
@@ -371,30 +369,3 @@ class MatrixFreeCurvature(Curvature):
 def _fits(piece: Piece, m: int) -> bool:
     """Whether so many rows of parameters without a rule, which are written out, are few enough."""
     return m * piece.others() <= SLAB
-
-
-@dataclass(frozen=True)
-class Combined(Rows):
-    """The rows of every sample added up with random signs: one row, whose square is the sum of their squares in the
-    mean (Chapelle and Erhan, 2011)."""
-
-    rows: Rows
-
-    @property
-    def empirical(self) -> bool:
-        return self.rows.empirical
-
-    @property
-    def spans(self) -> bool:
-        return False
-
-    def pick(self, N: int, seed: int) -> Tensor | None:
-        return self.rows.pick(N, seed)
-
-    def draw(self, loss: Loss, z: Tensor, y: Any, weight: Tensor | None, seed: int) -> Cotangents:
-        S = self.rows.draw(loss, z, y, weight, seed).S  # (R, N, *out)
-        if len(S) > 1:
-            generator = torch.Generator("cpu").manual_seed(seed)
-            bits = torch.randint(0, 2, S.shape[:2], generator=generator, device="cpu")
-            S = torch.einsum("rn,rn...->n...", (2 * bits - 1).to(S), S)[None]
-        return Cotangents(S, None, None)

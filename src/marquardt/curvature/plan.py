@@ -26,6 +26,7 @@ class Plan:
     fraction: float | None = None  # of the samples whose rows are formed; None: all
     steady: bool | None = None  # whether it is for the same data in every step; None: not known yet
     couples: bool = False  # whether it is for samples that depend on each other
+    joined: bool = False  # whether rows are of all samples together: those of one take a backward pass each
     name: str = ""  # in words
     bytes: int = 0  # predicted for a step, beside the parameters themselves
     budget: int | None = None
@@ -46,7 +47,7 @@ class Plan:
     @property
     def rows(self) -> Rows:
         """The rows, if they are a choice."""
-        rows: Rows = Exact() if self.sampled is None else Sampled(self.sampled)
+        rows: Rows = Exact() if self.sampled is None else Sampled(self.sampled, together=self.joined)
         return rows if self.fraction is None else Fraction(self.fraction, rows)
 
     def state(self) -> dict[str, Any]:
@@ -84,17 +85,19 @@ def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:
         # Another forward pass would tell no more than how many samples there are.
         return replace(known, N=max(known.N, lin.expected(known.piece)))
     piece = lin.whole() if lin.in_one else lin.first()
-    watch, N, out = piece.whole.watch, piece.N, piece.z[0].numel()
+    together = piece.N if free and plan is not None and plan.joined else 1  # samples that are taken as one
+    watch, N, out = piece.whole.watch, piece.N // together, together * piece.z[0].numel()
     samples = N if free else piece.jacobian.N  # whose rows are formed
     larger = plan is None or input_size(lin) > plan.input_size
     if not larger and known is not None and known.covers(samples, out, len(watch.calls), lin.single):
         return known
-    R = piece.jacobian.R if not free else known.R if known is not None and known.out == out else piece.exact_rows()
+    known_R = known.R if known is not None and known.out == out else None
+    R = piece.jacobian.R if not free else known_R or together * piece.exact_rows()
     layers = tuple(Layer(*call.sizes(N)) for call in watch.calls)
     found = Shapes(
         lin.n, samples if lin.in_one else lin.expected(samples), R, layers,
         lin.theta.element_size(), piece.others(), out, watch.numbers / N, piece.whole.nodes(), lin.theta.is_cuda,
-        lin.single, N, piece.divisible,
+        lin.single, N, piece.divisible and together == 1,
     )  # fmt: skip
     return found if known is None else known.with_others(found)
 

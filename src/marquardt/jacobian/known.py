@@ -48,6 +48,10 @@ class Proof:
         return mine == its
 
 
+class RowByRow(RuntimeError):
+    """Rows of single samples take a backward pass each, through all samples, and those of all together would do."""
+
+
 @dataclass
 class Known:
     """Of one model, for one optimizer."""
@@ -62,6 +66,7 @@ class Known:
     loss: object = None  # the loss whose derivatives are proven
     decays: int = 0  # steps that were looked at, whether weight decay is in them
     batched_rows: bool = True  # backward passes of all rows at once
+    may_join: bool = False  # rows of all samples together would do
     unrolls: bool = True  # convolutions may have a backward pass of our own
     rows_per_sample: int = 0  # on the last step
     totals: Totals | None = None  # of the last step

@@ -26,9 +26,10 @@ class Pass:
 
     def __init__(
         self, objective: Objective, batch: Batch, known: Known, chance: Chance, *, once: bool = False,
-        slopes: Sequence[Slopes] | None = None,
+        slopes: Sequence[Slopes] | None = None, joined: bool = False,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.chance = objective, batch, known, chance
+        self.joined = joined  # whether all samples are one in the graph
         self.before = self.moment()
         batch.check()
         versions = batch.versions()
@@ -51,7 +52,7 @@ class Pass:
         self.slopes = self.watch.slopes if slopes is None else slopes
         self.z, self.N = z.detach(), len(z)
         self.coarsest = self.watch.coarsest  # of all dtypes that the model computes with
-        self._graph: Tensor | None = z
+        self._graph: Tensor | None = self._together(z)
         self._walk: Walk | None = None
 
     def sums(self) -> Tensor:
@@ -83,7 +84,12 @@ class Pass:
         """The graph in the other form."""
         self._graph = self._walk = None
         self.before.restore(gently=True)  # the graph of a whole batch may hold them
-        self._graph, self.watch = self._forward(self.slopes, once)
+        z, self.watch = self._forward(self.slopes, once)
+        self._graph = self._together(z)
+
+    def _together(self, z: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return z[None] if self.joined else z
 
     def _notice_chance(self) -> None:
         """Whether it was the model that drew random numbers. The state of a generator does not tell, for other threads
@@ -110,7 +116,7 @@ class Pass:
 
     @property
     def graph(self) -> Tensor:
-        """z with its graph: (N, *out)"""
+        """z with its graph: (N, *out), or (1, N, *out) if all samples are one"""
         assert self._graph is not None
         return self._graph
 
@@ -135,6 +141,7 @@ class Pass:
 
     def pull(self, w: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:
         """Jᵀw by parameter, None for those that the outputs do not depend on: (N, *out) → like the parameters"""
+        w = w.view_as(self.graph)
         try:
             grads = torch.autograd.grad(self.graph, params, w, retain_graph=True, allow_unused=True)
         except RuntimeError as error:

@@ -36,7 +36,8 @@ class Piece:
         self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: int, keep_graph: bool
     ) -> None:
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
-        self.whole = Pass(objective, batch, known, chance, once=self._unrolls(known.rows_per_sample))
+        once = self._unrolls(known.rows_per_sample)
+        self.whole = Pass(objective, batch, known, chance, once=once, joined=rows.joined)
         self.objective = objective = self.whole.objective
         self.z, self.N = self.whole.z, self.whole.N
         objective.loss.check(self.z, batch.targets, batch.weight, part=True)
@@ -48,7 +49,10 @@ class Piece:
                 # The rows are those of the samples picked: S of all of them is never formed, z only has its shape.
                 self.cotangents = Cotangents(self.z[None], None, objective.slope(self.z, batch))
             self.totals = self._totals(rows)
-        self.jacobian = Jacobian(self.whole, self.cotangents.S) if index is None else self._picked(rows, index, seed)
+        if index is not None:
+            self.jacobian = self._picked(rows, index, seed)
+        else:
+            self.jacobian = Jacobian(self.whole, self.cotangents.S[:, None] if rows.joined else self.cotangents.S)
         self.m = self.jacobian.m
         self.inert: set[int] | None = None  # parameters without influence; None before the rows can tell
         known.rows_per_sample = self.jacobian.R

@@ -21,7 +21,7 @@ from ..model.batch import modes
 from ..model.checks import check_coupling
 from ..model.parameters import flat
 from .jacobian import PATHS, Jacobian
-from .known import Map, Proof
+from .known import Map, Proof, RowByRow
 from .mapping import find
 
 # Blocks of up to this many columns are watched; for larger ones the proof on first use has to do.
@@ -287,6 +287,8 @@ def _prove_paths(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int])
     for path in PATHS if rest else ():
         if J.forward.watch.unrolled and path in ("rows", "loop"):
             raise Refused("these paths need a graph of torch's own")
+        if J.forward.known.may_join and J.N > 1 and path in ("rows", "loop"):
+            raise RowByRow(f"the rows of {J.N} samples take a backward pass each")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -60,6 +60,11 @@ class Rows(ABC):
         """Whether Su + v is the gradient, which is then compared with that of the loss on the first step."""
         return True
 
+    @property
+    def joined(self) -> bool:
+        """Whether a row is one of all samples together, S (R, N, *out) with R rows in all and no u."""
+        return False
+
     def pick(self, N: int, seed: int) -> Tensor | None:
         """The samples whose rows are formed, None for all of them."""
         return None
@@ -103,10 +108,14 @@ class Sampled(Rows):
 
     S depends on the model's own prediction alone, not on the targets, and so do these rows: they have the first two
     moments of gradients whose targets are drawn from the prediction.
+
+    `together`: k rows in all, of which each is the sum of one of every sample; G is unbiased then too. For samples that
+    depend on each other, as the nodes of a graph: there a row of one sample takes a backward pass through all of them.
     """
 
     k: int = 1
     seed: int = 0
+    together: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
@@ -115,6 +124,10 @@ class Sampled(Rows):
     @property
     def recordable(self) -> bool:
         return True
+
+    @property
+    def joined(self) -> bool:
+        return self.together
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         def signs(shape: tuple[int, ...]) -> Tensor:
@@ -149,6 +162,10 @@ class Fraction(Rows):
             raise ValueError(f"Fraction({self.fraction!r}): the part of the batch, above 0 and at most 1")
         if not hasattr(self.rows, "draw") or isinstance(self.rows, (type, Fraction)):
             raise TypeError(f"Fraction(rows={self.rows!r}): which rows of that part, for example mq.Exact()")
+        if self.rows.joined:
+            raise ValueError(
+                f"Fraction(rows={self.rows!r}): rows of all samples together are not of a part, leave Fraction out"
+            )
 
     @property
     def empirical(self) -> bool:
@@ -161,6 +178,37 @@ class Fraction(Rows):
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         """Of the samples picked: SSᵀ is still that of each, the part's weight comes with the part."""
         return self.rows.draw(loss, z, y, weight, seed)
+
+
+@dataclass(frozen=True)
+class Combined(Rows):
+    """The rows of every sample added up with random signs: one row, whose square is the sum of their squares in the
+    mean (Chapelle and Erhan, 2011)."""
+
+    rows: Rows
+
+    @property
+    def empirical(self) -> bool:
+        return self.rows.empirical
+
+    @property
+    def spans(self) -> bool:
+        return False
+
+    @property
+    def joined(self) -> bool:
+        return self.rows.joined
+
+    def pick(self, N: int, seed: int) -> Tensor | None:
+        return self.rows.pick(N, seed)
+
+    def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
+        S = self.rows.draw(loss, z, y, weight, seed).S  # (R, N, *out)
+        if len(S) > 1:
+            generator = torch.Generator("cpu").manual_seed(seed)
+            bits = torch.randint(0, 2, S.shape[:2], generator=generator, device="cpu")
+            S = torch.einsum("rn,rn...->n...", (2 * bits - 1).to(S), S)[None]
+        return Cotangents(S, None, None)
 
 
 def drawn(rows: Rows, loss: Loss, z: Tensor, batch: Batch, seed: int) -> Cotangents:
