@@ -24,12 +24,15 @@ from .losses import CrossEntropy, Loss, resolve
 from .optimizer import LM
 from .report import Step
 
+# In the names of models that have the classes of every token last.
+TEXT = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "TokenClassification")
+
 ADAM = "it is one of AdamW, and LM is the optimizer here: leave it out"
 # Arguments with defaults, which are for AdamW and count as not given; what another value would mean.
 UNUSED = {
     "learning_rate": "it is one for AdamW, and LM's natural one is 1: leave it out, or pass make=partial(mq.LM, lr=…)",
-    "max_grad_norm": "LM reads no gradients of parameters, and bounds its steps by λ: leave it out",
-    "weight_decay": "LM adds none to the loss: leave it out",
+    "max_grad_norm": "LM reads no gradients; leave it out, or bound the step, make=partial(mq.LM, radius=…)",
+    "weight_decay": "it is AdamW's, times its rate; LM's is a part of the loss: make=partial(mq.LM, weight_decay=…)",
     "gradient_accumulation_steps": "a step needs its batch as a whole: raise per_device_train_batch_size instead",
     "fp16": "it scales the loss for gradients in float16, which LM does not take: use bf16=True, or float32",
     "deepspeed": "LM does not add up over processes or shards: train on one device",
@@ -85,7 +88,7 @@ class LMTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             assert self.model is not None
-            self.lm = self.make(Logits(self.model), self.loss)
+            self.lm = self.make(self.model, in_sequence(self.loss, self.model))
             self.optimizer = TakenStep(self.lm)
         return self.optimizer
 
@@ -177,26 +180,25 @@ class TakenStep(torch.optim.Optimizer):
         self.lm.load_state_dict(state_dict)
 
 
-class Logits(nn.Module):
-    """The logits of a model's output, classes in the second dimension, as torch's losses have them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Tensor:
-        z: Tensor = self.model(**inputs).logits
-        return z.movedim(-1, 1) if z.ndim == 3 else z
-
-
 def sums(lm: LM) -> Tensor:
     """One number for each parameter: other weights that are loaded have others."""
     return torch.stack([p.detach().sum(dtype=torch.float64) for p in lm.params])
 
 
+def base_of(model: Any) -> Any:
+    """Without the adapters of peft"""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def in_sequence(loss: Loss, model: Any) -> Loss:
+    """Models of text have the classes last, (N, T, C), also if T = C."""
+    text = any(kind in type(base_of(model)).__name__ for kind in TEXT)
+    return replace(loss, class_dim=-1) if text and isinstance(loss, CrossEntropy) and loss.class_dim is None else loss
+
+
 def shifts(model: Any) -> bool:
     """Whether it is one for causal language modelling: the logits at a token are for the next one."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+    base = base_of(model)
     return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not base.config.is_encoder_decoder
 
 

@@ -188,7 +188,7 @@ def check_trainer(trainer: Trainer) -> None:
     if trainer.gradient_clip_val is not None:
         raise ValueError(
             f"gradient_clip_val={trainer.gradient_clip_val}: LM reads no gradients of parameters, and bounds its steps "
-            "by λ: leave it out"
+            "by λ: leave it out, or bound the step itself, mq.LM(…, radius=…)"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(

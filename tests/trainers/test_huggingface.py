@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer
 
 import marquardt as mq
-from marquardt.huggingface import LMTrainer, Logits, check_arguments
+from marquardt.huggingface import LMTrainer, check_arguments
 from support.steps import theta
 from support.trainers import progress
 from support.transformers_models import Rows, arguments, bert, gpt, tokens_bert, trainer
@@ -45,7 +45,7 @@ def test_a_run_is_that_of_a_plain_loop(tmp_path):
     plain = copy.deepcopy(model)
     run = watched(tmp_path, model)
     output = run.train()
-    opt = mq.LM(Logits(plain), "cross_entropy")
+    opt = mq.LM(plain, "cross_entropy")
     steps = [opt.step(*labels_of(batch)) for batch in run.batches]
     assert output.global_step == len(steps) == 18
     assert same(dict(model.state_dict()), dict(plain.state_dict()))
