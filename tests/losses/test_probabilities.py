@@ -11,7 +11,19 @@ from torch.func import grad
 
 from marquardt.losses import BinaryProbabilities, KLDivergence, NegativeLogLikelihood, resolve
 from support.cases import mlp
-from support.losses import CLASS_WEIGHT, IMAGE, MATRIX, close, conforms, f64, fraction, is_torchs, labels, normal
+from support.losses import (
+    CLASS_WEIGHT,
+    IMAGE,
+    MATRIX,
+    blocks,
+    close,
+    conforms,
+    f64,
+    fraction,
+    is_torchs,
+    labels,
+    normal,
+)
 from support.losses import some_ignored as ignored
 from support.steps import lm, theta
 from support.unchanged import refused
@@ -60,6 +72,14 @@ def test_conforms():
     torch.manual_seed(0)
     conforms(BinaryProbabilities(output_weight=CLASS_WEIGHT), 0.1 + 0.4 * fraction(MATRIX), fraction(MATRIX))
     conforms(NegativeLogLikelihood(class_weight=CLASS_WEIGHT), logs(MATRIX), labels(MATRIX))
+
+
+def test_the_curvature_is_the_mean_hessian_of_predicted_targets():
+    z = 0.1 + 0.8 * fraction(MATRIX)
+    loss = BinaryProbabilities(output_weight=CLASS_WEIGHT)
+    no, yes = (blocks(loss, z, torch.full_like(z, y)) for y in (0.0, 1.0))
+    S = loss.root(z, fraction(MATRIX)).S
+    close(S @ S.mT, loss.group(z)[..., None] * yes + (1 - loss.group(z)[..., None]) * no, 1e-10)
 
 
 @pytest.mark.usefixtures("double")
