@@ -119,6 +119,8 @@ def test_line_searches_see_it(search):
     step = opt.step(x, y)
     assert step.rule == "search"
     assert step.new_loss == pytest.approx(by_hand(model, x, y), rel=1e-10)
+    together = [] if isinstance(search, mq.Backtracking) else [True]
+    assert list(opt._known.batched_trials.values()) == together  # and not one by one, after a pass that was wrong
 
 
 def test_the_averaged_loss_has_it():
