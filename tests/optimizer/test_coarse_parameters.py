@@ -29,8 +29,9 @@ def rounded(name: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, Tensor
 
 
 # Parameters without a layer have no Kronecker factors; of second derivatives one network is enough.
-CURVATURES = [(name, c) for name in COARSE for c in (mq.Dense(), mq.Gram(), mq.MatrixFree(iterations=30))]
-CURVATURES += [(name, mq.Kronecker()) for name in COARSE if name != "bare"] + [("bare", mq.Hessian())]
+CURVATURES = [(name, c) for name in COARSE for c in (mq.Gram(), mq.MatrixFree(iterations=30))]
+CURVATURES += [(name, mq.Kronecker()) for name in COARSE if name != "bare"]
+CURVATURES += [("bare", mq.Hessian()), ("mlp", mq.Dense())]
 
 
 @EVERY_DTYPE
@@ -57,12 +58,13 @@ def test_rules_hold(name, dtype):
     assert 0 < error(lin.rows(), exact.rows()) < 20 * torch.finfo(torch.bfloat16).eps
 
 
-@EVERY_DTYPE
-@EVERY_NETWORK
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("mlp", torch.float16), *((name, torch.bfloat16) for name in COARSE)], ids=str
+)
 def test_a_coarse_model_is_trained_as_far_as_its_rounding(name, dtype):
     model, _, x, _, y = rounded(name, dtype)
     opt = mq.LM(model, COARSE[name].loss)
-    steps = [opt.step(x, y) for _ in range(60)]
+    steps = [opt.step(x, y) for _ in range(55)]
     assert min(s.new_loss for s in steps) < 1e-3 * steps[0].loss
     assert any(s.converged for s in steps)
     assert 1e-9 < opt.lam < 100
@@ -113,7 +115,7 @@ def test_parameters_of_two_precisions():
     exact.step(x, y)
     assert error(opt._state.master - before, theta(twin) - before) < 0.1
     assert torch.equal(model.head.weight.flatten(), opt._state.master[-17:-1])  # which is not rounded
-    steps = [opt.step(x, y) for _ in range(40)]
+    steps = [opt.step(x, y) for _ in range(25)]
     assert steps[-1].new_loss < 1e-2 * steps[0].loss
 
 
