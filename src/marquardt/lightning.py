@@ -111,6 +111,11 @@ class LMModule(LightningModule):
         return [LMCallback()]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self._lm is not None and self._lm._averaged:
+            raise RuntimeError(
+                "the module has its averaged weights now, and a checkpoint to go on from needs the last ones: save it "
+                "after the evaluation, for example in on_train_epoch_end or by a ModelCheckpoint"
+            )
         with self.averaged():
             trained = set() if self._lm is None else {id(p) for p in self._lm.params}
             averaged = {

@@ -191,6 +191,17 @@ def test_an_error_in_validation_puts_the_weights_back(tmp_path):
     assert not torch.equal(net.during, theta(net))
 
 
+def test_a_checkpoint_of_the_averaged_weights_is_refused(tmp_path):
+    class Saving(Net):
+        def on_validation_epoch_end(self):
+            if self.trainer.global_step:
+                self.trainer.save_checkpoint(tmp_path / "averaged.ckpt")
+
+    with pytest.raises(RuntimeError, match=r"averaged weights now.*on_train_epoch_end"):
+        trainer(tmp_path, max_epochs=1).fit(made(Saving), loader(), loader(shuffle=False))
+    assert not (tmp_path / "averaged.ckpt").exists()
+
+
 def test_copies_after_a_run(tmp_path):
     net = made()
     trainer(tmp_path, max_steps=2).fit(net, loader())
@@ -288,6 +299,31 @@ def test_hooks_of_a_step_and_a_training_step_of_ones_own(tmp_path):
     net = made(Hooked)
     trainer(tmp_path, max_steps=2).fit(net, loader())
     assert net.seen == ["begin", "step"] * 2
+
+
+def test_a_module_that_had_another_optimizer(tmp_path):
+    class Usual(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layers(x)
+
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("LM takes the step")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters())
+
+    class Both(LMModule, Usual):
+        def configure_optimizers(self):
+            return mq.LM(self, "cross_entropy")
+
+    run = trainer(tmp_path, max_steps=2)
+    run.fit(Both(), loader())
+    assert run.global_step == 2
+    assert run.optimizers[0].state_dict()["marquardt"]["steps"] == 2
 
 
 def test_bfloat16_around_a_step(tmp_path):
