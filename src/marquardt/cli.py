@@ -43,6 +43,7 @@ BENCHMARKS = {
     "time": "time_to_target.py",
     "line-search": "line_search.py",
     "quality": "quality.py",
+    "models": "models.py",
     "least-squares": "least_squares.py",
 }
 
