@@ -42,7 +42,9 @@ def test_the_tensor_of_a_single_loss(raw):
 
 
 @pytest.mark.parametrize(
-    "raw", [(MASK, (HIDDEN, HIDDEN)), {"a": MASK, "b": DEPTH}, {"ids": TOKENS}, (), "text"], ids=str
+    "raw",
+    [(MASK, (HIDDEN, HIDDEN)), {"a": MASK, "b": DEPTH}, {"ids": TOKENS}, (), "text"],
+    ids=["nested", "two", "integers", "nothing", "text"],
 )
 def test_a_single_loss_cannot_tell(raw):
     with refused("cannot tell which", *(repr(k) for k in named(raw))):

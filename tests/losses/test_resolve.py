@@ -112,7 +112,7 @@ class MyLoss(nn.MSELoss):
         (partial(F.huber_loss, delta=2.0, reduction="sum"), Huber(delta=2.0, reduction="sum")),
         (partial(F.cross_entropy, label_smoothing=0.1), CrossEntropy(label_smoothing=0.1)),
     ],
-    ids=lambda v: getattr(v, "__name__", str(v)),
+    ids=lambda v: getattr(v, "__name__", type(v).__name__),
 )
 def test_modules_and_functions_of_torch(module, loss):
     """Their values are compared beside each loss."""

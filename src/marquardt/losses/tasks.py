@@ -66,6 +66,12 @@ class Tasks(Loss):
         return all(task.loss.sum_of_squares for task in self.tasks)
 
     @property
+    def curvature_kind(self) -> str:
+        kinds = {str(name): loss.curvature_kind for name, loss, _ in self.tasks}
+        same = set(kinds.values())
+        return same.pop() if len(same) == 1 else ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+
+    @property
     def names(self) -> tuple[Name, ...]:
         """Of the outputs that have a loss."""
         return tuple(dict.fromkeys(task.name for task in self.tasks))
