@@ -153,10 +153,11 @@ class Idle(nn.Module):
         return self.inner(x)
 
 
+EXACT = mq.MatrixFree(tolerance=0.0, backtrack=False)
 INERT = [
     mq.Dense(),
     mq.Gram(),
-    mq.MatrixFree(tolerance=0.0, backtrack=False),
+    EXACT,
     mq.Hessian(),
     mq.Kronecker(),
     mq.EKFAC(),
@@ -168,6 +169,21 @@ INERT = [
 def test_parameters_without_influence_decay(curvature):
     """d = −wθ/(w + λ), whatever the data say."""
     model = Idle()
+    opt = lm(model, weight_decay=W, curvature=curvature, schedule=mq.Constant(0.1))
+    opt.step(torch.randn(6, 2), torch.randn(6, 3))
+    assert error(model.idle, torch.full((4,), 0.1 / (W + 0.1))) < 1e-6
+
+
+class Shifted(Idle):
+    """The shift is taken out again, up to rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(self.inner(x) + self.idle[:1], (3,))
+
+
+@pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram(), EXACT], ids=lambda c: type(c).__name__)
+def test_parameters_whose_gradient_is_rounding_decay(curvature):
+    model = Shifted()
     opt = lm(model, weight_decay=W, curvature=curvature, schedule=mq.Constant(0.1))
     opt.step(torch.randn(6, 2), torch.randn(6, 3))
     assert error(model.idle, torch.full((4,), 0.1 / (W + 0.1))) < 1e-6
