@@ -259,6 +259,8 @@ def make_loss(case: Case) -> Any:
     match case.loss:
         case "residual":
             return "residual"
+        case "cross_entropy" if plain and case.head in ("positions", "tied"):
+            return nn.CrossEntropyLoss()  # there may be as many positions as classes, and the name would ask
         case _ if plain and case.loss != "smooth_l1":
             return case.loss
         case "mse":
