@@ -76,6 +76,7 @@ class Benchmark(str, Enum):
     time = "time"
     line_search = "line-search"
     quality = "quality"
+    models = "models"
     least_squares = "least-squares"
 
 
