@@ -209,7 +209,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         return self._pace.end(step)
 
     def _taken(self, batches: Iterable[Batch]) -> Step:
-        """By a recording, or without; if memory runs out, again with a smaller plan."""
+        """By a recording, or without; if memory runs out, or rows turn out to be too dear, with another plan."""
         if self._records and isinstance(batches, list) and (step := self._replayed(batches[0])) is not None:
             return step
         plan = self._state.plan

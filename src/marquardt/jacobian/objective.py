@@ -16,7 +16,7 @@ from ..model.batch import Batch, forward
 from ..model.decay import Penalty
 from ..model.kernels import uncompiled
 from ..model.parameters import Parameters
-from ..model.precision import Autocast, widened
+from ..model.precision import Autocast, full
 
 
 class Totals(NamedTuple):
@@ -57,17 +57,17 @@ class Objective:
         self.sums: Tensor | None = None  # what the loss must know of all data, see Loss.sums
 
     def called(self, inputs: Any, model: Callable[..., Any] | None = None) -> Any:
-        """What the model returns, or one that was made of it."""
+        """What the model returns, or one that was made of it, in float32 at least."""
         slow = self.parameters.device.type == "cpu" and not torch.is_grad_enabled() and model is None
         with Largest() if slow else nullcontext(), self.autocast(), uncompiled():
-            return forward(self.model if model is None else model, inputs)
+            return full(forward(self.model if model is None else model, inputs))
 
     def taken(self, raw: Any, batch: Batch) -> tuple[Objective, Tensor]:
         """The objective of outputs of the form that the model has returned, and z: (N, *out)"""
         loss = self.given.bound(raw, batch.targets, batch.weight, self.sums)
         bound = self if loss is self.loss else copy(self)
         bound.loss = loss
-        return bound, widened(loss.joined(raw))
+        return bound, loss.joined(raw)
 
     def knowing(self, sums: Tensor) -> Objective:
         """The same, for parts of the data that these sums are over."""
@@ -76,8 +76,8 @@ class Objective:
         return found
 
     def outputs(self, inputs: Any, model: Callable[..., Any] | None = None) -> Tensor:
-        """z, also of a model with other parameters, in float32 at least: (N, *out)"""
-        return widened(self.loss.joined(self.called(inputs, model)))
+        """z, also of a model with other parameters: (N, *out)"""
+        return self.loss.joined(self.called(inputs, model))
 
     def of(self, model: Callable[..., Any], inputs: Any) -> Tensor:
         return self.outputs(inputs, model)

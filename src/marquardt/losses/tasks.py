@@ -66,6 +66,10 @@ class Tasks(Loss):
         return all(task.loss.sum_of_squares for task in self.tasks)
 
     @property
+    def recordable(self) -> bool:  # type: ignore[override]
+        return all(task.loss.recordable for task in self.tasks)
+
+    @property
     def curvature_kind(self) -> str:
         kinds = {str(name): loss.curvature_kind for name, loss, _ in self.tasks}
         same = set(kinds.values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +41,19 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def full(item: Any) -> Any:
-    """Tensors of bfloat16 and float16 in float32: losses and their derivatives need its digits."""
-    return tree_map(lambda t: widened(t) if isinstance(t, Tensor) else t, item)
+    """Tensors of bfloat16 and float16 in float32, also in a dataclass: losses and their derivatives need its digits."""
+    return tree_map(_full, item)
+
+
+def _full(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return widened(leaf)
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    found = copy(leaf)
+    for f in fields(leaf):
+        object.__setattr__(found, f.name, full(getattr(leaf, f.name)))
+    return found
 
 
 def widened(t: Tensor) -> Tensor:
