@@ -147,7 +147,7 @@ FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     F.soft_margin_loss: nn.SoftMarginLoss,
 }
 
-PAIRS = "it takes several outputs; return them side by side, torch.cat(…, 1), and pass a function that takes them apart"
+PAIRS = "it takes several outputs: return them as a tuple, and pass a function of that tuple, with one value per sample"
 ONCE = "torch differentiates it only once, and there is no curvature; write it as a function of torch operations"
 INSTEAD: dict[Any, str] = {
     nn.CTCLoss: "torch differentiates it only once, and it takes the lengths of inputs and targets beside them",
