@@ -97,7 +97,7 @@ class MyLoss(nn.MSELoss):
         (nn.GaussianNLLLoss(full=True, eps=0.1), GaussianNLL(variance=True, full=True, eps=0.1)),
         (nn.SoftMarginLoss(), SoftMargin()),
         (F.mse_loss, SquaredError()),
-        (F.cross_entropy, CrossEntropy()),
+        (F.cross_entropy, CrossEntropy(class_dim=1)),
         (F.binary_cross_entropy, BinaryProbabilities()),
         (F.binary_cross_entropy_with_logits, BinaryCrossEntropy()),
         (F.nll_loss, NegativeLogLikelihood()),
@@ -110,7 +110,7 @@ class MyLoss(nn.MSELoss):
         (F.multilabel_soft_margin_loss, BinaryCrossEntropy()),
         (F.soft_margin_loss, SoftMargin()),
         (partial(F.huber_loss, delta=2.0, reduction="sum"), Huber(delta=2.0, reduction="sum")),
-        (partial(F.cross_entropy, label_smoothing=0.1), CrossEntropy(label_smoothing=0.1)),
+        (partial(F.cross_entropy, label_smoothing=0.1), CrossEntropy(label_smoothing=0.1, class_dim=1)),
     ],
     ids=lambda v: getattr(v, "__name__", type(v).__name__),
 )
