@@ -106,8 +106,8 @@ class Run:
     def watched(self, attempt: Callable[..., Any]) -> Callable[..., Any]:
         """Remembers every λ that was tried: whether on the same data, in what doubt of the batch, what came of it."""
 
-        def found(lin: Any, of: Any, begun: Any, lam: float, notes: list[str]) -> Any:
-            tried = attempt(lin, of, begun, lam, notes)
+        def found(parts: Any, lin: Any, of: Any, begun: Any, lam: float, lr: float, notes: list[str]) -> Any:
+            tried = attempt(parts, lin, of, begun, lam, lr, notes)
             self.tried.append((lam, begun.same_data, begun.doubt, tried))
             return tried
 
