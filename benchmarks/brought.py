@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import marquardt as mq
-
 Batch = tuple[Any, Any]  # inputs as the model takes them, and targets
 
 
@@ -30,23 +28,21 @@ class Case:
 SENTENCES, LENGTH, MARKS = 16, 32, 20
 
 
-class Classifier(nn.Module):
-    """BertForSequenceClassification, tiny, with random weights: logits (N, 2)"""
+def bert(vocabulary: int, width: int = 128, dropout: float = 0.1) -> nn.Module:
+    """BertForSequenceClassification, tiny, with random weights"""
+    from transformers import BertConfig, BertForSequenceClassification
 
-    def __init__(self, vocabulary: int, width: int = 128, dropout: float = 0.1) -> None:
-        from transformers import BertConfig, BertForSequenceClassification
+    config = BertConfig(
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=4 * width, max_position_embeddings=2 * LENGTH, num_labels=2,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    found: nn.Module = BertForSequenceClassification(config)
+    return found
 
-        super().__init__()
-        config = BertConfig(
-            vocab_size=vocabulary, hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=4 * width, max_position_embeddings=2 * LENGTH, num_labels=2,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )  # fmt: skip
-        self.bert = BertForSequenceClassification(config)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        logits: Tensor = self.bert(input_ids=input_ids, attention_mask=attention_mask).logits
-        return logits
+def of_logits(found: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(found.logits, y)
 
 
 def sentences(vocabulary: int, length: int = LENGTH) -> Callable[[], Batch]:
@@ -126,10 +122,11 @@ IMAGES, SIDE = 4, 32
 
 
 class UNet(nn.Module):
-    """Two levels down and up again with GroupNorm: logits (N, 3, H, W), and for two tasks the height as a fourth"""
+    """Two levels down and up again with GroupNorm: logits (N, 3, H, W); for two tasks the height (N, H, W) beside it"""
 
-    def __init__(self, outputs: int = 4, width: int = 16) -> None:
+    def __init__(self, tasks: int = 2, width: int = 16) -> None:
         super().__init__()
+        self.tasks = tasks
 
         def double(inputs: int, channels: int) -> nn.Sequential:
             parts: list[nn.Module] = []
@@ -142,20 +139,20 @@ class UNet(nn.Module):
         self.down = nn.MaxPool2d(2)
         self.ups = nn.ModuleList([nn.ConvTranspose2d(4 * w, 2 * w, 2, 2), nn.ConvTranspose2d(2 * w, w, 2, 2)])
         self.joined = nn.ModuleList([double(4 * w, 2 * w), double(2 * w, w)])
-        self.head = nn.Conv2d(w, outputs, 1)
+        self.head = nn.Conv2d(w, 2 + tasks, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         one = self.first(x)
         two = self.second(self.down(one))
         h = self.third(self.down(two))
         for up, join, skipped in zip(self.ups, self.joined, (two, one), strict=True):
             h = join(torch.cat([up(h), skipped], 1))
         found: Tensor = self.head(h)
-        return found
+        return found if self.tasks == 1 else {"mask": found[:, :3], "height": found[:, 3]}
 
 
 def scenes(tasks: int, side: int = SIDE) -> Callable[[], Batch]:
-    """Masks (N, H, W) of three classes; for two tasks (N, 2, H, W), the second is a height that falls off."""
+    """Masks (N, H, W) of three classes; for two tasks also a height (N, H, W) that falls off."""
 
     def draw() -> Batch:
         axis = torch.arange(side) / side
@@ -169,35 +166,16 @@ def scenes(tasks: int, side: int = SIDE) -> Callable[[], Batch]:
                 mask[n] = torch.where(inside, kind, mask[n])
                 height[n] = torch.where(inside, 1 - away / 0.18, height[n])
                 x[n] = x[n] + inside * (0.5 + kind / 2)
-        return x[:, None], mask.long() if tasks == 1 else torch.stack([mask, height], 1)
+        return x[:, None], mask.long() if tasks == 1 else {"mask": mask.long(), "height": height}
 
     return draw
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MaskAndHeight(mq.losses.Loss):
-    """Cross-entropy of the first three outputs of every pixel and ½(z − y)² of the fourth"""
+BOTH = {"mask": ("cross_entropy", 1.0), "height": ("mse", 0.5)}
 
-    def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
-        return mq.losses.CrossEntropy().group(t, z)
 
-    def ungroup(self, t: Tensor, z: Tensor) -> Tensor:
-        return mq.losses.CrossEntropy().ungroup(t, z)
-
-    def ell(self, z: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(z[:, :3], y[:, 0].long(), reduction="none") + 0.5 * (z[:, 3] - y[:, 1]) ** 2
-
-    def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        return torch.cat([mq.losses.CrossEntropy().slope(z[:, :3], y[:, 0].long()), z[:, 3:] - y[:, 1:]], 1)
-
-    def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        S, u = mq.losses.CrossEntropy().factors(z[:, :3], y[:, 0].long())  # (N, P, 3, 2), (N, P, 2)
-        S = F.pad(S, (0, 1, 0, 1))
-        S[..., 3, 2] = 1
-        return S, torch.cat([u, self.group(z[:, 3:] - y[:, 1:])], -1)
-
-    def faults(self, z: Tensor, y: Tensor) -> list[mq.losses.Fault]:
-        return []
+def both(z: dict[str, Tensor], y: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(z["mask"], y["mask"]) + 0.5 * F.mse_loss(z["height"], y["height"])
 
 
 # --- tokens: each has four that may follow ---
@@ -206,7 +184,7 @@ SEQUENCES, TOKENS, VOCABULARY = 32, 16, 60
 
 
 class Tied(nn.Module):
-    """A causal transformer whose embedding is its output too: logits (N, C, T)"""
+    """A causal transformer whose embedding is its output too: logits (N, T, C)"""
 
     def __init__(self, width: int = 32, layers: int = 2, dropout: float = 0.1) -> None:
         super().__init__()
@@ -224,7 +202,7 @@ class Tied(nn.Module):
         )
         mask = nn.Transformer.generate_square_subsequent_mask(T, device=x.device)
         logits: Tensor = self.decoder(self.norm(self.layers(h, mask=mask, is_causal=True)))
-        return logits.movedim(-1, 1)
+        return logits
 
 
 def sequences(number: int = SEQUENCES) -> Callable[[], Batch]:
@@ -242,13 +220,13 @@ def sequences(number: int = SEQUENCES) -> Callable[[], Batch]:
     return draw
 
 
-def both(z: Tensor, y: Tensor) -> Tensor:
-    return MaskAndHeight().ell(z, y).mean()
+def of_tokens(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z.flatten(0, 1), y.flatten())
 
 
 CASES: dict[str, Case] = {
-    "bert": Case(lambda: Classifier(30_522), "cross_entropy", F.cross_entropy, sentences(30_522), "transformers"),
-    "bert, 500 words": Case(lambda: Classifier(500), "cross_entropy", F.cross_entropy, sentences(500), "transformers"),
+    "bert": Case(lambda: bert(30_522), "cross_entropy", of_logits, sentences(30_522), "transformers"),
+    "bert, 500 words": Case(lambda: bert(500), "cross_entropy", of_logits, sentences(500), "transformers"),
     "gcn, classes": Case(
         lambda: GraphNet("gcn", 3), "cross_entropy", F.cross_entropy, graphs("classes"), "torch_geometric"
     ),
@@ -259,7 +237,7 @@ CASES: dict[str, Case] = {
     "gcn, nodes": Case(
         lambda: GraphNet("gcn", 2, pooled=False), "cross_entropy", F.cross_entropy, graphs("nodes"), "torch_geometric"
     ),
-    "u-net": Case(lambda: UNet(3), "cross_entropy", F.cross_entropy, scenes(1)),
-    "u-net, two tasks": Case(UNet, MaskAndHeight(), both, scenes(2)),
-    "tied tokens": Case(Tied, "cross_entropy", F.cross_entropy, sequences()),
+    "u-net": Case(lambda: UNet(1), "cross_entropy", F.cross_entropy, scenes(1)),
+    "u-net, two tasks": Case(UNet, BOTH, both, scenes(2)),
+    "tied tokens": Case(Tied, "cross_entropy", of_tokens, sequences()),
 }

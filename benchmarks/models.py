@@ -6,7 +6,8 @@
     python benchmarks/models.py --quick
 
 A small BERT of transformers, graph networks of PyG, a U-Net with one task and with two, and a language model whose
-embedding is its output too (brought.py). What needs a package that is missing is named and left out.
+embedding is its output too (brought.py), each given to LM as it is, without a wrapper. What needs a package that is
+missing is named and left out.
 
 Steps of LM and of Adam alternate, each on a new batch; the first step of LM, in which rules are proven, is listed
 apart. Every task can be learnt. Adam trains at several rates, and its best loss on held-out data is the mark: told is
