@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from .curvature.contract import Representation
 from .jacobian.rows import Rows
 from .model.checks import check_coupling, check_group
-from .model.parameters import held, named_parameters
+from .model.parameters import named_parameters
+from .model.walk import held
 
 
 class Unscaled:

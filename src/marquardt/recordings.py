@@ -24,7 +24,7 @@ from .jacobian.objective import Objective, Totals
 from .jacobian.proof import EVERY
 from .memory import out_of_memory
 from .model.batch import Batch, modes
-from .model.parameters import held
+from .model.walk import held, submodules
 from .recorded import RecordedStep, Unlike, carried, on_same_data
 from .state import State
 
@@ -183,7 +183,7 @@ def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, k
 
 def watched(model: nn.Module) -> bool:
     """Whether somebody looks at what the modules do: hooks are not called in a replay."""
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in submodules(model))
 
 
 def room(state: State, device: torch.device) -> bool:
@@ -218,7 +218,7 @@ def attributes(model: nn.Module) -> list[Any]:
     """What else the modules hold: a model whose temperature was changed is another one to a recording."""
     return [
         (name, seen(value))
-        for module in model.modules()
+        for module in submodules(model)
         if len(vars(module)) > len(OWN)
         for name, value in vars(module).items()
         if name not in OWN

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .precision import full
+from .walk import submodules
 
 # What holds no samples, whatever the model makes of it.
 PLAIN = (
@@ -192,7 +193,7 @@ def forward(model: Callable[..., Any], inputs: Any) -> Any:
 
 def modes(model: nn.Module) -> tuple[bool, ...]:
     """Of its modules: training or not. A model may take other ways, and draw other numbers, in another mode."""
-    return tuple(m.training for m in model.modules())
+    return tuple(m.training for m in submodules(model))
 
 
 def unlike(inputs: Any, p: Tensor) -> str | None:

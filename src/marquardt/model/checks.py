@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .precision import wide
+from .walk import submodules
 
 # What keeps several copies or parts of a model, on devices or ranks.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -85,12 +86,12 @@ def check_group(group: bool | None) -> None:
 
 def coupled(model: nn.Module) -> str | None:
     """The name of a layer that makes the samples of a batch depend on each other."""
-    name: str
-    for name, module in model.named_modules():
-        couples = module.training or getattr(module, "running_mean", None) is None
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and couples:
-            return name
-    return None
+    found = {id(m) for m in submodules(model) if isinstance(m, nn.modules.batchnorm._BatchNorm) and _couples(m)}
+    return next((name for name, m in model.named_modules() if id(m) in found), None) if found else None
+
+
+def _couples(layer: nn.Module) -> bool:
+    return layer.training or getattr(layer, "running_mean", None) is None
 
 
 def check_coupling(model: nn.Module) -> None:

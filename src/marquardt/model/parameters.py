@@ -147,12 +147,6 @@ def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
     return torch.cat([flat(g, p) for g, p in zip(grads, params, strict=True)])
 
 
-def held(model: nn.Module) -> list[Tensor]:
-    """Its parameters and buffers, those of several modules more than once: `Module.parameters` takes several times as
-    long, and every step of a deep model asks"""
-    return [t for m in model.modules() for own in (m._parameters, m._buffers) for t in own.values() if t is not None]
-
-
 class Position:
     """Where the parameters are: at θ, or at a trial point θ + lr·d."""
 

@@ -42,7 +42,7 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 def full(item: Any) -> Any:
     """Tensors of bfloat16 and float16 in float32, also in a dataclass: losses and their derivatives need its digits."""
-    return tree_map(_full, item)
+    return _full(item) if item is None or isinstance(item, Tensor) else tree_map(_full, item)
 
 
 def _full(leaf: Any) -> Any:

@@ -11,12 +11,13 @@ from torch import nn
 
 from .batch import forward
 from .randomness import rng_state, set_rng_state
+from .walk import submodules
 
 
 def counting(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """The layers in train mode that keep statistics."""
     kinds = nn.modules.batchnorm._BatchNorm
-    return [m for m in model.modules() if isinstance(m, kinds) and m.training and m.track_running_stats]
+    return [m for m in submodules(model) if isinstance(m, kinds) and m.training and m.track_running_stats]
 
 
 @contextmanager
