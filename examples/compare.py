@@ -112,7 +112,7 @@ def race(contestants: list, validate: Callable, steps: int):
         one.run.model.load_state_dict(one.run.weights)
 
 
-def compare(build, make, loss, batches, validate, steps, rates=(1e-3, 3e-3, 1e-2), suffix="") -> list[Run]:
+def compare(build, make, loss, batches, validate, steps, rates=(3e-3, 1e-2, 3e-2), suffix="") -> list[Run]:
     """LM for `steps`, and Adam for the same time with the best of the rates.
 
     build()                      a new model, the same each time
@@ -147,8 +147,9 @@ def draw(axes, runs: list[Run], ylabel="validation loss"):
     """The validation loss of each run over the seconds of training."""
     for run in runs:
         seconds, losses = zip(*run.course, strict=True)
-        axes.plot(seconds, losses, color=COLOURS.get(run.name.partition(",")[0]), label=run.name)
-    axes.set(xlabel="seconds of training", ylabel=ylabel, yscale="log")
+        axes.plot(seconds, losses, color=COLOURS[run.name.partition(",")[0]], label=run.name)
+    wide = max(run.course[0][1] / run.best for run in runs) > 10
+    axes.set(xlabel="seconds of training", ylabel=ylabel, yscale="log" if wide else "linear")
     axes.legend(fontsize="small")
 
 

@@ -89,7 +89,7 @@ def main():
     draw(left, runs)
     for line in left.lines[2:]:
         line.set_linestyle("--")
-    left.legend()
+    left.legend(fontsize="small")
     bars = right.barh([run.name for run in runs][::-1], found[::-1], color=["C1", "C0", "C1", "C0"])
     right.bar_label(bars, fmt="%.1f %%", padding=-40, color="white")
     right.set(xlabel="test accuracy, %", xlim=(0, 100))

@@ -89,14 +89,14 @@ def main():
 
     report(runs, ("relative L2 error", lambda model: ((solution(model) - true).norm() / true.norm()).item(), min))
 
-    figure, (left, middle, *others) = panels(1.2, 1, 1, 1)
+    figure, (left, middle, *others) = panels(1.6, 1, 1, 1)
     draw(left, runs)
     square = {"origin": "lower", "extent": (0, 1, 0, 1), "aspect": "auto", "interpolation": "nearest"}
-    figure.colorbar(middle.imshow(true, cmap="RdBu", **square), ax=middle)
+    figure.colorbar(middle.imshow(true.numpy(), cmap="RdBu", **square), ax=middle)
     middle.set(title="exact u", xlabel="x", ylabel="t")
     for axes, run in zip(others, runs, strict=True):
         error = (solution(run.model) - true).abs().log10()
-        image = axes.imshow(error, vmin=-5, vmax=0, **square)
+        image = axes.imshow(error.numpy(), vmin=-5, vmax=0, **square)
         axes.set(title=run.name, xlabel="x", ylabel="t")
     figure.colorbar(image, ax=others, label="log₁₀ |error|")
     figure.savefig(picture)

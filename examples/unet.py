@@ -91,7 +91,7 @@ def main():
         loss,
         lambda: shuffled(images, labels, len(images), 16),
         validate,
-        steps=3 if quick else 40,
+        steps=3 if quick else 120,
     )
     report(runs, ("test IoU", lambda model: overlap(model, *test), max))
 
@@ -101,7 +101,7 @@ def main():
     with torch.no_grad():
         shown += [(run.name.partition(",")[0], run.model(test[0][:1]).argmax(1)[0]) for run in runs]
     for axes, (name, values) in zip(others, shown, strict=True):
-        axes.imshow(values, cmap="gray" if name == "image" else "viridis")
+        axes.imshow(values.numpy(), cmap="gray" if name == "image" else "viridis")
         axes.set(title=name, xticks=[], yticks=[])
     figure.savefig(picture)
 

@@ -1,4 +1,4 @@
-"""Each example trains and draws its picture; the comparison they share is for equal time."""
+"""Each example trains, draws its picture, and is on the page with it; the comparison they share is for equal time."""
 
 import re
 import runpy
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = EXAMPLES.parent / "docs" / "models-examples.md"
 NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - {"compare", "curve_fit"})
 
 
@@ -47,6 +48,15 @@ def test_the_curve_is_fitted_and_drawn(run, tmp_path, capsys):
     for (value, error), true in zip(found, (2.5, 1.3, 0.5), strict=True):
         assert abs(float(value) - true) < 4 * float(error)
     assert is_picture(tmp_path / "fit.png")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_each_example_with_its_picture(name):
+    page, picture = PAGE.read_text(encoding="utf-8"), EXAMPLES / "pictures" / f"{name}.png"
+    assert f"(../examples/{name}.py)" in page
+    assert f"(../examples/pictures/{name}.png)" in page
+    assert is_picture(picture)
+    assert picture.stat().st_size < 120_000
 
 
 def test_all_have_the_time_of_the_first_and_keep_their_best_weights(run, monkeypatch):
