@@ -94,13 +94,14 @@ def test_convolution_with_a_kronecker_metric(rows):
         nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.AvgPool2d(2),
         nn.ConvTranspose2d(4, 3, 2, 2), nn.Tanh(), nn.Conv2d(3, 3, 2, 2),
     )  # fmt: skip
-    blocks = mq.linearize(net, "cross_entropy", x, y, rows=rows).whole().blocks
+    loss = nn.CrossEntropyLoss()
+    blocks = mq.linearize(net, loss, x, y, rows=rows).whole().blocks
     assert sum(isinstance(block, Written) for block in blocks) >= 3
     found = []
     for curvature in (mq.Gram(), mq.Dense()):
         model = nn.Sequential(*net)
         start = [p.detach().clone() for p in model.parameters()]
-        opt = mq.LM(model, "cross_entropy", curvature=curvature, rows=rows, schedule=mq.Constant(0.1))
+        opt = mq.LM(model, loss, curvature=curvature, rows=rows, schedule=mq.Constant(0.1))
         for shift in range(3):
             opt.step(x + shift, y)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))

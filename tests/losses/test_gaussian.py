@@ -65,7 +65,7 @@ def test_a_variance_that_vanishes():
 def test_what_is_refused():
     with refused("outputs have shape (4, 3)", "k means and then logarithms of variances"):
         GaussianNLL().check(torch.zeros(4, 3), torch.zeros(4, 1))
-    with refused("targets (4,)", "y.unsqueeze(-1)"):
-        GaussianNLL().check(torch.zeros(4, 2), torch.zeros(4))
+    with refused("outputs have shape (4, 1), targets (4, 2)"):
+        GaussianNLL().check(torch.zeros(4, 2), torch.zeros(4, 2))
     with refused("eps must be positive and finite, got 0.0"):
         GaussianNLL(eps=0.0)

@@ -64,7 +64,7 @@ MAKING: dict[str, Making] = {
     "no loss near it": Making(lambda m: mq.LM(m, "xyz"), ["'xyz'", "mse", "cross_entropy", "huber", "poisson"]),
     "loss in capitals": Making(lambda m: mq.LM(m, "MSE"), ["'MSE'", "did you mean", "'mse'"]),
     "class of a loss": Making(lambda m: mq.LM(m, nn.MSELoss), ["MSELoss()"]),
-    "function of pairs": Making(lambda m: mq.LM(m, nn.functional.triplet_margin_loss), ["triplet", "side by side"]),
+    "function of pairs": Making(lambda m: mq.LM(m, nn.functional.triplet_margin_loss), ["triplet", "as a tuple"]),
     "loss without curvature": Making(lambda m: mq.LM(m, nn.CTCLoss()), ["CTCLoss", "differentiates it only once"]),
     "loss not reduced": Making(lambda m: mq.LM(m, nn.MSELoss(reduction="none")), ["'none'", "mean", "sum"]),
     "no loss": Making(lambda m: mq.LM(m, None), ["NoneType", "mse"]),
