@@ -317,7 +317,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         try:
             self._pace.expect(old.plan, device, True)
             recording.run(batch, old)
-            concluded = recording.concluded(old)
+            concluded = recording.concluded(old) if self._recordings.confirmed(objective) else None
             if concluded is not None and not self._recordings.looks:
                 step, self._state = concluded
         finally:

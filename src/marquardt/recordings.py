@@ -85,7 +85,9 @@ class Recordings:
             return None
         if not forced and (watched(objective.model) or torch.are_deterministic_algorithms_enabled()):
             return None
-        kind = signature(parts, objective, batch, state, known, lr)
+        now = signature(parts, objective, batch, state, known, lr)
+        # What the modules hold takes long to look at: that waits until the replay has begun, see `confirmed`.
+        kind = self.made[0] if self.made is not None and self.made[0][0] == now else (now, attributes(objective.model))
         again = bool(self._tallies) and self._tallies[-1][0] == kind
         tally = self._tally = self._of_kind(kind)
         if self.made is None or self.made[0] != kind:
@@ -96,6 +98,13 @@ class Recordings:
             return None
         self.looks = state.steps % EVERY == EVERY - 1
         return self.made[1]
+
+    def confirmed(self, objective: Objective) -> bool:
+        """Whether the modules are as they were when the replay that is under way was recorded."""
+        if self.made is not None and self.made[0][1] == attributes(objective.model):
+            return True
+        self.made = None
+        return False
 
     def _of_kind(self, kind: Any) -> Tally:
         place = next((i for i, (key, _) in enumerate(self._tallies) if key == kind), None)
@@ -196,17 +205,16 @@ def room(state: State, device: torch.device) -> bool:
 
 
 def signature(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float) -> Any:
-    """What a recording depends on."""
-    model = objective.model
+    """What a recording depends on, beside the `attributes` of the model."""
     leaves, spec = tree_flatten([vars(batch), carried(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
-    places = tuple(t.data_ptr() for t in held(model))
-    settings = modes(model), attributes(model), torch.get_float32_matmul_precision(), objective.autocast
+    places = tuple(t.data_ptr() for t in held(objective.model))
+    mode = modes(objective.model), torch.get_float32_matmul_precision(), objective.autocast
     plan = None if state.plan is None else state.plan.choice
     decay = objective.penalty
     penalty = None if decay is None else (decay.weights, seen(decay.towards))
     return (
-        parts, objective.loss, penalty, on_same_data(state), shapes, spec, places, settings, lr, known.proven, plan,
+        parts, objective.loss, penalty, on_same_data(state), shapes, spec, places, mode, lr, known.proven, plan,
     )  # fmt: skip
 
 
