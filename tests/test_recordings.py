@@ -191,7 +191,7 @@ def test_a_recording_for_which_there_is_no_memory_is_not_made(made, monkeypatch)
 
 
 def test_a_model_that_was_changed_is_not_replayed_as_it_was(made):
-    """Its Python code does not run in a replay: what it holds is looked at before every step."""
+    """Its Python code does not run in a replay: what it holds is looked at in every step."""
     opt, recorder = made(Model())
     train(opt, 2 * BEFORE)
     assert recorder.replays
