@@ -17,6 +17,15 @@ def of_rules(dtype: torch.dtype) -> float:
     return 1e-6 if dtype == torch.float64 else max(1e-2, 8 * torch.finfo(dtype).eps)
 
 
+def of_functions(dtype: torch.dtype) -> float:
+    """A user's function of a batch against the same of its parts, in this precision and not in float64."""
+    return max(FORMULA[torch.float32], 8 * torch.finfo(dtype).eps)
+
+
+def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def of_trials(dtype: torch.dtype) -> float:
     """Losses of many trial points at once against one after the other."""
     return 1e-6 if dtype == torch.float64 else 1e-3

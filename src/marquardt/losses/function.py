@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,23 +12,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..tolerances import FORMULA, SAME_LOSS
-from .base import Fault, Loss, Root, Target, part, weighted
+from .base import Fault, Loss, Root, Target, weighted
 from .outputs import OutputLayout
+from .samples import PER_SAMPLE, Samples, some
 from .second import FORMED, Blocks, Product, eigen, find, group, lanczos, product_of, spread, ungroup
-
-PER_SAMPLE = "return one value per sample, a tensor (N,)"
 
 
 @dataclass(frozen=True, eq=False)
 class Function(Loss):
     """f is the mean of fn(outputs, targets): of one value per sample (N,), or of several (N, …).
 
-    A scalar is the mean over the samples, or their sum: which of the two is found on the first batch, where both must
-    add up from parts of the batch. S comes from the Hessian of every sample, by automatic differentiation, with its
-    negative eigenvalues made positive; what of the gradient lies outside its range is the remainder. `low` is what no
-    value of fn falls below, if that is known. Sample weights ask for the value of every sample: a scalar is then taken
-    of them one by one.
+    A scalar is the mean over the samples, or their sum: the first batch tells which, and every batch must add up from
+    its parts. S comes from the Hessian of every sample, by automatic differentiation, with its negative eigenvalues
+    made positive; what of the gradient lies outside its range is the remainder. `low` is what no value of fn falls
+    below, if that is known. Sample weights ask for the value of every sample: a scalar is then taken of them one by
+    one.
 
     If the model returns more than a tensor, fn is given all outputs that are floating-point tensors with a row per
     sample, see `OutputLayout.structure`.
@@ -40,7 +38,7 @@ class Function(Loss):
     fn: Callable[[Any, Any], Any]
     low: float = -math.inf
     layout: OutputLayout | None = field(default=None, repr=False)  # of outputs that are more than a tensor
-    # What batches have shown of fn: whether a scalar is a "sum", whether it is "curved", and "proven".
+    # What batches have shown of fn: whether it is "curved", and "proven", and what Samples found.
     found: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +98,7 @@ class Function(Loss):
 
     def ell(self, z: Tensor, y: Target) -> Tensor:
         out = self.called(z, y)
-        return out if out.ndim else torch.stack([self.called(*self._part(z, y, [i])) for i in range(len(z))])
+        return out if out.ndim else torch.stack([self.called(*some(z, y, i)) for i in _each(z)])
 
     def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         out = self.called(z, y)
@@ -113,7 +111,7 @@ class Function(Loss):
         return out.sum() if out.ndim or self.found.get("sum") else N * out
 
     def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        entries = self.called(*self._part(z, y, [0])).numel()
+        entries = self.called(*some(z, y, _each(z)[0])).numel()
         return entries * (z.new_full((), len(z)) if weight is None else weight.sum())
 
     def scale(self, normaliser: float) -> float:
@@ -121,10 +119,6 @@ class Function(Loss):
 
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         return self.low * self.normaliser(z, y, weight) if self.low > -math.inf else z.new_full((), self.low)
-
-    def _part(self, z: Tensor, y: Target, index: list[int]) -> tuple[Tensor, Target]:
-        where = torch.tensor(index, device=z.device)
-        return part(z, where, len(z)), part(y, where, len(z))
 
     # derivatives
 
@@ -221,87 +215,20 @@ class Function(Loss):
             )
         self.found["curved"] = True
 
-    # first use
+    # what batches show
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        if not self.found.get("proven"):
-            with torch.no_grad(), torch.random.fork_rng([z.device] if z.is_cuda else []):
-                self._prove(z, y)
+        samples, proven = Samples(self.name, self.called, self.found), self.found.get("proven")
+        if proven and "sum" not in self.found:
+            return []
+        with torch.no_grad(), torch.random.fork_rng([z.device] if z.is_cuda else []):
+            if proven:
+                samples.prove_again(z, y)
+            else:
+                self.found["proven"] = samples.prove(z, y)
         return []
 
-    def _prove(self, z: Tensor, y: Target) -> None:
-        """fn of the batch must follow from fn of its parts; otherwise there are no derivatives sample by sample."""
-        out, again = self.called(z, y), self.called(z, y)
-        if not bool(out.isfinite().all()):
-            return  # the value of the batch is not finite then, and the step says so
-        if not torch.equal(out, again):
-            i = int((out != again).flatten().nonzero()[0])
-            raise ValueError(
-                f"{self.name} returned {out.flatten()[i]:.6g}, and {again.flatten()[i]:.6g} for the same outputs: it "
-                "must not be random, nor remember earlier calls; draw random numbers in the model, or pass them with "
-                "the targets"
-            )
-        whole = torch.arange(len(z), device=z.device)
-        try:  # what cancels in float32 would look coupled
-            z, y = (part(item, whole, len(z), torch.float64) for item in (z, y))
-            out, allowed = self.called(z, y), SAME_LOSS[z.dtype]
-        except Exception:  # a function may hold numbers in another precision
-            allowed = FORMULA[out.dtype]
-        cuts = list(self._cuts(z, y))
-        if out.ndim:
-            for index, found in cuts:
-                self._compare_samples(out[index], found, len(z), allowed)
-        else:
-            self._compare_scalar(out, cuts, len(z), allowed)
-        self.found["proven"] = len(z) > 1 and (bool(out.ndim) or "sum" in self.found)
 
-    def _cuts(self, z: Tensor, y: Target) -> Iterator[tuple[list[int], Tensor]]:
-        """Parts of the batch, and fn of them; a single sample twice, so that mean and sum can be told."""
-        N = len(z)
-        firsts = [{0}, {N - 1}, set(range(0, N, 2)), set(range(-(-N // 3)))]
-        halves = [(sorted(first), sorted(set(range(N)) - first)) for first in firsts] if N > 1 else [([0, 0], [0])]
-        for index in (index for pair in halves for index in pair):
-            try:
-                found = self.called(*self._part(z, y, index))
-            except Exception as error:
-                raise ValueError(
-                    f"{self.name} was taken of {N} samples, and fails with {len(index)} of them: {error}. It must take "
-                    "batches of any size, with targets that have a row per sample"
-                ) from error
-            yield index, found
-
-    def _compare_samples(self, whole: Tensor, found: Tensor, N: int, allowed: float) -> None:
-        if whole.shape != found.shape:
-            raise ValueError(
-                f"{self.name} returned the shape {tuple(found.shape)} for a part of the batch, where "
-                f"{tuple(whole.shape)} was expected: {PER_SAMPLE}"
-            )
-        far = (whole - found).abs() > allowed * (whole.abs() + found.abs() + whole.abs().max())
-        if bool(far.any()):
-            i = int(far.flatten().nonzero()[0])
-            raise ValueError(
-                f"{self.name} couples the samples: a value is {whole.flatten()[i]:.6g} in a batch of {N}, but "
-                f"{found.flatten()[i]:.6g} in a batch of {len(found)}. The value of a sample must depend on its own "
-                "output and target alone: return one value per sample, without sums, means or maxima over the batch"
-            )
-
-    def _compare_scalar(self, out: Tensor, cuts: list[tuple[list[int], Tensor]], N: int, allowed: float) -> None:
-        """Mean or sum, whichever adds up."""
-        if N == 1:
-            twice, once = (float(found) for _, found in cuts)
-            if once:
-                self.found["sum"] = abs(twice - 2 * once) < abs(twice - once)
-            return
-        fits = [True, True]  # as a mean, as a sum
-        for (i, a), (j, b) in zip(cuts[::2], cuts[1::2], strict=True):
-            mean, total = (len(i) * a + len(j) * b) / N, a + b
-            most = allowed * (a.abs() + b.abs() + out.abs())
-            fits = [fit and bool((t - out).abs() <= most) for fit, t in zip(fits, (mean, total), strict=True)]
-            if not any(fits):
-                raise ValueError(
-                    f"{self.name} couples the samples: of {N} samples it is {float(out):.6g}, of two parts "
-                    f"{float(a):.6g} and {float(b):.6g}, whose mean is {float(mean):.6g} and whose sum is "
-                    f"{float(total):.6g}: {PER_SAMPLE}"
-                )
-        if not all(fits):
-            self.found["sum"] = fits[1]
+def _each(z: Tensor) -> tuple[Tensor, ...]:
+    """The places of the samples, one by one: (1,) each"""
+    return torch.arange(len(z), device=z.device)[:, None].unbind()

@@ -1,0 +1,204 @@
+"""Whether a function of a batch is a mean or a sum over its samples: fn of the batch against fn of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..tolerances import SAME_LOSS, coarser, of_functions
+from .base import Target, part
+
+PER_SAMPLE = "return one value per sample, a tensor (N,)"
+
+# Samples among which a coarse precision still shows what one of them changes.
+FEW = 5
+
+
+class Coarsest(TorchFunctionMode):
+    """In which precision something is computed, if that is coarser than what it is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = torch.float64
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and coarser(out.dtype, self.dtype) != self.dtype:
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+            if any(coarser(t.dtype, out.dtype) != t.dtype for t in given):
+                self.dtype = out.dtype
+        return out
+
+
+class Samples(NamedTuple):
+    """What batches show of fn; `found` keeps whether a scalar is a "sum"."""
+
+    name: str
+    called: Callable[[Tensor, Target], Tensor]  # () or (N, …)
+    found: dict[str, bool]
+
+    def prove(self, z: Tensor, y: Target) -> bool:
+        """A ValueError if samples are coupled, for then they have no derivatives of their own; False if this batch
+        cannot tell."""
+        self._check_gradients(z, y)
+        out, again = self.called(z, y), self.called(z, y)
+        if not bool(out.isfinite().all()):
+            return False  # the value of the batch is not finite then, and the step says so
+        if not torch.equal(out, again):
+            i = int((out != again).flatten().nonzero()[0])
+            raise ValueError(
+                f"{self.name} returned {out.flatten()[i]:.6g}, and {again.flatten()[i]:.6g} for the same outputs: it "
+                "must not be random, nor remember earlier calls; draw random numbers in the model, or pass them with "
+                "the targets"
+            )
+        self._check(z, y, _firsts)
+        return len(z) > 1 and (bool(out.ndim) or "sum" in self.found)
+
+    def prove_again(self, z: Tensor, y: Target) -> None:
+        """A scalar may couple the samples of this batch, as with a mask, though not those of the first one."""
+        if len(z) > 1:
+            self._check(z, y, lambda i: [i == 0])
+
+    def _check(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]]) -> None:
+        """In float64, for what cancels in float32 would look coupled. fn may hold numbers in another precision, or
+        compute in one: then that of the outputs decides."""
+        try:
+            at, data = (part(item, torch.arange(len(z), device=z.device), len(z), torch.float64) for item in (z, y))
+            fault = self._fault(at, data, firsts, SAME_LOSS[torch.float64])
+            own = bool(fault) and self._precision(at, data) != torch.float64
+        except Exception:  # whatever fn says to another precision
+            own = True
+        if own:
+            allowed = of_functions(self._precision(z, y))
+            fault = self._fault(z, y, firsts, allowed) or self._fault(*_few(z, y), firsts, allowed)
+        if fault:
+            raise ValueError(f"{self.name} {fault}{_broadcast(z, y)}")
+
+    def _precision(self, z: Tensor, y: Target) -> torch.dtype:
+        """That of z, or a coarser one in which fn computes"""
+        with Coarsest() as seen:
+            self.called(z, y)
+        return coarser(seen.dtype, z.dtype)
+
+    def _check_gradients(self, z: Tensor, y: Target) -> None:
+        """The gradient goes through the outputs: whatever else fn depends on would not train by it."""
+        with torch.enable_grad():
+            x = z.detach().requires_grad_()
+            out = self.called(x, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y))
+        other = next((t for t in _leaves(out) if t is not x), None)
+        if other is not None:
+            raise ValueError(
+                f"{self.name} depends on a tensor of shape {tuple(other.shape)} that requires gradients and is not an "
+                "output of the model, so that this part of its gradient would be lost: a penalty on parameters is "
+                'weight_decay=…, or an output of the model with a loss of its own, such as "residual"; what is not to '
+                "train takes requires_grad_(False)"
+            )
+
+    def _fault(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]], allowed: float) -> str:
+        """What fn of the batch and fn of its parts contradict each other in, "" if in nothing."""
+        out, cuts = self.called(z, y), list(self._cuts(z, y, firsts))
+        if not out.ndim:
+            return self._fault_of_scalar(out, cuts, len(z), allowed)
+        found = (_fault_of_samples(out[index], values, len(z), allowed) for index, values in cuts)
+        return next(filter(None, found), "")
+
+    def _cuts(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of the batch, each with the rest, and fn of them; a single sample twice, to tell mean and sum."""
+        N, i = len(z), torch.arange(len(z), device=z.device)
+        halves = [i[half] for first in firsts(i) for half in (first, ~first)] if N > 1 else [i.expand(2), i]
+        for index in halves:
+            try:
+                found = self.called(*some(z, y, index))
+            except Exception as error:
+                raise ValueError(
+                    f"{self.name} was taken of {N} samples, and fails with {len(index)} of them: {error}. It must take "
+                    "batches of any size, with targets that have a row per sample"
+                ) from error
+            yield index, found
+
+    def _fault_of_scalar(self, out: Tensor, cuts: list[tuple[Tensor, Tensor]], N: int, allowed: float) -> str:
+        """Mean or sum, whichever adds up."""
+        if N == 1:
+            twice, once = (float(found) for _, found in cuts)
+            if once:
+                self.found["sum"] = abs(twice - 2 * once) < abs(twice - once)
+            return ""
+        if not bool(out.isfinite()):
+            return ""  # and so the step says
+        known = self.found.get("sum")
+        fits = [not known, known is not False]  # as a mean, as a sum
+        for (i, a), (j, b) in zip(cuts[::2], cuts[1::2], strict=True):
+            mean, total = (len(i) * a + len(j) * b) / N, a + b
+            most = allowed * (a.abs() + b.abs() + out.abs())
+            fits = [fit and bool((t - out).abs() <= most) for fit, t in zip(fits, (mean, total), strict=True)]
+            if not any(fits):
+                empty = "" if bool(total.isfinite()) else ". A mean over a mask is not finite if nothing of it is left"
+                return (
+                    f"couples the samples: of {N} samples it is {float(out):.9g}, of two parts {float(a):.9g} and "
+                    f"{float(b):.9g}, whose mean is {float(mean):.9g} and whose sum is {float(total):.9g}: {PER_SAMPLE}"
+                    f"{empty}"
+                )
+        if fits[0] != fits[1]:
+            self.found["sum"] = fits[1]
+        return ""
+
+
+def _fault_of_samples(whole: Tensor, found: Tensor, N: int, allowed: float) -> str:
+    if whole.shape != found.shape:
+        return (
+            f"returned the shape {tuple(found.shape)} for a part of the batch, where {tuple(whole.shape)} was "
+            f"expected: {PER_SAMPLE}"
+        )
+    near = (whole - found).abs() <= allowed * (whole.abs() + found.abs() + whole.abs().max())
+    if bool(near.all()):
+        return ""
+    i = int((~near).flatten().nonzero()[0])
+    return (
+        f"couples the samples: a value is {whole.flatten()[i]:.9g} in a batch of {N}, but {found.flatten()[i]:.9g} in "
+        f"a batch of {len(found)}. The value of a sample must depend on its own output and target alone: return one "
+        "value per sample, without sums, means or maxima over the batch"
+    )
+
+
+def some(z: Tensor, y: Target, index: Tensor) -> tuple[Tensor, Target]:
+    return part(z, index, len(z)), part(y, index, len(z))
+
+
+def _few(z: Tensor, y: Target) -> tuple[Tensor, Target]:
+    return some(z, y, torch.linspace(0, len(z) - 1, min(len(z), FEW), device=z.device).long())
+
+
+def _firsts(i: Tensor) -> list[Tensor]:
+    """Masks of parts of the batch"""
+    return [i == 0, i == len(i) - 1, i % 2 == 0, 3 * i < len(i)]
+
+
+def _leaves(t: Tensor) -> Iterator[Tensor]:
+    """All that t is computed from and that requires gradients"""
+    nodes: list[Any] = [t.grad_fn]
+    met = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in met:
+            met.add(node)
+            nodes += [before for before, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
+
+
+def _broadcast(z: Tensor, y: Target) -> str:
+    """A likely cause of coupled samples: z (N, 1) and y (N,), or the other way round"""
+    if not isinstance(y, Tensor) or not y.is_floating_point() or {z.shape, y.shape} != {z.shape[:1], (len(z), 1)}:
+        return ""
+    way_out = "y.unsqueeze(-1), or outputs.squeeze(-1)" if y.ndim < z.ndim else "y.squeeze(-1)"
+    return (
+        f". Outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: broadcasting pairs every output with the "
+        f"targets of all samples, use {way_out}"
+    )
