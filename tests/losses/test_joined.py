@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import marquardt as mq
 from support.reference import error
+from support.unchanged import changes, refused, world
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -26,6 +27,7 @@ FORMS = {
     "tuple": lambda m, s: (m, s),
     "dict": lambda m, s: {"mean": m, "spread": s, "steps": 3},
     "dataclass": Found,
+    "turned": lambda m, s: {"spread": s, "mean": m},
 }
 
 
@@ -87,6 +89,25 @@ def test_a_mean_and_its_variance_as_two_outputs(shape, data):
     assert lin.loss == pytest.approx(loss.item(), rel=1e-12)
     assert error(lin.gradient, expected) < 1e-12
     assert lin.loss_curvature == "fisher"
+
+
+@pytest.mark.parametrize("form", ["dict", "dataclass", "turned"])
+@pytest.mark.parametrize("loss", [nn.GaussianNLLLoss(), "gaussian_nll"], ids=str)
+def test_names_have_no_order(form, loss, data):
+    """A variance taken for a mean would train silently."""
+    x, y = data
+    model = Two(form)
+    opt = mq.LM(model, loss)
+    before = world(model, opt)
+    with refused("'spread' (7, 2)", "order that their names do not tell", "loss={('mean', 'spread'): …}"):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+    plain = Two()
+    plain.load_state_dict(model.state_dict())
+    expected = mq.linearize(plain, loss, x, y)
+    found = mq.linearize(model, {("mean", "spread"): loss}, x, y)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert error(found.gradient, expected.gradient) < 1e-12
 
 
 def test_targets_that_fit_neither_shape_are_refused(data):

@@ -115,7 +115,7 @@ class Two(nn.Module):
     ("form", "loss", "target"),
     [
         (lambda *t: t, Gaussian(), lambda y: y),
-        (lambda m, s: {"mean": m, "spread": s}, Gaussian(), lambda y: y),
+        (lambda m, s: {"mean": m, "spread": s}, {("mean", "spread"): Gaussian()}, lambda y: y),
         (lambda m, s: {"pose": (m, s), "other": m}, {"pose": Gaussian()}, lambda y: {"pose": y}),
         (
             lambda m, s: {"mean": m, "spread": s, "other": m},

@@ -20,7 +20,8 @@ class GaussianNLL(Loss):
 
     SSᵀ is the mean of ∂²ℓ/∂z² over y of this distribution, for ℓ is not convex. With `variance` the second half is v
     itself, at least `eps`: `nn.GaussianNLLLoss`; then S = diag(v^−½, 2^−½/v). `full` adds ½ log 2π. ℓ has no lower
-    bound: where e = 0 it falls with v. A model may return (mean, variance) as two outputs.
+    bound: where e = 0 it falls with v. A model may return (mean, variance) as a tuple; of outputs that have names
+    {("mean", "variance"): loss} says which is which.
     """
 
     fisher: ClassVar[bool] = True

@@ -48,7 +48,8 @@ def floating(raw: Any) -> list[Tensor]:
 
 def taken(raw: Any, count: int = 1) -> Tensor:
     """z of a single loss: the tensor that the model returns, its `logits`, or the only floating-point tensor in what it
-    returns. If the loss takes several outputs, all of them, flattened and side by side."""
+    returns. If the loss takes several outputs, all of them in their order, flattened and side by side: those of a dict
+    have names and no order."""
     if isinstance(raw, Tensor) and raw.ndim:
         return raw
     found = named(raw)
@@ -56,11 +57,17 @@ def taken(raw: Any, count: int = 1) -> Tensor:
     if count == 1 and isinstance(logits, Tensor) and logits.ndim:
         return logits
     z = floating(raw)
+    choice = [k for k, t in found.items() if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
+    if len(z) == count and count > 1 and len(choice) > 1 and not isinstance(raw, (tuple, list)):
+        orders = " or ".join(f"loss={{({', '.join(map(repr, names))}): …}}" for names in (choice, choice[::-1]))
+        raise ValueError(
+            f"the model returned {shown(raw)}, and the loss takes {count} outputs in an order that their names do not "
+            f"tell (a mean comes before its variance): say it, {orders}"
+        )
     if len(z) == count:
         return z[0] if count == 1 else side_by_side(z, raw)
     if isinstance(raw, Tensor):
         raise TypeError("the model returned a 0-dimensional tensor: it must return outputs with a row per sample")
-    choice = [k for k, t in found.items() if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
     example = ", ".join(f"{k!r}: {loss}" for k, loss in zip(choice, ('"mse"', '("huber", 0.1)'), strict=False))
     way_out = f"name the outputs that have a loss, such as loss={{{example}}}" if choice else "wrap it in one that does"
     several = "it is taken of one tensor" if count == 1 else f"it takes {count} of them"
