@@ -245,6 +245,22 @@ def test_what_does_not_fit_is_refused(loss, change, says, curvature):
     assert changes(before, world(model, opt)) == []
 
 
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [(lambda w: -w, "weight[0] is -0.5"), (lambda w: w.index_fill(0, torch.tensor(5), torch.nan), "nan")],
+)
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_bad_weights_are_told_as_such(chunk, bad, says):
+    """Not as targets that are all ignored; in chunks the sum over all of them may come first."""
+    model, (x, y) = Heads(), data()
+    weight = bad(torch.full((6,), 0.5))
+    opt = lm(model, BOTH, curvature=mq.Dense(chunk=chunk, inertia=0.0))
+    before = world(model, opt)
+    with refused(says, "sample weights must be finite and not negative"):
+        opt.step(x, y, weight)
+    assert changes(before, world(model, opt)) == []
+
+
 def test_weights_that_do_not_fit_are_refused():
     model, (x, y) = Heads(), data()
     opt = lm(model, BOTH)

@@ -23,6 +23,8 @@ from .outputs import taken
 
 Target: TypeAlias = Any  # a tensor; Residual takes None too
 
+WEIGHTS = "sample weights must be finite and not negative"
+
 
 class Root(NamedTuple):
     """SSᵀ = ∂²value/∂z² and Su + v = ∂value/∂z, group by group."""
@@ -263,7 +265,7 @@ class Loss(ABC):
         if weight is not None:
             check_weight(weight, z)
             bad = ~(weight >= 0) | weight.isinf()
-            faults.append(Fault(bad, weight, "weight", "sample weights must be finite and not negative"))
+            faults.insert(0, Fault(bad, weight, "weight", WEIGHTS))  # sums of such weights would be faults too
         if not part:
             total = self.normaliser(z, y, weight)
             nothing = "every target has weight 0 or is ignored (ignore_index), leave this batch out"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import Fault, Loss, Root, Target, check_weight, spread
+from .base import WEIGHTS, Fault, Loss, Root, Target, check_weight, spread
 from .elementwise import Residual
 from .outputs import Name, OutputLayout, picked, side_by_side
 
@@ -224,9 +224,11 @@ class Tasks(Loss):
         if self.kept is not None:
             nothing = "every target of the task has weight 0 or is ignored (ignore_index), leave this batch out"
             for task, kept in zip(self.tasks, self.kept, strict=True):
-                found.append(
-                    Fault(~(kept > 0), kept, f"output {task.name!r}: the total weight of the targets", nothing)
-                )
+                name = f"output {task.name!r}: the total weight of the targets"
+                found += [
+                    Fault(kept == 0, kept, name, nothing),
+                    Fault(~kept.isfinite() | (kept < 0), kept, name, WEIGHTS),
+                ]
         return found
 
 
