@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -95,8 +96,7 @@ class Loss(ABC):
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum" (one number to minimise), got {self.reduction!r}')
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise ValueError(f"factor must be positive and finite, got {self.factor!r}")
+        check_positive(self.factor, "factor")
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -317,6 +317,13 @@ def check_weights(t: Any, name: str) -> None:
         raise ValueError(f"{name} must be finite, not negative and not all zero, got {t.tolist()}")
 
 
-def check_positive(value: float, name: str) -> None:
+def check_number(value: Any, name: str) -> None:
+    """For options of a loss."""
+    if not (isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def check_positive(value: Any, name: str) -> None:
+    check_number(value, name)
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")

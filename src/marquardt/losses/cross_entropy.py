@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..deferred import recording
-from .base import Fault, Loss, Target, check_like, check_weights, same_device, weighted
+from .base import Fault, Loss, Target, check_like, check_number, check_weights, same_device, weighted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +36,7 @@ class CrossEntropy(Loss):
         super().__post_init__()
         if self.class_dim not in (None, 1, -1):
             raise ValueError(f"class_dim must be 1, -1 or None, got {self.class_dim!r}: classes come second or last")
+        check_number(self.label_smoothing, "label_smoothing")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
         if self.class_weight is not None:

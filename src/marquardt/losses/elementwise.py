@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Fault, Loss, Target, check_weights, weighted
+from .base import Fault, Loss, Target, check_positive, check_weights, weighted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,8 +92,7 @@ class Huber(Elementwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (math.isfinite(self.delta) and self.delta > 0):
-            raise ValueError(f"delta must be positive and finite, got {self.delta!r}")
+        check_positive(self.delta, "delta")
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return F.huber_loss(z, y, reduction="none", delta=self.delta)

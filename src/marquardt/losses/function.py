@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .base import Fault, Loss, Root, Target, weighted
+from .base import Fault, Loss, Root, Target, check_number, weighted
 from .outputs import OutputLayout
 from .samples import PER_SAMPLE, Samples, some
 from .second import FORMED, Blocks, Product, eigen, find, group, lanczos, product_of, spread, ungroup
@@ -45,6 +45,7 @@ class Function(Loss):
         super().__post_init__()
         if not callable(self.fn):
             raise TypeError(f"Function needs a function of outputs and targets, got {self.fn!r}")
+        check_number(self.low, "low")
         if not self.low < math.inf:
             raise ValueError(f"low={self.low!r}: what no value of fn falls below, a number or -math.inf")
         if isinstance(self.fn, nn.Module):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import Target, check_positive
+from .base import Fault, Target, check_number, check_positive
 from .elementwise import Elementwise
 
 # Of the mean residual; between 1e-8 and 0.1 it makes no difference to a small regression, 1 is too much.
@@ -44,34 +45,62 @@ class Quantile(Elementwise):
     ℓ′ = ½ − q − ½e/√(e² + h²),  s = (4(e² + h²))^(−¼).
 
     s² is that of the quadratic that touches ½√(e² + h²) and lies above it. `smoothing`, h, is in the units of the
-    targets; the quantile is off by about h.
+    targets; the quantile is off by about h. Several levels q are those of the outputs (N, …, k) along their last
+    dimension, with targets of the same shape: y.expand_as(z).
     """
 
     majorises: ClassVar[bool] = True
-    q: float = 0.5
+    q: float | Sequence[float] | Tensor = 0.5
     smoothing: float = 0.01
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.q < 1:
+        levels = self.q.tolist() if hasattr(self.q, "tolist") else self.q
+        object.__setattr__(self, "q", tuple(levels) if isinstance(levels, (list, tuple)) else levels)
+        for q in self._levels:
+            check_number(q, "q")
+        if not self._levels or not all(0 < q < 1 for q in self._levels):
             raise ValueError(f"q must lie between 0 and 1, got {self.q!r}")
         check_positive(self.smoothing, "smoothing")
 
+    @property
+    def _levels(self) -> tuple[Any, ...]:
+        return self.q if isinstance(self.q, tuple) else (self.q,)
+
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
-        return (self.q - 0.5) * (y - z) + 0.5 * self._root(z, y)
+        return (self._q(z) - 0.5) * (y - z) + 0.5 * self._root(z, y)
 
     def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        return 0.5 - self.q - 0.5 * (y - z) / self._root(z, y)
+        return 0.5 - self._q(z) - 0.5 * (y - z) / self._root(z, y)
 
     def s(self, z: Tensor, y: Tensor) -> Tensor:
         return (2 * self._root(z, y)).rsqrt()
+
+    def _q(self, z: Tensor) -> Tensor:
+        """(1,) or (k,), without a copy to the device"""
+        return torch.cat([z.new_full((1,), q) for q in self._levels])
 
     def _root(self, z: Tensor, y: Tensor) -> Tensor:
         return torch.hypot(y - z, z.new_full((), self.smoothing))
 
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """Σ w h√(q(1 − q)): the least of each ℓ."""
-        return self.smoothing * math.sqrt(self.q * (1 - self.q)) * self.normaliser(z, y, weight)
+        least = [self.smoothing * math.sqrt(q * (1 - q)) for q in self._levels]
+        return sum(least) / len(least) * self.normaliser(z, y, weight)
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        if isinstance(self.q, tuple):
+            k = len(self.q)
+            if z.ndim < 2 or z.shape[-1] != k:
+                raise ValueError(
+                    f"outputs have shape {tuple(z.shape)}: Quantile of {k} levels needs one for each, (N, …, {k})"
+                )
+            if isinstance(y, Tensor) and y.shape != z.shape and y.numel() * k == z.numel():
+                raise ValueError(
+                    f"outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: every level needs its target, "
+                    f"y.reshape({', '.join(map(str, (*z.shape[:-1], 1)))}).expand{tuple(z.shape)}"
+                )
+        return super().faults(z, y)
 
 
 @dataclass(frozen=True, eq=False)
