@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from .model.parameters import changing
 from .optimizer import LM
 
 ENTRY = "marquardt"  # of a checkpoint, beside Lightning's own
@@ -35,14 +36,16 @@ class LMModule(LightningModule):
     `accepted` are logged, and `on_train_batch_end` finds the `Step` in its outputs.
 
     Validation, tests and predictions see the averaged weights, if LM keeps an average. The weights in the module are
-    the last ones otherwise, during and after `fit`; `with module.averaged():` shows the averaged ones. A checkpoint has
-    both: `fit(ckpt_path=…)` goes on from the last weights, everything else loads the averaged ones.
+    the last ones otherwise, during and after `fit`; `with module.averaged():` shows the averaged ones. The `state_dict`
+    of a checkpoint has the averaged weights, which were validated, and its entry "marquardt" the last ones, from which
+    `fit(ckpt_path=…)` goes on.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lm: LM | None = None  # the one that has moved the weights, unless others were loaded since
         self._shown = ExitStack()  # closed when the evaluation ends
+        self._training: list[nn.Module] = []  # what was in train mode before it
         self._stepped = False
         self._resumed: dict[str, Any] = {}
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
@@ -91,18 +94,34 @@ class LMModule(LightningModule):
             with self._lm.averaged():
                 yield
 
-    # Entered before eval(), since LM finds the statistics of BatchNorm layers in train mode anew.
+    def _show(self) -> None:
+        """Before eval(), since LM finds the statistics of BatchNorm layers in train mode anew."""
+        self._training = [m for m in self.modules() if m.training]
+        self._shown.enter_context(self.averaged())
+
+    @contextmanager
+    def _as_shown(self) -> Iterator[None]:
+        """The averaged weights as the last evaluation saw them, for callbacks that save before its eval() is undone."""
+        modes = [] if self.training else [(m, m.training) for m in self._training]
+        try:
+            for m, _ in modes:
+                m.training = True
+            with self.averaged():
+                yield
+        finally:
+            for m, mode in modes:
+                m.training = mode
 
     def on_validation_model_eval(self) -> None:
-        self._shown.enter_context(self.averaged())
+        self._show()
         super().on_validation_model_eval()
 
     def on_test_model_eval(self) -> None:
-        self._shown.enter_context(self.averaged())
+        self._show()
         super().on_test_model_eval()
 
     def on_predict_model_eval(self) -> None:
-        self._shown.enter_context(self.averaged())
+        self._show()
         super().on_predict_model_eval()
 
     # Checkpoints.
@@ -116,25 +135,16 @@ class LMModule(LightningModule):
                 "the module has its averaged weights now, and a checkpoint to go on from needs the last ones: save it "
                 "after the evaluation, for example in on_train_epoch_end or by a ModelCheckpoint"
             )
-        with self.averaged():
-            trained = set() if self._lm is None else {id(p) for p in self._lm.params}
-            averaged = {
-                name: t.detach().clone()
-                for name, t in self.state_dict(keep_vars=True).items()
-                if id(t) in trained or not isinstance(t, nn.Parameter)
-            }
-        checkpoint[ENTRY] = {
-            "averaged": averaged,
+        kept: dict[str, Any] = {
             "generators": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],
             "within_epoch": not self.trainer.is_last_batch,
         }
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        found = checkpoint.get(ENTRY, {})
-        if self._trainer is not None and self.trainer.state.fn == "fit":
-            self._resumed = found
-        else:
-            checkpoint["state_dict"] = {**checkpoint["state_dict"], **found.get("averaged", {})}
+        if self._lm is not None and self._lm.average is not None:
+            if "optimizer_states" in checkpoint:  # or nothing can go on from it
+                kept["last"] = changing(self, self._lm.params)
+            with self._as_shown():
+                checkpoint["state_dict"] = {**checkpoint["state_dict"], **changing(self, self._lm.params)}
+        checkpoint[ENTRY] = kept
 
 
 def _forget(module: nn.Module, _: Any) -> None:
@@ -147,6 +157,15 @@ class LMCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             check_trainer(trainer)
+
+    def on_load_checkpoint(  # type: ignore[override]
+        self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A run goes on from the last weights, after the module has loaded the averaged ones."""
+        if trainer.state.fn == "fit":
+            pl_module._resumed = checkpoint.get(ENTRY, {})
+            last = {**checkpoint["state_dict"], **pl_module._resumed.get("last", {})}
+            trainer.strategy.load_model_state_dict({"state_dict": last}, strict=pl_module.strict_loading)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
         found = trainer.optimizers

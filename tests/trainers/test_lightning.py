@@ -124,6 +124,51 @@ def test_a_checkpoint_saved_after_fit_goes_on_too(tmp_path):
 JUMPY = {"schedule": mq.Constant(1e-3)}
 
 
+class Unaware(L.LightningModule):
+    """Loads what others have saved, without LM."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+
+@pytest.mark.parametrize("kind", [Net, Normalized])
+@pytest.mark.parametrize(
+    ("alone", "options"),
+    [(False, {}), (True, {}), (False, {"val_check_interval": 2})],
+    ids=["checkpoint", "weights alone", "saved in eval mode"],
+)
+def test_a_file_has_the_weights_that_were_validated(kind, alone, options, tmp_path):
+    net = made(kind, **JUMPY, curvature=mq.MatrixFree())
+    best = ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=alone)
+    trainer(tmp_path, max_epochs=3, callbacks=[best], **options).fit(net, loader(), loader(shuffle=False))
+    other = Unaware.load_from_checkpoint(best.best_model_path, layers=kind().layers)
+    plain = kind()
+    plain.load_state_dict(torch.load(best.best_model_path)["state_dict"])
+    assert ("last" in torch.load(best.best_model_path)["marquardt"]) == (not alone)
+    for layers in (other.layers.eval(), plain.layers.eval()):
+        with torch.no_grad():
+            losses = [cross_entropy(layers(x), y) for x, y in loader(shuffle=False)]
+        assert float(torch.stack(losses).mean()) == pytest.approx(float(best.best_model_score), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Net, Normalized])
+def test_a_module_with_hooks_of_its_own_goes_on_from_the_last_weights(kind, tmp_path):
+    class Own(kind):
+        def on_load_checkpoint(self, checkpoint):
+            self.loaded = dict(checkpoint["state_dict"])
+
+    parts = {**JUMPY, "curvature": mq.MatrixFree()}
+    net = made(kind, **parts)
+    run = trainer(tmp_path, max_epochs=2)
+    run.fit(net, loader())
+    run.save_checkpoint(tmp_path / "two.ckpt")
+    again = made(Own, seed=2, **parts)
+    trainer(tmp_path, max_epochs=2).fit(again, loader(), ckpt_path=tmp_path / "two.ckpt")
+    assert same(dict(again.state_dict()), dict(net.state_dict()))
+    assert not same(again.loaded, dict(net.state_dict()))
+
+
 def test_everything_but_training_sees_the_averaged_weights(tmp_path):
     net, seen = made(**JUMPY), Losses()
     best = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=1)
@@ -145,7 +190,7 @@ def test_everything_but_training_sees_the_averaged_weights(tmp_path):
     loaded = Net.load_from_checkpoint(best.best_model_path)
     (validated,) = trainer(tmp_path).validate(loaded, loader(shuffle=False), verbose=False)
     assert validated["val_loss"] == pytest.approx(float(best.best_model_score), rel=1e-6)
-    assert not same(dict(loaded.state_dict()), saved["state_dict"])
+    assert same(dict(loaded.state_dict()), saved["state_dict"])
 
     (tested,) = run.test(net, loader(shuffle=False), ckpt_path="best", verbose=False)  # into the module of this run
     assert tested["test_loss"] == pytest.approx(float(best.best_model_score), rel=1e-6)
@@ -168,7 +213,8 @@ def test_a_file_has_both_weights_of_tied_layers_and_one_of_frozen_ones(tmp_path)
     run = trainer(tmp_path, max_steps=3)
     run.fit(net, loader())
     run.save_checkpoint(tmp_path / "tied.ckpt")
-    saved = torch.load(tmp_path / "tied.ckpt")["marquardt"]["averaged"]
+    saved = torch.load(tmp_path / "tied.ckpt")["marquardt"]["last"]
+    assert same(saved, {name: t for name, t in net.state_dict().items() if name in saved})
     assert [name for name in net.state_dict() if name not in saved] == ["frozen.weight", "frozen.bias"]
     loaded = Tied.load_from_checkpoint(tmp_path / "tied.ckpt")
     with net.averaged():

@@ -135,6 +135,14 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name.replace("_orig_mod.", ""), p
 
 
+def changing(model: nn.Module, params: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Of a state_dict what differs between the last and the averaged weights, copies: parameters that train, under all
+    their names, and buffers."""
+    trained = {id(p) for p in params}
+    entries = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    return {k: t.detach().clone() for k, t in entries.items() if id(t) in trained or not isinstance(t, nn.Parameter)}
+
+
 def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
     """The gradient of a parameter as a vector, None for 0"""
     if gradient is None:
