@@ -9,20 +9,25 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import SchedulerType
 
 from .losses import CrossEntropy, Loss, resolve
+from .model.batch import Batch, forward
+from .model.parameters import changing
+from .model.precision import full
 from .optimizer import LM
 from .report import Step
+
+LAST = "last weights"  # of a state_dict
 
 # In the names of models that have the classes of every token last.
 TEXT = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "TokenClassification")
@@ -49,9 +54,10 @@ class LMTrainer(Trainer):
     logits at a token are for the label of the next one; by default they are if the model is one for causal language
     modelling. Models whose labels are more than one tensor override `unpack`.
 
-    Evaluation and prediction see the averaged weights, if LM keeps an average, and `save_model` and `push_to_hub` take
-    them; checkpoints have the last weights, to go on from, and the averaged ones in the state of the optimizer. With
-    `load_best_model_at_end` both are those of the best checkpoint.
+    Evaluation, prediction and all that is saved have the averaged weights, if LM keeps an average, and so has the model
+    when `train` returns. In between it has the last ones, and `with trainer.averaged():` shows the others. The last
+    ones, to go on from, are in the `optimizer.pt` of a checkpoint; a second `train` goes on from them too. With
+    `load_best_model_at_end` all are those of the best checkpoint.
 
     `label_smoothing_factor` goes to the loss. A learning rate of 5e-5, gradients clipped to 1 and a linear schedule are
     what `TrainingArguments` have for AdamW if nothing is said, and count as not given: the learning rate is 1
@@ -80,8 +86,10 @@ class LMTrainer(Trainer):
         self.loss = smoothed(resolve(loss), args.label_smoothing_factor)
         self.make, self.shift_labels = make, shift_labels
         self._taken: Step | None = None
-        self._sums: Tensor | None = None  # of the parameters as LM has left them; None if it is to begin
+        self._loop: TakenStep | None = None
+        self._sums: Tensor | None = None  # of the parameters as they were left here; None if LM is to begin
         super().__init__(model, args, **options)
+        self.callback_handler.callbacks.insert(0, Ending(self))  # other callbacks may save the model
 
     # Training.
 
@@ -89,19 +97,35 @@ class LMTrainer(Trainer):
         if self.optimizer is None:
             assert self.model is not None
             self.lm = self.make(self.model, in_sequence(self.loss, self.model))
-            self.optimizer = TakenStep(self.lm)
+            self.optimizer = self._loop = TakenStep(self.lm)
         return self.optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments(self.args)  # a search of hyperparameters may have changed them
+        if self._loop is not None and self._untouched:
+            self._loop.go_on()
         self._sums = None
-        output = super().train(*args, **kwargs)
-        best = self.state.best_model_checkpoint
-        if self.args.load_best_model_at_end and best is not None and self.lm is not None:
+        return super().train(*args, **kwargs)
+
+    def conclude(self) -> None:
+        """The model keeps its averaged weights; LM knows the last ones. If others were the best, those are loaded."""
+        lm, loop = self.lm, self._loop
+        assert lm is not None
+        assert loop is not None
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        if best is None and lm.average is not None:
+            last = changing(lm.model, lm.params)
+            with self.averaged():
+                averaged = changing(lm.model, lm.params)
+            put(lm.model, averaged)
+            loop.last = last
+        elif best is not None and not self.args.save_only_model:
             found = torch.load(os.path.join(best, "optimizer.pt"), map_location="cpu", weights_only=True)
-            self.lm.load_state_dict(found)
-            self._sums = sums(self.lm)
-        return output
+            loop.last = found.pop(LAST, None)
+            lm.load_state_dict(found)
+        elif best is not None:
+            return  # these weights are not those that LM has left
+        self._sums = sums(lm)
 
     def unpack(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """What the model takes, and the targets of its logits."""
@@ -129,6 +153,20 @@ class LMTrainer(Trainer):
         self._sums = sums(self.lm)
         return torch.tensor(self._taken.loss, device=self.args.device)
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """In evaluation, of the logits as in training: transformers divides by other numbers of tokens there."""
+        batch = Batch(*self.unpack(inputs))
+        raw = forward(model, batch.inputs)
+        loss = value(in_sequence(self.loss, self.model), full(raw), batch)
+        outputs = raw if isinstance(raw, dict) else (loss, *(raw if isinstance(raw, (tuple, list)) else [raw]))
+        return (loss, outputs) if return_outputs else loss
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if logs.pop("grad_norm", None) is not None and self._taken is not None:  # of gradients that there are not
             logs.update(lam=self._taken.lam, accepted=float(self._taken.accepted))
@@ -136,25 +174,35 @@ class LMTrainer(Trainer):
 
     # Averaged weights.
 
+    @property
+    def _untouched(self) -> bool:
+        return self.lm is not None and (self._sums is None or torch.equal(self._sums, sums(self.lm)))
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with its averaged weights; as it is, if there are none or if other weights were loaded since."""
-        lm = self.lm
-        if lm is None or lm.average is None or not (self._sums is None or torch.equal(self._sums, sums(lm))):
+        """The model with its averaged weights; as it is, if there are none, if it has them, or if other weights were
+        loaded since."""
+        lm, loop = self.lm, self._loop
+        if lm is None or loop is None or lm.average is None or loop.last is not None or not self._untouched:
             yield
-        else:
-            with lm.averaged():
-                yield
+            return
+        with ExitStack() as shown:
+            modes = [(m, m.training) for m in lm.model.modules()]
+            lm.model.train()  # as in every step: the statistics of BatchNorm are found anew
+            try:
+                shown.enter_context(lm.averaged())
+            finally:
+                for m, mode in modes:
+                    m.training = mode
+            yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self.averaged():
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if _internal_call:  # a checkpoint, to go on from
-            return super().save_model(output_dir, _internal_call)
         with self.averaged():
-            super().save_model(output_dir)
+            super().save_model(output_dir, _internal_call)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         with self.averaged():
@@ -166,6 +214,7 @@ class TakenStep(torch.optim.Optimizer):
 
     def __init__(self, lm: LM) -> None:
         self.lm = lm
+        self.last: dict[str, Tensor] | None = None  # to go on from, if the model has the averaged weights
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["lm"], name)
@@ -174,15 +223,55 @@ class TakenStep(torch.optim.Optimizer):
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        return self.lm.state_dict()
+        if self.lm.average is None:
+            return self.lm.state_dict()
+        last = changing(self.lm.model, self.lm.params) if self.last is None else self.last
+        return {**self.lm.state_dict(), LAST: last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.lm.load_state_dict(state_dict)
+        self.lm.load_state_dict({k: v for k, v in state_dict.items() if k != LAST})
+        self.last = state_dict.get(LAST)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The last weights into the model, if it has the averaged ones."""
+        if self.last is not None:
+            put(self.lm.model, self.last)
+            self.last = None
+
+
+class Ending(TrainerCallback):
+    """The first to hear that the training has ended."""
+
+    def __init__(self, trainer: LMTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.conclude()
+
+
+def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """These entries of its state_dict"""
+    entries = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, t in values.items():
+            entries[name].copy_(t)
 
 
 def sums(lm: LM) -> Tensor:
     """One number for each parameter: other weights that are loaded have others."""
     return torch.stack([p.detach().sum(dtype=torch.float64) for p in lm.params])
+
+
+def value(loss: Loss, raw: Any, batch: Batch) -> Tensor:
+    """As LM reports it: (). NaN if all targets are ignored."""
+    y, w = batch.targets, batch.weight
+    loss = loss.bound(raw, y, w)
+    z = loss.joined(raw)
+    loss.check(z, y, w, part=True)
+    scale: Any = (loss.reported or loss).scale
+    found: Tensor = loss.value(z, y, w) * scale(loss.normaliser(z, y, w))
+    return found
 
 
 def base_of(model: Any) -> Any:
@@ -222,8 +311,3 @@ def check_arguments(args: TrainingArguments) -> None:
         found = getattr(args, name)
         if found != usual[name] and (found or name == "learning_rate"):
             raise ValueError(f"{name}={found!r}: {reason}")
-    if args.load_best_model_at_end and args.save_only_model:
-        raise ValueError(
-            "load_best_model_at_end=True with save_only_model=True: the averaged weights that were the best are in the "
-            "state of the optimizer: leave save_only_model out"
-        )

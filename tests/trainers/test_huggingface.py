@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer
+from transformers import BertForSequenceClassification, EarlyStoppingCallback, Trainer, TrainerCallback
 
 import marquardt as mq
 from marquardt.huggingface import LMTrainer, check_arguments
@@ -32,6 +32,36 @@ class Watched(LMTrainer):
         return super().unpack(inputs)
 
 
+class Watcher(TrainerCallback):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def on_train_begin(self, *args, **kwargs):
+        self.seen()
+
+    on_train_end = on_train_begin
+
+
+class Normalized(nn.Module):
+    """BatchNorm: the averaged weights have statistics of their own. No model of transformers."""
+
+    def __init__(self, form=lambda z: {"logits": z}):
+        super().__init__()
+        torch.manual_seed(1)
+        layers = nn.Flatten(), nn.Linear(5 * 4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+        self.words, self.layers, self.form = nn.Embedding(12, 4), nn.Sequential(*layers), form
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return self.form(self.layers(self.words(input_ids)))
+
+    @staticmethod
+    def loss_of(model):
+        """On all rows, in eval mode"""
+        with torch.no_grad():
+            z = model.eval().layers(model.words(Rows().words))
+        return nn.functional.cross_entropy(z, Rows().labels).item()
+
+
 def watched(folder, model, loss="cross_entropy", kind="sentence", **options):
     return Watched(model, arguments(folder, **options), train_dataset=Rows(kind=kind), loss=loss)
 
@@ -48,7 +78,8 @@ def test_a_run_is_that_of_a_plain_loop(tmp_path):
     opt = mq.LM(plain, "cross_entropy")
     steps = [opt.step(*labels_of(batch)) for batch in run.batches]
     assert output.global_step == len(steps) == 18
-    assert same(dict(model.state_dict()), dict(plain.state_dict()))
+    with opt.averaged():
+        assert same(dict(model.state_dict()), dict(plain.state_dict()))
     assert same(progress(run.optimizer.state_dict()), progress(opt.state_dict()))
     logged = [entry for entry in run.state.log_history if "loss" in entry]
     assert [entry["lam"] for entry in logged] == [step.lam for step in steps]
@@ -78,7 +109,30 @@ def test_the_loss_is_that_of_the_model(make, loss, kind, smoothing, tmp_path):
     usual = Trainer(twin, arguments(tmp_path, label_smoothing_factor=smoothing))
     own = usual.compute_loss(twin, dict(run.batches[0])).item()
     assert run.state.log_history[0]["loss"] == pytest.approx(own, rel=1e-5)
+    assert run.compute_loss(twin, dict(run.batches[0])).item() == pytest.approx(own, rel=1e-5)
     assert not same(theta(model), theta(twin))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_evaluation_has_the_loss_of_training(kind, tmp_path):
+    make, loss, data = MODELS[kind]
+    model = make(dropout=0.0)
+    run = trainer(tmp_path, model, {"loss": loss}, kind=data, per_device_eval_batch_size=48)
+    rows = Rows(kind=data)
+    batch = {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+    assert run.evaluate()["eval_loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+    predicted = run.predict(rows)
+    assert predicted.metrics["test_loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+    logits = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
+    torch.testing.assert_close(torch.from_numpy(logits), model(**batch).logits.detach())
+
+
+@pytest.mark.parametrize("form", [lambda z: z, lambda z: (z,), lambda z: {"logits": z}])
+def test_evaluation_of_models_that_return_no_loss(form, tmp_path):
+    model = Normalized(form)
+    run = trainer(tmp_path, model)
+    assert run.evaluate()["eval_loss"] == pytest.approx(Normalized.loss_of(model), rel=1e-5)
+    assert run.predict(Rows()).predictions.shape == (48, 3)
 
 
 def test_labels_are_shifted_as_told(tmp_path):
@@ -117,13 +171,13 @@ def told(run):
 @pytest.mark.parametrize(("make", "kind", "saving", "stop"), RUNS.values(), ids=RUNS)
 def test_a_resumed_run_is_the_undisturbed_one(make, kind, saving, stop, tmp_path):
     options = {"eval_strategy": "epoch", "lr_scheduler_type": "cosine", **saving}
-    run = trainer(tmp_path / "one", make(), kind=kind, **options)
+    run = trainer(tmp_path / "one", make(), JUMPY, kind=kind, **options)
     run.train()
     model = make(seed=2)
     if make is lora:  # the checkpoint has the adapter alone
         frozen = {k: v for k, v in make().state_dict().items() if "lora" not in k and "modules_to_save" not in k}
         model.load_state_dict(frozen, strict=False)
-    other = trainer(tmp_path / "two", model, kind=kind, **options)
+    other = trainer(tmp_path / "two", model, JUMPY, kind=kind, **options)
     other.train(resume_from_checkpoint=str(tmp_path / "one" / f"checkpoint-{stop}"))
     assert (run.state.global_step, other.state.global_step) == (18, 18)
     assert same(dict(model.state_dict()), dict(run.model.state_dict()))
@@ -131,61 +185,112 @@ def test_a_resumed_run_is_the_undisturbed_one(make, kind, saving, stop, tmp_path
     assert told(other) == told(run)
 
 
+def test_a_second_run_goes_on_from_the_last_weights(tmp_path):
+    model = bert(dropout=0.0)
+    plain = copy.deepcopy(model)
+    run = Watched(model, arguments(tmp_path), train_dataset=Rows(), loss="cross_entropy", **JUMPY)
+    opt = JUMPY["make"](plain, "cross_entropy")
+    for _ in range(2):
+        run.batches = []
+        run.train()
+        for batch in run.batches:
+            opt.step(*labels_of(batch))
+        with opt.averaged():
+            assert same(theta(model), theta(plain))
+        assert not same(theta(model), theta(plain))
+    other = bert(seed=5)
+    model.load_state_dict(other.state_dict())  # they are to train now, and are not to be replaced
+    start = []
+    run.add_callback(Watcher(lambda: start.append(theta(model))))
+    run.train()
+    assert same(start[0], theta(other))
+
+
 # ---- which weights
 
 
 def test_everything_but_training_sees_the_averaged_weights(tmp_path, monkeypatch):
+    model, ends = bert(dropout=0.0), []
+    plain = copy.deepcopy(model)
     options = {"save_strategy": "epoch", "eval_strategy": "epoch"}
-    run = trainer(tmp_path, bert(dropout=0.0), JUMPY, **options)
+    run = Watched(model, arguments(tmp_path, **options), train_dataset=Rows(), eval_dataset=Rows(),
+                  loss="cross_entropy", callbacks=[Watcher(lambda: ends.append(theta(model)))], **JUMPY)  # fmt: skip
     run.train()
-    last, model = theta(run.model), run.model
-    evaluated = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
-    with run.lm.averaged():
-        averaged = theta(model)
+    opt = JUMPY["make"](plain, "cross_entropy")
+    for batch in run.batches[:6] + run.batches[8:14] + run.batches[16:22]:  # evaluation has batches too
+        opt.step(*labels_of(batch))
+    last = theta(plain)
+    with opt.averaged():
+        averaged = theta(plain)
     assert not torch.equal(averaged, last)
-    saved = load_file(tmp_path / "checkpoint-18" / "model.safetensors")
-    assert same(saved["classifier.weight"], model.classifier.weight.detach())
+    assert same(theta(model), averaged)
+    assert same(ends[1], averaged)  # callbacks that save the model at the end have them too
 
+    evaluated = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
     assert run.evaluate()["eval_loss"] == evaluated[-1]
     predicted = run.predict(Rows())
     assert predicted.metrics["test_loss"] == evaluated[-1]
-    assert same(theta(model), last)
+    saved = torch.load(tmp_path / "checkpoint-18" / "optimizer.pt")["last weights"]
+    assert same(torch.cat([saved[name].flatten() for name, _ in model.named_parameters()]), last)
     run.save_model(str(tmp_path / "final"))
-    assert same(theta(BertForSequenceClassification.from_pretrained(tmp_path / "final")), averaged)
-    assert same(theta(model), last)
-
+    for folder in ("checkpoint-18", "final"):
+        assert same(theta(BertForSequenceClassification.from_pretrained(tmp_path / folder)), averaged)
     monkeypatch.setattr(Trainer, "push_to_hub", lambda self: theta(self.model))
     assert same(run.push_to_hub(), averaged)
+    assert same(theta(model), averaged)
 
     model.load_state_dict(bert(seed=5).state_dict())  # other weights, of which there is no average
     usual = Trainer(model, arguments(tmp_path), eval_dataset=Rows())
-    assert run.evaluate()["eval_loss"] == usual.evaluate()["eval_loss"]
+    assert run.evaluate()["eval_loss"] == pytest.approx(usual.evaluate()["eval_loss"], rel=1e-6)
 
 
-def test_the_best_weights_at_the_end(tmp_path):
+def test_a_checkpoint_within_training_has_the_averaged_weights(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 9, "eval_strategy": "steps", "eval_steps": 9}
+    run = trainer(tmp_path, Normalized(), JUMPY, per_device_eval_batch_size=48, **options)
+    run.train()
+    evaluated = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    for step, loss in zip((9, 18), evaluated, strict=True):
+        model = Normalized()
+        model.load_state_dict(load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors"))
+        assert Normalized.loss_of(model) == pytest.approx(loss, rel=1e-5)
+    assert Normalized.loss_of(run.model) == pytest.approx(evaluated[-1], rel=1e-5)
+    other = trainer(tmp_path / "two", Normalized(), JUMPY, **options)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    assert same(dict(other.model.state_dict()), dict(run.model.state_dict()))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["checkpoints", "weights alone"])
+@pytest.mark.parametrize("average", [mq.EMA(), None], ids=["average", "no average"])
+def test_the_best_weights_at_the_end(average, alone, tmp_path):
     options = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    options |= {"save_only_model": alone, "num_train_epochs": 5}
     patience = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)  # at once
-    run = trainer(tmp_path, bert(dropout=0.0), {**JUMPY, "callbacks": [patience]}, num_train_epochs=5, **options)
+    lm = {"make": partial(JUMPY["make"], average=average), "callbacks": [patience]}
+    run = trainer(tmp_path, bert(dropout=0.0), lm, **options)
     run.train()
     best = Path(run.state.best_model_checkpoint)
     assert run.state.global_step < 30
     assert run.evaluate()["eval_loss"] == run.state.best_metric
-    assert same(load_file(best / "model.safetensors")["classifier.weight"], run.model.classifier.weight.detach())
-    assert same(progress(torch.load(best / "optimizer.pt")), progress(run.lm.state_dict()))
+    assert same(theta(BertForSequenceClassification.from_pretrained(best)), theta(run.model))
+    if not alone:
+        found = torch.load(best / "optimizer.pt")
+        assert same(progress(found), progress(run.lm.state_dict()))
+        assert same(found.get("last weights"), run.optimizer.state_dict().get("last weights"))
 
 
 def test_an_error_in_evaluation_puts_the_weights_back(tmp_path):
     def fails(_):
-        fails.during = theta(run.model)
-        raise ZeroDivisionError
+        if run.state.global_step == 18:
+            fails.during = theta(run.model)
+            raise ZeroDivisionError
+        return {}
 
-    run = trainer(tmp_path, bert(dropout=0.0), {**JUMPY, "compute_metrics": fails})
-    run.train()
-    last = theta(run.model)
+    run = trainer(tmp_path, bert(dropout=0.0), {**JUMPY, "compute_metrics": fails}, eval_strategy="epoch")
     with pytest.raises(ZeroDivisionError):
-        run.evaluate()
-    assert same(theta(run.model), last)
-    assert not torch.equal(fails.during, last)
+        run.train()
+    assert not torch.equal(fails.during, theta(run.model))
+    with run.averaged():
+        assert same(fails.during, theta(run.model))
 
 
 # ---- arguments
@@ -274,11 +379,9 @@ def test_arguments_that_need_other_machines(name, value, says, tmp_path):
         ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, {}, ["optimizer_cls_and_kwargs", "make="]),
         ({"compute_loss_func": lambda *_: 0.0}, {}, ["compute_loss_func", "loss="]),
         ({"loss": "mse"}, {"label_smoothing_factor": 0.1}, ["label_smoothing_factor=0.1", "SquaredError"]),
-        ({}, {"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "epoch",
-              "eval_strategy": "epoch"}, ["save_only_model"]),
         ({"loss": "crossentropy"}, {}, ["crossentropy", "cross_entropy"]),
     ],
-    ids=["optimizer", "class", "loss function", "smoothing", "best", "unknown loss"],
+    ids=["optimizer", "class", "loss function", "smoothing", "unknown loss"],
 )  # fmt: skip
 def test_what_cannot_go_together(lm, options, says, tmp_path):
     model = bert()
