@@ -40,6 +40,9 @@ EXCLUDED = {
     "norm": (["norm"], {"1.weight", "1.bias", "2.scale"}),
     "both": (("bias", "norm"), {"0.bias", "1.weight", "1.bias", "2.scale", *GRU[2:]}),
     "pattern": (["3.*", "0.w*"], {"0.weight", *GRU}),
+    "layer": ("3", set(GRU)),
+    "whole name": ("1.weight", {"1.weight"}),
+    "last part": (["weight", "scale"], {"0.weight", "1.weight", "2.scale"}),
     "function": (lambda name, p: p.ndim > 1, {"0.weight", *GRU[:2]}),
 }
 
@@ -57,6 +60,30 @@ def test_kinds_may_match_nothing_and_patterns_may_not():
     assert WeightDecay(0.1, ("bias", "norm")).spared(model, parameters(model)) == [False]
     with pytest.raises(ValueError, match=r"exclude='biass' matches none of the parameters weight: correct it"):
         WeightDecay(0.1, ("bias", "biass")).spared(model, parameters(model))
+
+
+def test_parts_of_names():
+    model = nn.ModuleDict({"encoder": nn.ModuleDict({"LayerNorm": nn.LayerNorm(2), "head": nn.Linear(2, 2)}),
+                           "heads": nn.Linear(2, 2)})  # fmt: skip
+    names = parameters(model).names
+
+    def excluded(*patterns):
+        spared = WeightDecay(0.1, patterns).spared(model, parameters(model))
+        return [name for name, free in zip(names, spared, strict=True) if free]
+
+    assert excluded("LayerNorm.weight") == ["encoder.LayerNorm.weight"]
+    assert excluded("head") == ["encoder.head.weight", "encoder.head.bias"]
+    assert excluded("encoder") == names[:4]
+    assert excluded("head*") == names[4:]  # of whole names
+    for pattern in ("ayerNorm.weight", "LayerNorm.w", "encoder.weight", "Norm", "layernorm.weight", "", "."):
+        with pytest.raises(ValueError, match=r"matches none of .*LayerNorm.weight.*between dots.*whole names"):
+            excluded(pattern)
+
+
+def test_names_are_those_before_torch_compile():
+    model = torch.compile(network())
+    for pattern in ("0.*", "0", "0.weight"):
+        assert WeightDecay(0.1, pattern).spared(model, parameters(model))[0]
 
 
 def test_a_pattern_may_match_what_is_frozen():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..deferred import floats
-from .parameters import Parameters
+from .parameters import Parameters, named_parameters
 
 KINDS = ("bias", "norm")
 
@@ -22,8 +22,9 @@ class WeightDecay:
     """½w‖θ − θ₀‖² is added to the loss that is reported: its minimum moves, and its curvature is at least w.
 
     `exclude` names the parameters that do not decay: "bias" stands for all biases, "norm" for all parameters of
-    normalisation layers, anything else is a pattern for the parameter's name, as "head.*"; or it is a function of the
-    name and the parameter. By default all decay, as with a plain number, and as torch.optim has it.
+    normalisation layers. Anything else is a part of the parameter's name between dots, as "head" or "LayerNorm.weight"
+    is of "bert.LayerNorm.weight", or, with wildcards, a pattern for the whole name, as "layers.[01].*"; or it is a
+    function of the name and the parameter. By default all decay, as with a plain number, and as torch.optim has it.
 
     `towards` is θ₀: None for 0, "start" for the weights at the time LM is made, as in fine-tuning, or tensors: those of
     a state_dict by name, or one for each parameter that trains. It is saved with the optimizer.
@@ -38,8 +39,8 @@ class WeightDecay:
         names = isinstance(self.exclude, Collection) and all(isinstance(p, str) for p in self.exclude)
         if not callable(self.exclude) and not names:
             raise TypeError(
-                f'exclude={self.exclude!r}: "bias", "norm", patterns for names such as "head.*", or a function of the '
-                "name and the parameter"
+                f'exclude={self.exclude!r}: "bias", "norm", patterns for names such as "head" or "layers.[01].*", or a '
+                "function of the name and the parameter"
             )
         words = f'towards={self.towards!r}: None for 0, "start" for the weights as they are, or tensors'
         if isinstance(self.towards, str) and self.towards != "start":
@@ -58,12 +59,13 @@ class WeightDecay:
         if callable(self.exclude):
             return [bool(self.exclude(name, p)) for name, p in pairs]
         patterns = [self.exclude] if isinstance(self.exclude, str) else list(self.exclude)
-        names = [name for name, _ in model.named_parameters()]
+        names = [name for name, _ in named_parameters(model)]
         for pattern in patterns:
-            if pattern not in KINDS and not any(fnmatchcase(name, pattern) for name in names):
+            if pattern not in KINDS and not any(_named(name, pattern) for name in names):
                 some = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
                 raise ValueError(
-                    f"exclude={pattern!r} matches none of the parameters {some}: correct it or leave it out"
+                    f"exclude={pattern!r} matches none of the parameters {some}: correct it or leave it out. It is "
+                    'what stands between dots, as "head" or "LayerNorm.weight", or a pattern for whole names, as "*.head.*"'
                 )
         return [any(_matches(model, name, pattern) for pattern in patterns) for name in parameters.names]
 
@@ -90,7 +92,12 @@ def _matches(model: nn.Module, name: str, pattern: str) -> bool:
         return True
     if pattern == "norm" and "Norm" in type(model.get_submodule(owner)).__name__:
         return True
-    return fnmatchcase(name, pattern)
+    return _named(name, pattern)
+
+
+def _named(name: str, pattern: str) -> bool:
+    """A part of the name between dots; with wildcards, all of it."""
+    return fnmatchcase(name, pattern) if set("*?[") & set(pattern) else f".{pattern}." in f".{name}."
 
 
 def _towards(name: str, p: Tensor, there: Any, spared: bool) -> Tensor:
