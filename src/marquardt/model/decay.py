@@ -65,7 +65,7 @@ class WeightDecay:
                 some = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
                 raise ValueError(
                     f"exclude={pattern!r} matches none of the parameters {some}: correct it or leave it out. It is "
-                    'what stands between dots, as "head" or "LayerNorm.weight", or a pattern for whole names, as "*.head.*"'
+                    'what stands between dots, as "head" or "LayerNorm.weight", or a pattern of whole names, "*.head.*"'
                 )
         return [any(_matches(model, name, pattern) for pattern in patterns) for name in parameters.names]
 
