@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from .model.batch import Batch
 from .model.parameters import changing
 from .optimizer import LM
 
@@ -32,8 +34,9 @@ ENTRY = "marquardt"  # of a checkpoint, beside Lightning's own
 class LMModule(LightningModule):
     """`configure_optimizers` returns an `LM`, with schedulers or without; there is no `training_step` to write.
 
-    A batch is (inputs, targets) or (inputs, targets, weight), or what `unpack` makes of it. `train_loss`, `lam` and
-    `accepted` are logged, and `on_train_batch_end` finds the `Step` in its outputs.
+    A batch is (inputs, targets) or (inputs, targets, weight), or what `unpack` makes of it. `train_loss` is logged for
+    each step and as the mean of an epoch, `lam` and `accepted` for each step, and `on_train_batch_end` finds the `Step`
+    in its outputs.
 
     Validation, tests and predictions see the averaged weights, if LM keeps an average. The weights in the module are
     the last ones otherwise, during and after `fit`; `with module.averaged():` shows the averaged ones. The `state_dict`
@@ -61,11 +64,15 @@ class LMModule(LightningModule):
         )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
+        self._check_callbacks()
         names = ("inputs", "targets", "weight")
+        parts = dict(zip(names, self.unpack(batch), strict=False))
         optimizer: Any = self.optimizers()
-        step = optimizer.step(**dict(zip(names, self.unpack(batch), strict=False)))
+        step = optimizer.step(**parts)
         self._lm, self._stepped = optimizer.optimizer, True
-        self.log_dict({"train_loss": step.loss, "lam": step.lam}, prog_bar=True)
+        samples = Batch(**parts).samples or 1
+        self.log("train_loss", step.loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=samples)
+        self.log("lam", step.lam, prog_bar=True)
         self.log("accepted", float(step.accepted))
         return {"loss": torch.tensor(step.loss), "step": step}
 
@@ -127,9 +134,26 @@ class LMModule(LightningModule):
     # Checkpoints.
 
     def configure_callbacks(self) -> list[Callback]:
-        return [LMCallback()]
+        return [] if self._has_callback else [LMCallback()]  # it is there from an earlier call of this Trainer
+
+    @property
+    def _has_callback(self) -> bool:
+        trainer: Any = self.trainer
+        return any(isinstance(c, LMCallback) for c in trainer.callbacks)
+
+    def _check_callbacks(self) -> None:
+        if not self._has_callback:
+            raise RuntimeError(
+                f"{type(self).__name__}.configure_callbacks leaves out what LM needs in the Trainer: return [*yours, "
+                "*super().configure_callbacks()]"
+            )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if ENTRY not in checkpoint:  # of weights alone, for which Lightning does not ask callbacks
+            self._keep_both(checkpoint)
+
+    def _keep_both(self, checkpoint: dict[str, Any]) -> None:
+        """The averaged weights as those of the model, and what a run needs to go on."""
         if self._lm is not None and self._lm._averaged:
             raise RuntimeError(
                 "the module has its averaged weights now, and a checkpoint to go on from needs the last ones: save it "
@@ -158,6 +182,11 @@ class LMCallback(Callback):
         if stage == "fit":
             check_trainer(trainer)
 
+    def on_save_checkpoint(  # type: ignore[override]
+        self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
+    ) -> None:
+        pl_module._keep_both(checkpoint)
+
     def on_load_checkpoint(  # type: ignore[override]
         self, trainer: Trainer, pl_module: LMModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -172,6 +201,7 @@ class LMCallback(Callback):
         if len(found) != 1 or not isinstance(found[0], LM):
             kinds = ", ".join(type(o).__name__ for o in found) or "nothing"
             raise TypeError(f"configure_optimizers returned {kinds}: return one mq.LM(self, loss)")
+        warn_of_shadowed(type(pl_module))
         pl_module._lm = found[0]
         self._draw_on(pl_module)  # the order of the next epoch is drawn soon
 
@@ -202,6 +232,19 @@ class LMCallback(Callback):
         pl_module._shown.close()
 
 
+def warn_of_shadowed(kind: type[LMModule]) -> None:
+    """A training_step that is not called, as that of Net in `class LMNet(LMModule, Net)`."""
+    after = kind.__mro__[kind.__mro__.index(LMModule) + 1 : kind.__mro__.index(LightningModule)]
+    shadowed = next((c.__name__ for c in after if "training_step" in vars(c)), None)
+    if shadowed and kind.training_step is LMModule.training_step:
+        warnings.warn(
+            f"{shadowed}.training_step is not called in {kind.__name__}, since LM takes the step, and what it logs is "
+            f'missing: log it in on_train_batch_end, which has the Step in outputs["step"], or write a training_step '
+            f"in {kind.__name__} that returns super().training_step(batch, batch_idx)",
+            stacklevel=2,
+        )
+
+
 def check_trainer(trainer: Trainer) -> None:
     """What LM cannot do, or has no use for."""
     if trainer.world_size > 1:
@@ -209,7 +252,7 @@ def check_trainer(trainer: Trainer) -> None:
             f"the Trainer has {trainer.world_size} processes, and LM does not add up over them, which would drift "
             "apart: Trainer(devices=1, num_nodes=1)"
         )
-    if trainer.gradient_clip_val is not None:
+    if trainer.gradient_clip_val:  # 0 is none
         raise ValueError(
             f"gradient_clip_val={trainer.gradient_clip_val}: LM reads no gradients of parameters, and bounds its steps "
             "by λ: leave it out, or bound the step itself, mq.LM(…, radius=…)"

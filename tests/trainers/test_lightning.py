@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from contextlib import nullcontext
 
 import lightning as L
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 import marquardt as mq
-from marquardt.lightning import LMModule, check_trainer
+from marquardt.lightning import LMModule, check_trainer, warn_of_shadowed
 from support.lightning_nets import QUIET, Net, Resumable, data, loader, made, trainer
 from support.steps import theta
 from support.trainers import progress
@@ -155,11 +156,14 @@ def test_a_file_has_the_weights_that_were_validated(kind, alone, options, tmp_pa
 @pytest.mark.parametrize("kind", [Net, Normalized])
 def test_a_module_with_hooks_of_its_own_goes_on_from_the_last_weights(kind, tmp_path):
     class Own(kind):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["mine"] = 1
+
         def on_load_checkpoint(self, checkpoint):
             self.loaded = dict(checkpoint["state_dict"])
 
     parts = {**JUMPY, "curvature": mq.MatrixFree()}
-    net = made(kind, **parts)
+    net = made(Own, **parts)
     run = trainer(tmp_path, max_epochs=2)
     run.fit(net, loader())
     run.save_checkpoint(tmp_path / "two.ckpt")
@@ -167,6 +171,8 @@ def test_a_module_with_hooks_of_its_own_goes_on_from_the_last_weights(kind, tmp_
     trainer(tmp_path, max_epochs=2).fit(again, loader(), ckpt_path=tmp_path / "two.ckpt")
     assert same(dict(again.state_dict()), dict(net.state_dict()))
     assert not same(again.loaded, dict(net.state_dict()))
+    with net.averaged():
+        assert same(again.loaded, dict(net.state_dict()))
 
 
 def test_everything_but_training_sees_the_averaged_weights(tmp_path):
@@ -268,8 +274,39 @@ def test_logged_counted_and_stopped(tmp_path):
     run.fit(made(), loader())
     assert (run.global_step, run.current_epoch) == (4, 1)
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
-    assert {"train_loss", "lam", "accepted", "step"} <= set(header.split(","))
-    assert len(rows) == 4
+    assert {"train_loss_step", "train_loss_epoch", "lam", "accepted", "step"} <= set(header.split(","))
+    assert len(rows) == 5  # four steps and an epoch
+
+
+class Pair:
+    """Inputs of which only the model knows how many they are."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_epoch_has_the_mean_of_its_losses(whole, tmp_path):
+    class Taking(Net):
+        def unpack(self, batch):
+            x, y = batch
+            return (Pair(x) if whole else x), y
+
+        def forward(self, x):
+            return self.layers(x.x if isinstance(x, Pair) else x)
+
+    steps, best = Steps(), ModelCheckpoint(tmp_path, monitor="train_loss")
+    run = trainer(tmp_path, max_epochs=1, callbacks=[steps, best])
+    run.fit(made(Taking), DataLoader(data(), 40))
+    sizes, losses = torch.tensor([40.0, 40.0, 16.0]), torch.tensor([step.loss for step in steps.taken])
+    expected = pytest.approx(float((sizes * losses).sum() / sizes.sum()), rel=1e-5)
+    assert float(run.callback_metrics["train_loss"]) == expected
+    assert float(run.callback_metrics["train_loss_epoch"]) == expected
+    assert float(best.best_model_score) == expected
+    assert float(run.callback_metrics["train_loss_step"]) == pytest.approx(float(losses[-1]))
 
 
 def test_max_steps_and_validation_between(tmp_path):
@@ -367,9 +404,35 @@ def test_a_module_that_had_another_optimizer(tmp_path):
             return mq.LM(self, "cross_entropy")
 
     run = trainer(tmp_path, max_steps=2)
-    run.fit(Both(), loader())
+    with pytest.warns(UserWarning, match=r"Usual.training_step is not called in Both.*outputs\[.step.\]"):
+        run.fit(Both(), loader())
     assert run.global_step == 2
     assert run.optimizers[0].state_dict()["marquardt"]["steps"] == 2
+
+    class Knowing(Both):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_shadowed(Knowing)
+        warn_of_shadowed(Net)
+
+
+def test_one_trainer_calls_upon_a_module_several_times(tmp_path, caplog):
+    net, run = made(), trainer(tmp_path, max_steps=2)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        run.fit(net, loader(), loader(shuffle=False))
+        run.validate(net, loader(shuffle=False), verbose=False)
+        run.test(made(seed=2), loader(shuffle=False), verbose=False)
+    assert not [r for r in caplog.records if "will override" in r.message]
+    assert [type(c).__name__ for c in run.callbacks].count("LMCallback") == 1
+
+
+def test_clipping_by_0_is_none(tmp_path):
+    run = trainer(tmp_path, max_steps=2, gradient_clip_val=0)
+    run.fit(made(), loader())
+    assert run.global_step == 2
 
 
 def test_bfloat16_around_a_step(tmp_path):
@@ -435,6 +498,18 @@ def test_a_training_step_without_a_step_is_refused(tmp_path):
     net = made(Forgetful)
     start = theta(net)
     with pytest.raises(RuntimeError, match=r"Forgetful.training_step took no step.*super\(\).training_step"):
+        trainer(tmp_path, max_steps=1).fit(net, loader())
+    assert same(theta(net), start)
+
+
+def test_callbacks_that_leave_out_lms_own_are_refused(tmp_path):
+    class Own(Net):
+        def configure_callbacks(self):
+            return [Losses()]
+
+    net = made(Own)
+    start = theta(net)
+    with pytest.raises(RuntimeError, match=r"Own.configure_callbacks leaves out .*super\(\).configure_callbacks"):
         trainer(tmp_path, max_steps=1).fit(net, loader())
     assert same(theta(net), start)
 
