@@ -42,8 +42,11 @@ UNUSED = {
     "fp16": "it scales the loss for gradients in float16, which LM does not take: use bf16=True, or float32",
     "deepspeed": "LM does not add up over processes or shards: train on one device",
     "fsdp": "LM does not add up over processes or shards: train on one device",
-    **dict.fromkeys(["optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"], ADAM),
+    "optim": "it is another optimizer, and LM is the optimizer here: leave it out",
+    **dict.fromkeys(["optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon"], ADAM),
 }
+# Values that count as not given too: what people write for the default, and what LM has anyway.
+IDLE = {"learning_rate": (1.0,), "optim": ("adamw_torch", "adamw_torch_fused")}
 
 
 class LMTrainer(Trainer):
@@ -301,13 +304,17 @@ def smoothed(loss: Loss, factor: float) -> Loss:
 
 def check_arguments(args: TrainingArguments) -> None:
     """What LM cannot do, or has no use for."""
+    found = []
     if args.world_size > 1 or args.n_gpu > 1:
-        raise ValueError(
+        found.append(
             f"there are {max(args.world_size, args.n_gpu)} devices, and LM does not add up over them: train on one "
             "process with one of them, for example CUDA_VISIBLE_DEVICES=0"
         )
     usual = {f.name: f.default for f in fields(TrainingArguments)}
     for name, reason in UNUSED.items():
-        found = getattr(args, name)
-        if found != usual[name] and (found or name == "learning_rate"):
-            raise ValueError(f"{name}={found!r}: {reason}")
+        given = getattr(args, name)
+        unset = given in (usual[name], *IDLE.get(name, ())) or (not given and name != "learning_rate")
+        if not unset:
+            found.append(f"{name}={getattr(given, 'value', given)!r}: {reason}")
+    if found:
+        raise ValueError(";\n".join(found))

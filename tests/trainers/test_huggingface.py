@@ -357,6 +357,20 @@ def test_arguments_that_mean_nothing_to_lm(name, value, says, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_all_that_is_refused_is_told_at_once(tmp_path):
+    with refused(*(f"{name}={value!r}: " for name, value, _ in REFUSED[1:])):
+        check_arguments(arguments(tmp_path, **{name: value for name, value, _ in REFUSED}))
+
+
+def test_arguments_that_change_nothing(tmp_path):
+    usual = {"learning_rate": 1.0, "optim": "adamw_torch", "max_grad_norm": 0.0}
+    one, other = (trainer(tmp_path, bert(dropout=0.0), max_steps=3, **options) for options in ({}, usual))
+    for run in (one, other):
+        run.train()
+    assert same(theta(one.model), theta(other.model))
+    assert told(one) == told(other)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [("fp16", True, "bf16=True"), ("deepspeed", "config.json", "one device"), ("fsdp", ["full_shard"], "one device")],
