@@ -61,7 +61,8 @@ def check_batch(inputs: Any, targets: Any) -> None:
         raise TypeError(
             "LM.step takes the batch, step(inputs, targets), not a closure: it evaluates the model itself, because it "
             "needs the outputs and not only the loss. If a trainer calls the step of an optimizer without the batch, "
-            "call the step of LM itself, for example prepared.optimizer.step(inputs, targets) with accelerate"
+            "take marquardt.lightning.LMModule with Lightning, marquardt.huggingface.LMTrainer with transformers, and "
+            "prepared.optimizer.step(inputs, targets) with accelerate"
         )
 
 

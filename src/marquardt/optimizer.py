@@ -60,7 +60,7 @@ from .parts.schedule import Balanced, Schedule
 from .recorded import RECORDERS
 from .recordings import Recordings
 from .report import Step, report
-from .saving import check_groups, loaded, saved
+from .saving import FOREIGN, check_groups, loaded, saved
 from .state import State
 
 
@@ -364,7 +364,7 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "marquardt" not in state_dict:
-            raise ValueError("this state_dict has no entry 'marquardt': it was not made by marquardt.LM")
+            raise ValueError(f"this state_dict has no entry 'marquardt': {FOREIGN}")
         towards = self._state.towards
         state = loaded(state_dict["marquardt"], self.schedule, self.damping, self.curvature, self.params, towards)
         check_groups(state_dict)

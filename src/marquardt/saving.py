@@ -19,6 +19,12 @@ from .parts.damping import Damping
 from .parts.schedule import Schedule
 from .state import State
 
+FOREIGN = (
+    "it was not made by marquardt.LM. To begin with what another optimizer has trained, load the weights alone, "
+    "model.load_state_dict(…), and start without the state of that optimizer: without ckpt_path= in Lightning, without "
+    "resume_from_checkpoint= in transformers"
+)
+
 # Of the entry "marquardt" in a state_dict. Version 1 had no number (marquardt 0.1.0).
 VERSION = 2
 
@@ -154,9 +160,9 @@ def check_groups(state_dict: dict[str, Any]) -> None:
     """torch's own part of a state_dict, as far as torch does not look at it."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"this state_dict has no entry {key!r}: it was not made by marquardt.LM")
+            raise ValueError(f"this state_dict has no entry {key!r}: {FOREIGN}")
     for group in state_dict["param_groups"]:
         if "lr" not in group:
-            raise ValueError("this state_dict has a parameter group without 'lr': it was not made by marquardt.LM")
+            raise ValueError(f"this state_dict has a parameter group without 'lr': {FOREIGN}")
         check_rate(group["lr"])
         check_weight(group.get("weight_decay", 0.0))

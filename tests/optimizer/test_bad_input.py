@@ -222,7 +222,7 @@ Asking = Callable[[mq.LM], Any]
 STEPS: dict[str, tuple[str, Asking, list[str]]] = {  # loss, what is done, what the message must say
     "closure": ("mse", lambda o: o.step(lambda: 0.0), ["step(inputs, targets)", "closure"]),
     "a function": ("mse", lambda o: o.step(closure=lambda: 0.0), ["step(inputs, targets)"]),
-    "nothing": ("mse", lambda o: o.step(), ["step(inputs, targets)"]),
+    "nothing": ("mse", lambda o: o.step(), ["step(inputs, targets)", "LMModule", "LMTrainer"]),
     "NaN in the inputs": ("mse", lambda o: o.step(spoilt(X, NAN), Y), ["nan", "inputs"]),
     "∞ in the inputs": ("mse", lambda o: o.step(spoilt(X, INF), Y), ["inputs"]),
     "NaN in the targets": ("mse", lambda o: o.step(X, spoilt(Y, NAN)), ["nan", "targets", "[1, 0]"]),

@@ -77,7 +77,7 @@ def with_broken(key: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("foreign", "says"),
     [
-        (adam, ["marquardt"]),
+        (adam, ["marquardt", "weights alone, model.load_state_dict", "ckpt_path=", "resume_from_checkpoint="]),
         (lambda: {}, ["marquardt"]),
         (lambda: trained((2, 7, 3))[1].state_dict(), [str(2 * 7 + 7 + 3 * 7 + 3), str(2 * 4 + 4 + 3 * 4 + 3)]),
         (lambda: trained((2, 4, 4, 3))[1].state_dict(), ["parameter"]),
