@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 
 import marquardt as mq
 from support.cases import mlp
@@ -15,10 +16,11 @@ from support.trainers import progress
 from support.unchanged import changes, refused, same, world
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def accelerator():
     yield Accelerator(cpu=True)
     Accelerator(cpu=True).state._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def test_a_prepared_optimizer_steps_through_its_own(accelerator):
@@ -46,6 +48,19 @@ def test_preparing_keeps_the_state_of_a_run(accelerator):
     prepared = accelerator.prepare(opt)
     assert prepared.optimizer.step(x, y) == other.step(x, y)
     assert same(theta(model), theta(twin))
+
+
+def test_accumulation_and_the_average_are_as_documented():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, opt, x, y = trained()
+    twin, other = copy.deepcopy((model, opt))
+    model, prepared = accelerator.prepare(model, opt)
+    for i in range(3):
+        with accelerator.accumulate(model):
+            assert prepared.optimizer.step(x, y + i) == other.step(x, y + i)
+        assert same(theta(model), theta(twin))
+    with prepared.optimizer.averaged(), other.averaged():
+        assert same(theta(model), theta(twin))
 
 
 def test_a_step_without_the_batch_names_the_way_out(accelerator):
