@@ -107,6 +107,8 @@ class LMTrainer(Trainer):
         check_arguments(self.args)  # a search of hyperparameters may have changed them
         if self._loop is not None and self._untouched:
             self._loop.go_on()
+        elif self._loop is not None:
+            self._loop.last = None  # other weights were loaded, which are to train
         self._sums = None
         return super().train(*args, **kwargs)
 
@@ -116,14 +118,15 @@ class LMTrainer(Trainer):
         assert lm is not None
         assert loop is not None
         best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        path = os.path.join(best or "", "optimizer.pt")
         if best is None and lm.average is not None:
             last = changing(lm.model, lm.params)
             with self.averaged():
                 averaged = changing(lm.model, lm.params)
             put(lm.model, averaged)
             loop.last = last
-        elif best is not None and not self.args.save_only_model:
-            found = torch.load(os.path.join(best, "optimizer.pt"), map_location="cpu", weights_only=True)
+        elif best is not None and os.path.isfile(path):  # weights may have been saved alone
+            found = torch.load(path, map_location="cpu", weights_only=True)
             loop.last = found.pop(LAST, None)
             lm.load_state_dict(found)
         elif best is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from marquardt.model.parameters import Parameters, Position
+from marquardt.model.parameters import Parameters, Position, changing
 from support.by_hand import RECIPES, ByHand
 from support.reference import error
 from support.steps import DENSE_AND_GRAM, lm, problem, theta
@@ -143,3 +143,24 @@ def test_position_does_not_go_twice(monkeypatch):
     position.move(d, 0.5)
     monkeypatch.setattr(parameters, "shift", lambda *_: pytest.fail("gone again"))
     position.move(d, 0.5)
+
+
+def test_what_changes_in_a_state_dict():
+    """Parameters that train under all their names, and buffers; neither frozen ones nor what is no tensor."""
+
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return "words"
+
+        def set_extra_state(self, state):
+            pass
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2), Extra(2, 2))
+    model[1].weight = model[0].weight
+    params = [model[0].weight, model[3].bias]
+    found = changing(model, params)
+    buffers = [f"2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert list(found) == ["0.weight", "1.weight", *buffers, "3.bias"]
+    assert same(found, {name: model.state_dict()[name] for name in found})
+    model[0].weight.data.zero_()
+    assert found["1.weight"].any()  # a copy

@@ -188,7 +188,8 @@ def test_a_resumed_run_is_the_undisturbed_one(make, kind, saving, stop, tmp_path
 def test_a_second_run_goes_on_from_the_last_weights(tmp_path):
     model = bert(dropout=0.0)
     plain = copy.deepcopy(model)
-    run = Watched(model, arguments(tmp_path), train_dataset=Rows(), loss="cross_entropy", **JUMPY)
+    args = arguments(tmp_path, save_strategy="epoch")
+    run = Watched(model, args, train_dataset=Rows(), loss="cross_entropy", **JUMPY)
     opt = JUMPY["make"](plain, "cross_entropy")
     for _ in range(2):
         run.batches = []
@@ -200,10 +201,11 @@ def test_a_second_run_goes_on_from_the_last_weights(tmp_path):
         assert not same(theta(model), theta(plain))
     other = bert(seed=5)
     model.load_state_dict(other.state_dict())  # they are to train now, and are not to be replaced
-    start = []
+    start, kept = [], run.optimizer.state_dict()["last weights"]
     run.add_callback(Watcher(lambda: start.append(theta(model))))
     run.train()
     assert same(start[0], theta(other))
+    assert not same(torch.load(tmp_path / "checkpoint-18" / "optimizer.pt")["last weights"], kept)
 
 
 # ---- which weights
