@@ -186,10 +186,9 @@ class LMTrainer(Trainer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with its averaged weights; as it is, if there are none, if it has them, or if other weights were
-        loaded since."""
-        lm, loop = self.lm, self._loop
-        if lm is None or loop is None or lm.average is None or loop.last is not None or not self._untouched:
+        """The model with its averaged weights; as it is, if there are none or if other weights were loaded since."""
+        lm = self.lm
+        if lm is None or lm.average is None or not self._untouched:
             yield
             return
         with ExitStack() as shown:

@@ -280,6 +280,17 @@ def test_the_best_weights_at_the_end(average, alone, tmp_path):
         assert same(found.get("last weights"), run.optimizer.state_dict().get("last weights"))
 
 
+def test_the_best_weights_keep_their_statistics(tmp_path):
+    options = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    patience = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=10.0)  # after the best
+    run = trainer(tmp_path, Normalized(), {**JUMPY, "callbacks": [patience]}, metric_for_best_model="eval_loss",
+                  greater_is_better=True, num_train_epochs=5, **options)  # fmt: skip
+    run.train()
+    assert Path(run.state.best_model_checkpoint).name != f"checkpoint-{run.state.global_step}"
+    assert run.evaluate()["eval_loss"] == run.state.best_metric
+    assert Normalized.loss_of(run.model) == pytest.approx(run.state.best_metric, rel=1e-5)
+
+
 def test_an_error_in_evaluation_puts_the_weights_back(tmp_path):
     def fails(_):
         if run.state.global_step == 18:
