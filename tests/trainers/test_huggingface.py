@@ -20,7 +20,7 @@ from support.trainers import progress
 from support.transformers_models import Rows, arguments, bert, gpt, tokens_bert, trainer
 from support.unchanged import changes, refused, same, world
 
-# Steps fit their batches, so that the averaged weights are far from the last ones, and better.
+# Steps fit their batches, so that the averaged weights are far from the last ones.
 JUMPY = {"make": partial(mq.LM, schedule=mq.Constant(1e-3))}
 
 
