@@ -210,9 +210,10 @@ class Function(Loss):
         told = bool(slope.any() & slope.isfinite().all())
         if told and not self.found.get("curved") and not bool(curved):
             raise ValueError(
-                f"{self.name} has no curvature anywhere in this batch, as a function that is piecewise linear, or that "
-                "autograd differentiates only once: smooth its corners, see losses.Quantile and losses.AbsoluteError, "
-                "or use its gradients alone: rows=mq.Empirical()"
+                f"{self.name} has no curvature anywhere in this batch, as a function that is piecewise linear, that "
+                "only passes on what the model returns, or that autograd differentiates only once: smooth its corners, "
+                "see losses.Quantile and losses.AbsoluteError; let the model return what its loss is made of, as the "
+                "point and the log-determinant of a flow; or use its gradients alone: rows=mq.Empirical()"
             )
         self.found["curved"] = True
 

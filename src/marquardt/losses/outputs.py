@@ -82,7 +82,8 @@ def side_by_side(parts: Sequence[Tensor], raw: Any) -> Tensor:
         kinds = ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in parts))
         raise ValueError(
             f"the model returned {shown(raw)}, {kinds}: outputs that have a loss need floating-point numbers with the "
-            "samples first, as many in each, on one device"
+            "samples first, as many in each, on one device; residuals of several sets of points are one output, joined "
+            "by torch.cat, and a number that is the same for all samples is expanded to one for each"
         )
     return torch.cat([t.reshape(len(t), -1) for t in parts], 1)
 
@@ -104,7 +105,10 @@ class Outputs(dict[Name, Tensor]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"there is no output {name!r}, only {', '.join(map(repr, self))}") from None
+            raise AttributeError(
+                f"there is no output {name!r}, only {', '.join(map(repr, self))}: a function is given the tensors of "
+                "floating-point numbers with a row per sample, and none that are nested in others"
+            ) from None
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,7 @@ class Samples(NamedTuple):
                 return (
                     f"couples the samples: of {N} samples it is {float(out):.9g}, of two parts {float(a):.9g} and "
                     f"{float(b):.9g}, whose mean is {float(mean):.9g} and whose sum is {float(total):.9g}: {PER_SAMPLE}"
+                    "; a mean over what is not masked is ignore_index of cross_entropy, or weight= of a step"
                     f"{empty}"
                 )
         if fits[0] != fits[1]:
