@@ -88,7 +88,7 @@ def contestants(shape: Shape, device: torch.device, seed: int) -> list[Contestan
 
 def transformer(options: argparse.Namespace) -> tuple[str, list[Verdict], dict[str, list[Result]]]:
     device, held = options.device, options.device.type == "cuda" and not options.quick
-    shape = Shape(options.layers, options.d_model, options.ff, options.heads, options.sequence, options.batch)
+    shape = scale.shape_of(options)
     data = scale.batches((shape.batch, shape.sequence, shape.d_model), 1, device, options.seed)
     rows, judged, results = [], [], {}
     for name, enabled in PRECISIONS.items():
@@ -212,12 +212,7 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=measure.positive, help="of the transformer, timed in every pass (default 20)")
     add("--warmup", type=measure.positive, help="steps before (default 5)")
     add("--passes", type=measure.positive, help="over all contestants (default 2)")
-    add("--layers", type=measure.positive, default=12, help="of the transformer; the next five too")
-    add("--d-model", type=measure.positive, default=768)
-    add("--ff", type=measure.positive, default=3072)
-    add("--heads", type=measure.positive, default=12)
-    add("--sequence", type=measure.positive, default=64)
-    add("--batch", type=measure.positive, default=32)
+    scale.add_shape(parser)
     options = parser.parse_args()
     options.seeds = options.seeds or (1 if options.quick else 5)
     options.train = options.train or (2 if options.quick else STEPS)
@@ -225,7 +220,6 @@ def arguments() -> argparse.Namespace:
     options.warmup = options.warmup or (1 if options.quick else 5)
     options.passes = options.passes or (1 if options.quick else 2)
     if options.quick:
-        options.layers, options.d_model, options.ff, options.heads, options.sequence, options.batch = 2, 32, 64, 4, 8, 8
         options.data = None
     return options
 
@@ -241,8 +235,7 @@ def main() -> None:
             judged += more
             print(table, end="\n\n", flush=True)
     notes = [
-        f"Transformer: {options.layers} layers, d_model {options.d_model}, ff {options.ff}, {options.heads} heads, "
-        f"sequence {options.sequence}, batch {options.batch}. CNN: {options.train} steps on batches of {BATCH}, "
+        f"{scale.shape_of(options).words()}. CNN: {options.train} steps on batches of {BATCH}, "
         f"{options.seeds} seeds, " + ("images that were made." if options.data is None else "MNIST."),
         "Targets are for CUDA, for steps that are recorded.",
     ]

@@ -85,6 +85,12 @@ class Shape(NamedTuple):
     sequence: int
     batch: int
 
+    def words(self) -> str:
+        return (
+            f"Transformer: {self.layers} layers, d_model {self.d_model}, ff {self.ff}, {self.heads} heads, sequence "
+            f"{self.sequence}, batch {self.batch}"
+        )
+
 
 class Tokens(nn.Module):
     """A layer applied at every position, and the mean: activations grow with the sequence, n and m do not."""
@@ -425,6 +431,19 @@ def grow(options: argparse.Namespace) -> tuple[str, list[Verdict], list[dict[str
 # --- the command line ---
 
 
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the transformer."""
+    names = ["--layers", "--d-model", "--ff", "--heads", "--sequence", "--batch"]
+    for name, size in zip(names, Shape(12, 768, 3072, 12, 64, 32), strict=True):
+        parser.add_argument(name, type=measure.positive, default=size, help="of the transformer")
+
+
+def shape_of(options: argparse.Namespace) -> Shape:
+    if options.quick:
+        return Shape(2, 32, 64, 4, 8, 8)
+    return Shape(options.layers, options.d_model, options.ff, options.heads, options.sequence, options.batch)
+
+
 def arguments() -> argparse.Namespace:
     parser = measure.parser(__doc__)
     add = parser.add_argument
@@ -433,19 +452,12 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=measure.positive, help="timed in every pass (default 10)")
     add("--warmup", type=measure.positive, help="steps before (default 3)")
     add("--passes", type=measure.positive, help="over all contestants (default 2)")
-    add("--layers", type=measure.positive, default=12, help="of the transformer; the next five too")
-    add("--d-model", type=measure.positive, default=768)
-    add("--ff", type=measure.positive, default=3072)
-    add("--heads", type=measure.positive, default=12)
-    add("--sequence", type=measure.positive, default=64)
-    add("--batch", type=measure.positive, default=32)
+    add_shape(parser)
     options = parser.parse_args()
     options.steps = options.steps or (2 if options.quick else 10)
     options.warmup = options.warmup or (1 if options.quick else 3)
     options.passes = options.passes or (1 if options.quick else 2)
     options.parameters = options.parameters or ([1e5] if options.quick else list(PARAMETERS))
-    if options.quick:
-        options.layers, options.d_model, options.ff, options.heads, options.sequence, options.batch = 2, 32, 64, 4, 8, 8
     return options
 
 
@@ -472,7 +484,7 @@ def main() -> None:
                 value = math.inf if r.failure else r.peak / found[0].peak
                 judged.append(Verdict(f"{label}: {r.name} / Adam, memory", value, "≤" if held else "", 1.0))
     if "transformer" in options.parts:
-        shape = Shape(options.layers, options.d_model, options.ff, options.heads, options.sequence, options.batch)
+        shape = shape_of(options)
         for what, outputs, contestants in transformer_groups(shape, device, options.seed):
             label = f"transformer, {what}"
             data = batches((shape.batch, shape.sequence, shape.d_model), outputs, device, options.seed)
@@ -493,8 +505,7 @@ def main() -> None:
         print(text, end="\n\n")
     notes = [
         f"MLP: {INPUTS} inputs, {HIDDEN_LAYERS} hidden layers, batch {BATCH}, {CLASSES} classes. "
-        f"Transformer: {options.layers} layers, d_model {options.d_model}, ff {options.ff}, {options.heads} heads, "
-        f"sequence {options.sequence}, batch {options.batch}.",
+        f"{shape_of(options).words()}.",
         "A trial forward, θ kept and the acceptance test are in every LM step; line searches too, where they occur.",
     ]
     if not cuda:

@@ -262,8 +262,6 @@ class LM(Unscaled, torch.optim.Optimizer):
         """Weight decay of every parameter"""
         return weights(self.param_groups, self._spared)
 
-    _attempt = staticmethod(attempt)
-
     def _objective(self) -> Objective:
         params, towards = self.params, self._state.towards
         towards = None if towards is None else towards.to(params[0].device)
@@ -278,7 +276,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         lam, unjudged, notes = old.lam, old.unjudged, first_notes(start, plan)
         for _ in range(self.attempts):
             used = start.doubt * lam
-            end = self._attempt(parts, lin, matrices, start, used, self.lr, notes)
+            end = attempt(parts, lin, matrices, start, used, self.lr, notes)
             unjudged = 0 if end.judgement.judged else unjudged + 1
             lam = next_lam(parts, start, lam, end, G.averaged, unjudged)
             if end.rule != "rejected":

@@ -20,8 +20,6 @@ SMALL = [name for name in CASES if name != "bert"]  # the same model with fewer 
 def test_a_default_step(name):
     """Of the loss that Adam is given; Dropout draws the same in both."""
     case = CASES[name]
-    if case.package:
-        pytest.importorskip(case.package)
     model = models.built(case, 0)
     x, y = case.draw()
     with torch.random.fork_rng(), torch.no_grad():

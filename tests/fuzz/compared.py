@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from fuzz.observed import (
     noise_of,
     structure,
 )
+from marquardt.attempt import attempt
 from marquardt.curvature.contract import trusted
 from marquardt.iteration import ROUNDINGS
 from marquardt.metric import Diagonal
@@ -93,21 +95,21 @@ class Run:
             self.refused(error)
             return
         self.tried: list[tuple[float, bool, float, Any]] = []
-        self.lm._attempt = self.watched(self.lm._attempt)  # type: ignore[method-assign]
         self.looks = structure(self.model)
-        for k, batch in enumerate(self.batches):
-            try:
-                self.step(k, batch)
-            except Failure as failure:
-                raise Failure(
-                    f"{failure.what}", f"step {k}, {str(failure).removeprefix(failure.what + ': ')}"
-                ) from None
+        with mock.patch("marquardt.optimizer.attempt", self.watched(attempt)):
+            for k, batch in enumerate(self.batches):
+                try:
+                    self.step(k, batch)
+                except Failure as failure:
+                    raise Failure(
+                        f"{failure.what}", f"step {k}, {str(failure).removeprefix(failure.what + ': ')}"
+                    ) from None
 
-    def watched(self, attempt: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Remembers every λ that was tried: whether on the same data, in what doubt of the batch, what came of it."""
 
         def found(parts: Any, lin: Any, of: Any, begun: Any, lam: float, lr: float, notes: list[str]) -> Any:
-            tried = attempt(parts, lin, of, begun, lam, lr, notes)
+            tried = own(parts, lin, of, begun, lam, lr, notes)
             self.tried.append((lam, begun.same_data, begun.doubt, tried))
             return tried
 

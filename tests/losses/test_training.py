@@ -84,15 +84,15 @@ def squares_of_positive(z: Tensor) -> Tensor:
 
 
 # The loss, outputs, targets, what stands behind the network, and the least value in 300 steps of Adam with the learning
-# rates 0.01, 0.03 and 0.1: of the last 14 steps in all of them.
+# rates 0.01, 0.03, 0.1, 0.3 and 1: of the last 18 steps in all of them.
 PROBLEMS: dict[str, tuple[object, int, Callable[[Tensor], Tensor], nn.Module | None, float]] = {
     "mse": ("mse", 2, noisy, None, 0.1853),
     "l1": ("l1", 2, outliers, None, 0.46384),
     "huber": ("huber", 2, outliers, None, 0.2124),
-    "quantile": (losses.Quantile(0.8, 0.05), 2, noisy, None, 0.10577),
+    "quantile": (losses.Quantile(0.8, 0.05), 2, noisy, None, 0.10226),
     "student_t": (losses.StudentT(3.0, 0.1), 2, outliers, None, 2.82202),
     "poisson": ("poisson", 2, counts, None, -1.70446),
-    "negative_binomial": (losses.NegativeBinomial(0.5), 2, counts, None, 0.91628),
+    "negative_binomial": (losses.NegativeBinomial(0.5), 2, counts, None, 0.91406),
     "gamma": (losses.Gamma(3.0), 2, positive, None, 3.5887),
     "gaussian_nll": ("gaussian_nll", 4, noisy, None, -0.6441),
     "GaussianNLLLoss": (nn.GaussianNLLLoss(), 4, noisy, Ends(squares_of_positive), -0.67252),
@@ -102,7 +102,7 @@ PROBLEMS: dict[str, tuple[object, int, Callable[[Tensor], Tensor], nn.Module | N
     "ordinal": ("ordinal", 1, levels, Thresholds(), 0.66829),
     "bce": ("bce", 2, sides, None, 0.28247),
     "BCELoss": (nn.BCELoss(), 2, sides, nn.Sigmoid(), 0.28247),
-    "hinge": ("hinge", 2, lambda x: 2 * sides(x) - 1, None, 0.41355),
+    "hinge": ("hinge", 2, lambda x: 2 * sides(x) - 1, None, 0.36595),
     "soft_margin": ("soft_margin", 2, lambda x: 2 * sides(x) - 1, None, 0.28247),
     "a norm": (norm, 2, noisy, None, 0.49031),
     "a likelihood": (heteroscedastic, 4, noisy, None, -1.28728),
@@ -141,7 +141,7 @@ def test_adam(name):
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_fewer_steps_than_adam(name):
-    """Measured: 14 to 32 steps, against 300 of Adam."""
+    """Measured: 14 to 42 steps, against 300 of Adam."""
     loss, model, x, y = made(name)
     opt, goal = mq.LM(model, loss), PROBLEMS[name][-1]
     assert any(opt.step(x, y).new_loss < goal for _ in range(100))

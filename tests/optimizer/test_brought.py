@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_geometric
+import transformers
 from torch import Tensor, nn
 from torch.func import grad, hessian
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
@@ -26,13 +28,10 @@ def encoding(**more: Any) -> Any:
     """What a tokenizer returns: the second sentence is shorter."""
     mask = torch.ones(N, T, dtype=torch.long)
     mask[1, 2:] = 0
-    return pytest.importorskip("transformers").BatchEncoding(
-        {"input_ids": torch.randint(20, (N, T)), "attention_mask": mask, **more}
-    )
+    return transformers.BatchEncoding({"input_ids": torch.randint(20, (N, T)), "attention_mask": mask, **more})
 
 
 def bert(kind: str, **options: Any) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=6,
         max_position_embeddings=8, num_labels=C, attn_implementation="eager", **options,
@@ -41,7 +40,6 @@ def bert(kind: str, **options: Any) -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=C + 4, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
         attn_implementation="eager",
@@ -110,7 +108,6 @@ def test_hidden_states_are_ignored():
 
 def test_heads_of_a_transformer_without_logits():
     """The error names what there is."""
-    transformers = pytest.importorskip("transformers")
     model = transformers.BertModel(bert("SequenceClassification").config).double().eval()
     opt, x, y = lm(model, "mse"), encoding(), torch.randn(N, T, 8)
     before = world(model, opt)
@@ -136,8 +133,7 @@ def test_as_many_tokens_as_classes():
 
 def test_graphs():
     """Several graphs of PyTorch Geometric, two losses: of every graph, and of nothing else."""
-    geometric = pytest.importorskip("torch_geometric")
-    conv, pool = geometric.nn.GCNConv(2, 4), geometric.nn.global_add_pool
+    conv, pool = torch_geometric.nn.GCNConv(2, 4), torch_geometric.nn.global_add_pool
 
     class Network(nn.Module):
         def __init__(self) -> None:
@@ -150,8 +146,10 @@ def test_graphs():
 
     sizes = [2, 5, 3, 4]
     rings = [torch.stack([torch.arange(n), (torch.arange(n) + 1) % n]) for n in sizes]
-    graphs = [geometric.data.Data(x=torch.randn(n, 2), edge_index=ring) for n, ring in zip(sizes, rings, strict=True)]
-    batch, model = geometric.data.Batch.from_data_list(graphs), Network()
+    graphs = [
+        torch_geometric.data.Data(x=torch.randn(n, 2), edge_index=ring) for n, ring in zip(sizes, rings, strict=True)
+    ]
+    batch, model = torch_geometric.data.Batch.from_data_list(graphs), Network()
     y = {"kind": torch.tensor([0, 2, 1, 1]), "size": torch.tensor(sizes).double()}
     opt, before = lm(model, {"kind": "cross_entropy", "size": ("mse", 0.1)}, schedule=mq.Constant(0.5)), theta(model)
     flat = Flat(model, ["kind", "size"])

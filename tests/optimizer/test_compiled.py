@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch._dynamo as _dynamo
 from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.recorded import RECORDERS
 from support.recorder import Repeated
 from support.steps import theta
-
-_dynamo = pytest.importorskip("torch._dynamo")
 
 
 class Block(nn.Module):

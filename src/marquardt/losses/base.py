@@ -179,7 +179,7 @@ class Loss(ABC):
 
     def sums(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """If the loss `surveys`: what `bound` must know of all data, as numbers that add up over batches, (k,)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.display_name} says `surveys`, and has no `sums`")
 
     # what the optimizer calls
     def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
