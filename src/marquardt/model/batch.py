@@ -174,6 +174,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         for item in self.batches:
+            if isinstance(item, Batch):
+                yield item
+                continue
             if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
                 found = f"{len(item)} items" if isinstance(item, (tuple, list)) else type(item).__name__
                 raise TypeError(f"step_over takes batches (inputs, targets) or (inputs, targets, weight), not {found}")

@@ -1,0 +1,199 @@
+"""Where batches come from: every form of data gives the same samples, and what cannot train is refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from marquardt.model.batch import Batch
+from marquardt.sources import source
+
+x = torch.arange(24.0).reshape(8, 3)
+y = torch.arange(8.0)[:, None]
+w = torch.arange(8.0) + 1
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return x[i], y[i], w[i]
+
+
+class Noisy(Rows):
+    def __getitem__(self, i):
+        return x[i] + torch.randn(3), y[i], w[i]
+
+
+def joined(batches):
+    found = list(batches)
+    return [torch.cat([getattr(b, name) for b in found]) for name in ("inputs", "targets", "weight")]
+
+
+FORMS = {
+    "tensors": lambda: (x, y, w),
+    "arrays": lambda: (x.numpy(), y.numpy(), w.numpy()),
+    "frames": lambda: (pd.DataFrame(x.numpy()), pd.DataFrame(y.numpy()), pd.Series(w.numpy())),
+    "lists": lambda: (x.tolist(), y.tolist(), w.tolist()),
+    "TensorDataset": lambda: TensorDataset(x, y, w),
+    "Dataset": Rows,
+    "DataLoader": lambda: DataLoader(Rows(), batch_size=3),
+    "list of batches": lambda: [(x[:5], y[:5], w[:5]), (x[5:], y[5:], w[5:])],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_the_same_samples(form):
+    found = source(FORMS[form](), dtype=torch.float64)
+    batches = found.batches()
+    for _ in range(2):  # they can be gone through again
+        for got, want in zip(joined(batches), (x, y, w), strict=True):
+            assert torch.equal(got, want.double())
+    in_memory = form not in ("DataLoader", "list of batches")
+    assert (found.whole is not None) == in_memory
+    assert found.samples == (None if form == "list of batches" else 8)
+    if in_memory:
+        assert [b.samples for b in found.batches(3)] == [3, 3, 2]
+        order = [7, 0, 3]
+        assert torch.equal(joined(found.batches(2, order))[0], x[order].double())
+        assert torch.equal(found.whole.inputs, x.double())
+
+
+def test_a_source_is_one_already():
+    found = source((x, y), batch_size=3)
+    assert source(found) is found
+    assert len(found.batches()) == 3
+    assert [b.samples for b in found.batches()] == [3, 3, 2]
+
+
+def test_integers_keep_their_type():
+    found = source((x, torch.arange(8)), dtype=torch.float64).whole
+    assert (found.inputs.dtype, found.targets.dtype, found.weight) == (torch.float64, torch.int64, None)
+
+
+def test_several_inputs():
+    mask = torch.full((8,), -torch.inf)
+    found = source(({"x": x.numpy(), "mask": mask}, y), dtype=torch.float64)
+    assert torch.equal(found.whole.inputs["x"], x.double())
+    part = next(iter(found.batches(3)))
+    assert torch.equal(part.inputs["mask"], mask[:3].double())
+    both = source(((x, y), None)).whole
+    assert torch.equal(both.inputs[1], y)
+    assert both.targets is None
+
+
+def test_a_split_takes_every_sample_once():
+    for data in ((x, y, w), Rows()):
+        train, held = source(data).split(0.25, seed=3)
+        assert (train.samples, held.samples) == (6, 2)
+        both = torch.cat([train.whole.targets, held.whole.targets])
+        assert torch.equal(both.sort(0).values, y)
+        again = source(data).split(0.25, seed=3)[1]
+        assert torch.equal(again.whole.inputs, held.whole.inputs)
+    seeds = [source((x, y)).split(0.5, seed=k)[1].whole.targets for k in range(5)]
+    assert any(not torch.equal(seeds[0], other) for other in seeds)
+
+
+def test_items_that_are_drawn_anew_are_no_whole():
+    state = torch.get_rng_state()
+    found = source(Noisy())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.whole is None
+    assert not torch.equal(joined(found.batches(4))[0], joined(found.batches(4))[0])
+
+
+def test_a_loader_says_how_many_samples_it_has():
+    assert source(DataLoader(Rows(), batch_size=3, drop_last=True)).samples == 6
+    assert source(DataLoader(Rows(), batch_size=3, shuffle=True)).samples == 8
+    assert len(source(DataLoader(Rows(), batch_size=3)).batches()) == 3
+
+
+def nan(t, *where):
+    t = t.clone()
+    t[where] = torch.nan
+    return t
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield x[0], y[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((nan(x, 5, 2), y), "inputs[5, 2] is nan"),
+        ((x, nan(y, 6, 0)), "targets[6, 0] is nan"),
+        ((x, y, nan(w, 4)), "weight[4] is nan"),
+        ((x / 0, y), "inputs[0, 0] is nan"),
+        (((x, nan(y, 1, 0)), y), "inputs[1, 0] is nan"),
+        ((x, y[:5]), "have the shape (8, 3), and there are 5 samples"),
+        ((x, y, w[:5]), "the weight have the shape (5,), and there are 8 samples"),
+        ((x, y, -w), "the weights must be one number of at least 0"),
+        ((x, y, 0 * w), "the weights of all samples are 0"),
+        ((x[:0], y[:0]), "the data have no samples"),
+        ((x,), "1 entries in the place of (inputs, targets)"),
+        ((x, y, w, w), "4 entries in the place of"),
+        (x, "data of the type Tensor: pass a tuple"),
+        ({"x": x}, "data of the type dict"),
+        ("data.csv", "data of the type str"),
+        (3, "data of the type int"),
+        (iter([(x, y)]), "list_iterator is used up when it was gone through once"),
+        ((b for b in [(x, y)]), "generator is used up"),
+        (Endless(), "Endless is an IterableDataset"),
+        ((np.array([["a", "b"]]), y[:1]), "the inputs are no numbers"),
+        ((pd.DataFrame({"town": ["Ulm", "Bonn"]}), y[:2]), "the inputs are no numbers (object"),
+    ],
+)
+def test_refused_at_once(data, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        source(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([(x, y), (nan(x, 5, 2), y)], "inputs[5, 2] is nan"),
+        ([x, y], "Tensor in the place of (inputs, targets)"),
+        ([], "list has no batches"),
+        (DataLoader(TensorDataset(x), batch_size=4), "1 entries in the place of"),
+    ],
+)
+def test_refused_when_they_come(data, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        list(source(data).batches())
+
+
+def test_what_batches_of_their_own_cannot_do():
+    found = source(DataLoader(Rows(), batch_size=3))
+    with pytest.raises(ValueError, match="their size and order cannot be chosen"):
+        found.batches(4)
+    with pytest.raises(ValueError, match="of a DataLoader cannot be told from the rest: pass a validation set"):
+        found.split(0.2)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 0.01, 0.99, True])
+def test_fractions_that_leave_nothing(fraction):
+    with pytest.raises(ValueError, match=f"a fraction of {fraction}"):
+        source((x, y)).split(fraction)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "all"])
+def test_sizes_that_are_none(size):
+    with pytest.raises(ValueError, match="batch_size="):
+        source((x, y), batch_size=size)
+
+
+def test_steps_take_its_batches():
+    """Also `step_over`, which takes tuples otherwise."""
+    from marquardt.model.batch import Batches
+
+    (batch,) = Batches(source((x, y)).batches())
+    assert isinstance(batch, Batch)
+    assert batch.inputs is x
