@@ -33,6 +33,7 @@ from .parts.line_search import Backtracking, Bracket, Grid
 from .parts.momentum import AdaptiveMomentum, QuadraticMomentum
 from .parts.schedule import Balanced, Constant, GainRatio, RelativeDecrease, TenFold
 from .report import Step
+from .training import Fit, History, fit
 
 __version__ = "0.1.0"
 
@@ -55,11 +56,13 @@ __all__ = [
     "Exact",
     "FactoredMaxDiagonal",
     "FactorizationError",
+    "Fit",
     "Fraction",
     "GainRatio",
     "Gram",
     "Grid",
     "Hessian",
+    "History",
     "Identity",
     "Kronecker",
     "KroneckerMetric",
@@ -81,6 +84,7 @@ __all__ = [
     "Uphill",
     "WeightDecay",
     "curve_fit",
+    "fit",
     "layers",
     "least_squares",
     "linearize",

@@ -1,0 +1,142 @@
+"""A fit in a file: written whole or not at all, and gone on with only by the same model, data and options."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..arguments import brief
+from ..model.parameters import named_parameters
+from ..sources import Arrays, Items, Source
+from .run import Training
+
+VERSION = 1
+
+# Seconds between two checkpoints at least, and how many times longer than writing one: a step may be much shorter.
+SECONDS, SHARE = 1.0, 20.0
+
+
+@dataclass
+class Saver:
+    """Writes a file now and then."""
+
+    path: Path
+    identity: dict[str, dict[str, Any]]  # of what is saved there
+    last: float = field(default_factory=time.monotonic)
+    took: float = 0.0
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() - self.last >= max(SECONDS, SHARE * self.took)
+
+    def save(self, content: dict[str, Any]) -> None:
+        began = time.monotonic()
+        write(self.path, {"marquardt.fit": VERSION, "identity": self.identity, **content})
+        self.last = time.monotonic()
+        self.took = self.last - began
+
+    def load(self) -> dict[str, Any]:
+        found = read(self.path)
+        check_same(self.path, found["identity"], self.identity)
+        return found
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Atomically: a reader finds the last file or this one, whatever happens meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """By torch.load(weights_only=True), which runs no code of the file."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint ({error}): begin anew with resume=False, or name another file"
+        ) from error
+    version = found.get("marquardt.fit") if isinstance(found, dict) else None
+    if version != VERSION:
+        raise ValueError(
+            f"{path} is no checkpoint of mq.fit of this version: begin anew with resume=False, or name another file"
+        )
+    return dict(found)
+
+
+# What a checkpoint belongs to.
+
+
+def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
+    """Of the model, the data and the options, by name: plain values that must be the same again."""
+    opt = run.opt
+    shapes = {name: list(p.shape) for name, p in named_parameters(opt.model)}
+    parts = {name: brief(part) for name, part in vars(opt.parts).items()}
+    return {
+        "model": {"class": type(opt.model).__name__, "parameters": shapes, "loss": brief(opt.loss)},
+        "data": {"samples": described(run.data), "validation": described(run.validation)},
+        "options": {
+            **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": opt._weights, "seed": seed,
+            "batches": [run.plan.kind, run.plan.size],
+        },
+    }  # fmt: skip
+
+
+def described(data: Source | None) -> list[Any] | None:
+    """How many samples, and two sums over what they hold; batches of their own are not gone through for it."""
+    if isinstance(data, Arrays):
+        return [data.samples, *checksums(vars(data.whole))]
+    if isinstance(data, Items):
+        return [data.samples, *(checksums(vars(data.take(torch.arange(1)))) if data.steady else [])]
+    return None if data is None else [data.samples]
+
+
+def checksums(item: Any) -> list[float]:
+    """Σt and Σt·cos(place): the second one knows the order"""
+    found = [0.0, 0.0]
+    for t in tree_leaves(item):
+        if isinstance(t, Tensor):
+            values = t.detach().double().flatten()
+            found[0] += float(values.sum())
+            found[1] += float(values @ torch.arange(len(values), dtype=torch.float64, device=values.device).cos())
+    return found
+
+
+def check_same(path: Path, there: dict[str, dict[str, Any]], here: dict[str, dict[str, Any]]) -> None:
+    for what, values in here.items():
+        for name, value in values.items():
+            before = there.get(what, {}).get(name)
+            if not same(before, value):
+                raise ValueError(
+                    f"the checkpoint {path} is of another {what}: {name} is {short(value)} now, and was "
+                    f"{short(before)}. Begin anew with resume=False, or name another file"
+                )
+
+
+def same(a: Any, b: Any) -> bool:
+    """Sums may be of another machine"""
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def short(value: Any) -> str:
+    words = repr(value)
+    return words if len(words) <= 100 else words[:97] + "…"

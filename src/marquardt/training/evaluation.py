@@ -1,0 +1,68 @@
+"""The loss of a model on data that do not train it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..jacobian.known import Known
+from ..jacobian.objective import Objective
+from ..jacobian.passes import Pass
+from ..losses import Loss
+from ..model.batch import Batch
+from ..model.randomness import Chance, rng_state, set_rng_state
+
+
+def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:
+    """f over all batches in the units in which it is reported, in eval mode."""
+    with evaluating(model):
+        try:
+            with torch.no_grad():
+                return _value(model, loss, batches)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+        with torch.enable_grad():  # the model differentiates itself
+            return _value(model, loss, batches)
+
+
+def _value(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:
+    objective = Objective(model, loss, list(model.parameters()))
+    if loss.surveys:
+        found = [Pass(objective, batch, Known(), Chance()).sums() for batch in batches]
+        objective = objective.knowing(torch.stack(found).sum(0))
+    total = normaliser = 0.0
+    for batch in batches:
+        value, weight = _totals(objective, batch)
+        total, normaliser = total + float(value), normaliser + float(weight)
+    if not normaliser > 0:
+        raise ValueError("the total weight of the validation set is 0: every target has weight 0 or is ignored")
+    return loss.report(total * loss.scale(normaliser), normaliser)
+
+
+def _totals(objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Σwℓ and what the mean divides by: (), ()"""
+    bound, z = objective.taken(objective.called(batch.inputs), batch)
+    z = z.detach()
+    bound.loss.check(z, batch.targets, batch.weight, part=True)
+    return bound.value(z, batch).double(), bound.loss.normaliser(z, batch.targets, batch.weight)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In eval mode; every module is then in the mode that it had, and random numbers go on as if nothing was drawn."""
+    device = next(model.parameters()).device
+    modes = [(m, m.training) for m in model.modules()]
+    cpu, own = torch.get_rng_state(), rng_state(device)
+    try:
+        model.eval()
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode
+        torch.set_rng_state(cpu)
+        if own is not None:
+            set_rng_state(device, own)

@@ -1,0 +1,157 @@
+"""mq.fit: train a model on data, and say why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model.decay import WeightDecay
+from ..optimizer import LM
+from ..sources import Source, source
+from .batching import batching
+from .checkpoint import Saver, identity
+from .history import Entry, History
+from .progress import Shown, shown
+from .run import Training
+from .stops import CALLBACK, INTERRUPTED, Stops
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a callback is given after every step."""
+
+    step: Entry
+    history: History
+    model: nn.Module
+    optimizer: LM
+
+
+Callback = Callable[[Running], Any]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What came of `mq.fit`. The model is the one that was given, with its best weights."""
+
+    model: nn.Module
+    history: History
+    reason: str  # why it ended, a sentence
+    plan: str  # how the samples were given to the steps, and why
+    best_step: int  # whose weights the model has; 0 if there was none
+    loss: float  # of these weights: of the validation set if there is one, otherwise of the data with weight decay
+    optimizer: LM
+
+    def __repr__(self) -> str:
+        steps = f"{len(self.history)} steps, the best one {self.best_step}, loss {self.loss:.4g}"
+        return f"Fit of {type(self.model).__name__}: {steps}\n  {self.plan}\n  ended: {self.reason}"
+
+
+def fit(
+    model: nn.Module,
+    data: Any,
+    loss: Any,
+    *,
+    validation: Any = None,
+    steps: int | None = 1000,
+    seconds: float | None = None,
+    goal: float | None = None,
+    min_gradient: float | None = 1e-7,
+    max_lam: float | None = 1e10,
+    patience: int | None = 20,
+    weight_decay: float | WeightDecay = 0.0,
+    batch_size: int | str | None = None,
+    seed: int = 0,
+    callbacks: Callback | Iterable[Callback] = (),
+    progress: bool | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    resume: bool = True,
+    **options: Any,
+) -> Fit:
+    """Trains `model` on `data` by Levenberg–Marquardt until something says stop; the best weights stay in the model.
+
+    >>> result = mq.fit(model, (x, y), "mse", validation=0.2)
+    >>> print(result.reason, result.history)
+
+    `data` are (inputs, targets) or (inputs, targets, weight) of tensors or arrays, a Dataset or a DataLoader. If a step
+    with all of them is quick, every step has them all; otherwise there are mini-batches, and the averaged weights
+    count. `batch_size` says it: a number, or "all". `validation` is a fraction of the samples, drawn by `seed`, or data
+    of its own.
+
+    It ends after so many `steps` or `seconds`, with a loss of at most `goal`, a gradient of at most `min_gradient`
+    times the largest, λ above `max_lam`, after `patience` validations without a new best, or if nothing is left to
+    gain; None leaves a stop out. `callbacks` are called after every step with a `Running`, and end the fit by
+    returning True. Ctrl-C ends it too; the best weights so far are then in the model.
+
+    `checkpoint` names a file that the fit is saved in about every second. The same call goes on with it, exactly, if
+    the file is there; `resume=False` begins anew. All other `options` are those of `mq.LM`.
+    """
+    stops = Stops(steps, seconds, goal, min_gradient, max_lam, patience)
+    bar, calls = shown(progress, stops), listed(callbacks)
+    opt = LM(model, loss, weight_decay=weight_decay, **options)
+    train, held = sets(opt, data, validation, seed)
+    run = Training(opt, train, held, batching(opt, train, batch_size), stops, seed)
+    saver = None if checkpoint is None else Saver(Path(checkpoint), identity(run, seed))
+    if saver is not None and resume and saver.path.exists():
+        run.resume(saver.load())
+    else:
+        run.begin()
+    reason = "an error ended it"
+    try:
+        bar.begin(run.words)
+        reason = loop(run, bar, calls, saver)
+    except KeyboardInterrupt:
+        reason = INTERRUPTED
+    finally:
+        bar.end(reason)
+    run.end()
+    return Fit(model, run.history, reason, run.words, run.seen.best_step, run.seen.least, opt)
+
+
+def loop(run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | None) -> str:
+    """Steps until something says stop."""
+    reason = run.reason
+    while reason is None:
+        entry = run.step()
+        bar.update(entry)
+        reason = run.reason
+        answers = [asks(call, Running(entry, run.history, run.model, run.opt)) for call in calls]
+        reason = CALLBACK if any(answers) else reason
+        if saver is not None and (reason is not None or saver.due):
+            saver.save(run.state())
+    return reason
+
+
+def asks(call: Callback, running: Running) -> bool:
+    """Whether a callback asks for the end."""
+    try:
+        return call(running) is True
+    except StopIteration:
+        return True
+
+
+def listed(callbacks: Any) -> list[Callback]:
+    found = [callbacks] if callable(callbacks) else list(callbacks)
+    for call in found:
+        if not callable(call):
+            raise TypeError(f"callbacks= holds a {type(call).__name__}: functions of a Running, one or several")
+    return found
+
+
+def sets(opt: LM, data: Any, validation: Any, seed: int) -> tuple[Source, Source | None]:
+    """What trains, and what is held out, where the parameters are and in their precision."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed={seed!r}: an integer of at least 0")
+    p = opt.params[0]
+    dtype = p.dtype if p.dtype in (torch.float32, torch.float64) else None
+    train = source(data, device=p.device, dtype=dtype)
+    if validation is None:
+        return train, None
+    if isinstance(validation, (int, float)):
+        return train.split(float(validation), seed)
+    return train, source(validation, device=p.device, dtype=dtype)

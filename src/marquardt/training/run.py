@@ -1,0 +1,181 @@
+"""A fit under way: what one step after the other does to it."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.batch import Batch
+from ..model.parameters import changing
+from ..optimizer import LM
+from ..report import Step
+from ..sources import Indexed, Source
+from .batching import Batching, Order
+from .evaluation import evaluated
+from .history import Entry, History
+from .randomness import generators, set_generators
+from .stops import Seen, Stops
+
+# Mini-batches between two validations, unless an epoch has fewer; and at most a tenth of the samples that train in the
+# meantime are gone through for one.
+EVERY, SHARE = 10, 10
+
+
+class Training:
+    """The model, its optimizer, its data, and all that is known after the last step."""
+
+    def __init__(
+        self, opt: LM, data: Source, validation: Source | None, plan: Batching, stops: Stops, seed: int
+    ) -> None:
+        self.opt, self.data, self.validation, self.plan, self.stops = opt, data, validation, plan, stops
+        self.history, self.seen = History(), Seen()
+        self.best: dict[str, Tensor] | None = None  # weights and buffers
+        self.order = Order(data, plan.size, seed) if plan.mini else None
+        self.elapsed = 0.0  # seconds of earlier processes
+        self.began = time.perf_counter()
+        self.words = plan.words
+        self._validated = math.nan  # the last loss of the validation set
+
+    @property
+    def model(self) -> nn.Module:
+        return self.opt.model
+
+    @property
+    def seconds(self) -> float:
+        return self.elapsed + time.perf_counter() - self.began
+
+    @property
+    def reason(self) -> str | None:
+        return self.stops.reason(self.history[-1] if len(self.history) else None, self.seen)
+
+    def begin(self) -> None:
+        """The weights before the first step are the best so far; what cannot be validated is refused here."""
+        if self.validation is not None:
+            self.seen.found(self._validation_loss(), 0)
+            self.keep()
+
+    def step(self) -> Entry:
+        """One step, judged on the validation set, and written down."""
+        number = len(self.history) + 1
+        taken = self._taken()
+        looked = self._looked(number, taken)
+        entry = self._entry(number, taken)
+        self.seen.steepest = max(self.seen.steepest, 0.0 if math.isnan(taken.slope) else taken.slope)
+        self.seen.lam = self.opt.lam
+        if looked:
+            self._compare(entry)
+        self.history.entries.append(entry)
+        return entry
+
+    def _taken(self) -> Step:
+        if self.order is not None:
+            return self._on(self.order.next())
+        if self.plan.kind == "streamed":
+            return self.opt.step_over(self.data.batches(self.plan.size))
+        whole = self.data.whole
+        assert whole is not None
+        return self._on(whole)
+
+    def _on(self, batch: Batch) -> Step:
+        return self.opt.step(batch.inputs, batch.targets, batch.weight)
+
+    def _entry(self, number: int, taken: Step) -> Entry:
+        loss, objective = taken.new_data_loss, taken.new_loss
+        if self.plan.mini:  # after the step it says how well the batch is fitted, not how well the data are
+            loss, objective = taken.data_loss, taken.loss
+        epoch = number - 1 if self.order is None else self.order.epoch
+        return Entry(
+            number, epoch, loss, objective, self._validated, taken.lam, taken.slope, taken.rule, taken.lr, taken.gain,
+            self.seconds, converged=taken.converged, note=taken.note,
+        )  # fmt: skip
+
+    # The best weights.
+
+    def _looked(self, number: int, taken: Step) -> bool:
+        """Whether there is something to compare with the best: then it is, for the validation set, in `_validated`."""
+        if self.validation is None:
+            return not self.plan.mini and taken.accepted
+        if self.plan.mini and number % self._every:
+            self._validated = math.nan
+            return False
+        if not self.plan.mini and not taken.accepted:
+            return False
+        self._validated = self._validation_loss()
+        return True
+
+    def _validation_loss(self) -> float:
+        assert self.validation is not None
+        size = self.plan.size if isinstance(self.validation, Indexed) else None
+        with self._shown():
+            return evaluated(self.model, self.opt.loss, self.validation.batches(size))
+
+    @property
+    def _every(self) -> int:
+        """Mini-batches between two validations."""
+        N, held = self.data.samples, self.validation.samples if self.validation is not None else None
+        if N is None or held is None or self.plan.size is None:
+            return EVERY
+        return max(1, min(-(-N // self.plan.size), max(EVERY, SHARE * held // (100 * self.plan.size))))
+
+    def _shown(self) -> Any:
+        """The averaged weights on changing batches; on the same data the last ones."""
+        return self.opt.averaged() if self.plan.mini and self.opt.average is not None else nullcontext()
+
+    def _compare(self, entry: Entry) -> None:
+        loss = entry.objective if self.validation is None else entry.validation
+        if self.seen.found(loss, entry.step):
+            self.keep()
+        if self.validation is None:
+            self.seen.fails = 0  # the loss of the data has stops of its own
+
+    def keep(self) -> None:
+        with self._shown():
+            self.best = changing(self.model, self.opt.params)
+
+    def end(self) -> None:
+        """The best weights to the model; on changing batches without a validation set, the averaged ones."""
+        if self.plan.mini and self.validation is None and len(self.history):
+            self.keep()
+            self.seen.best_step, self.seen.least = len(self.history), math.nan
+        if self.best is not None:
+            put(self.model, self.best)
+
+    # As it is saved.
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "weights": changing(self.model, self.opt.params),
+            "optimizer": self.opt.state_dict(),
+            "best": self.best,
+            "history": self.history.columns(),
+            "seen": asdict(self.seen),
+            "order": None if self.order is None else self.order.state(),
+            "generators": generators(self.data),
+            "validated": self._validated,
+            "seconds": self.seconds,
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.opt.load_state_dict(state["optimizer"])
+        put(self.model, state["weights"])
+        self.best = state["best"]
+        self.history, self.seen = History.restored(state["history"]), Seen(**state["seen"])
+        self._validated, self.elapsed = state["validated"], state["seconds"]
+        self.words += f"; goes on after step {len(self.history)}"
+        if self.order is not None:
+            self.order.resume(state["order"])
+        set_generators(state["generators"], self.data)
+
+
+def put(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Weights and buffers into the model, in place."""
+    entries = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, t in weights.items():
+            entries[name].copy_(t)

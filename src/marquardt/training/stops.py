@@ -1,0 +1,86 @@
+"""When a fit ends, and the sentence that says why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..curvature.plan import duration
+from .history import Entry
+
+INTERRUPTED = "interrupted"
+CALLBACK = "a callback asked for it"
+
+
+@dataclass(frozen=True)
+class Stops:
+    """The stops of MATLAB's trainlm; None leaves one out.
+
+    `patience` counts validations without a new best. The gradient is √(gᵀD⁻¹g), the length that a step reports, and is
+    compared with the largest so far: the units of the loss do not matter.
+    """
+
+    steps: int | None = 1000
+    seconds: float | None = None
+    goal: float | None = None  # of the loss of the data
+    min_gradient: float | None = 1e-7  # over the largest
+    max_lam: float | None = 1e10
+    patience: int | None = 20
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            check_stop(entry.name, getattr(self, entry.name), entry.name in ("steps", "patience"))
+
+    def reason(self, entry: Entry | None, seen: Seen) -> str | None:
+        """Why the fit ends after this step; None if it goes on."""
+        if entry is None:
+            return None if self.steps != 0 else "no steps were asked for"
+        loss = entry.loss
+        if self.goal is not None and loss <= self.goal:
+            return f"the goal is reached: the loss is {loss:.4g}, at most {self.goal:g}"
+        if entry.converged:
+            return "converged: no decrease is left that could be told from the rounding of the loss"
+        if seen.settled:
+            return "settled: neither weight decay nor noise, nor the loss with them, change any more"
+        if self.min_gradient is not None and entry.gradient <= self.min_gradient * seen.steepest:
+            return f"the gradient is {entry.gradient:.2g}, at most {self.min_gradient:g} of the largest"
+        if self.max_lam is not None and seen.lam > self.max_lam:
+            return f"λ is {seen.lam:.2g}, above {self.max_lam:g}: no step lowers the loss"
+        if self.patience is not None and seen.fails >= self.patience > 0:
+            return f"validation: {seen.fails} in a row without a loss below {seen.least:.4g}"
+        if self.steps is not None and entry.step >= self.steps:
+            return f"{self.steps} steps are done"
+        if self.seconds is not None and entry.seconds >= self.seconds:
+            return f"{duration(self.seconds)} are over"
+        return None
+
+
+@dataclass
+class Seen:
+    """What the stops must know of all steps so far. Plain numbers: they are saved."""
+
+    steepest: float = 0.0  # the largest gradient
+    lam: float = 0.0  # of the next step
+    least: float = math.inf  # the best loss so far, of the validation set if there is one
+    best_step: int = 0
+    fails: int = 0  # validations since
+    settled: bool = False  # weight decay that is found from the data
+
+    def found(self, loss: float, step: int) -> bool:
+        """Whether this loss is the least so far."""
+        better = loss < self.least
+        if better:
+            self.least, self.best_step = loss, step
+        self.fails = 0 if better else self.fails + 1
+        return better
+
+
+def check_stop(name: str, value: Any, whole: bool) -> None:
+    if value is None:
+        return
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name}={value!r}: {'an integer' if whole else 'a number'}, or None to leave this stop out")
+    if math.isnan(value) or (value < 0 and name != "goal"):
+        raise ValueError(f"{name}={value!r}: at least 0, or None to leave this stop out")
