@@ -210,6 +210,16 @@ class Start(NamedTuple):
         return self.old.floor(self.level.f, self.level.low)
 
 
+def reweighted(old: State, lin: Linearization) -> State:
+    """What earlier steps have left, if weight decay had other weights then."""
+    weights = lin.objective.weights
+    if old.weights is None or old.weights == weights:
+        return replace(old, weights=weights)
+    more, space = lin.objective.more(old.weights, lin.totals().normaliser), lin.parameters
+    here, there = (0.0 if theta is None else float(more.value(space.shaped(theta))) for theta in (lin.theta, old.haven))
+    return old.reweighted(weights, here, there)
+
+
 def begin(old: State, level: Level, dtype: torch.dtype) -> Start:
     repeats = old.starts_with(level.f, dtype, level.low)
     return Start(old, level, repeats, old.doubt(level.f, level.low, repeats > 1))

@@ -35,6 +35,7 @@ from .iteration import (
     first_notes,
     kept,
     next_lam,
+    reweighted,
     rows_of,
     with_mean,
 )  # fmt: skip
@@ -269,8 +270,8 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def _iterate(self, lin: Linearization, representation: Representation, plan: Plan | None) -> tuple[Step, State]:
         """The algorithm box: the step and the next state; the model ends at the next θ."""
-        parts, old = self.parts, self._state.like(lin.theta)
-        G = representation.represent(lin)
+        parts, G = self.parts, representation.represent(lin)
+        old = reweighted(self._state.like(lin.theta), lin)
         start = begin(old, lin.level, lin.theta.dtype)
         matrices = damped(parts, G, old, start.same_data)
         lam, unjudged, notes = old.lam, old.unjudged, first_notes(start, plan)

@@ -56,6 +56,7 @@ def loaded(
     found = tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) else v, found)
     D, plan = found.get("D"), found.get("plan")
     found["D"] = None if D is None else restored(D)
+    found["weights"] = None if found.get("weights") is None else tuple(found["weights"])
     plan = None if plan is None else Plan.restored(plan)
     found["plan"] = None if plan is None else curvature.restored(plan, device)
     return State(**found)

@@ -63,6 +63,7 @@ class State:
     ceiling: float = math.inf  # the loss that they may reach, since earlier ones have not paid
     late: float = math.inf  # what the best loss was of late, see FADE
     towards: Tensor | None = None  # θ₀, which the weights decay towards; None for 0
+    weights: tuple[float, ...] | None = None  # of decay in all these f, by parameter; None if that is not known
 
     @property
     def steady(self) -> bool | None:
@@ -83,6 +84,16 @@ class State:
             return 0
         size = abs(self.expected) if low > -math.inf else max(abs(self.expected), self.height)
         return self.repeats + 1 if abs(f - self.expected) <= SAME_LOSS[dtype] * size else 0
+
+    def reweighted(self, weights: tuple[float, ...], here: float, there: float) -> State:
+        """The same levels with other weights of decay, by which f is so much more where the model is, and `there` at
+        the haven: the data stay the same. Heights above the best loss, that of the haven if there is one, stay too."""
+        best = here if self.haven is None else there
+        return replace(
+            self, weights=weights, expected=None if self.expected is None else self.expected + here,
+            haven_loss=self.haven_loss + there, best=self.best + best, late=self.late + best,
+            ceiling=self.ceiling + best, idle_from=self.idle_from + here, height=max(0.0, self.height + here),
+        )  # fmt: skip
 
     def floor(self, f: float, low: float) -> float:
         """What heights are measured from: the lower bound of the loss. If none is known, a little below the best loss,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .arrays import gathered, has_numpy, like, tensor
 from .curve import fed, values
-from .fit import Fit
+from .fit import CurveFit
 from .guess import guess
 from .least_squares import least_squares
 from .observations import Observations, observed, points, require_finite, without_nan
@@ -36,7 +36,7 @@ def curve_fit(
     nan_policy: str | None = None,
     batched: bool = False,
     **kwargs: Any,
-) -> Fit:
+) -> CurveFit:
     """Fit y = f(x, *p) to data: scipy.optimize.curve_fit with exact derivatives, and bands.
 
     >>> popt, pcov = curve_fit(lambda x, a, b: a * torch.exp(-b * x), x, y)
@@ -111,7 +111,7 @@ def _deviations(f: Callable[..., Any], jac: Any, data: Observations, start: Tens
     return Deviations(fed(f, x, start, data.batched), fed(jac, x, start, data.batched), data)
 
 
-def _fit(result: Result, f: Callable[..., Any], data: Observations, absolute_sigma: bool) -> Fit:
+def _fit(result: Result, f: Callable[..., Any], data: Observations, absolute_sigma: bool) -> CurveFit:
     J, cost = tensor(result.jac), tensor(result.cost)
     m, n = J.shape[-2:]
     noise = torch.ones_like(cost) if absolute_sigma else (2 * cost / max(m - n, 1)).sqrt()
@@ -121,7 +121,7 @@ def _fit(result: Result, f: Callable[..., Any], data: Observations, absolute_sig
     unknown = ~cov.isfinite().flatten(-2).all(-1)
     if bool((unknown & torch.as_tensor(result.success)).any()):  # of the others `success` tells
         warnings.warn("the covariance of the parameters could not be estimated; infinite", stacklevel=3)
-    return Fit(
+    return CurveFit(
         result.x, like(cov, result.x), result, f, m - n, noise if data.batched else float(noise),
         absolute_sigma, data.whitening is not None, data.batched, data.x_ndim,
     )  # fmt: skip

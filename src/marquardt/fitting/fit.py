@@ -18,7 +18,7 @@ from .student import quantile
 
 
 @dataclass(frozen=True, repr=False)
-class Fit:
+class CurveFit:
     """The outcome of curve_fit; unpacks and is indexed as the pair popt, pcov."""
 
     popt: Any  # (n,), or (B, n)
@@ -42,7 +42,7 @@ class Fit:
         return 2
 
     def __repr__(self) -> str:
-        return f"Fit(popt={self.popt}, perr={self.perr})"
+        return f"CurveFit(popt={self.popt}, perr={self.perr})"
 
     @property
     def success(self) -> Any:

@@ -51,6 +51,7 @@ class Objective:
         towards: Tensor | None = None, master: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.parameters = model, loss, Parameters(model, params, master)
+        self.weights, self.towards = tuple(weights), towards
         self.penalty = Penalty(self.parameters, weights, towards) if any(weights) else None
         self.autocast = Autocast.of_caller(self.parameters.device)
         self.given = loss
@@ -98,6 +99,11 @@ class Objective:
     def decay(self, normaliser: float) -> Penalty | None:
         """Weight decay in the units of f; None if there is none"""
         return None if self.penalty is None else self.penalty.scaled(1 / self.loss.report(1.0, normaliser))
+
+    def more(self, weights: Sequence[float], normaliser: float) -> Penalty:
+        """By how much f is larger with the weights of this objective than with other ones, in the units of f"""
+        change = [w - before for w, before in zip(self.weights, weights, strict=True)]
+        return Penalty(self.parameters, change, self.towards).scaled(1 / self.loss.report(1.0, normaliser))
 
     def level(self, totals: Totals, decay: float = 0.0) -> Level:
         """`decay` is the value of the penalty in the units of f"""
