@@ -34,6 +34,7 @@ from .parts.momentum import AdaptiveMomentum, QuadraticMomentum
 from .parts.schedule import Balanced, Constant, GainRatio, RelativeDecrease, TenFold
 from .report import Step
 from .training import Fit, History, fit
+from .uncertainty import Evidence, Posterior, posterior
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "Dense",
     "Diagonal",
     "Empirical",
+    "Evidence",
     "Exact",
     "FactoredMaxDiagonal",
     "FactorizationError",
@@ -74,6 +76,7 @@ __all__ = [
     "Metric",
     "Needs",
     "Polyak",
+    "Posterior",
     "QuadraticMomentum",
     "RelativeDecrease",
     "Representation",
@@ -89,5 +92,6 @@ __all__ = [
     "least_squares",
     "linearize",
     "losses",
+    "posterior",
     "presets",
 ]

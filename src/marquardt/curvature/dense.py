@@ -42,6 +42,7 @@ class Dense(Interchangeable):
     chunk: int | None = None
     inertia: float = 0.0
     small: int = field(default=SMALL, repr=False)  # up to so many parameters G is one product, in float64 at once
+    double: bool = field(default=False, repr=False)  # G in float64, whatever the model is
 
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
@@ -52,7 +53,7 @@ class Dense(Interchangeable):
         return Needs(self.chunk)
 
     def form(self, lin: Linearization) -> DenseCurvature:
-        return DenseCurvature(lin, self.inertia, self.small)
+        return DenseCurvature(lin, self.inertia, self.small, self.double)
 
     def cost(self, s: Shapes) -> Cost:
         """G, G + A, its scaled copy and its factor, the average; the rows and what they are made of."""
@@ -81,7 +82,7 @@ class DenseCurvature(Curvature):
 
     takes_sums = True
 
-    def __init__(self, lin: Linearization, inertia: float = 0.0, small: int = 0) -> None:
+    def __init__(self, lin: Linearization, inertia: float = 0.0, small: int = 0, double: bool = False) -> None:
         super().__init__(lin)
         self.beta, self.small = inertia, small
         self._past: Tensor | None = None
@@ -94,7 +95,7 @@ class DenseCurvature(Curvature):
         # Products need rows that stay. On a GPU, each of them would wait for the one before.
         self._rows_serve = lin.in_one and self.parameters.device.type == "cpu"
         if not (self._rows_serve and self.parameters.dtype == torch.float64 and lin.n >= max(REFINED, small + 1)):
-            self._form_in(torch.float64 if lin.n <= small else self.parameters.dtype)
+            self._form_in(torch.float64 if double or lin.n <= small else self.parameters.dtype)
 
     @property
     def G(self) -> Tensor:

@@ -79,7 +79,8 @@ class Loss(ABC):
     `majorises = True`; if it is the mean of ∂²ℓ/∂z² over the targets that the outputs predict, `fisher = True`, and it
     is not compared. A loss that is a sum of squared residuals says `sum_of_squares = True`: `presets.paper` asks. A
     loss of several outputs, such as a mean and a variance, says how many, `outputs_taken = 2`: z (N, K) has them
-    flattened and side by side.
+    flattened and side by side. A loss that is −log p(y|z), but for a constant, names p, `likelihood = "categorical"`
+    and the like, see uncertainty/likelihood.py: `mq.posterior` asks.
     """
 
     majorises: ClassVar[bool] = False
@@ -89,6 +90,7 @@ class Loss(ABC):
     sum_of_squares: ClassVar[bool] = False
     outputs_taken: ClassVar[int] = 1
     surveys: ClassVar[bool] = False
+    likelihood: ClassVar[str | None] = None
     reduction: str = "mean"
     factor: float = 1.0
     reported: Loss | None = None  # the same loss in the units in which it is reported, where they are others

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ class CrossEntropy(Loss):
     that the classes come last, (N, d₁, …, C), as language models have them.
     """
 
+    likelihood: ClassVar[str | None] = "categorical"
     label_smoothing: float = 0.0
     class_weight: Tensor | None = None  # (C,)
     ignore_index: int = -100

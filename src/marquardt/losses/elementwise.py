@@ -54,6 +54,7 @@ class SquaredError(Elementwise):
     """ℓ = (z − y)²,  ℓ′ = 2(z − y),  s = √2:  `nn.MSELoss`."""
 
     sum_of_squares: ClassVar[bool] = True
+    likelihood: ClassVar[str | None] = "normal"
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return (z - y).square()
@@ -110,6 +111,7 @@ class BinaryCrossEntropy(Elementwise):
     ℓ′ = b((1 − y)σ − a y(1 − σ)),  s = √(b(a y + 1 − y) σ(1 − σ)):  `nn.BCEWithLogitsLoss`.
     """
 
+    likelihood: ClassVar[str | None] = "bernoulli"
     pos_weight: Tensor | None = None  # broadcasts against one sample's outputs
     output_weight: Tensor | None = None  # and so does this
 
@@ -157,6 +159,8 @@ def broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Poisson(Elementwise):
     """Counts y with log-rate z:  ℓ = e^z − y z,  ℓ′ = e^z − y,  s = e^{z/2}:  `nn.PoissonNLLLoss`."""
+
+    likelihood: ClassVar[str | None] = "poisson"
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return z.exp() - y * z

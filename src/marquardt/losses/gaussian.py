@@ -26,6 +26,7 @@ class GaussianNLL(Loss):
 
     fisher: ClassVar[bool] = True
     outputs_taken: ClassVar[int] = 2
+    likelihood: ClassVar[str | None] = "normal with variance"
     variance: bool = False
     eps: float = 1e-6
     full: bool = False

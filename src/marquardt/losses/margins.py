@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,6 +39,8 @@ class Hinge(Elementwise):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SoftMargin(Elementwise):
     """y = ±1:  ℓ = log(1 + e^−yz),  ℓ′ = −yσ(−yz),  s = √(σ(yz)σ(−yz)):  `nn.SoftMarginLoss`."""
+
+    likelihood: ClassVar[str | None] = "bernoulli"
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return F.softplus(-y * z)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ class Ordinal(Loss):
     The thresholds live in the model: it returns zₖ = tₖ − m, m the place of a sample and tₖ increasing, such as the
     cumulative sums of F.softplus of parameters.
     """
+
+    likelihood: ClassVar[str | None] = "ordered"
 
     def ends(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """b, a and the masks of the samples that have them: (N,)"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ class NegativeBinomial(Elementwise):
     ℓ = (y + k) log(1 + aμ) − y z,  ℓ′ = (y + k)σ − y,  s = √((y + k) σ(1 − σ)).
     """
 
+    likelihood: ClassVar[str | None] = "negative binomial"
     dispersion: float = 1.0
 
     def __post_init__(self) -> None:
@@ -55,6 +57,7 @@ class Gamma(Elementwise):
     s = √(a y e^−z).
     """
 
+    likelihood: ClassVar[str | None] = "gamma"
     shape: float = 1.0
 
     def __post_init__(self) -> None:

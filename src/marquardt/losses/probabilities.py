@@ -39,6 +39,7 @@ class KLDivergence(NegativeLogLikelihood):
     With `log_target` the targets are log q. The mean is that over N, or without `batchmean` that over all outputs.
     """
 
+    likelihood: ClassVar[str | None] = None  # of distributions, not of targets
     log_target: bool = False
     batchmean: bool = True
 
@@ -84,6 +85,7 @@ class BinaryProbabilities(Elementwise):
     """
 
     fisher: ClassVar[bool] = True
+    likelihood: ClassVar[str | None] = "bernoulli probability"
     output_weight: Tensor | None = None  # of every output; broadcasts against one sample's
 
     def __post_init__(self) -> None:

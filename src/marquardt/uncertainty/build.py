@@ -1,0 +1,155 @@
+"""mq.posterior: the posterior of a trained model, its prior and its noise from what is given or from the evidence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..curvature import Dense, Gram, Kronecker, Representation
+from ..losses import resolve
+from ..model.checks import trainable
+from ..model.decay import WeightDecay, check_weight
+from ..model.parameters import Parameters
+from ..sources import source
+from .evidence import unit
+from .expansion import Expansion
+from .likelihood import likelihood_of
+from .posterior import Posterior
+
+# −log p(θ|y) that a step would take off θ, in nats, beyond which the posterior is said to be of another θ; or this
+# share of γ, for a sample of the posterior is γ/2 above the minimum.
+NATS, SHARE = 1.0, 0.1
+
+
+def posterior(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    weight_decay: float | WeightDecay | Sequence[float] | None = None,
+    noise: float | Sequence[float] | Tensor | str | None = None,
+    curvature: Representation | None = None,
+    params: Iterable[Any] | str | None = None,
+) -> Posterior:
+    """The Laplace approximation of the posterior of a trained model: θ ~ N(θ̂, H⁻¹), H = −∂² log p(y|θ)p(θ).
+
+    `data` are those it was trained on: (inputs, targets), with a weight for each sample as a third if it had one, which
+    then counts as so many samples; a Dataset; or a DataLoader. ∂² is the generalised Gauss-Newton matrix.
+
+    `weight_decay` is that of the training, the precision of a normal prior; also one number for every parameter tensor.
+    0 is no prior at all. None: one prior precision for all parameters, that of the highest evidence at θ̂.
+
+    `noise` of a squared error: None learns σ from the residuals, one for each output of a model with several (N, k),
+    "shared" learns one for all; numbers are known σ.
+
+    `curvature`: mq.Dense(), mq.Gram() or mq.Kronecker(); None is exact (Dense, or Gram with fewer rows than parameters)
+    if there is memory and time for that, otherwise Kronecker. `params` are the parameters that are uncertain, the
+    others are taken as known: some of model.parameters(), or "last" for the last linear layer.
+
+    The model is taken in eval mode, and left as it was. Where θ̂ is no minimum of the loss, a warning says so.
+    """
+    found = laplace(model, loss, data, weight_decay, noise, curvature, params)
+    if weight_decay is not None and found.b is None and found.decrement > max(NATS, SHARE * found.gamma):
+        warnings.warn(
+            "the parameters are no minimum of the loss with this weight decay: a step would lower −log p(θ|y) by "
+            f"{found.decrement:.3g}, and a sample of the posterior is {0.5 * found.gamma:.3g} above its minimum. "
+            "Variances are those of a minimum; train on, and pass the weight_decay of the training",
+            stacklevel=2,
+        )
+    squares = found.at.squares
+    several = squares is not None and squares.ndim == 1 and squares.numel() > 1
+    return found.by_output() if found.learns and noise is None and several else found
+
+
+def laplace(
+    model: nn.Module, loss: Any, data: Any, weight_decay: Any = None, noise: Any = None,
+    curvature: Representation | None = None, params: Iterable[Any] | str | None = None,
+) -> Posterior:  # fmt: skip
+    """The same with one noise for all outputs if it is learnt, as a mean of squares has it, and wherever θ̂ is: during
+    training, for `reestimate`."""
+    loss = resolve(loss)
+    kind = likelihood_of(loss)
+    if curvature is not None and not isinstance(curvature, (Dense, Gram, Kronecker)):
+        raise TypeError(f"curvature={curvature!r}: mq.Dense(), mq.Gram(), mq.Kronecker(), or None to choose")
+    if not kind.noisy and noise is not None:
+        raise ValueError(
+            f"noise={noise!r}: {loss.display_name} has no noise beside what the model returns, leave it out"
+        )
+    chosen = trainable(model, last_layer(model) if isinstance(params, str) and params == "last" else params)
+    parameters = Parameters(model, chosen)
+    weights, towards = decays(model, parameters, weight_decay)
+    at = Expansion(model, loss, parameters, source(data, device=parameters.device, dtype=chosen[0].dtype))
+    known = known_noise(at, noise)
+    if kind.noisy and known is None and not any(weights) and weight_decay is not None:
+        check_left(at)
+    beta, b = (1.0, None) if known is None else known
+    per_w = kind.unit / unit(loss, at.normaliser)  # α = w·β·this
+    first = Posterior(
+        at, curvature, at.curvature(curvature, b), [w * beta * per_w for w in weights], beta, towards, b,
+        kind.noisy and known is None,
+    )  # fmt: skip
+    if weight_decay is None:
+        return first.tuned()
+    if not first.learns:
+        return first
+    beta = first.noise_given(first.gamma)  # α goes with β, and so γ does not depend on it
+    return first.changed([a * beta for a in first.alphas], beta)
+
+
+def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[float], Tensor | None]:
+    """Weight decay of every parameter, and θ₀"""
+    if isinstance(given, (list, tuple)):
+        for w in given:
+            check_weight(w)
+        if len(given) != len(parameters):
+            raise ValueError(
+                f"weight_decay= has {len(given)} numbers, and there are {len(parameters)} parameters: one for each"
+            )
+        return [float(w) for w in given], None
+    rule = WeightDecay.of(1.0 if given is None else given)
+    spared = rule.spared(model, parameters)
+    return [0.0 if free else rule.w for free in spared], rule.anchor(parameters, spared)
+
+
+def known_noise(at: Expansion, given: Any) -> tuple[float, Tensor | None] | None:
+    """β of all outputs, and that of each in units of it; None if it is to be learnt"""
+    if given is None or (isinstance(given, str) and given == "shared"):
+        return None
+    assert at.squares is not None
+    try:
+        sigma = torch.as_tensor(given, dtype=torch.float64, device=at.squares.device)
+    except (TypeError, ValueError, RuntimeError):
+        sigma = None
+    if sigma is None or not bool((sigma > 0).all() & sigma.isfinite().all()) or sigma.numel() == 0:
+        raise ValueError(
+            f'noise={given!r}: the standard deviation of the targets, above 0, "shared", or None to learn it'
+        )
+    if sigma.ndim == 0:
+        return float(sigma) ** -2, None
+    if sigma.shape != at.squares.shape:
+        raise ValueError(
+            f"noise= has the shape {tuple(sigma.shape)}, the outputs of a sample {tuple(at.squares.shape)}"
+        )
+    beta = 1 / float(sigma.square().mean())
+    return beta, sigma.pow(-2) / beta
+
+
+def check_left(at: Expansion) -> None:
+    """Residuals without a prior say nothing of the noise if there are as many parameters."""
+    if at.normaliser <= at.parameters.n:
+        raise ValueError(
+            f"{at.normaliser:g} targets for {at.parameters.n} parameters without a prior leave nothing to learn the "
+            "noise from: pass noise=σ, or train with weight_decay"
+        )
+
+
+def last_layer(model: nn.Module) -> list[Tensor]:
+    """The parameters of the last linear layer"""
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    if not layers:
+        raise ValueError('params="last": the model has no nn.Linear; pass the parameters of its last layer')
+    return list(layers[-1].parameters())

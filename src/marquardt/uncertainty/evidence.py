@@ -1,0 +1,146 @@
+"""The prior precision α, the noise 1/β and the effective number of parameters γ, from the evidence p(y|α, β).
+
+The loss that is minimised is proportional to −log p(θ|y): with ℓ the loss of one target, N̂ the normaliser of its mean,
+f = factor·Σℓ/N̂ + ½Σₖwₖ‖θₖ‖² and −log p(y|θ) = cΣℓ + …,
+
+    −log p(y|θ)p(θ) = cΣℓ + ½Σₖαₖ‖θₖ‖² + …        αₖ = c·wₖ·N̂/factor
+
+so that α = w·N for a mean over N samples whose ℓ is −log p (c = 1), and α = w·β·N̂/2 for the mean of N̂ squared
+residuals, −log p = ½βr² (c = ½β). The evidence is at its highest if (MacKay, 1992)
+
+    γₖ = nₖ − αₖ tr(H⁻¹)ₖₖ,   αₖ = γₖ/‖θₖ‖²,   β = (N̂ − Σₖγₖ)/Σr²        H = cΣ∂²ℓ + diag α
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..losses import Loss
+
+# α in units of the mean curvature of the data, at least and at most: beyond it nothing changes but rounding.
+LEAST, MOST = 1e-10, 1e8
+
+# Of all targets at least so many are left for the noise, however many parameters fit them.
+LEFT = 0.01
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Weight decay by evidence, for `mq.fit(weight_decay=mq.Evidence())`: α and β from βG + diag α without λD, every
+    few steps (Bayesian regularisation, MATLAB's trainbr).
+
+    `groups`: None has one α for all parameters, "layers" one for the weight and the bias of each layer, "parameters"
+    one for each tensor; or lists of patterns for names, one list for each α. `start` is the weight decay to begin with.
+    """
+
+    every: int = 5
+    groups: str | Sequence[Sequence[str]] | None = None
+    start: float = 0.01
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every={self.every!r}: steps from one estimate to the next, an integer of at least 1")
+        if isinstance(self.start, bool) or not 0 < self.start < float("inf"):
+            raise ValueError(f"start={self.start!r}: the weight decay of the first steps, a number above 0")
+        if isinstance(self.groups, str) and self.groups not in ("layers", "parameters"):
+            raise ValueError(f'groups={self.groups!r}: None, "layers", "parameters", or lists of patterns for names')
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the evidence asks for, by parameter tensor if there are several numbers."""
+
+    alpha: tuple[float, ...]
+    beta: float  # 1/σ² of all outputs together; 1 if the loss has no noise
+    gamma: float
+    weight_decay: tuple[float, ...]  # in the units of the loss, as parameter groups have it
+
+
+class Estimated(Protocol):
+    """What is known at some α and β: see Posterior."""
+
+    alphas: tuple[float, ...]
+    beta: float
+
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def gamma_by_tensor(self) -> list[float]: ...
+    @property
+    def squares_by_tensor(self) -> list[float]: ...
+    @property
+    def mean_curvature(self) -> float: ...
+    def noise_given(self, gamma: float) -> float: ...
+    def decays(self, alpha: Sequence[float], beta: float) -> tuple[float, ...]: ...
+
+
+def unit(loss: Loss, normaliser: float) -> float:
+    """f/Σℓ in the units in which weight decay is given: factor/N̂ for a mean"""
+    return loss.report(loss.scale(normaliser), normaliser)
+
+
+def grouped_names(names: Sequence[str], groups: str | Sequence[Sequence[str]] | None) -> list[list[int]]:
+    """The parameters, by number, that share an α"""
+    if groups is None:
+        return [list(range(len(names)))]
+    if groups == "parameters":
+        return [[i] for i in range(len(names))]
+    if groups == "layers":
+        owners = [name.rpartition(".")[0] for name in names]
+        return [[i for i, owner in enumerate(owners) if owner == one] for one in dict.fromkeys(owners)]
+    found = [[i for i, name in enumerate(names) if any(fnmatchcase(name, p) for p in some)] for some in groups]
+    taken = [i for some in found for i in some]
+    if sorted(taken) != list(range(len(names))) or not all(found):
+        raise ValueError(
+            f"groups={groups!r}: every one of the parameters {', '.join(names)} belongs to one group, and every group "
+            "has one"
+        )
+    return found
+
+
+def reestimate(found: Estimated, groups: str | Sequence[Sequence[str]] | None = None) -> Estimate:
+    """α and β for which γ and the residuals of these would be at the highest evidence. Parameters without a prior have
+    none afterwards."""
+    gammas, sizes = found.gamma_by_tensor, found.squares_by_tensor
+    low, high = (found.mean_curvature * bound for bound in (LEAST, MOST))
+    alpha = list(found.alphas)
+    for members in grouped_names(found.names, groups):
+        own = [i for i in members if found.alphas[i] > 0]
+        gamma, size = sum(gammas[i] for i in own), sum(sizes[i] for i in own)
+        for i in own:
+            alpha[i] = min(max(gamma / size, low), high) if size > 0 else high
+    beta = found.noise_given(sum(gammas))
+    return Estimate(tuple(alpha), beta, sum(gammas), found.decays(alpha, beta))
+
+
+def noise_precision(targets: Tensor, gamma: Tensor, squares: Tensor, rounding: float) -> Tensor:
+    """β = (N̂ − γ)/Σr², by output. A hundredth of the targets is left at least, and Σr² is not below its rounding."""
+    left = torch.maximum(targets - gamma, LEFT * targets)
+    return left / squares.clamp(min=max(rounding, torch.finfo(torch.float64).tiny ** 0.5))
+
+
+def alone(
+    eigenvalues: Tensor, size: float, count: int, targets: float, squares: float | None, rounding: float
+) -> tuple[float, float]:
+    """α and β of the highest evidence, one of each, by the eigenvalues of Σ∂²ℓ/∂θ²·(c at β = 1). Without `squares`
+    there is no noise, and β = 1."""
+    e = eigenvalues[eigenvalues > 0]
+    mean = max(float(e.sum()) / count, torch.finfo(e.dtype).tiny)
+    alpha, beta = mean, 1.0
+    for _ in range(1000):
+        gamma = (beta * e / (beta * e + alpha)).sum()
+        if squares is not None:
+            total = torch.tensor(squares, dtype=torch.float64)
+            beta = float(noise_precision(torch.tensor(targets, dtype=torch.float64), gamma.cpu(), total, rounding))
+        low, high = LEAST * beta * mean, MOST * beta * mean
+        after = min(max(float(gamma) / size, low), high) if size > 0 else high
+        done, alpha = abs(after - alpha) <= 1e-8 * alpha, after
+        if done:
+            break
+    return alpha, beta

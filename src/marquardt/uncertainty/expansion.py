@@ -1,0 +1,223 @@
+"""The loss of all data at θ, and what the outputs of other inputs owe to θ: all that a posterior is made of, whatever
+its prior and its noise are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..curvature import Dense, Gram, Kronecker, Representation
+from ..curvature.auto import free
+from ..curvature.cost import Shapes, Work
+from ..curvature.plan import look
+from ..jacobian.known import Known
+from ..jacobian.linearization import Linearization, Needs
+from ..jacobian.objective import Objective
+from ..jacobian.rows import Exact
+from ..losses import Loss, Residual
+from ..losses.base import weighted
+from ..losses.elementwise import Elementwise
+from ..model.batch import Batch
+from ..model.checks import check_coupling
+from ..model.parameters import Parameters
+from ..model.randomness import Chance, Moment
+from ..model.walk import submodules
+from ..sources import Source
+from .likelihood import Likelihood, likelihood_of
+from .precision import DataCurvature, DenseData, KroneckerData, RowsData
+
+# Samples that are looked at first, before it is known how many numbers their rows have.
+LOOK = 1024
+
+# Numbers in the rows that are in memory at once: 256 MiB.
+ROWS = 1 << 25
+
+# Seconds on a machine of the usual speed that a matrix of all parameters may take before layers are taken apart.
+LONG = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OutputsAlone(Residual):
+    """The outputs that another loss is taken of: its rows are √2 ∂z/∂θ."""
+
+    of: Loss
+
+    def joined(self, raw: Any) -> Tensor:
+        return self.of.joined(raw)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ByOutput(Elementwise):
+    """b·ℓ with a factor for each output: noise of different size."""
+
+    of: Elementwise
+    b: Tensor  # (*out)
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.b.to(z) * self.of.ell(z, y)
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.b.to(z) * self.of.slope(z, y)
+
+    def s(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.b.to(z).sqrt() * self.of.s(z, y)
+
+    def faults(self, z: Tensor, y: Any) -> list[Any]:
+        return self.of.faults(z, y)
+
+
+class Functional(NamedTuple):
+    """Outputs and how they move with θ, in the groups of the loss."""
+
+    z: Tensor  # (N, *out)
+    mean: Tensor  # (N, P, C)
+    rows: Tensor  # (N, P, C, n)
+
+
+@contextmanager
+def evaluated(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model as it predicts, in eval mode; its modes, buffers and the random numbers are afterwards as before."""
+    modes = [(module, module.training) for module in submodules(model)]
+    before = Moment(model, device, Chance(drawn=True))
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        before.restore(gently=True)
+
+
+@dataclass
+class Expansion:
+    """Sums over all data at θ, in Σ-units: of ℓ, of its gradient, and of G."""
+
+    model: nn.Module
+    loss: Loss
+    parameters: Parameters
+    source: Source
+    known: Known = field(default_factory=Known)
+
+    def __post_init__(self) -> None:
+        kind = likelihood_of(self.loss)
+        self.theta = self.parameters.vector()  # (n,)
+        self.passes = Known()  # of the outputs alone
+        whole = self.source.whole
+        self.batches: Iterable[Batch] = self.source.batches() if whole is None else [whole]
+        self.single = whole is not None
+        self.chunk = LOOK if whole is not None and whole.samples > LOOK and not whole.opaque else None
+        with self.at_rest():
+            check_coupling(self.model)
+            lin = self.linearization(self.loss)
+            self.shapes = look(lin, None)
+            if not self.shapes.divisible:
+                self.chunk = None
+            self._survey(self.linearization(self.loss), kind)
+            if lin.chance.drawn:
+                raise ValueError(
+                    f"{type(self.model).__name__} draws random numbers also in eval mode, so that its outputs are no "
+                    "function of its parameters: take them out, or pass the model without them"
+                )
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """θ is where it was, for as long as this is looked at."""
+        held = self.parameters.vector()
+        moved = not torch.equal(held, self.theta)
+        with evaluated(self.model, self.parameters.device):
+            try:
+                if moved:
+                    self.parameters.assign(self.theta)
+                yield
+            finally:
+                if moved:
+                    self.parameters.assign(held)
+
+    def linearization(self, loss: Loss) -> Linearization:
+        objective = Objective(self.model, loss, self.parameters.tensors)
+        needs = Needs(self.chunk)
+        return Linearization(objective, self.batches, Exact(), needs, known=self.known, single=self.single)
+
+    def _survey(self, lin: Linearization, kind: type[Likelihood]) -> None:
+        """One pass over all data: the sums, and by output that of ℓ if there is a noise to learn from it."""
+        constant, squares = 0.0, None
+        gradient: Tensor | None = None
+        for piece in lin.pieces():
+            loss, y, w = piece.objective.loss, piece.batch.targets, piece.batch.weight
+            self.likelihood = kind(loss)
+            constant += float(self.likelihood.constant(y, w))
+            if kind.noisy:
+                own = weighted(loss.ell(piece.z, y), w).double().sum(0)  # (*out)
+                squares = own if squares is None else squares + own
+            gradient = piece.gradient if gradient is None else gradient + piece.gradient
+        assert gradient is not None
+        totals = lin.totals()
+        self.value, self.normaliser, self.rounding = totals.value, totals.normaliser, totals.rounding
+        self.constant, self.squares, self.gradient = constant, squares, gradient.double()
+
+    # G of all data.
+
+    def curvature(self, kind: Representation | None, b: Tensor | None = None) -> DataCurvature:
+        """`b` are factors of ℓ by output"""
+        loss: Any = self.loss
+        loss = loss if b is None else ByOutput(of=loss, b=b)
+        with self.at_rest():
+            return represented(self.linearization(loss), kind, self.shapes)
+
+    def by_row(self, b: Tensor | None = None) -> Iterator[Tensor]:
+        """The rows J̃ of all pieces, by output: (R, N, n)"""
+        loss: Any = self.loss
+        loss = loss if b is None else ByOutput(of=loss, b=b)
+        with self.at_rest():
+            for piece in self.linearization(loss).pieces():
+                yield piece.dense(torch.float64).unflatten(0, (-1, piece.N))
+
+    # Other inputs.
+
+    def functionals(self, inputs: Any) -> Iterator[Functional]:
+        """z and ∂z/∂θ, some samples at a time."""
+        batch = Batch(inputs)
+        size = max(1, ROWS // (self.shapes.out * self.parameters.n))
+        chunk = None if batch.opaque or batch.samples <= size else size
+        objective = Objective(self.model, OutputsAlone(of=self.likelihood.loss), self.parameters.tensors)
+        with self.at_rest():
+            lin = Linearization(objective, [batch], Exact(), Needs(chunk), known=self.passes)
+            for piece in lin.pieces():
+                loss, z = self.likelihood.loss, piece.z.double()
+                place = loss.group(torch.arange(z[0].numel(), device=z.device).view(1, *z.shape[1:]))[0]  # (P, C)
+                rows = piece.dense(torch.float64).unflatten(0, (-1, piece.N)) / 2**0.5  # (outputs, N, n)
+                yield Functional(z, loss.group(z), rows[place].movedim(2, 0))
+
+
+def represented(lin: Linearization, kind: Representation | None, shapes: Shapes) -> DataCurvature:
+    """G in Σ-units by a representation, or by the best of them that there is memory and time for."""
+    if isinstance(kind, Kronecker):
+        return _kronecker(lin)
+    rows = isinstance(kind, Gram) or (kind is None and shapes.m < shapes.n)
+    if kind is None and not fits(shapes, rows, lin.parameters.device):
+        return _kronecker(lin)
+    if rows:
+        return RowsData(torch.cat([piece.dense(torch.float64) for piece in lin.pieces()]))
+    return DenseData(Dense(lin.needs.chunk, double=True).represent(lin).G / lin.scale)  # type: ignore[attr-defined]
+
+
+def _kronecker(lin: Linearization) -> DataCurvature:
+    G: Any = Kronecker(decay=0.0, chunk=lin.needs.chunk).represent(lin)
+    return KroneckerData(G.layers, lin.parameters, lin.scale)
+
+
+def fits(s: Shapes, rows: bool, device: torch.device) -> bool:
+    """Whether a matrix of all parameters, or all rows of them, have room and time."""
+    small, large = sorted((s.m, s.n))
+    numbers = 3.0 * small * large + 3.0 * small**2 if rows else 4.0 * s.n**2
+    work = Work(products=2.0 * small**2 * large, factor=10.0 * small**3) if rows else Work(
+        products=2.0 * s.m * s.n**2, factor=2.0 * s.n**3
+    )  # fmt: skip
+    memory = free(device)
+    return (memory is None or 8 * numbers <= memory) and 2 * work.seconds(s) <= LONG

@@ -1,0 +1,293 @@
+"""The Laplace approximation: θ is normal around where it was trained to, with the covariance H⁻¹ = (cG + diag α)⁻¹."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..curvature import Representation
+from ..sources import source
+from .evidence import alone, noise_precision, reestimate, unit
+from .expansion import Expansion
+from .precision import DataCurvature, Precision
+
+# Rounds in which noise of every output and γ of every output agree to this.
+ROUNDS, AGREED = 10, 0.01
+
+# Rounds in which several α, and their γ, agree to this.
+TUNED, CLOSE = 50, 1e-3
+
+# Layers that differ in train and eval mode.
+RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of numbers, each (N, *out): the mean, and the standard deviation of a new target."""
+
+    mean: Tensor
+    std: Tensor
+    model_std: Tensor  # of the mean, for want of data
+    noise_std: Tensor  # of a target around the mean
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The bounds between which a target lies with this probability, if it is normal"""
+        if not 0 < level < 1:
+            raise ValueError(f"level={level!r}: a probability between 0 and 1")
+        q = math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
+        return self.mean - q * self.std, self.mean + q * self.std
+
+
+class Posterior:
+    """p(θ|y) ≈ N(θ̂, H⁻¹), H = cG + diag α: see `posterior`."""
+
+    def __init__(
+        self, at: Expansion, kind: Representation | None, data: DataCurvature, alphas: Sequence[float], beta: float,
+        towards: Tensor | None, b: Tensor | None, learns: bool,
+    ) -> None:  # fmt: skip
+        self.at, self.kind, self.data, self.alphas, self.beta = at, kind, data, tuple(alphas), beta
+        self.towards, self.b, self.learns = towards, b, learns  # β by output is β·b
+        self.parameters = at.parameters
+        repeats = torch.tensor(self.parameters.sizes, device=self.parameters.device)
+        alpha = torch.tensor(self.alphas, dtype=torch.float64, device=self.parameters.device)
+        self._alpha = alpha.repeat_interleave(repeats)  # (n,)
+        self.precision: Precision = data.precision(self.c, self._alpha)
+
+    @property
+    def c(self) -> float:
+        """−log p(y|θ) = cΣℓ + …"""
+        return self.beta * self.at.likelihood.unit
+
+    @property
+    def names(self) -> list[str]:
+        return self.parameters.names
+
+    # What the evidence says.
+
+    @cached_property
+    def gamma_by_tensor(self) -> list[float]:
+        parts = self.parameters.split(self._alpha * self.precision.variances)
+        return [float((len(t) - t.sum()).clamp(0, len(t))) for t in parts]
+
+    @property
+    def squares_by_tensor(self) -> list[float]:
+        """‖θₖ − θ₀ₖ‖²"""
+        return [float(t.square().sum()) for t in self.parameters.split(self._from_prior())]
+
+    def _from_prior(self) -> Tensor:
+        """θ − θ₀: (n,)"""
+        theta = self.at.theta.double()
+        return theta if self.towards is None else theta - self.towards.to(theta)
+
+    @property
+    def mean_curvature(self) -> float:
+        return self.c * self.data.trace() / self.parameters.n
+
+    @property
+    def gamma(self) -> float:
+        """The effective number of parameters: those that the data determine, and not the prior."""
+        return sum(self.gamma_by_tensor)
+
+    @property
+    def gammas(self) -> dict[str, float]:
+        """γ by parameter"""
+        return dict(zip(self.names, self.gamma_by_tensor, strict=True))
+
+    @property
+    def alpha(self) -> dict[str, float]:
+        """The precision of the prior, by parameter"""
+        return dict(zip(self.names, self.alphas, strict=True))
+
+    @property
+    def weight_decay(self) -> dict[str, float]:
+        """The weight decay for which this prior is right, by parameter"""
+        return dict(zip(self.names, self.decays(self.alphas, self.beta), strict=True))
+
+    @property
+    def noise(self) -> Tensor:
+        """σ of the targets: (), or (*out) if there is one for each output"""
+        if not self.at.likelihood.noisy:
+            raise ValueError(f"{self.at.loss.display_name} has no noise beside what the model returns")
+        beta = torch.tensor(self.beta, dtype=torch.float64, device=self.parameters.device)
+        return (beta if self.b is None else beta * self.b).rsqrt()
+
+    def noise_given(self, gamma: float) -> float:
+        """β of all outputs together; the known one, or 1 if the loss has no noise"""
+        at = self.at
+        if not self.learns:
+            return self.beta
+        total = self._residuals().sum()
+        targets, taken = (total.new_tensor(x) for x in (at.normaliser, gamma))
+        return float(noise_precision(targets, taken, total, at.rounding))
+
+    def _residuals(self) -> Tensor:
+        """Σr² by output, in units of the noise of all: (*out)"""
+        squares = self.at.squares
+        assert squares is not None
+        return squares if self.b is None else self.b * squares
+
+    def decays(self, alpha: Sequence[float], beta: float) -> tuple[float, ...]:
+        return tuple(a * unit(self.at.loss, self.at.normaliser) / (beta * self.at.likelihood.unit) for a in alpha)
+
+    @property
+    def log_likelihood(self) -> float:
+        """log p(y|θ̂)"""
+        at = self.at
+        if not at.likelihood.noisy:
+            return -self.c * at.value - at.constant
+        assert at.squares is not None
+        beta = self.noise.expand_as(at.squares).pow(-2)
+        count = at.normaliser / at.squares.numel()
+        return float((0.5 * count * (beta / (2 * math.pi)).log() - 0.5 * beta * at.squares).sum()) - at.constant
+
+    @property
+    def log_evidence(self) -> float:
+        """log p(y) = log p(y|θ̂) + log p(θ̂) − ½ log |H/2π|: of two models of the same targets the larger one is the
+        more likely, if both are at their minimum."""
+        if not all(self.alphas):
+            free = next(name for name, a in self.alpha.items() if not a)
+            raise ValueError(
+                f"parameter {free!r} has weight decay 0, a prior that does not integrate to 1, and so there is no "
+                "evidence: train with weight decay on all parameters, or ask posterior(…, weight_decay=None)"
+            )
+        prior = (self._alpha.log() - self._alpha * self._from_prior().square()).sum()
+        return self.log_likelihood + 0.5 * float(prior) - 0.5 * self.precision.log_determinant
+
+    def tuned(self, groups: str | Sequence[Sequence[str]] | None = None) -> Posterior:
+        """The same with the prior precision, and the noise if it is learnt, of the highest evidence at θ̂. `groups` are
+        those of mq.Evidence. Parameters without a prior stay so."""
+        if groups is None and all(self.alphas):
+            return self._tuned_alone()
+        found = self
+        for _ in range(TUNED):
+            best = reestimate(found, groups)
+            pairs = [(a, b) for a, b in zip(found.alphas, best.alpha, strict=True) if a > 0]
+            found = found.changed(best.alpha, best.beta)
+            if all(abs(math.log(b / a)) < CLOSE for a, b in pairs):
+                break
+        return found
+
+    def _tuned_alone(self) -> Posterior:
+        at, e = self.at, self.data.eigenvalues() * self.at.likelihood.unit
+        e = e if self.learns else e * self.beta
+        squares = float(self._residuals().sum()) if self.learns else None
+        alpha, beta = alone(e, sum(self.squares_by_tensor), self.parameters.n, at.normaliser, squares, at.rounding)
+        return self.changed([alpha] * len(self.alphas), beta if self.learns else self.beta)
+
+    def changed(self, alphas: Sequence[float], beta: float) -> Posterior:
+        """With another prior and another noise"""
+        return Posterior(self.at, self.kind, self.data, alphas, beta, self.towards, self.b, self.learns)
+
+    def by_output(self) -> Posterior:
+        """With a noise for each output, βₒ = (N − γₒ)/Σrₒ², in the place of one for all. α stays."""
+        at, found = self.at, self
+        assert at.squares is not None
+        b = torch.ones_like(at.squares)
+        for _ in range(ROUNDS):
+            gammas = torch.stack([found._taken(rows) for rows in at.by_row(b)]).sum(0).view_as(b)
+            targets = torch.full_like(b, at.normaliser / b.numel())
+            after = noise_precision(targets, gammas, at.squares, at.rounding) / self.beta
+            close, b = bool(((after / b).log().abs() < AGREED).all()), after
+            found = Posterior(at, self.kind, at.curvature(self.kind, b), self.alphas, self.beta, self.towards, b, True)
+            if close:
+                break
+        return found
+
+    def _taken(self, rows: Tensor) -> Tensor:
+        """Parameters that some targets determine, by output: (R, N, n) → (R,)"""
+        return self.c * self.precision.half(rows.flatten(0, 1)).square().sum(1).view(rows.shape[:2]).sum(1)
+
+    @cached_property
+    def decrement(self) -> float:
+        """½gᵀH⁻¹g, by how much −log p(θ|y) with one noise would fall from θ̂ in one Newton step; 0 at the minimum"""
+        g = self.c * self.at.gradient + self._alpha * self._from_prior()
+        return 0.5 * float(self.precision.half(g[None]).square().sum())
+
+    # Parameters.
+
+    def sample(self, k: int = 1, generator: torch.Generator | None = None) -> Tensor:
+        """k draws of θ: (k, n); `shaped` has them by name"""
+        size = (k, self.parameters.n)
+        device = self.parameters.device
+        where = device if generator is None else generator.device
+        E = torch.randn(size, generator=generator, dtype=torch.float64, device=where).to(device)
+        return self.at.theta + self.precision.drawn(E).to(self.at.theta)
+
+    def shaped(self, theta: Tensor) -> dict[str, Tensor]:
+        """θ by the names of the parameters, as torch.func.functional_call takes it"""
+        return dict(zip(self.names, self.parameters.shaped(theta), strict=True))
+
+    def covariance(self, params: Any = None) -> Tensor:
+        """Of some parameters, by their names or themselves, one after the other, flattened: (k, k)"""
+        chosen = [params] if isinstance(params, (str, Tensor)) else self.names if params is None else list(params)
+        rows = torch.eye(self.parameters.n, dtype=torch.float64, device=self.parameters.device)
+        some = torch.cat([rows[self.parameters.slice_of(self._index(p))] for p in chosen])
+        half = self.precision.half(some)
+        return (half @ half.T).to(self.at.theta)
+
+    def _index(self, p: Any) -> int:
+        found = self.names.index(p) if p in self.names else None
+        if isinstance(p, Tensor):
+            found = self.parameters.index.get(id(p))
+        if found is None:
+            shown = repr(p) if isinstance(p, str) else f"a {type(p).__name__}"
+            raise ValueError(f"{shown} is none of the parameters of this posterior: {', '.join(self.names)}")
+        return found
+
+    # Predictions.
+
+    def _outputs(self, inputs: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """z (N, *out), and by group its mean (N, P, C) and covariance JH⁻¹Jᵀ (N, P, C, C), some samples at a time"""
+        p = self.parameters.tensors[0]
+        batch = source((inputs, None), device=p.device, dtype=p.dtype).whole
+        assert batch is not None
+        for z, mean, rows in self.at.functionals(batch.inputs):
+            half = self.precision.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
+            yield z, mean, half @ half.mT
+
+    def predict(self, inputs: Any) -> Prediction:
+        """Targets of other inputs, by the model linearised in θ: the mean is the model's own output (of counts and
+        sizes, whose logarithm that is, the mean of a log-normal), the variance JH⁻¹Jᵀ and that of the noise."""
+        kind = self.at.likelihood
+        if kind.classes:
+            raise ValueError(f"{self.at.loss.display_name} has classes: use probabilities(inputs)")
+        noise = self.noise.flatten() if kind.noisy else self._alpha.new_zeros(1)
+        parts = [(z, kind.moments(mean, V, noise)) for z, mean, V in self._outputs(inputs)]
+        mean, model, own = (
+            torch.cat([kind.placed(getattr(m, name), z) for z, m in parts]).to(self.at.theta)
+            for name in ("mean", "model", "noise")
+        )
+        return Prediction(mean, (model + own).sqrt(), model.sqrt(), own.sqrt())
+
+    def probabilities(self, inputs: Any, *, joint: bool = True) -> Tensor:
+        """Of the classes of other inputs, like the logits, or of 1: the mean over θ, by MacKay's approximation.
+        `joint` takes account of what the logits of a sample have in common; otherwise each is softened by itself."""
+        kind = self.at.likelihood
+        if not kind.classes:
+            raise ValueError(f"{self.at.loss.display_name} has no classes: use predict(inputs)")
+        parts = [kind.laid_out(kind.probabilities(mean, V, joint), z) for z, mean, V in self._outputs(inputs)]
+        return torch.cat(parts).to(self.at.theta)
+
+    @property
+    def plan(self) -> str:
+        """How H is represented, in words"""
+        trained = [name for name, m in self.at.model.named_modules() if m.training and not list(m.children())]
+        active = [n for n in trained if isinstance(self.at.model.get_submodule(n), RANDOM)]
+        modes = f"; {', '.join(active)} as in eval mode" if active else ""
+        return f"{self.data.name}{modes}"
+
+    def __repr__(self) -> str:
+        at = self.at
+        priors = ", ".join(f"{a:.3g}" for a in dict.fromkeys(self.alphas))
+        noise = f", noise σ = {[f'{x:.3g}' for x in self.noise.flatten().tolist()]}" if at.likelihood.noisy else ""
+        return (
+            f"Posterior of {type(at.model).__name__}, {self.parameters.n:,} parameters, {at.loss.display_name}\n"
+            f"    {self.plan}\n"
+            f"    prior precision {priors}{noise}, effective parameters {self.gamma:.1f}"
+        )
