@@ -13,7 +13,8 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from . import files, panels
+from .. import files
+from . import panels
 from .logs import Log, attempted, equal_seconds, place, runs_of, select
 from .panels import SINE_MEAN, SINGLE, Group
 from .problems import SINE_NOISE_FLOOR

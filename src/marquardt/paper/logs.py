@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import files
+from .. import files
 from .vocabulary import COLUMNS, LOGS, MEASURES, METHODS, SINE_READINGS, TARGET
 
 FORMAT = 1  # of the logs

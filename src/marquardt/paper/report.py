@@ -11,7 +11,8 @@ from urllib.parse import quote
 
 import jinja2
 
-from . import figures, files, logs, styles, tables
+from .. import files
+from . import figures, logs, styles, tables
 from .logs import Log, horizon, select
 from .tables import Table
 from .verdicts import HELD, LM_ITSELF, THE_OTHERS, UNKNOWN, Verdict, verdicts

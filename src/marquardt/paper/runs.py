@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import files, logs, plans, problems, tasks
+from .. import files
+from . import logs, plans, problems, tasks
 from .data import NAMES, Digits, find
 from .machine import machine, versions
 from .methods import METHODS

@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import files, plans, runs
+from .. import files
+from . import plans, runs
 from .data import Digits
 from .methods import METHODS, Method, OneOf
 from .trainers import needed

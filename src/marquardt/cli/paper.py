@@ -1,51 +1,32 @@
-"""The command line: `marquardt paper` reproduces the paper, `marquardt bench` runs the benchmarks."""
+"""`marquardt paper`: runs the paper's experiments, tunes the optimizers, writes the report."""
 
 from __future__ import annotations
 
 import json
 import math
 import shlex
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+from typer.core import TyperGroup
 
-from . import __version__
-from .paper import data, files, logs, plans, runs
-from .paper import tune as tuning
-from .paper.trainers import Unavailable
-from .paper.vocabulary import EXPERIMENTS, LOGS, OPTIMIZERS, OUT, TUNED
+from .. import files
+from ..paper import data, logs, plans, runs
+from ..paper import tune as tuning
+from ..paper.screen import Screen
+from ..paper.trainers import Unavailable
+from ..paper.vocabulary import EXPERIMENTS, LOGS, OPTIMIZERS, OUT, TUNED
+from .base import Debug, complain, make_folder, told
 
-try:
-    import typer
-    from rich.console import Console
-    from rich.progress import Progress, TimeElapsedColumn
-    from rich.text import Text
-    from typer.core import TyperGroup
-
-    from .paper.screen import Screen
-except ModuleNotFoundError as error:
-    sys.stderr.write(f"the command line needs {str(error.name).partition('.')[0]}: pip install 'marquardt[paper]'\n")
-    raise SystemExit(2) from None
-
-BENCHMARKS = {
-    "arena": "arena.py",
-    "regret": "regret.py",
-    "step": "step.py",
-    "scale": "scale.py",
-    "precision": "precision.py",
-    "time": "time_to_target.py",
-    "line-search": "line_search.py",
-    "quality": "quality.py",
-    "models": "models.py",
-    "least-squares": "least_squares.py",
-}
+EXTRA = "paper"
 
 
 class Experiment(str, Enum):
@@ -67,22 +48,6 @@ class ImageSet(str, Enum):
     digits = "digits"
 
 
-class Benchmark(str, Enum):
-    arena = "arena"
-    regret = "regret"
-    step = "step"
-    scale = "scale"
-    precision = "precision"
-    time = "time"
-    line_search = "line-search"
-    quality = "quality"
-    models = "models"
-    least_squares = "least-squares"
-
-
-# --- marquardt ---
-
-
 class PaperGroup(TyperGroup):
     """`marquardt paper sine --full` stands for `marquardt paper run sine --full`."""
 
@@ -92,58 +57,7 @@ class PaperGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 paper = typer.Typer(cls=PaperGroup)
-app.add_typer(paper, name="paper")
-
-
-def main() -> None:
-    app(prog_name="marquardt")
-
-
-@contextmanager
-def told(debug: bool) -> Iterator[None]:
-    """Prints an error as one sentence and ends the program with its exit code; `debug` lets the traceback through."""
-    try:
-        yield
-    except (typer.Exit, typer.BadParameter):
-        raise
-    except KeyboardInterrupt:
-        complain("stopped")
-        raise typer.Exit(130) from None
-    except ModuleNotFoundError as error:
-        if debug:
-            raise
-        complain(f"this needs {str(error.name).partition('.')[0]}: pip install 'marquardt[paper]'")
-        raise typer.Exit(2) from None
-    except Exception as error:
-        if debug:
-            raise
-        plain = isinstance(error, (OSError, RuntimeError, ValueError))
-        complain(f"{error}" if plain else f"{type(error).__name__}: {error} (--debug shows where)")
-        raise typer.Exit(1) from None
-
-
-def complain(message: str) -> None:
-    Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
-
-
-def show_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"marquardt {__version__}")
-        raise typer.Exit()
-
-
-@app.callback()
-def marquardt(
-    version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="The version, nothing else.")
-    ] = False,
-) -> None:
-    """Levenberg–Marquardt for PyTorch: the paper's experiments and the benchmarks."""
-
-
-# --- marquardt paper ---
 
 
 def usable(device: str) -> str:
@@ -153,14 +67,6 @@ def usable(device: str) -> str:
         reason = str(error).splitlines()[0].rstrip(".")
         raise typer.BadParameter(f"{device!r} cannot be used here ({reason}); --device cpu always can") from None
     return device
-
-
-def make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        hint = f"{str(out)!r} cannot be made ({error.strerror}): choose another folder"
-        raise typer.BadParameter(hint, param_hint="--out") from None
 
 
 Optimizers = Annotated[
@@ -176,7 +82,6 @@ Data = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", file_okay=False, help="Logs and report go here.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 @paper.callback()
@@ -210,8 +115,8 @@ def run(
     """
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other: choose one", param_hint="--quick")
-    with told(debug):
-        from .paper import report  # it needs packages that the runs do not: they are missed now, not after an hour
+    with told(debug, EXTRA):
+        from ..paper import report  # it needs packages that the runs do not: they are missed now, not after an hour
 
         names = expand(experiments)
         tuned = plans.winners(out / TUNED if (out / TUNED).exists() else plans.WINNERS)
@@ -319,7 +224,7 @@ def tune(
 
     The next run uses the winners, beside the default settings. Each is kept as soon as it is found.
     """
-    with told(debug):
+    with told(debug, EXTRA):
         chosen = [problem.value for problem in problems or TuningProblem]
         plan = plans.plan(chosen, seeds=1)
         asked = check_methods(optimizers, plan)
@@ -359,33 +264,11 @@ def tune(
 @paper.command("report")
 def write_report(out: Out = OUT, debug: Debug = False) -> None:
     """Draw figures, tables and the page again, from the logs alone."""
-    with told(debug):
-        from .paper import report
+    with told(debug, EXTRA):
+        from ..paper import report
 
         if not logs.read_all(out):
             raise typer.BadParameter(
                 f"{str(out / LOGS)!r} holds no run: marquardt paper makes them", param_hint="--out"
             )
         Console().print("Report:", str(report.write(out)), highlight=False, soft_wrap=True)
-
-
-# --- marquardt bench ---
-
-
-@app.command(context_settings={"allow_interspersed_args": False})
-def bench(
-    name: Annotated[Benchmark, typer.Argument(help="Which one.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Passed on to it.")] = None,
-) -> None:
-    """Run a benchmark, from a checkout of the repository; `marquardt bench step --help` shows its own options."""
-    file = BENCHMARKS[name.value]
-    folders = (Path(__file__).parents[2] / "benchmarks", Path.cwd() / "benchmarks")
-    script = next((folder / file for folder in folders if (folder / file).is_file()), None)
-    if script is None:
-        complain(
-            f"no {file} in {' or '.join(map(str, folders))}: the benchmarks are in the repository, not in the package; "
-            "run this in a checkout"
-        )
-        raise typer.Exit(2)
-    with told(debug=False):
-        raise typer.Exit(subprocess.call([sys.executable, str(script), *(arguments or [])]))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from marquardt.paper import files as locks
+from marquardt import files as locks
 
 
 @pytest.fixture

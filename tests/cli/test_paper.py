@@ -1,4 +1,4 @@
-"""The command line, on real but tiny runs; drawing and the search of hyper-parameters are replaced."""
+"""`marquardt paper`, on real but tiny runs; drawing and the search of hyper-parameters are replaced."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ import marquardt.paper
 
 pytest.importorskip("typer")
 
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from marquardt import cli
-from marquardt.paper import files as locks
+from marquardt import files as locks
+from marquardt.cli import paper
 from marquardt.paper import logs, methods, plans, runs, screen
 from marquardt.paper.data import Digits
 from marquardt.paper.trainers import Unavailable
 from marquardt.paper.vocabulary import EXPERIMENTS
+from support.command_line import environment, invoked
 
 Invoke = Callable[..., Result]
 
@@ -58,14 +59,13 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, winners: Path) -> In
     monkeypatch.setattr(plans, "QUICK", small)
     monkeypatch.setattr(plans, "SINE_STEPS", 3)
     monkeypatch.setattr(plans, "WINNERS", winners)
-    monkeypatch.setattr(cli.data, "find", lambda name, *_: digits({"mnist": "MNIST"}.get(name, name)))
+    monkeypatch.setattr(paper.data, "find", lambda name, *_: digits({"mnist": "MNIST"}.get(name, name)))
     monkeypatch.setattr(marquardt.paper, "report", SimpleNamespace(write=list_runs), raising=False)
 
     def run(*arguments: str | Path) -> Result:
         words = [str(argument) for argument in arguments]
         monkeypatch.setattr(sys, "argv", ["marquardt", *words])
-        # wide: no message is broken into lines
-        return CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, words, prog_name="marquardt")
+        return invoked(*words)
 
     return run
 
@@ -121,7 +121,7 @@ def test_without_a_word_every_experiment_runs(invoke: Invoke, out: Path) -> None
 
 
 def test_the_words_are_the_experiments() -> None:
-    assert [word.value for word in cli.Experiment] == [*EXPERIMENTS, "all"]
+    assert [word.value for word in paper.Experiment] == [*EXPERIMENTS, "all"]
 
 
 def test_a_terminal_shows_bars_drawn_between_the_steps(
@@ -135,7 +135,7 @@ def test_a_terminal_shows_bars_drawn_between_the_steps(
 
     monkeypatch.setattr(runs, "execute", watched)
     monkeypatch.setattr(screen, "REFRESH", 0.0)
-    monkeypatch.setattr(cli, "Console", partial(cli.Console, force_terminal=True, width=80, height=24))
+    monkeypatch.setattr(paper, "Console", partial(paper.Console, force_terminal=True, width=80, height=24))
     result = invoke("paper", "sine", "swapped", "--seeds", "1", "--optimizers", "adam,sgd", "--out", out)
     assert result.exit_code == 0, result.output
     assert threads == [before] * 4  # a thread that draws would take time from the steps
@@ -258,7 +258,7 @@ def test_cuda_without_cuda(invoke: Invoke) -> None:
 
 def test_other_data_than_before(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke("paper", "mnist", "--optimizers", "adam", "--out", out).exit_code == 0
-    monkeypatch.setattr(cli.data, "find", lambda *_: digits("MNIST-5k"))
+    monkeypatch.setattr(paper.data, "find", lambda *_: digits("MNIST-5k"))
     result = invoke("paper", "mnist", "--optimizers", "sgd", "--out", out)
     assert result.exit_code == 2
     assert "holds runs on MNIST, but the data found now are MNIST-5k" in result.output
@@ -271,7 +271,7 @@ def test_an_error_is_a_sentence_and_debug_shows_where(
     def missing(*_: Any) -> None:
         raise FileNotFoundError("no MNIST anywhere")
 
-    monkeypatch.setattr(cli.data, "find", missing)
+    monkeypatch.setattr(paper.data, "find", missing)
     result = invoke("paper", "mnist", "--out", out)
     assert result.exit_code == 1
     assert result.output.strip() == "Error: no MNIST anywhere"
@@ -282,7 +282,7 @@ def test_an_error_is_a_sentence_and_debug_shows_where(
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b'{"sine": {"adamw": {}}}'])
 def test_a_damaged_file_of_winners(invoke: Invoke, out: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.tuning, "tune", None)  # refused before an hour of searching
+    monkeypatch.setattr(paper.tuning, "tune", None)  # refused before an hour of searching
     out.mkdir()
     (out / "tuned.json").write_bytes(content)
     for command in ("run", "tune"):
@@ -460,7 +460,7 @@ def test_tune(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         calls.append((problem, *names, options["trials"], options["data"] and options["data"].name))
         return {name: {"lr": 0.5} for name in names if name != "psgd"}  # whose package is missing
 
-    monkeypatch.setattr(cli.tuning, "tune", tune)
+    monkeypatch.setattr(paper.tuning, "tune", tune)
     result = invoke("paper", "tune", "--trials", "7", "--optimizers", "psgd,adam", "--out", out)
     assert result.exit_code == 0, result.output
     problems = {"sine": None, "mnist": "MNIST"}
@@ -489,7 +489,7 @@ def test_a_search_that_fails(
             raise error
         return {name: {"lr": 0.5} for name in names}
 
-    monkeypatch.setattr(cli.tuning, "tune", tune)
+    monkeypatch.setattr(paper.tuning, "tune", tune)
     result = invoke("paper", "tune", "sine", "--optimizers", "sgd,adam", "--out", out)
     assert result.exit_code == 1
     assert str(error) in result.output
@@ -503,7 +503,7 @@ def test_ctrl_c_keeps_what_is_tuned(invoke: Invoke, out: Path, monkeypatch: pyte
             raise KeyboardInterrupt
         return {name: {"lr": 0.5} for name in names}
 
-    monkeypatch.setattr(cli.tuning, "tune", tune)
+    monkeypatch.setattr(paper.tuning, "tune", tune)
     result = invoke("paper", "tune", "sine", "--optimizers", "sgd,adam", "--out", out)
     assert result.exit_code == 130
     assert json.loads((out / "tuned.json").read_text()) == {"sine": {"sgd": {"lr": 0.5}}}
@@ -529,57 +529,3 @@ def test_a_package_for_drawing_is_missed_before_the_first_run(
     assert result.exit_code == 2
     assert "needs jinja2: pip install 'marquardt[paper]'" in result.output
     assert not out.exists()
-
-
-# --- bench, version, the program itself ---
-
-
-@pytest.mark.parametrize("name", cli.BENCHMARKS)
-def test_bench_passes_arguments_on(monkeypatch: pytest.MonkeyPatch, invoke: Invoke, name: str) -> None:
-    called: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 3)
-    result = invoke("bench", name, "--quick", "--help", "x")
-    assert result.exit_code == 3
-    [(python, script, *arguments)] = called
-    assert python == sys.executable
-    assert Path(script).is_file()
-    assert arguments == ["--quick", "--help", "x"]
-
-
-def test_bench_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, invoke: Invoke, tmp_path: Path) -> None:
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "lib/marquardt/cli.py"))
-    result = invoke("bench", "step")
-    assert result.exit_code == 2
-    assert "checkout" in result.output
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks/step.py").write_text("import sys; sys.exit(len(sys.argv) + 40)")
-    assert invoke("bench", "step", "--one").exit_code == 42  # the one in the current directory
-
-
-def test_every_benchmark_has_a_word() -> None:
-    assert [word.value for word in cli.Benchmark] == list(cli.BENCHMARKS)
-
-
-def test_version(invoke: Invoke) -> None:
-    assert invoke("--version").output == f"marquardt {marquardt.__version__}\n"
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(marquardt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-
-
-def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
-
-
-def test_python_m() -> None:
-    assert program("-m", "marquardt", "--version").stdout == f"marquardt {marquardt.__version__}\n"
-
-
-@pytest.mark.parametrize("package", ["typer", "rich"])
-def test_without_the_packages_of_the_command_line(package: str) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None; from marquardt.cli import main; main()"
-    result = program("-c", code)
-    assert result.returncode == 2
-    assert result.stderr == f"the command line needs {package}: pip install 'marquardt[paper]'\n"

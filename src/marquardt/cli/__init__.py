@@ -1,0 +1,39 @@
+"""The command line: `marquardt paper` reproduces the paper, `marquardt bench` runs the benchmarks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from .. import __version__
+
+try:
+    import typer
+
+    from . import bench, paper
+except ModuleNotFoundError as error:
+    sys.stderr.write(f"the command line needs {str(error.name).partition('.')[0]}: pip install 'marquardt[paper]'\n")
+    raise SystemExit(2) from None
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(paper.paper, name="paper")
+app.command(context_settings={"allow_interspersed_args": False})(bench.bench)
+
+
+def main() -> None:
+    app(prog_name="marquardt")
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"marquardt {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def marquardt(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="The version, nothing else.")
+    ] = False,
+) -> None:
+    """Levenberg–Marquardt for PyTorch: the paper's experiments and the benchmarks."""

@@ -1,0 +1,52 @@
+"""What the commands share: errors as one sentence, folders, the option --debug."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@contextmanager
+def told(debug: bool, extra: str) -> Iterator[None]:
+    """Prints an error as one sentence and ends the program with its exit code; `debug` lets the traceback through.
+
+    `extra` is the one that installs a package that is missing.
+    """
+    try:
+        yield
+    except (typer.Exit, typer.BadParameter):
+        raise
+    except KeyboardInterrupt:
+        complain("stopped")
+        raise typer.Exit(130) from None
+    except ModuleNotFoundError as error:
+        if debug:
+            raise
+        complain(f"this needs {str(error.name).partition('.')[0]}: pip install 'marquardt[{extra}]'")
+        raise typer.Exit(2) from None
+    except Exception as error:
+        if debug:
+            raise
+        plain = isinstance(error, (OSError, RuntimeError, ValueError))
+        complain(f"{error}" if plain else f"{type(error).__name__}: {error} (--debug shows where)")
+        raise typer.Exit(1) from None
+
+
+def complain(message: str) -> None:
+    Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+
+
+def make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = f"{str(out)!r} cannot be made ({error.strerror}): choose another folder"
+        raise typer.BadParameter(hint, param_hint="--out") from None

@@ -1,0 +1,59 @@
+"""`marquardt bench`, the version, and the program itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import marquardt
+
+pytest.importorskip("typer")
+
+from marquardt.cli import bench
+from support.command_line import invoked, program
+
+
+@pytest.mark.parametrize("name", bench.BENCHMARKS)
+def test_bench_passes_arguments_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 3)
+    result = invoked("bench", name, "--quick", "--help", "x")
+    assert result.exit_code == 3
+    [(python, script, *arguments)] = called
+    assert python == sys.executable
+    assert Path(script).is_file()
+    assert arguments == ["--quick", "--help", "x"]
+
+
+def test_bench_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "lib/marquardt/cli/bench.py"))
+    result = invoked("bench", "step")
+    assert result.exit_code == 2
+    assert "checkout" in result.output
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/step.py").write_text("import sys; sys.exit(len(sys.argv) + 40)")
+    assert invoked("bench", "step", "--one").exit_code == 42  # the one in the current directory
+
+
+def test_every_benchmark_has_a_word() -> None:
+    assert [word.value for word in bench.Benchmark] == list(bench.BENCHMARKS)
+
+
+def test_version() -> None:
+    assert invoked("--version").output == f"marquardt {marquardt.__version__}\n"
+
+
+def test_python_m() -> None:
+    assert program("-m", "marquardt", "--version").stdout == f"marquardt {marquardt.__version__}\n"
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_packages_of_the_command_line(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; from marquardt.cli import main; main()"
+    result = program("-c", code)
+    assert result.returncode == 2
+    assert result.stderr == f"the command line needs {package}: pip install 'marquardt[paper]'\n"

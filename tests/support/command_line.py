@@ -1,0 +1,29 @@
+"""The program `marquardt`, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import marquardt
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(marquardt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+
+
+def invoked(*arguments: str | Path) -> Any:
+    """Its exit code and output; wide, so that no message is broken into lines."""
+    from typer.testing import CliRunner
+
+    from marquardt import cli
+
+    return CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, list(map(str, arguments)), prog_name="marquardt")
