@@ -177,6 +177,7 @@ def test_likelihood_in_the_units_of_the_table(split):
     found = learners.measured(method(kind=Spread), split, False, 0)
     (x, y), (x_test, y_test) = split.train, split.test
     std = y.std() * (0.5 + ((x_test[:, 0] - x[:, 0].mean()) / x[:, 0].std()) ** 2)
+    assert found["rmse"] == pytest.approx(np.sqrt(np.mean((y.mean() - y_test) ** 2)))
     normal = torch.distributions.Normal(torch.full((20,), y.mean()), torch.tensor(std))
     assert found["log likelihood"] == pytest.approx(normal.log_prob(torch.tensor(y_test)).mean().item())
     assert found["coverage"] == np.mean(np.abs(y_test - y.mean()) <= 1.96 * std)
@@ -271,6 +272,8 @@ def test_runs_are_taken_up_again(run, tmp_path):
         return [{k: v for k, v in r.items() if k not in ("seconds", "searching")} for r in told["results"]]
 
     assert figures(again) == figures(found)
+    run(*given, "LM", "lbfgs")
+    assert Constant.fits == []
     run(*given, "LM", "lbfgs", "--again")
     assert len(Constant.fits) == 8
     assert run(*given, "LM", "lbfgs")[1]["results"] is not None
@@ -314,8 +317,9 @@ def test_a_failure_is_told_and_nothing_is_concluded(run, monkeypatch):
 
 
 def test_what_failed_is_run_again(run, tmp_path, monkeypatch):
-    given = (*SMALL, "--methods", "LM", "--runs", str(tmp_path / "runs.jsonl"))
-    failing = iter([True, False, False, False])
+    """Until then its table has no mean."""
+    given = (*SMALL, "--methods", "LM", "lbfgs", "--runs", str(tmp_path / "runs.jsonl"))
+    failing = iter([True])
 
     class Once(Spread):
         def fit(self, x, y):
@@ -323,10 +327,13 @@ def test_what_failed_is_run_again(run, tmp_path, monkeypatch):
             return super().fit(x, y)
 
     monkeypatch.setitem(METHODS, "LM", method(kind=Once))
-    assert "Failed: " in run(*given)[0]
-    told, _ = run(*given)
+    told, found = run(*given)
+    assert "Failed: " in told
+    assert found["verdicts"][0]["value"] is None
+    told, found = run(*given)
     assert len(Constant.fits) == 1
     assert "Failed: " not in told
+    assert found["verdicts"][0]["verdict"] == "holds"
 
 
 def test_published_results_stand_beside(run, tmp_path, monkeypatch):
