@@ -19,7 +19,7 @@ from ..jacobian.rows import Sampled
 from ..model.batch import Batch
 from ..model.checks import coupled
 from ..optimizer import LM
-from ..sources import Indexed, Items, Source
+from ..sources import Arrays, Indexed, Items, Source
 from .randomness import generators, set_generators
 
 # Seconds of a step with all data, on a machine of the usual speed, up to which every step has them all.
@@ -54,8 +54,10 @@ def batching(opt: LM, data: Source, batch_size: int | str | None) -> Batching:
     check_batch_size(batch_size)
     if not isinstance(data, Indexed):
         return own_batches(data, batch_size)
-    N = data.samples
+    N, whole = data.samples, data.whole if isinstance(data, Arrays) else None
     kind, part = ("whole", None) if in_memory(data) else ("streamed", LEAST)
+    if whole is not None and not whole.divisible(N):
+        return undivided(batch_size)
     if isinstance(batch_size, int) and batch_size < N:
         return Batching("mini", batch_size, f"mini-batches of {batch_size:,} of {N:,} samples, as asked for")
     if batch_size == "all" or isinstance(batch_size, int):
@@ -67,6 +69,15 @@ def batching(opt: LM, data: Source, batch_size: int | str | None) -> Batching:
         return Batching(kind, part, f"all samples in every step: {usual}")
     size = chosen_size(opt, s, N)
     return Batching("mini", size, f"mini-batches of {size:,}: {usual}")
+
+
+def undivided(batch_size: int | str | None) -> Batching:
+    if isinstance(batch_size, int):
+        raise ValueError(
+            f"batch_size={batch_size}, and the inputs have no row for each sample, so that they cannot be cut into "
+            "batches: leave it out, or pass a list of batches"
+        )
+    return Batching("whole", None, "all samples in every step: they cannot be told apart")
 
 
 def own_batches(data: Source, batch_size: int | str | None) -> Batching:

@@ -42,7 +42,7 @@ class Fit:
     model: nn.Module
     history: History
     reason: str  # why it ended, a sentence
-    plan: str  # how the samples were given to the steps, and why
+    plan: str  # how the samples were given to the steps, how the curvature was represented, and why
     best_step: int  # whose weights the model has; 0 if there was none
     loss: float  # of these weights: of the validation set if there is one, otherwise of the data with weight decay
     optimizer: LM
@@ -110,7 +110,7 @@ def fit(
     finally:
         bar.end(reason)
     run.end()
-    return Fit(model, run.history, reason, run.words, run.seen.best_step, run.seen.least, opt)
+    return Fit(model, run.history, reason, f"{run.words}; {opt.plan}", run.seen.best_step, run.seen.least, opt)
 
 
 def loop(run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | None) -> str:

@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
     @property
     def accepted(self) -> bool:
-        return self.rule != "rejected"
+        return self.rule not in ("rejected", "return")
 
 
 SHOWN = ("step", "loss", "validation", "lam", "gradient", "rule", "gamma", "seconds")

@@ -66,12 +66,18 @@ class Training:
         taken = self._taken()
         looked = self._looked(number, taken)
         entry = self._entry(number, taken)
+        self.history.entries.append(entry)
+        self.seen.loss = self._training_loss()
         self.seen.steepest = max(self.seen.steepest, 0.0 if math.isnan(taken.slope) else taken.slope)
         self.seen.lam = self.opt.lam
         if looked:
             self._compare(entry)
-        self.history.entries.append(entry)
         return entry
+
+    def _training_loss(self) -> float:
+        """Of the last step; of one mini-batch it would be chance."""
+        some = self.history[-EVERY:]["loss"] if self.plan.mini else [self.history[-1].loss]
+        return math.inf if self.plan.mini and len(some) < EVERY else sum(some) / len(some)
 
     def _taken(self) -> Step:
         if self.order is not None:

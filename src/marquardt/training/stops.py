@@ -36,9 +36,8 @@ class Stops:
         """Why the fit ends after this step; None if it goes on."""
         if entry is None:
             return None if self.steps != 0 else "no steps were asked for"
-        loss = entry.loss
-        if self.goal is not None and loss <= self.goal:
-            return f"the goal is reached: the loss is {loss:.4g}, at most {self.goal:g}"
+        if self.goal is not None and seen.loss <= self.goal:
+            return f"the goal is reached: the loss is {seen.loss:.4g}, at most {self.goal:g}"
         if entry.converged:
             return "converged: no decrease is left that could be told from the rounding of the loss"
         if seen.settled:
@@ -60,6 +59,7 @@ class Stops:
 class Seen:
     """What the stops must know of all steps so far. Plain numbers: they are saved."""
 
+    loss: float = math.inf  # of the data; on mini-batches the mean of some of the last
     steepest: float = 0.0  # the largest gradient
     lam: float = 0.0  # of the next step
     least: float = math.inf  # the best loss so far, of the validation set if there is one

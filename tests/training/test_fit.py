@@ -1,0 +1,298 @@
+"""mq.fit from outside: what it ends with, whatever the data are given as."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import marquardt as mq
+from support.fits import mse, net, noisy_sine, weights
+
+X, Y = noisy_sine()
+
+
+def test_five_lines():
+    model = net()
+    before = mse(model, X, Y)
+    result = mq.fit(model, (X, Y), "mse", steps=30)
+    assert result.model is model
+    assert result.loss == pytest.approx(mse(model, X, Y), rel=1e-10) == min(result.history["loss"])
+    assert result.loss < before / 5
+    assert len(result.history) == 30
+    assert result.reason == "30 steps are done"
+    assert "all samples in every step" in result.plan
+    assert "Dense" in result.plan
+    assert repr(result).startswith("Fit of Sequential: 30 steps")
+
+
+def test_the_steps_are_those_of_lm():
+    """A fit with all data is opt.step again and again."""
+    model, twin = net(), net()
+    opt = mq.LM(twin, "mse", weight_decay=0.01)
+    steps = [opt.step(X, Y) for _ in range(15)]
+    found = mq.fit(model, (X, Y), "mse", weight_decay=0.01, steps=15).history
+    assert found["objective"] == [s.new_loss for s in steps]
+    assert found["loss"] == [s.new_data_loss for s in steps]
+    assert found["lam"] == [s.lam for s in steps]
+    assert found["gradient"] == [s.slope for s in steps]
+    assert found["rule"] == [s.rule for s in steps]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (X.float(), Y.float()),
+        (X.numpy(), Y.tolist()),
+        TensorDataset(X, Y),
+        DataLoader(TensorDataset(X, Y), batch_size=40),
+        [(X[:15], Y[:15]), (X[15:], Y[15:])],
+    ],
+    ids=["float32", "arrays", "Dataset", "DataLoader", "batches"],
+)
+def test_every_form_of_data(data):
+    """The same fit, up to the rounding of sums over batches."""
+    want, model = net(), net()
+    mq.fit(want, (X, Y), "mse", steps=5)
+    mq.fit(model, data, "mse", steps=5, batch_size="all")
+    torch.testing.assert_close(weights(model), weights(want), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_samples():
+    """A sample of weight 2 counts as two."""
+    w = torch.ones(40, dtype=torch.float64)
+    w[:5] = 2
+    once, twice = net(), net()
+    mq.fit(once, (X, Y, w), "mse", steps=5)
+    mq.fit(twice, (torch.cat([X, X[:5]]), torch.cat([Y, Y[:5]])), "mse", steps=5)
+    torch.testing.assert_close(weights(once), weights(twice), rtol=1e-6, atol=1e-6)
+
+
+def test_classification():
+    x = torch.randn(60, 2, dtype=torch.float64)
+    y = (x.prod(1) > 0).long()
+    model = net(2, 8, 2)
+    result = mq.fit(model, (x, y), "cross_entropy", steps=50, weight_decay=1e-3)
+    assert (model(x).argmax(1) == y).double().mean() > 0.95
+    assert result.history[-1].objective > result.history[-1].loss
+
+
+# Validation and the best weights.
+
+
+def test_the_best_weights_by_validation_are_restored():
+    model = net(hidden=30)
+    held = noisy_sine(20, seed=5)
+    result = mq.fit(model, (X[:20], Y[:20]), "mse", validation=held, steps=60, patience=None)
+    found = result.history["validation"]
+    assert result.loss == min(found) == found[result.best_step - 1]
+    assert mse(model, *held) == pytest.approx(result.loss, rel=1e-12)
+    assert result.best_step < 60  # it overfits after that
+    assert mse(model, X[:20], Y[:20]) > result.history[-1].loss
+
+
+def test_a_fraction_is_held_out():
+    """The fit is that of the others alone, validated on these."""
+    from marquardt.sources import source
+
+    train, held = source((X, Y)).split(0.25, seed=7)
+    one, other = net(), net()
+    a = mq.fit(one, (X, Y), "mse", validation=0.25, seed=7, steps=20)
+    b = mq.fit(other, (train.whole.inputs, train.whole.targets), "mse", steps=20,
+               validation=(held.whole.inputs, held.whole.targets))  # fmt: skip
+    assert a.history == b.history
+    assert torch.equal(weights(one), weights(other))
+    assert mq.fit(net(), (X, Y), "mse", validation=0.25, seed=8, steps=20).history != a.history
+
+
+def test_weights_that_only_become_worse_stay():
+    model = net()
+    mq.fit(model, (X, Y), "mse", steps=100)
+    before = weights(model)
+    result = mq.fit(model, (X, -Y), "mse", validation=(X, Y), steps=5)
+    assert result.best_step == 0
+    assert torch.equal(weights(model), before)
+
+
+def test_validation_is_in_eval_mode_and_draws_nothing():
+    model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1)).double()
+    state, modes = torch.get_rng_state(), []
+    model[1].register_forward_hook(lambda m, *_: modes.append(m.training))
+    with_set = mq.fit(model, (X, Y), "mse", validation=(X, Y), steps=2, patience=None)
+    assert set(modes) == {True, False}
+    assert model.training
+    assert all(m.training for m in model.modules())
+    assert with_set.loss == pytest.approx(mse(model.eval(), X, Y), rel=1e-12)
+    del state
+
+
+def test_uphill_steps_do_not_count():
+    """Without a validation set the least loss is what counts."""
+    model = net(hidden=20)
+    result = mq.fit(model, (X, Y), "mse", steps=57)
+    assert any(rule == "uphill" for rule in result.history["rule"])
+    assert mse(model, X, Y) == pytest.approx(min(result.history["objective"]), rel=1e-12)
+    assert result.history["objective"][result.best_step - 1] == result.loss
+
+
+# Mini-batches.
+
+
+def test_mini_batches_validate_the_averaged_weights():
+    x, y = noisy_sine(600)
+    model, twin = net(), net()
+    result = mq.fit(model, (x, y), "mse", batch_size=100, validation=noisy_sine(100, seed=3), steps=24, seed=1)
+    assert "mini-batches of 100 of 600" in result.plan
+    assert [e.step for e in result.history if e.validation == e.validation] == [6, 12, 18, 24]
+    assert [e.epoch for e in result.history] == [k // 6 for k in range(24)]
+    opt = mq.LM(twin, "mse")
+    for epoch in range(4):
+        order = torch.randperm(600, generator=torch.Generator().manual_seed(1 + epoch))
+        for index in order.split(100):
+            opt.step(x[index], y[index])
+    with opt.averaged():
+        assert mse(twin, *noisy_sine(100, seed=3)) == pytest.approx(result.history[-1].validation, rel=1e-12)
+    assert mse(model, *noisy_sine(100, seed=3)) == pytest.approx(min(v for v in result.history["validation"] if v == v))
+
+
+def test_mini_batches_end_with_the_averaged_weights():
+    x, y = noisy_sine(600)
+    model, twin = net(), net()
+    mq.fit(model, (x, y), "mse", batch_size=100, steps=10, seed=4)
+    opt = mq.LM(twin, "mse")
+    orders = [torch.randperm(600, generator=torch.Generator().manual_seed(4 + e)) for e in range(2)]
+    for index in [i for order in orders for i in order.split(100)][:10]:
+        opt.step(x[index], y[index])
+    with opt.averaged():
+        assert torch.equal(weights(model), weights(twin))
+
+
+def test_a_loader_shuffles_as_it_does():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=10, shuffle=True, generator=torch.Generator().manual_seed(2))
+    other = DataLoader(TensorDataset(X, Y), batch_size=10, shuffle=True, generator=torch.Generator().manual_seed(2))
+    model, twin = net(), net()
+    result = mq.fit(model, loader, "mse", steps=10)
+    assert "as they come" in result.plan
+    opt, batches = mq.LM(twin, "mse"), [b for _ in range(3) for b in other]
+    assert result.history["loss"] == [opt.step(x, y).data_loss for x, y in batches[:10]]
+
+
+def test_a_smooth_average_is_left_out_if_asked_for():
+    x, y = noisy_sine(600)
+    model = net()
+    result = mq.fit(model, (x, y), "mse", batch_size=100, steps=5, average=None)
+    assert result.best_step == 5
+
+
+# Callbacks and interrupts.
+
+
+def test_callbacks():
+    seen = []
+
+    def watch(running):
+        seen.append((running.step.step, len(running.history), running.model is model))
+        return running.step.step == 4
+
+    model = net()
+    result = mq.fit(model, (X, Y), "mse", callbacks=watch)
+    assert seen == [(k, k, True) for k in range(1, 5)]
+    assert result.reason == "a callback asked for it"
+
+    def raises(running):
+        raise StopIteration
+
+    assert len(mq.fit(net(), (X, Y), "mse", callbacks=[lambda r: None, raises]).history) == 1
+    assert len(mq.fit(net(), (X, Y), "mse", callbacks=[lambda r: 1], steps=3).history) == 3  # not True
+
+
+@pytest.mark.parametrize("validation", [None, noisy_sine(20, seed=5)], ids=["alone", "validated"])
+def test_an_interrupt_returns_the_best_so_far(validation):
+    model, twin = net(), net()
+
+    def interrupt(running):
+        if running.step.step == 7:
+            raise KeyboardInterrupt
+
+    result = mq.fit(model, (X, Y), "mse", validation=validation, callbacks=interrupt)
+    other = mq.fit(twin, (X, Y), "mse", validation=validation, steps=7)
+    assert result.reason == "interrupted"
+    assert result.history == other.history
+    assert torch.equal(weights(model), weights(twin))
+
+
+def test_an_interrupt_within_a_step(monkeypatch):
+    model, twin = net(), net()
+    step = mq.LM._iterate
+
+    def interrupted(self, *args):
+        if self._state.steps == 5:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(mq.LM, "_iterate", interrupted)
+    result = mq.fit(model, (X, Y), "mse")
+    assert (result.reason, len(result.history)) == ("interrupted", 5)
+    monkeypatch.undo()
+    mq.fit(twin, (X, Y), "mse", steps=5)
+    assert torch.equal(weights(model), weights(twin))
+
+
+# What cannot work is refused before anything changes.
+
+
+def spoilt(t, *where):
+    t = t.clone()
+    t[where] = torch.nan
+    return t
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": (spoilt(X, 3), Y)}, "inputs[3, 0] is nan"),
+        ({"data": (X, spoilt(Y, 39))}, "targets[39, 0] is nan"),
+        ({"data": (X, Y[:, 0])}, "broadcasting would pair the wrong elements"),
+        ({"data": (X[:30], Y)}, "there are 40 samples"),
+        ({"validation": (X, Y[:, 0])}, "broadcasting would pair the wrong elements"),
+        ({"validation": (spoilt(X, 0), Y)}, "inputs[0, 0] is nan"),
+        ({"validation": 0.001}, "a fraction of 0.001 of 40 samples"),
+        ({"validation": 1.5}, "a fraction of 1.5"),
+        ({"steps": -1}, "steps=-1: at least 0"),
+        ({"steps": 2.5}, "steps=2.5: an integer"),
+        ({"patience": 1.5}, "patience=1.5: an integer"),
+        ({"goal": "low"}, "goal='low': a number"),
+        ({"min_gradient": float("nan")}, "min_gradient=nan"),
+        ({"max_lam": -1.0}, "max_lam=-1.0"),
+        ({"seconds": True}, "seconds=True"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": "half"}, "batch_size='half'"),
+        ({"data": [(X, Y)], "batch_size": 8}, "batches of their own"),
+        ({"data": DataLoader(TensorDataset(X, Y)), "validation": 0.2}, "pass a validation set of its own"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"callbacks": [3]}, "callbacks= holds a int"),
+        ({"progress": "yes"}, "progress='yes'"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"atempts": 3}, "atempts"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, str) else None,
+)
+def test_refused(arguments, message):
+    model = net()
+    before, state = weights(model), torch.get_rng_state()
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        mq.fit(model, **{"data": (X, Y), "loss": "mse", **arguments})
+    assert torch.equal(weights(model), before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_bad_batch_later_on_ends_it_with_the_last_weights():
+    model, twin = net(), net()
+    batches = [(X[:20], Y[:20]), (X[20:], spoilt(Y[20:], 2))]
+    with pytest.raises(ValueError, match=re.escape("targets[2, 0] is nan")):
+        mq.fit(model, batches, "mse")
+    mq.LM(twin, "mse").step(X[:20], Y[:20])
+    assert torch.equal(weights(model), weights(twin))
