@@ -54,4 +54,4 @@ def test_weights():
         {"params": [], "weight_decay": 3},
         {"params": [p], "weight_decay": 2},
     ]
-    assert weights(groups, [False, True, False]) == [0.1, 0.0, 2.0]
+    assert weights(groups, [False, True, False]).numbers == (0.1, 0.0, 2.0)

@@ -1,15 +1,18 @@
-"""Parameter groups as torch.optim has them: they may differ in weight decay alone."""
+"""Parameter groups as torch.optim has them: they may differ in weight decay alone, a number or a tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .arguments import check_rate
 from .model.checks import trainable
 from .model.decay import check_weight
+from .model.precision import wide
+from .weights import Weights
 
 KEYS = ("params", "lr", "weight_decay", "name", "initial_lr")  # the last is what schedulers write
 
@@ -48,11 +51,57 @@ def check_same_rate(groups: Sequence[dict[str, Any]]) -> None:
             f"the groups have the learning rates {[float(lr) for lr in rates]}: LM solves for all parameters together, "
             "and lr is the length of that step; give all groups the same"
         )
-    for group in groups:
-        check_weight(group["weight_decay"])
+    for i, group in enumerate(groups):
+        check_decay(group["weight_decay"], i, group)
 
 
-def weights(groups: Sequence[dict[str, Any]], spared: Sequence[bool]) -> list[float]:
-    """Weight decay of every parameter; 0 for those that are excluded."""
-    given = [float(group["weight_decay"]) for group in groups for _ in group["params"]]
-    return [0.0 if free else w for w, free in zip(given, spared, strict=True)]
+def check_decay(w: Any, i: int, group: dict[str, Any]) -> None:
+    """Of group i: a number, or a tensor that broadcasts to each of its parameters."""
+    if not isinstance(w, Tensor):
+        return check_weight(w)
+    name = f"weight_decay of group {group.get('name', i)!r}, a tensor of the shape {tuple(w.shape)},"
+    if w.dtype == torch.bool or w.is_complex() or w.layout != torch.strided:
+        raise TypeError(f"{name} is of {w.dtype} and {w.layout}: real numbers in a dense tensor")
+    for p in group["params"]:
+        if not _broadcasts(w.shape, p.shape):
+            raise ValueError(
+                f"{name} does not broadcast to a parameter of the shape {tuple(p.shape)}: a number for every element "
+                "of each parameter in the group, or give that parameter a group of its own"
+            )
+    bad = w[~((w >= 0) & w.isfinite())]
+    if bad.numel():
+        raise ValueError(f"{name} holds {float(bad[0])}: all must be finite and at least 0; 0 for none")
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+
+
+def weights(groups: Sequence[dict[str, Any]], spared: Sequence[bool]) -> Weights:
+    """Weight decay of every parameter, 0 for those that are excluded: as it is now, in copies. A tensor whose elements
+    are all the same is a number."""
+    pairs = [(p, group["weight_decay"]) for group in groups for p in group["params"]]
+    numbers: list[float] = []
+    elements: dict[int, Tensor] = {}
+    gaps = False
+    for i, ((p, w), free) in enumerate(zip(pairs, spared, strict=True)):
+        low, high = _bounds(w)
+        numbers.append(0.0 if free else low if low == high else 1.0)
+        if not free and low < high:
+            elements[i] = _flat(w, p, like=pairs[0][0])
+            gaps = gaps or low == 0
+    return Weights(numbers, elements, gaps)
+
+
+def _bounds(w: Any) -> tuple[float, float]:
+    """The least and the largest"""
+    if not isinstance(w, Tensor):
+        return float(w), float(w)
+    low, high = w.detach().aminmax() if w.numel() else (0.0, 0.0)
+    return float(low), float(high)
+
+
+def _flat(w: Tensor, p: Tensor, like: Tensor) -> Tensor:
+    """w for every element of p, a copy in the precision of θ: (size,)"""
+    found = torch.empty(p.shape, dtype=wide(like.dtype), device=like.device)
+    return found.copy_(w.detach().expand(p.shape)).flatten()

@@ -215,9 +215,9 @@ def reweighted(old: State, lin: Linearization) -> State:
     weights = lin.objective.weights
     if old.weights is None or old.weights == weights:
         return replace(old, weights=weights)
-    more, space = lin.objective.more(old.weights, lin.totals().normaliser), lin.parameters
-    here, there = (0.0 if theta is None else float(more.value(space.shaped(theta))) for theta in (lin.theta, old.haven))
-    return old.reweighted(weights, here, there)
+    N = lin.totals().normaliser
+    rises = (0.0 if theta is None else lin.objective.rise(old.weights, theta, N) for theta in (lin.theta, old.haven))
+    return old.reweighted(weights, *rises)
 
 
 def begin(old: State, level: Level, dtype: torch.dtype) -> Start:

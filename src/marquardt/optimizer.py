@@ -61,7 +61,7 @@ from .parts.schedule import Balanced, Schedule
 from .recorded import RECORDERS
 from .recordings import Recordings
 from .report import Step, report
-from .saving import FOREIGN, check_groups, loaded, saved
+from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .state import State
 
 
@@ -86,8 +86,9 @@ class LM(Unscaled, torch.optim.Optimizer):
         θ̄        ←  average of θ                                    average
 
     `loss` is a name, a torch.nn loss, an object of `marquardt.losses`, a function of outputs and targets, or a dict of
-    these by the names of the model's outputs; `params` chooses the parameters that train, in one list or in groups that
-    differ in weight decay; `attempts` is how many λ a failed step may try. A part that is None is left out.
+    these by the names of the model's outputs; `params` chooses the parameters that train, in one list or in groups with
+    a weight decay each, a number or a tensor that broadcasts to the shapes of the group: a number for every element.
+    `attempts` is how many λ a failed step may try. A part that is None is left out.
 
     `weight_decay` is added to the loss that is reported, for all parameters; `WeightDecay` excludes some, or decays
     them towards other weights than 0. `radius` bounds ‖lr·d‖.
@@ -258,15 +259,11 @@ class LM(Unscaled, torch.optim.Optimizer):
             lin.close()
         return step
 
-    @property
-    def _weights(self) -> list[float]:
-        """Weight decay of every parameter"""
-        return weights(self.param_groups, self._spared)
-
     def _objective(self) -> Objective:
         params, towards = self.params, self._state.towards
         towards = None if towards is None else towards.to(params[0].device)
-        return Objective(self.model, self.loss, params, self._weights, towards, self._state.master)
+        decay = weights(self.param_groups, self._spared)
+        return Objective(self.model, self.loss, params, decay, towards, self._state.master)
 
     def _iterate(self, lin: Linearization, representation: Representation, plan: Plan | None) -> tuple[Step, State]:
         """The algorithm box: the step and the next state; the model ends at the next θ."""
@@ -315,7 +312,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         begun, rng, step = self._recordings.clock(), rng_state(device), None
         try:
             self._pace.expect(old.plan, device, True)
-            recording.run(batch, old)
+            recording.run(batch, old, objective)
             concluded = recording.concluded(old) if self._recordings.confirmed(objective) else None
             if concluded is not None and not self._recordings.looks:
                 step, self._state = concluded
@@ -359,14 +356,15 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         # Beside torch's own entries: torch casts those to the dtype of the parameters.
-        return {**super().state_dict(), "marquardt": saved(self._state, self.damping, self.curvature, self.params)}
+        own = saved(self._state, self.damping, self.curvature, self.params)
+        return copied(super().state_dict()) | {"marquardt": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "marquardt" not in state_dict:
             raise ValueError(f"this state_dict has no entry 'marquardt': {FOREIGN}")
         towards = self._state.towards
         state = loaded(state_dict["marquardt"], self.schedule, self.damping, self.curvature, self.params, towards)
-        check_groups(state_dict)
+        check_groups(state_dict, self.param_groups)
         decays = [group["weight_decay"] for group in self.param_groups]
         found = self._known, self._recordings, self._pace, self._averaged  # of the model, not of the state
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
@@ -391,7 +389,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}",
             *(f"    {name:<12}{brief(part)}" for name, part in vars(self.parts).items() if name != "radius"),
             f"    lr={self.lr}, attempts={self.attempts}, capture={self.capture}, group={self.group}",
-            f"    weight_decay={', '.join(map(str, dict.fromkeys(self._weights)))}, radius={self.radius}",
+            f"    weight_decay={weights(self.param_groups, self._spared)}, radius={self.radius}",
             f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
             *([] if state.plan is None else [f"    plan: {self.plan}", f"    {self._pace.words(state.plan)}"]),
             *([f"    {self._recordings.note}"] if self._recordings.note else []),

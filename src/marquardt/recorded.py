@@ -74,10 +74,11 @@ RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraph}
 class RecordedStep:
     """One step, recorded: linearise, represent, solve, try. The judgement stays with the host.
 
-    All inputs of a step lie in tensors that the recording owns: the batch, λ, what is drawn, and what one step leaves
-    to the next (D, what the curvature keeps, the step). At the start of a replay `next` is copied to `kept`, at its end
-    the new ones are written to `next`. Questions on the way are assumed to be answered by yes and verified after the
-    replay; if one was not, the caller takes the step back and does it again without the recording.
+    All inputs of a step lie in tensors that the recording owns: the batch, λ, what is drawn, weight decay by element,
+    and what one step leaves to the next (D, what the curvature keeps, the step). At the start of a replay `next` is
+    copied to `kept`, at its end the new ones are written to `next`. Questions on the way are assumed to be answered by
+    yes and verified after the replay; if one was not, the caller takes the step back and does it again without the
+    recording.
     """
 
     def __init__(
@@ -124,9 +125,10 @@ class RecordedStep:
             lin.close()
             return answers(tape, *proposal.readings.tensors())
 
-    def run(self, batch: Batch, state: State) -> None:
+    def run(self, batch: Batch, state: State, objective: Objective) -> None:
         """The model one step further, before the host knows whether that is right: see `concluded`."""
         _copy(self.batch, vars(batch))
+        _copy(_elements(self.objective), _elements(objective))
         _copy(self.next, carried(state))
         self.lam.fill_(state.lam)
         for place, numbers, seed in self.drawn:
@@ -182,6 +184,10 @@ def carried(state: State) -> list[Any]:
     """The tensors that one step leaves to the next."""
     mean = None if on_same_data(state) else state.mean  # of which the loss is asked
     return [None if state.D is None else state.D.state(), state.past, state.previous, mean]
+
+
+def _elements(objective: Objective) -> dict[int, Tensor]:
+    return {} if objective.penalty is None else objective.penalty.weights.elements
 
 
 def _with(state: State, kept: list[Any]) -> State:

@@ -214,7 +214,7 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     mode = modes(objective.model), torch.get_float32_matmul_precision(), objective.autocast
     plan = None if state.plan is None else state.plan.choice
     decay = objective.penalty
-    penalty = None if decay is None else (decay.weights, seen(decay.towards))
+    penalty = None if decay is None else (decay.weights.shape, seen(decay.towards))
     return (
         parts, objective.loss, penalty, on_same_data(state), shapes, spec, places, mode, lr, known.proven, plan,
     )  # fmt: skip

@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .arguments import check_rate
 from .curvature.contract import Representation
 from .curvature.plan import Plan
+from .groups import check_decay
 from .metric import restored
-from .model.decay import check_weight
 from .parts.damping import Damping
 from .parts.schedule import Schedule
 from .state import State
+from .weights import Weights
 
 FOREIGN = (
     "it was not made by marquardt.LM. To begin with what another optimizer has trained, load the weights alone, "
@@ -34,8 +35,15 @@ def saved(state: State, damping: Damping, curvature: Representation, params: Seq
     found = dict(vars(state))
     found["D"] = None if state.D is None else state.D.state()
     found["plan"] = None if state.plan is None else state.plan.state()
+    found["weights"] = None if state.weights is None else state.weights.state()
     made = {"damping": _name(damping), "curvature": _name(curvature), "shapes": [list(p.shape) for p in params]}
-    return {"version": VERSION, **made, **tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)}
+    return {"version": VERSION, **made, **copied(found)}
+
+
+def copied(found: dict[str, Any]) -> dict[str, Any]:
+    """With copies of all tensors"""
+    copies: dict[str, Any] = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, found)
+    return copies
 
 
 def loaded(
@@ -56,7 +64,7 @@ def loaded(
     found = tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) else v, found)
     D, plan = found.get("D"), found.get("plan")
     found["D"] = None if D is None else restored(D)
-    found["weights"] = None if found.get("weights") is None else tuple(found["weights"])
+    found["weights"] = None if found.get("weights") is None else Weights(**found["weights"])
     plan = None if plan is None else Plan.restored(plan)
     found["plan"] = None if plan is None else curvature.restored(plan, device)
     return State(**found)
@@ -157,13 +165,13 @@ def check_lam(lam: Any, schedule: Schedule) -> None:
             raise ValueError(f"the state has λ = {lam!r}, which this schedule does not start from: {error}") from None
 
 
-def check_groups(state_dict: dict[str, Any]) -> None:
-    """torch's own part of a state_dict, as far as torch does not look at it."""
+def check_groups(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """torch's own part of a state_dict for these groups, as far as torch does not look at it."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(f"this state_dict has no entry {key!r}: {FOREIGN}")
-    for group in state_dict["param_groups"]:
+    for i, (group, here) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):  # torch counts them
         if "lr" not in group:
             raise ValueError(f"this state_dict has a parameter group without 'lr': {FOREIGN}")
         check_rate(group["lr"])
-        check_weight(group.get("weight_decay", 0.0))
+        check_decay(group.get("weight_decay", 0.0), i, here)

@@ -13,6 +13,7 @@ from .curvature.contract import Past
 from .curvature.plan import Plan
 from .metric import Metric
 from .tolerances import SAME_LOSS
+from .weights import Weights
 
 # A batch whose loss is more than so many times those of late is doubted, once so many batches were heard.
 UNHEARD, HEARD = 10.0, 10
@@ -63,7 +64,7 @@ class State:
     ceiling: float = math.inf  # the loss that they may reach, since earlier ones have not paid
     late: float = math.inf  # what the best loss was of late, see FADE
     towards: Tensor | None = None  # θ₀, which the weights decay towards; None for 0
-    weights: tuple[float, ...] | None = None  # of decay in all these f, by parameter; None if that is not known
+    weights: Weights | None = None  # of decay in all these f; None if that is not known
 
     @property
     def steady(self) -> bool | None:
@@ -85,7 +86,7 @@ class State:
         size = abs(self.expected) if low > -math.inf else max(abs(self.expected), self.height)
         return self.repeats + 1 if abs(f - self.expected) <= SAME_LOSS[dtype] * size else 0
 
-    def reweighted(self, weights: tuple[float, ...], here: float, there: float) -> State:
+    def reweighted(self, weights: Weights, here: float, there: float) -> State:
         """The same levels with other weights of decay, by which f is so much more where the model is, and `there` at
         the haven: the data stay the same. Heights above the best loss, that of the haven if there is one, stay too."""
         best = here if self.haven is None else there
@@ -144,7 +145,7 @@ class State:
 
     def like(self, theta: Tensor) -> State:
         """The vectors in the precision and on the device of θ: the model may have been moved."""
-        found = {k: getattr(self, k) for k in ("D", "previous", "mean", "haven", "towards")}
+        found = {k: getattr(self, k) for k in ("D", "previous", "mean", "haven", "towards", "weights")}
         moved: dict[str, Any] = {k: v.to(theta) for k, v in found.items() if v is not None}
         if self.past is not None:  # in the precision that its representation chose
             moved["past"] = {k: v.to(theta.device) for k, v in self.past.items()}

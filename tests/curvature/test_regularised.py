@@ -12,12 +12,12 @@ from marquardt.metric import Layered
 from support import reference
 from support.cases import mlp
 from support.reference import error
-from support.regularised import DECAYS, above, by_parameter, dense, weights
+from support.regularised import DECAYS, ELEMENTS, above, by_parameter, dense, linearized, weights
 
 pytestmark = pytest.mark.usefixtures("double")
 
 LAM = 0.2
-EVERY_DECAY = pytest.mark.parametrize("name", DECAYS)
+EVERY_DECAY = pytest.mark.parametrize("name", [*DECAYS, *ELEMENTS])
 DAMPINGS = {
     "identity": mq.Identity(),
     "layers": mq.LayerMeanEigenvalue(),
@@ -39,13 +39,16 @@ class Case:
     def __init__(self, curvature, damping, name="all", model=None, lam=LAM):
         self.model = network() if model is None else model
         self.x, self.y = torch.randn(6, 3), torch.randn(6, 2)
-        given, decays = DECAYS[name]
-        self.by_parameter = by_parameter(self.model, 0.3, decays)
+        self.by_parameter = by_parameter(self.model, name)
         exact = reference.quadratic(self.model, "mse", self.x, self.y)
         self.W = weights(self.model, self.by_parameter)
         self.theta = nn.utils.parameters_to_vector(self.model.parameters()).detach()
         self.G, self.g = exact.G, exact.g + self.W * self.theta
-        self.lin = mq.linearize(self.model, "mse", self.x, self.y, needs=curvature.needs, weight_decay=given)
+        if name in ELEMENTS:
+            self.lin = linearized(self.model, self.x, self.y, self.by_parameter, curvature.needs)
+        else:
+            given = DECAYS[name][0]
+            self.lin = mq.linearize(self.model, "mse", self.x, self.y, needs=curvature.needs, weight_decay=given)
         self.curvature = curvature.represent(self.lin)
         self.sizes = self.lin.parameters.sizes
         self.D = damping.update(None, self.curvature)
@@ -70,7 +73,7 @@ def test_step(curvature, damping, name):
     case = Case(curvature, DAMPINGS[damping], name)
     A = LAM * dense(case.D.positive(), case.sizes) + case.W.diag()
     if isinstance(case.D, Layered) and isinstance(curvature, mq.Gram):
-        raised = above(case.D, LAM, case.by_parameter, case.sizes)
+        raised = above(case.D, LAM, case.W, case.sizes)
         assert torch.linalg.eigvalsh(raised - A).min() > -1e-10
         A = raised
     dGd, v = case.check(case.G + A)
@@ -88,7 +91,7 @@ def test_chunks_and_other_rows(curvature, rows):
     decay = mq.WeightDecay(0.3, exclude="bias")
     lin = mq.linearize(model, "mse", x, y, rows=rows, needs=curvature.needs, weight_decay=decay)
     G = curvature.represent(lin)
-    W = weights(model, by_parameter(model, 0.3, DECAYS["no bias"][1]))
+    W = weights(model, by_parameter(model, "no bias"))
     theta = nn.utils.parameters_to_vector(model.parameters()).detach()
     g = reference.quadratic(model, "mse", x, y).g + W * theta
     H = lin.rows().T @ lin.rows() + LAM * torch.eye(len(W)) + W.diag()
@@ -138,13 +141,13 @@ def test_the_statistics_that_dampings_ask_for_are_those_of_the_data(name):
 
 
 @pytest.mark.parametrize("damping", [mq.Identity(), mq.KroneckerMetric()], ids=["identity", "kronecker"])
-@pytest.mark.parametrize("name", ["all", "no bias"])
+@pytest.mark.parametrize("name", ["all", "no bias", "by column"])
 @pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram()], ids=["dense", "gram"])
 def test_without_damping_it_is_the_minimum_of_the_model(curvature, name, damping):
     """λ = 0; what does not decay has fewer unknowns than rows here, and the limit is the same."""
     case = Case(curvature, damping, name, model=nn.Linear(3, 2))
     step = Damped(case.curvature, 0.0 * case.D).step()
-    limit = 1e-5 if name == "no bias" and isinstance(curvature, mq.Gram) else 1e-8
+    limit = 1e-5 if name != "all" and isinstance(curvature, mq.Gram) else 1e-8
     assert error(step, -torch.linalg.solve(case.G + case.W.diag(), case.g)) < limit
 
 
@@ -157,21 +160,21 @@ def place(case: Case, layer, block):
     return found
 
 
-@pytest.mark.parametrize("name", ["all", "no bias"])
+@pytest.mark.parametrize("name", ["all", "no bias", *ELEMENTS])
 @pytest.mark.parametrize("damping", [mq.MeanEigenvalue(), mq.LayerMeanEigenvalue(), mq.FactoredMaxDiagonal()], ids=str)
 def test_kronecker(damping, name):
-    """(B + diag u/π) ⊗ (A + π·diag v), with λD + W as u ⊗ v in every layer."""
+    """(B + diag u/π) ⊗ (A + π·diag v), with λD + W as u ⊗ v in every layer; W, or the largest of each column of it."""
     case = Case(mq.Kronecker(), damping, name, model=mlp(3, 4, 2))
     entries, H = LAM * case.D.entries(case.sizes), torch.zeros_like(case.G)
     for layer in case.curvature.layers:
         B, A = layer.left[0], layer.right[0]
-        w = torch.full((len(A),), 0.3)
-        w[-1] = case.by_parameter[layer.members[-1]]
+        w = in_layer(case, layer, case.W).amax(0)  # (I,)
+        root = w.max().sqrt()
         D = in_layer(case, layer, entries)  # (O, I)
         u, v = (D[:, 0] / D[0, 0]).clone(), D[0].clone()  # of u ⊗ v, up to a factor
         if isinstance(damping, mq.FactoredMaxDiagonal):
             rho = (v[:-1].mean() / u.mean()).sqrt()
-            u, v = u + 0.3**0.5 / rho, v + rho * w / 0.3**0.5
+            u, v = u + root / rho, v + rho * w / root
         else:
             v = v + w
         pi = ((A.diagonal() / v).mean() / (B.diagonal() / u).mean()).sqrt()

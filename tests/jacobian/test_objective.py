@@ -11,6 +11,7 @@ from torch import nn
 from marquardt.jacobian.objective import Level, Objective, Totals
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
+from marquardt.weights import Weights
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -48,11 +49,11 @@ def test_weight_decay_is_in_the_units_of_what_is_reported():
     """f is ½Σr² here, reported as the mean of r²: w in the units of the mean is w·(½Σ)/(1/N·Σ) in those of f."""
     model = nn.Linear(3, 2)
     loss = replace(resolve("mse"), reduction="sum", factor=0.5, reported=resolve("mse"))
-    objective = Objective(model, loss, list(model.parameters()), [0.3, 0.0])
+    objective = Objective(model, loss, list(model.parameters()), Weights([0.3, 0.0]))
     decay = objective.decay(10.0)
     assert decay is not None
-    assert decay.weights == pytest.approx((0.3 * 0.5 * 10, 0.0))
+    assert decay.weights.numbers == pytest.approx((0.3 * 0.5 * 10, 0.0))
     level = objective.level(Totals(8.0, 10.0, 2.0, 0.1), 3.0)
     assert (level.f, level.low, level.decay) == (7.0, 1.0, 3.0)
     assert level.rounding > 0.05
-    assert Objective(model, loss, list(model.parameters()), [0.0, 0.0]).decay(10.0) is None
+    assert Objective(model, loss, list(model.parameters()), Weights([0.0, 0.0])).decay(10.0) is None

@@ -8,14 +8,24 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.metric import Diagonal, Layered, Part
+from marquardt.weights import Weights
 from support.reference import error
-from support.regularised import above, dense
+from support.regularised import ELEMENTS, above, dense, made, weights
 
 pytestmark = pytest.mark.usefixtures("double")
 
 SIZES = [6, 2, 4]
-W = {"uniform": [0.3, 0.3, 0.3], "none for the bias": [0.3, 0.0, 0.1], "only the bias": [0.0, 0.3, 0.0]}
-EVERY_W = pytest.mark.parametrize("w", W.values(), ids=W)
+W = {
+    "uniform": Weights([0.3, 0.3, 0.3]),
+    "none for the bias": Weights([0.3, 0.0, 0.1]),
+    "only the bias": Weights([0.0, 0.3, 0.0]),
+}
+SOME = [torch.tensor(x).double() for x in ([0.1, 0.0, 0.3, 0.0, 0.2, 0.5], [0.1, 0.4], [0.0, 1.0, 2.0, 3.0])]
+PARTLY = {
+    "elements": Weights([1.0, 0.3, 2.0], {0: SOME[0], 2: SOME[2]}, gaps=True),
+    "elements of the bias": Weights([0.2, 1.0, 0.0], {1: SOME[1]}),
+}
+EVERY_W = pytest.mark.parametrize("w", [*W.values(), *PARTLY.values()], ids=[*W, *PARTLY])
 
 
 def diagonals() -> dict[str, Diagonal]:
@@ -30,8 +40,8 @@ def diagonals() -> dict[str, Diagonal]:
     }
 
 
-def spread(w: list[float]) -> Tensor:
-    return torch.cat([torch.full((size,), x) for x, size in zip(w, SIZES, strict=True)])
+def spread(w: Weights) -> Tensor:
+    return torch.cat([torch.zeros(size) + w[i] for i, size in enumerate(SIZES)])
 
 
 @EVERY_W
@@ -53,14 +63,16 @@ def test_a_product_stays_one(w):
     assert torch.equal(weight.u, bias.u)
     assert weight.v.shape == (1, 1, 3)
     assert bias.v.shape == (1, 1, 1)
-    assert error(D.plus([0.0] * 3, SIZES).entries(SIZES), D.entries(SIZES)) < 1e-14
-    assert error(D.with_scale(torch.zeros(())).plus(w, SIZES).entries(SIZES), spread(w)) < 1e-14
+    assert error(D.plus(Weights([0.0] * 3), SIZES).entries(SIZES), D.entries(SIZES)) < 1e-14
+    alone = D.with_scale(torch.zeros(())).plus(w, SIZES).entries(SIZES)
+    assert error(alone, spread(w.by_columns([0, 1], 1, 2))) < 1e-14
 
 
 def test_one_number_stays_one():
     D = Diagonal(torch.tensor(0.7))
-    assert D.sum([0.3] * 3, SIZES).shape is None
-    assert D.sum([0.3, 0.3, 0.0], SIZES).shape is not None
+    assert D.sum(Weights([0.3] * 3), SIZES).shape is None
+    assert D.sum(Weights([0.3, 0.3, 0.0]), SIZES).shape is not None
+    assert Diagonal(torch.tensor(0.7)).sum(Weights([1.0], {0: torch.arange(3.0)}), [3]).shape is not None
 
 
 class Mixed(nn.Module):
@@ -76,8 +88,8 @@ class Mixed(nn.Module):
         return self.head(rows.flatten(1))
 
 
-def layered(every: int) -> tuple[Layered, list[int]]:
-    model = Mixed()
+def layered(every: int, model: nn.Module | None = None) -> tuple[Layered, list[int]]:
+    model = Mixed() if model is None else model
     lin = mq.linearize(model, "mse", torch.randn(5, 2, 4), torch.randn(5, 2))
     D = mq.KroneckerMetric(every=every).update(None, mq.Dense().represent(lin))
     assert isinstance(D, Layered)
@@ -85,32 +97,35 @@ def layered(every: int) -> tuple[Layered, list[int]]:
 
 
 @pytest.mark.parametrize("every", [1, 10])
-@pytest.mark.parametrize("kind", ["all", "weights", "biases", "several"])
+@pytest.mark.parametrize("kind", ["all", "weights", "biases", "several", *ELEMENTS])
 def test_a_kronecker_product(kind, every):
-    D, sizes = layered(every)
+    model = Mixed()
+    D, sizes = layered(every, model)
     number = {"all": lambda i: 0.3, "weights": lambda i: 0.3 * (i % 2 == 0), "biases": lambda i: 0.3 * (i % 2)}
-    w = [number.get(kind, lambda i: 0.1 * (i + 1))(i) for i in range(len(sizes))]
-    diagonal = torch.cat([torch.full((size,), float(x)) for x, size in zip(w, sizes, strict=True)]).diag()
+    given = [number.get(kind, lambda i: 0.1 * (i + 1))(i) for i in range(len(sizes))]
+    if kind in ELEMENTS:
+        given = [ELEMENTS[kind](p.detach()) for p in model.parameters()]
+    w, diagonal = made(list(model.parameters()), given), weights(model, given).diag()
     A = 0.2 * D
     exact = 0.2 * dense(D, sizes) + diagonal
     assert error(dense(A.sum(w, sizes), sizes), exact) < 1e-12
     assert error(A.sum(w, sizes).diagonal(sizes), exact.diagonal()) < 1e-12
     raised = A.plus(w, sizes)
-    expected = above(D, 0.2, w, sizes)
+    expected = above(D, 0.2, diagonal.diagonal(), sizes)
     assert error(dense(raised, sizes), expected) < 1e-10
     assert torch.linalg.eigvalsh(expected - exact).min() > -1e-10
     v = torch.randn(sum(sizes))
     assert error(raised.solve(v.clone(), sizes), torch.linalg.solve(expected, v)) < 1e-9
     assert error((2.0 * raised).times(v, sizes), 2 * expected @ v) < 1e-10
     assert error(raised.to(v.float()).times(v.float(), sizes), expected @ v) < 1e-5
-    assert error(dense(D.plus([0.0] * len(sizes), sizes), sizes), dense(D, sizes)) < 1e-10
+    assert error(dense(D.plus(Weights([0.0] * len(sizes)), sizes), sizes), dense(D, sizes)) < 1e-10
     if kind in ("all", "several"):
         assert error(dense((0.0 * D).plus(w, sizes), sizes), diagonal) < 1e-12
 
 
 def test_a_sum_cannot_be_solved_with():
     D, sizes = layered(1)
-    total = D.sum([0.3] * len(sizes), sizes)
+    total = D.sum(Weights([0.3] * len(sizes)), sizes)
     with pytest.raises(TypeError, match="above"):
         total.solve(torch.ones(sum(sizes)), sizes)
     assert isinstance(total.above, Layered)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import marquardt as mq
 from marquardt.model.decay import Penalty, WeightDecay
 from marquardt.model.parameters import Parameters
+from marquardt.weights import Weights
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -138,7 +139,7 @@ def test_value_and_derivatives(weights, anchored):
     model = nn.Linear(3, 2)
     space = parameters(model)
     towards = torch.randn(space.n) if anchored else None
-    penalty, theta, d = Penalty(space, weights, towards), space.vector(), torch.randn(space.n)
+    penalty, theta, d = Penalty(space, Weights(weights), towards), space.vector(), torch.randn(space.n)
     w = torch.cat([torch.full((6,), weights[0]), torch.full((2,), weights[1])])
 
     def by_hand(theta):
@@ -155,7 +156,7 @@ def test_value_and_derivatives(weights, anchored):
 
 def test_of_float32_it_is_added_up_in_float64():
     model = nn.Linear(1000, 100).float()
-    found = Penalty(parameters(model), [1.0, 1.0]).value(list(model.parameters()))
+    found = Penalty(parameters(model), Weights([1.0, 1.0])).value(list(model.parameters()))
     exact = 0.5 * sum(p.double().square().sum() for p in model.parameters())
     assert found.dtype == torch.float64
     assert error(found, exact.detach()) < 1e-12

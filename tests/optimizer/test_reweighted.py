@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.recorded import RECORDERS
+from marquardt.weights import Weights
 from support.cases import mlp
 from support.recorder import Repeated
 from support.reference import error
@@ -69,7 +70,7 @@ def test_the_levels_are_those_of_the_new_weights(towards):
         return float(0.5 * (0.02 - 0.1) * (there - centre).square().sum())
 
     here, there = more(theta(model)), more(haven)
-    found = before.reweighted((0.02,) * 4, here, there)
+    found = before.reweighted(Weights((0.02,) * 4), here, there)
     assert found.expected == pytest.approx(before.expected + here, rel=1e-12)
     assert found.late - found.best == pytest.approx(2.5)
     assert found.ceiling - found.best == pytest.approx(1.5)
@@ -78,7 +79,7 @@ def test_the_levels_are_those_of_the_new_weights(towards):
     step = opt.step(x, y)
     assert opt._state.repeats == before.repeats + 1
     assert step.loss == pytest.approx(found.expected, rel=1e-9)
-    assert opt._state.weights == (0.02,) * 4
+    assert opt._state.weights == Weights((0.02,) * 4)
     if opt._state.haven is haven:
         assert opt._state.haven_loss == pytest.approx(5 + there, rel=1e-12)
 
@@ -179,3 +180,31 @@ def test_recorded_steps(monkeypatch):
         assert (a.rule, a.new_loss, a.lam) == (b.rule, pytest.approx(b.new_loss, rel=1e-7), pytest.approx(b.lam))
     assert error(theta(model), theta(twin)) < 1e-6
     assert recorder.replays > 4
+
+
+def test_weights_by_element_may_change_too():
+    """Also in place, and in a run that goes on from a saved state."""
+    model, x, y = sine()
+    model = mlp(2, 10, 1)
+    x = torch.cat((x, torch.randn_like(x)), 1)
+    column = torch.tensor([[0.1, 0.2]])
+    groups = [
+        {"params": [model[0].weight], "weight_decay": column},
+        {"params": [model[0].bias, *model[2].parameters()], "weight_decay": 0.1},
+    ]
+    opt = mq.LM(model, "mse", params=groups)
+    for k in range(6):
+        column[0, 1] *= 1 + k % 2
+        opt.step(x, y)
+        assert opt._state.repeats == k
+    file, twin = io.BytesIO(), copy.deepcopy(model)
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    parameters = list(twin.parameters())
+    other = mq.LM(twin, "mse", params=[{"params": parameters[:1], "weight_decay": 0.1}, {"params": parameters[1:]}])
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for o in (opt, other):
+        o.param_groups[0]["weight_decay"] = torch.tensor([[0.3, 0.0]])
+    assert opt.step(x, y) == other.step(x, y)
+    assert other._state.repeats == 6
+    assert torch.equal(theta(model), theta(twin))

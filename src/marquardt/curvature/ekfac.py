@@ -33,8 +33,8 @@ class EKFAC(Kronecker):
 
         H = Q·diag(s + λ + w)·Qᵀ      for a D that is one number: no other is diagonal in every basis, and it is refused
 
-    Weight decay w may differ between layers. If the bias of a layer has another one than its weight, w stands for the
-    diagonal of QᵀWQ, as s does for that of QᵀGQ; the gradient has all of W.
+    Weight decay w may differ between layers. If it differs within one, as between a weight and its bias, w stands for
+    the diagonal of QᵀWQ, as s does for that of QᵀGQ; the gradient has all of W.
 
     From batch to batch s is a running average like A and B, though their eigenvectors move meanwhile.
     """
@@ -120,13 +120,16 @@ class EKFACCurvature(KroneckerCurvature):
         return self._by_layer(v, [partial(basis.times, f, self._in_basis(A, x, basis)) for x, basis in pairs])
 
     def _in_basis(self, A: Metric, layer: Layer, basis: Basis) -> Tensor:
-        """The diagonal of QᵀAQ, which is all of it if A is one number in the layer: (), or (K, 1, R)"""
+        """The diagonal of QᵀAQ, which is all of it if A is one number in the layer: (), (K, 1, R) or (K, L, R)"""
         if A.parts is None:
             return A.scale
         entries = [part.entries for part in (A.parts[i] for i in layer.members)]
         numbers = [e for e in entries if e is not None and e.numel() == 1]
         if len(numbers) < len(entries):
-            raise ValueError(ONE_NUMBER)
+            each = zip((A.parts[i] for i in layer.members), layer.widths, strict=True)
+            X = layer.join(part.flat(layer.K * layer.L * width) for part, width in each) * A.scale  # (K, L, R)
+            X = X if basis.left is None else basis.left.square().mT @ X
+            return X if basis.right is None else X @ basis.right.square()
         columns = torch.cat([e.expand(width) for e, width in zip(numbers, layer.widths, strict=True)]) * A.scale  # (R,)
         return columns if basis.right is None else (columns @ basis.right.square())[:, None]
 

@@ -69,10 +69,14 @@ class Layer:
                 v = d.v.view(self.K, width)
             elif d.entries is not None and d.entries.numel() == 1:
                 v = v * d.entries.reshape(())
-            elif d.entries is not None and width == 1:  # a number for every output of a bias
-                u = d.entries
             elif d.entries is not None:
-                return None
+                X = d.entries.view(self.K, self.L, width)
+                if torch.equal(X, X[:, :1].expand_as(X)):
+                    v = X[:, 0]
+                elif width == 1:  # a number for every output of a bias
+                    u = d.entries
+                else:
+                    return None
             us.append(one if u is None else u.view(self.K, self.L))
             vs.append(v)
         if not all(u is us[0] or torch.equal(u, us[0]) for u in us):

@@ -199,7 +199,7 @@ class GramCurvature(Curvature):
         """At λ = 0 parameters that do not decay have nearly the limit λ → 0: a smaller λ costs digits beside W, and a
         larger one matters by its root if D is no diagonal matrix."""
         decay = self.lin.decay
-        if decay is not None and not all(decay.weights) and not ask(A.scale > 0):
+        if decay is not None and not decay.weights.everywhere and not ask(A.scale > 0):
             A = A.with_scale((1e-12 if A.turns else 1e-8) * self._gram(A, self.u.dtype).diagonal().max())
         return super().with_decay(A)
 

@@ -31,7 +31,8 @@ class Kronecker(Representation):
         H = (B + √λ/π·diag u) ⊗ (A + π√λ·diag v)      π² = mean of A_ii/v_i over mean of B_oo/u_o
 
     Weight decay W joins λD: if λD + W is u ⊗ v again, as for a D that is one number in every layer, these u and v stand
-    above with λ = 1. Otherwise λ·u ⊗ v + w becomes (√λ·u + √w/ρ) ⊗ (√λ·v + ρ√w), ρ² the mean of v over that of u.
+    above with λ = 1. Otherwise λ·u ⊗ v + w becomes (√λ·u + √w/ρ) ⊗ (√λ·v + ρ√w), ρ² the mean of v over that of u. Of
+    a w by element the largest of every column stands for all of it: of a weight (O, I) with a w (1, I) that is all.
 
     Layers: Linear, Conv, Embedding. Where every output has inputs of its own (scales of normalisation layers, depthwise
     convolutions) the block of each output is small, and taken as it is: H = G + λD there.
@@ -194,10 +195,12 @@ class KroneckerCurvature(Curvature):
 
     def with_decay(self, A: Metric) -> Metric:
         """In the form of D, u ⊗ v in every layer. Factors that are older than λ have the λD + W of their time."""
-        decay = self.lin.decay
-        if decay is None:
+        if self.lin.decay is None:
             return A
-        found = A.plus(decay.weights, self.parameters.sizes)
+        w = self.lin.decay.weights
+        for layer in (x for x in self.layers if not x.small and sum(x.widths) > 1):
+            w = w.by_columns(layer.members, layer.K, layer.L)
+        found = A.plus(w, self.parameters.sizes)
         if self.every > 1 and found.shape is not None:
             raise ValueError(
                 f"Kronecker(every={self.every}) keeps factors for other λ, and λD + weight decay must be one number "

@@ -17,6 +17,7 @@ from ..model.decay import Penalty, WeightDecay
 from ..model.kernels import twice_differentiable
 from ..model.parameters import Parameters, Position
 from ..model.randomness import Chance, Moment, Slopes
+from ..weights import Weights
 from .known import Known
 from .objective import Level, Objective, Totals
 from .passes import Pass
@@ -381,6 +382,6 @@ def linearize(
     rule, chosen = WeightDecay.of(weight_decay), trainable(model, params)
     parameters = Parameters(model, chosen)
     spared = rule.spared(model, parameters)
-    weights = [0.0 if free else rule.w for free in spared]
+    weights = Weights([0.0 if free else rule.w for free in spared])
     objective = Objective(model, resolve(loss), chosen, weights, rule.anchor(parameters, spared))
     return Linearization(objective, [Batch(x, y, weight)], rows or Exact(), needs or Needs(chunk))

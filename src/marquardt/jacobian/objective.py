@@ -17,6 +17,7 @@ from ..model.decay import Penalty
 from ..model.kernels import uncompiled
 from ..model.parameters import Parameters
 from ..model.precision import Autocast, full
+from ..weights import Weights
 
 
 class Totals(NamedTuple):
@@ -47,12 +48,12 @@ class Objective:
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, params: Sequence[Tensor], weights: Sequence[float] = (),
+        self, model: nn.Module, loss: Loss, params: Sequence[Tensor], weights: Weights = Weights(),
         towards: Tensor | None = None, master: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.parameters = model, loss, Parameters(model, params, master)
-        self.weights, self.towards = tuple(weights), towards
-        self.penalty = Penalty(self.parameters, weights, towards) if any(weights) else None
+        self.weights, self.towards = weights, towards
+        self.penalty = Penalty(self.parameters, weights, towards) if weights.any else None
         self.autocast = Autocast.of_caller(self.parameters.device)
         self.given = loss
         self.sums: Tensor | None = None  # what the loss must know of all data, see Loss.sums
@@ -100,10 +101,11 @@ class Objective:
         """Weight decay in the units of f; None if there is none"""
         return None if self.penalty is None else self.penalty.scaled(1 / self.loss.report(1.0, normaliser))
 
-    def more(self, weights: Sequence[float], normaliser: float) -> Penalty:
-        """By how much f is larger with the weights of this objective than with other ones, in the units of f"""
-        change = [w - before for w, before in zip(self.weights, weights, strict=True)]
-        return Penalty(self.parameters, change, self.towards).scaled(1 / self.loss.report(1.0, normaliser))
+    def rise(self, before: Weights, theta: Tensor, normaliser: float) -> float:
+        """By how much f(θ) is larger with the weights of this objective than with those of before, in the units of f"""
+        params, unit = self.parameters.shaped(theta), self.loss.report(1.0, normaliser)
+        now, then = (float(Penalty(self.parameters, w, self.towards).value(params)) for w in (self.weights, before))
+        return (now - then) / unit
 
     def level(self, totals: Totals, decay: float = 0.0) -> Level:
         """`decay` is the value of the penalty in the units of f"""

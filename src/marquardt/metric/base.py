@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..weights import Weights
+
 WAY_OUT = "use damping=mq.MeanEigenvalue(), or what every metric has, `times` and `solve`"
 
 Dot = Callable[[Tensor, Tensor], Tensor]
@@ -138,12 +140,12 @@ class Metric(ABC):
     def state(self) -> list[Any]:
         """What makes it again: tensors, and lists of them. A new kind of metric extends `restored`."""
 
-    def plus(self, w: Sequence[float], sizes: Sequence[int]) -> Metric:
-        """A + diag w in the form of A, with a number for every parameter. If that form has no such sum, what lies above
-        it: A itself if w = 0, and diag w in the limit of A = 0."""
+    def plus(self, w: Weights, sizes: Sequence[int]) -> Metric:
+        """A + diag w in the form of A. If that form has no such sum, what lies above it: A itself if w = 0, and diag w
+        in the limit of A = 0; of a w by element the largest in every column."""
         raise ValueError(f"{type(self).__name__} has no sum with weight decay: {WAY_OUT}")
 
-    def sum(self, w: Sequence[float], sizes: Sequence[int]) -> Metric:
+    def sum(self, w: Weights, sizes: Sequence[int]) -> Metric:
         """A + diag w, for products: its form may be none that can be solved with."""
         return self.plus(w, sizes)
 

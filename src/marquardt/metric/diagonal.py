@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..weights import Weights
 from .base import B, Dot, Metric, Part, Whitenable
 
 
@@ -80,19 +81,20 @@ class Diagonal(Metric):
             return Diagonal(self.scale.where(self.scale > 0, 1))
         return Diagonal(self.scale.where(self.scale > 0, 1), self._each(lambda f: f.where(f > 0, 1)))
 
-    def sum(self, w: Sequence[float], sizes: Sequence[int]) -> Diagonal:
-        if self._parts is None and len(set(w)) == 1:
-            return Diagonal(self.scale + w[0])
+    def sum(self, w: Weights, sizes: Sequence[int]) -> Diagonal:
+        if self._parts is None and w.number is not None:
+            return Diagonal(self.scale + w.number)
         one = torch.ones_like(self.scale)
         entries = [one] * len(w)
         if self._parts is not None:
             entries = [
                 p.flat(size) if p.entries is None else p.entries for p, size in zip(self._parts, sizes, strict=True)
             ]
-        return Diagonal(one, [Part(self.scale * e + x) for e, x in zip(entries, w, strict=True)])
+        return Diagonal(one, [Part(self.scale * e + w[i]) for i, e in enumerate(entries)])
 
-    def plus(self, w: Sequence[float], sizes: Sequence[int]) -> Diagonal:
-        """Of u ⊗ v it is (√s·u + √w/ρ) ⊗ (√s·v + ρ√w), s the scale and ρ² the mean of v over that of u."""
+    def plus(self, w: Weights, sizes: Sequence[int]) -> Diagonal:
+        """Of u ⊗ v it is (√s·u + √w/ρ) ⊗ (√s·v + ρ√w·E), s the scale and ρ² the mean of v over that of u; w is the
+        largest in the layer and E the share that the largest of every column has of it."""
         exact = self.sum(w, sizes)
         if self._parts is None or exact.parts is None:
             return exact
@@ -102,22 +104,22 @@ class Diagonal(Metric):
             if part.u is not None:
                 layers.setdefault(id(part.u), []).append(i)
         for members in layers.values():
-            raised = self._raised([self._parts[i] for i in members], [w[i] for i in members])
+            raised = self._raised([self._parts[i] for i in members], w.of(members))
             for i, part in zip(members, raised, strict=True):
                 found[i] = part
         return Diagonal(exact.scale, found)
 
-    def _raised(self, layer: Sequence[Part], w: Sequence[float]) -> list[Part]:
+    def _raised(self, layer: Sequence[Part], w: Weights) -> list[Part]:
         """`plus` of a weight and its bias; of a bias alone it is exact"""
-        u, most, root = layer[0].u, max(w), self.scale.sqrt()
+        u, most, root = layer[0].u, w.most, self.scale.sqrt()
         assert u is not None
         if all(part.v is None for part in layer):
-            return [Part(None, self.scale * u + x) for x in w]
+            return [Part(None, (self.scale * u.flatten() + w[i]).view_as(u)) for i in range(len(w))]
         vs = [torch.ones_like(u[:, :1]) if part.v is None else part.v for part in layer]
         rho = (vs[0].mean() / u.mean()).sqrt()
         left = root * u + most**0.5 / rho
-        shares = [x / most**0.5 if most else 0.0 for x in w]
-        return [Part(None, left, root * v + rho * share) for v, share in zip(vs, shares, strict=True)]
+        pairs = zip(vs, w.shares(*u.shape[:2]), strict=True)
+        return [Part(None, left, root * v + rho * most**0.5 * share) for v, share in pairs]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> list[Part] | None:
         """Every factor changed; one that a weight and its bias share stays shared."""

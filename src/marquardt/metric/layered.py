@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask
+from ..weights import Weights
 from .base import B, Metric, Turn, Whitenable, between
 from .summed import Sum
 
@@ -185,16 +186,16 @@ class Layered(Metric):
     def positive(self) -> Layered:
         return self
 
-    def sum(self, w: Sequence[float], sizes: Sequence[int]) -> Sum:
+    def sum(self, w: Weights, sizes: Sequence[int]) -> Sum:
         return Sum(self, w, sizes)
 
-    def plus(self, w: Sequence[float], sizes: Sequence[int]) -> Raised:
+    def plus(self, w: Weights, sizes: Sequence[int]) -> Raised:
         """(√s·right + π√w·I) ⊗ (√s·left + √w/π·I) of D₀ = right ⊗ left in every layer, s the scale and π² the ratio of
-        the mean traces of right and left. If a weight and its bias have different w, the largest stands here and I is
-        diagonal on the right, with the share that each of them has."""
+        the mean traces of right and left. If a weight and its bias have different w, or their elements, the largest
+        stands here and I is diagonal on the right, with the share that the largest of every column has."""
         each = zip(self.layers, self._damped, strict=True)
         sides = [
-            raised(layer, left, right, self.scale, [w[i] for i in layer.members], [sizes[i] for i in layer.members])
+            raised(layer, left, right, self.scale, w.of(layer.members), [sizes[i] for i in layer.members])
             for layer, (left, right) in each
         ]
         return Raised(self, sides, rooted(sides))
@@ -254,20 +255,20 @@ class Raised(Layered):
 
 
 def raised(
-    layer: LayerSides, left: Tensor, right: Tensor | None, scale: Tensor, w: Sequence[float], sizes: Sequence[int]
+    layer: LayerSides, left: Tensor, right: Tensor | None, scale: Tensor, w: Weights, sizes: Sequence[int]
 ) -> Pair:
     """See Layered.plus; of a vector scale·left + w"""
     if right is None:
         return scale * left + w[0], None
-    _, _, I = layer.shape
+    G, O, I = layer.shape
     widths = [I * size // sum(sizes) for size in sizes]
-    most, root, t, r = max(w), scale.sqrt(), diagonal_of(left).mean(1), diagonal_of(right).mean(1)  # (G,)
+    most, root, t, r = w.most, scale.sqrt(), diagonal_of(left).mean(1), diagonal_of(right).mean(1)  # (G,)
     pi = (r / t).sqrt()
-    shares = torch.cat(
-        [right.new_full((width,), x / most if most else 0.0) for x, width in zip(w, widths, strict=True)]
-    )
+    shares = right.new_empty(G, 1, I)
+    for part, share in zip(shares.split(widths, 2), w.shares(G, O), strict=True):
+        part[...] = share
     at_left = (most**0.5 / pi)[:, None].expand(diagonal_of(left).shape)
-    return added(root * left, at_left), added(root * right, most**0.5 * pi[:, None] * shares)
+    return added(root * left, at_left), added(root * right, most**0.5 * pi[:, None] * shares[:, 0])
 
 
 def added(side: Tensor, diagonal: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..weights import Weights
 from .base import B, Metric, Whitenable
 
 NO_SOLVE = "a sum of two metrics can be multiplied with, and not solved with: `above` can"
@@ -17,9 +17,9 @@ NO_SOLVE = "a sum of two metrics can be multiplied with, and not solved with: `a
 class Sum(Metric):
     """A + diag w for an A that is no diagonal matrix: by products, and in the coordinates of A. It is never saved."""
 
-    def __init__(self, A: Metric, w: Sequence[float], sizes: Sequence[int]) -> None:
+    def __init__(self, A: Metric, w: Weights, sizes: Sequence[int]) -> None:
         self.A, self.w, self.sizes, self.scale, self.turns = A, w, sizes, A.scale, A.turns
-        self.beside = torch.cat([A.scale.new_full((size,), x) for x, size in zip(w, sizes, strict=True)])
+        self.beside = w.flat(sizes, A.scale)
 
     @cached_property
     def above(self) -> Metric:

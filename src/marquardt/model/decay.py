@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..deferred import floats
+from ..weights import Weights
 from .parameters import Parameters, named_parameters
 
 KINDS = ("bias", "norm")
@@ -28,6 +29,8 @@ class WeightDecay:
 
     `towards` is θ₀: None for 0, "start" for the weights at the time LM is made, as in fine-tuning, or tensors: those of
     a state_dict by name, or one for each parameter that trains. It is saved with the optimizer.
+
+    A number for every element of a parameter, a tensor, is the `weight_decay` of a parameter group.
     """
 
     w: float
@@ -114,6 +117,11 @@ def _towards(name: str, p: Tensor, there: Any, spared: bool) -> Tensor:
 
 
 def check_weight(w: Any) -> None:
+    if isinstance(w, Tensor):
+        raise TypeError(
+            f"weight_decay is a tensor of the shape {tuple(w.shape)}, and parameters have different shapes: give the "
+            'groups theirs, params=[{"params": [weight], "weight_decay": tensor}, …], or one number for all'
+        )
     if isinstance(w, bool) or not isinstance(w, (int, float)):
         raise TypeError(f"weight_decay={w!r}: a number of at least 0, or mq.WeightDecay(w, exclude=…) made of one")
     if not 0 <= w < math.inf:
@@ -121,21 +129,20 @@ def check_weight(w: Any) -> None:
 
 
 class Penalty:
-    """½(θ − θ₀)ᵀW(θ − θ₀), W = diag w with a number for every parameter of the model."""
+    """½(θ − θ₀)ᵀW(θ − θ₀), W = diag w."""
 
-    def __init__(self, parameters: Parameters, weights: Sequence[float], towards: Tensor | None = None) -> None:
-        self.parameters, self.weights, self.towards = parameters, tuple(weights), towards
+    def __init__(self, parameters: Parameters, weights: Weights, towards: Tensor | None = None) -> None:
+        self.parameters, self.weights, self.towards = parameters, weights, towards
 
     def scaled(self, c: float) -> Penalty:
-        return Penalty(self.parameters, [c * w for w in self.weights], self.towards)
+        return Penalty(self.parameters, self.weights.scaled(c), self.towards)
 
     def times(self, v: Tensor) -> Tensor:
         """Wv: (n,) → (n,)"""
-        if len(set(self.weights)) == 1:
-            return self.weights[0] * v
+        if self.weights.number is not None:
+            return self.weights.number * v
         found = v.clone()
-        for part, w in zip(self.parameters.split(found), self.weights, strict=True):
-            part.mul_(w)
+        self.weights.multiply(self.parameters.split(found))
         return found
 
     def quadratic(self, v: Tensor) -> Tensor:
@@ -151,8 +158,7 @@ class Penalty:
         here = [p.detach() for p in params]
         if self.towards is not None:
             here = list(torch._foreach_sub(here, self.parameters.shaped(self.towards.to(here[0]))))
-        squares = torch._foreach_pow(torch._foreach_norm(here, 2, torch.float64), 2)
-        return torch.stack(torch._foreach_mul(squares, [0.5 * w for w in self.weights])).sum()
+        return 0.5 * self.weights.squares(here)
 
     def along(self, theta: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
         """At θ + lr·d for every lr"""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..arguments import brief
+from ..groups import weights
 from ..model.parameters import named_parameters
 from ..sources import Arrays, Items, Source
 from .run import Training
@@ -91,8 +92,8 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
         "model": {"class": type(opt.model).__name__, "parameters": shapes, "loss": brief(opt.loss)},
         "data": {"samples": described(run.data), "validation": described(run.validation)},
         "options": {
-            **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": opt._weights, "seed": seed,
-            "batches": [run.plan.kind, run.plan.size],
+            **parts, "lr": opt.lr, "attempts": opt.attempts, "seed": seed,
+            "weight_decay": str(weights(opt.param_groups, opt._spared)), "batches": [run.plan.kind, run.plan.size],
         },
     }  # fmt: skip
 
