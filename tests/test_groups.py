@@ -47,6 +47,26 @@ def test_rates_may_be_tensors():
         check_same_rate(groups)
 
 
+def test_weights_by_element():
+    """Copies in the precision of θ, one for every element; a tensor of one value is a number."""
+    p, q = torch.zeros(2, 3), torch.zeros(3)
+    w = torch.tensor([0.0, 1.0, 2.0]).double()
+    groups = [
+        {"params": [p, q], "weight_decay": w},
+        {"params": [p, q], "weight_decay": torch.full((3,), 0.5)},
+        {"params": [torch.zeros(0)], "weight_decay": torch.rand(0)},
+    ]
+    found = weights(groups, [False, False, False, True, False])
+    assert found.numbers == (1.0, 1.0, 0.5, 0.0, 0.0)
+    assert list(found.elements) == [0, 1]
+    assert torch.equal(found.elements[0], torch.tensor([0.0, 1.0, 2.0, 0.0, 1.0, 2.0]))
+    assert found.gaps
+    w.fill_(7.0)
+    assert torch.equal(found.elements[1], torch.tensor([0.0, 1.0, 2.0]))
+    assert weights(groups, [True, True, True, True, True]).elements == {}
+    assert not weights([{"params": [q], "weight_decay": torch.tensor([1.0, 2.0, 3.0])}], [False]).gaps
+
+
 def test_weights():
     p = torch.zeros(1)
     groups = [

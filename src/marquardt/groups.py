@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import check_rate
+from .deferred import floats
 from .model.checks import trainable
 from .model.decay import check_weight
 from .model.precision import wide
@@ -68,9 +69,13 @@ def check_decay(w: Any, i: int, group: dict[str, Any]) -> None:
                 f"{name} does not broadcast to a parameter of the shape {tuple(p.shape)}: a number for every element "
                 "of each parameter in the group, or give that parameter a group of its own"
             )
-    bad = w[~((w >= 0) & w.isfinite())]
-    if bad.numel():
-        raise ValueError(f"{name} holds {float(bad[0])}: all must be finite and at least 0; 0 for none")
+    for p in group["params"][:1]:
+        there = _held(w, p)
+        bad = w[~((there >= 0) & there.isfinite())]
+        if bad.numel():
+            raise ValueError(
+                f"{name} holds {bad[0].item()}: all must be at least 0, 0 for none, and finite in {there.dtype}"
+            )
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
@@ -85,23 +90,19 @@ def weights(groups: Sequence[dict[str, Any]], spared: Sequence[bool]) -> Weights
     elements: dict[int, Tensor] = {}
     gaps = False
     for i, ((p, w), free) in enumerate(zip(pairs, spared, strict=True)):
-        low, high = _bounds(w)
-        numbers.append(0.0 if free else low if low == high else 1.0)
-        if not free and low < high:
-            elements[i] = _flat(w, p, like=pairs[0][0])
+        if free or not isinstance(w, Tensor):
+            numbers.append(0.0 if free else float(w))
+            continue
+        there = _held(w, p)
+        low, high = floats(*there.aminmax()) if there.numel() else (0.0, 0.0)
+        numbers.append(low if low == high else 1.0)
+        if low < high:
+            place = torch.empty(p.shape, dtype=there.dtype, device=p.device)
+            elements[i] = place.copy_(there.expand(p.shape)).flatten()
             gaps = gaps or low == 0
     return Weights(numbers, elements, gaps)
 
 
-def _bounds(w: Any) -> tuple[float, float]:
-    """The least and the largest"""
-    if not isinstance(w, Tensor):
-        return float(w), float(w)
-    low, high = w.detach().aminmax() if w.numel() else (0.0, 0.0)
-    return float(low), float(high)
-
-
-def _flat(w: Tensor, p: Tensor, like: Tensor) -> Tensor:
-    """w for every element of p, a copy in the precision of θ: (size,)"""
-    found = torch.empty(p.shape, dtype=wide(like.dtype), device=like.device)
-    return found.copy_(w.detach().expand(p.shape)).flatten()
+def _held(w: Tensor, p: Tensor) -> Tensor:
+    """In the precision of θ"""
+    return w.detach().to(wide(p.dtype))

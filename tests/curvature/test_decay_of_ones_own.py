@@ -101,6 +101,27 @@ def test_one_that_leaves_it_out_is_refused(kind):
     assert changes(before, world(model, opt)) == []
 
 
+class WithoutElements(Plain):
+    """Entries of A with one number in the place of each parameter's"""
+
+    def newton(self, damping):
+        sizes = self.parameters.sizes
+        A = mq.Diagonal.of(damping, sizes).entries(sizes)
+        return super().newton(torch.full_like(A, LAM))
+
+
+@pytest.mark.parametrize("kind", [GradientOfTheData, GradientOfItsOwn, OnlyTheModel, WithoutElements])
+def test_one_that_leaves_it_out_by_element_is_refused(kind):
+    model, x, y = problem()
+    params = [{"params": [p], "weight_decay": W + torch.rand(p.shape)} for p in model.parameters()]
+    assert lm(model, curvature=representation(Plain), params=params, schedule=mq.Constant(LAM)).step(x, y).accepted
+    opt = lm(model, curvature=representation(kind), params=params, schedule=mq.Constant(LAM))
+    before = world(model, opt)
+    with refused(kind.__name__, "weight decay", "lin.gradient", "weight_decay=0"):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+
+
 @pytest.mark.parametrize("kind", [GradientOfTheData, GradientOfItsOwn])
 def test_without_weight_decay_nothing_is_asked(kind):
     model, x, y = problem()

@@ -75,6 +75,21 @@ def test_one_number_stays_one():
     assert Diagonal(torch.tensor(0.7)).sum(Weights([1.0], {0: torch.arange(3.0)}), [3]).shape is not None
 
 
+def test_a_product_of_several_groups():
+    """(√s·u + √w/ρ) ⊗ (√s·v + ρ·E/√w), w the largest and E the largest of every column, group by group."""
+    sizes, G, O = [12, 4], 2, 2
+    u, v, s = torch.rand(G, O, 1) + 0.5, torch.rand(G, 1, 3) + 0.5, torch.tensor(0.7)
+    elements = torch.rand(12).sub(0.2).clamp(min=0)
+    D, w = Diagonal(s, [Part(None, u, v), Part(None, u)]), Weights([2.0, 0.3], {0: elements})
+    raised = D.plus(w, sizes)
+    rho, most = (v.mean() / u.mean()).sqrt(), 2 * elements.max()
+    E = 2 * elements.view(G, O, 3).amax(1, keepdim=True)
+    left = s.sqrt() * u + most.sqrt() / rho
+    weight, bias = left * (s.sqrt() * v + rho * E / most.sqrt()), left * (s.sqrt() + rho * 0.3 / most.sqrt())
+    assert error(raised.entries(sizes), torch.cat([weight.flatten(), bias.flatten()])) < 1e-14
+    assert bool((raised.entries(sizes) >= D.sum(w, sizes).entries(sizes)).all())
+
+
 class Mixed(nn.Module):
     """A convolution of two groups, a vector, an embedding and a linear layer."""
 

@@ -154,6 +154,26 @@ def test_value_and_derivatives(weights, anchored):
     assert penalty.along(theta, d, rates) == pytest.approx([float(by_hand(theta + lr * d)) for lr in rates], rel=1e-13)
 
 
+@pytest.mark.parametrize("anchored", [True, False])
+def test_value_and_derivatives_by_element(anchored):
+    model = nn.Linear(3, 2)
+    space, elements = parameters(model), torch.rand(6).sub(0.3).clamp(min=0)
+    towards, w = torch.randn(8) if anchored else None, torch.cat([2 * elements, torch.full((2,), 0.3)])
+    penalty, theta, d = Penalty(space, Weights([2.0, 0.3], {0: elements}), towards), space.vector(), torch.randn(8)
+
+    def by_hand(theta):
+        return 0.5 * (w * (theta if towards is None else theta - towards) ** 2).sum()
+
+    assert error(penalty.value(space.tensors), by_hand(theta)) < 1e-14
+    assert error(penalty.slope(theta), torch.func.grad(by_hand)(theta)) < 1e-14
+    assert error(penalty.times(d), w * d) < 1e-14
+    assert error(penalty.quadratic(d), d @ (w * d)) < 1e-14
+    assert error(penalty.scaled(2.0).slope(theta), 2 * torch.func.grad(by_hand)(theta)) < 1e-14
+    rates = [0.0, 0.5, 3.0]
+    assert penalty.along(theta, d, rates) == pytest.approx([float(by_hand(theta + lr * d)) for lr in rates], rel=1e-13)
+    assert error(penalty.value([p.float() for p in space.tensors]), by_hand(theta)) < 1e-6
+
+
 def test_of_float32_it_is_added_up_in_float64():
     model = nn.Linear(1000, 100).float()
     found = Penalty(parameters(model), Weights([1.0, 1.0])).value(list(model.parameters()))

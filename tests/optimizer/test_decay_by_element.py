@@ -162,6 +162,10 @@ BAD = {
     "negative": (torch.tensor([0.1, -0.5, 0.0]), ["group 0", "(3,)", "-0.5", "at least 0"]),
     "NaN": (torch.tensor([[float("nan"), 0.1, 0.1]]), ["group 0", "(1, 3)", "nan"]),
     "infinite": (torch.tensor([0.1, 0.1, float("inf")]), ["group 0", "inf", "finite"]),
+    "too large": (
+        torch.tensor([1e300, 0.1, 0.1], dtype=torch.float64),
+        ["group 0", "1e+300", "finite in torch.float32"],
+    ),
     "of another shape": (torch.rand(2), ["group 0", "(2,)", "(2, 3)", "broadcast"]),
     "of more dimensions": (torch.rand(1, 2, 3), ["group 0", "(1, 2, 3)", "(2, 3)", "broadcast"]),
     "empty": (torch.rand(0), ["group 0", "(0,)", "(2, 3)", "broadcast"]),
@@ -174,7 +178,7 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_what_it_cannot_be(kind):
     """When LM is made, between steps, and in a state_dict: nothing has changed then."""
-    model, x, y = linear()
+    model, x, y = (t.float() for t in linear())
     bad, words = BAD[kind]
     before = world(model)
     with refused(*words):
@@ -207,6 +211,15 @@ def test_a_model_has_no_tensor():
     for make in (lambda w: mq.WeightDecay(w), lambda w: lm(model, weight_decay=w)):
         with refused("(1, 3)", 'params=[{"params": [weight]', "different shapes"):
             make(columns())
+
+
+def test_what_is_nothing_in_the_precision_of_the_model():
+    model, x, y = (t.float() for t in linear())
+    opt = mq.LM(model, "mse", params=groups(model, torch.tensor([1e-60, 2e-60, 0.0])), curvature=mq.Gram())
+    step = opt.step(x, y)
+    assert step.accepted
+    penalty = 0.5 * BIAS * float(model.bias.square().sum())
+    assert step.new_loss - step.new_data_loss == pytest.approx(penalty, rel=1e-4)
 
 
 # Saved, copied, moved.
