@@ -63,6 +63,7 @@ from .recordings import Recordings
 from .report import Step, report
 from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .state import State
+from .weights import Weights
 
 
 class LM(Unscaled, torch.optim.Optimizer):
@@ -259,11 +260,13 @@ class LM(Unscaled, torch.optim.Optimizer):
             lin.close()
         return step
 
+    @property
+    def _weights(self) -> Weights:
+        return weights(self.param_groups, self._spared)
+
     def _objective(self) -> Objective:
-        params, towards = self.params, self._state.towards
-        towards = None if towards is None else towards.to(params[0].device)
-        decay = weights(self.param_groups, self._spared)
-        return Objective(self.model, self.loss, params, decay, towards, self._state.master)
+        state = self._state
+        return Objective(self.model, self.loss, self.params, self._weights, state.towards, state.master)
 
     def _iterate(self, lin: Linearization, representation: Representation, plan: Plan | None) -> tuple[Step, State]:
         """The algorithm box: the step and the next state; the model ends at the next θ."""
@@ -389,7 +392,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}",
             *(f"    {name:<12}{brief(part)}" for name, part in vars(self.parts).items() if name != "radius"),
             f"    lr={self.lr}, attempts={self.attempts}, capture={self.capture}, group={self.group}",
-            f"    weight_decay={weights(self.param_groups, self._spared)}, radius={self.radius}",
+            f"    weight_decay={self._weights}, radius={self.radius}",
             f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
             *([] if state.plan is None else [f"    plan: {self.plan}", f"    {self._pace.words(state.plan)}"]),
             *([f"    {self._recordings.note}"] if self._recordings.note else []),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -43,6 +43,9 @@ class Weights:
     def __getitem__(self, i: int) -> float | Tensor:
         """Of one parameter: a number, or (size,)"""
         return self.numbers[i] * self.elements[i] if i in self.elements else self.numbers[i]
+
+    def __iter__(self) -> Iterator[float | Tensor]:
+        return map(self.__getitem__, range(len(self)))
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..arguments import brief
-from ..groups import weights
 from ..model.parameters import named_parameters
 from ..sources import Arrays, Items, Source
 from .run import Training
@@ -93,7 +92,7 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
         "data": {"samples": described(run.data), "validation": described(run.validation)},
         "options": {
             **parts, "lr": opt.lr, "attempts": opt.attempts, "seed": seed,
-            "weight_decay": str(weights(opt.param_groups, opt._spared)), "batches": [run.plan.kind, run.plan.size],
+            "weight_decay": str(opt._weights), "batches": [run.plan.kind, run.plan.size],
         },
     }  # fmt: skip
 

@@ -11,13 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..losses import resolve
 from ..model.decay import WeightDecay
+from ..model.parameters import Parameters
 from ..optimizer import LM
 from ..sources import Source, source
+from ..uncertainty import Evidence, Posterior, posterior
+from ..uncertainty.build import last_layer
+from ..uncertainty.likelihood import likelihood_of
 from .batching import batching
 from .checkpoint import Saver, identity
 from .history import Entry, History
 from .progress import Shown, shown
+from .regularisation import Regularised, grouped_params
 from .run import Training
 from .stops import CALLBACK, INTERRUPTED, Stops
 
@@ -46,6 +52,23 @@ class Fit:
     best_step: int  # whose weights the model has; 0 if there was none
     loss: float  # of these weights: of the validation set if there is one, otherwise of the data with weight decay
     optimizer: LM
+    data: Source  # that have trained it
+    evidence: Regularised | None = None  # α, β and γ, if weight decay was found from the data
+
+    def posterior(self, data: Any = None, **options: Any) -> Posterior:
+        """`mq.posterior` of the model with the data and the weight decay that have trained it"""
+        opt = self.optimizer
+        if opt._state.towards is not None:
+            raise ValueError(
+                "the weights decay towards others than 0: call mq.posterior(model, loss, data, "
+                "weight_decay=mq.WeightDecay(w, towards=…)) with these"
+            )
+        decays = dict(zip(Parameters(opt.model, opt.params).names, list(opt._weights), strict=True))
+        given = options.pop("params", opt.params)
+        chosen = last_layer(self.model) if isinstance(given, str) and given == "last" else list(given)
+        weights = [decays[name] for name in Parameters(self.model, chosen).names]
+        where = self.data if data is None else data
+        return posterior(self.model, opt.loss, where, **{"weight_decay": weights, "params": chosen, **options})
 
     def __repr__(self) -> str:
         steps = f"{len(self.history)} steps, the best one {self.best_step}, loss {self.loss:.4g}"
@@ -64,7 +87,7 @@ def fit(
     min_gradient: float | None = 1e-7,
     max_lam: float | None = 1e10,
     patience: int | None = 20,
-    weight_decay: float | WeightDecay = 0.0,
+    weight_decay: float | WeightDecay | Evidence = 0.0,
     batch_size: int | str | None = None,
     seed: int = 0,
     callbacks: Callback | Iterable[Callback] = (),
@@ -88,14 +111,18 @@ def fit(
     gain; None leaves a stop out. `callbacks` are called after every step with a `Running`, and end the fit by
     returning True. Ctrl-C ends it too; the best weights so far are then in the model.
 
+    `weight_decay` is a number, a `WeightDecay`, or `mq.Evidence()`: then it is found from the data, every few steps, as
+    is the noise (MATLAB's trainbr), until they settle.
+
     `checkpoint` names a file that the fit is saved in about every second. The same call goes on with it, exactly, if
     the file is there; `resume=False` begins anew. All other `options` are those of `mq.LM`.
     """
     stops = Stops(steps, seconds, goal, min_gradient, max_lam, patience)
     bar, calls = shown(progress, stops), listed(callbacks)
-    opt = LM(model, loss, weight_decay=weight_decay, **options)
+    evidence = weight_decay if isinstance(weight_decay, Evidence) else None
+    opt = optimizer(model, loss, weight_decay, options)
     train, held = sets(opt, data, validation, seed)
-    run = Training(opt, train, held, batching(opt, train, batch_size), stops, seed)
+    run = Training(opt, train, held, batching(opt, train, batch_size), stops, seed, evidence)
     saver = None if checkpoint is None else Saver(Path(checkpoint), identity(run, seed))
     if saver is not None and resume and saver.path.exists():
         run.resume(saver.load())
@@ -110,7 +137,8 @@ def fit(
     finally:
         bar.end(reason)
     run.end()
-    return Fit(model, run.history, reason, f"{run.words}; {opt.plan}", run.seen.best_step, run.seen.least, opt)
+    words, seen = f"{run.words}; {opt.plan}", run.seen
+    return Fit(model, run.history, reason, words, seen.best_step, seen.least, opt, train, run.evidence)
 
 
 def loop(run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | None) -> str:
@@ -141,6 +169,15 @@ def listed(callbacks: Any) -> list[Callback]:
         if not callable(call):
             raise TypeError(f"callbacks= holds a {type(call).__name__}: functions of a Running, one or several")
     return found
+
+
+def optimizer(model: nn.Module, loss: Any, weight_decay: Any, options: dict[str, Any]) -> LM:
+    """LM, with a parameter group for each α if these are found from the data."""
+    if not isinstance(weight_decay, Evidence):
+        return LM(model, loss, weight_decay=weight_decay, **options)
+    likelihood_of(resolve(loss))  # or there is no evidence
+    groups = grouped_params(model, options.get("params"), weight_decay)
+    return LM(model, loss, weight_decay=weight_decay.start, **{**options, "params": groups})
 
 
 def sets(opt: LM, data: Any, validation: Any, seed: int) -> tuple[Source, Source | None]:

@@ -16,10 +16,12 @@ from ..model.parameters import changing
 from ..optimizer import LM
 from ..report import Step
 from ..sources import Indexed, Source
+from ..uncertainty.evidence import Evidence
 from .batching import Batching, Order
 from .evaluation import evaluated
 from .history import Entry, History
 from .randomness import generators, set_generators
+from .regularisation import Regularisation, Regularised
 from .stops import Seen, Stops
 
 # Mini-batches between two validations, unless an epoch has fewer; and at most a tenth of the samples that train in the
@@ -31,12 +33,15 @@ class Training:
     """The model, its optimizer, its data, and all that is known after the last step."""
 
     def __init__(
-        self, opt: LM, data: Source, validation: Source | None, plan: Batching, stops: Stops, seed: int
-    ) -> None:
+        self, opt: LM, data: Source, validation: Source | None, plan: Batching, stops: Stops, seed: int,
+        evidence: Evidence | None = None,
+    ) -> None:  # fmt: skip
         self.opt, self.data, self.validation, self.plan, self.stops = opt, data, validation, plan, stops
         self.history, self.seen = History(), Seen()
         self.best: dict[str, Tensor] | None = None  # weights and buffers
         self.order = Order(data, plan.size, seed) if plan.mini else None
+        self.regularisation = None if evidence is None else Regularisation(evidence, opt, data)
+        self.seen.settled = None if evidence is None else False
         self.elapsed = 0.0  # seconds of earlier processes
         self.began = time.perf_counter()
         self.words = plan.words
@@ -51,6 +56,10 @@ class Training:
         return self.elapsed + time.perf_counter() - self.began
 
     @property
+    def evidence(self) -> Regularised | None:
+        return None if self.regularisation is None else self.regularisation.last
+
+    @property
     def reason(self) -> str | None:
         return self.stops.reason(self.history[-1] if len(self.history) else None, self.seen)
 
@@ -63,13 +72,18 @@ class Training:
     def step(self) -> Entry:
         """One step, judged on the validation set, and written down."""
         number = len(self.history) + 1
+        epoch = 0 if self.order is None else self.order.epoch
         taken = self._taken()
         looked = self._looked(number, taken)
+        if self.regularisation is not None:
+            self._regularise(taken, self.order is not None and self.order.epoch > epoch)
         entry = self._entry(number, taken)
         self.history.entries.append(entry)
         self.seen.loss = self._training_loss()
         self.seen.steepest = max(self.seen.steepest, 0.0 if math.isnan(taken.slope) else taken.slope)
         self.seen.lam = self.opt.lam
+        if number == 1 and self.validation is None:
+            self.seen.least = taken.loss  # of the weights at the start, which stay if no step is accepted
         if looked:
             self._compare(entry)
         return entry
@@ -78,6 +92,16 @@ class Training:
         """Of the last step; of one mini-batch it would be chance."""
         some = self.history[-EVERY:]["loss"] if self.plan.mini else [self.history[-1].loss]
         return math.inf if self.plan.mini and len(some) < EVERY else sum(some) / len(some)
+
+    def _regularise(self, taken: Step, another_epoch: bool) -> None:
+        """α and β anew every few accepted steps, or epochs; not amid uphill moves that are taken back perhaps."""
+        found = self.regularisation
+        assert found is not None
+        counts = another_epoch if self.plan.mini else taken.accepted
+        if found.passed(counts, taken.converged) and self.opt._state.haven is None:
+            with self._shown():
+                found.update(taken.new_loss)
+            self.seen.settled = found.settled
 
     def _taken(self) -> Step:
         if self.order is not None:
@@ -96,17 +120,18 @@ class Training:
         if self.plan.mini:  # after the step it says how well the batch is fitted, not how well the data are
             loss, objective = taken.data_loss, taken.loss
         epoch = number - 1 if self.order is None else self.order.epoch
+        found = self.regularisation
         return Entry(
             number, epoch, loss, objective, self._validated, taken.lam, taken.slope, taken.rule, taken.lr, taken.gain,
-            self.seconds, converged=taken.converged, note=taken.note,
+            self.seconds, math.nan if found is None else found.gamma, taken.converged, taken.note,
         )  # fmt: skip
 
     # The best weights.
 
     def _looked(self, number: int, taken: Step) -> bool:
         """Whether there is something to compare with the best: then it is, for the validation set, in `_validated`."""
-        if self.validation is None:
-            return not self.plan.mini and taken.accepted
+        if self.validation is None:  # losses with different weight decay cannot be compared
+            return not self.plan.mini and taken.accepted and self.regularisation is None
         if self.plan.mini and number % self._every:
             self._validated = math.nan
             return False
@@ -140,15 +165,18 @@ class Training:
         if self.validation is None:
             self.seen.fails = 0  # the loss of the data has stops of its own
 
-    def keep(self) -> None:
-        with self._shown():
+    def keep(self, last: bool = False) -> None:
+        averaged = last and self.opt.average is not None
+        with self.opt.averaged() if averaged else self._shown():
             self.best = changing(self.model, self.opt.params)
 
     def end(self) -> None:
-        """The best weights to the model; on changing batches without a validation set, the averaged ones."""
-        if self.plan.mini and self.validation is None and len(self.history):
-            self.keep()
-            self.seen.best_step, self.seen.least = len(self.history), math.nan
+        """The best weights to the model. Without a validation set, on changing batches or with weight decay that
+        changes, the last ones: averaged, or from before uphill moves that have not paid."""
+        last = self.plan.mini or self.regularisation is not None
+        if last and self.validation is None and len(self.history):
+            self.keep(last)
+            self.seen.best_step, self.seen.least = len(self.history), self.history[-1].objective
         if self.best is not None:
             put(self.model, self.best)
 
@@ -162,6 +190,7 @@ class Training:
             "history": self.history.columns(),
             "seen": asdict(self.seen),
             "order": None if self.order is None else self.order.state(),
+            "evidence": None if self.regularisation is None else self.regularisation.state(),
             "generators": generators(self.data),
             "validated": self._validated,
             "seconds": self.seconds,
@@ -174,6 +203,8 @@ class Training:
         self.history, self.seen = History.restored(state["history"]), Seen(**state["seen"])
         self._validated, self.elapsed = state["validated"], state["seconds"]
         self.words += f"; goes on after step {len(self.history)}"
+        if self.regularisation is not None:
+            self.regularisation.resume(state["evidence"])
         if self.order is not None:
             self.order.resume(state["order"])
         set_generators(state["generators"], self.data)

@@ -38,12 +38,10 @@ class Stops:
             return None if self.steps != 0 else "no steps were asked for"
         if self.goal is not None and seen.loss <= self.goal:
             return f"the goal is reached: the loss is {seen.loss:.4g}, at most {self.goal:g}"
-        if entry.converged:
-            return "converged: no decrease is left that could be told from the rounding of the loss"
         if seen.settled:
             return "settled: neither weight decay nor noise, nor the loss with them, change any more"
-        if self.min_gradient is not None and entry.gradient <= self.min_gradient * seen.steepest:
-            return f"the gradient is {entry.gradient:.2g}, at most {self.min_gradient:g} of the largest"
+        if seen.settled is None and (words := self._minimum(entry, seen)):  # otherwise one minimum follows another
+            return words
         if self.max_lam is not None and seen.lam > self.max_lam:
             return f"λ is {seen.lam:.2g}, above {self.max_lam:g}: no step lowers the loss"
         if self.patience is not None and seen.fails >= self.patience > 0:
@@ -52,6 +50,13 @@ class Stops:
             return f"{self.steps} steps are done"
         if self.seconds is not None and entry.seconds >= self.seconds:
             return f"{duration(self.seconds)} are over"
+        return None
+
+    def _minimum(self, entry: Entry, seen: Seen) -> str | None:
+        if entry.converged:
+            return "converged: no decrease is left that could be told from the rounding of the loss"
+        if self.min_gradient is not None and entry.gradient <= self.min_gradient * seen.steepest:
+            return f"the gradient is {entry.gradient:.2g}, at most {self.min_gradient:g} of the largest"
         return None
 
 
@@ -65,7 +70,7 @@ class Seen:
     least: float = math.inf  # the best loss so far, of the validation set if there is one
     best_step: int = 0
     fails: int = 0  # validations since
-    settled: bool = False  # weight decay that is found from the data
+    settled: bool | None = None  # weight decay that is found from the data; None if it is not
 
     def found(self, loss: float, step: int) -> bool:
         """Whether this loss is the least so far."""

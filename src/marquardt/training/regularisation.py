@@ -1,0 +1,113 @@
+"""Bayesian regularisation: weight decay and noise from the evidence, every few steps (MATLAB's trainbr)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..model.checks import trainable
+from ..model.parameters import Parameters
+from ..optimizer import LM
+from ..sources import Source
+from ..uncertainty.build import laplace
+from ..uncertainty.evidence import Evidence, grouped_names, reestimate
+
+# Relative changes of α, β and γ, and of −log p(θ|y) in nats for each effective parameter, from one estimate to the next
+# that are none; and how many times in a row.
+CLOSE, TWICE = 1e-3, 2
+
+
+@dataclass(frozen=True)
+class Regularised:
+    """What the evidence came to."""
+
+    alpha: dict[str, float]  # precision of the prior, by parameter
+    beta: float  # 1/σ² of the targets; 1 if the loss has no noise
+    gamma: float  # effective number of parameters
+    log_evidence: float
+    weight_decay: dict[str, float]  # the same as α, in the units of the loss, by parameter
+    objective: float  # the loss with the weight decay that it was found with
+
+    def close_to(self, last: Regularised) -> bool:
+        """Whether neither α, β and γ nor the loss have changed since."""
+        pairs = [(a, last.alpha[name]) for name, a in self.alpha.items()]
+        pairs += [(self.beta, last.beta), (max(self.gamma, CLOSE), max(last.gamma, CLOSE))]
+        apart = max((abs(math.log(a / b)) for a, b in pairs if a > 0 and b > 0), default=0.0)
+        nats = max((a / self.weight_decay[name] for name, a in self.alpha.items() if a > 0), default=0.0)
+        fallen = abs(self.objective - last.objective) * nats
+        return apart <= CLOSE and fallen <= CLOSE * max(1.0, self.gamma)
+
+
+class Regularisation:
+    """Writes the weight decay that the evidence asks for into the parameter groups of an optimizer."""
+
+    def __init__(self, evidence: Evidence, opt: LM, data: Source) -> None:
+        self.evidence, self.opt, self.data = evidence, opt, data
+        self.names = Parameters(opt.model, opt.params).names
+        self.last: Regularised | None = None
+        self.waited = 0  # accepted steps since, or epochs
+        self.close = 0  # estimates in a row without a change
+
+    @property
+    def settled(self) -> bool:
+        return self.close >= TWICE
+
+    @property
+    def gamma(self) -> float:
+        return math.nan if self.last is None else self.last.gamma
+
+    def passed(self, one: bool, converged: bool) -> bool:
+        """Whether an estimate is due, after another step if it counts."""
+        self.waited += one
+        return converged or self.waited >= self.evidence.every
+
+    def update(self, objective: float) -> None:
+        """α and β at θ, from βG + αI without λD."""
+        self.waited = 0
+        found = self._estimated(objective)
+        self.close = self.close + 1 if self.last is not None and found.close_to(self.last) else 0
+        self.last = found
+        for group in self.opt.param_groups:
+            group["weight_decay"] = found.weight_decay[self.names[self._index(group["params"][0])]]
+
+    def _estimated(self, objective: float) -> Regularised:
+        opt = self.opt
+        there = laplace(opt.model, opt.loss, self.data, list(opt._weights), params=opt.params)
+        best = reestimate(there, self.evidence.groups)
+        names = there.names
+        return Regularised(
+            dict(zip(names, best.alpha, strict=True)), best.beta, best.gamma, there.log_evidence,
+            dict(zip(names, best.weight_decay, strict=True)), objective,
+        )  # fmt: skip
+
+    def _index(self, p: Tensor) -> int:
+        return next(i for i, q in enumerate(self.opt.params) if q is p)
+
+    # As it is saved: the weight decay itself is in the state of the optimizer.
+
+    def state(self) -> dict[str, Any]:
+        last = None if self.last is None else asdict(self.last)
+        return {"last": last, "waited": self.waited, "close": self.close}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.last = None if state["last"] is None else Regularised(**state["last"])
+        self.waited, self.close = state["waited"], state["close"]
+
+
+def grouped_params(model: nn.Module, params: Iterable[Any] | None, evidence: Evidence) -> list[dict[str, Any]]:
+    """Parameter groups for LM, one for each α."""
+    given = None if params is None else list(params)
+    if given is not None and any(isinstance(each, dict) for each in given):
+        raise ValueError(
+            "params= holds groups, and weight_decay=mq.Evidence(groups=…) makes its own: pass parameters alone"
+        )
+    chosen: Sequence[Tensor] = trainable(model, given)
+    names = Parameters(model, chosen).names
+    return [
+        {"params": [chosen[i] for i in members], "weight_decay": evidence.start}
+        for members in grouped_names(names, evidence.groups)
+    ]
