@@ -17,6 +17,10 @@ from .factors import DiagonalFactor, Factor, FullFactor, Layer, Pair, Solver, Sp
 from .solve import FactorizationError
 
 
+class NoFactors(ValueError):
+    """A parameter that does not belong to one layer with Kronecker factors."""
+
+
 @dataclass(frozen=True)
 class Kronecker(Representation):
     """G ≈ B ⊗ A for every layer and nothing between layers: O² + I² numbers in the place of (O·I)².
@@ -98,7 +102,7 @@ class KroneckerCurvature(Curvature):
                 key = tuple(self.parameters.members(block.params))
                 found = block.sums(weight)
                 if found is None:
-                    raise ValueError(
+                    raise NoFactors(
                         f"parameter {self.parameters.names[key[0]]!r} has no Kronecker factors: it would have to "
                         "belong to one Linear, Conv, Embedding or normalisation layer that sees all samples in their "
                         "order; use curvature=mq.MatrixFree(), mq.Dense() or mq.Gram()"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature import Dense, Gram, Kronecker, Representation
+from ..curvature.kronecker import NoFactors
 from ..losses import resolve
 from ..model.checks import trainable
 from ..model.decay import WeightDecay, check_weight
@@ -47,16 +48,18 @@ def posterior(
     "shared" learns one for all; numbers are known σ.
 
     `curvature`: mq.Dense(), mq.Gram() or mq.Kronecker(); None is exact (Dense, or Gram with fewer rows than parameters)
-    if there is memory and time for that, otherwise Kronecker. `params` are the parameters that are uncertain, the
-    others are taken as known: some of model.parameters(), or "last" for the last linear layer.
+    if there is memory and time for that, otherwise Kronecker, or the last linear layer alone if the layers have no such
+    factors; `Posterior.plan` says what was taken. `params` are the parameters that are uncertain, the others are taken
+    as known: some of model.parameters(), or "last" for the last linear layer.
 
-    The model is taken in eval mode, and left as it was. Where θ̂ is no minimum of the loss, a warning says so.
+    The model is taken in eval mode, and left as it was. If θ̂ is no minimum of the loss, a warning says so.
     """
     found = laplace(model, loss, data, weight_decay, noise, curvature, params)
-    if weight_decay is not None and found.b is None and found.decrement > max(NATS, SHARE * found.gamma):
+    left = found.decrement() if weight_decay is not None else min(found.decrement(), found.decrement(prior=False))
+    if found.b is None and left > max(NATS, SHARE * found.gamma):
         warnings.warn(
             "the parameters are no minimum of the loss with this weight decay: a step would lower −log p(θ|y) by "
-            f"{found.decrement:.3g}, and a sample of the posterior is {0.5 * found.gamma:.3g} above its minimum. "
+            f"{left:.3g}, and a sample of the posterior is {0.5 * found.gamma:.3g} above its minimum. "
             "Variances are those of a minimum; train on, and pass the weight_decay of the training",
             stacklevel=2,
         )
@@ -88,16 +91,19 @@ def laplace(
         check_left(at)
     beta, b = (1.0, None) if known is None else known
     per_w = kind.unit / unit(loss, at.normaliser)  # α = w·β·this
-    first = Posterior(
-        at, curvature, at.curvature(curvature, b), [w * beta * per_w for w in weights], beta, towards, b,
-        kind.noisy and known is None,
-    )  # fmt: skip
+    try:
+        G = at.curvature(curvature, all(weights), b)
+    except NoFactors as error:
+        if curvature is not None or params is not None or isinstance(weight_decay, (list, tuple)):
+            raise ValueError(f'{error}, or take params="last"') from error
+        return laplace(model, loss, data, weight_decay, noise, None, "last")
+    alphas = [w * beta * per_w for w in weights]
+    first = Posterior(at, curvature, G, alphas, beta, towards, b, kind.noisy and known is None)
     if weight_decay is None:
         return first.tuned()
     if not first.learns:
         return first
-    beta = first.noise_given(first.gamma)  # α goes with β, and so γ does not depend on it
-    return first.changed([a * beta for a in first.alphas], beta)
+    return first.scaled(first.noise_given(first.gamma))  # α goes with β, and so γ does not depend on it
 
 
 def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[float], Tensor | None]:
@@ -111,6 +117,8 @@ def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[f
             )
         return [float(w) for w in given], None
     rule = WeightDecay.of(1.0 if given is None else given)
+    if isinstance(rule.towards, str):
+        raise ValueError(f"towards={rule.towards!r}: those weights are gone after training, pass them as tensors")
     spared = rule.spared(model, parameters)
     return [0.0 if free else rule.w for free in spared], rule.anchor(parameters, spared)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ LOOK = 1024
 ROWS = 1 << 25
 
 # Seconds on a machine of the usual speed that a matrix of all parameters may take before layers are taken apart.
-LONG = 120.0
+LONG = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +87,8 @@ def evaluated(model: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         for module, _ in modes:
             module.training = False
-        yield
+        with torch.enable_grad():
+            yield
     finally:
         for module, training in modes:
             module.training = training
@@ -163,12 +164,12 @@ class Expansion:
 
     # G of all data.
 
-    def curvature(self, kind: Representation | None, b: Tensor | None = None) -> DataCurvature:
-        """`b` are factors of ℓ by output"""
+    def curvature(self, kind: Representation | None, proper: bool, b: Tensor | None = None) -> DataCurvature:
+        """`proper` says whether every parameter has a prior; `b` are factors of ℓ by output"""
         loss: Any = self.loss
         loss = loss if b is None else ByOutput(of=loss, b=b)
         with self.at_rest():
-            return represented(self.linearization(loss), kind, self.shapes)
+            return represented(self.linearization(loss), kind, self.shapes, proper)
 
     def by_row(self, b: Tensor | None = None) -> Iterator[Tensor]:
         """The rows J̃ of all pieces, by output: (R, N, n)"""
@@ -195,11 +196,12 @@ class Expansion:
                 yield Functional(z, loss.group(z), rows[place].movedim(2, 0))
 
 
-def represented(lin: Linearization, kind: Representation | None, shapes: Shapes) -> DataCurvature:
-    """G in Σ-units by a representation, or by the best of them that there is memory and time for."""
+def represented(lin: Linearization, kind: Representation | None, shapes: Shapes, proper: bool) -> DataCurvature:
+    """G in Σ-units by a representation, or by the best of them that there is memory and time for. Rows and layers need
+    a prior of every parameter."""
     if isinstance(kind, Kronecker):
         return _kronecker(lin)
-    rows = isinstance(kind, Gram) or (kind is None and shapes.m < shapes.n)
+    rows = isinstance(kind, Gram) or (kind is None and proper and shapes.m < shapes.n)
     if kind is None and not fits(shapes, rows, lin.parameters.device):
         return _kronecker(lin)
     if rows:
@@ -220,4 +222,4 @@ def fits(s: Shapes, rows: bool, device: torch.device) -> bool:
         products=2.0 * s.m * s.n**2, factor=2.0 * s.n**3
     )  # fmt: skip
     memory = free(device)
-    return (memory is None or 8 * numbers <= memory) and 2 * work.seconds(s) <= LONG
+    return (memory is None or 8 * numbers <= memory) and work.seconds(replace(s, itemsize=8)) <= LONG

@@ -15,7 +15,7 @@ from ..curvature import Representation
 from ..sources import source
 from .evidence import alone, noise_precision, reestimate, unit
 from .expansion import Expansion
-from .precision import DataCurvature, Precision
+from .precision import DataCurvature, Precision, Scaled
 
 # Rounds in which noise of every output and γ of every output agree to this.
 ROUNDS, AGREED = 10, 0.01
@@ -49,7 +49,7 @@ class Posterior:
 
     def __init__(
         self, at: Expansion, kind: Representation | None, data: DataCurvature, alphas: Sequence[float], beta: float,
-        towards: Tensor | None, b: Tensor | None, learns: bool,
+        towards: Tensor | None, b: Tensor | None, learns: bool, precision: Precision | None = None,
     ) -> None:  # fmt: skip
         self.at, self.kind, self.data, self.alphas, self.beta = at, kind, data, tuple(alphas), beta
         self.towards, self.b, self.learns = towards, b, learns  # β by output is β·b
@@ -57,7 +57,7 @@ class Posterior:
         repeats = torch.tensor(self.parameters.sizes, device=self.parameters.device)
         alpha = torch.tensor(self.alphas, dtype=torch.float64, device=self.parameters.device)
         self._alpha = alpha.repeat_interleave(repeats)  # (n,)
-        self.precision: Precision = data.precision(self.c, self._alpha)
+        self.precision = data.precision(self.c, self._alpha) if precision is None else precision
 
     @property
     def c(self) -> float:
@@ -161,10 +161,10 @@ class Posterior:
 
     def tuned(self, groups: str | Sequence[Sequence[str]] | None = None) -> Posterior:
         """The same with the prior precision, and the noise if it is learnt, of the highest evidence at θ̂. `groups` are
-        those of mq.Evidence. Parameters without a prior stay so."""
-        if groups is None and all(self.alphas):
-            return self._tuned_alone()
-        found = self
+        those of mq.Evidence. Parameters without a prior stay so, unless all are."""
+        found = self if any(self.alphas) else self.changed([self.mean_curvature] * len(self.alphas), self.beta)
+        if groups is None and all(found.alphas):
+            return found._tuned_alone()
         for _ in range(TUNED):
             best = reestimate(found, groups)
             pairs = [(a, b) for a, b in zip(found.alphas, best.alpha, strict=True) if a > 0]
@@ -184,6 +184,13 @@ class Posterior:
         """With another prior and another noise"""
         return Posterior(self.at, self.kind, self.data, alphas, beta, self.towards, self.b, self.learns)
 
+    def scaled(self, t: float) -> Posterior:
+        """With α and β times t: H is too, and γ is the same"""
+        alphas, H = [t * a for a in self.alphas], Scaled(self.precision, t)
+        return Posterior(
+            self.at, self.kind, self.data, alphas, t * self.beta, self.towards, self.b, self.learns, H
+        )  # fmt: skip
+
     def by_output(self) -> Posterior:
         """With a noise for each output, βₒ = (N − γₒ)/Σrₒ², in the place of one for all. α stays."""
         at, found = self.at, self
@@ -194,7 +201,16 @@ class Posterior:
             targets = torch.full_like(b, at.normaliser / b.numel())
             after = noise_precision(targets, gammas, at.squares, at.rounding) / self.beta
             close, b = bool(((after / b).log().abs() < AGREED).all()), after
-            found = Posterior(at, self.kind, at.curvature(self.kind, b), self.alphas, self.beta, self.towards, b, True)
+            found = Posterior(
+                at,
+                self.kind,
+                at.curvature(self.kind, all(self.alphas), b),
+                self.alphas,
+                self.beta,
+                self.towards,
+                b,
+                True,
+            )
             if close:
                 break
         return found
@@ -203,10 +219,10 @@ class Posterior:
         """Parameters that some targets determine, by output: (R, N, n) → (R,)"""
         return self.c * self.precision.half(rows.flatten(0, 1)).square().sum(1).view(rows.shape[:2]).sum(1)
 
-    @cached_property
-    def decrement(self) -> float:
-        """½gᵀH⁻¹g, by how much −log p(θ|y) with one noise would fall from θ̂ in one Newton step; 0 at the minimum"""
-        g = self.c * self.at.gradient + self._alpha * self._from_prior()
+    def decrement(self, prior: bool = True) -> float:
+        """½gᵀH⁻¹g, by how much −log p(θ|y) with one noise would fall from θ̂ in one Newton step, 0 at the minimum; or,
+        without the prior, −log p(y|θ)"""
+        g = self.c * self.at.gradient + self._alpha * self._from_prior() * prior
         return 0.5 * float(self.precision.half(g[None]).square().sum())
 
     # Parameters.
@@ -226,15 +242,16 @@ class Posterior:
     def covariance(self, params: Any = None) -> Tensor:
         """Of some parameters, by their names or themselves, one after the other, flattened: (k, k)"""
         chosen = [params] if isinstance(params, (str, Tensor)) else self.names if params is None else list(params)
-        rows = torch.eye(self.parameters.n, dtype=torch.float64, device=self.parameters.device)
-        some = torch.cat([rows[self.parameters.slice_of(self._index(p))] for p in chosen])
-        half = self.precision.half(some)
+        places = [range(self.parameters.n)[self.parameters.slice_of(self._index(p))] for p in chosen]
+        index = torch.tensor([i for some in places for i in some], device=self.parameters.device)
+        rows = self._alpha.new_zeros(len(index), self.parameters.n)
+        half = self.precision.half(rows.scatter(1, index[:, None], 1.0))
         return (half @ half.T).to(self.at.theta)
 
     def _index(self, p: Any) -> int:
-        found = self.names.index(p) if p in self.names else None
-        if isinstance(p, Tensor):
-            found = self.parameters.index.get(id(p))
+        found = self.parameters.index.get(id(p))
+        if isinstance(p, str) and p in self.names:
+            found = self.names.index(p)
         if found is None:
             shown = repr(p) if isinstance(p, str) else f"a {type(p).__name__}"
             raise ValueError(f"{shown} is none of the parameters of this posterior: {', '.join(self.names)}")
@@ -280,12 +297,15 @@ class Posterior:
         trained = [name for name, m in self.at.model.named_modules() if m.training and not list(m.children())]
         active = [n for n in trained if isinstance(self.at.model.get_submodule(n), RANDOM)]
         modes = f"; {', '.join(active)} as in eval mode" if active else ""
-        return f"{self.data.name}{modes}"
+        others = sum(p.numel() for p in self.at.model.parameters() if p.requires_grad) - self.parameters.n
+        rest = f"; {others:,} other parameters are taken as known" if others else ""
+        return f"{self.data.name}{rest}{modes}"
 
     def __repr__(self) -> str:
         at = self.at
         priors = ", ".join(f"{a:.3g}" for a in dict.fromkeys(self.alphas))
-        noise = f", noise σ = {[f'{x:.3g}' for x in self.noise.flatten().tolist()]}" if at.likelihood.noisy else ""
+        sigma = ", ".join(f"{x:.3g}" for x in self.noise.flatten().tolist()) if at.likelihood.noisy else ""
+        noise = f", noise σ = {sigma}" if sigma else ""
         return (
             f"Posterior of {type(at.model).__name__}, {self.parameters.n:,} parameters, {at.loss.display_name}\n"
             f"    {self.plan}\n"

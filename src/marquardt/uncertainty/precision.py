@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +39,27 @@ class Precision(ABC):
     @abstractmethod
     def variances(self) -> Tensor:
         """diag H⁻¹: (n,)"""
+
+
+class Scaled(Precision):
+    """t·H: R/√t"""
+
+    def __init__(self, H: Precision, t: float) -> None:
+        self.H, self.t = H, t
+
+    def half(self, V: Tensor) -> Tensor:
+        return self.H.half(V) / math.sqrt(self.t)
+
+    def drawn(self, E: Tensor) -> Tensor:
+        return self.H.drawn(E) / math.sqrt(self.t)
+
+    @property
+    def log_determinant(self) -> float:
+        return self.H.log_determinant + len(self.H.variances) * math.log(self.t)
+
+    @property
+    def variances(self) -> Tensor:
+        return self.H.variances / self.t
 
 
 class DataCurvature(ABC):
@@ -100,7 +123,7 @@ class DensePrecision(Precision):
     def log_determinant(self) -> float:
         return float(2 * self.L.diagonal().log().sum() - 2 * self.s.log().sum())
 
-    @property
+    @cached_property
     def variances(self) -> Tensor:
         return torch.cholesky_inverse(self.L).diagonal() * self.s.square()
 
@@ -153,7 +176,7 @@ class RowsPrecision(Precision):
     def log_determinant(self) -> float:
         return float(2 * self.s.log().sum() + self.alpha.log().sum())
 
-    @property
+    @cached_property
     def variances(self) -> Tensor:
         return (1 - (self.B / self.s).square().sum(0)) / self.alpha
 
@@ -271,6 +294,6 @@ class KroneckerPrecision(Precision):
     def log_determinant(self) -> float:
         return sum(pair.log_determinant() for pair in self.layers)
 
-    @property
+    @cached_property
     def variances(self) -> Tensor:
         return self._together([pair.variances() for pair in self.layers])[0]

@@ -1,0 +1,351 @@
+"""mq.posterior: the prior from weight decay, the noise, and what is refused, against dense float64 matrices."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import marquardt as mq
+from marquardt.losses.elementwise import Elementwise
+from marquardt.uncertainty import expansion
+from support.laplaced import classification, fitted, plain, plain_regression, quiet, regression
+from support.reference import jacobian, trainable
+from support.unchanged import changes, world
+
+REPRESENTATIONS = [None, mq.Dense(), mq.Gram()]
+
+
+def close(a, b, rtol=1e-8):
+    a, b = (torch.as_tensor(t, dtype=torch.float64) for t in (a, b))
+    torch.testing.assert_close(a, b, rtol=rtol, atol=1e-10)
+
+
+@pytest.mark.parametrize("curvature", REPRESENTATIONS, ids=str)
+def test_regression_is_that_of_dense_matrices(curvature):
+    w = 1e-2
+    model, x, y = regression(weight_decay=w)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=w, curvature=curvature)
+    # f = mean r² + ½w‖θ‖² is (2/(βN)) (½βΣr² + ½α‖θ‖²) with α = wβN/2, and γ does not depend on β.
+    free = plain_regression(model, x, y, w * len(y) / 2, 1.0)
+    beta = float((len(y) - free.gamma.sum()) / (model(x) - y).detach().square().sum())
+    found = plain_regression(model, x, y, w * beta * len(y) / 2, beta)
+    close(p.noise, beta**-0.5)
+    close(list(p.alpha.values()), [w * beta * len(y) / 2] * 4)
+    close(p.gamma, found.gamma.sum())
+    close(p.log_evidence, found.log_evidence)
+    close(p.covariance(), found.covariance, 1e-6)
+    g = beta * found.J.T @ (model(x) - y).detach().flatten() + found.alpha * found.theta
+    close(p.decrement(), 0.5 * g @ found.covariance @ g, 1e-6)
+    grid = 4 * torch.rand(7, 2, dtype=torch.float64) - 2
+    prediction = p.predict(grid)
+    close(prediction.mean, model(grid).detach())
+    close(prediction.model_std.square(), found.variance(model, grid)[..., 0], 1e-6)
+    close(prediction.std.square(), prediction.model_std.square() + 1 / beta)
+
+
+@pytest.mark.parametrize("curvature", REPRESENTATIONS, ids=str)
+def test_classification_is_that_of_dense_matrices(curvature):
+    w = 0.02
+    model, x, y = classification(weight_decay=w)
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=w, curvature=curvature)
+    alpha = torch.full((p.parameters.n,), w * len(x), dtype=torch.float64)
+    found = plain(model, nn.CrossEntropyLoss(reduction="sum"), x, y, alpha, 1.0, 0.0)
+    close(list(p.alpha.values()), [w * len(x)] * 4)
+    close([p.log_evidence, p.gamma], [found.log_evidence, found.gamma.sum()])
+    close(list(p.gammas.values()), [t.sum() for t in found.gamma.split(p.parameters.sizes)])
+    grid = torch.randn(5, 2, dtype=torch.float64)
+    V = found.variance(model, grid)
+    softened = model(grid) / (1 + torch.pi / 8 * V.diagonal(dim1=1, dim2=2)).sqrt()
+    close(p.probabilities(grid, joint=False), softened.softmax(1).detach(), 1e-6)
+
+
+def test_weights_are_counts():
+    model, x, y = regression()
+    weight = torch.randint(0, 4, (len(x),)).double()
+    fitted(model, "mse", x, y, 1e-2, weight)
+    repeated = x.repeat_interleave(weight.long(), 0), y.repeat_interleave(weight.long(), 0)
+    a = mq.posterior(model, "mse", (x, y, weight), weight_decay=1e-2)
+    b = mq.posterior(model, "mse", repeated, weight_decay=1e-2)
+    close([a.gamma, a.log_evidence, a.noise], [b.gamma, b.log_evidence, b.noise])
+    close(a.covariance(), b.covariance(), 1e-6)
+
+
+@pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram(), mq.Kronecker()], ids=str)
+@pytest.mark.parametrize("task", [regression, classification])
+def test_batches_add_up(task, curvature):
+    model, x, y = task()
+    loss = "mse" if y.is_floating_point() else "cross_entropy"
+    whole = mq.posterior(model, loss, (x, y), weight_decay=1e-2, curvature=curvature)
+    loader = DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True)
+    parts = mq.posterior(model, loss, loader, weight_decay=1e-2, curvature=curvature)
+    close([parts.gamma, parts.log_evidence], [whole.gamma, whole.log_evidence])
+    close(parts.covariance(), whole.covariance(), 1e-6)
+
+
+def test_many_samples_are_taken_in_chunks(monkeypatch):
+    model, x, y = regression()
+    whole = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    expected = whole.predict(x)
+    monkeypatch.setattr(expansion, "LOOK", 7)
+    monkeypatch.setattr(expansion, "ROWS", 3 * whole.parameters.n)
+    parts = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    assert parts.at.chunk == 7
+    close([parts.gamma, parts.log_evidence], [whole.gamma, whole.log_evidence])
+    close(parts.predict(x).std, expected.std)
+
+
+def test_the_prior_of_a_sum_and_of_reported_units():
+    """f = Σr² + ½w‖θ‖² has α = ½βw, and so has any loss in the units in which it is reported."""
+    model, x, y = regression()
+    beta = 4.0
+    for loss, expected in (
+        (nn.MSELoss(reduction="sum"), 0.5 * beta * 0.3),
+        (mq.losses.SquaredError(factor=0.5), beta * 0.3 * len(y)),
+        (mq.losses.SquaredError(reduction="sum", factor=0.5, reported=mq.losses.SquaredError()), 0.15 * beta * len(y)),
+    ):
+        with quiet():  # θ is no minimum of these
+            p = mq.posterior(model, loss, (x, y), weight_decay=0.3, noise=0.5)
+        close(p.alphas[0], expected)
+        close(p.weight_decay["0.weight"], 0.3)
+
+
+def test_each_output_has_its_noise():
+    model, x, y = regression(N=400, outputs=3, hidden=8, weight_decay=1e-3)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-3)
+    assert p.noise.shape == (3,)
+    torch.testing.assert_close(p.noise, torch.tensor([0.1, 0.4, 0.2], dtype=torch.float64), rtol=0.15, atol=0)
+    # The equations that hold at the end, by hand.
+    beta = p.noise.pow(-2)
+    n = p.parameters.n
+    J, z = jacobian(model, trainable(model), x)
+    J = J.view(len(x), 3, n)
+    H = torch.einsum("noi,o,noj->ij", J, beta, J) + torch.tensor(p.alphas[0], dtype=torch.float64) * torch.eye(n)
+    taken = torch.einsum("noi,ij,noj->o", J, torch.linalg.inv(H), J) * beta
+    close(beta, (len(x) - taken) / (z - y).square().sum(0), 0.02)
+    close(p.predict(x).noise_std[0], p.noise)
+    assert mq.posterior(model, "mse", (x, y), weight_decay=1e-3, noise="shared").noise.shape == ()
+
+
+def test_a_known_noise_is_taken():
+    model, x, y = regression(outputs=2)
+    with quiet():
+        p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, noise=[0.3, 0.5])
+    close(p.noise, [0.3, 0.5])
+    close(p.predict(x).noise_std[4], [0.3, 0.5])
+    with quiet():
+        assert float(mq.posterior(model, "mse", (x, y), weight_decay=1e-2, noise=0.3).noise) == pytest.approx(0.3)
+
+
+def test_float32_is_close_to_float64():
+    model, x, y = regression(N=60, hidden=20)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    std = p.predict(x).std
+    single = mq.posterior(model.float(), "mse", (x.float(), y.float()), weight_decay=1e-2)
+    assert single.predict(x.float()).std.dtype == torch.float32
+    assert single.gamma == pytest.approx(p.gamma, rel=1e-4)
+    torch.testing.assert_close(single.predict(x.float()).std.double(), std, rtol=1e-4, atol=1e-6)
+
+
+def test_arrays_are_taken():
+    model, x, y = regression()
+    a = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    b = mq.posterior(model, "mse", (x.numpy(), y.numpy()), weight_decay=1e-2)
+    assert b.gamma == a.gamma
+    assert torch.equal(b.predict(x.numpy()).std, a.predict(x).std)
+
+
+def test_nothing_of_the_model_changes():
+    model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 1)).double()
+    x, y = torch.randn(30, 2).double(), torch.randn(30, 1).double()
+    model(x)
+    before = world(model)
+    with quiet():  # an untrained model
+        p = mq.posterior(model, "mse", (x, y), weight_decay=0.1)
+    assert changes(before, world(model)) == []
+    with torch.no_grad():
+        mean = p.predict(x).mean
+    assert changes(before, world(model)) == []
+    assert p.plan.endswith("1, 3 as in eval mode")
+    p.sample(2, torch.Generator().manual_seed(0))
+    assert changes(before, world(model)) == []
+    torch.testing.assert_close(mean, model.eval()(x).detach())
+
+
+def test_the_posterior_stays_where_it_was_made():
+    model, x, y = regression()
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    before = p.predict(x)
+    with torch.no_grad():
+        for t in model.parameters():
+            t.mul_(2)
+    moved = [t.clone() for t in model.parameters()]
+    assert torch.equal(p.predict(x).mean, before.mean)
+    assert torch.equal(p.predict(x).std, before.std)
+    assert all(torch.equal(a, b) for a, b in zip(moved, model.parameters(), strict=True))
+
+
+def test_a_point_that_is_no_minimum_is_told():
+    model, x, y = regression()
+    with torch.no_grad():
+        model[0].weight.add_(0.5)
+    with pytest.warns(UserWarning, match="no minimum of the loss"):
+        mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    with pytest.warns(UserWarning, match="no minimum of the loss"):
+        mq.posterior(model, "mse", (x, y))
+
+
+def test_the_last_layer_alone():
+    model, x, y = regression()
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, params="last")
+    assert p.names == ["2.weight", "2.bias"]
+    features = torch.cat((model[:2](x), torch.ones(len(x), 1)), 1).detach()
+    H = p.beta * features.T @ features + p.alphas[0] * torch.eye(6)
+    close(p.covariance(), torch.linalg.inv(H.double()), 1e-6)
+    assert "other parameters are taken as known" in p.plan
+
+
+def test_what_does_not_fit_is_taken_by_layers(monkeypatch):
+    monkeypatch.setattr(expansion, "LONG", 0.0)
+    model, x, y = regression()
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    assert p.plan == "Kronecker, factors of 2 layers"
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.head = nn.Parameter(torch.ones(2, 2)), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.head((x @ self.scale.exp().cumsum(0)).tanh())
+
+    model = fitted(Scaled().double(), "mse", x, y, 1e-2)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    assert p.names == ["head.weight", "head.bias"]
+    assert "4 other parameters are taken as known" in p.plan
+    with pytest.raises(ValueError, match='or take params="last"'):
+        mq.posterior(model, "mse", (x, y), weight_decay=1e-2, curvature=mq.Kronecker())
+
+
+# Refused.
+
+
+def own_loss(name):
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class LogCosh(Elementwise):
+        likelihood = name
+
+        def ell(self, z, y):
+            return (z - y).cosh().log()
+
+        def slope(self, z, y):
+            return (z - y).tanh()
+
+        def s(self, z, y):
+            return 1 / (z - y).cosh()
+
+    return LogCosh()
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        ("huber", "Huber"),
+        ("hinge", "Hinge"),
+        ("quantile", "Quantile"),
+        ("l1", "AbsoluteError"),
+        ("student_t", "StudentT"),
+        ("kl_div", "KLDivergence"),
+        (lambda z, y: (z - y).square().mean(), "lambda"),
+        ({"output": "mse"}, "Tasks"),
+        (own_loss(None), "LogCosh"),
+    ],
+)
+def test_a_loss_that_is_no_likelihood_is_refused_by_name(loss, name):
+    model, x, y = regression()
+    with pytest.raises(ValueError, match=rf"{name}.* is no likelihood of the targets.*train with 'mse'"):
+        mq.posterior(model, loss, (x, y), weight_decay=1e-2)
+    with pytest.raises(ValueError, match=r"likelihood = 'cosh': one of 'normal'"):
+        mq.posterior(model, own_loss("cosh"), (x, y))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise": -1.0}, r"noise=-1.0: the standard deviation"),
+        ({"noise": "none"}, r"noise='none': the standard deviation"),
+        ({"noise": [0.1, 0.2]}, r"noise= has the shape \(2,\), the outputs of a sample \(1,\)"),
+        ({"weight_decay": -1.0}, r"weight_decay=-1.0"),
+        ({"weight_decay": [1.0, 1.0]}, r"weight_decay= has 2 numbers, and there are 4 parameters"),
+        ({"weight_decay": mq.WeightDecay(0.1, towards="start")}, r"towards='start': those weights are gone"),
+        ({"curvature": mq.MatrixFree()}, r"curvature=MatrixFree.*: mq.Dense\(\), mq.Gram\(\), mq.Kronecker\(\)"),
+        ({"weight_decay": 0.0, "curvature": mq.Gram()}, r"Gram needs a prior for every parameter"),
+        ({"weight_decay": 0.0, "curvature": mq.Kronecker()}, r"Kronecker needs a prior for every parameter"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    model, x, y = regression()
+    before = world(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        mq.posterior(model, "mse", (x, y), **{"weight_decay": 1e-2, **options})
+    assert changes(before, world(model)) == []
+
+
+def test_without_a_prior():
+    model, x, y = regression(weight_decay=0.0, hidden=1)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=0.0)
+    assert p.gamma == p.parameters.n
+    close(p.noise.square(), (model(x) - y).square().sum().detach() / (len(x) - p.parameters.n))
+    with pytest.raises(ValueError, match=r"parameter '0.weight' has weight decay 0.*no evidence"):
+        _ = p.log_evidence
+    assert p.tuned().log_evidence > -1e6
+    wide, x, y = regression(N=12, hidden=8)
+    with pytest.raises(ValueError, match=r"12 targets for 33 parameters without a prior"):
+        mq.posterior(wide, "mse", (x, y), weight_decay=0.0)
+    with pytest.raises(ValueError, match=r"does not determine all parameters.*weight_decay"):
+        mq.posterior(wide, "mse", (x, y), weight_decay=0.0, noise=0.1)
+
+
+def test_a_random_model_is_refused():
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.randn(len(x), 1)
+
+    with pytest.raises(ValueError, match="Noisy draws random numbers also in eval mode"):
+        mq.posterior(Noisy(2, 1), "mse", (torch.randn(9, 2), torch.randn(9, 1)), weight_decay=0.1)
+
+
+def test_noise_of_a_loss_without_it_is_refused():
+    model, x, y = classification()
+    with pytest.raises(ValueError, match=r"noise=0.1: CrossEntropy has no noise"):
+        mq.posterior(model, "cross_entropy", (x, y), noise=0.1)
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02)
+    with pytest.raises(ValueError, match="has classes: use probabilities"):
+        p.predict(x)
+    with pytest.raises(ValueError, match="CrossEntropy has no noise"):
+        _ = p.noise
+
+
+def test_a_model_without_a_linear_layer_has_no_last_one():
+    model = nn.Conv1d(1, 1, 1)
+    with pytest.raises(ValueError, match=r'params="last": the model has no nn.Linear'):
+        mq.posterior(model, "mse", (torch.randn(4, 1, 3), torch.randn(4, 1, 3)), params="last")
+
+
+def test_a_prior_for_some_parameters():
+    model, x, y = regression()
+    rule = mq.WeightDecay(1e-2, exclude="2.bias")
+    opt = mq.LM(model, "mse", weight_decay=rule)
+    for _ in range(60):
+        opt.step(x, y)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=rule)
+    assert p.alpha["2.bias"] == 0
+    assert p.gammas["2.bias"] == 1
+    assert p.decrement() < 1e-2
+    same = mq.posterior(model, "mse", (x, y), weight_decay=[1e-2, 1e-2, 1e-2, 0.0])
+    assert same.gammas == p.gammas
+    with quiet():  # of fewer data
+        assert mq.posterior(model, "mse", (x[:9], y[:9]), weight_decay=rule, noise=0.1).plan.startswith("Dense")
+    with pytest.raises(ValueError, match="'2.bias' has weight decay 0"):
+        _ = p.log_evidence
