@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class Plain(NamedTuple):
 
     def variance(self, model: nn.Module, x: Tensor) -> Tensor:
         """JH⁻¹Jᵀ of other inputs, by sample: (N, c, c)"""
-        J, z = jacobian(model, trainable(model), x)
+        J = jacobian(model, trainable(model), x)[0]
         J = J.view(len(x), -1, J.shape[1])
         return J @ self.covariance @ J.mT
 
@@ -72,7 +73,7 @@ def plain_regression(model: nn.Module, x: Tensor, y: Tensor, alpha: float, beta:
 
 def network(*sizes: int, bias: bool = True) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b, bias=bias), nn.Tanh()]
     return nn.Sequential(*layers[:-1]).double()
 

@@ -347,5 +347,5 @@ def test_a_prior_for_some_parameters():
     assert same.gammas == p.gammas
     with quiet():  # of fewer data
         assert mq.posterior(model, "mse", (x[:9], y[:9]), weight_decay=rule, noise=0.1).plan.startswith("Dense")
-    with pytest.raises(ValueError, match="'2.bias' has weight decay 0"):
+    with pytest.raises(ValueError, match=r"'2\.bias' has weight decay 0"):
         _ = p.log_evidence

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 import marquardt as mq
-from support.laplaced import classification, fitted, network, regression
+from support.laplaced import classification, fitted, network, quiet, regression
 
 CURVATURES = [mq.Dense(), mq.Gram(), mq.Kronecker()]
 
@@ -102,7 +102,8 @@ def test_it_reads_as_what_it_is():
     assert lines[1].strip() == "Dense, a matrix of 27 × 27"
     assert "noise σ = 0.1" in lines[2]
     assert "effective parameters" in lines[2]
-    rows = mq.posterior(network(2, 40, 2), "mse", (x[:9], y[:9]), weight_decay=10.0, noise="shared")
+    with quiet():
+        rows = mq.posterior(network(2, 40, 2), "mse", (x[:9], y[:9]), weight_decay=10.0, noise="shared")
     assert rows.plan == "Gram, 18 rows of 202 parameters"
     assert p.log_likelihood > p.log_evidence
 

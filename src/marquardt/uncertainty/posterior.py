@@ -201,16 +201,8 @@ class Posterior:
             targets = torch.full_like(b, at.normaliser / b.numel())
             after = noise_precision(targets, gammas, at.squares, at.rounding) / self.beta
             close, b = bool(((after / b).log().abs() < AGREED).all()), after
-            found = Posterior(
-                at,
-                self.kind,
-                at.curvature(self.kind, all(self.alphas), b),
-                self.alphas,
-                self.beta,
-                self.towards,
-                b,
-                True,
-            )
+            G = at.curvature(self.kind, all(self.alphas), b)
+            found = Posterior(at, self.kind, G, self.alphas, self.beta, self.towards, b, True)
             if close:
                 break
         return found
