@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+import marquardt as mq
 
 
 def net(inputs: int = 1, hidden: int = 8, outputs: int = 1, seed: int = 0) -> nn.Module:
@@ -30,3 +34,42 @@ def weights(model: nn.Module) -> Tensor:
 def mse(model: nn.Module, x: Tensor, y: Tensor) -> float:
     with torch.no_grad():
         return float((model(x) - y).square().mean())
+
+
+# Fits that differ in what they must remember: a model, and the arguments of mq.fit beside the loss.
+
+
+def whole() -> tuple[nn.Module, dict[str, Any]]:
+    return net(), {"data": noisy_sine(), "validation": noisy_sine(20, seed=5), "steps": 9, "patience": None}
+
+
+def mini() -> tuple[nn.Module, dict[str, Any]]:
+    """Four batches an epoch, and random numbers in the model"""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)).double()
+    return model, {"data": noisy_sine(80), "batch_size": 20, "steps": 9, "validation": noisy_sine(20, seed=5)}
+
+
+def loader() -> tuple[nn.Module, dict[str, Any]]:
+    """Shuffled by a generator of its own, with a ragged last batch"""
+    data, g = TensorDataset(*noisy_sine(50)), torch.Generator().manual_seed(6)
+    return net(), {"data": DataLoader(data, batch_size=20, shuffle=True, generator=g), "steps": 9}
+
+
+def shuffled() -> tuple[nn.Module, dict[str, Any]]:
+    """By torch's own generator"""
+    torch.manual_seed(8)
+    return net(), {"data": DataLoader(TensorDataset(*noisy_sine(50)), batch_size=20, shuffle=True), "steps": 9}
+
+
+def evidence() -> tuple[nn.Module, dict[str, Any]]:
+    rule = mq.Evidence(every=3, groups="layers")
+    return net(), {"data": noisy_sine(), "weight_decay": rule, "steps": 9}
+
+
+def streamed() -> tuple[nn.Module, dict[str, Any]]:
+    x, y = noisy_sine()
+    return net(), {"data": [(x[:15], y[:15]), (x[15:], y[15:])], "batch_size": "all", "steps": 9}
+
+
+KINDS = {f.__name__: f for f in (whole, mini, loader, shuffled, evidence, streamed)}

@@ -30,7 +30,7 @@ class Saver:
 
     path: Path
     identity: dict[str, dict[str, Any]]  # of what is saved there
-    last: float = field(default_factory=time.monotonic)
+    last: float = field(default_factory=lambda: time.monotonic())
     took: float = 0.0
 
     @property

@@ -1,0 +1,194 @@
+"""A fit that is killed and goes on ends as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import marquardt as mq
+from marquardt.training import checkpoint
+from support import fit_program
+from support.fits import KINDS, net, noisy_sine, weights
+
+X, Y = noisy_sine()
+
+
+class Killed(BaseException):
+    """Nothing of the fit may catch it."""
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """A checkpoint after every step."""
+    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "SHARE", 0.0)
+
+
+def kill_at(*steps):
+    def kill(running):
+        if running.step.step in steps:
+            raise Killed
+
+    return kill
+
+
+def fitted(kind, **options):
+    model, arguments = KINDS[kind]()
+    return mq.fit(model, loss="mse", **{**arguments, **options})
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [[1, 3], [4, 8]], ids=str)
+def test_a_killed_fit_goes_on(kind, steps, tmp_path):
+    """At any step: the weights, the history and what comes next of all random numbers."""
+    file = tmp_path / "fit.pt"
+    want = fitted(kind)
+    after = torch.get_rng_state()
+    for step in steps:
+        with pytest.raises(Killed):
+            fitted(kind, checkpoint=file, callbacks=kill_at(step + 1))  # after the checkpoint of the step before
+        torch.rand(7)  # another process has other random numbers
+    found = fitted(kind, checkpoint=file)
+    assert f"goes on after step {steps[-1]}" in found.plan
+    assert found.history == want.history
+    assert torch.equal(weights(found.model), weights(want.model))
+    assert (found.reason, found.best_step, found.loss) == (want.reason, want.best_step, want.loss)
+    assert torch.equal(torch.get_rng_state(), after)
+    if kind == "evidence":
+        assert found.evidence == want.evidence
+
+
+def test_a_killed_process(tmp_path):
+    """os._exit, as by kill -9."""
+    file, program = tmp_path / "fit.pt", Path(fit_program.__file__)
+    place = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, str(program), str(file), "mini", "6"], env=place).returncode == 9
+    assert len(torch.load(file, weights_only=True)["history"]["step"]) == 5
+    found, want = fitted("mini", checkpoint=file), fitted("mini")
+    assert found.history == want.history
+    assert torch.equal(weights(found.model), weights(want.model))
+
+
+@pytest.mark.usefixtures("always")
+def test_a_fit_that_has_ended_is_returned_as_it_was(tmp_path):
+    file = tmp_path / "fit.pt"
+    want = fitted("whole", checkpoint=file)
+    again = fitted("whole", checkpoint=file)
+    assert again.history == want.history
+    assert again.reason == want.reason
+    assert torch.equal(weights(again.model), weights(want.model))
+    longer = fitted("whole", checkpoint=file, steps=20)
+    assert longer.history == fitted("whole", steps=20).history
+
+
+def test_resume_false_begins_anew(tmp_path):
+    file = tmp_path / "fit.pt"
+    fitted("whole", checkpoint=file, steps=5)
+    found = fitted("whole", checkpoint=file, resume=False, steps=3)
+    assert len(found.history) == 3
+    assert len(torch.load(file, weights_only=True)["history"]["step"]) == 3
+
+
+def test_an_interrupt_leaves_a_checkpoint_to_go_on_from(tmp_path, always):
+    def interrupt(running):
+        if running.step.step == 6:
+            raise KeyboardInterrupt
+
+    file = tmp_path / "fit.pt"
+    fitted("whole", checkpoint=file, callbacks=interrupt)
+    assert fitted("whole", checkpoint=file).history == fitted("whole").history
+
+
+# The file.
+
+
+def test_it_is_written_now_and_then(tmp_path, monkeypatch):
+    """After the last step in any case; otherwise if a second is over."""
+    now, written = [0.0], []
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(checkpoint, "write", lambda path, content: written.append(len(content["history"]["step"])))
+
+    def tick(running):
+        now[0] += 0.3
+
+    mq.fit(net(), (X, Y), "mse", checkpoint=tmp_path / "fit.pt", steps=10, callbacks=tick)
+    assert written == [4, 8, 10]
+
+
+def test_a_slow_file_is_written_less_often():
+    saver = checkpoint.Saver(Path("fit.pt"), {}, took=2.0, last=checkpoint.time.monotonic() - 30)
+    assert not saver.due
+    saver.took = 1.0
+    assert saver.due
+
+
+def test_it_is_whole_or_not_there(tmp_path, monkeypatch):
+    """What fails while it is written leaves the last file as it was, and no other."""
+    file = tmp_path / "deep" / "fit.pt"
+    checkpoint.write(file, {"a": 1})
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.os, name, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+            with pytest.raises(OSError, match="disk full"):
+                checkpoint.write(file, {"a": 2})
+        assert torch.load(file, weights_only=True) == {"a": 1}
+        assert os.listdir(file.parent) == ["fit.pt"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The arguments of a fit whose checkpoint is there."""
+    file = tmp_path_factory.mktemp("saved") / "fit.pt"
+    same = {"data": (X, Y), "loss": "mse", "validation": (X, Y), "checkpoint": file, "steps": 2}
+    mq.fit(net(), **same)
+    return same
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": net(hidden=9)}, "another model: parameters is {'0.weight': [9, 1]"),
+        ({"model": nn.Sequential(*net(), nn.Tanh(), nn.Linear(1, 1).double())}, "another model: parameters"),
+        ({"loss": "huber"}, "another model: loss is"),
+        ({"data": (X, Y + 1e-3)}, "another data: samples is [40,"),
+        ({"data": (X.flip(0), Y.flip(0))}, "another data: samples is"),
+        ({"data": (X[:30], Y[:30])}, "another data: samples is [30,"),
+        ({"validation": None}, "another data: validation is None now"),
+        ({"validation": 0.3}, "another data: samples"),
+        ({"weight_decay": 0.5}, "another options: weight_decay is [0.5"),
+        ({"damping": mq.Identity()}, "another options: damping is 'Identity()' now, and was 'KroneckerMetric()'"),
+        ({"attempts": 3}, "another options: attempts is 3 now, and was 1"),
+        ({"seed": 1}, "another options: seed is 1 now, and was 0"),
+        ({"batch_size": 10}, "another options: batches is ['mini', 10] now, and was ['whole', None]"),
+        ({"weight_decay": mq.Evidence(every=2)}, "another options: "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_another_model_data_or_options_are_refused(change, message, saved):
+    given = {"model": net(), **saved, **change}
+    before, state = weights(given["model"]), torch.get_rng_state()
+    with pytest.raises(ValueError, match=re.escape(f"is of {message}")) as error:
+        mq.fit(**given)
+    assert "Begin anew with resume=False" in str(error.value)
+    assert torch.equal(weights(given["model"]), before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None], ids=["empty", "text", "other"])
+def test_files_that_are_no_checkpoint(content, tmp_path):
+    file = tmp_path / "fit.pt"
+    if content is None:
+        torch.save({"weights": 1}, file)
+    else:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match="begin anew with resume=False"):
+        mq.fit(net(), (X, Y), "mse", checkpoint=file)
+    assert mq.fit(net(), (X, Y), "mse", checkpoint=file, resume=False, steps=2).best_step == 2

@@ -1,0 +1,195 @@
+"""Weight decay by evidence: MacKay's formulas by hand, the fixed point that a fit ends at, and what it is good for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import marquardt as mq
+from marquardt.sources import source
+from marquardt.training.regularisation import CLOSE, Regularisation, Regularised
+from support.fits import net, noisy_sine
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def line(N: int = 30, d: int = 4, noise: float = 0.3) -> tuple[nn.Linear, Tensor, Tensor]:
+    x = torch.randn(N, d)
+    return nn.Linear(d, 1), x, x @ torch.arange(1.0, d + 1)[:, None] + 0.5 + noise * torch.randn(N, 1)
+
+
+def by_hand(x: Tensor, y: Tensor, rounds: int = 500) -> tuple[float, float, float, Tensor]:
+    """Linear regression with one α: α, β and γ of the highest evidence, and the mean of θ (the bias last)."""
+    A = torch.cat([x, torch.ones(len(x), 1)], 1)
+    alpha, beta = 1.0, 1.0
+    for _ in range(rounds):
+        H = beta * A.T @ A + alpha * torch.eye(A.shape[1])
+        theta = beta * torch.linalg.solve(H, A.T @ y)
+        gamma = float(A.shape[1] - alpha * torch.linalg.inv(H).trace())
+        alpha = gamma / float(theta.square().sum())
+        beta = (len(x) - gamma) / float((A @ theta - y).square().sum())
+    return alpha, beta, gamma, theta
+
+
+def test_a_linear_model_ends_at_the_fixed_point():
+    model, x, y = line()
+    result = mq.fit(model, (x, y), "mse", weight_decay=mq.Evidence(every=2))
+    alpha, beta, gamma, theta = by_hand(x, y)
+    found = result.evidence
+    assert result.reason.startswith("settled")
+    assert set(found.alpha) == {"weight", "bias"}
+    assert found.alpha["weight"] == pytest.approx(alpha, rel=1e-2)
+    assert (found.beta, found.gamma) == (pytest.approx(beta, rel=1e-2), pytest.approx(gamma, rel=1e-2))
+    weights = torch.cat([model.weight.detach()[0], model.bias.detach()])
+    torch.testing.assert_close(weights, theta[:, 0], rtol=1e-2, atol=1e-2)
+    # f = mean r² + ½w‖θ‖² is −2/(βN) log p(θ|y): w = 2α/(βN)
+    assert found.weight_decay["bias"] == pytest.approx(2 * alpha / (beta * len(x)), rel=2e-2)
+    assert result.optimizer.param_groups[0]["weight_decay"] == found.weight_decay["weight"]
+
+
+def test_groups_have_an_alpha_each():
+    model, x, y = line()
+    result = mq.fit(model, (x, y), "mse", weight_decay=mq.Evidence(every=2, groups="parameters"))
+    found = result.evidence
+    assert result.reason.startswith("settled")
+    assert found.alpha["weight"] != pytest.approx(found.alpha["bias"], rel=0.1)
+    decays = [group["weight_decay"] for group in result.optimizer.param_groups]
+    assert decays == [found.weight_decay["weight"], found.weight_decay["bias"]]
+
+
+def test_classes_have_no_noise():
+    x = torch.randn(80, 2)
+    y = ((x[:, 0] + 0.7 * torch.randn(80)) > 0).long()
+    result = mq.fit(net(2, 6, 2), (x, y), "cross_entropy", weight_decay=mq.Evidence())
+    found = result.evidence
+    assert (found.beta, result.reason[:7]) == (1, "settled")
+    assert 0 < found.gamma < 6  # one direction out of 32
+    assert found.weight_decay["0.weight"] == pytest.approx(found.alpha["0.weight"] / 80)
+
+
+@pytest.mark.parametrize("hidden", [5, 50])
+def test_large_networks_do_not_overfit(hidden):
+    """A sine with noise: more parameters than points, and about as many effective ones as in the small network."""
+    x, y = noisy_sine(100)
+    model = net(hidden=hidden)
+    result = mq.fit(model, (x, y), "mse", weight_decay=mq.Evidence())
+    there = torch.linspace(-1, 1, 200)[:, None]
+    with torch.no_grad():
+        rmse = (model(there) - torch.sin(math.pi * there)).square().mean().sqrt().item()
+    assert rmse < 0.1  # with noise of 0.2; without weight decay 50 units have 0.15 and more
+    assert 4 < result.evidence.gamma < 10
+    assert result.evidence.beta**-0.5 == pytest.approx(0.2, rel=0.15)
+    assert result.reason.startswith("settled")
+    assert result.history[-1].gamma == result.evidence.gamma
+
+
+def test_the_data_stay_the_same():
+    """Changes of α and β do not end what full batches are known by."""
+    seen = []
+    mq.fit(net(), noisy_sine(), "mse", weight_decay=mq.Evidence(every=2), steps=25,
+           callbacks=lambda r: seen.append(r.optimizer._state.repeats))  # fmt: skip
+    assert seen == list(range(25))
+
+
+def test_estimates_come_every_few_accepted_steps():
+    x, y = noisy_sine()
+    result = mq.fit(net(), (x, y), "mse", weight_decay=mq.Evidence(every=4), steps=20)
+    accepted = [e.accepted for e in result.history]
+    assert all(math.isnan(e.gamma) for e in result.history if sum(accepted[: e.step]) < 4)
+    assert len({e.gamma for e in result.history if not math.isnan(e.gamma)}) in range(2, 6)
+
+
+def test_mini_batches_are_estimated_by_epochs():
+    x, y = noisy_sine(200)
+    result = mq.fit(net(), (x, y), "mse", weight_decay=mq.Evidence(every=2), batch_size=50, steps=24)
+    known = [e.epoch for e in result.history if not math.isnan(e.gamma)]
+    assert min(known) == 2
+    assert 2 < result.evidence.gamma < 10
+
+
+def test_a_validation_set_still_counts():
+    x, y = noisy_sine()
+    result = mq.fit(net(), (x, y), "mse", weight_decay=mq.Evidence(), validation=0.25, steps=30, patience=None)
+    assert result.loss == min(result.history["validation"])
+
+
+def test_the_posterior_has_its_prior():
+    model, x, y = line()
+    result = mq.fit(model, (x, y), "mse", weight_decay=mq.Evidence(every=2))
+    found = result.posterior()
+    assert found.alpha["weight"] == pytest.approx(result.evidence.alpha["weight"], rel=1e-2)
+    assert float(found.noise) == pytest.approx(result.evidence.beta**-0.5, rel=1e-2)
+    assert found.predict(x).mean.shape == (30, 1)
+    assert result.posterior((x.repeat(2, 1), y.repeat(2, 1))).at.normaliser == 60
+    assert result.posterior(params="last").names == ["weight", "bias"]
+
+
+def test_a_posterior_of_weights_that_decay_elsewhere():
+    result = mq.fit(net(), noisy_sine(), "mse", weight_decay=mq.WeightDecay(0.1, towards="start"), steps=2)
+    with pytest.raises(ValueError, match="decay towards others than 0"):
+        result.posterior()
+
+
+# Settling.
+
+
+def regularised(**change) -> Regularised:
+    given = {"alpha": {"w": 2.0}, "beta": 25.0, "gamma": 4.0, "log_evidence": 0.0, "weight_decay": {"w": 0.01},
+             "objective": 0.5}  # fmt: skip
+    return Regularised(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "close"),
+    [
+        ({}, True),
+        ({"alpha": {"w": 2.0 * (1 + 0.9 * CLOSE)}}, True),
+        ({"alpha": {"w": 2.0 * (1 + 1.1 * CLOSE)}}, False),
+        ({"beta": 25.0 * (1 - 1.1 * CLOSE)}, False),
+        ({"gamma": 4.0 * (1 + 1.1 * CLOSE)}, False),
+        ({"objective": 0.5 + 0.9 * 4 * CLOSE / 200}, True),  # 200 nats in a unit of the loss, 4 effective parameters
+        ({"objective": 0.5 + 1.1 * 4 * CLOSE / 200}, False),
+    ],
+)
+def test_close(change, close):
+    assert regularised(**change).close_to(regularised()) == close
+
+
+def test_settled_twice_in_a_row():
+    model, x, y = line()
+    opt = mq.LM(model, "mse", weight_decay=0.01)
+    rule = Regularisation(mq.Evidence(), opt, source((x, y)))
+    for _ in range(60):
+        for _ in range(3):
+            step = opt.step(x, y)
+        rule.update(step.new_loss)
+        if rule.settled:
+            break
+    assert rule.settled
+    assert rule.close == 2
+    with torch.no_grad():
+        model.weight.mul_(1.5)
+    rule.update(step.new_loss)
+    assert not rule.settled
+
+
+# What cannot work.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss": "huber"}, "is no likelihood of the targets"),
+        ({"params": [{"params": []}]}, "params= holds groups"),
+        ({"weight_decay": mq.Evidence(groups=[["nothing"]])}, "belongs to one group"),
+    ],
+)
+def test_refused(arguments, message):
+    model = net()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        mq.fit(model, **{"data": noisy_sine(), "loss": "mse", "weight_decay": mq.Evidence(), **arguments})
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
