@@ -77,7 +77,10 @@ def test_the_readme_pasted_from_top_to_bottom(tmp_path):
 MODELS = sorted(page.name for page in DOCS.glob("models*.md"))
 
 
-@pytest.mark.parametrize("page", ["curvature.md", "least_squares.md", *MODELS, "steps.md", "uncertainty.md"])
+PAGES = ["curvature.md", "fit.md", "from-matlab.md", "least_squares.md", *MODELS, "steps.md", "uncertainty.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs_from_top_to_bottom(page, tmp_path):
     code = "\n".join(blocks(DOCS / page))
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)

@@ -21,8 +21,9 @@ def generators(data: Source) -> dict[str, Any]:
         "python": [version, list(numbers), gauss],
         "loader": [g.get_state() for g in _own(data)],
     }
-    if "numpy" in sys.modules:
-        kind, keys, place, has_gauss, gauss = sys.modules["numpy"].random.get_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, place, has_gauss, gauss = numpy.random.get_state()
         found["numpy"] = [str(kind), keys.tolist(), int(place), int(has_gauss), float(gauss)]
     return found
 
