@@ -23,6 +23,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import statistics
 import sys
 from collections import Counter
@@ -130,7 +131,8 @@ def single(run: Run, source: Source, folds: int, commit: str) -> Record:
             found = measured(METHODS[run.method], table.split(run.split), table.classes, run.split, folds)
     except Exception as error:
         found = {"failure": f"{type(error).__name__}: {error}"[:500]}
-    return {**vars(run), "mark": run.mark(folds), "commit": commit, **found}
+    where = f"{measure.cpu_name()}, {os.cpu_count()} cores"
+    return {**vars(run), "mark": run.mark(folds), "commit": commit, "machine": where, **found}
 
 
 def finished(runs: Sequence[Run], jobs: int, source: Source, folds: int, commit: str) -> Iterator[Record]:
@@ -299,6 +301,9 @@ def notes(records: Sequence[Record]) -> list[str]:
     failures = [f"Failed: {told(r)}" for r in records if "failure" in r]
     commits = Counter(r["commit"] for r in records if r["method"] == "LM")
     mixed = [f"LM's runs are of several commits: {dict(commits)}"] if len(commits) > 1 else []
+    machines = Counter(r.get("machine", "not recorded") for r in records)
+    if len(machines) > 1:
+        mixed.append(f"Runs are of several machines, so seconds cannot be compared: {dict(machines)}")
     return failures + mixed
 
 

@@ -358,6 +358,19 @@ def test_an_unknown_table_is_named(run):
         run("--tables", "friedman9")
 
 
+def test_runs_of_several_machines_and_commits_are_told():
+    first, second = ({"method": "LM", "commit": c, "machine": m} for c, m in (("abc", "one"), ("def", "two")))
+    assert tables.notes([first, first]) == []
+    assert [note.partition(":")[0] for note in tables.notes([first, second])] == [
+        "LM's runs are of several commits",
+        "Runs are of several machines, so seconds cannot be compared",
+    ]
+    network = {**first, "method": "adam", "commit": "def"}  # whose code is not ours
+    assert tables.notes([first, network]) == []
+    del network["machine"]
+    assert "'not recorded': 1" in tables.notes([first, network])[0]
+
+
 @pytest.mark.parametrize(
     ("ours", "value", "word"), [(0.91, math.sqrt(3) / 2, "holds"), (0.88, 2 * math.sqrt(3), "misses")]
 )
