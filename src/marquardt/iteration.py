@@ -17,7 +17,7 @@ from torch import Tensor
 from .curvature.contract import Curvature, Damped, Past, Representation
 from .curvature.plan import Plan
 from .jacobian.linearization import Linearization
-from .jacobian.objective import Level
+from .jacobian.objective import Level, Objective
 from .jacobian.rows import Rows
 from .metric import KINDS, Metric
 from .model.parameters import Parameters
@@ -28,6 +28,7 @@ from .parts.line_search import LineSearch
 from .parts.momentum import Momentum
 from .parts.schedule import Outcome, Schedule
 from .state import UNHEARD, State
+from .tolerances import SAME_LOSS
 from .trials import Trials
 
 # A decrease of so many roundings of the loss is taken for one. A run on the same data has converged if so many steps in
@@ -210,14 +211,13 @@ class Start(NamedTuple):
         return self.old.floor(self.level.f, self.level.low)
 
 
-def reweighted(old: State, lin: Linearization) -> State:
-    """What earlier steps have left, if weight decay had other weights then."""
-    weights = lin.objective.weights
-    if old.weights is None or old.weights == weights:
-        return replace(old, weights=weights)
-    N = lin.totals().normaliser
-    rises = (0.0 if theta is None else lin.objective.rise(old.weights, theta, N) for theta in (lin.theta, old.haven))
-    return old.reweighted(weights, *rises)
+def reweighted(old: State, level: Level, objective: Objective) -> State:
+    """What earlier steps have left, if weight decay had other weights then: it has another part of f at the same θ."""
+    W = objective.decay(level.normaliser)
+    if old.decay is None or abs(level.decay - old.decay) <= SAME_LOSS[torch.float64] * max(level.decay, old.decay):
+        return old
+    there = 0.0 if W is None or old.haven is None else float(W.value(objective.parameters.shaped(old.haven)))
+    return old.decayed(level.decay, there)
 
 
 def begin(old: State, level: Level, dtype: torch.dtype) -> Start:
@@ -311,7 +311,7 @@ def concluded(
 ) -> tuple[State, bool]:
     """The numbers that the step leaves for the next one, and whether the run has converged. `lam` is λ of the next
     step, `used` that of this one; `theta` is the point with the loss f."""
-    old, (f, low, rounding, *_), repeats, doubt = start
+    old, (f, low, rounding, _, decay), repeats, doubt = start
     # Steps that all in all have found next to nothing; a λ above λ₀ or the radius may be why they predict so little.
     faint = start.same_data and not end.cut and min(end.judgement.predicted, f - low) <= FAINT * rounding
     idle_from = old.idle_from if old.idle else f
@@ -320,6 +320,7 @@ def concluded(
     accepted = end.d is not None
     state = replace(
         state, repeats=repeats, unjudged=unjudged, idle=idle, idle_from=idle_from, accepted=old.accepted + accepted,
+        haven_decay=decay if state.haven is theta else old.haven_decay,
         stride=end.lr * end.length if accepted and doubt == 1 else old.stride,
         lag=None if start.same_data else smoothed(old.lag, end.judgement.lag),
     )  # fmt: skip

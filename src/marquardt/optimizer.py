@@ -265,13 +265,12 @@ class LM(Unscaled, torch.optim.Optimizer):
         return weights(self.param_groups, self._spared)
 
     def _objective(self) -> Objective:
-        state = self._state
-        return Objective(self.model, self.loss, self.params, self._weights, state.towards, state.master)
+        return Objective(self.model, self.loss, self.params, self._weights, self._state.towards, self._state.master)
 
     def _iterate(self, lin: Linearization, representation: Representation, plan: Plan | None) -> tuple[Step, State]:
         """The algorithm box: the step and the next state; the model ends at the next θ."""
         parts, G = self.parts, representation.represent(lin)
-        old = reweighted(self._state.like(lin.theta), lin)
+        old = reweighted(self._state.like(lin.theta), lin.level, lin.objective)
         start = begin(old, lin.level, lin.theta.dtype)
         matrices = damped(parts, G, old, start.same_data)
         lam, unjudged, notes = old.lam, old.unjudged, first_notes(start, plan)
@@ -299,7 +298,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         if end.d is not None:
             state = with_mean(parts, kept(parts, state, matrices, end, start), lin.parameters, start.same_data)
         decay = 0.0 if lin.decay is None else float(lin.decay.value(lin.parameters.tensors))
-        return report(self.loss, start, end, used, [CONVERGED] if converged else notes, converged, decay), state
+        step = report(self.loss, start, end, used, [CONVERGED] if converged else notes, converged, decay)
+        return step, replace(state, decay=decay)
 
     @property
     def _records(self) -> bool:

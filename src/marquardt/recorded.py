@@ -25,6 +25,7 @@ from .iteration import (
     next_lam,
     propose,
     remembered,
+    reweighted,
     rows_of,
     with_mean,
 )  # fmt: skip
@@ -152,6 +153,7 @@ class RecordedStep:
         if result is None:
             return None
         level, found = result
+        old = reweighted(old, level, self.objective)
         start = begin(old, level, dtype)
         judgement = judge(parts, start, found, old.lam, lr, torch.finfo(dtype).eps)
         usual = start.same_data == self.same_data and start.doubt == 1 and not old.overdue(found.new_loss, True)
@@ -166,6 +168,7 @@ class RecordedStep:
         with torch.no_grad():
             state = with_mean(parts, _with(state, self.next), self.objective.parameters, self.same_data)
             state = replace(state, D=None if state.D is None else state.D.settled(state.steps))
+        state = replace(state, decay=found.new_decay or 0.0)
         notes = [CONVERGED] if converged else []
         return report(self.objective.loss, start, end, old.lam, notes, converged, found.new_decay or 0.0), state
 

@@ -185,8 +185,6 @@ def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, k
         return False
     if not known.only_slopes or not rows_of(parts, state.plan).recordable or state.D is None:
         return False
-    if state.weights != objective.weights:  # a step without a recording takes earlier levels of f for what they are now
-        return False
     unlike = parts.remembers and state.previous is None  # the next step will have one
     steady = known.steady or next(objective.model.buffers(), None) is None
     return steady and not unlike and (parts.momentum is None or parts.momentum.recordable)

@@ -18,7 +18,6 @@ from .metric import restored
 from .parts.damping import Damping
 from .parts.schedule import Schedule
 from .state import State
-from .weights import Weights
 
 FOREIGN = (
     "it was not made by marquardt.LM. To begin with what another optimizer has trained, load the weights alone, "
@@ -35,7 +34,6 @@ def saved(state: State, damping: Damping, curvature: Representation, params: Seq
     found = dict(vars(state))
     found["D"] = None if state.D is None else state.D.state()
     found["plan"] = None if state.plan is None else state.plan.state()
-    found["weights"] = None if state.weights is None else state.weights.state()
     made = {"damping": _name(damping), "curvature": _name(curvature), "shapes": [list(p.shape) for p in params]}
     return {"version": VERSION, **made, **copied(found)}
 
@@ -64,7 +62,6 @@ def loaded(
     found = tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) else v, found)
     D, plan = found.get("D"), found.get("plan")
     found["D"] = None if D is None else restored(D)
-    found["weights"] = None if found.get("weights") is None else Weights(**found["weights"])
     plan = None if plan is None else Plan.restored(plan)
     found["plan"] = None if plan is None else curvature.restored(plan, device)
     return State(**found)

@@ -13,7 +13,6 @@ from .curvature.contract import Past
 from .curvature.plan import Plan
 from .metric import Metric
 from .tolerances import SAME_LOSS
-from .weights import Weights
 
 # A batch whose loss is more than so many times those of late is doubted, once so many batches were heard.
 UNHEARD, HEARD = 10.0, 10
@@ -64,7 +63,8 @@ class State:
     ceiling: float = math.inf  # the loss that they may reach, since earlier ones have not paid
     late: float = math.inf  # what the best loss was of late, see FADE
     towards: Tensor | None = None  # θ₀, which the weights decay towards; None for 0
-    weights: Weights | None = None  # of decay in all these f; None if that is not known
+    decay: float | None = None  # what weight decay has of `expected`; None if that is not known,
+    haven_decay: float = 0.0  # and of `haven_loss`
 
     @property
     def steady(self) -> bool | None:
@@ -86,14 +86,18 @@ class State:
         size = abs(self.expected) if low > -math.inf else max(abs(self.expected), self.height)
         return self.repeats + 1 if abs(f - self.expected) <= SAME_LOSS[dtype] * size else 0
 
-    def reweighted(self, weights: Weights, here: float, there: float) -> State:
-        """The same levels with other weights of decay, by which f is so much more where the model is, and `there` at
-        the haven: the data stay the same. Heights above the best loss, that of the haven if there is one, stay too."""
-        best = here if self.haven is None else there
+    def decayed(self, here: float, there: float) -> State:
+        """The same levels if weight decay has other weights now, by which it has `here` of f where the model is and
+        `there` at the haven: the data stay the same. Heights above the best loss, that of the haven if there is one,
+        stay too."""
+        more = here - (here if self.decay is None else self.decay)
+        away = there - self.haven_decay if self.haven is not None else 0.0
+        best = more if self.haven is None else away
         return replace(
-            self, weights=weights, expected=None if self.expected is None else self.expected + here,
-            haven_loss=self.haven_loss + there, best=self.best + best, late=self.late + best,
-            ceiling=self.ceiling + best, idle_from=self.idle_from + here, height=max(0.0, self.height + here),
+            self, expected=None if self.expected is None else self.expected + more, decay=here,
+            haven_loss=self.haven_loss + away, haven_decay=self.haven_decay + away, best=self.best + best,
+            late=self.late + best, ceiling=self.ceiling + best, idle_from=self.idle_from + more,
+            height=max(0.0, self.height + more),
         )  # fmt: skip
 
     def floor(self, f: float, low: float) -> float:
@@ -145,7 +149,7 @@ class State:
 
     def like(self, theta: Tensor) -> State:
         """The vectors in the precision and on the device of θ: the model may have been moved."""
-        found = {k: getattr(self, k) for k in ("D", "previous", "mean", "haven", "towards", "weights")}
+        found = {k: getattr(self, k) for k in ("D", "previous", "mean", "haven", "towards")}
         moved: dict[str, Any] = {k: v.to(theta) for k, v in found.items() if v is not None}
         if self.past is not None:  # in the precision that its representation chose
             moved["past"] = {k: v.to(theta.device) for k, v in self.past.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,21 +57,6 @@ class Weights:
             for i, c in enumerate(self.numbers)
         ]
         return ", ".join(dict.fromkeys(each))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Weights) or self.shape != other.shape:
-            return False
-        return all(torch.equal(e, other.elements[i]) for i, e in self.elements.items())
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def to(self, like: Tensor) -> Weights:
-        """Where another tensor is"""
-        return Weights(self.numbers, {i: e.to(like.device) for i, e in self.elements.items()}, self.gaps)
-
-    def state(self) -> dict[str, Any]:
-        """As torch.load(weights_only=True) takes it"""
-        return {"numbers": list(self.numbers), "elements": dict(self.elements), "gaps": self.gaps}
 
     def scaled(self, c: float) -> Weights:
         return Weights([c * x for x in self.numbers], self.elements, self.gaps)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.recorded import RECORDERS
-from marquardt.weights import Weights
 from support.cases import mlp
 from support.recorder import Repeated
 from support.reference import error
@@ -59,29 +58,57 @@ def test_the_levels_are_those_of_the_new_weights(towards):
     model, x, y = sine()
     opt = mq.LM(model, "mse", weight_decay=mq.WeightDecay(0.1, towards=towards))
     start = theta(model)
+
+    def penalty(w: float, there: Tensor) -> float:
+        return float(0.5 * w * (there - (start if towards else 0)).square().sum())
+
     for _ in range(6):
         opt.step(x, y)
     haven = theta(model) + 0.1 * torch.randn(len(start))
-    opt._state = replace(opt._state, haven=haven, haven_loss=5.0, best=4.5, late=7.0, ceiling=6.0, height=2.0)
+    data = opt._state.expected - opt._state.decay
+    levels = {"haven_loss": 5.0, "best": 4.5, "late": 7.0, "ceiling": 6.0, "height": 2.0}
+    opt._state = replace(opt._state, haven=haven, haven_decay=penalty(0.1, haven), **levels)
     before = opt._state
 
-    def more(there: Tensor) -> float:
-        centre = start if towards else torch.zeros_like(start)
-        return float(0.5 * (0.02 - 0.1) * (there - centre).square().sum())
-
-    here, there = more(theta(model)), more(haven)
-    found = before.reweighted(Weights((0.02,) * 4), here, there)
-    assert found.expected == pytest.approx(before.expected + here, rel=1e-12)
+    found = before.decayed(penalty(0.02, theta(model)), penalty(0.02, haven))
+    assert found.expected == pytest.approx(data + penalty(0.02, theta(model)), rel=1e-12)
     assert found.late - found.best == pytest.approx(2.5)
     assert found.ceiling - found.best == pytest.approx(1.5)
-    assert found.haven_loss == pytest.approx(5 + there)
+    assert found.haven_loss == pytest.approx(5 - penalty(0.1, haven) + penalty(0.02, haven))
     weigh(opt, 0.02)
     step = opt.step(x, y)
     assert opt._state.repeats == before.repeats + 1
     assert step.loss == pytest.approx(found.expected, rel=1e-9)
-    assert opt._state.weights == Weights((0.02,) * 4)
-    if opt._state.haven is haven:
-        assert opt._state.haven_loss == pytest.approx(5 + there, rel=1e-12)
+    assert opt._state.decay == pytest.approx(penalty(0.02, theta(model)), rel=1e-12)
+
+
+def test_a_loan_is_paid_back_in_the_new_weights():
+    """Uphill moves that began with other weights: the point before them is compared, and gone back to, with the new."""
+    torch.manual_seed(3)
+    model, x, y = sine(20)
+    opt = mq.LM(model, "mse", weight_decay=1e-4)
+    seen = []
+    for k in range(80):
+        weigh(opt, 1e-4 * (1 + k % 4))
+        opt.step(x, y)
+        if opt._state.haven is not None:
+            twin = copy.deepcopy(model)
+            torch.nn.utils.vector_to_parameters(opt._state.haven, twin.parameters())
+            seen.append(opt._state.away)
+            want = objective(twin, x, y, 1e-4 * (1 + k % 4))
+            assert opt._state.haven_loss == pytest.approx(want, rel=1e-9)
+    assert max(seen) > 1  # a loan across a change
+
+
+def test_a_state_of_an_earlier_version_goes_on():
+    """It does not tell what weight decay had of its loss: the same weights are assumed."""
+    model, x, y = sine()
+    opt = mq.LM(model, "mse", weight_decay=0.1)
+    for _ in range(4):
+        opt.step(x, y)
+    opt._state = replace(opt._state, decay=None)
+    opt.step(x, y)
+    assert opt._state.repeats == 4
 
 
 def test_the_loss_that_is_expected_is_that_by_hand():
@@ -151,7 +178,7 @@ def test_a_saved_run_goes_on_with_other_weights():
     file.seek(0)
     other = mq.LM(twin, "mse", weight_decay=0.1)
     other.load_state_dict(torch.load(file, weights_only=True))
-    assert other._state.weights == opt._state.weights
+    assert other._state.decay == opt._state.decay
     for o in (opt, other):
         weigh(o, 0.01)
     assert opt.step(x, y) == other.step(x, y)

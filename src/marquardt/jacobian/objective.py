@@ -52,7 +52,6 @@ class Objective:
         towards: Tensor | None = None, master: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.parameters = model, loss, Parameters(model, params, master)
-        self.weights, self.towards = weights, towards
         self.penalty = Penalty(self.parameters, weights, towards) if weights.any else None
         self.autocast = Autocast.of_caller(self.parameters.device)
         self.given = loss
@@ -100,12 +99,6 @@ class Objective:
     def decay(self, normaliser: float) -> Penalty | None:
         """Weight decay in the units of f; None if there is none"""
         return None if self.penalty is None else self.penalty.scaled(1 / self.loss.report(1.0, normaliser))
-
-    def rise(self, before: Weights, theta: Tensor, normaliser: float) -> float:
-        """By how much f(θ) is larger with the weights of this objective than with those of before, in the units of f"""
-        params, unit = self.parameters.shaped(theta), self.loss.report(1.0, normaliser)
-        now, then = (float(Penalty(self.parameters, w, self.towards).value(params)) for w in (self.weights, before))
-        return (now - then) / unit
 
     def level(self, totals: Totals, decay: float = 0.0) -> Level:
         """`decay` is the value of the penalty in the units of f"""
