@@ -163,7 +163,7 @@ def saved(tmp_path_factory):
         ({"data": (X[:30], Y[:30])}, "another data: samples is [30,"),
         ({"validation": None}, "another data: validation is None now"),
         ({"validation": 0.3}, "another data: samples"),
-        ({"weight_decay": 0.5}, "another options: weight_decay is [0.5"),
+        ({"weight_decay": 0.5}, "another options: weight_decay is ['0.5'"),
         ({"damping": mq.Identity()}, "another options: damping is 'Identity()' now, and was 'KroneckerMetric()'"),
         ({"attempts": 3}, "another options: attempts is 3 now, and was 1"),
         ({"seed": 1}, "another options: seed is 1 now, and was 0"),

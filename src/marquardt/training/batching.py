@@ -56,7 +56,7 @@ def batching(opt: LM, data: Source, batch_size: int | str | None) -> Batching:
         return own_batches(data, batch_size)
     N, whole = data.samples, data.whole if isinstance(data, Arrays) else None
     kind, part = ("whole", None) if in_memory(data) else ("streamed", LEAST)
-    if whole is not None and not whole.divisible(N):
+    if whole is not None and not apart(whole):
         return undivided(batch_size)
     if isinstance(batch_size, int) and batch_size < N:
         return Batching("mini", batch_size, f"mini-batches of {batch_size:,} of {N:,} samples, as asked for")
@@ -69,6 +69,13 @@ def batching(opt: LM, data: Source, batch_size: int | str | None) -> Batching:
         return Batching(kind, part, f"all samples in every step: {usual}")
     size = chosen_size(opt, s, N)
     return Batching("mini", size, f"mini-batches of {size:,}: {usual}")
+
+
+def apart(batch: Batch) -> bool:
+    """Whether its samples can be told apart: inputs of several lengths do not tell, without targets, what belongs to
+    one."""
+    lengths = {len(t) for t in tree_leaves(batch.inputs) if isinstance(t, Tensor) and t.ndim}
+    return batch.divisible(batch.samples) and (len(lengths) == 1 or batch.targets is not None)
 
 
 def undivided(batch_size: int | str | None) -> Batching:

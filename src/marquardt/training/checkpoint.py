@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..arguments import brief
 from ..model.parameters import named_parameters
 from ..sources import Arrays, Items, Source
+from .regularisation import decays
 from .run import Training
 
 VERSION = 1
@@ -91,8 +92,8 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
         "model": {"class": type(opt.model).__name__, "parameters": shapes, "loss": brief(opt.loss)},
         "data": {"samples": described(run.data), "validation": described(run.validation)},
         "options": {
-            **parts, "lr": opt.lr, "attempts": opt.attempts, "seed": seed,
-            "weight_decay": str(opt._weights), "batches": [run.plan.kind, run.plan.size],
+            **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": [str(w) for w in decays(opt)],
+            "seed": seed, "batches": [run.plan.kind, run.plan.size],
         },
     }  # fmt: skip
 

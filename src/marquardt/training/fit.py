@@ -23,7 +23,7 @@ from .batching import batching
 from .checkpoint import Saver, identity
 from .history import Entry, History
 from .progress import Shown, shown
-from .regularisation import Regularised, grouped_params
+from .regularisation import Regularised, decays, grouped_params
 from .run import Training
 from .stops import CALLBACK, INTERRUPTED, Stops
 
@@ -63,10 +63,10 @@ class Fit:
                 "the weights decay towards others than 0: call mq.posterior(model, loss, data, "
                 "weight_decay=mq.WeightDecay(w, towards=…)) with these"
             )
-        decays = dict(zip(Parameters(opt.model, opt.params).names, list(opt._weights), strict=True))
+        by_name = dict(zip(Parameters(opt.model, opt.params).names, decays(opt), strict=True))
         given = options.pop("params", opt.params)
         chosen = last_layer(self.model) if isinstance(given, str) and given == "last" else list(given)
-        weights = [decays[name] for name in Parameters(self.model, chosen).names]
+        weights = [by_name[name] for name in Parameters(self.model, chosen).names]
         where = self.data if data is None else data
         return posterior(self.model, opt.loss, where, **{"weight_decay": weights, "params": chosen, **options})
 

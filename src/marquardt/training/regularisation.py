@@ -76,7 +76,7 @@ class Regularisation:
 
     def _estimated(self, objective: float) -> Regularised:
         opt = self.opt
-        there = laplace(opt.model, opt.loss, self.data, list(opt._weights), params=opt.params)
+        there = laplace(opt.model, opt.loss, self.data, decays(opt), params=opt.params)
         best = reestimate(there, self.evidence.groups)
         names = there.names
         return Regularised(
@@ -96,6 +96,12 @@ class Regularisation:
     def resume(self, state: dict[str, Any]) -> None:
         self.last = None if state["last"] is None else Regularised(**state["last"])
         self.waited, self.close = state["waited"], state["close"]
+
+
+def decays(opt: LM) -> list[Any]:
+    """Weight decay of every parameter that trains, as its group has it; 0 for those that are excluded."""
+    given = [group["weight_decay"] for group in opt.param_groups for _ in group["params"]]
+    return [0.0 if free else w for w, free in zip(given, opt._spared, strict=True)]
 
 
 def grouped_params(model: nn.Module, params: Iterable[Any] | None, evidence: Evidence) -> list[dict[str, Any]]:

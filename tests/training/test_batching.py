@@ -1,0 +1,175 @@
+"""All data or mini-batches: chosen from shapes, and an order that can be gone on with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import marquardt as mq
+from marquardt.sources import source
+from marquardt.training import batching as module
+from marquardt.training.batching import Order, batching, chosen_size, seconds, shapes
+from support.fits import net, noisy_sine
+
+
+def planned(model, data, batch_size=None, loss="mse", **parts):
+    return batching(mq.LM(model, loss, **parts), source(data), batch_size)
+
+
+def wide(n: int = 300) -> nn.Module:
+    return nn.Sequential(nn.Linear(10, n), nn.Tanh(), nn.Linear(n, n), nn.Tanh(), nn.Linear(n, 1))
+
+
+def table(N: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(N, 10), torch.zeros(N, 1)
+
+
+def test_small_problems_have_all_samples_in_every_step():
+    found = planned(net(), noisy_sine(1000))
+    assert (found.kind, found.size) == ("whole", None)
+    assert found.words.startswith("all samples in every step: a step with all 1,000 samples takes about")
+
+
+def test_large_ones_have_mini_batches():
+    found = planned(wide(), table(30_000))
+    assert found.mini
+    assert 512 <= found.size <= 30_000 // 8
+    assert found.words.startswith(f"mini-batches of {found.size:,}: a step with all 30,000 samples takes about")
+
+
+def test_it_depends_on_shapes_alone():
+    """The same numbers for other values, and whatever the machine does meanwhile."""
+    opt = mq.LM(wide(50), "mse")
+    x, y = table(400)
+    one, other = (shapes(opt, source((x + k, y - k))) for k in range(2))
+    assert one == other
+    assert seconds(opt, one, 1000) < seconds(opt, one, 2000) < seconds(opt, one, 10**6)
+
+
+def test_looking_changes_nothing():
+    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    planned(model, noisy_sine(50))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_sizes_are_as_large_as_is_quick():
+    opt = mq.LM(wide(50), "mse")
+    s = shapes(opt, source(table(600)))
+    size = chosen_size(opt, s, 10**6)
+    assert size >= 512
+    assert size & (size - 1) == 0
+    assert seconds(opt, s, size) <= module.QUICK < seconds(opt, s, 2 * size)
+    assert chosen_size(opt, s, 6000) == 512  # an eighth of the data at most
+    slow = replace(s, numbers=1e9)
+    assert chosen_size(opt, slow, 10**6) == 512
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "words"),
+    [
+        (8, "mini", "mini-batches of 8 of 40 samples, as asked for"),
+        (40, "whole", "all 40 samples in every step"),
+        (100, "whole", "all 40 samples"),
+        ("all", "whole", "all 40 samples"),
+    ],
+)
+def test_what_is_asked_for(size, kind, words):
+    found = planned(net(), noisy_sine(), size)
+    assert (found.kind, found.words[: len(words)]) == (kind, words)
+
+
+def test_batches_of_their_own():
+    loader = DataLoader(TensorDataset(*noisy_sine()), batch_size=10)
+    assert (planned(net(), loader).kind, planned(net(), loader, "all").kind) == ("mini", "streamed")
+
+
+class Pictures(Dataset):
+    def __init__(self, size: int = 100, random: bool = False) -> None:
+        self.size, self.random = size, random
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        x = torch.full((1,), float(i), dtype=torch.float64)
+        return x + torch.rand(1).double() if self.random else x, torch.sin(x)
+
+
+def test_a_dataset_is_read_if_it_has_room(monkeypatch):
+    assert planned(net(), Pictures()).kind == "whole"
+    monkeypatch.setattr(module, "READ", 100 * 16 - 1)
+    found = planned(net(), Pictures())
+    assert (found.kind, found.size) == ("streamed", 512)
+
+
+def test_items_that_differ_every_time_are_mini_batches():
+    found = planned(net(), Pictures(random=True))
+    assert found.mini
+    result = mq.fit(net(), Pictures(random=True), "mse", steps=3, batch_size=30)
+    assert len(result.history) == 3
+
+
+def test_samples_that_cannot_be_told_apart():
+    class Pair(nn.Module):
+        """Points of two kinds, one after the other"""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, a, b):
+            return torch.cat([self.inner(a), self.inner(b)])
+
+    x = torch.zeros(7, 1).double()
+    data = ((x[:3], x), None)
+    found = planned(Pair(), data, loss=mq.losses.Residual())
+    assert (found.kind, found.words) == ("whole", "all samples in every step: they cannot be told apart")
+    with pytest.raises(ValueError, match="batch_size=2, and the inputs have no row for each sample"):
+        planned(Pair(), data, 2, loss=mq.losses.Residual())
+
+
+# The order.
+
+
+def taken(order: Order, k: int) -> list[list[float]]:
+    return [order.next().inputs[:, 0].tolist() for _ in range(k)]
+
+
+def test_every_epoch_has_every_sample_once_in_another_order():
+    x = torch.arange(10.0)[:, None]
+    order = Order(source((x, x)), 4, seed=3)
+    first, second = taken(order, 3), taken(order, 3)
+    for epoch in (first, second):
+        assert [len(batch) for batch in epoch] == [4, 4, 2]
+        assert sorted(x for batch in epoch for x in batch) == list(range(10))
+    assert first != second
+    assert taken(Order(source((x, x)), 4, seed=3), 6) == first + second
+    assert (order.epoch, order.index) == (1, 3)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("kind", ["tensors", "loader", "shuffled"])
+def test_it_goes_on_where_it_was(kind, after):
+    x = torch.arange(10.0)[:, None]
+
+    def data(seed):
+        torch.manual_seed(1)
+        g = torch.Generator().manual_seed(seed)
+        loader = DataLoader(TensorDataset(x, x), 4, shuffle=True, generator=g if kind == "loader" else None)
+        return source((x, x) if kind == "tensors" else loader)
+
+    order = Order(data(5), 4 if kind == "tensors" else None, seed=3)
+    taken(order, after)
+    state, random = order.state(), module.generators(order.data)
+    rest = taken(order, 5)
+    again = Order(data(99), order.size, seed=3)
+    again.resume(state)
+    module.set_generators(random, again.data)
+    assert taken(again, 5) == rest
+    assert (again.epoch, again.index) == (order.epoch, order.index)

@@ -1,0 +1,38 @@
+"""The generators that a fit may depend on go on where they were."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from marquardt.sources import source
+from marquardt.training.randomness import generators, set_generators
+
+
+def drawn(*own: torch.Generator) -> list[float]:
+    rest = [float(torch.rand((), generator=g)) for g in own]
+    return [float(torch.rand(())), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *rest]  # noqa: NPY002
+
+
+def test_they_go_on():
+    """Also after a file, and those of a DataLoader and of its sampler."""
+    own = [torch.Generator().manual_seed(k) for k in range(2)]
+    items = TensorDataset(torch.zeros(4, 1), torch.zeros(4, 1))
+    loader = DataLoader(items, sampler=RandomSampler(items, generator=own[1]), generator=own[0])
+    data = source(loader)
+    drawn(*own)
+    file = io.BytesIO()
+    torch.save(generators(data), file)
+    want = drawn(*own)
+    drawn(*own)
+    file.seek(0)
+    set_generators(torch.load(file, weights_only=True), data)
+    assert drawn(*own) == want
+
+
+def test_tensors_have_none_of_their_own():
+    assert generators(source((torch.zeros(4, 1), torch.zeros(4, 1))))["loader"] == []
