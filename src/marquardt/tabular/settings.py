@@ -1,0 +1,152 @@
+"""What a committee is made of, and how much work it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .members import Limits
+from .network import ACTIVATIONS, Network
+
+# Floating-point operations of a whole fit: a few seconds on two cores. It is never the clock that decides, so that two
+# fits with one seed are the same.
+WORK = 2.2e11
+
+# Fewer distinct samples than this are not divided into folds; below the second number networks are small; from the
+# third on, members that leave out a tenth each need not be trained again with it.
+FEWEST, SMALL, MANY = 25, 250, 3000
+
+# Members train on, all samples, for this many times the steps that were best for one that stops by what it leaves out:
+# a committee averages out what each of its members fits too closely, and not what all have not yet learnt.
+LONGER, SHORTEST, LONGEST = 3, 40, 250
+
+# Of the work, what is spent on the choice if all samples are trained on afterwards.
+CHOICE = 0.4
+
+# Inputs beyond this number are replaced by their main directions.
+DIRECTIONS = 64
+
+# Rows of G by parameter if it has not all of them.
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A network, and which of its weights share a precision."""
+
+    hidden: tuple[int, ...]
+    activation: str
+    groups: str  # of Network.groups
+
+    def __str__(self) -> str:
+        shape = "×".join(map(str, self.hidden)) or "linear"
+        named = {"all": "one precision", "tensors": "precisions by layer", "inputs": "precisions by input"}
+        return f"{shape} {self.activation}, {named[self.groups]}"
+
+
+# Complementary, and each among the best on tables of its kind (see docs/fit.md): curved and additive tables with inputs
+# that do not matter; tables in which all inputs do.
+AUTO = (
+    Configuration((10, 10), "silu", "inputs"),
+    Configuration((20,), "silu", "inputs"),
+    Configuration((12, 12), "tanh", "all"),
+)
+
+
+LARGE_AUTO = (Configuration((16, 16), "silu", "inputs"), Configuration((16, 16), "tanh", "all"))
+SMALL_AUTO = (Configuration((12,), "silu", "inputs"), Configuration((12,), "tanh", "all"))
+
+
+@dataclass(frozen=True)
+class Division:
+    """Members that choose, each without one of so many folds; and members that train on everything afterwards, 0 if
+    those that chose are the committee."""
+
+    choosing: int
+    folds: int
+    final: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train on a table. Everything is decided by the shape of the table and by these."""
+
+    task: str = "regression"
+    hidden: str | Sequence[int] = "auto"
+    activation: str = "auto"
+    members: int | str = "auto"
+    steps: int | None = None  # None is 250, or what the work allows
+    patience: int | None = 20  # steps without a lower error on what is held out; None goes on to the end
+    held_out: bool = True  # whether each member leaves out a part of the samples, to stop by
+    work: float = WORK
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.task not in ("regression", "classification"):
+            raise ValueError(f'task={self.task!r}: "regression" or "classification"')
+        if self.activation != "auto" and self.activation not in ACTIVATIONS:
+            raise ValueError(f'activation={self.activation!r}: "auto", or one of {", ".join(ACTIVATIONS)}')
+        self._check_hidden()
+        whole(self.members, "members", 1, "auto")
+        whole(self.steps, "steps", 1, None)
+        whole(self.patience, "patience", 1, None)
+        whole(self.seed, "seed", 0)
+        if not self.work > 0:
+            raise ValueError(f"work={self.work!r}: floating-point operations of the whole fit, above 0")
+
+    def _check_hidden(self) -> None:
+        if isinstance(self.hidden, str):
+            if self.hidden != "auto":
+                raise ValueError(f'hidden={self.hidden!r}: "auto", or the sizes of the hidden layers')
+            return
+        for size in self.hidden:
+            whole(size, "hidden", 1)
+
+    def configurations(self, samples: int) -> tuple[Configuration, ...]:
+        """One if the hidden sizes are given, otherwise several to be stacked"""
+        if isinstance(self.hidden, str):
+            found = SMALL_AUTO if samples < SMALL else LARGE_AUTO if samples >= MANY else AUTO
+            if self.activation == "auto":
+                return found
+            return tuple(Configuration(c.hidden, self.activation, c.groups) for c in found)
+        activation = "silu" if self.activation == "auto" else self.activation
+        return (Configuration(tuple(self.hidden), activation, "inputs"),)
+
+    def division(self, samples: int) -> Division:
+        many = samples >= MANY
+        wanted = (3 if many else 5) if isinstance(self.members, str) else self.members
+        if not self.held_out or samples < FEWEST:
+            return Division(0, 0, wanted)
+        if many:
+            return Division(wanted, max(wanted, 10), 0)
+        if self.task == "classification":
+            return Division(wanted, max(wanted, 5), 0)
+        return Division(min(wanted, 3), 5, wanted)
+
+    def plan(
+        self, network: Network, members: int, samples: int, rank: int, work: float, steps: int | None = None
+    ) -> Limits:
+        """So many steps, and rows of G, within some work; without a number, patience ends it"""
+        wanted = steps or self.steps or LONGEST
+        patience = wanted if steps or self.patience is None else self.patience
+        possible = int(work / self.cost(network, members, samples, rank))
+        return Limits(max(5, min(wanted, possible)), patience, rows=rows_of(network, samples, rank))
+
+    def cost(self, network: Network, members: int, samples: int, rank: int) -> float:
+        """Floating-point operations of a step"""
+        n, rows = network.n, rows_of(network, samples, rank) or samples * rank
+        return members * (2.0 * rows * n * n + 0.7 * n**3 + 30.0 * samples * n)
+
+
+def rows_of(network: Network, samples: int, rank: int) -> int | None:
+    """Of G; None has all of them"""
+    some = max(ROWS * network.n, 2000)
+    return None if samples * rank <= 1.5 * some else some
+
+
+def whole(value: object, name: str, least: int, *others: object) -> None:
+    if value in others and not isinstance(value, bool):
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        more = "".join(f" or {other!r}" for other in others)
+        raise ValueError(f"{name}={value!r}: an integer of at least {least}{more}")

@@ -1,0 +1,48 @@
+"""Members as tensors and plain values, and those that are finished in a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .law import Law
+from .members import Members
+from .network import Network
+
+TENSORS = ("theta", "alpha", "beta", "groups", "best_step", "error", "gamma", "root")
+
+
+def part_state(part: Members) -> dict[str, Any]:
+    state: dict[str, Any] = {name: getattr(part, name) for name in TENSORS}
+    network = part.network
+    return state | {"sizes": list(network.sizes), "activation": network.activation, "steps": part.steps}
+
+
+def part_from(state: dict[str, Any], law: Law) -> Members:
+    network = Network(tuple(state["sizes"]), state["activation"])
+    tensors = {name: state[name] for name in TENSORS}
+    return Members(network, law, **tensors, steps=state["steps"])
+
+
+def save_part(folder: Path | None, number: int, mark: str, part: Members) -> None:
+    """Written beside and then renamed: a file is whole, or not there"""
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"configuration-{number + 1}.pt"
+    beside = path.with_suffix(".new")
+    torch.save({"mark": mark, "part": part_state(part)}, beside)
+    os.replace(beside, path)
+
+
+def load_part(folder: Path | None, number: int, mark: str, law: Law) -> Members | None:
+    """What was kept for these samples and settings, None if there is nothing"""
+    if folder is None or not (path := folder / f"configuration-{number + 1}.pt").exists():
+        return None
+    state = torch.load(path, weights_only=True)
+    if state["mark"] != mark:
+        raise ValueError(f"{path} is of other samples or settings: name another folder, or delete this one")
+    return part_from(state["part"], law)
