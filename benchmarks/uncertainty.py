@@ -44,9 +44,8 @@ def friedman1(x: Tensor) -> Tensor:
 
 def friedman3(x: Tensor) -> Tensor:
     u = (x + 1) / 2
-    inner = (40 * math.pi + 520 * math.pi * u[:, 1]) * u[:, 2] - 1 / (
-        (40 * math.pi + 520 * u[:, 1]) * (1 + 10 * u[:, 3])
-    )
+    frequency = 40 * math.pi + 520 * math.pi * u[:, 1]
+    inner = frequency * u[:, 2] - 1 / (frequency * (1 + 10 * u[:, 3]))
     return torch.atan(inner / (100 * u[:, 0]).clamp(min=0.1))
 
 
@@ -144,13 +143,13 @@ def digits(seed: int) -> dict[str, Any]:
 
 
 def report_intervals(runs: list[dict[str, Any]]) -> dict[str, bool]:
-    print(
-        f"{'function':<24} {'d':>2} {'N':>5} {'σ':>6} {'σ found':>8} {'γ':>6} {'n':>4} {'inside':>7} {'noise':>6} {'s':>6}"
-    )
+    heads = ("function", "d", "N", "σ", "σ found", "γ", "n", "inside", "noise", "s")
+    print("{:<24} {:>2} {:>5} {:>6} {:>8} {:>6} {:>4} {:>7} {:>6} {:>6}".format(*heads))
     for r in runs:
         print(
-            f"{r['name']:<24} {r['inputs']:>2} {r['samples']:>5} {r['sigma']:>6.3f} {r['noise']:>8.3f} {r['gamma']:>6.1f} "
-            f"{r['parameters']:>4} {r['covered']:>7.3f} {r['covered by noise alone']:>6.3f} {r['seconds']:>6.1f}"
+            f"{r['name']:<24} {r['inputs']:>2} {r['samples']:>5} {r['sigma']:>6.3f} {r['noise']:>8.3f} "
+            f"{r['gamma']:>6.1f} {r['parameters']:>4} {r['covered']:>7.3f} {r['covered by noise alone']:>6.3f} "
+            f"{r['seconds']:>6.1f}"
         )
     inside = [r["covered"] for r in runs]
     mean = statistics.mean(inside)

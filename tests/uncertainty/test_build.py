@@ -90,10 +90,13 @@ def test_many_samples_are_taken_in_chunks(monkeypatch):
     expected = whole.predict(x)
     monkeypatch.setattr(expansion, "LOOK", 7)
     monkeypatch.setattr(expansion, "ROWS", 3 * whole.parameters.n)
-    parts = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
-    assert parts.at.chunk == 7
-    close([parts.gamma, parts.log_evidence], [whole.gamma, whole.log_evidence])
-    close(parts.predict(x).std, expected.std)
+    loader = DataLoader(TensorDataset(x, y), batch_size=11)
+    for data, chunk in (((x, y), 7), (loader, None)):
+        for curvature in (mq.Dense(), mq.Gram()):
+            parts = mq.posterior(model, "mse", data, weight_decay=1e-2, curvature=curvature)
+            assert (parts.at.chunk, parts.at.written) == (chunk, 3)
+            close([parts.gamma, parts.log_evidence], [whole.gamma, whole.log_evidence])
+            close(parts.predict(x).std, expected.std)
 
 
 def test_the_prior_of_a_sum_and_of_reported_units():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.kronecker import NoFactors
-from ..losses import resolve
+from ..losses import Elementwise, resolve
 from ..model.checks import trainable
 from ..model.decay import WeightDecay, check_weight
 from ..model.parameters import Parameters
@@ -64,7 +64,7 @@ def posterior(
             stacklevel=2,
         )
     squares = found.at.squares
-    several = squares is not None and squares.ndim == 1 and squares.numel() > 1
+    several = isinstance(found.at.loss, Elementwise) and squares is not None and squares.ndim == 1 < squares.numel()
     return found.by_output() if found.learns and noise is None and several else found
 
 

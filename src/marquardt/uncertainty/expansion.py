@@ -34,7 +34,7 @@ from .precision import DataCurvature, DenseData, KroneckerData, RowsData
 # Samples that are looked at first, before it is known how many numbers their rows have.
 LOOK = 1024
 
-# Numbers in the rows that are in memory at once: 256 MiB.
+# Numbers in rows that are written out at once: 256 MiB.
 ROWS = 1 << 25
 
 # Seconds on a machine of the usual speed that a matrix of all parameters may take before layers are taken apart.
@@ -119,6 +119,7 @@ class Expansion:
             self.shapes = look(lin, None)
             if not self.shapes.divisible:
                 self.chunk = None
+            self.written = self._written()
             self._survey(self.linearization(self.loss), kind)
             if lin.chance.drawn:
                 raise ValueError(
@@ -140,10 +141,21 @@ class Expansion:
                 if moved:
                     self.parameters.assign(held)
 
-    def linearization(self, loss: Loss) -> Linearization:
+    def _written(self) -> int | None:
+        """Samples at once whose rows are written out; None for all of a batch"""
+        s = self.shapes
+        size = max(1, ROWS // (s.R * s.n))
+        return self.chunk if size >= s.at_once(self.chunk) or not s.divisible else size
+
+    def linearization(self, loss: Loss, written: bool = False) -> Linearization:
         objective = Objective(self.model, loss, self.parameters.tensors)
-        needs = Needs(self.chunk)
+        needs = Needs(self.written if written else self.chunk)
         return Linearization(objective, self.batches, Exact(), needs, known=self.known, single=self.single)
+
+    def _weighed(self, b: Tensor | None) -> Loss:
+        """The loss, with factors by output"""
+        of: Any = self.loss
+        return self.loss if b is None else ByOutput(of=of, b=b)
 
     def _survey(self, lin: Linearization, kind: type[Likelihood]) -> None:
         """One pass over all data: the sums, and by output that of ℓ if there is a noise to learn from it."""
@@ -165,18 +177,20 @@ class Expansion:
     # G of all data.
 
     def curvature(self, kind: Representation | None, proper: bool, b: Tensor | None = None) -> DataCurvature:
-        """`proper` says whether every parameter has a prior; `b` are factors of ℓ by output"""
-        loss: Any = self.loss
-        loss = loss if b is None else ByOutput(of=loss, b=b)
+        """`proper` says whether every parameter has a prior, which rows and layers need; `b` are factors of ℓ by output"""
+        s, loss = self.shapes, self._weighed(b)
+        rows = isinstance(kind, Gram) or (
+            kind is None and proper and s.m < s.n
+        )  # which need a prior of every parameter
+        layers = isinstance(kind, Kronecker) or (kind is None and not fits(s, rows, self.parameters.device))
         with self.at_rest():
-            return represented(self.linearization(loss), kind, self.shapes, proper)
+            lin = self.linearization(loss, written=not layers)
+            return by_layers(lin) if layers else by_rows(lin) if rows else by_matrix(lin)
 
     def by_row(self, b: Tensor | None = None) -> Iterator[Tensor]:
         """The rows J̃ of all pieces, by output: (R, N, n)"""
-        loss: Any = self.loss
-        loss = loss if b is None else ByOutput(of=loss, b=b)
         with self.at_rest():
-            for piece in self.linearization(loss).pieces():
+            for piece in self.linearization(self._weighed(b), written=True).pieces():
                 yield piece.dense(torch.float64).unflatten(0, (-1, piece.N))
 
     # Other inputs.
@@ -196,20 +210,17 @@ class Expansion:
                 yield Functional(z, loss.group(z), rows[place].movedim(2, 0))
 
 
-def represented(lin: Linearization, kind: Representation | None, shapes: Shapes, proper: bool) -> DataCurvature:
-    """G in Σ-units by a representation, or by the best of them that there is memory and time for. Rows and layers need
-    a prior of every parameter."""
-    if isinstance(kind, Kronecker):
-        return _kronecker(lin)
-    rows = isinstance(kind, Gram) or (kind is None and proper and shapes.m < shapes.n)
-    if kind is None and not fits(shapes, rows, lin.parameters.device):
-        return _kronecker(lin)
-    if rows:
-        return RowsData(torch.cat([piece.dense(torch.float64) for piece in lin.pieces()]))
-    return DenseData(Dense(lin.needs.chunk, double=True).represent(lin).G / lin.scale)  # type: ignore[attr-defined]
+def by_matrix(lin: Linearization) -> DataCurvature:
+    """G in Σ-units"""
+    G: Any = Dense(lin.needs.chunk, double=True).represent(lin)
+    return DenseData(G.G / lin.scale)
 
 
-def _kronecker(lin: Linearization) -> DataCurvature:
+def by_rows(lin: Linearization) -> DataCurvature:
+    return RowsData(torch.cat([piece.dense(torch.float64) for piece in lin.pieces()]))
+
+
+def by_layers(lin: Linearization) -> DataCurvature:
     G: Any = Kronecker(decay=0.0, chunk=lin.needs.chunk).represent(lin)
     return KroneckerData(G.layers, lin.parameters, lin.scale)
 
