@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.sources import source
+from marquardt.training import regularisation
 from marquardt.training.regularisation import CLOSE, Regularisation, Regularised
+from marquardt.uncertainty.precision import SINGULAR
 from support.fits import net, noisy_sine
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -137,8 +139,8 @@ def test_a_posterior_of_weights_that_decay_elsewhere():
 
 
 def regularised(**change) -> Regularised:
-    given = {"alpha": {"w": 2.0}, "beta": 25.0, "gamma": 4.0, "log_evidence": 0.0, "weight_decay": {"w": 0.01},
-             "objective": 0.5}  # fmt: skip
+    given = {"alpha": {"w": 2.0, "b": 9.0}, "beta": 25.0, "gamma": 4.0, "gammas": {"w": 4.0, "b": 0.0},
+             "log_evidence": 0.0, "weight_decay": {"w": 0.01, "b": 0.045}, "objective": 0.5}  # fmt: skip
     return Regularised(**{**given, **change})
 
 
@@ -146,8 +148,9 @@ def regularised(**change) -> Regularised:
     ("change", "close"),
     [
         ({}, True),
-        ({"alpha": {"w": 2.0 * (1 + 0.9 * CLOSE)}}, True),
-        ({"alpha": {"w": 2.0 * (1 + 1.1 * CLOSE)}}, False),
+        ({"alpha": {"w": 2.0 * (1 + 0.9 * CLOSE), "b": 9.0}}, True),
+        ({"alpha": {"w": 2.0 * (1 + 1.1 * CLOSE), "b": 9.0}}, False),
+        ({"alpha": {"w": 2.0, "b": 18.0}}, True),  # nothing of it is determined by the data
         ({"beta": 25.0 * (1 - 1.1 * CLOSE)}, False),
         ({"gamma": 4.0 * (1 + 1.1 * CLOSE)}, False),
         ({"objective": 0.5 + 0.9 * 4 * CLOSE / 200}, True),  # 200 nats in a unit of the loss, 4 effective parameters
@@ -156,6 +159,28 @@ def regularised(**change) -> Regularised:
 )
 def test_close(change, close):
     assert regularised(**change).close_to(regularised()) == close
+
+
+def test_a_curvature_that_cannot_be_inverted_leaves_alpha_and_beta(monkeypatch):
+    model, x, y = line()
+    opt = mq.LM(model, "mse", weight_decay=0.01)
+    rule = Regularisation(mq.Evidence(), opt, source((x, y)))
+
+    def singular(*args, **options):
+        raise ValueError(SINGULAR)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(regularisation, "laplace", singular)
+        with pytest.raises(ValueError, match="the curvature does not determine all parameters"):
+            rule.update(1.0)
+    rule.update(1.0)
+    first = rule.last
+    monkeypatch.setattr(regularisation, "laplace", singular)
+    for _ in range(2):
+        rule.update(1.0)
+    assert rule.last == first
+    assert rule.settled
+    assert opt.param_groups[0]["weight_decay"] == first.weight_decay["weight"]
 
 
 def test_settled_twice_in_a_row():

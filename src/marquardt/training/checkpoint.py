@@ -85,7 +85,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
     """Of the model, the data and the options, by name: plain values that must be the same again."""
-    opt = run.opt
+    opt, found = run.opt, run.regularisation
     shapes = {name: list(p.shape) for name, p in named_parameters(opt.model)}
     parts = {name: brief(part) for name, part in vars(opt.parts).items()}
     return {
@@ -93,7 +93,8 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
         "data": {"samples": described(run.data), "validation": described(run.validation)},
         "options": {
             **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": [str(w) for w in decays(opt)],
-            "seed": seed, "batches": [run.plan.kind, run.plan.size],
+            "evidence": None if found is None else brief(found.evidence), "seed": seed,
+            "batches": [run.plan.kind, run.plan.size],
         },
     }  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from ..optimizer import LM
 from ..sources import Source
 from ..uncertainty.build import laplace
 from ..uncertainty.evidence import Evidence, grouped_names, reestimate
+from ..uncertainty.precision import SINGULAR
 
 # Relative changes of α, β and γ, and of −log p(θ|y) in nats for each effective parameter, from one estimate to the next
-# that are none; and how many times in a row.
+# that are none; and how many times in a row. An α counts as much as there are parameters that the data determine in its
+# group: that of a group without any grows and grows.
 CLOSE, TWICE = 1e-3, 2
 
 
@@ -27,19 +29,24 @@ class Regularised:
 
     alpha: dict[str, float]  # precision of the prior, by parameter
     beta: float  # 1/σ² of the targets; 1 if the loss has no noise
-    gamma: float  # effective number of parameters
+    gamma: float  # effective number of parameters,
+    gammas: dict[str, float]  # by parameter
     log_evidence: float
     weight_decay: dict[str, float]  # the same as α, in the units of the loss, by parameter
     objective: float  # the loss with the weight decay that it was found with
 
     def close_to(self, last: Regularised) -> bool:
         """Whether neither α, β and γ nor the loss have changed since."""
-        pairs = [(a, last.alpha[name]) for name, a in self.alpha.items()]
-        pairs += [(self.beta, last.beta), (max(self.gamma, CLOSE), max(last.gamma, CLOSE))]
-        apart = max((abs(math.log(a / b)) for a, b in pairs if a > 0 and b > 0), default=0.0)
+        most = CLOSE * max(1.0, self.gamma)
+        moved = sum(self.gammas[name] * apart(a, last.alpha[name]) for name, a in self.alpha.items())
         nats = max((a / self.weight_decay[name] for name, a in self.alpha.items() if a > 0), default=0.0)
         fallen = abs(self.objective - last.objective) * nats
-        return apart <= CLOSE and fallen <= CLOSE * max(1.0, self.gamma)
+        return max(moved, fallen, abs(self.gamma - last.gamma)) <= most and apart(self.beta, last.beta) <= CLOSE
+
+
+def apart(a: float, b: float) -> float:
+    """|log a/b|, 0 for what is 0"""
+    return abs(math.log(a / b)) if a > 0 and b > 0 else 0.0
 
 
 class Regularisation:
@@ -76,11 +83,16 @@ class Regularisation:
 
     def _estimated(self, objective: float) -> Regularised:
         opt = self.opt
-        there = laplace(opt.model, opt.loss, self.data, decays(opt), params=opt.params)
+        try:
+            there = laplace(opt.model, opt.loss, self.data, decays(opt), params=opt.params)
+        except ValueError as error:  # rounding is all that is left of H: α and β stay
+            if self.last is None or str(error) != SINGULAR:
+                raise
+            return replace(self.last, objective=objective)
         best = reestimate(there, self.evidence.groups)
         names = there.names
         return Regularised(
-            dict(zip(names, best.alpha, strict=True)), best.beta, best.gamma, there.log_evidence,
+            dict(zip(names, best.alpha, strict=True)), best.beta, best.gamma, there.gammas, there.log_evidence,
             dict(zip(names, best.weight_decay, strict=True)), objective,
         )  # fmt: skip
 
