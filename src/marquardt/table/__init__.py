@@ -1,0 +1,1 @@
+"""A network for a table in a file: read, columns made into numbers, trained, reported."""

@@ -1,0 +1,91 @@
+"""What a column of a table holds: numbers, dates or categories. A value that does not fit is named with its row."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
+
+from .reading import BadTable
+
+Kind = Literal["empty", "number", "date", "category"]
+# Tried in this order; a date that is both month/day and day/month in every row is read as the former.
+FORMATS = {
+    "ISO8601": "year-month-day",
+    "%Y/%m/%d": "year/month/day",
+    "%d.%m.%Y": "day.month.year",
+    "%m/%d/%Y": "month/day/year",
+    "%d/%m/%Y": "day/month/year",
+}
+DATE = r"\d{4}-\d{1,2}-\d{1,2}.*|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{4}"
+MOST = 0.5  # if more of a column than this is numbers (or dates), the rest is taken for mistakes
+SHOWN = 5  # rows named in an error
+
+
+def kind(name: str, column: pd.Series) -> Kind:
+    """What a column holds; `BadTable` if it mixes numbers or dates with text."""
+    values = column.dropna()
+    if not len(values):
+        return "empty"
+    if pd.api.types.is_datetime64_any_dtype(values):
+        return "date"
+    if pd.api.types.is_numeric_dtype(values):
+        numbers(name, values)  # infinite ones are refused
+        return "number"
+    if pd.to_numeric(values, errors="coerce").notna().mean() > MOST:
+        numbers(name, column)
+        return "number"
+    if values.str.fullmatch(DATE).mean() > MOST:
+        dates(name, column, date_format(name, column))
+        return "date"
+    return "category"
+
+
+def numbers(name: str, column: pd.Series) -> np.ndarray:
+    """float64, NaN for no value; text and infinite numbers are refused."""
+    found = pd.to_numeric(column, errors="coerce").astype("float64")
+    _refuse(name, column, column.notna() & found.isna(), "holds numbers, but also text")
+    _refuse(name, column, np.isinf(found), "holds numbers that are not finite")
+    return np.asarray(found)
+
+
+def date_format(name: str, column: pd.Series) -> str:
+    """The first of `FORMATS` that reads every date, or else the one that reads most of them."""
+    if not isinstance(column.dtype, pd.StringDtype):
+        return "ISO8601"
+    values = column.dropna()
+    read = {form: _dates(values, form).notna().mean() for form in FORMATS}
+    return max(read, key=lambda form: read[form])
+
+
+def dates(name: str, column: pd.Series, form: str) -> pd.Series:
+    """Dates in UTC without its name, NaT for no value; anything else is refused."""
+    found = _dates(column, form)
+    _refuse(name, column, column.notna() & found.isna(), f"holds dates ({FORMATS[form]}), but also others")
+    return found
+
+
+def _dates(column: pd.Series, form: str) -> pd.Series:
+    if not isinstance(column.dtype, pd.StringDtype):
+        return column.astype("datetime64[ns]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return pd.to_datetime(column, format=form, errors="coerce", utc=True).dt.tz_localize(None)
+
+
+def _refuse(name: str, column: pd.Series, bad: pd.Series, what: str) -> None:
+    if not bad.any():
+        return
+    places = np.flatnonzero(bad.to_numpy())
+    shown = ", ".join(f"{str(column.iloc[i])!r} in row {column.index[i] + 1}" for i in places[:SHOWN])
+    more = f" and in {len(places) - SHOWN:,} more rows" if len(places) > SHOWN else ""
+    raise BadTable(
+        f"the column {name!r} {what}: {shown}{more}; correct them, or use --missing WORD for a word that means no "
+        f"value, --categorical {_quoted(name)} if these are categories, or --ignore {_quoted(name)}"
+    )
+
+
+def _quoted(name: str) -> str:
+    return f"'{name}'" if set(' ;|&()$"') & set(name) else name

@@ -1,0 +1,265 @@
+"""Tables in CSV or Parquet files, read through pandas: every cell of a CSV file as the text that stands there.
+
+What a column holds is decided by `columns` and not by the reader: a value that does not fit can be named with its row.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd  # type: ignore[import-untyped]
+
+MISSING = ("", "na", "n/a", "#n/a", "nan", "null", "none", "?")  # in lower case: what stands for no value in a cell
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+HEAD = 1 << 16  # bytes that are looked at before a file is read
+PER_BYTE, PER_CELL = 4, 20  # bytes of memory for a byte and a cell of CSV, as text and as numbers (measured: at most)
+LARGE = 100e6  # bytes: what is larger is announced
+DECIMAL_COMMA = r"[+-]?\d*,\d+(?:[eE][+-]?\d+)?"
+
+
+class BadTable(ValueError):
+    """A table that cannot be used, said in one sentence with the way out."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """`frame` has text in the columns of a CSV file, and numbers, dates or text in those of a Parquet file."""
+
+    path: Path
+    frame: pd.DataFrame
+    says: list[str] = field(default_factory=list)  # what was assumed in reading it
+
+
+def read(path: Path, *, rows: int | None = None, missing: tuple[str, ...] = ()) -> Sheet:
+    """The table in a file; `rows`: only that many, from the top; `missing`: further words for no value."""
+    head = _head(path)
+    parquet = head.startswith(b"PAR1")
+    if not parquet:
+        _check_text(path, head)
+    _check_memory(path, head, rows)
+    try:
+        table = _read_parquet(path, rows) if parquet else _read_csv(path, head, rows)
+    except MemoryError:
+        raise BadTable(f"{path} does not fit into memory: --rows N reads the first N rows") from None
+    if not len(table.frame):
+        raise BadTable(f"{path} has names of columns, but no row below them")
+    return Sheet(path, _blanked(table.frame, missing), table.says)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def announce(path: Path) -> str | None:
+    """A sentence on a file that takes long to read."""
+    size = path.stat().st_size if path.is_file() else 0
+    return f"{path} has {size / 1e9:.2g} GB: reading it takes a while." if size > LARGE else None
+
+
+def listed(names: list[str], most: int = 8) -> str:
+    """'a', 'b' and 3 more"""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+# --- before anything is read ---
+
+
+def _head(path: Path) -> bytes:
+    if path.is_dir():
+        raise BadTable(f"{path} is a folder: name the CSV or Parquet file in it")
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+    except OSError as error:
+        raise BadTable(f"{path} cannot be read ({error.strerror or error})") from None
+    if not head.strip():
+        raise BadTable(f"{path} is empty")
+    return head
+
+
+def _check_text(path: Path, head: bytes) -> None:
+    if head.startswith(b"PK\x03\x04"):
+        raise BadTable(f"{path} is an Excel or zip file: save the table as CSV")
+    if b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise BadTable(f"{path} is not text, and so no CSV file: unpack it, or save the table as CSV or Parquet")
+
+
+def _check_memory(path: Path, head: bytes, rows: int | None) -> None:
+    free = available_memory()
+    if rows is not None or free is None:
+        return
+    need = _parquet_bytes(path) if head.startswith(b"PAR1") else _csv_bytes(path, head)
+    if need > free:
+        raise BadTable(
+            f"{path} needs about {need / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are free: "
+            "--rows N reads the first N rows"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that are free, if the system tells."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        names = getattr(os, "sysconf_names", {})
+        known = "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else None
+
+
+def _csv_bytes(path: Path, head: bytes) -> int:
+    cells = sum(map(head.count, (b",", b";", b"\t", b"|", b"\n"))) / len(head)  # in a byte
+    return int(path.stat().st_size * (PER_BYTE + PER_CELL * cells))
+
+
+def _parquet_bytes(path: Path) -> int:
+    meta = _parquet(path).metadata
+    cells = meta.num_rows * meta.num_columns
+    return int(2 * sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)) + 16 * cells)
+
+
+# --- CSV ---
+
+
+def _read_csv(path: Path, head: bytes, rows: int | None) -> Sheet:
+    encodings = ["utf-16"] if head.startswith((b"\xff\xfe", b"\xfe\xff")) else ["utf-8-sig", "cp1252", "latin-1"]
+    says = []
+    for encoding in encodings:
+        try:
+            text = head.decode(encoding, errors="ignore" if len(head) == HEAD else "strict")
+            separator = _separator(text)
+            names = _names(path, text, separator)
+            frame = _parsed(path, encoding, separator, names, rows)
+        except UnicodeDecodeError:
+            continue
+        if encoding != encodings[0]:
+            says.append(f"{path.name} is not UTF-8; it was read as {encoding}.")
+        if separator != ",":
+            says.append(f"{path.name} has {SEPARATORS[separator]} between its columns.")
+            frame, commas = _with_points(frame)
+            says += [f"Its numbers have decimal commas (columns {listed(commas)})."] if commas else []
+        return Sheet(path, frame, says)
+    raise BadTable(f"{path} is text in no encoding that is known here: save it as UTF-8")
+
+
+def _separator(text: str) -> str:
+    """The one that gives most columns, the same number in nearly every line of the head."""
+    lines = text.splitlines()[:100]
+    lines = lines[:-1] if len(lines) > 2 else lines  # the last may be cut off
+    widths = {}
+    for separator in SEPARATORS:
+        found = [len(cells) for cells in csv.reader(lines, delimiter=separator) if cells]
+        if found and found[0] > 1 and found.count(found[0]) >= 0.9 * len(found):
+            widths[separator] = found[0]
+    return max(widths, key=lambda separator: widths[separator]) if widths else ","
+
+
+def _names(path: Path, text: str, separator: str) -> list[str]:
+    """The first row that is not blank; a column without a name is called by its place."""
+    cells = next((row for row in csv.reader(text.splitlines(keepends=True), delimiter=separator) if any(row)), [])
+    names = [cell.strip() or f"column {place}" for place, cell in enumerate(cells, 1)]
+    _check_names(path, names)
+    return names
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        places = ", ".join(str(place) for place, name in enumerate(names, 1) if name == twice[0])
+        raise BadTable(
+            f"{path} has two columns of one name, {listed(twice)} ({twice[0]!r}: columns {places}): "
+            "rename or delete one of them"
+        )
+
+
+def _parsed(path: Path, encoding: str, separator: str, names: list[str], rows: int | None) -> pd.DataFrame:
+    options: dict[str, Any] = {"encoding": encoding, "sep": separator, "nrows": rows, "engine": "c"}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # cells that no column has a name for
+            frame = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False, **options)
+    except (pd.errors.ParserError, pd.errors.ParserWarning, pd.errors.EmptyDataError) as error:
+        reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
+        if isinstance(error, pd.errors.ParserWarning):
+            reason = f"its rows have more cells than the {len(names)} names in the first line"
+        raise BadTable(f"{path} is no table ({reason}): correct that line") from None
+    if len(frame.columns) != len(names):
+        raise BadTable(f"{path} has no line of names that can be read: {listed(names)}")
+    frame.columns = names
+    return frame
+
+
+def _with_points(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Numbers with decimal commas get points, in columns that have no number with a point."""
+    changed = {}
+    for name, column in frame.items():
+        commas = column.str.fullmatch(DECIMAL_COMMA)
+        if commas.any() and not column.str.fullmatch(r"[+-]?\d*\.\d+").any():
+            changed[name] = column.where(~commas, column.str.replace(",", ".", regex=False))
+    return frame.assign(**changed), list(changed)
+
+
+def _blanked(frame: pd.DataFrame, missing: tuple[str, ...]) -> pd.DataFrame:
+    """Text without the blanks around it; what stands for no value becomes NA."""
+    words = {*MISSING, *(word.strip().lower() for word in missing)}
+    texts = {
+        name: (column := frame[name].str.strip()).mask(column.str.lower().isin(words))
+        for name in frame.columns
+        if isinstance(frame[name].dtype, pd.StringDtype)
+    }
+    return frame.assign(**texts)
+
+
+# --- Parquet ---
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise BadTable(f"{path} is a damaged Parquet file ({reason})") from None
+
+
+def _read_parquet(path: Path, rows: int | None) -> Sheet:
+    import pyarrow
+
+    file = _parquet(path)
+    names = [name.strip() or f"column {place}" for place, name in enumerate(file.schema_arrow.names, 1)]
+    _check_names(path, names)
+    try:
+        found = file.read() if rows is None else next(file.iter_batches(rows), file.read().slice(0, 0))
+        frame = found.to_pandas(ignore_metadata=True)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise BadTable(f"{path} is a damaged Parquet file ({reason})") from None
+    frame.columns = names
+    return Sheet(path, pd.DataFrame({name: _plain(frame[name]) for name in names}))
+
+
+def _plain(column: pd.Series) -> pd.Series:
+    """Numbers as float64, dates as dates in UTC without its name, anything else as text."""
+    kinds = pd.api.types
+    if kinds.is_datetime64_any_dtype(column):
+        aware = column.dt.tz is not None
+        return column.dt.tz_convert("UTC").dt.tz_localize(None) if aware else column
+    if kinds.is_numeric_dtype(column) and not kinds.is_bool_dtype(column):
+        return column.astype("float64")
+    return column.map(str, na_action="ignore").astype("str")

@@ -1,0 +1,116 @@
+"""What is predicted: numbers, or the class of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from . import kinds
+from .columns import as_text
+from .reading import BadTable, listed
+
+FEW = 10  # whole numbers of at most so many different values are taken for classes
+CLASSES = 100  # more are refused
+
+
+@dataclass(frozen=True)
+class NumberTarget:
+    names: tuple[str, ...]
+    task: ClassVar[str] = "regression"
+
+    def values(self, frame: pd.DataFrame) -> Tensor:
+        """(N, targets) in float64."""
+        return torch.from_numpy(np.stack([kinds.numbers(name, frame[name]) for name in self.names], axis=1))
+
+
+@dataclass(frozen=True)
+class ClassTarget:
+    names: tuple[str, ...]  # one
+    classes: tuple[str, ...]
+    task: ClassVar[str] = "classification"
+
+    def values(self, frame: pd.DataFrame) -> Tensor:
+        """(N,) places in `classes`; −1 for a class that is not among them."""
+        places = {name: place for place, name in enumerate(self.classes)}
+        return torch.tensor([places.get(text, -1) for text in as_text(frame[self.names[0]])])
+
+
+Target = NumberTarget | ClassTarget
+
+
+def to_json(target: Target) -> dict[str, Any]:
+    return {"task": target.task, **asdict(target)}
+
+
+def from_json(found: Mapping[str, Any]) -> Target:
+    names = tuple(found["names"])
+    return NumberTarget(names) if found["task"] == "regression" else ClassTarget(names, tuple(found["classes"]))
+
+
+def check_names(frame: pd.DataFrame, names: Sequence[str], option: str) -> None:
+    """Refuses names of columns that the table does not have."""
+    absent = [name for name in names if name not in frame.columns]
+    if not absent:
+        return
+    found = list(map(str, frame.columns))
+    hint = ""
+    if all(name.replace(".", "", 1).lstrip("+-").isdigit() for name in found):
+        hint = "; the first line must have the names of the columns"
+    raise BadTable(f"{option}: there is no column {listed(absent)}; the table has {listed(found, 20)}{hint}")
+
+
+def decide(frame: pd.DataFrame, names: tuple[str, ...], classify: bool | None) -> tuple[Target, list[str]]:
+    """The target and what was assumed; `classify` None lets its values decide. No value is missing in `frame`."""
+    if classify and len(names) > 1:
+        raise BadTable("--classify takes one --target")
+    found = {name: "category" if classify else kinds.kind(name, frame[name]) for name in names}
+    for name, kind in found.items():
+        if kind == "date":
+            raise BadTable(f"the target {name!r} is a date, which cannot be predicted: make a number of it")
+        if kind == "category" and (classify is False or len(names) > 1):
+            way = "leave --regress out" if len(names) == 1 else "predict it alone"
+            raise BadTable(f"the target {name!r} is text ({listed(_levels(frame[name]), 3)}), and no number: {way}")
+    if "category" in found.values():
+        says = [] if classify else [f"{names[0]!r} is text: a class is predicted."]
+        return _classes(frame, names[0]), says
+    if classify is None and len(names) == 1 and _few(frame[names[0]]):
+        target = _classes(frame, names[0])
+        few = ", ".join(target.classes)
+        return target, [
+            f"{names[0]!r} has only the values {few}: they are taken for classes; with --regress they are numbers."
+        ]
+    for name in names:
+        values = kinds.numbers(name, frame[name])
+        if values.min() == values.max():
+            raise BadTable(f"every value of the target {name!r} is {values[0]:g}: there is nothing to learn")
+    return NumberTarget(names), []
+
+
+def _few(column: pd.Series) -> bool:
+    values = np.unique(kinds.numbers(str(column.name), column))
+    return len(values) <= min(FEW, len(column) // 5) and bool((values == np.round(values)).all())
+
+
+def _classes(frame: pd.DataFrame, name: str) -> ClassTarget:
+    classes = _levels(frame[name])
+    if len(classes) == 1:
+        raise BadTable(f"the target {name!r} has one class only, {classes[0]!r}: there is nothing to tell apart")
+    if len(classes) > min(CLASSES, len(frame) / 2):
+        raise BadTable(
+            f"the target {name!r} has {len(classes):,} different values in {len(frame):,} rows, too many for classes: "
+            "choose another --target, or use --regress if they are numbers"
+        )
+    return ClassTarget((name,), tuple(classes))
+
+
+def _levels(column: pd.Series) -> list[str]:
+    """In the order of numbers if all are numbers, or else in that of the alphabet."""
+    levels = sorted(map(str, as_text(column).dropna().unique()))
+    numbers = pd.to_numeric(pd.Series(levels, dtype="str"), errors="coerce")
+    return levels if numbers.isna().any() else [levels[i] for i in np.argsort(numbers.to_numpy(), kind="stable")]

@@ -1,0 +1,163 @@
+"""Tables are read as they stand in the file; what is no table is refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pandas")
+
+import pandas as pd
+
+from marquardt.table import reading
+from marquardt.table.reading import BadTable, read
+
+
+def written(tmp_path: Path, content: str | bytes, name: str = "data.csv") -> Path:
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_cells_are_text_and_some_words_are_no_value(tmp_path):
+    frame = read(written(tmp_path, "a, b\n007, x \nNA,?\n,nan\n")).frame
+    assert list(frame.columns) == ["a", "b"]
+    assert frame["a"].tolist()[0] == "007"
+    assert frame["b"].tolist()[0] == "x"
+    assert frame.isna().to_numpy().tolist() == [[False, False], [True, True], [True, True]]
+
+
+def test_further_words_for_no_value(tmp_path):
+    path = written(tmp_path, "a,b\n-999,1\n3,Unknown\n")
+    assert not read(path).frame.isna().any(axis=None)
+    assert read(path, missing=("-999", "unknown")).frame.isna().to_numpy().tolist() == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize(("separator", "word"), [(";", "semicolons"), ("\t", "tabs"), ("|", "bars")])
+def test_separators_are_found_and_said(tmp_path, separator, word):
+    rows = [["a", "b", "c"], ["1,5", "2", "x, y"], ["2,5", "3", "z"]]
+    sheet = read(written(tmp_path, "\n".join(separator.join(row) for row in rows)))
+    assert sheet.frame["a"].tolist() == ["1.5", "2.5"]
+    assert sheet.frame["c"].tolist() == ["x, y", "z"]
+    assert word in sheet.says[0]
+    assert "decimal commas (columns 'a')" in sheet.says[1]
+
+
+def test_a_comma_stays_between_columns(tmp_path):
+    sheet = read(written(tmp_path, 'a,b\n1,"x;y"\n2,"u;v"\n'))
+    assert sheet.frame["b"].tolist() == ["x;y", "u;v"]
+    assert sheet.says == []
+
+
+@pytest.mark.parametrize(
+    ("encoding", "said"), [("utf-8", []), ("utf-8-sig", []), ("utf-16", []), ("cp1252", ["not UTF-8"])]
+)
+def test_encodings(tmp_path, encoding, said):
+    sheet = read(written(tmp_path, "Straße,b\nZürich,1\n".encode(encoding)))
+    assert sheet.frame["Straße"].tolist() == ["Zürich"]
+    assert [word in sentence for word, sentence in zip(said, sheet.says, strict=True)] == [True] * len(said)
+
+
+def test_an_encoding_that_shows_late(tmp_path):
+    text = "name,b\n" + "plain,1\n" * 20_000 + "Zürich,2\n"
+    assert read(written(tmp_path, text.encode("cp1252"))).frame["name"].iloc[-1] == "Zürich"
+
+
+def test_only_the_first_rows(tmp_path):
+    path = written(tmp_path, "a\n" + "\n".join(map(str, range(50))))
+    assert read(path, rows=3).frame["a"].tolist() == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["is empty"]),
+        (b"  \n\n ", ["is empty"]),
+        (b"a,b\n", ["no row below"]),
+        (b"a,b,a\n1,2,3\n", ["two columns of one name", "'a'", "columns 1, 3"]),
+        (b"a,b\n1,2\n3,4,5\n", ["is no table", "line 3", "correct that line"]),
+        (b"a,b\n1,2,3\n3,4,5\n", ["more cells than the 2 names"]),
+        (b'a,b\n"1,2\n3,4\n', ["is no table"]),
+        (b"\x89\x00\x01\x02\x03", ["not text"]),
+        (b"PK\x03\x04rest", ["Excel", "CSV"]),
+        (b"PAR1broken", ["damaged Parquet"]),
+    ],
+)
+def test_what_is_no_table(tmp_path, content, words):
+    path = written(tmp_path, content)
+    with pytest.raises(BadTable) as error:
+        read(path)
+    assert str(path) in str(error.value)
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+def test_no_file_at_all(tmp_path):
+    with pytest.raises(BadTable, match=r"none.csv cannot be read \(No such file"):
+        read(tmp_path / "none.csv")
+    with pytest.raises(BadTable, match="is a folder"):
+        read(tmp_path)
+
+
+def test_a_table_larger_than_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = written(tmp_path, "a,b\n" + "1,2\n" * 1000)
+    monkeypatch.setattr(reading, "available_memory", lambda: 10_000)
+    monkeypatch.setattr(pd, "read_csv", None)
+    with pytest.raises(BadTable, match=r"needs about .* of memory.*--rows N reads the first N rows"):
+        read(path)
+
+
+def test_a_large_file_is_announced(tmp_path, monkeypatch):
+    path = written(tmp_path, "a\n1\n")
+    assert reading.announce(path) is None
+    monkeypatch.setattr(reading, "LARGE", 3)
+    assert "reading it takes a while" in reading.announce(path)
+
+
+def test_free_memory_is_a_number_of_bytes():
+    assert reading.available_memory() > 1e6
+
+
+def test_the_digest_is_that_of_the_bytes(tmp_path):
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # of FIPS 180-4's examples
+    assert reading.digest(written(tmp_path, b"")) == empty
+    assert reading.digest(written(tmp_path, b"x" * (2 << 20))) != reading.digest(written(tmp_path, b"x" * (3 << 20)))
+
+
+# --- Parquet ---
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    pytest.importorskip("pyarrow")
+    frame = pd.DataFrame(
+        {
+            "whole": [1, 2, 3],
+            "part": [1.5, None, 2.5],
+            "flag": [True, False, True],
+            "word": ["x", None, "y"],
+            "day": pd.to_datetime(["2020-01-01", "2020-01-02", None]),
+            "kind": pd.Categorical(["u", "v", "u"]),
+        }
+    )
+    frame.to_parquet(tmp_path / "data.parquet")
+    return tmp_path / "data.parquet"
+
+
+def test_parquet_keeps_numbers_and_dates(parquet):
+    frame = read(parquet).frame
+    assert frame["whole"].tolist() == [1.0, 2.0, 3.0]
+    assert frame["part"].isna().tolist() == [False, True, False]
+    assert frame["flag"].tolist() == ["True", "False", "True"]
+    assert frame["word"].isna().tolist() == [False, True, False]
+    assert str(frame["day"].iloc[1].date()) == "2020-01-02"
+    assert frame["kind"].tolist() == ["u", "v", "u"]
+    assert len(read(parquet, rows=2).frame) == 2
+
+
+def test_a_parquet_table_larger_than_memory(parquet, monkeypatch):
+    monkeypatch.setattr(reading, "available_memory", lambda: 10)
+    with pytest.raises(BadTable, match="--rows N"):
+        read(parquet)
+    assert len(read(parquet, rows=2).frame) == 2
