@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import pytest
 
 from marquardt.table import charts
-from marquardt.table.charts import Scale, chart, ranking, thinned
+from marquardt.table.charts import Axis, chart, ranking, thinned
 
 
 @pytest.mark.parametrize("low", [-1e3, -3.2, 0.0, 1e-9, 17.0])
 @pytest.mark.parametrize("span", [1e-5, 0.37, 1.0, 42.0, 9e7])
 def test_ticks_are_few_round_and_inside(low, span):
-    scale = Scale.of([low, low + span], 0, 100)
+    scale = Axis.of([low, low + span], 0, 100)
     ticks = scale.ticks()
     assert 4 <= len(ticks) <= 9
     assert all(-0.1 <= scale.at(tick) <= 100.1 for tick in ticks)
@@ -23,15 +23,15 @@ def test_ticks_are_few_round_and_inside(low, span):
 
 
 def test_a_logarithmic_scale_if_all_values_are_positive():
-    scale = Scale.of([1e-3, 1e2], 0, 100, log=True, room=0)
+    scale = Axis.of([1e-3, 1e2], 0, 100, log=True, room=0)
     assert scale.at(10**-0.5) == pytest.approx(50)
     assert scale.ticks() == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10, 100])
-    assert not Scale.of([0.0, 1.0], 0, 1, log=True).log
+    assert not Axis.of([0.0, 1.0], 0, 1, log=True).log
 
 
 @pytest.mark.parametrize("values", [[], [3.0], [0.0, 0.0], [math.nan, math.inf]])
 def test_a_scale_of_hardly_anything(values):
-    scale = Scale.of(values, 0, 100)
+    scale = Axis.of(values, 0, 100)
     assert 0 <= scale.at(3.0 if values == [3.0] else 0.5 if values != [0.0, 0.0] else 0.0) <= 100
     assert len(scale.ticks()) > 1
 

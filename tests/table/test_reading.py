@@ -44,6 +44,18 @@ def test_separators_are_found_and_said(tmp_path, separator, word):
     assert "decimal commas (columns 'a')" in sheet.says[1]
 
 
+def test_more_names_than_are_looked_at_beforehand(tmp_path):
+    names = [f"{i} " + 500 * "long" for i in range(40)]
+    assert len(",".join(names)) > reading.HEAD
+    frame = read(written(tmp_path, ",".join(names) + "\n" + ",".join(map(str, range(40))))).frame
+    assert list(frame.columns) == names
+    assert frame.iloc[0, -1] == "39"
+
+
+def test_columns_without_names_are_called_by_their_places(tmp_path):
+    assert list(read(written(tmp_path, ",b,\n1,2,3\n")).frame.columns) == ["column 1", "b", "column 3"]
+
+
 def test_a_comma_stays_between_columns(tmp_path):
     sheet = read(written(tmp_path, 'a,b\n1,"x;y"\n2,"u;v"\n'))
     assert sheet.frame["b"].tolist() == ["x;y", "u;v"]
@@ -154,6 +166,15 @@ def test_parquet_keeps_numbers_and_dates(parquet):
     assert str(frame["day"].iloc[1].date()) == "2020-01-02"
     assert frame["kind"].tolist() == ["u", "v", "u"]
     assert len(read(parquet, rows=2).frame) == 2
+    assert len(read(parquet, rows=5).frame) == 3
+
+
+def test_of_parquet_only_the_first_rows_are_read(tmp_path, monkeypatch):
+    arrow = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "data.parquet"
+    pd.DataFrame({"a": range(100)}).to_parquet(path, row_group_size=10)
+    monkeypatch.setattr(arrow.ParquetFile, "read", None)
+    assert read(path, rows=25).frame["a"].tolist() == list(range(25))
 
 
 def test_a_parquet_table_larger_than_memory(parquet, monkeypatch):

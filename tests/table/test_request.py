@@ -40,7 +40,7 @@ def test_a_run_begins_goes_on_and_ends(asked, out):
 def test_a_second_run_does_not_overwrite_the_first(asked, out):
     begin(out, asked, resume=False)
     before = (out / RUN).read_bytes()
-    for act in (lambda: begin(out, asked, resume=False), lambda: check(out, resume=False)):
+    for act in (lambda: begin(out, asked, resume=False), lambda: check(out, asked, resume=False)):
         with pytest.raises(BadFolder, match=r"holds a run already \(data.csv\): --resume goes on with it"):
             act()
     assert (out / RUN).read_bytes() == before
@@ -54,7 +54,7 @@ def test_other_data_and_other_options_are_refused(asked, out):
         begin(out, replace(asked, steps=7), resume=True)
     asked.data.write_text("a,y\n1,3\n")
     with pytest.raises(BadFolder, match=r"other data: .*data.csv has changed"):
-        begin(out, asked, resume=True)
+        check(out, asked, resume=True)
 
 
 def test_the_same_data_may_have_moved(asked, out, tmp_path):
@@ -67,9 +67,9 @@ def test_a_folder_of_something_else(asked, out):
     (out / "thesis.tex").write_text("…")
     for resume in (False, True):
         with pytest.raises(BadFolder, match="not empty"):
-            check(out, resume=resume)
+            check(out, asked, resume=resume)
     with pytest.raises(BadFolder, match="is a file"):
-        check(asked.data, resume=False)
+        check(asked.data, asked, resume=False)
 
 
 def test_what_a_killed_process_left_is_no_obstacle(asked, out):

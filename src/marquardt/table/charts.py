@@ -18,7 +18,7 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Scale:
+class Axis:
     """Values to places between two ends, by themselves or by their logarithms."""
 
     low: float
@@ -28,7 +28,7 @@ class Scale:
     log: bool = False
 
     @staticmethod
-    def of(values: Sequence[float], first: float, last: float, *, log: bool = False, room: float = 0.04) -> Scale:
+    def of(values: Sequence[float], first: float, last: float, *, log: bool = False, room: float = 0.04) -> Axis:
         """One that shows all of the values, with some room at both ends; by logarithms only if all are positive."""
         values = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
         low, high = min(values), max(values)
@@ -38,7 +38,7 @@ class Scale:
             log = False
         span = (high - low) or abs(high) or 1.0
         low, high = low - room * span, high + room * span
-        return Scale(10**low, 10**high, first, last, True) if log else Scale(low, high, first, last)
+        return Axis(10**low, 10**high, first, last, True) if log else Axis(low, high, first, last)
 
     def at(self, value: float) -> float:
         low, high, value = (
@@ -79,8 +79,8 @@ def thinned(points: Sequence[T], most: int = MOST_POINTS) -> Sequence[T]:
 class Chart:
     """Axes with something in them; `svg` is the whole."""
 
-    x: Scale
-    y: Scale
+    x: Axis
+    y: Axis
     xlabel: str
     ylabel: str
     parts: list[str] = field(default_factory=list)
@@ -153,8 +153,8 @@ def chart(
 ) -> Chart:
     """Axes for these values; `log`: upwards by logarithms; `same`: the same numbers on both axes."""
     x, y = ([*x, *y], [*x, *y]) if same else (x, y)
-    across = Scale.of(x, LEFT, WIDTH - RIGHT)
-    return Chart(across, Scale.of(y, HEIGHT - BOTTOM, TOP, log=log), xlabel, ylabel)
+    across = Axis.of(x, LEFT, WIDTH - RIGHT)
+    return Chart(across, Axis.of(y, HEIGHT - BOTTOM, TOP, log=log), xlabel, ylabel)
 
 
 def ranking(rows: Sequence[tuple[str, float, float]], xlabel: str, title: str) -> str:
@@ -163,7 +163,7 @@ def ranking(rows: Sequence[tuple[str, float, float]], xlabel: str, title: str) -
     left = 16 + 7.2 * max(map(len, names))
     high = HEIGHT_OF_BAR * len(rows)
     ends = [0.0, *(value + spread for _, value, spread in rows), *(value - spread for _, value, spread in rows)]
-    x = Scale.of(ends, left, WIDTH - RIGHT, room=0.02)
+    x = Axis.of(ends, left, WIDTH - RIGHT, room=0.02)
     parts = []
     for tick in x.ticks():
         at = x.at(tick)

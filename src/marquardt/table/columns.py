@@ -267,8 +267,8 @@ def _learnt(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple
         number = NumberColumn.of(name, rows)
         return (number, _counter(rows)) if number.names else (None, f"it is always {number.median:.4g}")
     if kind == "date":
-        date = DateColumn.of(name, rows, kinds.date_format(name, column))
-        return (date, _ambiguous(name, column, date.form)) if date.names else (None, "it is always the same date")
+        date = DateColumn.of(name, rows, kinds.date_format(column))
+        return (date, _ambiguous(column, date.form)) if date.names else (None, "it is always the same date")
     text = as_text(rows)
     different = text.nunique()
     if different > UNIQUE * text.notna().sum() and different > RARE:
@@ -287,7 +287,7 @@ def _counter(rows: pd.Series) -> str:
     return "; its whole numbers are all different, as those that count rows: --ignore leaves it out" if counts else ""
 
 
-def _ambiguous(name: str, column: pd.Series, form: str) -> str:
-    if form != "%m/%d/%Y" or kinds._dates(column.dropna(), "%d/%m/%Y").isna().any():
+def _ambiguous(column: pd.Series, form: str) -> str:
+    if form != "%m/%d/%Y" or kinds.read_as(column.dropna(), "%d/%m/%Y").isna().any():
         return ""
     return "; day/month/year would be possible too"

@@ -38,7 +38,7 @@ def kind(name: str, column: pd.Series) -> Kind:
         numbers(name, column)
         return "number"
     if values.str.fullmatch(DATE).mean() > MOST:
-        dates(name, column, date_format(name, column))
+        dates(name, column, date_format(column))
         return "date"
     return "category"
 
@@ -51,25 +51,26 @@ def numbers(name: str, column: pd.Series) -> np.ndarray:
     return np.asarray(found)
 
 
-def date_format(name: str, column: pd.Series) -> str:
+def date_format(column: pd.Series) -> str:
     """The first of `FORMATS` that reads every date, or else the one that reads most of them."""
     if not isinstance(column.dtype, pd.StringDtype):
         return "ISO8601"
     values = column.dropna()
-    read = {form: _dates(values, form).notna().mean() for form in FORMATS}
+    read = {form: read_as(values, form).notna().mean() for form in FORMATS}
     return max(read, key=lambda form: read[form])
 
 
 def dates(name: str, column: pd.Series, form: str) -> pd.Series:
     """Dates in UTC without its name, NaT for no value; anything else is refused."""
-    found = _dates(column, form)
+    found = read_as(column, form)
     _refuse(name, column, column.notna() & found.isna(), f"holds dates ({FORMATS[form]}), but also others")
     return found
 
 
-def _dates(column: pd.Series, form: str) -> pd.Series:
+def read_as(column: pd.Series, form: str) -> pd.Series:
+    """NaT for what is no such date."""
     if not isinstance(column.dtype, pd.StringDtype):
-        return column.astype("datetime64[ns]")
+        return column
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return pd.to_datetime(column, format=form, errors="coerce", utc=True).dt.tz_localize(None)

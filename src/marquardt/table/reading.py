@@ -10,6 +10,8 @@ import hashlib
 import os
 import re
 import warnings
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,10 +142,8 @@ def _read_csv(path: Path, head: bytes, rows: int | None) -> Sheet:
     says = []
     for encoding in encodings:
         try:
-            text = head.decode(encoding, errors="ignore" if len(head) == HEAD else "strict")
-            separator = _separator(text)
-            names = _names(path, text, separator)
-            frame = _parsed(path, encoding, separator, names, rows)
+            separator = _separator(head.decode(encoding, errors="ignore"))
+            frame = _parsed(path, encoding, separator, rows)
         except UnicodeDecodeError:
             continue
         if encoding != encodings[0]:
@@ -168,60 +168,65 @@ def _separator(text: str) -> str:
     return max(widths, key=lambda separator: widths[separator]) if widths else ","
 
 
-def _names(path: Path, text: str, separator: str) -> list[str]:
-    """The first row that is not blank; a column without a name is called by its place."""
-    cells = next((row for row in csv.reader(text.splitlines(keepends=True), delimiter=separator) if any(row)), [])
+def _names(path: Path, cells: Iterable[str]) -> list[str]:
+    """A column without a name is called by its place; two of one name are refused."""
     names = [cell.strip() or f"column {place}" for place, cell in enumerate(cells, 1)]
-    _check_names(path, names)
-    return names
-
-
-def _check_names(path: Path, names: list[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         places = ", ".join(str(place) for place, name in enumerate(names, 1) if name == twice[0])
         raise BadTable(
             f"{path} has two columns of one name, {listed(twice)} ({twice[0]!r}: columns {places}): "
-            "rename or delete one of them"
+            f"rename or delete one of them{nameless(names)}"
         )
+    return names
 
 
-def _parsed(path: Path, encoding: str, separator: str, names: list[str], rows: int | None) -> pd.DataFrame:
-    options: dict[str, Any] = {"encoding": encoding, "sep": separator, "nrows": rows, "engine": "c"}
+def nameless(names: list[str]) -> str:
+    """A hint for tables that begin with data"""
+    numbers = all(re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", name) for name in names)
+    return "; the first line must have the names of the columns" if numbers else ""
+
+
+def _parsed(path: Path, encoding: str, separator: str, rows: int | None) -> pd.DataFrame:
+    options: dict[str, Any] = {"encoding": encoding, "sep": separator, "dtype": str, "keep_default_na": False}
+    names: list[str] = []
     try:
+        names = _names(path, pd.read_csv(path, header=None, nrows=1, **options).iloc[0])
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # cells that no column has a name for
-            frame = pd.read_csv(path, dtype=str, keep_default_na=False, index_col=False, **options)
+            frame = pd.read_csv(path, nrows=rows, index_col=False, **options)
     except (pd.errors.ParserError, pd.errors.ParserWarning, pd.errors.EmptyDataError) as error:
         reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
         if isinstance(error, pd.errors.ParserWarning):
             reason = f"its rows have more cells than the {len(names)} names in the first line"
         raise BadTable(f"{path} is no table ({reason}): correct that line") from None
-    if len(frame.columns) != len(names):
-        raise BadTable(f"{path} has no line of names that can be read: {listed(names)}")
     frame.columns = names
     return frame
 
 
 def _with_points(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Numbers with decimal commas get points, in columns that have no number with a point."""
-    changed = {}
+    columns, changed = {}, []
     for name, column in frame.items():
         commas = column.str.fullmatch(DECIMAL_COMMA)
+        columns[name] = column
         if commas.any() and not column.str.fullmatch(r"[+-]?\d*\.\d+").any():
-            changed[name] = column.where(~commas, column.str.replace(",", ".", regex=False))
-    return frame.assign(**changed), list(changed)
+            columns[name] = column.where(~commas, column.str.replace(",", ".", regex=False))
+            changed.append(name)
+    return pd.DataFrame(columns), changed
 
 
 def _blanked(frame: pd.DataFrame, missing: tuple[str, ...]) -> pd.DataFrame:
     """Text without the blanks around it; what stands for no value becomes NA."""
     words = {*MISSING, *(word.strip().lower() for word in missing)}
-    texts = {
-        name: (column := frame[name].str.strip()).mask(column.str.lower().isin(words))
-        for name in frame.columns
-        if isinstance(frame[name].dtype, pd.StringDtype)
-    }
-    return frame.assign(**texts)
+
+    def blanked(column: pd.Series) -> pd.Series:
+        if not isinstance(column.dtype, pd.StringDtype):
+            return column
+        column = column.str.strip()
+        return column.mask(column.str.lower().isin(words))
+
+    return pd.DataFrame({name: blanked(column) for name, column in frame.items()})
 
 
 # --- Parquet ---
@@ -242,16 +247,28 @@ def _read_parquet(path: Path, rows: int | None) -> Sheet:
     import pyarrow
 
     file = _parquet(path)
-    names = [name.strip() or f"column {place}" for place, name in enumerate(file.schema_arrow.names, 1)]
-    _check_names(path, names)
+    names = _names(path, file.schema_arrow.names)
     try:
-        found = file.read() if rows is None else next(file.iter_batches(rows), file.read().slice(0, 0))
+        found = file.read() if rows is None else _first(file, rows)
         frame = found.to_pandas(ignore_metadata=True)
     except (OSError, pyarrow.ArrowException) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise BadTable(f"{path} is a damaged Parquet file ({reason})") from None
     frame.columns = names
     return Sheet(path, pd.DataFrame({name: _plain(frame[name]) for name in names}))
+
+
+def _first(file: Any, rows: int) -> Any:
+    """The others are not read."""
+    import pyarrow
+
+    batches = []
+    for batch in file.iter_batches(batch_size=rows):
+        batches.append(batch.slice(0, rows))
+        rows -= len(batches[-1])
+        if rows == 0:
+            break
+    return pyarrow.Table.from_batches(batches, schema=file.schema_arrow)
 
 
 def _plain(column: pd.Series) -> pd.Series:

@@ -56,26 +56,29 @@ def finished(out: Path) -> bool:
     return bool(_read(out).get("finished"))
 
 
-def check(out: Path, *, resume: bool) -> None:
-    """Refuses a folder that holds something else, before it is touched."""
+def check(out: Path, request: Request, *, resume: bool) -> None:
+    """Refuses a folder that holds something else, before it is touched and before the table is read."""
     if (out / RUN).exists():
+        there = _read(out)
         if not resume:
-            name = Path(_read(out)["data"]["path"]).name
+            name = Path(there["data"]["path"]).name
             raise BadFolder(f"{out} holds a run already ({name}): --resume goes on with it, or choose another --out")
+        if request.data.is_file():
+            _check_same(out, there, identity(request))
     elif out.exists():
         _check_empty(out)
 
 
 def begin(out: Path, request: Request, *, resume: bool) -> list[str]:
     """Makes `out` the folder of this run, or goes on with it if it is; sentences on what is unusual."""
-    check(out, resume=resume)
+    check(out, request, resume=resume)
     here = identity(request)
+    for left in out.glob("*.part"):  # by a process that was killed: nobody else writes here now
+        left.unlink()
     if not (out / RUN).exists():
         write_json(out / RUN, {**here, "finished": False})
         return [f"{out} has no run to go on with: this one starts."] if resume else []
-    there = _read(out)
-    _check_same(out, there, here)
-    return _go_on(there["versions"], here["versions"])
+    return _go_on(_read(out)["versions"], here["versions"])
 
 
 def end(out: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import kinds
 from .columns import as_text
-from .reading import BadTable, listed
+from .reading import BadTable, listed, nameless
 
 FEW = 10  # whole numbers of at most so many different values are taken for classes
 CLASSES = 100  # more are refused
@@ -58,11 +58,8 @@ def check_names(frame: pd.DataFrame, names: Sequence[str], option: str) -> None:
     absent = [name for name in names if name not in frame.columns]
     if not absent:
         return
-    found = list(map(str, frame.columns))
-    hint = ""
-    if all(name.replace(".", "", 1).lstrip("+-").isdigit() for name in found):
-        hint = "; the first line must have the names of the columns"
-    raise BadTable(f"{option}: there is no column {listed(absent)}; the table has {listed(found, 20)}{hint}")
+    names = list(map(str, frame.columns))
+    raise BadTable(f"{option}: there is no column {listed(absent)}; the table has {listed(names, 20)}{nameless(names)}")
 
 
 def decide(frame: pd.DataFrame, names: tuple[str, ...], classify: bool | None) -> tuple[Target, list[str]]:
