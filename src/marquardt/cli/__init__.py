@@ -1,4 +1,4 @@
-"""The command line: `marquardt paper` reproduces the paper, `marquardt bench` runs the benchmarks."""
+"""The command line: `marquardt fit` and `predict` are for tables, `paper` reproduces the paper, `bench` measures."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from .. import __version__
 try:
     import typer
 
-    from . import bench, paper
+    from . import bench, fit, paper
 except ModuleNotFoundError as error:
-    sys.stderr.write(f"the command line needs {str(error.name).partition('.')[0]}: pip install 'marquardt[paper]'\n")
+    missing, extra = str(error.name).partition(".")[0], "table" if {"fit", "predict"} & set(sys.argv[1:2]) else "paper"
+    sys.stderr.write(f"the command line needs {missing}: pip install 'marquardt[{extra}]'\n")
     raise SystemExit(2) from None
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(fit.fit)
+app.command()(fit.predict)
 app.add_typer(paper.paper, name="paper")
 app.command(context_settings={"allow_interspersed_args": False})(bench.bench)
 
@@ -36,4 +39,4 @@ def marquardt(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="The version, nothing else.")
     ] = False,
 ) -> None:
-    """Levenberg–Marquardt for PyTorch: the paper's experiments and the benchmarks."""
+    """Levenberg–Marquardt for PyTorch: networks for tables, the paper's experiments and the benchmarks."""

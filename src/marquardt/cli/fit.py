@@ -1,0 +1,175 @@
+"""`marquardt fit` trains a network for a table, `marquardt predict` uses it for new rows."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .. import files
+from .base import Debug, told
+
+if TYPE_CHECKING:
+    from ..table.request import Request
+
+EXTRA = "table"
+REFRESH = 0.2  # seconds between two pictures
+
+Names = list[str] | None
+
+
+def fit(
+    data: Annotated[Path, typer.Argument(help="A CSV or Parquet file; names of columns in the first line.")],
+    target: Annotated[
+        list[str], typer.Option("--target", metavar="COLUMN", help="What to predict; again for further numbers.")
+    ],
+    hidden: Annotated[
+        str | None, typer.Option(metavar="N,…", help="Units in each hidden layer.", show_default="chosen")
+    ] = None,
+    classify: Annotated[
+        bool | None, typer.Option("--classify/--regress", help="Classes or numbers.", show_default="by the target")
+    ] = None,
+    test_fraction: Annotated[float, typer.Option(min=0.0, max=0.9, help="Part of the rows kept back to test.")] = 0.2,
+    out: Annotated[Path | None, typer.Option(help="The folder for what is written.", show_default="DATA-model")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the split and of the training.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="At most so many for a network.", show_default="chosen")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Read only so many.", show_default="all")] = None,
+    ignore: Annotated[Names, typer.Option("--ignore", metavar="COLUMN", help="Leave a column out.")] = None,
+    categorical: Annotated[
+        Names, typer.Option("--categorical", metavar="COLUMN", help="Numbers that stand for categories.")
+    ] = None,
+    missing: Annotated[
+        Names, typer.Option("--missing", metavar="WORD", help="A further word for no value, like -999.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a network for a table and write model, predictions, metrics and a report.
+
+    Numbers, categories, dates and missing values are taken as they are found, and what was done to each column is said.
+    The run can be stopped at any time: with --resume the same command goes on, to the same model.
+    """
+    sizes = _sizes(hidden)
+    folder = data.with_name(f"{data.stem}-model") if out is None else out
+    with told(debug, EXTRA):
+        from ..table.request import Request
+
+        asked = Request(
+            data, tuple(dict.fromkeys(target)), classify, sizes, test_fraction, seed, steps, rows,
+            tuple(ignore or ()), tuple(categorical or ()), tuple(missing or ()),
+        )  # fmt: skip
+        _run(asked, folder, resume)
+
+
+def _run(asked: Request, folder: Path, resume: bool) -> None:
+    from ..table import run
+    from ..table.request import REPORT
+
+    console = Console()
+    screen = FitScreen(console)
+    try:
+        findings = run.fit(asked, folder, resume=resume, say=screen.say, watch=screen.see)
+    except KeyboardInterrupt:
+        screen.end()
+        words = [word for word in sys.argv[1:] if word != "--resume"]
+        screen.say(f"Stopped. Go on: {shlex.join(['marquardt', *words, '--resume'])}", whole=True)
+        raise typer.Exit(130) from None
+    finally:
+        screen.end()
+    if findings is None:
+        screen.say(f"{folder} holds this run, finished: there is nothing to do.")
+    else:
+        for sentence in findings.told:
+            screen.say(sentence, "bold")
+    screen.say(f"Report: {folder / REPORT}", whole=True)
+
+
+def _sizes(hidden: str | None) -> tuple[int, ...] | None:
+    if hidden is None or hidden.strip() == "auto":
+        return None
+    try:
+        sizes = tuple(int(size) for size in hidden.split(","))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1:
+        raise typer.BadParameter(
+            f"{hidden!r} is no list of whole numbers from 1 on, such as 32,32", param_hint="--hidden"
+        )
+    return sizes
+
+
+class FitScreen:
+    """What was assumed, then a bar; in a pipe, a line for each kind of network. Drawn between steps, by no thread."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.drawn = -math.inf
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(), TimeRemainingColumn(),
+            console=console, expand=True, auto_refresh=False, transient=True,
+        )  # fmt: skip
+        self.bar = self.progress.add_task("", total=1.0, loss="")
+
+    def say(self, sentence: str, style: str = "", *, whole: bool = False) -> None:
+        """In lines of the terminal's width, broken between words; `whole` leaves a path or a command in one piece."""
+        whole = whole or not self.console.is_terminal
+        self.console.print(sentence, style=style, markup=False, highlight=False, soft_wrap=whole)
+
+    def see(self, event: Mapping[str, Any]) -> None:
+        """A step of networks of one kind, which are trained together."""
+        place = f"{event['member']}/{event['members']}"
+        if event["step"] == event["steps"]:
+            self.say(f"{place}  {event['configuration']}: {event['step']} steps, loss {event['loss']:.4g}")
+        if not self.console.is_terminal or time.monotonic() - self.drawn < REFRESH:
+            return
+        self.drawn = time.monotonic()
+        self.progress.start()
+        self.progress.update(
+            self.bar, completed=(event["member"] - 1 + event["step"] / event["steps"]) / event["members"],
+            description=f"{place}, step {event['step']}", loss=f"loss {event['loss']:.4g}",
+        )  # fmt: skip
+        self.progress.refresh()
+
+    def end(self) -> None:
+        if self.progress.live.is_started:
+            self.progress.stop()
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The folder that marquardt fit has written.")],
+    data: Annotated[Path, typer.Argument(help="A CSV or Parquet file with the same columns.")],
+    interval: Annotated[float, typer.Option(help="Part of the values between lower and upper.")] = 0.95,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="A CSV file for the predictions.", show_default="printed")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Predict the target for new rows: with intervals if it is a number, with probabilities if it is a class."""
+    if not 0 < interval < 1:
+        raise typer.BadParameter(f"{interval:g} is not between 0 and 1", param_hint="--interval")
+    if out is not None and out.exists():
+        raise typer.BadParameter(f"{str(out)!r} is there already: choose another file", param_hint="--out")
+    with told(debug, EXTRA):
+        from ..table import predictions
+
+        table, notes = predictions.predict(model, data, interval)
+        errors = Console(stderr=True)
+        for note in notes:
+            errors.print(note, markup=False, highlight=False, soft_wrap=True)
+        if out is None:
+            sys.stdout.write(predictions.to_csv(table))
+            return
+        with files.whole(out) as write:
+            write(predictions.to_csv(table))
+        errors.print(f"Predictions of {len(table):,} rows: {out}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,150 @@
+"""Predictions of a committee as a table, and those of a model in a folder for new rows."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from ..tabular import Committee
+from . import metrics, targets
+from .columns import Columns
+from .reading import read
+from .request import MODEL, PREPROCESSING, BadFolder
+from .targets import NumberTarget, Target
+
+FORMAT = 1  # of model.pt and preprocessing.json
+
+
+class Predicted(NamedTuple):
+    """Numbers with standard deviations, or probabilities of classes."""
+
+    mean: Tensor  # (N, targets) or (N, classes)
+    std: Tensor | None  # (N, targets)
+
+    def of(self, rows: Tensor) -> Predicted:
+        return Predicted(self.mean[rows], None if self.std is None else self.std[rows])
+
+
+def predicted(committee: Committee, X: Tensor) -> Predicted:
+    if committee.settings.task == "regression":
+        return Predicted(*committee.predict(X))
+    return Predicted(committee.probabilities(X), None)
+
+
+def frame(target: Target, found: Predicted, level: float, true: Tensor | None = None) -> pd.DataFrame:
+    """Columns predicted, std, lower, upper (of several targets with their names); or predicted and probabilities."""
+    if isinstance(target, NumberTarget):
+        return pd.DataFrame(_numbers(target.names, found, level, true))
+    classes = np.array(target.classes, dtype=object)
+    columns: dict[str, Any] = {} if true is None else {"true": _class_names(classes, true)}
+    columns["predicted"] = classes[found.mean.argmax(1).numpy()]
+    columns |= {f"probability of {name}": found.mean[:, k].numpy() for k, name in enumerate(target.classes)}
+    return pd.DataFrame(columns)
+
+
+def _class_names(classes: np.ndarray, places: Tensor) -> np.ndarray:
+    return np.array([classes[place] if place >= 0 else None for place in places.tolist()], dtype=object)
+
+
+def _numbers(names: Sequence[str], found: Predicted, level: float, true: Tensor | None) -> dict[str, np.ndarray]:
+    assert found.std is not None
+    z = metrics.quantile(level)
+    columns = {}
+    for k, name in enumerate(names):
+        before = "" if len(names) == 1 else f"{name} "
+        mean, std = found.mean[:, k], found.std[:, k]
+        if true is not None:
+            columns[f"{before}true"] = true[:, k].numpy()
+        parts = {"predicted": mean, "std": std, "lower": mean - z * std, "upper": mean + z * std}
+        columns |= {before + part: values.numpy() for part, values in parts.items()}
+    return columns
+
+
+def to_csv(table: pd.DataFrame) -> str:
+    return str(table.to_csv(index=False, float_format="%.10g", lineterminator="\n"))
+
+
+# --- a model in a folder ---
+
+
+class Model(NamedTuple):
+    columns: Columns
+    target: Target
+    committee: Committee
+    missing: tuple[str, ...]
+
+
+def weights(committee: Committee) -> bytes:
+    """The file model.pt; equal values give equal bytes, also if some of them were read from a checkpoint."""
+    content = io.BytesIO()  # the name of a file would be part of what torch writes
+    torch.save(_own({"format": FORMAT, "committee": committee.state()}), content)
+    return content.getvalue()
+
+
+def _own(value: Any) -> Any:
+    """A copy in which nothing is shared but words, which always are: what pickle has met before it writes otherwise."""
+    if isinstance(value, dict):
+        return {_own(key): _own(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_own(item) for item in value]
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return sys.intern(value) if isinstance(value, str) else value
+
+
+def preprocessing(columns: Columns, target: Target, missing: Sequence[str]) -> dict[str, Any]:
+    found = {"target": targets.to_json(target), "missing": list(missing), "columns": columns.to_json()}
+    return {"format": FORMAT, **found, "inputs": columns.names}
+
+
+def load(folder: Path) -> Model:
+    """The model that `marquardt fit` has left in a folder."""
+    if not (folder / MODEL).is_file() or not (folder / PREPROCESSING).is_file():
+        raise BadFolder(
+            f"{folder} has no {MODEL} and {PREPROCESSING}: name the --out of a `marquardt fit` that has ended"
+        )
+    try:
+        saved = torch.load(folder / MODEL, weights_only=True)
+        words = json.loads((folder / PREPROCESSING).read_text(encoding="utf-8"))
+        newest = max(saved["format"], words["format"])
+        if newest > FORMAT:
+            raise BadFolder(f"{folder} was written by a newer marquardt (format {newest}): install that")
+        columns, target = Columns.from_json(words["columns"]), targets.from_json(words["target"])
+        return Model(columns, target, Committee.from_state(saved["committee"]), tuple(words["missing"]))
+    except BadFolder:
+        raise
+    except Exception as error:  # torch has many for a file that is not whole
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise BadFolder(f"the model in {folder} is damaged ({reason}): train it again") from None
+
+
+def predict(folder: Path, data: Path, level: float) -> tuple[pd.DataFrame, list[str]]:
+    """Predictions for the rows of a file, and sentences on what had to be assumed."""
+    model = load(folder)
+    sheet = read(data, missing=model.missing)
+    X, notes = model.columns.encode(sheet.frame)
+    found = predicted(model.committee, X)
+    table = frame(model.target, found, level)
+    table.insert(0, "row", np.arange(1, len(table) + 1))
+    return table, [*sheet.says, *notes, *_quality(model.target, sheet.frame, found, level)]
+
+
+def _quality(target: Target, rows: pd.DataFrame, found: Predicted, level: float) -> list[str]:
+    """How good the predictions are, if the table has the target; unknown classes are not judged."""
+    if not set(target.names) <= set(rows.columns):
+        return []
+    true = target.values(rows)
+    known = (true >= 0) if true.ndim == 1 else true.isfinite().all(1)
+    if not known.any():
+        return []
+    judged = metrics.measured(target, true[known], *found.of(known), level)
+    return [f"Against the {int(known.sum()):,} known values: {words}" for words in metrics.words(judged, level)]

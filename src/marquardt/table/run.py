@@ -1,0 +1,206 @@
+"""A run: a table is read and split, a committee trained and judged on the rows it has not seen, all of it written."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from .. import files, memory, tabular
+from . import columns, importance, metrics, predictions, reading, report, request, targets
+from .columns import Columns
+from .findings import LEVEL, Findings, Prepared
+from .reading import BadTable
+from .request import Request
+from .targets import ClassTarget, Target
+
+LEAST = 10  # rows
+EVERY_INPUT = 8 * 4  # bytes of memory for one input of a row: itself, standardised, and two copies in between
+
+Say = Callable[[str], None]
+
+
+def fit(asked: Request, out: Path, *, resume: bool = False, say: Say, watch: Callable[[Any], None]) -> Findings | None:
+    """Trains and writes; None if the run in the folder is finished already."""
+    request.check(out, asked, resume=resume)
+    announced = reading.announce(asked.data)
+    if announced:
+        say(announced)
+    prepared = prepare(asked)
+    for sentence in prepared.says:
+        say(sentence)
+    with files.held(out, "run"):
+        for sentence in request.begin(out, asked, resume=resume):
+            say(sentence)
+        if request.finished(out):
+            return None
+        began = time.monotonic()
+        committee = train(asked, prepared, out / request.CHECKPOINT, watch)
+        findings = judge(asked, prepared, committee, time.monotonic() - began)
+        write(findings, out)
+        request.end(out)
+    return findings
+
+
+# --- before the training ---
+
+
+def prepare(asked: Request) -> Prepared:
+    """The table as inputs and targets; whatever cannot be trained on is refused here."""
+    sheet = reading.read(asked.data, rows=asked.rows, missing=asked.missing)
+    for option in ("targets", "ignore", "categorical"):
+        targets.check_names(sheet.frame, getattr(asked, option), "--" + option.removesuffix("s"))
+    if both := set(asked.targets) & {*asked.ignore, *asked.categorical}:
+        raise BadTable(f"{sorted(both)[0]!r} is the target: --ignore and --categorical are for the other columns")
+    names = list(asked.targets)
+    frame = sheet.frame[sheet.frame[names].notna().all(axis=1)]
+    if len(frame) < LEAST:
+        raise BadTable(f"{asked.data} has {len(frame)} rows with a value of {names[0]!r}: at least {LEAST} are needed")
+    says = list(sheet.says)
+    if len(frame) < len(sheet.frame):
+        says.append(f"{len(sheet.frame) - len(frame):,} rows without a target were left out.")
+    target, assumed = targets.decide(frame, asked.targets, asked.classify)
+    Y = target.values(frame)
+    train, test = split(Y, asked.test_fraction, asked.seed)
+    inputs = columns.learn(frame.drop(columns=names), train.numpy(), ignore=asked.ignore, categorical=asked.categorical)
+    _check_memory(len(frame), len(inputs.names))
+    X, _ = inputs.encode(frame)
+    says += [*assumed, *_sizes(target, Y, train, test, inputs)]
+    return Prepared(frame, inputs, target, X, Y, train, test, says)
+
+
+def split(Y: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Places of rows to train on and to test with; of each class the same part, and at least one row to train on."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = torch.zeros(len(Y), dtype=torch.long) if Y.ndim == 2 else Y
+    groups = [classes.eq(k).nonzero().flatten() for k in range(int(classes.max()) + 1)]
+    train, test = [], []
+    for rows in groups:
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        kept = min(round(fraction * len(rows)), len(rows) - 1)
+        test.append(rows[:kept])
+        train.append(rows[kept:])
+    return torch.cat(train).sort().values, torch.cat(test).sort().values
+
+
+def _check_memory(rows: int, inputs: int) -> None:
+    free, need = reading.available_memory(), rows * inputs * EVERY_INPUT
+    if free is not None and need > free:
+        raise BadTable(
+            f"{rows:,} rows of {inputs:,} inputs need about {need / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are "
+            "free: --rows N reads the first N rows, --ignore leaves a column out"
+        )
+
+
+def _sizes(target: Target, Y: Tensor, train: Tensor, test: Tensor, inputs: Columns) -> list[str]:
+    kept = f"{len(test):,} to test with" if len(test) else "none to test with: the report is about rows it has seen"
+    says = [f"{len(train):,} rows to train on, {kept}; {len(inputs.columns)} columns as {len(inputs.names)} inputs."]
+    if isinstance(target, ClassTarget):
+        counts = torch.bincount(Y[train], minlength=len(target.classes)).tolist()
+        rare = [name for name, count in zip(target.classes, counts, strict=True) if count < columns.RARE]
+        says += [f"Classes with fewer than {columns.RARE} rows to train on: {reading.listed(rare)}."] if rare else []
+    left_out = [f"{told.name!r} ({told.done.partition(': ')[2]})" for told in inputs.told if "left out:" in told.done]
+    says += [f"Left out: {', '.join(left_out)}."] if left_out else []
+    return says + [f"{told.name!r}: {told.done}." for told in inputs.told if "--ignore" in told.done]
+
+
+# --- training, and what comes after ---
+
+
+def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[[Any], None]) -> tabular.Committee:
+    chosen: dict[str, Any] = {"task": prepared.target.task, "seed": asked.seed}
+    if asked.hidden is not None:
+        chosen["hidden"] = asked.hidden
+    if asked.steps is not None:
+        chosen["steps"] = asked.steps
+    rows, target = prepared.train, prepared.target
+    classes = len(target.classes) if isinstance(target, ClassTarget) else None
+    try:
+        return tabular.train(
+            prepared.X[rows], prepared.Y[rows], tabular.Settings(**chosen),
+            checkpoint=checkpoint, watch=watch, classes=classes,
+        )  # fmt: skip
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not memory.out_of_memory(error):
+            raise
+        way = "--rows N reads the first N rows, and fewer units in --hidden need less"
+        raise BadTable(f"memory ran out in the training with {len(rows):,} rows: {way}") from error
+
+
+def judge(asked: Request, prepared: Prepared, committee: tabular.Committee, seconds: float) -> Findings:
+    found = predictions.predicted(committee, prepared.X)
+    trained = prepared.Y[prepared.train]
+    sets = {"train": prepared.train, "test": prepared.test}
+    measured = {
+        name: metrics.measured(prepared.target, prepared.Y[rows], *found.of(rows), LEVEL, trained)
+        for name, rows in sets.items()
+        if len(rows)
+    }
+    _, rows = prepared.judged
+    error = _error(prepared, committee, rows)
+    importances = importance.permutation(error, prepared.X[rows], prepared.columns.groups, asked.seed)
+    return Findings(asked, prepared, committee, found, measured, importances, seconds)
+
+
+def _error(prepared: Prepared, committee: tabular.Committee, judged: Tensor) -> Callable[[Tensor, Tensor], float]:
+    """RMSE in units of the target's standard deviation, in the mean of several targets; or the log loss."""
+    Y, scale = prepared.Y[judged], prepared.Y[prepared.train].double().std(0)
+    sure = replace(committee, factor=torch.zeros_like(committee.factor))  # of these probabilities no variance is needed
+
+    def error(X: Tensor, rows: Tensor) -> float:
+        if isinstance(prepared.target, ClassTarget):
+            return metrics.classification(Y[rows], sure.probabilities(X))["log_loss"]
+        return float((((committee.mean(X) - Y[rows]) / scale).square().mean(0).sqrt()).mean())
+
+    return error
+
+
+def write(findings: Findings, out: Path) -> None:
+    prepared = findings.prepared
+    with files.whole(out / request.MODEL) as put:
+        put(predictions.weights(findings.committee))
+    kept = predictions.preprocessing(prepared.columns, prepared.target, findings.request.missing)
+    request.write_json(out / request.PREPROCESSING, kept)
+    with files.whole(out / request.PREDICTIONS) as put:
+        put(predictions.to_csv(_predictions(findings)))
+    request.write_json(out / request.METRICS, _metrics(findings))
+    with files.whole(out / request.REPORT) as put:
+        put(report.page(findings))
+
+
+def _predictions(findings: Findings) -> pd.DataFrame:
+    prepared = findings.prepared
+    table = predictions.frame(prepared.target, findings.predicted, LEVEL, prepared.Y)
+    sets = np.full(len(table), "train", dtype=object)
+    sets[prepared.test.numpy()] = "test"
+    table.insert(0, "set", sets)
+    table.insert(0, "row", prepared.frame.index.to_numpy() + 1)
+    return table
+
+
+def _metrics(findings: Findings) -> dict[str, Any]:
+    prepared = findings.prepared
+    return {
+        "task": prepared.target.task,
+        "targets": list(prepared.target.names),
+        "rows": {"train": len(prepared.train), "test": len(prepared.test)},
+        "interval": LEVEL,
+        **_without_nan(findings.measured),
+        "importance": [found._asdict() for found in findings.importances],
+        "says": [*prepared.says, *findings.chosen],
+    }
+
+
+def _without_nan(found: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(found, dict):
+        return {key: _without_nan(value) for key, value in found.items()}
+    return None if isinstance(found, float) and not math.isfinite(found) else found

@@ -1,0 +1,416 @@
+"""`marquardt fit` and `marquardt predict`, on small tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("pandas")
+
+import pandas as pd
+
+from marquardt.cli import fit as command
+from marquardt.table import reading, run
+from support.command_line import invoked, program
+from support.tables import houses, write
+
+QUICK = ("--hidden", "3", "--steps", "4")
+WRITTEN = {"metrics.json", "model.pt", "predictions.csv", "preprocessing.json", "report.html", "run.json"}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write(tmp_path / "data.csv", houses(), without=("rent", "sold"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for the price of houses"""
+    folder = tmp_path_factory.mktemp("trained")
+    data = write(folder / "data.csv", houses(), without=("rent", "sold"))
+    assert invoked("fit", data, "--target", "price", "--out", folder / "model", *QUICK).exit_code == 0
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def sorted_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for whether they were sold"""
+    folder = tmp_path_factory.mktemp("sorted")
+    data = write(folder / "data.csv", houses(), without=("rent", "price"))
+    assert invoked("fit", data, "--target", "sold", "--out", folder / "model", *QUICK).exit_code == 0
+    return folder / "model"
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".run.lock"}
+
+
+def refused(result, *words: str) -> None:
+    """One clear sentence, and nothing of a traceback."""
+    assert result.exit_code == 1, result.output
+    assert result.output.strip().count("\n") == 0, result.output
+    assert result.output.startswith("Error: ")
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in result.output, result.output
+
+
+# --- what is written ---
+
+
+def test_everything_is_written_and_said(data: Path, tmp_path: Path) -> None:
+    result = invoked("fit", data, "--target", "price", *QUICK)
+    assert result.exit_code == 0, result.output
+    out = tmp_path / "data-model"
+    assert set(files(out)) == WRITTEN
+    assert "64 rows to train on, 16 to test with; 4 columns as" in result.output
+    assert (
+        "Left out: 'name' (it has 64 different texts in 64 rows, too many for categories), 'country'" in result.output
+    )
+    assert "price: RMSE" in result.output
+    assert f"Report: {out / 'report.html'}" in result.output
+    metrics = json.loads((out / "metrics.json").read_text())
+    table = pd.read_csv(out / "predictions.csv")
+    assert list(table.columns) == ["row", "set", "true", "predicted", "std", "lower", "upper"]
+    assert table["row"].tolist() == list(range(1, 81))
+    assert table["true"].tolist() == [row["price"] for row in houses()]
+    test = table[table["set"] == "test"]
+    assert len(test) == metrics["rows"]["test"] == 16
+    rmse = ((test["predicted"] - test["true"]) ** 2).mean() ** 0.5
+    assert metrics["test"]["price"]["rmse"] == pytest.approx(rmse)
+    inside = (test["lower"] <= test["true"]) & (test["true"] <= test["upper"])
+    assert metrics["test"]["price"]["coverage"] == inside.mean()
+    assert {found["name"] for found in metrics["importance"]} == {"area", "city", "rooms", "built"}
+
+
+def test_weights_load_without_code_and_columns_are_json(trained: Path) -> None:
+    assert set(torch.load(trained / "model.pt", weights_only=True)) == {"format", "committee"}
+    found = json.loads((trained / "preprocessing.json").read_text())
+    assert [column["name"] for column in found["columns"]] == ["area", "city", "rooms", "built"]
+    assert "city = Bern" in found["inputs"]
+
+
+def test_classes(sorted_out: Path) -> None:
+    table = pd.read_csv(sorted_out / "predictions.csv")
+    assert list(table.columns) == ["row", "set", "true", "predicted", "probability of no", "probability of yes"]
+    assert (table["probability of no"] + table["probability of yes"]).round(6).eq(1).all()
+    expected = (table["probability of yes"] > table["probability of no"]).map({True: "yes", False: "no"})
+    assert table["predicted"].tolist() == expected.tolist()
+    metrics = json.loads((sorted_out / "metrics.json").read_text())
+    test = table[table["set"] == "test"]
+    assert metrics["test"]["sold"]["accuracy"] == pytest.approx((test["true"] == test["predicted"]).mean())
+    assert abs((test["true"] == "yes").mean() - (table["true"] == "yes").mean()) < 0.05  # the classes are split alike
+
+
+def test_several_targets(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.csv", houses(), without=("sold",))
+    result = invoked("fit", data, "--target", "price", "--target", "rent", *QUICK)
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(tmp_path / "data-model/predictions.csv")
+    assert {"price true", "price predicted", "rent lower", "rent upper"} <= set(table.columns)
+    assert set(json.loads((tmp_path / "data-model/metrics.json").read_text())["test"]) == {"price", "rent"}
+
+
+def test_numbers_that_look_like_classes(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.csv", [{"x": i / 7, "y": i % 3} for i in range(60)])
+    result = invoked("fit", data, "--target", "y", "--out", tmp_path / "a", *QUICK)
+    assert (
+        "'y' has only the values 0, 1, 2: they are taken for classes; with --regress they are numbers" in result.output
+    )
+    assert json.loads((tmp_path / "a/metrics.json").read_text())["task"] == "classification"
+    assert invoked("fit", data, "--target", "y", "--out", tmp_path / "b", "--regress", *QUICK).exit_code == 0
+    assert json.loads((tmp_path / "b/metrics.json").read_text())["task"] == "regression"
+
+
+def test_without_rows_to_test_with(data: Path, tmp_path: Path) -> None:
+    result = invoked("fit", data, "--target", "price", "--test-fraction", "0", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "none to test with: the report is about rows it has seen" in result.output
+    assert "test" not in json.loads((tmp_path / "data-model/metrics.json").read_text())
+    assert "No rows were kept back" in (tmp_path / "data-model/report.html").read_text()
+
+
+def test_rows_without_a_target_are_left_out_and_keep_their_numbers(tmp_path: Path) -> None:
+    rows = houses()
+    rows[0]["price"] = ""
+    data = write(tmp_path / "data.csv", rows, without=("rent", "sold"))
+    result = invoked("fit", data, "--target", "price", *QUICK)
+    assert "1 rows without a target were left out" in result.output
+    assert pd.read_csv(tmp_path / "data-model/predictions.csv")["row"].tolist() == list(range(2, 81))
+
+
+def test_fewer_rows_than_weights(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.csv", houses(12), without=("rent", "sold"))
+    result = invoked("fit", data, "--target", "price", "--hidden", "20", "--steps", "4")
+    assert result.exit_code == 0, result.output
+    assert pd.read_csv(tmp_path / "data-model/predictions.csv")["predicted"].notna().all()
+
+
+def test_one_seed_is_one_model(data: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        assert (
+            invoked("fit", data, "--target", "price", "--seed", seed, "--out", tmp_path / name, *QUICK).exit_code == 0
+        )
+    a, b, c = (files(tmp_path / name) for name in "abc")
+    assert a["model.pt"] == b["model.pt"] != c["model.pt"]
+    assert a["predictions.csv"] == b["predictions.csv"] != c["predictions.csv"]
+
+
+def test_parquet(data: Path, tmp_path: Path, trained: Path) -> None:
+    pytest.importorskip("pyarrow")
+    frame = pd.read_csv(data, parse_dates=["built"])
+    frame.to_parquet(tmp_path / "data.parquet")
+    result = invoked("fit", tmp_path / "data.parquet", "--target", "price", "--out", tmp_path / "p", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert files(tmp_path / "p")["predictions.csv"] == files(trained)["predictions.csv"]
+
+
+# --- bad input ---
+
+ROWS = "\n".join(f"{i},{i % 7},{i * 0.3}" for i in range(30))
+BAD = {
+    "unreadable": (b"\x00\x01\x02", "y", ["not text"]),
+    "empty": (b"", "y", ["is empty"]),
+    "only names": (b"a,b,y\n", "y", ["no row below"]),
+    "few rows": (b"a,y\n1,2\n2,3\n", "y", ["2 rows", "at least 10"]),
+    "duplicate names": (f"a,a,y\n{ROWS}".encode(), "y", ["two columns of one name, 'a'", "columns 1, 2"]),
+    "no such target": (f"a,b,y\n{ROWS}".encode(), "z", ["--target", "no column 'z'", "'a', 'b', 'y'"]),
+    "no names": (ROWS.encode(), "y", ["the first line must have the names"]),
+    "text among numbers": (
+        f"a,b,y\n{ROWS}\n5,x,1\n".encode(),
+        "y",
+        ["'b'", "'x' in row 31", "--missing", "--ignore b"],
+    ),
+    "text among targets": (f"a,b,y\n{ROWS}\n5,1,x\n".encode(), "y", ["'y'", "'x' in row 31"]),
+    "infinite": (f"a,b,y\n{ROWS}\n5,inf,1\n".encode(), "y", ["'b'", "not finite", "'inf' in row 31"]),
+    "no target values": (b"a,y\n" + b"1,\n" * 30, "y", ["0 rows with a value of 'y'"]),
+    "one class": (b"a,y\n" + b"".join(b"%d,yes\n" % i for i in range(30)), "y", ["one class only, 'yes'"]),
+    "constant target": (b"a,y\n" + b"".join(b"%d,2.5\n" % i for i in range(30)), "y", ["every value", "2.5"]),
+    "constant columns": (
+        b"a,y\n" + b"".join(b"1,%d.5\n" % i for i in range(30)),
+        "y",
+        ["no column is left", "always 1"],
+    ),
+    "ragged": (f"a,b,y\n{ROWS}\n1,2,3,4\n".encode(), "y", ["is no table", "line 32"]),
+    "only the target": (b"y\n" + b"".join(b"%d.5\n" % i for i in range(30)), "y", ["no column is left"]),
+    "dates as target": (b"a,y\n" + b"1,2020-01-01\n" * 30, "y", ["is a date"]),
+}
+
+
+@pytest.mark.parametrize(("content", "target", "words"), BAD.values(), ids=BAD)
+def test_bad_tables(tmp_path: Path, content: bytes, target: str, words: list[str]) -> None:
+    data = tmp_path / "data.csv"
+    data.write_bytes(content)
+    refused(invoked("fit", data, "--target", target, *QUICK), *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]  # nothing was made
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    refused(invoked("fit", tmp_path / "no.csv", "--target", "y"), "no.csv cannot be read (No such file")
+
+
+def test_a_huge_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "available_memory", lambda: 1000)
+    refused(invoked("fit", data, "--target", "price"), "GB of memory", "--rows N")
+
+
+def test_more_inputs_than_memory(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "EVERY_INPUT", 10**15)
+    refused(invoked("fit", data, "--target", "price"), "80 rows of", "GB of memory", "--rows N", "--ignore")
+
+
+def test_the_target_is_no_input(data: Path) -> None:
+    refused(invoked("fit", data, "--target", "price", "--ignore", "price"), "'price' is the target")
+    refused(invoked("fit", data, "--target", "price", "--ignore", "prize"), "--ignore", "no column 'prize'")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_runs_out_in_training(data: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(run.tabular, "train", full)
+    result = invoked("fit", data, "--target", "price")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "Error: memory ran out in the training with 64 rows: --rows N reads the first N rows, and fewer units in "
+        "--hidden need less\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--hidden", "3,x"], ["--hidden", "'3,x'"]),
+        (["--hidden", "0"], ["--hidden", "'0'"]),
+        (["--test-fraction", "1"], ["--test-fraction"]),
+        (["--steps", "0"], ["--steps"]),
+        (["--seed", "-1"], ["--seed"]),
+    ],
+)
+def test_bad_options(data: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
+    result = invoked("fit", data, "--target", "price", *options)
+    assert result.exit_code == 2
+    assert all(word in result.output for word in words), result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
+
+
+def test_a_missing_target_option(data: Path) -> None:
+    result = invoked("fit", data)
+    assert result.exit_code == 2
+    assert "--target" in result.output
+
+
+def test_an_error_of_torch_is_one_sentence_and_debug_shows_where(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_, **__):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+    monkeypatch.setattr(run.tabular, "train", broken)
+    result = invoked("fit", data, "--target", "price")
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    assert "Error: " in result.output
+    assert isinstance(invoked("fit", data, "--target", "price", "--resume", "--debug").exception, RuntimeError)
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    code = "import sys; sys.argv = ['marquardt', 'predict']; sys.modules['rich'] = None; import marquardt.cli"
+    result = program("-c", code)
+    assert result.returncode == 2
+    assert result.stderr == "the command line needs rich: pip install 'marquardt[table]'\n"
+
+
+def test_pandas_is_missed_in_a_sentence(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("marquardt.table")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    result = invoked("fit", data, "--target", "price")
+    assert result.exit_code == 2
+    assert result.output == "Error: this needs pandas: pip install 'marquardt[table]'\n"
+
+
+# --- folders ---
+
+
+def test_another_run_is_not_overwritten(data: Path, tmp_path: Path) -> None:
+    assert invoked("fit", data, "--target", "price", *QUICK).exit_code == 0
+    before = files(tmp_path / "data-model")
+    refused(invoked("fit", data, "--target", "price", *QUICK), "holds a run already", "--resume")
+    refused(invoked("fit", data, "--target", "area", "--resume", *QUICK), "other options: targets")
+    again = invoked("fit", data, "--target", "price", "--resume", *QUICK)
+    assert again.exit_code == 0
+    assert "finished: there is nothing to do" in again.output
+    data.write_text(data.read_text().replace("Bern", "Biel"))
+    refused(invoked("fit", data, "--target", "price", "--resume", *QUICK), "has changed since")
+    assert files(tmp_path / "data-model") == before
+
+
+def test_a_folder_of_something_else_is_left_alone(data: Path, tmp_path: Path) -> None:
+    refused(invoked("fit", data, "--target", "price", "--out", tmp_path), "not empty")
+    refused(invoked("fit", data, "--target", "price", "--out", data), "is a file")
+    assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
+
+
+def test_ctrl_c_says_how_to_go_on(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.tabular, "train", stop)
+    words = ["fit", str(data), "--target", "price"]
+    monkeypatch.setattr(sys, "argv", ["marquardt", *words])
+    result = invoked(*words)
+    assert result.exit_code == 130
+    assert f"Stopped. Go on: marquardt fit {data} --target price --resume" in result.output
+
+
+def test_a_terminal_shows_a_bar(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = command.Console
+    monkeypatch.setattr(command, "Console", lambda **o: console(force_terminal=True, width=80, height=24, **o))
+    monkeypatch.setattr(command, "REFRESH", 0.0)
+    result = invoked("fit", data, "--target", "price", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "step 4" in result.output
+    assert "loss" in result.output
+
+
+# --- predict ---
+
+
+def test_predictions_are_those_of_the_training(trained: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "new.csv", houses(), without=("rent", "sold", "price", "name"))
+    result = invoked("predict", trained, data, "--out", tmp_path / "p.csv")
+    assert result.exit_code == 0, result.output
+    found, before = pd.read_csv(tmp_path / "p.csv"), pd.read_csv(trained / "predictions.csv")
+    assert list(found.columns) == ["row", "predicted", "std", "lower", "upper"]
+    for name in found.columns:
+        assert found[name].tolist() == pytest.approx(before[name].tolist(), rel=1e-8)
+
+
+def test_other_intervals(trained: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "new.csv", houses(5), without=("price",))
+    result = invoked("predict", trained, data, "--interval", "0.5")
+    assert result.exit_code == 0, result.output
+    (tmp_path / "p.csv").write_text(result.stdout)  # only the table is printed there
+    found = pd.read_csv(tmp_path / "p.csv")
+    half = 0.6744897501960817 * found["std"]
+    assert (found["upper"] - found["predicted"]).tolist() == pytest.approx(half.tolist(), rel=1e-6)
+    for wrong in ("0", "1", "95"):
+        assert invoked("predict", trained, data, "--interval", wrong).exit_code == 2
+
+
+def test_what_new_rows_have_is_told(trained: Path, tmp_path: Path) -> None:
+    rows = houses(6, seed=5)
+    rows[0]["city"], rows[1]["area"] = "Chur", ""
+    result = invoked("predict", trained, write(tmp_path / "new.csv", rows))
+    assert result.exit_code == 0, result.output
+    assert "'city': 1 rows have a level that was rare or not there in training ('Chur')" in result.stderr
+    assert "'area': 1 values are missing, as none was in training" in result.stderr
+    assert "Against the 6 known values: price: RMSE" in result.stderr
+    assert result.stdout.count("\n") == 7
+
+
+def test_classes_of_new_rows(sorted_out: Path, tmp_path: Path) -> None:
+    rows = houses(6, seed=5)
+    rows[0]["sold"] = "perhaps"
+    result = invoked("predict", sorted_out, write(tmp_path / "new.csv", rows))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("row,predicted,probability of no,probability of yes\n")
+    assert "Against the 5 known values: sold: accuracy" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text.replace("area", "size"), ["no column 'area'", "trained with"]),
+        (lambda text: text.replace("Bern,", "Bern,many", 1), ["'rooms'", "in row"]),
+        (lambda text: text[: text.index("\n") + 1], ["no row below"]),
+        (lambda text: "", ["is empty"]),
+    ],
+)
+def test_bad_tables_to_predict(trained: Path, tmp_path: Path, change, words: list[str]) -> None:
+    data = write(tmp_path / "new.csv", houses(20))
+    data.write_text(change(data.read_text()))
+    refused(invoked("predict", trained, data), *words)
+
+
+def test_folders_without_a_model(trained: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "new.csv", houses(20))
+    refused(invoked("predict", tmp_path, data), "has no model.pt")
+    for name, content in (("model.pt", b"x"), ("preprocessing.json", b"{}")):
+        broken = tmp_path / name.replace(".", "-")
+        broken.mkdir()
+        for file, kept in files(trained).items():
+            (broken / file).write_bytes(content if file == name else kept)
+        refused(invoked("predict", broken, data), "is damaged", "train it again")
+
+
+def test_a_file_of_predictions_is_not_overwritten(trained: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "new.csv", houses(20))
+    result = invoked("predict", trained, data, "--out", data)
+    assert result.exit_code == 2
+    assert "is there already" in result.output
