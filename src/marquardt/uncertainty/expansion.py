@@ -177,7 +177,7 @@ class Expansion:
     # G of all data.
 
     def curvature(self, kind: Representation | None, proper: bool, b: Tensor | None = None) -> DataCurvature:
-        """`proper` says whether every parameter has a prior, which rows and layers need; `b` are factors of ℓ by output"""
+        """`proper`: every parameter has a prior, which rows and layers need; `b` are factors of ℓ by output"""
         s, loss = self.shapes, self._weighed(b)
         rows = isinstance(kind, Gram) or (
             kind is None and proper and s.m < s.n
@@ -195,19 +195,20 @@ class Expansion:
 
     # Other inputs.
 
-    def functionals(self, inputs: Any) -> Iterator[Functional]:
-        """z and ∂z/∂θ, some samples at a time."""
-        batch = Batch(inputs)
+    def parts(self, batch: Batch) -> list[Batch]:
+        """So many samples at once that their rows can be written out"""
         size = max(1, ROWS // (self.shapes.out * self.parameters.n))
-        chunk = None if batch.opaque or batch.samples <= size else size
+        return batch.split(None if batch.opaque or batch.samples <= size else size)
+
+    def functional(self, inputs: Any) -> Functional:
+        """z and ∂z/∂θ"""
         objective = Objective(self.model, OutputsAlone(of=self.likelihood.loss), self.parameters.tensors)
         with self.at_rest():
-            lin = Linearization(objective, [batch], Exact(), Needs(chunk), known=self.passes)
-            for piece in lin.pieces():
-                loss, z = self.likelihood.loss, piece.z.double()
-                place = loss.group(torch.arange(z[0].numel(), device=z.device).view(1, *z.shape[1:]))[0]  # (P, C)
-                rows = piece.dense(torch.float64).unflatten(0, (-1, piece.N)) / 2**0.5  # (outputs, N, n)
-                yield Functional(z, loss.group(z), rows[place].movedim(2, 0))
+            piece = Linearization(objective, [Batch(inputs)], known=self.passes).whole()
+            loss, z = self.likelihood.loss, piece.z.double()
+            place = loss.group(torch.arange(z[0].numel(), device=z.device).view(1, *z.shape[1:]))[0]  # (P, C)
+            rows = piece.dense(torch.float64).unflatten(0, (-1, piece.N)) / 2**0.5  # (outputs, N, n)
+            return Functional(z, loss.group(z), rows[place].movedim(2, 0))
 
 
 def by_matrix(lin: Linearization) -> DataCurvature:

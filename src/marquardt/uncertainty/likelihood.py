@@ -41,9 +41,16 @@ class Likelihood:
     def moments(self, z: Tensor, V: Tensor, noise: Tensor) -> TargetMoments:
         raise NotImplementedError
 
-    def probabilities(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
-        """Of the classes (N, P, C), or of 1 (N, P, 1)"""
+    def averaged(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
+        """Outputs that have the probabilities of uncertain ones, which are a mean: (N, P, C)"""
         raise NotImplementedError
+
+    def linked(self, z: Tensor) -> Tensor:
+        """Probabilities of the classes (N, P, ·), or of 1 (N, P, 1), for certain outputs"""
+        raise NotImplementedError
+
+    def probabilities(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
+        return self.linked(self.averaged(z, V, joint))
 
     def placed(self, t: Tensor, z: Tensor) -> Tensor:
         """(N, P) → in the shape of the targets"""
@@ -136,13 +143,16 @@ class Categorical(Likelihood):
 
     classes: ClassVar[bool] = True
 
-    def probabilities(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
+    def averaged(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
         own = V.diagonal(dim1=-2, dim2=-1)  # (N, P, C)
         if not joint:
-            return softened(z, own).softmax(-1)
+            return softened(z, own)
         difference = z[..., :, None] - z[..., None, :]  # (N, P, C, C)
         variance = (own[..., :, None] + own[..., None, :] - 2 * V).clamp(min=0)
-        return (-torch.logsumexp(-softened(difference, variance), -1)).softmax(-1)
+        return -torch.logsumexp(-softened(difference, variance), -1)
+
+    def linked(self, z: Tensor) -> Tensor:
+        return z.softmax(-1)
 
 
 class Bernoulli(Likelihood):
@@ -150,16 +160,24 @@ class Bernoulli(Likelihood):
 
     classes: ClassVar[bool] = True
 
-    def probabilities(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
-        return softened(z, V[..., 0]).sigmoid()
+    def averaged(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
+        return softened(z, V[..., 0])
+
+    def linked(self, z: Tensor) -> Tensor:
+        return z.sigmoid()
 
 
-class BernoulliProbability(Bernoulli):
+class BernoulliProbability(Likelihood):
     """By the probability itself: its logit has the variance V/(p(1 − p))²."""
 
-    def probabilities(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
+    classes: ClassVar[bool] = True
+
+    def averaged(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
         slope = (z * (1 - z)).clamp(min=1e-12)
         return softened(z.logit(eps=1e-12), V[..., 0] / slope.square()).sigmoid()
+
+    def linked(self, z: Tensor) -> Tensor:
+        return z
 
 
 class Ordered(Likelihood):
@@ -167,10 +185,13 @@ class Ordered(Likelihood):
 
     classes: ClassVar[bool] = True
 
-    def probabilities(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
-        below = softened(z, V.diagonal(dim1=-2, dim2=-1)).sigmoid().cummax(-1).values
-        ends = torch.zeros_like(below[..., :1]), torch.ones_like(below[..., :1])
-        return torch.cat((ends[0], below, ends[1]), -1).diff(dim=-1)
+    def averaged(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
+        found: Tensor = softened(z, V.diagonal(dim1=-2, dim2=-1)).cummax(-1).values
+        return found
+
+    def linked(self, z: Tensor) -> Tensor:
+        ends = torch.zeros_like(z[..., :1]), torch.ones_like(z[..., :1])
+        return torch.cat((ends[0], z.sigmoid(), ends[1]), -1).diff(dim=-1)
 
     def laid_out(self, p: Tensor, z: Tensor) -> Tensor:
         return p[:, 0]

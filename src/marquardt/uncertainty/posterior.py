@@ -15,6 +15,7 @@ from ..curvature import Representation
 from ..sources import source
 from .evidence import alone, noise_precision, reestimate, unit
 from .expansion import Expansion
+from .left_out import predicted
 from .precision import DataCurvature, Precision, Scaled
 
 # Rounds in which noise of every output and γ of every output agree to this.
@@ -22,6 +23,9 @@ ROUNDS, AGREED = 10, 0.01
 
 # Rounds in which several α, and their γ, agree to this.
 TUNED, CLOSE = 50, 1e-3
+
+# Of which a posterior is calibrated to the best: 1e-4 to 10.
+TEMPERATURES = [10 ** (k / 4) for k in range(-16, 5)]
 
 # Layers that differ in train and eval mode.
 RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
@@ -50,9 +54,11 @@ class Posterior:
     def __init__(
         self, at: Expansion, kind: Representation | None, data: DataCurvature, alphas: Sequence[float], beta: float,
         towards: Tensor | None, b: Tensor | None, learns: bool, precision: Precision | None = None,
+        temperature: float = 1.0,
     ) -> None:  # fmt: skip
         self.at, self.kind, self.data, self.alphas, self.beta = at, kind, data, tuple(alphas), beta
         self.towards, self.b, self.learns = towards, b, learns  # β by output is β·b
+        self.temperature = temperature  # the covariance is so many times H⁻¹
         self.parameters = at.parameters
         repeats = torch.tensor(self.parameters.sizes, device=self.parameters.device)
         alpha = torch.tensor(self.alphas, dtype=torch.float64, device=self.parameters.device)
@@ -211,6 +217,23 @@ class Posterior:
         """Parameters that some targets determine, by output: (R, N, n) → (R,)"""
         return self.c * self.precision.half(rows.flatten(0, 1)).square().sum(1).view(rows.shape[:2]).sum(1)
 
+    def tempered(self, temperature: float) -> Posterior:
+        """p(θ|y)^(1/T): the same with T times the covariance. Prior, noise, γ and the evidence are those of T = 1."""
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature={temperature!r}: a finite number above 0; 1 is the posterior itself")
+        return Posterior(
+            self.at, self.kind, self.data, self.alphas, self.beta, self.towards, self.b, self.learns, self.precision,
+            temperature,
+        )  # fmt: skip
+
+    def calibrated(self) -> Posterior:
+        """Of classes: tempered so that every sample is best predicted by the others, from 1e-4 to 10. What θ̂ and the
+        variances would be without a sample is one Newton step from here."""
+        if not self.at.likelihood.classes:
+            raise ValueError(f"{self.at.loss.display_name} has no classes: its intervals have the noise that is learnt")
+        found = predicted(self.at, self.precision, TEMPERATURES)
+        return self.tempered(TEMPERATURES[found.index(min(found))])
+
     def decrement(self, prior: bool = True) -> float:
         """½gᵀH⁻¹g, by how much −log p(θ|y) with one noise would fall from θ̂ in one Newton step, 0 at the minimum; or,
         without the prior, −log p(y|θ)"""
@@ -225,7 +248,7 @@ class Posterior:
         device = self.parameters.device
         where = device if generator is None else generator.device
         E = torch.randn(size, generator=generator, dtype=torch.float64, device=where).to(device)
-        return self.at.theta + self.precision.drawn(E).to(self.at.theta)
+        return self.at.theta + math.sqrt(self.temperature) * self.precision.drawn(E).to(self.at.theta)
 
     def shaped(self, theta: Tensor) -> dict[str, Tensor]:
         """θ by the names of the parameters, as torch.func.functional_call takes it"""
@@ -238,7 +261,7 @@ class Posterior:
         index = torch.tensor([i for some in places for i in some], device=self.parameters.device)
         rows = self._alpha.new_zeros(len(index), self.parameters.n)
         half = self.precision.half(rows.scatter(1, index[:, None], 1.0))
-        return (half @ half.T).to(self.at.theta)
+        return (self.temperature * half @ half.T).to(self.at.theta)
 
     def _index(self, p: Any) -> int:
         found = self.parameters.index.get(id(p))
@@ -256,9 +279,9 @@ class Posterior:
         p = self.parameters.tensors[0]
         batch = source((inputs, None), device=p.device, dtype=p.dtype).whole
         assert batch is not None
-        for z, mean, rows in self.at.functionals(batch.inputs):
+        for z, mean, rows in map(self.at.functional, (part.inputs for part in self.at.parts(batch))):
             half = self.precision.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
-            yield z, mean, half @ half.mT
+            yield z, mean, self.temperature * half @ half.mT
 
     def predict(self, inputs: Any) -> Prediction:
         """Targets of other inputs, by the model linearised in θ: the mean is the model's own output (of counts and
@@ -298,6 +321,7 @@ class Posterior:
         priors = ", ".join(f"{a:.3g}" for a in dict.fromkeys(self.alphas))
         sigma = ", ".join(f"{x:.3g}" for x in self.noise.flatten().tolist()) if at.likelihood.noisy else ""
         noise = f", noise σ = {sigma}" if sigma else ""
+        noise += "" if self.temperature == 1 else f", temperature {self.temperature:.3g}"
         return (
             f"Posterior of {type(at.model).__name__}, {self.parameters.n:,} parameters, {at.loss.display_name}\n"
             f"    {self.plan}\n"

@@ -1,0 +1,87 @@
+"""Samples as the others predict them, against training without each."""
+
+import copy
+
+import pytest
+import torch
+
+import marquardt as mq
+from marquardt.uncertainty.left_out import predicted, without
+from support.laplaced import classification, fitted, regression
+
+
+def test_a_sample_that_is_left_out():
+    """H without the rows of one sample, written out."""
+    J, S = torch.randn(6, 2, 5, dtype=torch.float64), torch.randn(6, 2, 2, dtype=torch.float64)
+    rows = S.mT @ J
+    H = torch.einsum("nri,nrj->ij", rows, rows) + 0.3 * torch.eye(5)
+    g = torch.randn(6, 2, dtype=torch.float64)
+    shift, V = without((J @ torch.linalg.inv(H) @ J.mT)[:, None], S[:, None], g[:, None])
+    for n in range(6):
+        expected = J[n] @ torch.linalg.inv(H - rows[n].T @ rows[n]) @ J[n].T
+        torch.testing.assert_close(V[n, 0], expected)
+        torch.testing.assert_close(shift[n, 0], expected @ g[n])
+
+
+def test_it_is_nearly_training_without_the_sample():
+    model, x, y = classification(N=25, hidden=2, weight_decay=0.1)
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.1)
+    (found,) = predicted(p.at, p.precision, [1e-9])
+    total = here = 0.0
+    for n in range(25):
+        others = torch.arange(25) != n
+        # the same weight decay in sums over samples
+        other = fitted(copy.deepcopy(model), "cross_entropy", x[others], y[others], 0.1 * 25 / 24, steps=15)
+        total -= float(other(x[n]).log_softmax(0)[y[n]].detach())
+        here -= float(model(x[n]).log_softmax(0)[y[n]].detach())
+    assert abs(found - total) < 0.1 * (total - here)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
+def test_the_best_temperature_predicts_best(loss):
+    model, x, y = classification(weight_decay=0.005)
+    if loss == "bce":
+        model = fitted(model, loss, x, torch.nn.functional.one_hot(y, 3).double(), 0.005)
+        y = torch.nn.functional.one_hot(y, 3).double()
+    p = mq.posterior(model, loss, (x, y), weight_decay=0.005)
+    best = p.calibrated()
+    one, cold, warm = predicted(p.at, p.precision, [best.temperature, best.temperature / 3, best.temperature * 3])
+    assert one < min(cold, warm) or best.temperature in (1e-4, 10)
+    assert f"temperature {best.temperature:.3g}" in repr(best)
+    assert best.gamma == p.gamma
+    assert best.log_evidence == p.log_evidence
+
+
+def test_batches_and_weights_add_up():
+    model, x, y = classification()
+    weight = torch.randint(1, 3, (len(x),)).double()
+    one = mq.posterior(
+        fitted(model, "cross_entropy", x, y, 0.02, weight), "cross_entropy", (x, y, weight), weight_decay=0.02
+    )
+    parts = [(x[:20], y[:20], weight[:20]), (x[20:], y[20:], weight[20:])]
+    other = mq.posterior(model, "cross_entropy", parts, weight_decay=0.02)
+    torch.testing.assert_close(
+        torch.tensor(predicted(one.at, one.precision, [0.1, 1.0])),
+        torch.tensor(predicted(other.at, other.precision, [0.1, 1.0])),
+    )
+
+
+def test_a_temperature_scales_the_covariance():
+    model, x, y = classification()
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02)
+    cold = p.tempered(0.25)
+    torch.testing.assert_close(cold.covariance(), 0.25 * p.covariance())
+    draws = [q.sample(3, torch.Generator().manual_seed(0)) - p.at.theta for q in (p, cold)]
+    torch.testing.assert_close(draws[1], 0.5 * draws[0])
+    plain = model(x).softmax(1).detach()
+    gaps = [float((q.probabilities(x) - plain).norm()) for q in (p, cold, p.tempered(1e-8))]
+    assert gaps[0] > gaps[1] > gaps[2]
+    assert gaps[2] < 1e-6
+    with pytest.raises(ValueError, match="temperature=0: a finite number above 0"):
+        p.tempered(0)
+
+
+def test_numbers_have_no_temperature():
+    model, x, y = regression()
+    with pytest.raises(ValueError, match="SquaredError has no classes"):
+        mq.posterior(model, "mse", (x, y), weight_decay=1e-2).calibrated()
