@@ -23,6 +23,10 @@ BENCHMARKS = {
     "quality": "quality.py",
     "models": "models.py",
     "least-squares": "least_squares.py",
+    "tables": "tables.py",
+    "trainbr": "trainbr.py",
+    "uncertainty": "uncertainty.py",
+    "resume": "resume.py",
 }
 
 
@@ -37,6 +41,10 @@ class Benchmark(str, Enum):
     quality = "quality"
     models = "models"
     least_squares = "least-squares"
+    tables = "tables"
+    trainbr = "trainbr"
+    uncertainty = "uncertainty"
+    resume = "resume"
 
 
 def bench(
