@@ -43,6 +43,13 @@ def whole() -> tuple[nn.Module, dict[str, Any]]:
     return net(), {"data": noisy_sine(), "validation": noisy_sine(20, seed=5), "steps": 9, "patience": None}
 
 
+def held() -> tuple[nn.Module, dict[str, Any]]:
+    """Validated on batches that are shuffled, too"""
+    items, g = TensorDataset(*noisy_sine(20, seed=5)), torch.Generator().manual_seed(6)
+    loader = DataLoader(items, batch_size=7, shuffle=True, generator=g)
+    return net(), {"data": noisy_sine(), "validation": loader, "steps": 9, "patience": None}
+
+
 def mini() -> tuple[nn.Module, dict[str, Any]]:
     """Four batches an epoch, and random numbers in the model"""
     torch.manual_seed(3)
@@ -72,4 +79,4 @@ def streamed() -> tuple[nn.Module, dict[str, Any]]:
     return net(), {"data": [(x[:15], y[:15]), (x[15:], y[15:])], "batch_size": "all", "steps": 9}
 
 
-KINDS = {f.__name__: f for f in (whole, mini, loader, shuffled, evidence, streamed)}
+KINDS = {f.__name__: f for f in (whole, held, mini, loader, shuffled, evidence, streamed)}

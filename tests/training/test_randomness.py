@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from marquardt.sources import source
-from marquardt.training.randomness import generators, set_generators
+from marquardt.training.randomness import generators, set_generators, unchanged
 
 
 def drawn(*own: torch.Generator) -> list[float]:
@@ -32,6 +32,18 @@ def test_they_go_on():
     file.seek(0)
     set_generators(torch.load(file, weights_only=True), data)
     assert drawn(*own) == want
+
+
+def test_an_order_that_is_the_same_every_time():
+    x = torch.arange(6.0)[:, None]
+    for own in (None, torch.Generator().manual_seed(3)):
+        data = source(DataLoader(TensorDataset(x, x), batch_size=2, shuffle=True, generator=own))
+        orders = []
+        for _ in range(3):
+            with unchanged(data):
+                orders.append([batch.inputs.tolist() for batch in data.batches()])
+        assert orders[0] == orders[1] == orders[2]
+        assert [batch.inputs.tolist() for batch in data.batches()] == orders[0]
 
 
 def test_tensors_have_none_of_their_own():

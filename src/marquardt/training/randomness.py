@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,15 @@ def set_generators(states: dict[str, Any], data: Source) -> None:
 
         kind, keys, *rest = states["numpy"]
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+
+
+@contextmanager
+def unchanged(data: Source) -> Iterator[None]:
+    """Batches of their own come in the same order every time: the generators are afterwards as they were."""
+    before = generators(data) if isinstance(data, Stream) else None
+    yield
+    if before is not None:
+        set_generators(before, data)
 
 
 def _own(data: Source) -> Iterator[torch.Generator]:

@@ -20,13 +20,13 @@ from ..uncertainty.evidence import Evidence
 from .batching import Batching, Order
 from .evaluation import evaluated
 from .history import Entry, History
-from .randomness import generators, set_generators
+from .randomness import generators, set_generators, unchanged
 from .regularisation import Regularisation, Regularised
 from .stops import Seen, Stops
 
-# Mini-batches between two validations, unless an epoch has fewer; and at most a tenth of the samples that train in the
-# meantime are gone through for one.
-EVERY, SHARE = 10, 10
+# Mini-batches between two validations, unless an epoch has fewer; and as many that for one validation at most so many
+# times the samples that train in the meantime are gone through: a forward pass is a small part of a step.
+EVERY, TIMES = 10, 10
 
 
 class Training:
@@ -143,7 +143,7 @@ class Training:
     def _validation_loss(self) -> float:
         assert self.validation is not None
         size = self.plan.size if isinstance(self.validation, Indexed) else None
-        with self._shown():
+        with self._shown(), unchanged(self.validation):
             return evaluated(self.model, self.opt.loss, self.validation.batches(size))
 
     @property
@@ -152,7 +152,7 @@ class Training:
         N, held = self.data.samples, self.validation.samples if self.validation is not None else None
         if N is None or held is None or self.plan.size is None:
             return EVERY
-        return max(1, min(-(-N // self.plan.size), max(EVERY, SHARE * held // (100 * self.plan.size))))
+        return max(1, min(-(-N // self.plan.size), max(EVERY, held // (TIMES * self.plan.size))))
 
     def _shown(self) -> Any:
         """The averaged weights on changing batches; on the same data the last ones."""
