@@ -61,6 +61,7 @@ def test_the_kind_of_a_column(values, kind):
         ("abc", "holds numbers, but also text: 'abc' in row 3"),
         ("1,000", "holds numbers, but also text: '1,000' in row 3"),
         ("inf", "holds numbers that are not finite: 'inf' in row 3"),
+        ("-1e200", "holds numbers that are too large to compute with: '-1e200' in row 3"),
     ],
 )
 def test_text_among_numbers_is_named_with_its_row(bad, words):
@@ -199,6 +200,7 @@ def test_dates_that_can_be_read_in_two_ways(values, day, said):
     ("values", "why"),
     [
         (["5"] * N, "it is always 5"),
+        ([f"{5 + 1e-13 * i!r}" for i in range(N)], "it is always 5"),
         (["x"] * N, "it is always 'x'"),
         (["2020-01-01"] * N, "it is always the same date"),
         ([None] * N, "it has no values"),

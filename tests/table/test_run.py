@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("pandas")
 
 from marquardt.table import run
+from marquardt.table.reading import BadTable
 from marquardt.table.request import Request
 from support.tables import houses, write
 
@@ -43,6 +44,17 @@ def test_columns_are_learnt_from_the_rows_to_train_on(tmp_path):
     assert after.columns.columns == before.columns.columns
     assert torch.equal(after.X[after.train], before.X[before.train])
     assert not torch.equal(after.X[after.test], before.X[before.test])
+
+
+def test_a_target_that_is_constant_in_the_rows_to_train_on(tmp_path):
+    rows = [{"x": i, "y": 0.5} for i in range(20)]
+    kept = run.split(torch.zeros(20, 1), 0.2, seed=0)[1].tolist()
+    rows[kept[0]]["y"] = 7.5
+    data = write(tmp_path / "data.csv", rows)
+    with pytest.raises(
+        BadTable, match=r"every value of the target 'y' is 0.5 in the rows to train on \(another --seed"
+    ):
+        run.prepare(Request(data, ("y",)))
 
 
 def test_the_target_is_no_input(tmp_path):

@@ -66,6 +66,8 @@ def test_numbers_as_classes_on_request():
         ({"y": [3] * N}, None, ["one class only", "'3'"]),
         ({"y": [3.5] * N}, None, ["every value", "3.5"]),
         ({"y": [3] * N}, False, ["every value", "3"]),
+        ({"y": [5 + 1e-13 * i for i in range(N)]}, None, ["every value", "5"]),
+        ({"y": [*range(N - 1), 1e200]}, None, ["too large", "'1e+200' in row 60"]),
         ({"y": [f"t{i}" for i in range(N)]}, None, ["60 different values in 60 rows"]),
         ({"y": range(N)}, True, ["60 different values", "--regress"]),
         ({"y": ["a", "b"] * 30}, False, ["is text ('a', 'b')", "--regress"]),

@@ -60,7 +60,7 @@ class NumberColumn:
     def of(cls, name: str, column: pd.Series) -> NumberColumn:
         values = kinds.numbers(name, column)
         known = values[~np.isnan(values)]
-        return cls(name, float(np.median(known)), bool(known.min() < known.max()), len(known) < len(values))
+        return cls(name, float(np.median(known)), not kinds.constant(known), len(known) < len(values))
 
     @property
     def names(self) -> list[str]:

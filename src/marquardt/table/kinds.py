@@ -22,6 +22,8 @@ FORMATS = {
 DATE = r"\d{4}-\d{1,2}-\d{1,2}.*|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{4}"
 MOST = 0.5  # if more of a column than this is numbers (or dates), the rest is taken for mistakes
 SHOWN = 5  # rows named in an error
+LARGEST = 1e150  # the square of what is larger is no float64
+ROUNDING = 1e-10  # numbers whose standard deviation is less than this part of their size are the same
 
 
 def kind(name: str, column: pd.Series) -> Kind:
@@ -48,7 +50,13 @@ def numbers(name: str, column: pd.Series) -> np.ndarray:
     found = pd.to_numeric(column, errors="coerce").astype("float64")
     _refuse(name, column, column.notna() & found.isna(), "holds numbers, but also text")
     _refuse(name, column, np.isinf(found), "holds numbers that are not finite")
+    _refuse(name, column, found.abs() > LARGEST, "holds numbers that are too large to compute with")
     return np.asarray(found)
+
+
+def constant(values: np.ndarray) -> bool:
+    """Whether numbers are the same up to rounding."""
+    return bool(values.std() <= ROUNDING * np.abs(values).max())
 
 
 def date_format(column: pd.Series) -> str:

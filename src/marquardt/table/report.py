@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -77,9 +78,9 @@ def _tiles(findings: Findings) -> list[tuple[str, str]]:
             (f"{first['log_loss']:.3g}", "log loss"), (f"{first['calibration_error']:.3f}", "calibration error"), *size,
         ]  # fmt: skip
     if len(found) > 1:
-        return [(f"{m['r2']:.3f}", f"R² of {name}") for name, m in found.items()] + size
+        return [(_number(m["r2"]), f"R² of {name}") for name, m in found.items()] + size
     values = [("rmse", "RMSE"), ("rmse_of_the_mean", "RMSE of the mean alone"), ("r2", "R²")]
-    tiles = [(f"{first[key]:.4g}", words) for key, words in values]
+    tiles = [(_number(first[key]), words) for key, words in values]
     return [*tiles, (f"{100 * first['coverage']:.1f} %", f"inside the {100 * LEVEL:.0f} % intervals"), *size]
 
 
@@ -102,8 +103,12 @@ def _measures(findings: Findings) -> list[tuple[str, ...]]:
         for target, values in found.items():
             if not rows:
                 rows.append(("rows", "target", *(key.replace("_", " ") for key in values)))
-            rows.append((name, target, *(f"{value:.4g}" for value in values.values())))
+            rows.append((name, target, *(_number(value) for value in values.values())))
     return rows
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "–"
 
 
 # --- pictures ---

@@ -70,6 +70,7 @@ def prepare(asked: Request) -> Prepared:
     target, assumed = targets.decide(frame, asked.targets, asked.classify)
     Y = target.values(frame)
     train, test = split(Y, asked.test_fraction, asked.seed)
+    targets.check_varies(target, Y[train], " in the rows to train on (another --seed draws others)")
     inputs = columns.learn(frame.drop(columns=names), train.numpy(), ignore=asked.ignore, categorical=asked.categorical)
     _check_memory(len(frame), len(inputs.names))
     X, _ = inputs.encode(frame)

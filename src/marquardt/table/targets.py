@@ -82,11 +82,16 @@ def decide(frame: pd.DataFrame, names: tuple[str, ...], classify: bool | None) -
         return target, [
             f"{names[0]!r} has only the values {few}: they are taken for classes; with --regress they are numbers."
         ]
-    for name in names:
-        values = kinds.numbers(name, frame[name])
-        if values.min() == values.max():
-            raise BadTable(f"every value of the target {name!r} is {values[0]:g}: there is nothing to learn")
-    return NumberTarget(names), []
+    numbers = NumberTarget(names)
+    check_varies(numbers, numbers.values(frame), "")
+    return numbers, []
+
+
+def check_varies(target: Target, Y: Tensor, where: str) -> None:
+    """Refuses numbers that are all the same."""
+    for name, values in zip(target.names, Y.T.numpy() if isinstance(target, NumberTarget) else (), strict=False):
+        if kinds.constant(values):
+            raise BadTable(f"every value of the target {name!r} is {values[0]:g}{where}: there is nothing to learn")
 
 
 def _few(column: pd.Series) -> bool:
