@@ -243,11 +243,10 @@ def _worst(
     """The table's names and rows: row, what was predicted, and the values of the columns that matter most."""
     frame = findings.prepared.frame
     names = [importance.name for importance in findings.importances[:SHOWN]]
+    numbers = {column.name for column in findings.prepared.columns.columns if column.kind == "number"}
     body = []
     for i in places.tolist():
-        values = [frame[name].iloc[i] for name in names]
-        shown = [
-            "–" if value != value else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values
-        ]
+        values = [(frame[name].iloc[i], name in numbers) for name in names]
+        shown = ["–" if value != value else _number(float(value)) if number else str(value) for value, number in values]
         body.append([f"{frame.index[i] + 1:,}", *cells(i), *shown])
     return ["row", *head, *names], body
