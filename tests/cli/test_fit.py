@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ pytest.importorskip("pandas")
 
 import pandas as pd
 
+from marquardt import files as locks
 from marquardt.cli import fit as command
 from marquardt.table import reading, run
 from support.command_line import invoked, program
@@ -314,6 +316,16 @@ def test_a_folder_of_something_else_is_left_alone(data: Path, tmp_path: Path) ->
     refused(invoked("fit", data, "--target", "price", "--out", tmp_path), "not empty")
     refused(invoked("fit", data, "--target", "price", "--out", data), "is a file")
     assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
+
+
+def test_a_folder_is_for_one_process_at_a_time(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "data-model"
+    with locks.held(out, "run"):
+        result = invoked("fit", data, "--target", "price", *QUICK)
+        assert result.exit_code == 1
+        assert f"{out} is in use, process {os.getpid()} on " in result.stderr
+        assert [path.name for path in out.iterdir()] == [".run.lock"]
+    assert invoked("fit", data, "--target", "price", *QUICK).exit_code == 0
 
 
 def test_ctrl_c_says_how_to_go_on(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

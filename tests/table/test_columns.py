@@ -12,7 +12,6 @@ pytest.importorskip("pandas")
 
 import pandas as pd
 
-from marquardt.table import kinds
 from marquardt.table.columns import LEVELS, RARE, Columns, learn
 from marquardt.table.reading import BadTable
 
@@ -33,61 +32,6 @@ def learnt(frame, train=None, **options):
 
 def done(columns):
     return {told.name: told.done for told in columns.told}
-
-
-# --- kinds ---
-
-
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        (["1", "2.5", "-3e4", None], "number"),
-        (["a", "b", "1"], "category"),
-        (["2020-01-02", "2021-12-31T10:00"], "date"),
-        (["31.12.2020", "01.02.2021"], "date"),
-        (["12/31/2020", "01/02/2021"], "date"),
-        (["31/12/2020", "01/02/2021"], "date"),
-        ([None, None], "empty"),
-        (["True", "False"], "category"),
-    ],
-)
-def test_the_kind_of_a_column(values, kind):
-    assert kinds.kind("a", pd.Series(values, dtype="str")) == kind
-
-
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        ("abc", "holds numbers, but also text: 'abc' in row 3"),
-        ("1,000", "holds numbers, but also text: '1,000' in row 3"),
-        ("inf", "holds numbers that are not finite: 'inf' in row 3"),
-        ("-1e200", "holds numbers that are too large to compute with: '-1e200' in row 3"),
-    ],
-)
-def test_text_among_numbers_is_named_with_its_row(bad, words):
-    frame = table(a=["1", "2", bad, "4", None, "6"])
-    with pytest.raises(BadTable) as error:
-        learnt(frame)
-    for word in (words, "--missing", "--categorical a", "--ignore a"):
-        assert word in str(error.value)
-
-
-def test_only_some_of_many_mistakes_are_shown():
-    frame = table(a=text(range(20)) + ["x"] * 9)
-    with pytest.raises(BadTable, match=r"'x' in row 25 and in 4 more rows"):
-        learnt(frame)
-
-
-def test_text_among_dates():
-    frame = table(a=["2020-01-01", "2020-01-02", "2020-02-30"])
-    with pytest.raises(BadTable, match=r"holds dates \(year-month-day\), but also others: '2020-02-30' in row 3"):
-        learnt(frame)
-
-
-def test_rows_keep_their_numbers_if_others_were_left_out():
-    frame = table(a=["1", "x", "3", "4"]).iloc[1:]
-    with pytest.raises(BadTable, match="'x' in row 2"):
-        learnt(frame)
 
 
 # --- numbers ---

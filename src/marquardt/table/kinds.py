@@ -13,8 +13,7 @@ from .reading import BadTable
 Kind = Literal["empty", "number", "date", "category"]
 # Tried in this order; a date that is both month/day and day/month in every row is read as the former.
 FORMATS = {
-    "ISO8601": "year-month-day",
-    "%Y/%m/%d": "year/month/day",
+    "ISO8601": "year-month-day",  # also with strokes
     "%d.%m.%Y": "day.month.year",
     "%m/%d/%Y": "month/day/year",
     "%d/%m/%Y": "day/month/year",
