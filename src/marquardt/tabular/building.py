@@ -17,8 +17,9 @@ from .committee import Committee, law_of
 from .members import Descent, Given, Members
 from .network import Network
 from .scaling import Inputs, Scale, distinct, folds
-from .settings import CHOICE, DIRECTIONS, LONGER, LONGEST, SHORTEST, Configuration, Settings
+from .settings import CHOICE, DIRECTIONS, LONGER, LONGEST, SHORTEST, Configuration, Division, Settings
 from .storing import load_part, save_part
+from .wide import trained_wide
 
 Watch = Callable[[dict[str, Any]], Any]
 
@@ -56,10 +57,11 @@ def train(
     if not known or not inputs.width:
         found.says.append("all targets are the same" if not known else "no input column has two different values")
         return found
-    division = settings.division(len(x))
+    law, count = law_of(frequencies, outputs)
+    configurations, division = settings.arranged(len(x), inputs.width, count, law.rank)
     fold = folds(goal, division.folds, generator) if division.folds else None
     table = Divided(inputs.apply(x), goal, weight, fold, division.choosing)
-    work = Rounds(found, table, generator, checkpoint, watch)
+    work = Rounds(found, table, configurations, division, generator, checkpoint, watch)
     if division.choosing:
         found.parts = work.chosen(CHOICE if division.final else 1.0)
         weigh(found, table)
@@ -83,17 +85,16 @@ class Rounds:
     """The configurations, one after the other, within the work that is left."""
 
     def __init__(
-        self, found: Committee, table: Divided, generator: torch.Generator, checkpoint: Any,
-        watch: Watch | None,
+        self, found: Committee, table: Divided, configurations: tuple[Configuration, ...], division: Division,
+        generator: torch.Generator, checkpoint: Any, watch: Watch | None,
     ) -> None:  # fmt: skip
         self.found, self.table, self.generator, self.watch = found, table, generator, watch
         self.law, self.outputs = law_of(found.frequencies, len(found.floor))
-        self.configurations = found.settings.configurations(len(table.x))
+        self.configurations = configurations
         self.left = found.settings.work
         self.kept = None if checkpoint is None else Path(checkpoint)
         self.mark = "" if self.kept is None else fingerprint(table, found.settings)
         self.number = 0  # of trainings so far
-        division = found.settings.division(len(table.x))
         self.count = len(self.configurations) * (bool(division.choosing) + bool(division.final))
 
     def chosen(self, share: float) -> list[Members]:
@@ -143,16 +144,23 @@ class Rounds:
         settings, law = self.found.settings, self.law
         members, samples = data.weight.shape
         network = self.network(one)
+        wide = one.groups == "decay"
         plan = settings.plan(network, members, samples, law.rank, work, steps)
+        once = settings.cost(network, members, samples, law.rank)
+        if wide:
+            plan, once = settings.wide_plan(network, members, samples, work)
         own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
         part = load_part(self.kept, self.number, self.mark, law)
         if part is None:
             seen = watcher(one, self.number, self.count, plan.steps, self.watch)
-            part = Descent(network, law, one.groups, data, held, plan, own).run(seen)
+            if wide:
+                part = trained_wide(network, law, data, held, plan, own, seen)
+            else:
+                part = Descent(network, law, one.groups, data, held, plan, own).run(seen)
             save_part(self.kept, self.number, self.mark, part)
         self.number += 1
         taken = sum(len(steps) for steps in part.steps) / members
-        return part, taken * settings.cost(network, members, samples, law.rank)
+        return part, taken * once
 
 
 def watcher(

@@ -73,6 +73,8 @@ def weigh(found: Committee, table: Divided) -> None:
 def unweighted(found: Committee) -> None:
     """Nothing was left out: all configurations count alike, and noise and variance are those of the evidence"""
     found.weights = uniform(len(found.parts))
+    if found.frequencies is not None:
+        return
     noise = torch.stack([(1 / part.beta).mean() for part in found.parts]).mean()
     found.floor, found.factor = noise.repeat(len(found.floor)), noise.sqrt().repeat(len(found.floor))
 

@@ -90,8 +90,9 @@ class Members:
         With β it would be in units of the noise, and without in those of the targets. Members that train longer, on
         more samples, have a larger β, by what they have learnt and by what they fit too closely: half of each.
         """
-        assert self.root is not None
         c = self.network.sizes[-1]
+        if self.root is None:
+            return self.theta.new_zeros(len(self.theta), x.shape[-2], c)
         found = []
         for i in range(len(self.theta)):
             theta, R = self.theta[i : i + 1], self.root[i].double()

@@ -61,7 +61,7 @@ class Inputs:
         rotation = None
         if u.shape[1] > most:
             e, Q = torch.linalg.eigh((weight[:, None] * u).T @ u / weight.sum())
-            rotation = (Q[:, -most:] / e[-most:].clamp(min=1e-12 * float(e[-1])).sqrt()).flip(1)
+            rotation = Q[:, -most:].flip(1) / e[-most:].mean().sqrt()
             rotation = rotation * torch.where(rotation.sum(0) < 0, -1.0, 1.0)
         return cls(scale, columns, low - margin, high + margin, rotation)
 

@@ -16,6 +16,9 @@ WORK = 2.2e11
 # third on, members that leave out a tenth each need not be trained again with it.
 FEWEST, SMALL, MANY = 25, 250, 3000
 
+# Classes of fewer samples have no wide network beside the small ones.
+WIDE = 100
+
 # Members train on, all samples, for this many times the steps that were best for one that stops by what it leaves out:
 # a committee averages out what each of its members fits too closely, and not what all have not yet learnt.
 LONGER, SHORTEST, LONGEST = 3, 40, 250
@@ -23,8 +26,14 @@ LONGER, SHORTEST, LONGEST = 3, 40, 250
 # Of the work, what is spent on the choice if all samples are trained on afterwards.
 CHOICE = 0.4
 
+# A matrix is not larger than this, and allows this number of steps.
+LARGEST, FEWEST_STEPS = 3000, 15
+
+# Samples of a step with Kronecker factors, and steps without a lower error that end it.
+BATCH, PATIENCE = 20_000, 10
+
 # Inputs beyond this number are replaced by their main directions.
-DIRECTIONS = 64
+DIRECTIONS = 256
 
 # Rows of G by parameter if it has not all of them.
 ROWS = 4
@@ -40,7 +49,12 @@ class Configuration:
 
     def __str__(self) -> str:
         shape = "×".join(map(str, self.hidden)) or "linear"
-        named = {"all": "one precision", "tensors": "precisions by layer", "inputs": "precisions by input"}
+        named = {
+            "all": "one precision",
+            "tensors": "precisions by layer",
+            "inputs": "precisions by input",
+            "decay": "weight decay",
+        }
         return f"{shape} {self.activation}, {named[self.groups]}"
 
 
@@ -54,6 +68,7 @@ AUTO = (
 
 
 LARGE_AUTO = (Configuration((16, 16), "silu", "inputs"), Configuration((16, 16), "tanh", "all"))
+WIDE_AUTO = (Configuration((64,), "tanh", "decay"), Configuration((64,), "silu", "decay"))
 SMALL_AUTO = (Configuration((12,), "silu", "inputs"), Configuration((12,), "tanh", "all"))
 
 
@@ -102,17 +117,37 @@ class Settings:
         for size in self.hidden:
             whole(size, "hidden", 1)
 
-    def configurations(self, samples: int) -> tuple[Configuration, ...]:
+    def arranged(
+        self, samples: int, inputs: int, outputs: int, rank: int
+    ) -> tuple[tuple[Configuration, ...], Division]:
+        """What is trained, and on which parts of the samples. Matrices that are too large leave Kronecker factors."""
+        found, division = self._configurations(samples), self._division(samples)
+        members = max(division.choosing, division.final)
+        step = 0.0
+        for one in (c for c in found if c.groups != "decay"):
+            network = Network((inputs, *one.hidden, outputs), one.activation)
+            step += self.cost(network, members, samples, rank) if network.n <= LARGEST else self.work
+        if FEWEST_STEPS * step <= self.work:
+            return found, division
+        wide = WIDE_AUTO if isinstance(self.hidden, str) else found
+        wide = tuple(Configuration(c.hidden, self._activation(c.activation), "decay") for c in wide)
+        count = members if isinstance(self.members, str) else self.members
+        folds = max(count, 10 if samples >= MANY else 5)
+        return wide, Division(count, folds, 0) if division.folds else Division(0, 0, count)
+
+    def _activation(self, own: str) -> str:
+        return own if self.activation == "auto" else self.activation
+
+    def _configurations(self, samples: int) -> tuple[Configuration, ...]:
         """One if the hidden sizes are given, otherwise several to be stacked"""
         if isinstance(self.hidden, str):
             found = SMALL_AUTO if samples < SMALL else LARGE_AUTO if samples >= MANY else AUTO
-            if self.activation == "auto":
-                return found
-            return tuple(Configuration(c.hidden, self.activation, c.groups) for c in found)
-        activation = "silu" if self.activation == "auto" else self.activation
-        return (Configuration(tuple(self.hidden), activation, "inputs"),)
+            if self.task == "classification" and self.held_out and samples >= WIDE:
+                found = (*found[:1], *found[-1:], WIDE_AUTO[1])
+            return tuple(Configuration(c.hidden, self._activation(c.activation), c.groups) for c in found)
+        return (Configuration(tuple(self.hidden), self._activation("silu"), "inputs"),)
 
-    def division(self, samples: int) -> Division:
+    def _division(self, samples: int) -> Division:
         many = samples >= MANY
         wanted = (3 if many else 5) if isinstance(self.members, str) else self.members
         if not self.held_out or samples < FEWEST:
@@ -122,6 +157,16 @@ class Settings:
         if self.task == "classification":
             return Division(wanted, max(wanted, 5), 0)
         return Division(min(wanted, 3), 5, wanted)
+
+    def wide_plan(self, network: Network, members: int, samples: int, work: float) -> tuple[Limits, float]:
+        """Steps with Kronecker factors, all samples in each or so many, and the work of one"""
+        rows = None if samples <= BATCH else BATCH
+        factors = sum(20.0 * (a + 1) ** 3 + 20.0 * b**3 for a, b in zip(network.sizes, network.sizes[1:], strict=False))
+        once = members * (12.0 * (rows or samples) * network.n + 2.0 * factors)
+        wanted = self.steps or (100 if rows is None else 1000)
+        steps = max(20, min(wanted, int(work / once)))
+        patience = steps if self.patience is None else min(self.patience, PATIENCE)
+        return Limits(steps, patience, rows=rows), once
 
     def plan(
         self, network: Network, members: int, samples: int, rank: int, work: float, steps: int | None = None
