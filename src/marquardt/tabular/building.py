@@ -121,11 +121,20 @@ class Rounds:
         found, scarce = [], min(1.0, self.left / sum(wanted))
         for i, one in enumerate(self.configurations):
             if used[i]:
-                found.append(self.trained(one, data, None, scarce * wanted[i], steps[i])[0])
+                part = self.trained(one, data, None, scarce * wanted[i], steps[i])[0]
+                found.append(self.sound(part, before[i]) if before else part)
             else:
                 found.append(before[i])
                 self.number += 1
         return found
+
+    def sound(self, final: Members, before: Members) -> Members:
+        """Without those that fit what they have seen worse than others have predicted what they had not: such a member
+        is lost in a poor minimum, or had too few steps. The others themselves, if none is left."""
+        table = self.table
+        seen = final.mean_loss(table.x, table.y, table.weight)
+        good = (seen <= before.error.median()).nonzero()[:, 0]
+        return final.some(good) if len(good) else before
 
     def steps_of(self, before: Members | None) -> int:
         settings = self.found.settings
