@@ -38,7 +38,7 @@ def by_hand(x: Tensor, y: Tensor, rounds: int = 500) -> tuple[float, float, floa
 
 def test_a_linear_model_ends_at_the_fixed_point():
     model, x, y = line()
-    result = mq.fit(model, (x, y), "mse", weight_decay=mq.Evidence(every=2))
+    result = mq.fit(model, (x, y), "mse", weight_decay=mq.Evidence(every=2, groups=None))
     alpha, beta, gamma, theta = by_hand(x, y)
     found = result.evidence
     assert result.reason.startswith("settled")
@@ -164,7 +164,7 @@ def test_close(change, close):
 def test_a_curvature_that_cannot_be_inverted_leaves_alpha_and_beta(monkeypatch):
     model, x, y = line()
     opt = mq.LM(model, "mse", weight_decay=0.01)
-    rule = Regularisation(mq.Evidence(), opt, source((x, y)))
+    rule = Regularisation(mq.Evidence(groups=None), opt, source((x, y)))
 
     def singular(*args, **options):
         raise ValueError(SINGULAR)
@@ -186,7 +186,7 @@ def test_a_curvature_that_cannot_be_inverted_leaves_alpha_and_beta(monkeypatch):
 def test_settled_twice_in_a_row():
     model, x, y = line()
     opt = mq.LM(model, "mse", weight_decay=0.01)
-    rule = Regularisation(mq.Evidence(), opt, source((x, y)))
+    rule = Regularisation(mq.Evidence(groups=None), opt, source((x, y)))
     for _ in range(60):
         for _ in range(3):
             step = opt.step(x, y)

@@ -35,12 +35,12 @@ class Evidence:
     """Weight decay by evidence, for `mq.fit(weight_decay=mq.Evidence())`: α and β from βG + diag α without λD, every
     few steps (Bayesian regularisation, MATLAB's trainbr).
 
-    `groups`: None has one α for all parameters, "layers" one for the weight and the bias of each layer, "parameters"
-    one for each tensor; or lists of patterns for names, one list for each α. `start` is the weight decay to begin with.
+    `groups`: "layers" has an α for the weight and the bias of each layer, "parameters" one for each tensor, None one
+    for all (MATLAB's); or lists of patterns for names, one list for each α. `start` is the weight decay to begin with.
     """
 
     every: int = 5
-    groups: str | Sequence[Sequence[str]] | None = None
+    groups: str | Sequence[Sequence[str]] | None = "layers"
     start: float = 0.01
 
     def __post_init__(self) -> None:
