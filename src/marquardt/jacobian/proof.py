@@ -228,16 +228,16 @@ def _prove(J: Jacobian, base: object) -> None:
     proof = known.proof = Proof(sizes={J.N})
     known.proven = None
     known.proofs.pop(_with_graph(J, base), None)
-    evidence = Evidence(J)
-    _prove_rules(J, proof, evidence)
+    comparison = Comparison(J)
+    _prove_rules(J, proof, comparison)
     covered = {i for key in proof.layouts for i in key}
-    proof.general.update({i: "none" for i, g in enumerate(evidence.pulled) if g is None and i not in covered})
-    _prove_graph(J, proof, evidence, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
-    _prove_paths(J, proof, evidence, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
+    proof.general.update({i: "none" for i, g in enumerate(comparison.pulled) if g is None and i not in covered})
+    _prove_graph(J, proof, comparison, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
+    _prove_paths(J, proof, comparison, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
     if any(other.inert for other in known.proofs.values()):
-        evidence.measure_rounding()
-    proof.inert = evidence.inert
-    if all(g is None or bool(g.any()) for g in evidence.pulled):
+        comparison.measure_rounding()
+    proof.inert = comparison.inert
+    if all(g is None or bool(g.any()) for g in comparison.pulled):
         if proof.map is not None:
             known.walks.add(base)
         if len(known.proofs) >= KEPT:
@@ -246,7 +246,7 @@ def _prove(J: Jacobian, base: object) -> None:
         known.proofs[signature] = proof
 
 
-def _prove_rules(J: Jacobian, proof: Proof, evidence: Evidence) -> None:
+def _prove_rules(J: Jacobian, proof: Proof, comparison: Comparison) -> None:
     """The layout of every group of calls, if one is right."""
     calls = J.forward.watch.calls
     deltas, _ = _deltas(J, range(len(calls)), [])
@@ -260,12 +260,12 @@ def _prove_rules(J: Jacobian, proof: Proof, evidence: Evidence) -> None:
             except Misfit:
                 continue
             found[layout] = block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N)
-        right = evidence.first(found)
+        right = comparison.first(found)
         if right is not None:
             proof.layouts[key] = right
 
 
-def _prove_graph(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int]) -> None:
+def _prove_graph(J: Jacobian, proof: Proof, comparison: Comparison, rest: list[int]) -> None:
     """Those of the parameters without a rule whose uses the graph shows, each by itself."""
     if not rest:
         return
@@ -278,11 +278,11 @@ def _prove_graph(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int])
             block = _by_graph(J, i, glimpses)
         except Misfit:
             continue
-        if evidence.first({"graph": block}) is not None:
+        if comparison.first({"graph": block}) is not None:
             proof.general[i], proof.map = "graph", where
 
 
-def _prove_paths(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int]) -> None:
+def _prove_paths(J: Jacobian, proof: Proof, comparison: Comparison, rest: list[int]) -> None:
     """The fastest general path that is right for the parameters without a rule."""
     for path in PATHS if rest else ():
         if J.forward.watch.unrolled and path in ("rows", "loop"):
@@ -297,12 +297,12 @@ def _prove_paths(J: Jacobian, proof: Proof, evidence: Evidence, rest: list[int])
             if path == "loop" or out_of_memory(error):
                 raise
             continue
-        if path == "loop" or evidence.first({path: block}) is not None:
+        if path == "loop" or comparison.first({path: block}) is not None:
             proof.general.update(dict.fromkeys(rest, path))
             break
 
 
-class Evidence:
+class Comparison:
     """Jᵀ(Sw) from plain autograd for a random w: what J̃ᵀw from the rows must equal.
 
     Equality for one random w proves J̃ itself, column by column: each column of a wrong J̃ would have to be orthogonal to
