@@ -1,10 +1,11 @@
 """`marquardt fit`, killed (−9) at random moments and run again with --resume: is it the same model, bit for bit?
 
     python benchmarks/resume.py                    # 20 moments, on scikit-learn's diabetes
-    python benchmarks/resume.py --moments 5 --json resume.json
+    python benchmarks/resume.py --table digits --moments 5 --json resume.json
 
-Each moment is a part, drawn evenly, of the time that an undisturbed run takes. A run is killed there, resumed, killed once
-more after half of that time if it has not ended, and resumed again. All files but the report are compared, byte by byte.
+Each moment is a part, drawn evenly, of the time that an undisturbed run takes. A run is killed there, resumed, killed
+once more after half of that time if it has not ended, and resumed again. All files but the report are compared, byte by
+byte.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sklearn.datasets import load_diabetes
+from sklearn.datasets import load_diabetes, load_digits
 
+TABLES = {"diabetes": load_diabetes, "digits": load_digits}
 COMPARED = ("model.pt", "preprocessing.json", "predictions.csv", "metrics.json")
 
 
@@ -64,14 +66,15 @@ def moment(data: Path, whole: Path, out: Path, seconds: float) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moments", type=int, default=20)
+    parser.add_argument("--table", choices=TABLES, default="diabetes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data, whole = folder / "diabetes.csv", folder / "whole"
-        load_diabetes(as_frame=True).frame.to_csv(data, index=False)
+        data, whole = folder / f"{options.table}.csv", folder / "whole"
+        TABLES[options.table](as_frame=True).frame.to_csv(data, index=False)
         total = run(command(data, whole))
         print(f"undisturbed: {total:.1f} s")
         found = []

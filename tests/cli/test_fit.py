@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -338,6 +339,15 @@ def test_ctrl_c_says_how_to_go_on(data: Path, monkeypatch: pytest.MonkeyPatch) -
     result = invoked(*words)
     assert result.exit_code == 130
     assert f"Stopped. Go on: marquardt fit {data} --target price --resume" in result.output
+
+
+def test_each_kind_of_network_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = command.FitScreen(command.Console())
+    for member, step, loss in [(1, 1, math.inf), (1, 2, math.inf), (1, 1, 0.5), (2, 1, 0.25), (2, 2, 0.125)]:
+        screen.see({"configuration": "3 silu", "member": member, "members": 2, "step": step, "steps": 2, "loss": loss})
+    screen.end()
+    screen.end()
+    assert capsys.readouterr().out == "1/2  3 silu: 1 steps, loss 0.5\n2/2  3 silu: 2 steps, loss 0.125\n"
 
 
 def test_a_terminal_shows_a_bar(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ class FitScreen:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.drawn = -math.inf
+        self.last: Mapping[str, Any] | None = None
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[loss]}"),
             TimeElapsedColumn(), TimeRemainingColumn(),
@@ -128,22 +129,34 @@ class FitScreen:
 
     def see(self, event: Mapping[str, Any]) -> None:
         """A step of networks of one kind, which are trained together."""
-        place = f"{event['member']}/{event['members']}"
-        if event["step"] == event["steps"]:
-            self.say(f"{place}  {event['configuration']}: {event['step']} steps, loss {event['loss']:.4g}")
+        if self.last and self.last["member"] != event["member"]:
+            self._tell(self.last)
+        self.last = event
         if not self.console.is_terminal or time.monotonic() - self.drawn < REFRESH:
             return
         self.drawn = time.monotonic()
         self.progress.start()
         self.progress.update(
             self.bar, completed=(event["member"] - 1 + event["step"] / event["steps"]) / event["members"],
-            description=f"{place}, step {event['step']}", loss=f"loss {event['loss']:.4g}",
+            description=f"{event['member']}/{event['members']}, step {event['step']}", loss=_loss(event),
         )  # fmt: skip
         self.progress.refresh()
 
     def end(self) -> None:
+        if self.last:
+            self._tell(self.last)
+            self.last = None
         if self.progress.live.is_started:
             self.progress.stop()
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        steps = f"{event['configuration']}: {event['step']} steps"
+        self.say(f"{event['member']}/{event['members']}  {steps}, {_loss(event)}")
+
+
+def _loss(event: Mapping[str, Any]) -> str:
+    """That of networks which have none yet is infinite."""
+    return f"loss {event['loss']:.4g}" if math.isfinite(event["loss"]) else "loss –"
 
 
 def predict(
