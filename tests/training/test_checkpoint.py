@@ -92,7 +92,7 @@ def test_a_fit_that_has_ended_is_returned_as_it_was(tmp_path):
 def test_another_rule_for_the_evidence_is_refused(tmp_path):
     file = tmp_path / "fit.pt"
     fitted("evidence", checkpoint=file, steps=2)
-    with pytest.raises(ValueError, match=re.escape("evidence is \"Evidence(every=4, groups='layers')\" now")):
+    with pytest.raises(ValueError, match=re.escape("evidence is 'Evidence(every=4)' now, and was 'Evidence(every=3)'")):
         fitted("evidence", checkpoint=file, weight_decay=mq.Evidence(every=4, groups="layers"))
 
 

@@ -53,7 +53,7 @@ class Saver:
 def write(path: Path, content: dict[str, Any]) -> None:
     """Atomically: a reader finds the last file or this one, whatever happens meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")  # what a killed process has left is written over
     try:
         with open(temporary, "wb") as file:
             torch.save(content, file)
