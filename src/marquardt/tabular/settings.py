@@ -14,7 +14,7 @@ WORK = 2.2e11
 
 # Fewer distinct samples than this are not divided into folds; below the second number networks are small; from the
 # third on, members that leave out a tenth each need not be trained again with it.
-FEWEST, SMALL, MANY = 25, 250, 3000
+FEWEST, SMALL, MANY = 25, 150, 3000
 
 # Classes of fewer samples have no wide network beside the small ones.
 WIDE = 100
@@ -58,7 +58,7 @@ class Configuration:
         return f"{shape} {self.activation}, {named[self.groups]}"
 
 
-# Complementary, and each among the best on tables of its kind (see docs/fit.md): curved and additive tables with inputs
+# Complementary, and each among the best on tables of its kind: curved and additive tables with inputs
 # that do not matter; tables in which all inputs do.
 AUTO = (
     Configuration((10, 10), "silu", "inputs"),
