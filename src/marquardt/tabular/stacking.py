@@ -7,7 +7,6 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-
 # Residuals that the spread of predictions is found from: evenly spaced ones of more.
 MOST = 3000
 
