@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import marquardt as mq
-from marquardt.uncertainty.left_out import predicted, without
+from marquardt.uncertainty.left_out import Temper, predicted, without
 from support.laplaced import classification, fitted, regression
 
 
@@ -26,7 +26,7 @@ def test_a_sample_that_is_left_out():
 def test_it_is_nearly_training_without_the_sample():
     model, x, y = classification(N=25, hidden=2, weight_decay=0.1)
     p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.1)
-    (found,) = predicted(p.at, p.precision, [1e-9])
+    (found,) = predicted(p.at, p.precision, [Temper(1e-9)])
     total = here = 0.0
     for n in range(25):
         others = torch.arange(25) != n
@@ -45,10 +45,11 @@ def test_the_best_temperature_predicts_best(loss):
         y = torch.nn.functional.one_hot(y, 3).double()
     p = mq.posterior(model, loss, (x, y), weight_decay=0.005)
     best = p.calibrated()
-    one, warm = predicted(p.at, p.precision, [best.temperature, 3 * best.temperature])
-    assert one < warm
-    assert predicted(p.at, p.precision, [best.temperature / 3])[0] > one or best.temperature == pytest.approx(1e-4)
-    assert best.temperature < 1
+    here = best.temperature, best.sharpness
+    others = [(here[0] * t, here[1] * s) for t, s in ((4.0, 1.0), (1.0, 1.3), (1.0, 1 / 1.3))]
+    one, *rest = predicted(p.at, p.precision, [Temper(*x) for x in (here, *others)])
+    assert one < min(rest)
+    assert here[0] < 1
     assert f"temperature {best.temperature:.3g}" in repr(best)
     assert best.gamma == p.gamma
     assert best.log_evidence == p.log_evidence
@@ -62,8 +63,8 @@ def test_batches_and_weights_add_up():
     parts = [(x[:20], y[:20], weight[:20]), (x[20:], y[20:], weight[20:])]
     other = mq.posterior(model, "cross_entropy", parts, weight_decay=0.02)
     torch.testing.assert_close(
-        torch.tensor(predicted(one.at, one.precision, [0.1, 1.0])),
-        torch.tensor(predicted(other.at, other.precision, [0.1, 1.0])),
+        torch.tensor(predicted(one.at, one.precision, [Temper(0.1), Temper(1.0, 2.0)])),
+        torch.tensor(predicted(other.at, other.precision, [Temper(0.1), Temper(1.0, 2.0)])),
     )
 
 
@@ -78,8 +79,11 @@ def test_a_temperature_scales_the_covariance():
     gaps = [float((q.probabilities(x) - plain).norm()) for q in (p, cold, p.tempered(1e-8))]
     assert gaps[0] > gaps[1] > gaps[2]
     assert gaps[2] < 1e-6
-    with pytest.raises(ValueError, match="temperature=0: a finite number above 0"):
-        p.tempered(0)
+    for options, message in (((0,), "temperature=0: a finite"), ((1.0, -1.0), "sharpness=-1.0: a finite")):
+        with pytest.raises(ValueError, match=message):
+            p.tempered(*options)
+    sharp = p.tempered(1e-8, 3.0)
+    torch.testing.assert_close(sharp.probabilities(x), (3 * model(x)).softmax(1).detach())
 
 
 def test_numbers_have_no_temperature():

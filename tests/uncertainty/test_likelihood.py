@@ -138,6 +138,9 @@ def test_two_classes_are_one_logit():
     other = resolve("binary_probabilities")
     probability = likelihood_of(other)(other).probabilities(p, V[..., :1, :1] * slope[..., None] ** 2, True)
     torch.testing.assert_close(probability, one.probabilities(z[..., :1], V[..., :1, :1], True))
+    sharp, same = likelihood_of(other)(other).sharpened(p, V[..., :1, :1] * slope[..., None] ** 2, 1.7)
+    again = likelihood_of(other)(other).probabilities(sharp, same, True)
+    torch.testing.assert_close(again, one.probabilities(*one.sharpened(z[..., :1], V[..., :1, :1], 1.7), True))
 
 
 def test_ordered_classes():

@@ -41,7 +41,7 @@ class Evidence:
 
     every: int = 5
     groups: str | Sequence[Sequence[str]] | None = "layers"
-    start: float = 0.01
+    start: float = 0.001
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:

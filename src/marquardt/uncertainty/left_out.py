@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,24 +18,34 @@ from .precision import Precision
 OWN = 0.999
 
 
-def predicted(at: Expansion, H: Precision, temperatures: Sequence[float]) -> list[float]:
-    """−log p of all samples, each left out, of classes and for covariances of so many times H⁻¹."""
-    totals = torch.zeros(len(temperatures), dtype=torch.float64)
+class Temper(NamedTuple):
+    """What is made of outputs before they become probabilities."""
+
+    temperature: float = 1.0  # the covariance of θ is so many times H⁻¹
+    sharpness: float = 1.0  # logits count so many times
+
+
+def predicted(at: Expansion, H: Precision, tempers: Sequence[Temper]) -> list[float]:
+    """−log p of all samples, each left out, of classes and for each of these."""
+    totals = torch.zeros(len(tempers), dtype=torch.float64)
     for batch in at.batches:
         for part in at.parts(batch):
-            totals += torch.tensor(_predicted(at, H, part, temperatures), dtype=torch.float64)
+            totals += torch.tensor(_predicted(at, H, part, tempers), dtype=torch.float64)
     found: list[float] = totals.tolist()
     return found
 
 
-def _predicted(at: Expansion, H: Precision, part: Batch, temperatures: Sequence[float]) -> list[float]:
+def _predicted(at: Expansion, H: Precision, part: Batch, tempers: Sequence[Temper]) -> list[float]:
     z, mean, rows = at.functional(part.inputs)
     loss, kind, w = at.likelihood.loss, at.likelihood, part.weight
     y = part.targets.to(z) if part.targets.is_floating_point() else part.targets
     half = H.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
     shift, V = without(half @ half.mT, loss.root(z, y, w).S, loss.group(loss.gradient(z, y, w)))
-    outputs = [loss.ungroup(kind.averaged(mean + shift, T * V, True), z) for T in temperatures]
-    return [float(weighted(loss.ell(found, y), w).sum()) for found in outputs]
+    found = []
+    for T, s in tempers:
+        outputs = loss.ungroup(kind.averaged(*kind.sharpened(mean + shift, T * V, s), True), z)
+        found.append(float(weighted(loss.ell(outputs, y), w).sum()))
+    return found
 
 
 def without(V: Tensor, S: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,10 @@ class Likelihood:
         """Outputs that have the probabilities of uncertain ones, which are a mean: (N, P, C)"""
         raise NotImplementedError
 
+    def sharpened(self, z: Tensor, V: Tensor, s: float) -> tuple[Tensor, Tensor]:
+        """Logits times s"""
+        return s * z, s**2 * V
+
     def linked(self, z: Tensor) -> Tensor:
         """Probabilities of the classes (N, P, ·), or of 1 (N, P, 1), for certain outputs"""
         raise NotImplementedError
@@ -173,8 +177,14 @@ class BernoulliProbability(Likelihood):
     classes: ClassVar[bool] = True
 
     def averaged(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
-        slope = (z * (1 - z)).clamp(min=1e-12)
-        return softened(z.logit(eps=1e-12), V[..., 0] / slope.square()).sigmoid()
+        return softened(z.logit(eps=1e-12), V[..., 0] / self._slope(z).square()).sigmoid()
+
+    def sharpened(self, z: Tensor, V: Tensor, s: float) -> tuple[Tensor, Tensor]:
+        p = (s * z.logit(eps=1e-12)).sigmoid()
+        return p, V * (s * self._slope(p) / self._slope(z)).square()[..., None]
+
+    def _slope(self, p: Tensor) -> Tensor:
+        return (p * (1 - p)).clamp(min=1e-12)
 
     def linked(self, z: Tensor) -> Tensor:
         return z

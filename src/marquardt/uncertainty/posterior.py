@@ -15,7 +15,7 @@ from ..curvature import Representation
 from ..sources import source
 from .evidence import alone, noise_precision, reestimate, unit
 from .expansion import Expansion
-from .left_out import predicted
+from .left_out import Temper, predicted
 from .precision import DataCurvature, Precision, Scaled
 
 # Rounds in which noise of every output and γ of every output agree to this.
@@ -24,8 +24,8 @@ ROUNDS, AGREED = 10, 0.01
 # Rounds in which several α, and their γ, agree to this.
 TUNED, CLOSE = 50, 1e-3
 
-# Of which a posterior is calibrated to the best: 1e-4 to 10.
-TEMPERATURES = [10 ** (k / 4) for k in range(-16, 5)]
+# Of which a posterior is calibrated to the best: temperatures of 1e-4 to 10, sharpness of ½ to 4.
+TEMPERS = [Temper(10 ** (k / 2), 2 ** (j / 4)) for k in range(-8, 3) for j in range(-4, 9)]
 
 # Layers that differ in train and eval mode.
 RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
@@ -54,11 +54,11 @@ class Posterior:
     def __init__(
         self, at: Expansion, kind: Representation | None, data: DataCurvature, alphas: Sequence[float], beta: float,
         towards: Tensor | None, b: Tensor | None, learns: bool, precision: Precision | None = None,
-        temperature: float = 1.0,
+        temper: Temper = Temper(),
     ) -> None:  # fmt: skip
         self.at, self.kind, self.data, self.alphas, self.beta = at, kind, data, tuple(alphas), beta
         self.towards, self.b, self.learns = towards, b, learns  # β by output is β·b
-        self.temperature = temperature  # the covariance is so many times H⁻¹
+        self.temperature, self.sharpness = temper
         self.parameters = at.parameters
         repeats = torch.tensor(self.parameters.sizes, device=self.parameters.device)
         alpha = torch.tensor(self.alphas, dtype=torch.float64, device=self.parameters.device)
@@ -217,22 +217,24 @@ class Posterior:
         """Parameters that some targets determine, by output: (R, N, n) → (R,)"""
         return self.c * self.precision.half(rows.flatten(0, 1)).square().sum(1).view(rows.shape[:2]).sum(1)
 
-    def tempered(self, temperature: float) -> Posterior:
-        """p(θ|y)^(1/T): the same with T times the covariance. Prior, noise, γ and the evidence are those of T = 1."""
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature={temperature!r}: a finite number above 0; 1 is the posterior itself")
+    def tempered(self, temperature: float, sharpness: float = 1.0) -> Posterior:
+        """p(θ|y)^(1/T): the same with T times the covariance. Prior, noise, γ and the evidence are those of T = 1. For
+        probabilities, logits count `sharpness` times."""
+        for name, x in (("temperature", temperature), ("sharpness", sharpness)):
+            if not 0 < x < math.inf:
+                raise ValueError(f"{name}={x!r}: a finite number above 0; 1 is the posterior itself")
         return Posterior(
             self.at, self.kind, self.data, self.alphas, self.beta, self.towards, self.b, self.learns, self.precision,
-            temperature,
+            Temper(temperature, sharpness),
         )  # fmt: skip
 
     def calibrated(self) -> Posterior:
-        """Of classes: tempered so that every sample is best predicted by the others, from 1e-4 to 10. What θ̂ and the
-        variances would be without a sample is one Newton step from here."""
+        """Of classes: with the temperature and the sharpness at which every sample is best predicted by the others.
+        What θ̂ and the variances would be without a sample is one Newton step from here."""
         if not self.at.likelihood.classes:
             raise ValueError(f"{self.at.loss.display_name} has no classes: its intervals have the noise that is learnt")
-        found = predicted(self.at, self.precision, TEMPERATURES)
-        return self.tempered(TEMPERATURES[found.index(min(found))])
+        found = predicted(self.at, self.precision, TEMPERS)
+        return self.tempered(*TEMPERS[found.index(min(found))])
 
     def decrement(self, prior: bool = True) -> float:
         """½gᵀH⁻¹g, by how much −log p(θ|y) with one noise would fall from θ̂ in one Newton step, 0 at the minimum; or,
@@ -303,7 +305,10 @@ class Posterior:
         kind = self.at.likelihood
         if not kind.classes:
             raise ValueError(f"{self.at.loss.display_name} has no classes: use predict(inputs)")
-        parts = [kind.laid_out(kind.probabilities(mean, V, joint), z) for z, mean, V in self._outputs(inputs)]
+        parts = [
+            kind.laid_out(kind.probabilities(*kind.sharpened(mean, V, self.sharpness), joint), z)
+            for z, mean, V in self._outputs(inputs)
+        ]
         return torch.cat(parts).to(self.at.theta)
 
     @property
@@ -322,6 +327,7 @@ class Posterior:
         sigma = ", ".join(f"{x:.3g}" for x in self.noise.flatten().tolist()) if at.likelihood.noisy else ""
         noise = f", noise σ = {sigma}" if sigma else ""
         noise += "" if self.temperature == 1 else f", temperature {self.temperature:.3g}"
+        noise += "" if self.sharpness == 1 else f", sharpness {self.sharpness:.3g}"
         return (
             f"Posterior of {type(at.model).__name__}, {self.parameters.n:,} parameters, {at.loss.display_name}\n"
             f"    {self.plan}\n"
