@@ -12,9 +12,11 @@ from marquardt.tabular.settings import Division, Settings, rows_of
     ("samples", "task", "division"),
     [
         (10, "regression", Division(0, 0, 5)),
+        (100, "regression", Division(5, 5, 5)),
         (400, "regression", Division(3, 5, 5)),
         (400, "classification", Division(5, 5, 0)),
         (8000, "regression", Division(3, 10, 0)),
+        (40_000, "regression", Division(2, 10, 0)),
     ],
 )
 def test_division(samples, task, division):

@@ -12,9 +12,10 @@ from .network import ACTIVATIONS, Network
 # fits with one seed are the same.
 WORK = 2.2e11
 
-# Fewer distinct samples than this are not divided into folds; below the second number networks are small; from the
-# third on, members that leave out a tenth each need not be trained again with it.
-FEWEST, SMALL, MANY = 25, 150, 3000
+# Distinct samples. Fewer than the first are not divided into folds; with fewer than the second networks are small, with
+# fewer than the third each sample is left out by a member that chooses. From the fourth on, members that leave out a
+# tenth need not be trained again with it; from the last on steps are worth more than further networks.
+FEWEST, SMALL, FEW, MANY, HUGE = 25, 150, 400, 3000, 15_000
 
 # Classes of fewer samples have no wide network beside the small ones.
 WIDE = 100
@@ -30,7 +31,7 @@ CHOICE = 0.4
 LARGEST, FEWEST_STEPS = 3000, 15
 
 # Samples of a step with Kronecker factors, and steps without a lower error that end it.
-BATCH, PATIENCE = 20_000, 10
+BATCH, PATIENCE = 5_000, 10
 
 # Inputs beyond this number are replaced by their main directions.
 DIRECTIONS = 256
@@ -141,22 +142,24 @@ class Settings:
     def _configurations(self, samples: int) -> tuple[Configuration, ...]:
         """One if the hidden sizes are given, otherwise several to be stacked"""
         if isinstance(self.hidden, str):
-            found = SMALL_AUTO if samples < SMALL else LARGE_AUTO if samples >= MANY else AUTO
+            found = SMALL_AUTO if samples < SMALL else AUTO if samples < MANY else LARGE_AUTO
+            found = found if samples < HUGE else LARGE_AUTO[-1:]
             if self.task == "classification" and self.held_out and samples >= WIDE:
-                found = (*found[:1], *found[-1:], WIDE_AUTO[1])
+                found = (*dict.fromkeys((found[0], found[-1])), WIDE_AUTO[1])
             return tuple(Configuration(c.hidden, self._activation(c.activation), c.groups) for c in found)
         return (Configuration(tuple(self.hidden), self._activation("silu"), "inputs"),)
 
     def _division(self, samples: int) -> Division:
         many = samples >= MANY
-        wanted = (3 if many else 5) if isinstance(self.members, str) else self.members
+        own = 5 if not many else 3 if samples < HUGE else 2
+        wanted = own if isinstance(self.members, str) else self.members
         if not self.held_out or samples < FEWEST:
             return Division(0, 0, wanted)
         if many:
             return Division(wanted, max(wanted, 10), 0)
         if self.task == "classification":
             return Division(wanted, max(wanted, 5), 0)
-        return Division(min(wanted, 3), 5, wanted)
+        return Division(wanted if samples < FEW else min(wanted, 3), max(wanted, 5), wanted)
 
     def wide_plan(self, network: Network, members: int, samples: int, work: float) -> tuple[Limits, float]:
         """Steps with Kronecker factors, all samples in each or so many, and the work of one"""
