@@ -417,7 +417,20 @@ def test_classes_of_new_rows(sorted_out: Path, tmp_path: Path) -> None:
 def test_bad_tables_to_predict(trained: Path, tmp_path: Path, change, words: list[str]) -> None:
     data = write(tmp_path / "new.csv", houses(20))
     data.write_text(change(data.read_text()))
-    refused(invoked("predict", trained, data), *words)
+    result = invoked("predict", trained, data)
+    refused(result, *words)
+    assert "--" not in result.output  # options that this command does not have
+
+
+def test_a_target_that_cannot_be_read_stands_in_no_way(trained: Path, tmp_path: Path) -> None:
+    rows = houses(20)
+    rows[3]["price"] = "secret"
+    result = invoked("predict", trained, write(tmp_path / "new.csv", rows))
+    assert result.exit_code == 0, result.output
+    assert (
+        "not judged: the column 'price' holds numbers, but also text: 'secret' in row 4; correct them." in result.stderr
+    )
+    assert result.stdout.count("\n") == 21
 
 
 def test_folders_without_a_model(trained: Path, tmp_path: Path) -> None:

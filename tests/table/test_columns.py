@@ -98,10 +98,11 @@ def test_many_levels_share_an_input_beyond_the_most_frequent():
 
 
 def test_numbers_as_categories_on_request():
-    frame = pd.DataFrame({"a": [1.0, 2.0, 1.0, 2.0, 1.0, 2.0]})
-    columns = learnt(frame, categorical=("a",))
-    assert columns.names == ["a = 1", "a = 2"]
-    assert columns.encode(table(a=["2"]))[0].tolist() == [[0, 1]]
+    frame = pd.DataFrame({"a": [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, None], "d": pd.to_datetime(["2020-01-01"] * 6 + [None])})
+    columns = learnt(frame, categorical=("a", "d"))
+    assert columns.names == ["a = 1", "a = 2", "a is missing", "d = 2020-01-01 00:00:00", "d is missing"]
+    assert columns.encode(frame)[0][5:].tolist() == [[0, 1, 0, 1, 0], [0, 0, 1, 0, 1]]
+    assert columns.columns[0].encode(table(a=["2"])["a"]).inputs.tolist() == [[0, 1, 0]]
 
 
 # --- dates ---

@@ -188,9 +188,10 @@ def _absent(column: Column, absent: np.ndarray, instead: str) -> list[str]:
 
 def as_text(column: pd.Series) -> pd.Series:
     """Numbers as people write them, 3 and not 3.0."""
-    if pd.api.types.is_numeric_dtype(column):
-        return column.map(lambda value: f"{value:.12g}", na_action="ignore").astype("str")
-    return column.astype("str") if not isinstance(column.dtype, pd.StringDtype) else column
+    if isinstance(column.dtype, pd.StringDtype):
+        return column
+    shown = "{:.12g}".format if pd.api.types.is_numeric_dtype(column) else str
+    return column.map(shown, na_action="ignore").astype("str")
 
 
 @dataclass(frozen=True)

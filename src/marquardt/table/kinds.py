@@ -90,8 +90,9 @@ def _refuse(name: str, column: pd.Series, bad: pd.Series, what: str) -> None:
     shown = ", ".join(f"{str(column.iloc[i])!r} in row {column.index[i] + 1}" for i in places[:SHOWN])
     more = f" and in {len(places) - SHOWN:,} more rows" if len(places) > SHOWN else ""
     raise BadTable(
-        f"the column {name!r} {what}: {shown}{more}; correct them, or use --missing WORD for a word that means no "
-        f"value, --categorical {_quoted(name)} if these are categories, or --ignore {_quoted(name)}"
+        f"the column {name!r} {what}: {shown}{more}; correct them",
+        f", or use --missing WORD for a word that means no value, --categorical {_quoted(name)} if these are "
+        f"categories, or --ignore {_quoted(name)}",
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..tabular import Committee
 from . import metrics, targets
 from .columns import Columns
-from .reading import read
+from .reading import BadTable, read
 from .request import MODEL, PREPROCESSING, BadFolder
 from .targets import NumberTarget, Target
 
@@ -130,8 +130,11 @@ def load(folder: Path) -> Model:
 def predict(folder: Path, data: Path, level: float) -> tuple[pd.DataFrame, list[str]]:
     """Predictions for the rows of a file, and sentences on what had to be assumed."""
     model = load(folder)
-    sheet = read(data, missing=model.missing)
-    X, notes = model.columns.encode(sheet.frame)
+    try:
+        sheet = read(data, missing=model.missing)
+        X, notes = model.columns.encode(sheet.frame)
+    except BadTable as error:
+        raise BadTable(error.sentence) from None  # the options are those of another command
     found = predicted(model.committee, X)
     table = frame(model.target, found, level)
     table.insert(0, "row", np.arange(1, len(table) + 1))
@@ -142,7 +145,10 @@ def _quality(target: Target, rows: pd.DataFrame, found: Predicted, level: float)
     """How good the predictions are, if the table has the target; unknown classes are not judged."""
     if not set(target.names) <= set(rows.columns):
         return []
-    true = target.values(rows)
+    try:
+        true = target.values(rows)
+    except BadTable as error:
+        return [f"The predictions are not judged: {error.sentence}."]
     known = (true >= 0) if true.ndim == 1 else true.isfinite().all(1)
     if not known.any():
         return []

@@ -27,7 +27,11 @@ DECIMAL_COMMA = r"[+-]?\d*,\d+(?:[eE][+-]?\d+)?"
 
 
 class BadTable(ValueError):
-    """A table that cannot be used, said in one sentence with the way out."""
+    """A table that cannot be used, in one `sentence`; `options` adds those of `marquardt fit` that are a way out."""
+
+    def __init__(self, sentence: str, options: str = "") -> None:
+        super().__init__(sentence + options)
+        self.sentence = sentence
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def read(path: Path, *, rows: int | None = None, missing: tuple[str, ...] = ()) 
     try:
         table = _read_parquet(path, rows) if parquet else _read_csv(path, head, rows)
     except MemoryError:
-        raise BadTable(f"{path} does not fit into memory: --rows N reads the first N rows") from None
+        raise BadTable(f"{path} does not fit into memory", ": --rows N reads the first N rows") from None
     if not len(table.frame):
         raise BadTable(f"{path} has names of columns, but no row below them")
     return Sheet(path, _blanked(table.frame, missing), table.says)
@@ -106,8 +110,8 @@ def _check_memory(path: Path, head: bytes, rows: int | None) -> None:
     need = _parquet_bytes(path) if head.startswith(b"PAR1") else _csv_bytes(path, head)
     if need > free:
         raise BadTable(
-            f"{path} needs about {need / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are free: "
-            "--rows N reads the first N rows"
+            f"{path} needs about {need / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are free",
+            ": --rows N reads the first N rows",
         )
 
 
