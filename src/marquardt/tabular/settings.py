@@ -142,6 +142,7 @@ class Settings:
     def _configurations(self, samples: int) -> tuple[Configuration, ...]:
         """One if the hidden sizes are given, otherwise several to be stacked"""
         if isinstance(self.hidden, str):
+            found: tuple[Configuration, ...]
             found = SMALL_AUTO if samples < SMALL else AUTO if samples < MANY else LARGE_AUTO
             found = found if samples < HUGE else LARGE_AUTO[-1:]
             if self.task == "classification" and self.held_out and samples >= WIDE:
