@@ -168,8 +168,9 @@ def report_digits(runs: list[dict[str, Any]]) -> dict[str, bool]:
     for way, m in means.items():
         print(f"{way:<18} {m['nll']:>7.4f} {m['ece']:>7.4f} {m['accuracy']:>9.4f}")
     return {
-        f"{key.upper()} of laplace below that of the plain network": means["laplace"][key] < means["plain"][key]
+        f"{key.upper()} of laplace below that of {way}": means["laplace"][key] < means[way][key]
         for key in ("nll", "ece")
+        for way in ("plain", "map")
     }
 
 
