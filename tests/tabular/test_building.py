@@ -138,3 +138,18 @@ def test_bad_tables_are_refused(change, words):
     given = {"x": x, "y": y, "weight": None} | change
     with pytest.raises(ValueError, match=words):
         train(given["x"], given["y"], Settings(**QUICK), weight=given["weight"])
+
+
+def test_threads_are_as_they_were():
+    before = torch.get_num_threads()
+    seen = []
+    train(*table(), Settings(**QUICK), watch=lambda event: seen.append(torch.get_num_threads()))
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == before
+    with pytest.raises(RuntimeError, match="broken"):
+        train(*table(), Settings(**QUICK), watch=broken)
+    assert torch.get_num_threads() == before
+
+
+def broken(event):
+    raise RuntimeError("broken")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -22,6 +23,9 @@ from .storing import load_part, save_part
 from .wide import trained_wide
 
 Watch = Callable[[dict[str, Any]], Any]
+
+# Floating-point operations of a step of one member from which on several threads are worth it
+SEVERAL = 5e8
 
 
 @torch.no_grad()
@@ -162,14 +166,26 @@ class Rounds:
         part = load_part(self.kept, self.number, self.mark, law)
         if part is None:
             seen = watcher(one, self.number, self.count, plan.steps, self.watch)
-            if wide:
-                part = trained_wide(network, law, data, held, plan, own, seen)
-            else:
-                part = Descent(network, law, one.groups, data, held, plan, own).run(seen)
+            with threads(once / members):
+                if wide:
+                    part = trained_wide(network, law, data, held, plan, own, seen)
+                else:
+                    part = Descent(network, law, one.groups, data, held, plan, own).run(seen)
             save_part(self.kept, self.number, self.mark, part)
         self.number += 1
         taken = sum(len(steps) for steps in part.steps) / members
         return part, taken * once
+
+
+@contextmanager
+def threads(step: float) -> Iterator[None]:
+    """One thread for steps of little work: several would wait for each other, for long if the machine is busy"""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if step >= SEVERAL else 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def watcher(
