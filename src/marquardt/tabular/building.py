@@ -161,7 +161,7 @@ class Rounds:
         plan = settings.plan(network, members, samples, law.rank, work, steps)
         once = settings.cost(network, members, samples, law.rank)
         if wide:
-            plan, once = settings.wide_plan(network, members, samples, work)
+            plan, once = settings.wide_plan(network, members, samples, law.rank, work)
         own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
         part = load_part(self.kept, self.number, self.mark, law)
         if part is None:

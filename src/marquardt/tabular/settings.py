@@ -130,7 +130,7 @@ class Settings:
             step += self.cost(network, members, samples, rank) if network.n <= LARGEST else self.work
         if FEWEST_STEPS * step <= self.work:
             return found, division
-        wide = WIDE_AUTO if isinstance(self.hidden, str) else found
+        wide = found if not isinstance(self.hidden, str) else WIDE_AUTO if rank <= 2 else WIDE_AUTO[1:]
         wide = tuple(Configuration(c.hidden, self._activation(c.activation), "decay") for c in wide)
         count = members if isinstance(self.members, str) else self.members
         folds = max(count, 10 if samples >= MANY else 5)
@@ -142,8 +142,7 @@ class Settings:
     def _configurations(self, samples: int) -> tuple[Configuration, ...]:
         """One if the hidden sizes are given, otherwise several to be stacked"""
         if isinstance(self.hidden, str):
-            found: tuple[Configuration, ...]
-            found = SMALL_AUTO if samples < SMALL else AUTO if samples < MANY else LARGE_AUTO
+            found: tuple[Configuration, ...] = SMALL_AUTO if samples < SMALL else AUTO if samples < MANY else LARGE_AUTO
             found = found if samples < HUGE else LARGE_AUTO[-1:]
             if self.task == "classification" and self.held_out and samples >= WIDE:
                 found = (*dict.fromkeys((found[0], found[-1])), WIDE_AUTO[1])
@@ -162,11 +161,11 @@ class Settings:
             return Division(wanted, max(wanted, 5), 0)
         return Division(wanted if samples < FEW else min(wanted, 3), max(wanted, 5), wanted)
 
-    def wide_plan(self, network: Network, members: int, samples: int, work: float) -> tuple[Limits, float]:
+    def wide_plan(self, network: Network, members: int, samples: int, rank: int, work: float) -> tuple[Limits, float]:
         """Steps with Kronecker factors, all samples in each or so many, and the work of one"""
         rows = None if samples <= BATCH else BATCH
         factors = sum(20.0 * (a + 1) ** 3 + 20.0 * b**3 for a, b in zip(network.sizes, network.sizes[1:], strict=False))
-        once = members * (12.0 * (rows or samples) * network.n + 2.0 * factors)
+        once = members * (14.0 * (rows or samples) * rank * network.n + 2.0 * factors)
         wanted = self.steps or (100 if rows is None else 1000)
         steps = max(20, min(wanted, int(work / once)))
         patience = steps if self.patience is None else min(self.patience, PATIENCE)
