@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from marquardt.tabular import Settings, building, train
+from marquardt.tabular.law import Numbers
+from marquardt.tabular.members import Descent, Given, Limits
+from marquardt.tabular.network import Network
 from support.committees import QUICK, classes, table
 
 
@@ -153,3 +156,40 @@ def test_threads_are_as_they_were():
 
 def broken(event):
     raise RuntimeError("broken")
+
+
+def trained_part(steps: int, held: bool):
+    x, y = table()
+    given = Given(x.expand(3, -1, -1), y.expand(3, -1, -1), torch.ones(3, 60, dtype=torch.float64))
+    run = Descent(
+        Network((3, 4, 1), "tanh"), Numbers(1), "all", given, given if held else None, Limits(steps, steps),
+        torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    return run.run(), given
+
+
+def test_members_that_are_lost_are_left_out():
+    chosen, data = trained_part(10, True)
+    final, _ = trained_part(30, False)
+    assert len(building.not_lost(final, chosen, data).theta) == 3
+    final.error[1] = 10.0  # it fits what it has seen worse than others predict what they have not seen
+    kept = building.not_lost(final, chosen, data)
+    assert torch.equal(kept.theta, final.theta[[0, 2]])
+    assert torch.equal(kept.root, final.root[[0, 2]])
+    assert len(kept.steps) == 2
+    final.error[:] = 10.0
+    assert torch.equal(building.not_lost(final, chosen, data).theta, chosen.theta)
+
+
+def test_members_that_were_cut_short_are_not_taken():
+    chosen, data = trained_part(30, True)
+    final, _ = trained_part(5, False)
+    final.error[:] = 0.0
+    assert torch.equal(building.not_lost(final, chosen, data).theta, chosen.theta)
+
+
+def test_a_member_far_above_the_others_is_left_out():
+    chosen, _ = trained_part(10, True)
+    assert len(building.agreeing(chosen).theta) == 3
+    chosen.error[0] = 100 * chosen.error[1]
+    assert torch.equal(building.agreeing(chosen).theta, chosen.theta[1:])

@@ -18,11 +18,26 @@ from .committee import Committee, law_of
 from .members import Descent, Given, Members
 from .network import Network
 from .scaling import Inputs, Scale, distinct, folds
-from .settings import CHOICE, DIRECTIONS, LONGER, LONGEST, SHORTEST, Configuration, Division, Settings
+from .settings import (
+    CHOICE,
+    DIRECTIONS,
+    HUGE,
+    LONGER,
+    LONGEST,
+    MANY,
+    MORE,
+    SHORTEST,
+    Configuration,
+    Division,
+    Settings,
+)
 from .storing import load_part, save_part
 from .wide import trained_wide
 
 Watch = Callable[[dict[str, Any]], Any]
+
+# Times the median error of the others, or of those that chose: a member beyond it is lost
+FAR, WORSE = 4.0, 2.0
 
 # Floating-point operations of a step of one member from which on several threads are worth it
 SEVERAL = 5e8
@@ -69,6 +84,8 @@ def train(
     if division.choosing:
         found.parts = work.chosen(CHOICE if division.final else 1.0)
         weigh(found, table)
+        if not division.final:
+            found.parts = [agreeing(part) for part in found.parts]
     if division.final:
         found.parts = work.final(division.final)
     if not division.choosing:
@@ -95,7 +112,7 @@ class Rounds:
         self.found, self.table, self.generator, self.watch = found, table, generator, watch
         self.law, self.outputs = law_of(found.frequencies, len(found.floor))
         self.configurations = configurations
-        self.left = found.settings.work
+        self.left = found.settings.work * (MORE if MANY <= len(table.x) < HUGE else 1.0)
         self.kept = None if checkpoint is None else Path(checkpoint)
         self.mark = "" if self.kept is None else fingerprint(table, found.settings)
         self.number = 0  # of trainings so far
@@ -126,25 +143,17 @@ class Rounds:
         for i, one in enumerate(self.configurations):
             if used[i]:
                 part = self.trained(one, data, None, scarce * wanted[i], steps[i])[0]
-                found.append(self.sound(part, before[i]) if before else part)
+                found.append(not_lost(part, before[i], data) if before else part)
             else:
                 found.append(before[i])
                 self.number += 1
         return found
 
-    def sound(self, final: Members, before: Members) -> Members:
-        """Without those that fit what they have seen worse than others have predicted what they had not: such a member
-        is lost in a poor minimum, or had too few steps. The others themselves, if none is left."""
-        table = self.table
-        seen = final.mean_loss(table.x, table.y, table.weight)
-        good = (seen <= before.error.median()).nonzero()[:, 0]
-        return final.some(good) if len(good) else before
-
     def steps_of(self, before: Members | None) -> int:
         settings = self.found.settings
         if before is None:
             return settings.steps or SHORTEST
-        best = LONGER * float(before.best_step.double().mean())
+        best = LONGER * float(before.best_step.median())
         return min(max(round(best), SHORTEST), settings.steps or LONGEST)
 
     def network(self, one: Configuration) -> Network:
@@ -175,6 +184,20 @@ class Rounds:
         self.number += 1
         taken = sum(len(steps) for steps in part.steps) / members
         return part, taken * once
+
+
+def not_lost(part: Members, chosen: Members, data: Given) -> Members:
+    """The members that fit what they have seen not much worse than those that chose predict what they had not seen, and
+    had as many steps as were best for these; otherwise those that chose"""
+    outputs = data.y.shape[2] if data.y.ndim == 3 else 1
+    kept = part.error <= WORSE * chosen.error.median() / outputs
+    enough = max(len(steps) for steps in part.steps) >= int(chosen.best_step.median())
+    return part.among(kept) if enough and bool(kept.any()) else agreeing(chosen)
+
+
+def agreeing(chosen: Members) -> Members:
+    """Those whose error on what they left out is not far above that of the others"""
+    return chosen.among(chosen.error <= FAR * chosen.error.median())
 
 
 @contextmanager

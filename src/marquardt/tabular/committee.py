@@ -53,13 +53,13 @@ class Committee:
         if self.targets is None:
             raise ValueError("a committee of classes has probabilities(x)")
         mean, variance = x.new_zeros(len(x), len(self.floor)), self.floor.repeat(len(x), 1)
-        u, square = self.inputs.apply(x), torch.zeros_like(mean)
+        u, squares = self.inputs.apply(x), torch.zeros_like(mean)
         for w, part in self.counted():
             z = part.outputs(u)
-            mean, square = mean + w * z.mean(0), square + w * z.square().mean(0)
+            mean, squares = mean + w * z.mean(0), squares + w * z.square().mean(0)
             variance = variance + w * self.factor * part.variance(u).mean(0)
-        apart = (square - mean.square()).clamp(min=0)  # how much the members disagree
-        return self.targets.undo(mean), (variance + apart).sqrt() * self.targets.spread
+        variance = variance + (squares - mean.square()).clamp(min=0)  # what the members do not agree on
+        return self.targets.undo(mean), variance.sqrt() * self.targets.spread
 
     @torch.no_grad()
     def mean(self, x: Tensor) -> Tensor:

@@ -79,19 +79,17 @@ class Members:
     def outputs(self, x: Tensor) -> Tensor:
         return self.network.outputs(self.theta, x)
 
-    def some(self, chosen: Tensor) -> Members:
-        """Those of some numbers (j,)"""
-        own = {name: getattr(self, name)[chosen] for name in ("theta", "alpha", "beta", "best_step", "error", "gamma")}
-        root = None if self.root is None else self.root[chosen]
-        return replace(self, **own, root=root, steps=[self.steps[i] for i in chosen.tolist()])
-
     def only(self, i: int) -> Members:
-        return self.some(torch.tensor([i]))
+        """One of them, to predict"""
+        root = None if self.root is None else self.root[i : i + 1]
+        return replace(self, theta=self.theta[i : i + 1], beta=self.beta[i : i + 1], root=root)
 
-    def mean_loss(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """On the same samples for all: (k,)"""
-        values = self.law.value(self.outputs(x), y.expand(len(self.theta), *y.shape))
-        return (values @ weight) / weight.sum()
+    def among(self, kept: Tensor) -> Members:
+        """Some of them: kept (k,) is true for those"""
+        names = ("theta", "alpha", "beta", "best_step", "error", "gamma")
+        steps = [s for s, one in zip(self.steps, kept.tolist(), strict=True) if one]
+        root = None if self.root is None else self.root[kept]
+        return replace(self, **{name: getattr(self, name)[kept] for name in names}, root=root, steps=steps)
 
     def variance(self, x: Tensor) -> Tensor:
         """√β·diag JH⁻¹Jᵀ of the outputs: (k, N, c)

@@ -17,6 +17,9 @@ WORK = 1.8e11
 # tenth need not be trained again with it; from the last on steps are worth more than further networks.
 FEWEST, SMALL, FEW, MANY, HUGE = 25, 150, 400, 3000, 15_000
 
+# As much work for tables of many samples, whose products several threads share
+MORE = 1.4
+
 # Classes of fewer samples have no wide network beside the small ones.
 WIDE = 100
 
