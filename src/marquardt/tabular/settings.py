@@ -25,7 +25,7 @@ WIDE = 100
 
 # Members train on, all samples, for this many times the steps that were best for one that stops by what it leaves out:
 # a committee averages out what each of its members fits too closely, and not what all have not yet learnt.
-LONGER, SHORTEST, LONGEST = 3, 40, 250
+LONGER, SHORTEST, LONGEST = 2, 15, 250
 
 # Of the work, what is spent on the choice if all samples are trained on afterwards.
 CHOICE = 0.4
