@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..training.checkpoint import write
 from .law import Law
 from .members import Members
 from .network import Network
@@ -28,14 +28,8 @@ def part_from(state: dict[str, Any], law: Law) -> Members:
 
 
 def save_part(folder: Path | None, number: int, mark: str, part: Members) -> None:
-    """Written beside and then renamed: a file is whole, or not there"""
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"configuration-{number + 1}.pt"
-    beside = path.with_suffix(".new")
-    torch.save({"mark": mark, "part": part_state(part)}, beside)
-    os.replace(beside, path)
+    if folder is not None:
+        write(folder / f"configuration-{number + 1}.pt", {"mark": mark, "part": part_state(part)})
 
 
 def load_part(folder: Path | None, number: int, mark: str, law: Law) -> Members | None:
