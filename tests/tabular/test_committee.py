@@ -66,3 +66,14 @@ def test_history_is_that_of_every_member():
     for history in found.history:
         assert history["step"] == list(range(1, len(history) + 1))
         assert history[-1].loss < history[0].loss
+
+
+def test_no_standard_deviation_is_beyond_what_the_targets_say():
+    """Directions that the data do not determine, as a level that was never seen, leave the spread of the targets."""
+    x, y = table()
+    found = train(x, y, Settings(**QUICK))
+    found.factor[:] = 1e9
+    mean, std = found.predict(x)
+    centred = (mean - found.targets.centre) / found.targets.spread
+    limit = (found.floor + 1 + centred.square()).sqrt() * found.targets.spread
+    assert torch.allclose(std, limit)

@@ -59,6 +59,8 @@ class Committee:
             mean, squares = mean + w * z.mean(0), squares + w * z.square().mean(0)
             variance = variance + w * self.factor * part.variance(u).mean(0)
         variance = variance + (squares - mean.square()).clamp(min=0)  # what the members do not agree on
+        # Who knows nothing but the targets that were seen, of mean 0 and variance 1, is off by no more than this.
+        variance = variance.minimum(self.floor + 1 + mean.square())
         return self.targets.undo(mean), variance.sqrt() * self.targets.spread
 
     @torch.no_grad()
