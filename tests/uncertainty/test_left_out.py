@@ -1,13 +1,15 @@
 """Samples as the others predict them, against training without each."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 
 import marquardt as mq
+from marquardt.uncertainty import expansion
 from marquardt.uncertainty.left_out import Temper, predicted, without
-from support.laplaced import classification, fitted, regression
+from support.laplaced import classification, fitted, network, quiet, regression
 
 
 def test_a_sample_that_is_left_out():
@@ -90,3 +92,79 @@ def test_numbers_have_no_temperature():
     model, x, y = regression()
     with pytest.raises(ValueError, match="SquaredError has no classes"):
         mq.posterior(model, "mse", (x, y), weight_decay=1e-2).calibrated()
+
+
+def digits(N=150):
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = (torch.tensor(t) for t in datasets.load_digits(return_X_y=True))
+    order = torch.randperm(len(x))
+    x, y = x[order] / 16, y[order]
+    return (x[:N], y[:N]), (x[N : N + 500], y[N : N + 500])
+
+
+def log_loss(p, data):
+    x, y = data
+    return float(-p.probabilities(x).log()[torch.arange(len(y)), y].mean())
+
+
+def test_kronecker_factors_are_calibrated_by_the_exact_curvature():
+    """Under their H some samples determine their own outputs by more than 1."""
+    data, new = digits()
+    model = fitted(network(64, 6, 10), "cross_entropy", *data, 1e-3, steps=25)
+    p = mq.posterior(model, "cross_entropy", data, weight_decay=1e-3, curvature=mq.Kronecker())
+    z, _, rows = p.at.functional(data[0])
+    half = p.precision.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
+    S = p.at.likelihood.loss.root(z, data[1], None).S
+    assert torch.linalg.eigvalsh(S.mT @ half @ half.mT @ S).max() > 2
+    best = p.calibrated()
+    exact = mq.posterior(model, "cross_entropy", data, weight_decay=1e-3, curvature=mq.Dense())
+    tempers = [Temper(best.temperature, best.sharpness), Temper(), Temper(1e-4)]
+    one, *rest = predicted(p.at, p.precision, tempers, exact.precision)
+    assert one <= min(rest)
+    assert log_loss(best, new) < 0.5 * log_loss(p, new)
+
+
+def test_what_is_too_large_for_that_is_refused(monkeypatch):
+    model, x, y = classification()
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02, curvature=mq.Kronecker())
+    monkeypatch.setattr(expansion, "LONG", 0.0)
+    with pytest.raises(ValueError, match=r"exact H of 27 parameters is too large: pass calibrated\(data\)"):
+        p.calibrated()
+    assert p.calibrated((x, y)).temperature < 1
+
+
+@pytest.mark.parametrize("options", [{"curvature": mq.Kronecker()}, {"params": "last"}, {}], ids=str)
+def test_samples_of_their_own_calibrate(options):
+    model, x, y = classification(weight_decay=1e-3)
+    with quiet():  # of fewer data
+        p = mq.posterior(model, "cross_entropy", (x[:40], y[:40]), weight_decay=1e-3, **options)
+    weight = torch.randint(1, 3, (20,)).double()
+    best = p.calibrated((x[40:], y[40:], weight))
+    here = best.temperature, best.sharpness
+    loss = {}
+    for T, s in (here, (1.0, 1.0), (1e-4, 1.0), (here[0], 0.5 * here[1])):
+        told = p.tempered(T, s).probabilities(x[40:])[torch.arange(20), y[40:]].log()
+        loss[T, s] = -float(weight @ told)
+    assert min(loss, key=loss.get) == here
+    loader = [(x[40:50], y[40:50], weight[:10]), (x[50:], y[50:], weight[10:])]
+    assert p.calibrated(loader).temperature == best.temperature
+
+
+def test_layers_that_are_taken_as_known_are_told():
+    model, x, y = classification()
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02, params="last")
+    with pytest.warns(UserWarning, match=r"12 other parameters are taken as known.*calibrated\(data\)") as told:
+        p.calibrated()
+    assert told[0].filename == __file__
+    for t in model[0].parameters():
+        t.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p.calibrated()
+
+
+def test_a_temperature_at_the_end_is_told():
+    model, x, y = classification(weight_decay=1e-4)
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=1e-4)
+    with pytest.warns(UserWarning, match="temperature 10 is the highest that was tried"):
+        p.calibrated((x, (y + 1) % 3))

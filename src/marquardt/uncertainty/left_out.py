@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,7 @@ from ..model.batch import Batch
 from .expansion import Expansion
 from .precision import Precision
 
-# A sample determines its own outputs at most so far: H that is not the sum over samples, as that of Kronecker factors,
-# may say more.
+# A sample determines its own outputs by less than 1, but for rounding.
 OWN = 0.999
 
 
@@ -25,27 +24,49 @@ class Temper(NamedTuple):
     sharpness: float = 1.0  # logits count so many times
 
 
-def predicted(at: Expansion, H: Precision, tempers: Sequence[Temper]) -> list[float]:
-    """−log p of all samples, each left out, of classes and for each of these."""
-    totals = torch.zeros(len(tempers), dtype=torch.float64)
-    for batch in at.batches:
-        for part in at.parts(batch):
-            totals += torch.tensor(_predicted(at, H, part, tempers), dtype=torch.float64)
-    found: list[float] = totals.tolist()
+def predicted(at: Expansion, H: Precision, tempers: Sequence[Temper], exact: Precision | None = None) -> list[float]:
+    """−log p of all samples, each left out, of classes and for each of these. `exact` is H as a sum over samples, if H
+    is none: what a sample has moved follows from it, while variances stay those of H."""
+    return _total(_left_out(at, H, exact, part, tempers) for batch in at.batches for part in at.parts(batch))
+
+
+def held_out(at: Expansion, H: Precision, batches: Iterable[Batch], tempers: Sequence[Temper]) -> list[float]:
+    """−log p of samples that H and θ̂ do not know, for each of these."""
+    return _total(_lost(at, part, *_moments(at, H, part), tempers) for batch in batches for part in at.parts(batch))
+
+
+def _total(parts: Iterable[Tensor]) -> list[float]:
+    found: list[float] = torch.stack(list(parts)).sum(0).tolist()
     return found
 
 
-def _predicted(at: Expansion, H: Precision, part: Batch, tempers: Sequence[Temper]) -> list[float]:
+def _left_out(at: Expansion, H: Precision, exact: Precision | None, part: Batch, tempers: Sequence[Temper]) -> Tensor:
+    z, mean, own = _moments(at, H, part)
+    V = own if exact is None else _moments(at, exact, part)[2]
+    loss, y, w = at.likelihood.loss, _targets(part, z), part.weight
+    shift, others = without(V, loss.root(z, y, w).S, loss.group(loss.gradient(z, y, w)))
+    return _lost(at, part, z, mean + shift, others if exact is None else own, tempers)
+
+
+def _moments(at: Expansion, H: Precision, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """z (N, *out), and by group its mean (N, P, C) and covariance (N, P, C, C)"""
     z, mean, rows = at.functional(part.inputs)
-    loss, kind, w = at.likelihood.loss, at.likelihood, part.weight
-    y = part.targets.to(z) if part.targets.is_floating_point() else part.targets
     half = H.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
-    shift, V = without(half @ half.mT, loss.root(z, y, w).S, loss.group(loss.gradient(z, y, w)))
-    found = []
+    return z, mean, half @ half.mT
+
+
+def _targets(part: Batch, z: Tensor) -> Tensor:
+    y: Tensor = part.targets
+    return y.to(z) if y.is_floating_point() else y
+
+
+def _lost(at: Expansion, part: Batch, z: Tensor, mean: Tensor, V: Tensor, tempers: Sequence[Temper]) -> Tensor:
+    """−log p of some samples with uncertain outputs, for each of these"""
+    loss, kind, found = at.likelihood.loss, at.likelihood, []
     for T, s in tempers:
-        outputs = loss.ungroup(kind.averaged(*kind.sharpened(mean + shift, T * V, s), True), z)
-        found.append(float(weighted(loss.ell(outputs, y), w).sum()))
-    return found
+        outputs = loss.ungroup(kind.averaged(*kind.sharpened(mean, T * V, s), True), z)
+        found.append(weighted(loss.ell(outputs, _targets(part, z)), part.weight).double().sum())
+    return torch.stack(found)
 
 
 def without(V: Tensor, S: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

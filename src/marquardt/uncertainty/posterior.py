@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from ..curvature import Representation
 from ..sources import source
 from .evidence import alone, noise_precision, reestimate, unit
-from .expansion import Expansion
-from .left_out import Temper, predicted
+from .expansion import Expansion, fits
+from .left_out import Temper, held_out, predicted
 from .precision import DataCurvature, Precision, Scaled
 
 # Rounds in which noise of every output and γ of every output agree to this.
@@ -228,13 +229,50 @@ class Posterior:
             Temper(temperature, sharpness),
         )  # fmt: skip
 
-    def calibrated(self) -> Posterior:
-        """Of classes: with the temperature and the sharpness at which every sample is best predicted by the others.
-        What θ̂ and the variances would be without a sample is one Newton step from here."""
+    def calibrated(self, data: Any = None) -> Posterior:
+        """Of classes: with the temperature and the sharpness at which every sample is best predicted by the others, or
+        those of `data` that have not trained the model. What θ̂ would be without a sample is one Newton step from here,
+        with the exact H also if this one has Kronecker factors."""
         if not self.at.likelihood.classes:
             raise ValueError(f"{self.at.loss.display_name} has no classes: its intervals have the noise that is learnt")
-        found = predicted(self.at, self.precision, TEMPERS)
-        return self.tempered(*TEMPERS[found.index(min(found))])
+        found = self._left_out() if data is None else self._held_out(data)
+        best = TEMPERS[found.index(min(found))]
+        if best.temperature == TEMPERS[-1].temperature:
+            warnings.warn(
+                f"temperature {best.temperature:.3g} is the highest that was tried: the model predicts samples that it "
+                "does not know so badly that its posterior says little of them; train with more weight decay",
+                stacklevel=2,
+            )
+        return self.tempered(*best)
+
+    def _left_out(self) -> list[float]:
+        at = self.at
+        if self.others:
+            warnings.warn(
+                f"{self.others:,} other parameters are taken as known. If they were trained on these samples, these "
+                "seem better predicted by the others than they are, and probabilities become too sure: pass "
+                "calibrated(data) samples that have not trained the model, or freeze what was not trained",
+                stacklevel=3,
+            )
+        if self.data.sums:
+            return predicted(at, self.precision, TEMPERS)
+        if not fits(at.shapes, at.shapes.m < at.shapes.n, self.parameters.device):
+            raise ValueError(
+                "what a sample has moved does not follow from Kronecker factors, and the exact H of "
+                f"{self.parameters.n:,} parameters is too large: pass calibrated(data) samples that have not trained "
+                "the model"
+            )
+        return predicted(at, self.precision, TEMPERS, at.curvature(None, True).precision(self.c, self._alpha))
+
+    def _held_out(self, data: Any) -> list[float]:
+        p = self.parameters.tensors[0]
+        given = source(data, device=p.device, dtype=p.dtype)
+        return held_out(self.at, self.precision, given.batches() if given.whole is None else [given.whole], TEMPERS)
+
+    @property
+    def others(self) -> int:
+        """Trainable parameters of the model that are taken as known"""
+        return sum(p.numel() for p in self.at.model.parameters() if p.requires_grad) - self.parameters.n
 
     def decrement(self, prior: bool = True) -> float:
         """½gᵀH⁻¹g, by how much −log p(θ|y) with one noise would fall from θ̂ in one Newton step, 0 at the minimum; or,
@@ -317,8 +355,7 @@ class Posterior:
         trained = [name for name, m in self.at.model.named_modules() if m.training and not list(m.children())]
         active = [n for n in trained if isinstance(self.at.model.get_submodule(n), RANDOM)]
         modes = f"; {', '.join(active)} as in eval mode" if active else ""
-        others = sum(p.numel() for p in self.at.model.parameters() if p.requires_grad) - self.parameters.n
-        rest = f"; {others:,} other parameters are taken as known" if others else ""
+        rest = f"; {self.others:,} other parameters are taken as known" if self.others else ""
         return f"{self.data.name}{rest}{modes}"
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class DataCurvature(ABC):
     """G of all data."""
 
     name: str  # in words
+    sums: ClassVar[bool] = True  # over samples, of which one can be taken away
 
     @abstractmethod
     def precision(self, c: float, alpha: Tensor) -> Precision:
@@ -183,6 +185,8 @@ class RowsPrecision(Precision):
 
 class KroneckerData(DataCurvature):
     """G ≈ left ⊗ right in every layer, and nothing between layers"""
+
+    sums: ClassVar[bool] = False
 
     def __init__(self, layers: Sequence[Layer], parameters: Parameters, scale: float) -> None:
         self.layers, self.parameters, self.scale = layers, parameters, scale
