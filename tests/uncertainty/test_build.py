@@ -1,5 +1,6 @@
 """mq.posterior: the prior from weight decay, the noise, and what is refused, against dense float64 matrices."""
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -116,7 +117,8 @@ def test_the_prior_of_a_sum_and_of_reported_units():
 
 def test_each_output_has_its_noise():
     model, x, y = regression(N=400, outputs=3, hidden=8, weight_decay=1e-3)
-    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-3)
+    with pytest.warns(UserWarning, match=r"with this noise, σ = 0\.1.*units of their noise, or pass noise=\"shared\""):
+        p = mq.posterior(model, "mse", (x, y), weight_decay=1e-3)
     assert p.noise.shape == (3,)
     torch.testing.assert_close(p.noise, torch.tensor([0.1, 0.4, 0.2], dtype=torch.float64), rtol=0.15, atol=0)
     # The equations that hold at the end, by hand.
@@ -127,6 +129,10 @@ def test_each_output_has_its_noise():
     H = torch.einsum("noi,o,noj->ij", J, beta, J) + torch.tensor(p.alphas[0], dtype=torch.float64) * torch.eye(n)
     taken = torch.einsum("noi,ij,noj->o", J, torch.linalg.inv(H), J) * beta
     close(beta, (len(x) - taken) / (z - y).square().sum(0), 0.02)
+    theta = torch.cat([t.detach().flatten() for t in model.parameters()])
+    g = torch.einsum("noi,o,no->i", J, beta, (z - y).detach()) + p.alphas[0] * theta
+    close(p.decrement(), 0.5 * g @ torch.linalg.inv(H) @ g, 1e-6)
+    assert p.decrement() > 0.1 * p.gamma
     close(p.predict(x).noise_std[0], p.noise)
     assert mq.posterior(model, "mse", (x, y), weight_decay=1e-3, noise="shared").noise.shape == ()
 
@@ -197,6 +203,36 @@ def test_a_point_that_is_no_minimum_is_told():
         mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
     with pytest.warns(UserWarning, match="no minimum of the loss"):
         mq.posterior(model, "mse", (x, y))
+
+
+def test_known_noise_that_training_did_not_have_is_told():
+    model, x, y = regression(outputs=2)
+    with pytest.warns(UserWarning, match=r"with this noise, σ = 0\.01, 1 by output"):
+        p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, noise=[0.01, 1.0])
+    assert p.decrement() > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mq.posterior(model, "mse", (x, y), weight_decay=1e-2, noise="shared")
+
+
+def test_targets_in_units_of_their_noise_are_at_their_minimum():
+    model, x, y = regression(N=200, outputs=2, weight_decay=1e-3)
+    y = y / torch.tensor([0.1, 0.4])
+    fitted(model, "mse", x, y, 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p = mq.posterior(model, "mse", (x, y), weight_decay=1e-3)
+    assert p.noise.shape == (2,)
+    assert p.decrement() < 0.1 * p.gamma
+
+
+def test_a_warning_points_at_the_call():
+    x, y = torch.randn(30, 2).double(), torch.randn(30, 1).double()
+    result = mq.fit(nn.Linear(2, 1).double(), (x, y), "mse", steps=0, weight_decay=0.1)
+    for ask in (result.posterior, lambda: mq.posterior(result.model, "mse", (x, y), weight_decay=0.1)):
+        with pytest.warns(UserWarning, match="no minimum of the loss with this weight decay") as told:
+            ask()
+        assert told[0].filename == __file__
 
 
 def test_the_last_layer_alone():

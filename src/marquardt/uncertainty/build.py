@@ -15,6 +15,7 @@ from ..losses import Elementwise, resolve
 from ..model.checks import trainable
 from ..model.decay import WeightDecay, check_weight
 from ..model.parameters import Parameters
+from ..pace import users
 from ..sources import source
 from .evidence import unit
 from .expansion import Expansion
@@ -24,6 +25,12 @@ from .posterior import Posterior
 # −log p(θ|y) that a step would take off θ, in nats, beyond which the posterior is said to be of another θ; or this
 # share of γ, for a sample of the posterior is γ/2 above the minimum.
 NATS, SHARE = 1.0, 0.1
+
+TRAIN_ON = "weight decay: train on, and pass the weight_decay of the training"
+ONE_NOISE = (
+    "noise, σ = {} by output, as the training took all outputs for equally noisy, and has smoothed the quiet ones "
+    'too much: train with targets in units of their noise, or pass noise="shared"'
+)
 
 
 def posterior(
@@ -55,17 +62,27 @@ def posterior(
     The model is taken in eval mode, and left as it was. If θ̂ is no minimum of the loss, a warning says so.
     """
     found = laplace(model, loss, data, weight_decay, noise, curvature, params)
-    left = found.decrement() if weight_decay is not None else min(found.decrement(), found.decrement(prior=False))
-    if found.b is None and left > max(NATS, SHARE * found.gamma):
-        warnings.warn(
-            "the parameters are no minimum of the loss with this weight decay: a step would lower −log p(θ|y) by "
-            f"{left:.3g}, and a sample of the posterior is {0.5 * found.gamma:.3g} above its minimum. "
-            "Variances are those of a minimum; train on, and pass the weight_decay of the training",
-            stacklevel=2,
-        )
+    told = found.b is None and tell(found, weight_decay, TRAIN_ON)
     squares = found.at.squares
     several = isinstance(found.at.loss, Elementwise) and squares is not None and squares.ndim == 1 < squares.numel()
-    return found.by_output() if found.learns and noise is None and several else found
+    found = found.by_output() if found.learns and noise is None and several else found
+    if found.b is not None and not told:
+        tell(found, weight_decay, ONE_NOISE.format(found.sigma))
+    return found
+
+
+def tell(found: Posterior, weight_decay: Any, why: str) -> bool:
+    """Warns if θ̂ is no minimum, and says whether it did."""
+    left = found.decrement() if weight_decay is not None else min(found.decrement(), found.decrement(prior=False))
+    if left <= max(NATS, SHARE * found.gamma):
+        return False
+    warnings.warn(
+        f"the parameters are no minimum of the loss with this {why}. A step would lower "
+        f"−log p(θ|y) by {left:.3g}, and a sample of the posterior is {0.5 * found.gamma:.3g} above its minimum; "
+        "variances are those of a minimum",
+        stacklevel=users(),
+    )
+    return True
 
 
 def laplace(

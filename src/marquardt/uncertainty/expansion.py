@@ -174,6 +174,14 @@ class Expansion:
         self.value, self.normaliser, self.rounding = totals.value, totals.normaliser, totals.rounding
         self.constant, self.squares, self.gradient = constant, squares, gradient.double()
 
+    def gradient_by(self, b: Tensor | None) -> Tensor:
+        """Σ∂ℓ/∂θ with factors by output: (n,)"""
+        if b is None:
+            return self.gradient
+        with self.at_rest():
+            pieces = self.linearization(self._weighed(b)).pieces()
+            return torch.stack([piece.gradient.double() for piece in pieces]).sum(0)
+
     # G of all data.
 
     def curvature(self, kind: Representation | None, proper: bool, b: Tensor | None = None) -> DataCurvature:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature import Representation
+from ..pace import users
 from ..sources import source
 from .evidence import alone, noise_precision, reestimate, unit
 from .expansion import Expansion, fits
@@ -123,6 +124,11 @@ class Posterior:
             raise ValueError(f"{self.at.loss.display_name} has no noise beside what the model returns")
         beta = torch.tensor(self.beta, dtype=torch.float64, device=self.parameters.device)
         return (beta if self.b is None else beta * self.b).rsqrt()
+
+    @property
+    def sigma(self) -> str:
+        """The noise, in words"""
+        return ", ".join(f"{x:.3g}" for x in self.noise.flatten().tolist())
 
     def noise_given(self, gamma: float) -> float:
         """β of all outputs together; the known one, or 1 if the loss has no noise"""
@@ -241,7 +247,7 @@ class Posterior:
             warnings.warn(
                 f"temperature {best.temperature:.3g} is the highest that was tried: the model predicts samples that it "
                 "does not know so badly that its posterior says little of them; train with more weight decay",
-                stacklevel=2,
+                stacklevel=users(),
             )
         return self.tempered(*best)
 
@@ -252,7 +258,7 @@ class Posterior:
                 f"{self.others:,} other parameters are taken as known. If they were trained on these samples, these "
                 "seem better predicted by the others than they are, and probabilities become too sure: pass "
                 "calibrated(data) samples that have not trained the model, or freeze what was not trained",
-                stacklevel=3,
+                stacklevel=users(),
             )
         if self.data.sums:
             return predicted(at, self.precision, TEMPERS)
@@ -275,9 +281,9 @@ class Posterior:
         return sum(p.numel() for p in self.at.model.parameters() if p.requires_grad) - self.parameters.n
 
     def decrement(self, prior: bool = True) -> float:
-        """½gᵀH⁻¹g, by how much −log p(θ|y) with one noise would fall from θ̂ in one Newton step, 0 at the minimum; or,
+        """½gᵀH⁻¹g, by how much −log p(θ|y) with this noise would fall from θ̂ in one Newton step, 0 at the minimum; or,
         without the prior, −log p(y|θ)"""
-        g = self.c * self.at.gradient + self._alpha * self._from_prior() * prior
+        g = self.c * self.at.gradient_by(self.b) + self._alpha * self._from_prior() * prior
         return 0.5 * float(self.precision.half(g[None]).square().sum())
 
     # Parameters.
@@ -361,8 +367,7 @@ class Posterior:
     def __repr__(self) -> str:
         at = self.at
         priors = ", ".join(f"{a:.3g}" for a in dict.fromkeys(self.alphas))
-        sigma = ", ".join(f"{x:.3g}" for x in self.noise.flatten().tolist()) if at.likelihood.noisy else ""
-        noise = f", noise σ = {sigma}" if sigma else ""
+        noise = f", noise σ = {self.sigma}" if at.likelihood.noisy else ""
         noise += "" if self.temperature == 1 else f", temperature {self.temperature:.3g}"
         noise += "" if self.sharpness == 1 else f", sharpness {self.sharpness:.3g}"
         return (
