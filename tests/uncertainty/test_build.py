@@ -73,6 +73,42 @@ def test_weights_are_counts():
     close(a.covariance(), b.covariance(), 1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 100.0])
+def test_weights_that_are_no_counts_are_told(scale):
+    model, x, y = regression()
+    weight = 0.5 + torch.rand(len(x)).double()
+    weight /= weight.mean()
+    fitted(model, "mse", x, y, 1e-2, weight)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* are no counts")
+        right = mq.posterior(model, "mse", (x, y, weight), weight_decay=1e-2)
+        with quiet():  # other weights than those it was trained with
+            mq.posterior(model, "mse", (x, y, 100 * torch.ones(len(x))), weight_decay=1e-2)
+    with pytest.warns(
+        UserWarning, match=rf"weights of the samples have the mean {scale:.3g} and are no counts"
+    ) as told:
+        wrong = mq.posterior(model, "mse", (x, y, scale * weight), weight_decay=1e-2)
+    assert told[0].filename == __file__
+    if scale > 1:  # nothing is left of N − γ with less
+        factor = (wrong.noise / right.noise).square() / scale
+        close(wrong.covariance(), factor * right.covariance(), 1e-6)
+        assert 0.8 / scale < factor < 2.0 / scale
+
+
+def test_weights_of_known_noise():
+    """1/σ² with noise=1: H is Σ∂zᵀ∂z/σ² and the prior."""
+    model, x, y = regression()
+    sigma = 0.05 + 0.2 * torch.rand(len(x)).double()
+    weight = sigma**-2
+    fitted(model, "mse", x, y, 1e-2, weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p = mq.posterior(model, "mse", (x, y, weight), weight_decay=1e-2, noise=1.0)
+    J = jacobian(model, trainable(model), x)[0]
+    H = (J * weight[:, None]).T @ J + 1e-2 * weight.sum() / 2 * torch.eye(J.shape[1])
+    close(p.covariance(), torch.linalg.inv(H), 1e-6)
+
+
 @pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram(), mq.Kronecker()], ids=str)
 @pytest.mark.parametrize("task", [regression, classification])
 def test_batches_add_up(task, curvature):

@@ -26,6 +26,9 @@ from .posterior import Posterior
 # share of γ, for a sample of the posterior is γ/2 above the minimum.
 NATS, SHARE = 1.0, 0.1
 
+# How many times more or less than samples there are weights may add up to, if they are no whole numbers.
+FAR = 1.5
+
 TRAIN_ON = "weight decay: train on, and pass the weight_decay of the training"
 ONE_NOISE = (
     "noise, σ = {} by output, as the training took all outputs for equally noisy, and has smoothed the quiet ones "
@@ -62,6 +65,8 @@ def posterior(
     The model is taken in eval mode, and left as it was. If θ̂ is no minimum of the loss, a warning says so.
     """
     found = laplace(model, loss, data, weight_decay, noise, curvature, params)
+    if noise is None or isinstance(noise, str):
+        check_counts(found.at.mean_weight)
     told = found.b is None and tell(found, weight_decay, TRAIN_ON)
     squares = found.at.squares
     several = isinstance(found.at.loss, Elementwise) and squares is not None and squares.ndim == 1 < squares.numel()
@@ -69,6 +74,19 @@ def posterior(
     if found.b is not None and not told:
         tell(found, weight_decay, ONE_NOISE.format(found.sigma))
     return found
+
+
+def check_counts(mean: float) -> None:
+    """Warns of weights that are no counts. Of 1/σ² with known σ they need not be."""
+    if 1 / FAR < mean < FAR:
+        return
+    off = f"{mean:.3g} times too small" if mean > 1 else f"{1 / mean:.3g} times too large"
+    warnings.warn(
+        f"the weights of the samples have the mean {mean:.3g} and are no counts, but a sample of weight w is taken for "
+        f"w samples, so that variances are about {off}: divide the weights by their mean. Weights 1/σ² of targets with "
+        "known σ are right with noise=1.0",
+        stacklevel=users(),
+    )
 
 
 def tell(found: Posterior, weight_decay: Any, why: str) -> bool:

@@ -159,12 +159,13 @@ class Expansion:
 
     def _survey(self, lin: Linearization, kind: type[Likelihood]) -> None:
         """One pass over all data: the sums, and by output that of ℓ if there is a noise to learn from it."""
-        constant, squares = 0.0, None
+        constant, squares, weights = 0.0, None, []
         gradient: Tensor | None = None
         for piece in lin.pieces():
             loss, y, w = piece.objective.loss, piece.batch.targets, piece.batch.weight
             self.likelihood = kind(loss)
             constant += float(self.likelihood.constant(y, w))
+            weights += [] if w is None else [w.flatten().double()]
             if kind.noisy:
                 own = weighted(loss.ell(piece.z, y), w).double().sum(0)  # (*out)
                 squares = own if squares is None else squares + own
@@ -173,6 +174,7 @@ class Expansion:
         totals = lin.totals()
         self.value, self.normaliser, self.rounding = totals.value, totals.normaliser, totals.rounding
         self.constant, self.squares, self.gradient = constant, squares, gradient.double()
+        self.mean_weight = mean_weight(torch.cat(weights)) if weights else 1.0
 
     def gradient_by(self, b: Tensor | None) -> Tensor:
         """Σ∂ℓ/∂θ with factors by output: (n,)"""
@@ -217,6 +219,11 @@ class Expansion:
             place = loss.group(torch.arange(z[0].numel(), device=z.device).view(1, *z.shape[1:]))[0]  # (P, C)
             rows = piece.dense(torch.float64).unflatten(0, (-1, piece.N)) / 2**0.5  # (outputs, N, n)
             return Functional(z, loss.group(z), rows[place].movedim(2, 0))
+
+
+def mean_weight(w: Tensor) -> float:
+    """Of the samples that count; 1 if weights are whole numbers, as counts are"""
+    return 1.0 if torch.equal(w, w.round()) else float(w[w > 0].mean())
 
 
 def by_matrix(lin: Linearization) -> DataCurvature:
