@@ -15,6 +15,7 @@ from support.laplaced import classification, fitted, plain, plain_regression, qu
 from support.reference import jacobian, trainable
 from support.unchanged import changes, world
 
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 REPRESENTATIONS = [None, mq.Dense(), mq.Gram()]
 
 
@@ -353,6 +354,9 @@ def test_a_loss_that_is_no_likelihood_is_refused_by_name(loss, name):
         ({"noise": [0.1, 0.2]}, r"noise= has the shape \(2,\), the outputs of a sample \(1,\)"),
         ({"weight_decay": -1.0}, r"weight_decay=-1.0"),
         ({"weight_decay": [1.0, 1.0]}, r"weight_decay= has 2 numbers, and there are 4 parameters"),
+        ({"weight_decay": {"0.weight": 1.0}}, r"weight_decay= has no number for parameter '0.bias'"),
+        ({"weight_decay": {**dict.fromkeys(NAMES, 1.0), "3.bias": 1.0}}, r"a number for '3.bias', which is none of"),
+        ({"weight_decay": dict.fromkeys(NAMES, -1.0)}, r"weight_decay=-1.0"),
         ({"weight_decay": mq.WeightDecay(0.1, towards="start")}, r"towards='start': those weights are gone"),
         ({"curvature": mq.MatrixFree()}, r"curvature=MatrixFree.*: mq.Dense\(\), mq.Gram\(\), mq.Kronecker\(\)"),
         ({"weight_decay": 0.0, "curvature": mq.Gram()}, r"Gram needs a prior for every parameter"),
@@ -420,6 +424,9 @@ def test_a_prior_for_some_parameters():
     assert p.decrement() < 1e-2
     same = mq.posterior(model, "mse", (x, y), weight_decay=[1e-2, 1e-2, 1e-2, 0.0])
     assert same.gammas == p.gammas
+    again = mq.posterior(model, "mse", (x, y), weight_decay=p.weight_decay)
+    close(list(again.gammas.values()), list(p.gammas.values()))
+    assert mq.posterior(model, "mse", (x, y), weight_decay=p.weight_decay, params="last").alpha["2.bias"] == 0
     with quiet():  # of fewer data
         assert mq.posterior(model, "mse", (x[:9], y[:9]), weight_decay=rule, noise=0.1).plan.startswith("Dense")
     with pytest.raises(ValueError, match=r"'2\.bias' has weight decay 0"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..curvature.kronecker import NoFactors
 from ..losses import Elementwise, resolve
 from ..model.checks import trainable
 from ..model.decay import WeightDecay, check_weight
-from ..model.parameters import Parameters
+from ..model.parameters import Parameters, named_parameters
 from ..pace import users
 from ..sources import source
 from .evidence import unit
@@ -41,7 +41,7 @@ def posterior(
     loss: Any,
     data: Any,
     *,
-    weight_decay: float | WeightDecay | Sequence[float] | None = None,
+    weight_decay: float | WeightDecay | Sequence[float] | Mapping[str, float] | None = None,
     noise: float | Sequence[float] | Tensor | str | None = None,
     curvature: Representation | None = None,
     params: Iterable[Any] | str | None = None,
@@ -51,8 +51,9 @@ def posterior(
     `data` are those it was trained on: (inputs, targets), with a weight for each sample as a third if it had one, which
     then counts as so many samples; a Dataset; or a DataLoader. ∂² is the generalised Gauss-Newton matrix.
 
-    `weight_decay` is that of the training, the precision of a normal prior; also one number for every parameter tensor.
-    0 is no prior at all. None: one prior precision for all parameters, that of the highest evidence at θ̂.
+    `weight_decay` is that of the training, the precision of a normal prior; also one number for every parameter tensor,
+    in their order or by name, as `Posterior.weight_decay` has it. 0 is no prior at all. None: one prior precision
+    for all parameters, that of the highest evidence at θ̂.
 
     `noise` of a squared error: None learns σ from the residuals, one for each output of a model with several (N, k),
     "shared" learns one for all; numbers are known σ.
@@ -143,6 +144,8 @@ def laplace(
 
 def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[float], Tensor | None]:
     """Weight decay of every parameter, and θ₀"""
+    if isinstance(given, Mapping):
+        given = by_name(model, parameters, given)
     if isinstance(given, (list, tuple)):
         for w in given:
             check_weight(w)
@@ -156,6 +159,20 @@ def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[f
         raise ValueError(f"towards={rule.towards!r}: those weights are gone after training, pass them as tensors")
     spared = rule.spared(model, parameters)
     return [0.0 if free else rule.w for free in spared], rule.anchor(parameters, spared)
+
+
+def by_name(model: nn.Module, parameters: Parameters, given: Mapping[str, Any]) -> list[Any]:
+    """Of the uncertain parameters; others of the model may be in it"""
+    missing = [name for name in parameters.names if name not in given]
+    if missing:
+        raise ValueError(f"weight_decay= has no number for parameter {missing[0]!r}: one for each; 0 is no prior")
+    strange = set(given) - {name for name, _ in named_parameters(model)}
+    if strange:
+        raise ValueError(
+            f"weight_decay= has a number for {min(map(str, strange))!r}, which is none of the parameters of the model: "
+            f"{', '.join(parameters.names)}"
+        )
+    return [given[name] for name in parameters.names]
 
 
 def known_noise(at: Expansion, given: Any) -> tuple[float, Tensor | None] | None:
