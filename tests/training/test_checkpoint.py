@@ -164,18 +164,23 @@ def saved(tmp_path_factory):
     [
         ({"model": net(hidden=9)}, "another model: parameters is {'0.weight': [9, 1]"),
         ({"model": nn.Sequential(*net(), nn.Tanh(), nn.Linear(1, 1).double())}, "another model: parameters"),
+        ({"model": net().float()}, "another model: precision is {'0.weight': 'torch.float32'"),
+        (
+            {"model": nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1)).double()},
+            "another model: layers is {'1': 'ReLU()'} now, and was {'1': 'Tanh()'}",
+        ),
         ({"loss": "huber"}, "another model: loss is"),
-        ({"data": (X, Y + 1e-3)}, "another data: samples is [40,"),
-        ({"data": (X.flip(0), Y.flip(0))}, "another data: samples is"),
-        ({"data": (X[:30], Y[:30])}, "another data: samples is [30,"),
-        ({"validation": None}, "another data: validation is None now"),
-        ({"validation": 0.3}, "another data: samples"),
-        ({"weight_decay": 0.5}, "another options: weight_decay is ['0.5'"),
-        ({"damping": mq.Identity()}, "another options: damping is 'Identity()' now, and was 'KroneckerMetric()'"),
-        ({"attempts": 3}, "another options: attempts is 3 now, and was 1"),
-        ({"seed": 1}, "another options: seed is 1 now, and was 0"),
-        ({"batch_size": 10}, "another options: batches is ['mini', 10] now, and was ['whole', None]"),
-        ({"weight_decay": mq.Evidence(every=2)}, "another options: "),
+        ({"data": (X, Y + 1e-3)}, "other data: samples is [40,"),
+        ({"data": (X.flip(0), Y.flip(0))}, "other data: samples is"),
+        ({"data": (X[:30], Y[:30])}, "other data: samples is [30,"),
+        ({"validation": None}, "other data: validation is None now"),
+        ({"validation": 0.3}, "other data: samples"),
+        ({"weight_decay": 0.5}, "other options: weight_decay is ['0.5'"),
+        ({"damping": mq.Identity()}, "other options: damping is 'Identity()' now, and was 'KroneckerMetric()'"),
+        ({"attempts": 3}, "other options: attempts is 3 now, and was 1"),
+        ({"seed": 1}, "other options: seed is 1 now, and was 0"),
+        ({"batch_size": 10}, "other options: batches is ['mini', 10] now, and was ['whole', None]"),
+        ({"weight_decay": mq.Evidence(every=2)}, "other options: "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -189,6 +194,55 @@ def test_another_model_data_or_options_are_refused(change, message, saved):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Bent(nn.Module):
+    """What it computes is told by no name of a layer."""
+
+    def __init__(self, bend, frozen=1.0):
+        super().__init__()
+        self.first, self.last, self.bend = nn.Linear(1, 8), nn.Linear(8, 1), bend
+        self.factor = nn.Parameter(torch.tensor(frozen), requires_grad=False)
+        self.double()
+
+    def forward(self, x):
+        return self.factor * self.last(self.bend(self.first(x)))
+
+
+@pytest.mark.parametrize("model", [Bent(torch.relu), Bent(torch.tanh, 1.1)], ids=["code", "frozen weights"])
+@pytest.mark.parametrize("batch_size", [None, 10])
+def test_another_computation_is_refused(model, batch_size, tmp_path):
+    same = {"data": (X, Y), "loss": "mse", "checkpoint": tmp_path / "fit.pt", "batch_size": batch_size}
+    mq.fit(Bent(torch.tanh), **same, steps=2)
+    before, state = weights(model), torch.get_rng_state()
+    with pytest.raises(ValueError, match="of another model: with the saved weights its outputs are not what they were"):
+        mq.fit(model, **same, steps=3)
+    assert torch.equal(weights(model), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(mq.fit(Bent(torch.tanh), **same, steps=3).history) == 3
+
+
+class Noisy(nn.Linear):
+    """Draws random numbers in eval mode, too, and has options that train"""
+
+    def forward(self, x):
+        return super().forward(x) + 0.1 * torch.randn(len(x), 1, dtype=x.dtype)
+
+    def extra_repr(self):
+        return f"{float(self.bias.detach()):.4f}"
+
+
+class TrainsOnly(nn.Linear):
+    def forward(self, x):
+        assert self.training
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Noisy, TrainsOnly])
+def test_models_that_cannot_be_compared_go_on(kind, tmp_path):
+    for steps in (2, 3):
+        found = mq.fit(kind(1, 1).double(), (X, Y), "mse", checkpoint=tmp_path / "fit.pt", steps=steps)
+        assert len(found.history) == steps
+
+
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None], ids=["empty", "text", "other"])
 def test_files_that_are_no_checkpoint(content, tmp_path):
     file = tmp_path / "fit.pt"
@@ -196,6 +250,6 @@ def test_files_that_are_no_checkpoint(content, tmp_path):
         torch.save({"weights": 1}, file)
     else:
         file.write_bytes(content)
-    with pytest.raises(ValueError, match="begin anew with resume=False"):
+    with pytest.raises(ValueError, match=r"is no checkpoint.*begin anew with resume=False"):
         mq.fit(net(), (X, Y), "mse", checkpoint=file)
     assert mq.fit(net(), (X, Y), "mse", checkpoint=file, resume=False, steps=2).best_step == 2

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..arguments import brief
@@ -19,7 +20,7 @@ from ..sources import Arrays, Items, Source
 from .regularisation import decays
 from .run import Training
 
-VERSION = 1
+VERSION = 2
 
 # Seconds between two checkpoints at least, and how many times longer than writing one: a step may be much shorter.
 SECONDS, SHARE = 1.0, 20.0
@@ -70,7 +71,8 @@ def read(path: Path) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
         raise ValueError(
-            f"{path} cannot be read as a checkpoint ({error}): begin anew with resume=False, or name another file"
+            f"{path} is no checkpoint, or a part of one (torch.load: {type(error).__name__}): begin anew with "
+            "resume=False, or name another file"
         ) from error
     version = found.get("marquardt.fit") if isinstance(found, dict) else None
     if version != VERSION:
@@ -87,9 +89,13 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
     """Of the model, the data and the options, by name: plain values that must be the same again."""
     opt, found = run.opt, run.regularisation
     shapes = {name: list(p.shape) for name, p in named_parameters(opt.model)}
+    precision = {name: str(p.dtype) for name, p in named_parameters(opt.model)}
     parts = {name: brief(part) for name, part in vars(opt.parts).items()}
     return {
-        "model": {"class": type(opt.model).__name__, "parameters": shapes, "loss": brief(opt.loss)},
+        "model": {
+            "class": type(opt.model).__name__, "parameters": shapes, "precision": precision,
+            "layers": layers(opt.model), "loss": brief(opt.loss),
+        },
         "data": {"samples": described(run.data), "validation": described(run.validation)},
         "options": {
             **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": [str(w) for w in decays(opt)],
@@ -97,6 +103,16 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
             "batches": [run.plan.kind, run.plan.size],
         },
     }  # fmt: skip
+
+
+def layers(model: nn.Module) -> dict[str, str]:
+    """Classes by name, with the options that torch's own have; those of others may print numbers that train."""
+    return {name: f"{type(m).__name__}({options(m)})" for name, m in model.named_modules()}
+
+
+def options(module: nn.Module) -> str:
+    words = module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""
+    return re.sub(r" at 0x[0-9a-f]+", "", words)  # of functions: another one in every process
 
 
 def described(data: Source | None) -> list[Any] | None:
@@ -119,13 +135,17 @@ def checksums(item: Any) -> list[float]:
     return found
 
 
+OTHER = {"model": "another model", "data": "other data", "options": "other options"}
+
+
 def check_same(path: Path, there: dict[str, dict[str, Any]], here: dict[str, dict[str, Any]]) -> None:
     for what, values in here.items():
         for name, value in values.items():
             before = there.get(what, {}).get(name)
             if not same(before, value):
+                before, value = differing(before, value), differing(value, before)
                 raise ValueError(
-                    f"the checkpoint {path} is of another {what}: {name} is {short(value)} now, and was "
+                    f"the checkpoint {path} is of {OTHER[what]}: {name} is {short(value)} now, and was "
                     f"{short(before)}. Begin anew with resume=False, or name another file"
                 )
 
@@ -137,6 +157,12 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
+
+
+def differing(a: Any, b: Any) -> Any:
+    """Of two dicts the entries of the first one that the other has not."""
+    both = isinstance(a, dict) and isinstance(b, dict)
+    return {k: v for k, v in a.items() if k not in b or not same(v, b[k])} if both else a
 
 
 def short(value: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +16,41 @@ from ..losses import Loss
 from ..model.batch import Batch
 from ..model.randomness import Chance, rng_state, set_rng_state
 
+T = TypeVar("T")
+
 
 def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:
     """f over all batches in the units in which it is reported, in eval mode."""
+    return _in_eval_mode(model, lambda: _value(model, loss, batches))
+
+
+def outputs(model: nn.Module, loss: Loss, batch: Batch) -> list[float] | None:
+    """‖z‖ and Σz·cos(place) of the outputs z that have a loss, in eval mode and with the same random numbers every
+    time; None if the model works in train mode alone."""
+    objective = Objective(model, loss, list(model.parameters()))
+
+    def called() -> Tensor:
+        torch.manual_seed(0)
+        return objective.taken(objective.called(batch.inputs), batch)[1]
+
+    try:
+        values = _in_eval_mode(model, called).detach().double().flatten()
+    except Exception:
+        return None
+    places = torch.arange(len(values), dtype=torch.float64, device=values.device)
+    return [float(values.norm()), float(values @ places.cos())]
+
+
+def _in_eval_mode(model: nn.Module, call: Callable[[], T]) -> T:
     with evaluating(model):
         try:
             with torch.no_grad():
-                return _value(model, loss, batches)
+                return call()
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
         with torch.enable_grad():  # the model differentiates itself
-            return _value(model, loss, batches)
+            return call()
 
 
 def _value(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:

@@ -15,10 +15,10 @@ from ..model.batch import Batch
 from ..model.parameters import changing
 from ..optimizer import LM
 from ..report import Step
-from ..sources import Indexed, Source
+from ..sources import Arrays, Indexed, Source
 from ..uncertainty.evidence import Evidence
-from .batching import Batching, Order
-from .evaluation import evaluated
+from .batching import Batching, Order, apart
+from .evaluation import evaluated, outputs
 from .history import Entry, History
 from .randomness import generators, set_generators, unchanged
 from .regularisation import Regularisation, Regularised
@@ -27,6 +27,9 @@ from .stops import Seen, Stops
 # Mini-batches between two validations, unless an epoch has fewer; and as many that for one validation at most so many
 # times the samples that train in the meantime are gone through: a forward pass is a small part of a step.
 EVERY, TIMES = 10, 10
+
+# A model that goes on must have the outputs that it had on a few samples, up to the rounding of another machine.
+FEW, SAME = 16, 1e-3
 
 
 class Training:
@@ -185,6 +188,7 @@ class Training:
     def state(self) -> dict[str, Any]:
         return {
             "weights": changing(self.model, self.opt.params),
+            "outputs": self._outputs(),
             "optimizer": self.opt.state_dict(),
             "best": self.best,
             "history": self.history.columns(),
@@ -196,7 +200,33 @@ class Training:
             "seconds": self.seconds,
         }
 
+    def check(self, state: dict[str, Any]) -> None:
+        """The model must compute from the saved weights what it did, whatever its code says; nothing changes by it."""
+        before, then = changing(self.model, self.opt.params), state["outputs"]
+        try:
+            put(self.model, state["weights"])
+            now = self._outputs()
+        finally:
+            put(self.model, before)
+        if now is None or then is None:
+            return
+        if any(not abs(a - b) <= SAME * then[0] for a, b in zip(now, then, strict=True)):
+            raise ValueError(
+                "the checkpoint is of another model: with the saved weights its outputs are not what they were. Begin "
+                "anew with resume=False, or name another file"
+            )
+
+    def _outputs(self) -> list[float] | None:
+        """Of the first samples, if these are the same in every process."""
+        for some in (self.data, self.validation):
+            if isinstance(some, Arrays) and not apart(some.whole):
+                return outputs(self.model, self.opt.loss, some.whole)
+            if isinstance(some, Indexed) and getattr(some, "steady", True):
+                return outputs(self.model, self.opt.loss, some.take(torch.arange(min(FEW, some.samples))))
+        return None
+
     def resume(self, state: dict[str, Any]) -> None:
+        self.check(state)
         self.opt.load_state_dict(state["optimizer"])
         put(self.model, state["weights"])
         self.best = state["best"]
