@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -206,7 +207,18 @@ def test_callbacks():
         raise StopIteration
 
     assert len(mq.fit(net(), (X, Y), "mse", callbacks=[lambda r: None, raises]).history) == 1
-    assert len(mq.fit(net(), (X, Y), "mse", callbacks=[lambda r: 1], steps=3).history) == 3  # not True
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor, np.array], ids=["bool", "NumPy", "torch", "array"])
+def test_truth_of_any_kind_ends_it(kind):
+    result = mq.fit(net(), (X, Y), "mse", callbacks=lambda r: kind(r.step.step == 2), steps=3)
+    assert (len(result.history), result.reason) == (2, "a callback asked for it")
+
+
+@pytest.mark.parametrize("answer", [1, 0, "stop", 0.5, torch.tensor(1.0)], ids=repr)
+def test_answers_that_are_neither_true_nor_false(answer):
+    with pytest.raises(TypeError, match=re.escape(f"a callback returned {answer!r}: True to end the fit")):
+        mq.fit(net(), (X, Y), "mse", callbacks=lambda r: answer, steps=3)
 
 
 @pytest.mark.parametrize("validation", [None, noisy_sine(20, seed=5)], ids=["alone", "validated"])

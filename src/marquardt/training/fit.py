@@ -156,11 +156,18 @@ def loop(run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | No
 
 
 def asks(call: Callback, running: Running) -> bool:
-    """Whether a callback asks for the end."""
+    """Whether a callback asks for the end: by True, that of torch or NumPy included, or by StopIteration."""
     try:
-        return call(running) is True
+        answer = call(running)
     except StopIteration:
         return True
+    if answer is None:
+        return False
+    if isinstance(answer, bool) or str(getattr(answer, "dtype", "")) in ("bool", "torch.bool"):
+        return bool(answer)
+    raise TypeError(
+        f"a callback returned {answer!r}: True to end the fit, False or None to go on; bool(…) makes it one of these"
+    )
 
 
 def listed(callbacks: Any) -> list[Callback]:
