@@ -236,6 +236,7 @@ class TrainsOnly(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.filterwarnings("ignore:the loss of the model in eval mode cannot be found")
 @pytest.mark.parametrize("kind", [Noisy, TrainsOnly])
 def test_models_that_cannot_be_compared_go_on(kind, tmp_path):
     for steps in (2, 3):

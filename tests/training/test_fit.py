@@ -136,7 +136,54 @@ def test_uphill_steps_do_not_count():
     result = mq.fit(model, (X, Y), "mse", steps=57)
     assert any(rule == "uphill" for rule in result.history["rule"])
     assert mse(model, X, Y) == pytest.approx(min(result.history["objective"]), rel=1e-12)
-    assert result.history["objective"][result.best_step - 1] == result.loss
+    assert result.history["objective"][result.best_step - 1] == min(result.history["objective"])
+    assert result.loss == pytest.approx(min(result.history["objective"]), rel=1e-12)
+
+
+LOADER = DataLoader(TensorDataset(X, Y), batch_size=10, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_decay": 0.05},
+        {"weight_decay": mq.Evidence(every=2)},
+        {"batch_size": 10, "weight_decay": 0.05},
+        {"data": LOADER},
+        {"data": LOADER, "batch_size": "all"},
+        {"data": [(X[:15], Y[:15]), (X[15:], Y[15:])], "batch_size": "all"},
+        {"steps": 0},
+        {"validation": (X, Y), "batch_size": 10, "weight_decay": 0.05},
+    ],
+    ids=["decay", "evidence", "mini", "loader", "streamed", "list", "no steps", "validation"],
+)
+def test_the_loss_is_that_of_the_model(options):
+    """Without weight decay, of all data, whatever the steps were given."""
+    model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)).double()
+    result = mq.fit(model, **{"data": (X, Y), "loss": "mse", "steps": 13, **options})
+    assert result.loss == pytest.approx(mse(model.eval(), X, Y), rel=1e-12)
+
+
+class Endless:
+    def __iter__(self):
+        while True:
+            yield X[:20], Y[:20]
+
+
+def test_the_loss_of_batches_without_end():
+    result = mq.fit(net(), Endless(), "mse", steps=12)
+    assert result.loss == pytest.approx(sum(result.history["loss"][-10:]) / 10)
+
+
+def test_the_loss_of_a_model_that_cannot_be_evaluated():
+    class TrainsOnly(nn.Linear):
+        def forward(self, x):
+            assert self.training, "no eval mode"
+            return super().forward(x)
+
+    with pytest.warns(UserWarning, match=re.escape("in eval mode cannot be found (AssertionError: no eval mode")):
+        result = mq.fit(TrainsOnly(1, 1).double(), (X, Y), "mse", steps=3)
+    assert result.loss == result.history[-1].loss
 
 
 # Mini-batches.

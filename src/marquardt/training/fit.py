@@ -50,7 +50,7 @@ class Fit:
     reason: str  # why it ended, a sentence
     plan: str  # how the samples were given to the steps, how the curvature was represented, and why
     best_step: int  # whose weights the model has; 0 if there was none
-    loss: float  # of these weights: of the validation set if there is one, otherwise of the data with weight decay
+    loss: float  # of the model, in eval mode, without weight decay: of the validation set, or else of the data
     optimizer: LM
     data: Source  # that have trained it
     evidence: Regularised | None = None  # α, β and γ, if weight decay was found from the data
@@ -137,8 +137,8 @@ def fit(
     finally:
         bar.end(reason)
     run.end()
-    words, seen = f"{run.words}; {opt.plan}", run.seen
-    return Fit(model, run.history, reason, words, seen.best_step, seen.least, opt, train, run.evidence)
+    words = f"{run.words}; {opt.plan}"
+    return Fit(model, run.history, reason, words, run.seen.best_step, run.loss(), opt, train, run.evidence)
 
 
 def loop(run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | None) -> str:

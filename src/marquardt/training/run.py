@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -93,8 +94,11 @@ class Training:
 
     def _training_loss(self) -> float:
         """Of the last step; of one mini-batch it would be chance."""
-        some = self.history[-EVERY:]["loss"] if self.plan.mini else [self.history[-1].loss]
-        return math.inf if self.plan.mini and len(some) < EVERY else sum(some) / len(some)
+        return math.inf if self.plan.mini and len(self.history) < EVERY else self._late()
+
+    def _late(self) -> float:
+        some = self.history[-EVERY if self.plan.mini else -1 :]["loss"]
+        return sum(some) / len(some) if some else math.nan
 
     def _regularise(self, taken: Step, another_epoch: bool) -> None:
         """α and β anew every few accepted steps, or epochs; not amid uphill moves that are taken back perhaps."""
@@ -179,9 +183,28 @@ class Training:
         last = self.plan.mini or self.regularisation is not None
         if last and self.validation is None and len(self.history):
             self.keep(last)
-            self.seen.best_step, self.seen.least = len(self.history), self.history[-1].objective
+            self.seen.best_step = len(self.history)
         if self.best is not None:
             put(self.model, self.best)
+
+    def loss(self) -> float:
+        """Of the model as it is now, in eval mode and without weight decay: of the validation set if there is one,
+        otherwise of the data. Batches that nobody knows the number of may have no end: then the mean of the last."""
+        if self.validation is not None:
+            return self.seen.least
+        if self.plan.mini and self.data.samples is None:
+            return self._late()
+        before = generators(self.data)
+        try:
+            return evaluated(self.model, self.opt.loss, self.data.batches(self.plan.size))
+        except Exception as error:  # the fit is not lost by it
+            warnings.warn(
+                f"the loss of the model in eval mode cannot be found ({type(error).__name__}: {error}): the loss of "
+                "the fit is that of its last steps", stacklevel=3,
+            )  # fmt: skip
+            return self._late()
+        finally:
+            set_generators(before, self.data)
 
     # As it is saved.
 
