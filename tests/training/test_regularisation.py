@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import marquardt as mq
 from marquardt.sources import source
 from marquardt.training import regularisation
-from marquardt.training.regularisation import CLOSE, Regularisation, Regularised
+from marquardt.training.regularisation import CLOSE, LONG, Regularisation, Regularised
 from marquardt.uncertainty.precision import SINGULAR
 from support.fits import net, noisy_sine
 
@@ -181,6 +181,33 @@ def test_a_curvature_that_cannot_be_inverted_leaves_alpha_and_beta(monkeypatch):
     assert rule.last == first
     assert rule.settled
     assert opt.param_groups[0]["weight_decay"] == first.weight_decay["weight"]
+
+
+def test_alphas_that_drift_against_each_other_settle():
+    """Two classes that a line divides: the smaller the first layer, the larger the last one, without an end."""
+    torch.manual_seed(2)
+    x = torch.randn(120, 2)
+    result = mq.fit(net(2, 5, 2), (x, (x.sum(1) > 0).long()), "cross_entropy", weight_decay=mq.Evidence())
+    assert result.reason.startswith("settled")
+    assert len(result.history) < 600
+    seen = [g for g in dict.fromkeys(result.history["gamma"]) if not math.isnan(g)]
+    assert max(seen[-LONG:]) - min(seen[-LONG:]) <= 2 * CLOSE * result.evidence.gamma
+
+
+@pytest.mark.parametrize(("drift", "settled"), [(0.0, True), (0.5 * CLOSE, False)])
+def test_what_differs_in_alpha_alone_settles_in_the_end(drift, settled, monkeypatch):
+    """Not if γ moves: a little from one estimate to the next, and much in all."""
+    opt = mq.LM(nn.Linear(4, 1), "mse", weight_decay=0.01)
+    rule = Regularisation(mq.Evidence(), opt, source((torch.randn(9, 4), torch.randn(9, 1))))
+    for k in range(LONG + 1):
+        assert not rule.settled
+        found = Regularised(
+            {"weight": 2.0**k, "bias": 9.0}, 25.0, 4.0 * (1 + drift * k), {"weight": 4.0, "bias": 0.0}, 0.0,
+            {"weight": 0.01, "bias": 0.045}, 0.5,
+        )  # fmt: skip
+        monkeypatch.setattr(rule, "_estimated", lambda objective, found=found: found)
+        rule.update(0.5)
+    assert rule.settled == settled
 
 
 def test_settled_twice_in_a_row():

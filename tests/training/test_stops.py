@@ -41,7 +41,7 @@ SEEN = Seen(loss=0.5, steepest=10.0, lam=2.0, least=0.4, best_step=3, fails=7)
         ({"patience": 0}, {}, {}, None),
         ({}, {"converged": True}, {}, "converged: no decrease is left"),
         ({}, {"converged": True}, {"settled": False}, None),
-        ({}, {}, {"settled": True}, "settled: neither weight decay nor noise"),
+        ({}, {}, {"settled": True}, "settled: neither the effective parameters nor the noise"),
         ({}, {}, {}, None),
     ],
 )

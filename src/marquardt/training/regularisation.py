@@ -22,6 +22,10 @@ from ..uncertainty.precision import SINGULAR
 # group: that of a group without any grows and grows.
 CLOSE, TWICE = 1e-3, 2
 
+# Estimates in a row that may differ in α alone: as the α of one layer grows and that of another falls, the model may
+# compute the same, without an end.
+LONG = 10
+
 
 @dataclass(frozen=True)
 class Regularised:
@@ -37,11 +41,14 @@ class Regularised:
 
     def close_to(self, last: Regularised) -> bool:
         """Whether neither α, β and γ nor the loss have changed since."""
-        most = CLOSE * max(1.0, self.gamma)
         moved = sum(self.gammas[name] * apart(a, last.alpha[name]) for name, a in self.alpha.items())
+        return moved <= CLOSE * max(1.0, self.gamma) and self.as_good_as(last)
+
+    def as_good_as(self, last: Regularised) -> bool:
+        """The same for β, γ and the loss alone."""
         nats = max((a / self.weight_decay[name] for name, a in self.alpha.items() if a > 0), default=0.0)
-        fallen = abs(self.objective - last.objective) * nats
-        return max(moved, fallen, abs(self.gamma - last.gamma)) <= most and apart(self.beta, last.beta) <= CLOSE
+        changed = max(abs(self.objective - last.objective) * nats, abs(self.gamma - last.gamma))
+        return changed <= CLOSE * max(1.0, self.gamma) and apart(self.beta, last.beta) <= CLOSE
 
 
 def apart(a: float, b: float) -> float:
@@ -58,10 +65,12 @@ class Regularisation:
         self.last: Regularised | None = None
         self.waited = 0  # accepted steps since, or epochs
         self.close = 0  # estimates in a row without a change
+        self.since: Regularised | None = None  # the first of those that differ in α alone,
+        self.still = 0  # and how many came after it
 
     @property
     def settled(self) -> bool:
-        return self.close >= TWICE
+        return self.close >= TWICE or self.still >= LONG
 
     @property
     def gamma(self) -> float:
@@ -77,6 +86,8 @@ class Regularisation:
         self.waited = 0
         found = self._estimated(objective)
         self.close = self.close + 1 if self.last is not None and found.close_to(self.last) else 0
+        same = self.since is not None and found.as_good_as(self.since)
+        self.since, self.still = (self.since, self.still + 1) if same else (found, 0)
         self.last = found
         for group in self.opt.param_groups:
             group["weight_decay"] = found.weight_decay[self.names[self._index(group["params"][0])]]
@@ -102,12 +113,14 @@ class Regularisation:
     # As it is saved: the weight decay itself is in the state of the optimizer.
 
     def state(self) -> dict[str, Any]:
-        last = None if self.last is None else asdict(self.last)
-        return {"last": last, "waited": self.waited, "close": self.close}
+        found = {
+            name: None if one is None else asdict(one) for name, one in (("last", self.last), ("since", self.since))
+        }
+        return {**found, "waited": self.waited, "close": self.close, "still": self.still}
 
     def resume(self, state: dict[str, Any]) -> None:
-        self.last = None if state["last"] is None else Regularised(**state["last"])
-        self.waited, self.close = state["waited"], state["close"]
+        self.last, self.since = (None if state[k] is None else Regularised(**state[k]) for k in ("last", "since"))
+        self.waited, self.close, self.still = state["waited"], state["close"], state["still"]
 
 
 def decays(opt: LM) -> list[Any]:

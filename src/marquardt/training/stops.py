@@ -39,7 +39,7 @@ class Stops:
         if self.goal is not None and seen.loss <= self.goal:
             return f"the goal is reached: the loss is {seen.loss:.4g}, at most {self.goal:g}"
         if seen.settled:
-            return "settled: neither weight decay nor noise, nor the loss with them, change any more"
+            return "settled: neither the effective parameters nor the noise, nor the loss, change any more"
         if seen.settled is None and (words := self._minimum(entry, seen)):  # otherwise one minimum follows another
             return words
         if self.max_lam is not None and seen.lam > self.max_lam:
