@@ -74,9 +74,15 @@ def evidence() -> tuple[nn.Module, dict[str, Any]]:
     return net(), {"data": noisy_sine(), "weight_decay": rule, "steps": 9}
 
 
+def validated() -> tuple[nn.Module, dict[str, Any]]:
+    """With evidence, whose best step is not the last"""
+    model, given = evidence()
+    return model, {**given, "data": noisy_sine(15), "validation": noisy_sine(20, noise=1.0, seed=5), "patience": None}
+
+
 def streamed() -> tuple[nn.Module, dict[str, Any]]:
     x, y = noisy_sine()
     return net(), {"data": [(x[:15], y[:15]), (x[15:], y[15:])], "batch_size": "all", "steps": 9}
 
 
-KINDS = {f.__name__: f for f in (whole, held, mini, loader, shuffled, evidence, streamed)}
+KINDS = {f.__name__: f for f in (whole, held, mini, loader, shuffled, evidence, validated, streamed)}

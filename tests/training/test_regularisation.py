@@ -118,6 +118,25 @@ def test_a_validation_set_still_counts():
     assert result.loss == min(result.history["validation"])
 
 
+def test_the_evidence_is_that_of_the_best_step():
+    """And so is the weight decay of the optimizer, which the posterior has."""
+    x, y = noisy_sine()
+    result = mq.fit(net(), (x, y), "mse", weight_decay=mq.Evidence(every=1), validation=(x, 0.7 * y), steps=20)
+    assert result.best_step < 15  # on the way to y it passes by
+    assert result.history[result.best_step - 1].gamma == result.evidence.gamma < result.history[-1].gamma - 0.5
+    decays = {group["weight_decay"] for group in result.optimizer.param_groups}
+    assert decays == set(result.evidence.weight_decay.values())
+
+
+def test_no_evidence_before_the_first_estimate():
+    model = net()
+    x, y = noisy_sine()
+    mq.fit(model, (x, y), "mse", steps=100)
+    result = mq.fit(model, (x, -y), "mse", weight_decay=mq.Evidence(every=1), validation=(x, y), steps=5)
+    assert (result.best_step, result.evidence) == (0, None)
+    assert {group["weight_decay"] for group in result.optimizer.param_groups} == {0.001}
+
+
 def test_the_posterior_has_its_prior():
     model, x, y = line()
     result = mq.fit(model, (x, y), "mse", weight_decay=mq.Evidence(every=2))

@@ -53,7 +53,7 @@ class Fit:
     loss: float  # of the model, in eval mode, without weight decay: of the validation set, or else of the data
     optimizer: LM
     data: Source  # that have trained it
-    evidence: Regularised | None = None  # α, β and γ, if weight decay was found from the data
+    evidence: Regularised | None = None  # α, β and γ at the best step, if weight decay was found from the data by then
 
     def posterior(self, data: Any = None, **options: Any) -> Posterior:
         """`mq.posterior` of the model with the data and the weight decay that have trained it"""

@@ -88,9 +88,14 @@ class Regularisation:
         self.close = self.close + 1 if self.last is not None and found.close_to(self.last) else 0
         same = self.since is not None and found.as_good_as(self.since)
         self.since, self.still = (self.since, self.still + 1) if same else (found, 0)
+        self.put(found)
+
+    def put(self, found: Regularised | None) -> None:
+        """This estimate is in force; None: that of the start."""
         self.last = found
         for group in self.opt.param_groups:
-            group["weight_decay"] = found.weight_decay[self.names[self._index(group["params"][0])]]
+            name = self.names[self._index(group["params"][0])]
+            group["weight_decay"] = self.evidence.start if found is None else found.weight_decay[name]
 
     def _estimated(self, objective: float) -> Regularised:
         opt = self.opt

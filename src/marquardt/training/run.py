@@ -42,7 +42,8 @@ class Training:
     ) -> None:  # fmt: skip
         self.opt, self.data, self.validation, self.plan, self.stops = opt, data, validation, plan, stops
         self.history, self.seen = History(), Seen()
-        self.best: dict[str, Tensor] | None = None  # weights and buffers
+        self.best: dict[str, Tensor] | None = None  # weights and buffers,
+        self.best_evidence: Regularised | None = None  # and what was known with them
         self.order = Order(data, plan.size, seed) if plan.mini else None
         self.regularisation = None if evidence is None else Regularisation(evidence, opt, data)
         self.seen.settled = None if evidence is None else False
@@ -176,6 +177,7 @@ class Training:
         averaged = last and self.opt.average is not None
         with self.opt.averaged() if averaged else self._shown():
             self.best = changing(self.model, self.opt.params)
+        self.best_evidence = self.evidence
 
     def end(self) -> None:
         """The best weights to the model. Without a validation set, on changing batches or with weight decay that
@@ -186,6 +188,8 @@ class Training:
             self.seen.best_step = len(self.history)
         if self.best is not None:
             put(self.model, self.best)
+            if self.regularisation is not None:
+                self.regularisation.put(self.best_evidence)
 
     def loss(self) -> float:
         """Of the model as it is now, in eval mode and without weight decay: of the validation set if there is one,
@@ -214,6 +218,7 @@ class Training:
             "outputs": self._outputs(),
             "optimizer": self.opt.state_dict(),
             "best": self.best,
+            "best_evidence": None if self.best_evidence is None else asdict(self.best_evidence),
             "history": self.history.columns(),
             "seen": asdict(self.seen),
             "order": None if self.order is None else self.order.state(),
@@ -252,7 +257,8 @@ class Training:
         self.check(state)
         self.opt.load_state_dict(state["optimizer"])
         put(self.model, state["weights"])
-        self.best = state["best"]
+        self.best, known = state["best"], state["best_evidence"]
+        self.best_evidence = None if known is None else Regularised(**known)
         self.history, self.seen = History.restored(state["history"]), Seen(**state["seen"])
         self._validated, self.elapsed = state["validated"], state["seconds"]
         self.words += f"; goes on after step {len(self.history)}"
