@@ -134,7 +134,7 @@ class Endless(IterableDataset):
         ((x / 0, y), "inputs[0, 0] is nan"),
         (((x, nan(y, 1, 0)), y), "inputs[1, 0] is nan"),
         ((x, y[:5]), "have the shape (8, 3), and there are 5 samples"),
-        ((x, y, w[:5]), "the weight have the shape (5,), and there are 8 samples"),
+        ((x, y, w[:5]), "the weights have the shape (5,), and there are 8 samples"),
         ((x, y, -w), "the weights must be one number of at least 0"),
         ((x, y, 0 * w), "the weights of all samples are 0"),
         ((x[:0], y[:0]), "the data have no samples"),

@@ -278,7 +278,8 @@ def check(batch: Batch) -> None:
     for name, leaves in [*parts, ("weight", [batch.weight])]:
         for t in leaves:
             if isinstance(t, Tensor) and (t.ndim == 0 or len(t) != N):
-                raise ValueError(f"the {name} have the shape {tuple(t.shape)}, and there are {N} samples")
+                some = "weights" if name == "weight" else name
+                raise ValueError(f"the {some} have the shape {tuple(t.shape)}, and there are {N} samples")
     for name, item in [("inputs", batch.inputs), ("targets", batch.targets), ("weight", batch.weight)]:
         for t in tree_leaves(item):
             if isinstance(t, Tensor) and t.is_floating_point():
@@ -286,9 +287,7 @@ def check(batch: Batch) -> None:
                 bad = t.isnan() if name == "inputs" and not single else ~t.isfinite()
                 if bool(bad.any()):
                     where = bad.nonzero()[0].tolist()
-                    raise ValueError(
-                        f"{name}{where} is {float(t[tuple(where)])}: drop or repair such samples before they train"
-                    )
+                    raise ValueError(f"{name}{where} is {float(t[tuple(where)])}: drop or repair such samples")
     if isinstance(batch.weight, Tensor) and (batch.weight.ndim != 1 or bool((batch.weight < 0).any())):
         raise ValueError("the weights must be one number of at least 0 for each sample")
     if isinstance(batch.weight, Tensor) and not bool((batch.weight > 0).any()):

@@ -132,6 +132,7 @@ def test_any_other_function(fn):
     [
         ("crossentropy", ValueError, "unknown loss 'crossentropy'. Did you mean 'cross_entropy'.*mse, squared_error"),
         ("MSE", ValueError, "Did you mean 'mse'"),
+        ("MAE", ValueError, "Did you mean 'l1'"),
         ("zzzzz", ValueError, "unknown loss 'zzzzz'. The names are mse, .*residual"),
         (nn.MSELoss(reduction="none"), ValueError, "got 'none'"),
         (nn.MultiLabelSoftMarginLoss(reduction="sum"), ValueError, "the number C of classes: use losses.Binary"),

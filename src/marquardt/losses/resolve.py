@@ -168,6 +168,10 @@ INSTEAD: dict[Any, str] = {
 }
 
 
+# Names of others that look like those of another loss.
+ELSEWHERE = {"mae": "l1", "absolute_error": "l1", "pinball": "quantile"}
+
+
 def resolve(loss: Any) -> Loss:
     """The Loss that a name, a torch.nn loss, a function of outputs and targets, or a Loss stands for, with its options;
     of a dict by the names of outputs, or a tuple by their positions, the sum of such losses."""
@@ -196,7 +200,8 @@ def resolve(loss: Any) -> Loss:
 def _named(name: str) -> Loss:
     if name in NAMES:
         return NAMES[name]
-    close = difflib.get_close_matches(name.lower(), NAMES, n=1)
+    known = ELSEWHERE.get(name.lower())
+    close = [known] if known else difflib.get_close_matches(name.lower(), NAMES, n=1)
     meant = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"unknown loss {name!r}.{meant} The names are {', '.join(NAMES)}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -180,11 +182,35 @@ def listed(callbacks: Any) -> list[Callback]:
 
 def optimizer(model: nn.Module, loss: Any, weight_decay: Any, options: dict[str, Any]) -> LM:
     """LM, with a parameter group for each α if these are found from the data."""
+    check_known(options)
+    if weight_decay is Evidence or isinstance(weight_decay, str):
+        words = "the class Evidence" if weight_decay is Evidence else repr(weight_decay)
+        raise TypeError(f"weight_decay is {words}: pass a number, an mq.WeightDecay, or mq.Evidence() to find it")
     if not isinstance(weight_decay, Evidence):
         return LM(model, loss, weight_decay=weight_decay, **options)
     likelihood_of(resolve(loss))  # or there is no evidence
     groups = grouped_params(model, options.get("params"), weight_decay)
     return LM(model, loss, weight_decay=weight_decay.start, **{**options, "params": groups})
+
+
+# What others call the arguments of fit.
+ELSEWHERE = {
+    "epochs": "steps", "max_epochs": "steps", "max_iter": "steps", "max_steps": "steps", "time": "seconds",
+    "max_time": "seconds", "max_fail": "patience", "min_grad": "min_gradient", "mu_max": "max_lam", "mu": "schedule",
+    "val": "validation", "validation_data": "validation", "validation_split": "validation", "verbose": "progress",
+    "callback": "callbacks", "random_state": "seed", "l2": "weight_decay", "alpha": "weight_decay",
+}  # fmt: skip
+
+
+def check_known(options: Iterable[str]) -> None:
+    own, of_lm = (list(inspect.signature(call).parameters) for call in (fit, LM))
+    names = [name for name in dict.fromkeys([*own, *of_lm]) if name != "options"]
+    for name in options:
+        if name not in names:
+            known = ELSEWHERE.get(name)
+            close = [known] if known else difflib.get_close_matches(name, names, n=1)
+            meant = f": did you mean {close[0]}=?" if close else "."
+            raise TypeError(f"neither mq.fit nor mq.LM has an option {name!r}{meant} They have {', '.join(names[3:])}")
 
 
 def sets(opt: LM, data: Any, validation: Any, seed: int) -> tuple[Source, Source | None]:
@@ -197,5 +223,10 @@ def sets(opt: LM, data: Any, validation: Any, seed: int) -> tuple[Source, Source
     if validation is None:
         return train, None
     if isinstance(validation, (int, float)):
-        return train.split(float(validation), seed)
+        if isinstance(validation, bool) or not 0 < validation < 1:
+            raise ValueError(
+                f"validation={validation!r}: a fraction of the samples, between 0 and 1, or data of its own; leave it "
+                "out if nothing is to be held out"
+            )
+        return train.split(validation, seed)
     return train, source(validation, device=p.device, dtype=dtype)
