@@ -30,6 +30,19 @@ def test_samples_have_the_covariance(curvature):
     assert not torch.equal(again[0], again[1])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [((3, 0), "generator=0: a torch.Generator"), ((1.5,), "k=1.5: the number of draws"), ((-1,), "k=-1: the number")],
+)
+def test_wrong_draws_are_refused(options, message):
+    model, x, y = regression(hidden=2)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    with pytest.raises((TypeError, ValueError), match=message):
+        p.sample(*options)
+    with pytest.raises(ValueError, match=r"inputs\[0, 0\] is nan: drop or repair such samples$"):
+        p.predict(float("nan") * x)
+
+
 def test_samples_go_into_the_model():
     """Of a linear model the predictions of samples have the predicted variance."""
     x = torch.randn(50, 2, dtype=torch.float64)

@@ -43,7 +43,8 @@ class Prediction:
     noise_std: Tensor  # of a target around the mean
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """The bounds between which a target lies with this probability, if it is normal"""
+        """The bounds between which a target lies with this probability, if it is normal: of counts and sizes that are
+        near 0 it is not, and the lower bound may be negative."""
         if not 0 < level < 1:
             raise ValueError(f"level={level!r}: a probability between 0 and 1")
         q = math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
@@ -290,6 +291,10 @@ class Posterior:
 
     def sample(self, k: int = 1, generator: torch.Generator | None = None) -> Tensor:
         """k draws of θ: (k, n); `shaped` has them by name"""
+        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+            raise ValueError(f"k={k!r}: the number of draws, an integer of at least 0")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator={generator!r}: a torch.Generator, such as torch.Generator().manual_seed(0)")
         size = (k, self.parameters.n)
         device = self.parameters.device
         where = device if generator is None else generator.device
@@ -359,7 +364,8 @@ class Posterior:
     def plan(self) -> str:
         """How H is represented, in words"""
         trained = [name for name, m in self.at.model.named_modules() if m.training and not list(m.children())]
-        active = [n for n in trained if isinstance(self.at.model.get_submodule(n), RANDOM)]
+        kinds = [(type(self.at.model.get_submodule(n)), n) for n in trained]
+        active = [f"{kind.__name__} {n!r}" for kind, n in kinds if issubclass(kind, RANDOM)]
         modes = f"; {', '.join(active)} as in eval mode" if active else ""
         rest = f"; {self.others:,} other parameters are taken as known" if self.others else ""
         return f"{self.data.name}{rest}{modes}"
