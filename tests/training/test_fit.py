@@ -343,7 +343,7 @@ def spoilt(t, *where):
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
         (
             {"weight_decay": mq.Evidence},
-            "weight_decay is the class Evidence: pass a number, an mq.WeightDecay, or mq.Evidence()",
+            "weight_decay is the class Evidence: pass a number, an mq.WeightDecay, a dict, or mq.Evidence()",
         ),
         ({"weight_decay": "evidence"}, "weight_decay is 'evidence': pass a number"),
         (

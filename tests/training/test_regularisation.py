@@ -154,6 +154,18 @@ def test_a_posterior_of_weights_that_decay_elsewhere():
         result.posterior()
 
 
+def test_weight_decay_by_name():
+    """As it was found, for a fit that goes on or another one."""
+    x, y = noisy_sine()
+    found = mq.fit(net(), (x, y), "mse", weight_decay=mq.Evidence()).evidence.weight_decay
+    model, twin = net(), net()
+    mq.fit(model, (x, y), "mse", weight_decay=dict(reversed(found.items())), steps=5)
+    groups = [{"params": [p], "weight_decay": found[name]} for name, p in twin.named_parameters()]
+    mq.fit(twin, (x, y), "mse", params=groups, steps=5)
+    assert len(set(found.values())) == 2
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
 # Settling.
 
 
@@ -256,6 +268,8 @@ def test_settled_twice_in_a_row():
         ({"loss": "huber"}, "is no likelihood of the targets"),
         ({"params": [{"params": []}]}, "params= holds groups"),
         ({"weight_decay": mq.Evidence(groups=[["nothing"]])}, "belongs to one group"),
+        ({"weight_decay": {"0.weight": 0.1, "9.bias": 0.1}}, "Without one are .*'0.bias', '2.weight', .*'9.bias'"),
+        ({"weight_decay": {"0.weight": 0.1}, "params": [{"params": []}]}, "weight_decay=a dict makes its own"),
     ],
 )
 def test_refused(arguments, message):

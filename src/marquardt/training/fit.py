@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -25,7 +25,7 @@ from .batching import batching
 from .checkpoint import Saver, identity
 from .history import Entry, History
 from .progress import Shown, shown
-from .regularisation import Regularised, decays, grouped_params
+from .regularisation import Regularised, decayed_params, decays, grouped_params
 from .run import Training
 from .stops import CALLBACK, INTERRUPTED, Stops
 
@@ -89,7 +89,7 @@ def fit(
     min_gradient: float | None = 1e-7,
     max_lam: float | None = 1e10,
     patience: int | None = 20,
-    weight_decay: float | WeightDecay | Evidence = 0.0,
+    weight_decay: float | WeightDecay | Mapping[str, Any] | Evidence = 0.0,
     batch_size: int | str | None = None,
     seed: int = 0,
     callbacks: Callback | Iterable[Callback] = (),
@@ -113,8 +113,9 @@ def fit(
     gain; None leaves a stop out. `callbacks` are called after every step with a `Running`, and end the fit by
     returning True. Ctrl-C ends it too; the best weights so far are then in the model.
 
-    `weight_decay` is a number, a `WeightDecay`, or `mq.Evidence()`: then it is found from the data, every few steps, as
-    is the noise (MATLAB's trainbr), until they settle.
+    `weight_decay` is a number, a `WeightDecay`, a dict by the names of parameters as `Fit.evidence` has it, or
+    `mq.Evidence()`: then it is found from the data, every few steps, as is the noise (MATLAB's trainbr), until they
+    settle.
 
     `checkpoint` names a file that the fit is saved in about every second. The same call goes on with it, exactly, if
     the file is there; `resume=False` begins anew. All other `options` are those of `mq.LM`.
@@ -185,7 +186,11 @@ def optimizer(model: nn.Module, loss: Any, weight_decay: Any, options: dict[str,
     check_known(options)
     if weight_decay is Evidence or isinstance(weight_decay, str):
         words = "the class Evidence" if weight_decay is Evidence else repr(weight_decay)
-        raise TypeError(f"weight_decay is {words}: pass a number, an mq.WeightDecay, or mq.Evidence() to find it")
+        raise TypeError(
+            f"weight_decay is {words}: pass a number, an mq.WeightDecay, a dict, or mq.Evidence() to find it"
+        )
+    if isinstance(weight_decay, Mapping):
+        return LM(model, loss, **{**options, "params": decayed_params(model, options.get("params"), weight_decay)})
     if not isinstance(weight_decay, Evidence):
         return LM(model, loss, weight_decay=weight_decay, **options)
     likelihood_of(resolve(loss))  # or there is no evidence

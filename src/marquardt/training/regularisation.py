@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -136,14 +136,31 @@ def decays(opt: LM) -> list[Any]:
 
 def grouped_params(model: nn.Module, params: Iterable[Any] | None, evidence: Evidence) -> list[dict[str, Any]]:
     """Parameter groups for LM, one for each α."""
-    given = None if params is None else list(params)
-    if given is not None and any(isinstance(each, dict) for each in given):
-        raise ValueError(
-            "params= holds groups, and weight_decay=mq.Evidence(groups=…) makes its own: pass parameters alone"
-        )
-    chosen: Sequence[Tensor] = trainable(model, given)
-    names = Parameters(model, chosen).names
+    names, chosen = named(model, params, "mq.Evidence(groups=…)")
     return [
         {"params": [chosen[i] for i in members], "weight_decay": evidence.start}
         for members in grouped_names(names, evidence.groups)
     ]
+
+
+def decayed_params(model: nn.Module, params: Iterable[Any] | None, by_name: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Parameter groups for LM, one for each parameter, with a weight decay by name."""
+    names, chosen = named(model, params, "a dict")
+    if set(by_name) != set(names):
+        missing, unknown = (
+            [n for n in some if n not in others] for some, others in ((names, by_name), (by_name, names))
+        )
+        raise ValueError(
+            f"weight_decay by name: every parameter that trains has one, and no others. Without one are {missing}, and "
+            f"not among them {unknown}"
+        )
+    return [{"params": [p], "weight_decay": by_name[name]} for name, p in zip(names, chosen, strict=True)]
+
+
+def named(model: nn.Module, params: Iterable[Any] | None, rule: str) -> tuple[list[str], Sequence[Tensor]]:
+    """The parameters that train; this weight decay makes their groups."""
+    given = None if params is None else list(params)
+    if given is not None and any(isinstance(each, dict) for each in given):
+        raise ValueError(f"params= holds groups, and weight_decay={rule} makes its own: pass parameters alone")
+    chosen: Sequence[Tensor] = trainable(model, given)
+    return Parameters(model, chosen).names, chosen
