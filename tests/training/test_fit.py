@@ -175,6 +175,16 @@ def test_the_loss_of_batches_without_end():
     assert result.loss == pytest.approx(sum(result.history["loss"][-10:]) / 10)
 
 
+def test_few_steps_are_not_followed_by_a_long_pass():
+    """Thirty batches: after three steps they are gone through, after two they are not."""
+    x, y = noisy_sine(30)
+    for steps in (2, 3):
+        model = net()
+        result = mq.fit(model, (x, y), "mse", batch_size=1, steps=steps)
+        want = mse(model, x, y) if steps == 3 else sum(result.history["loss"]) / 2
+        assert result.loss == pytest.approx(want, rel=1e-12)
+
+
 def test_the_loss_of_a_model_that_cannot_be_evaluated():
     class TrainsOnly(nn.Linear):
         def forward(self, x):

@@ -193,10 +193,10 @@ class Training:
 
     def loss(self) -> float:
         """Of the model as it is now, in eval mode and without weight decay: of the validation set if there is one,
-        otherwise of the data. Batches that nobody knows the number of may have no end: then the mean of the last."""
+        otherwise of the data, if a pass through them is short beside the fit; if not, the mean of the last steps."""
         if self.validation is not None:
             return self.seen.least
-        if self.plan.mini and self.data.samples is None:
+        if self.plan.mini and not self._soon_through:
             return self._late()
         before = generators(self.data)
         try:
@@ -209,6 +209,15 @@ class Training:
             return self._late()
         finally:
             set_generators(before, self.data)
+
+    @property
+    def _soon_through(self) -> bool:
+        """Whether the data have at most so many times the batches that the fit had."""
+        batches: Any = self.data.batches(self.plan.size)
+        try:
+            return len(batches) <= TIMES * max(1, len(self.history))
+        except TypeError:  # nobody knows how many, and they may have no end
+            return False
 
     # As it is saved.
 
