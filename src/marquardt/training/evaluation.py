@@ -1,4 +1,4 @@
-"""The loss of a model on data that do not train it."""
+"""The loss and the outputs of a model in eval mode, which do not train it."""
 
 from __future__ import annotations
 
