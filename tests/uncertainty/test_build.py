@@ -120,6 +120,8 @@ def test_batches_add_up(task, curvature):
     parts = mq.posterior(model, loss, loader, weight_decay=1e-2, curvature=curvature)
     close([parts.gamma, parts.log_evidence], [whole.gamma, whole.log_evidence])
     close(parts.covariance(), whole.covariance(), 1e-6)
+    # All batches have more rows than there are parameters.
+    assert mq.posterior(model, loss, loader, weight_decay=1e-2).plan.startswith("Dense")
 
 
 def test_many_samples_are_taken_in_chunks(monkeypatch):

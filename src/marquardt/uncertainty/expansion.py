@@ -159,12 +159,13 @@ class Expansion:
 
     def _survey(self, lin: Linearization, kind: type[Likelihood]) -> None:
         """One pass over all data: the sums, and by output that of ℓ if there is a noise to learn from it."""
-        constant, squares, weights = 0.0, None, []
+        constant, squares, weights, samples = 0.0, None, [], 0
         gradient: Tensor | None = None
         for piece in lin.pieces():
             loss, y, w = piece.objective.loss, piece.batch.targets, piece.batch.weight
             self.likelihood = kind(loss)
             constant += float(self.likelihood.constant(y, w))
+            samples += piece.N
             weights += [] if w is None else [w.flatten().double()]
             if kind.noisy:
                 own = weighted(loss.ell(piece.z, y), w).double().sum(0)  # (*out)
@@ -174,6 +175,7 @@ class Expansion:
         totals = lin.totals()
         self.value, self.normaliser, self.rounding = totals.value, totals.normaliser, totals.rounding
         self.constant, self.squares, self.gradient = constant, squares, gradient.double()
+        self.total = replace(self.shapes, N=samples)  # of all batches
         self.mean_weight = mean_weight(torch.cat(weights)) if weights else 1.0
 
     def gradient_by(self, b: Tensor | None) -> Tensor:
@@ -188,7 +190,7 @@ class Expansion:
 
     def curvature(self, kind: Representation | None, proper: bool, b: Tensor | None = None) -> DataCurvature:
         """`proper`: every parameter has a prior, which rows and layers need; `b` are factors of ℓ by output"""
-        s, loss = self.shapes, self._weighed(b)
+        s, loss = self.total, self._weighed(b)
         rows = isinstance(kind, Gram) or (
             kind is None and proper and s.m < s.n
         )  # which need a prior of every parameter

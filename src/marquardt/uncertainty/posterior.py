@@ -263,7 +263,7 @@ class Posterior:
             )
         if self.data.sums:
             return predicted(at, self.precision, TEMPERS)
-        if not fits(at.shapes, at.shapes.m < at.shapes.n, self.parameters.device):
+        if not fits(at.total, at.total.m < at.total.n, self.parameters.device):
             raise ValueError(
                 "what a sample has moved does not follow from Kronecker factors, and the exact H of "
                 f"{self.parameters.n:,} parameters is too large: pass calibrated(data) samples that have not trained "
