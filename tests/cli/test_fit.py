@@ -173,6 +173,53 @@ def test_parquet(data: Path, tmp_path: Path, trained: Path) -> None:
     assert files(tmp_path / "p")["predictions.csv"] == files(trained)["predictions.csv"]
 
 
+# --- decimal commas ---
+
+
+def german(path: Path, dotted: list[str]) -> Path:
+    """A file with semicolons, decimal commas in `area`, and `dotted` in `people`"""
+    lines = [f"{20 + i},5;{people};{3 * i},25" for i, people in enumerate(dotted)]
+    path.write_text("\n".join(["area;people;price", *lines]) + "\n")
+    return path
+
+
+def test_thousands_with_dots_are_whole_numbers(tmp_path: Path) -> None:
+    people = [f"{2 + i // 10}.{600 + i}" if i % 3 else str(900 + i) for i in range(40)]
+    data = german(tmp_path / "data.csv", people)
+    result = invoked("fit", data, "--target", "price", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "A dot in its numbers separates thousands: 'people' (2.601)." in result.output
+    found = {c["name"]: c for c in json.loads((tmp_path / "data-model/preprocessing.json").read_text())["columns"]}
+    assert 900 < found["people"]["median"] < 6000
+    (tmp_path / "new.csv").write_text("area;people\n20;2.601\n21;950\n")  # alone, that would be 2 and 6 tenths
+    (tmp_path / "same.csv").write_text("area,people\n20,2601\n21,950\n")
+    new, same = (invoked("predict", tmp_path / "data-model", tmp_path / name) for name in ("new.csv", "same.csv"))
+    assert new.stdout == same.stdout
+    assert "separates thousands" in new.stderr
+
+
+def test_thousands_only(tmp_path: Path) -> None:
+    data = german(tmp_path / "data.csv", [f"1.{200 + i}" for i in range(40)])
+    result = invoked("fit", data, "--target", "price", *QUICK)
+    assert "A dot in its numbers separates thousands: 'people' (1.200)." in result.output
+    columns = json.loads((tmp_path / "data-model/preprocessing.json").read_text())["columns"]
+    assert 1200 <= columns[1]["median"] < 1240
+
+
+def test_decimal_points_beside_decimal_commas(tmp_path: Path) -> None:
+    data = german(tmp_path / "data.csv", ["2.611", "2.5"] * 20)
+    words = ["the column 'people' has a dot that separates no thousands: '2.5' in row 2", "--ignore people"]
+    refused(invoked("fit", data, "--target", "price", *QUICK), *words)
+    assert invoked("fit", data, "--target", "price", "--ignore", "people", *QUICK).exit_code == 0
+    data.write_text(data.read_text().replace("people", "rooms"))
+    result = invoked("predict", tmp_path / "data-model", data)
+    assert result.exit_code == 0, result.output  # the model does not need that column
+    data.write_text(data.read_text().replace("area;rooms", "city;area"))
+    result = invoked("predict", tmp_path / "data-model", data)
+    refused(result, "the column 'area' has a dot that separates no thousands")
+    assert "--" not in result.output
+
+
 # --- bad input ---
 
 ROWS = "\n".join(f"{i},{i % 7},{i * 0.3}" for i in range(30))

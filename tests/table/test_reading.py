@@ -44,6 +44,58 @@ def test_separators_are_found_and_said(tmp_path, separator, word):
     assert "decimal commas (columns 'a')" in sheet.says[1]
 
 
+def test_dots_beside_decimal_commas_separate_thousands(tmp_path):
+    sheet = read(written(tmp_path, "a;b;day;c\n1,5;2.611;01.02.2024;1.234,5\n2;950;1.12.2024;-1.200\n0,25;;;1,5\n"))
+    assert sheet.frame["a"].tolist() == ["1.5", "2", "0.25"]
+    assert sheet.frame["b"].tolist()[:2] == ["2611", "950"]
+    assert sheet.frame["c"].tolist() == ["1234.5", "-1200", "1.5"]
+    assert sheet.frame["day"].tolist()[:2] == ["01.02.2024", "1.12.2024"]
+    assert sheet.says[2] == "A dot in its numbers separates thousands: 'b' (2.611), 'c' (1.234,5)."
+    assert sheet.mixed == {}
+    assert sheet.commas
+    text = read(written(tmp_path, "a;b\n1,5;2.611\n2;950\n0,25;n.a.\n"))
+    assert text.frame["b"].tolist() == ["2611", "950", "n.a."]
+    assert text.mixed == {}
+
+
+@pytest.mark.parametrize("value", ["2.25", "0.125", "1000.250", ".5", "1.5e3"])
+def test_other_dots_beside_decimal_commas_are_refused(tmp_path, value):
+    sheet = read(written(tmp_path, f"a;b\n1,5;2.611\n2,5;{value}\n3,5;950\n"))
+    assert sheet.frame["b"].tolist() == ["2.611", value, "950"]
+    sheet.check(["a"])
+    with pytest.raises(
+        BadTable, match=f"decimal commas, but the column 'b' has a dot .*: {value!r} in row 2; .*--ignore b"
+    ):
+        sheet.check(["a", "b"])
+
+
+@pytest.mark.parametrize(("commas", "found"), [(False, "2.611"), (True, "2611")])
+def test_a_file_without_commas_is_read_as_was_asked_for(tmp_path, commas, found):
+    path = written(tmp_path, "a;b\n1;2.611\n2;950\n")
+    assert read(path, commas=commas).frame["b"].tolist() == [found, "950"]
+    said = read(path, commas=commas).says[1]
+    assert said.startswith(
+        "A dot in its numbers " + ("separates thousands" if commas else "is read as a decimal point")
+    )
+    points = read(written(tmp_path, "a;b\n1.5;2.611\n2;950\n"), commas=commas)
+    assert points.frame["b"].tolist() == ["2.611", "950"]
+    assert not points.commas
+
+
+def test_commas_between_thousands_stay_beside_decimal_points(tmp_path):
+    sheet = read(written(tmp_path, "a\tb\n1,007\t1.5\n950\t2.25\n"))
+    assert sheet.frame["a"].tolist() == ["1,007", "950"]
+    assert sheet.frame["b"].tolist() == ["1.5", "2.25"]
+    assert sheet.mixed == {}
+    assert read(written(tmp_path, "a;b\n1,007,300;1\n1,950;2\n")).frame["a"].tolist()[1] == "1,950"
+
+
+def test_a_number_among_texts_decides_nothing(tmp_path):
+    sheet = read(written(tmp_path, "a;b\nx, y;1.5\n1,5;2.25\nz;3.125\n"))
+    assert sheet.frame["b"].tolist() == ["1.5", "2.25", "3.125"]
+    assert not sheet.commas
+
+
 def test_more_names_than_are_looked_at_beforehand(tmp_path):
     names = [f"{i} " + 500 * "long" for i in range(40)]
     assert len(",".join(names)) > reading.HEAD

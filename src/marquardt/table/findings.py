@@ -30,6 +30,7 @@ class Prepared:
     train: Tensor  # places of rows
     test: Tensor
     says: list[str]
+    commas: bool  # whether numbers in the file have decimal commas
 
     @property
     def judged(self) -> tuple[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
-from .reading import BadTable
+from .reading import MOST, BadTable
 
 Kind = Literal["empty", "number", "date", "category"]
 # Tried in this order; a date that is both month/day and day/month in every row is read as the former.
@@ -19,7 +19,6 @@ FORMATS = {
     "%d/%m/%Y": "day/month/year",
 }
 DATE = r"\d{4}-\d{1,2}-\d{1,2}.*|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{4}"
-MOST = 0.5  # if more of a column than this is numbers (or dates), the rest is taken for mistakes
 SHOWN = 5  # rows named in an error
 LARGEST = 1e150  # the square of what is larger is no float64
 ROUNDING = 1e-10  # numbers whose standard deviation is less than this part of their size are the same

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..tabular import Committee
 from . import metrics, targets
 from .columns import Columns
-from .reading import BadTable, read
+from .reading import BadTable, Sheet, read
 from .request import MODEL, PREPROCESSING, BadFolder
 from .targets import NumberTarget, Target
 
@@ -81,6 +81,7 @@ class Model(NamedTuple):
     target: Target
     committee: Committee
     missing: tuple[str, ...]
+    commas: bool  # whether the numbers it was trained with had decimal commas
 
 
 def weights(committee: Committee) -> bytes:
@@ -101,8 +102,9 @@ def _own(value: Any) -> Any:
     return sys.intern(value) if isinstance(value, str) else value
 
 
-def preprocessing(columns: Columns, target: Target, missing: Sequence[str]) -> dict[str, Any]:
-    found = {"target": targets.to_json(target), "missing": list(missing), "columns": columns.to_json()}
+def preprocessing(columns: Columns, target: Target, missing: Sequence[str], commas: bool) -> dict[str, Any]:
+    reading = {"missing": list(missing), "decimal_commas": commas}
+    found = {"target": targets.to_json(target), **reading, "columns": columns.to_json()}
     return {"format": FORMAT, **found, "inputs": columns.names}
 
 
@@ -119,7 +121,8 @@ def load(folder: Path) -> Model:
         if newest > FORMAT:
             raise BadFolder(f"{folder} was written by a newer marquardt (format {newest}): install that")
         columns, target = Columns.from_json(words["columns"]), targets.from_json(words["target"])
-        return Model(columns, target, Committee.from_state(saved["committee"]), tuple(words["missing"]))
+        reading = tuple(words["missing"]), words.get("decimal_commas", False)
+        return Model(columns, target, Committee.from_state(saved["committee"]), *reading)
     except BadFolder:
         raise
     except Exception as error:  # torch has many for a file that is not whole
@@ -131,22 +134,24 @@ def predict(folder: Path, data: Path, level: float) -> tuple[pd.DataFrame, list[
     """Predictions for the rows of a file, and sentences on what had to be assumed."""
     model = load(folder)
     try:
-        sheet = read(data, missing=model.missing)
+        sheet = read(data, missing=model.missing, commas=model.commas)
+        sheet.check(column.name for column in model.columns.columns if column.kind == "number")
         X, notes = model.columns.encode(sheet.frame)
     except BadTable as error:
         raise BadTable(error.sentence) from None  # the options are those of another command
     found = predicted(model.committee, X)
     table = frame(model.target, found, level)
     table.insert(0, "row", np.arange(1, len(table) + 1))
-    return table, [*sheet.says, *notes, *_quality(model.target, sheet.frame, found, level)]
+    return table, [*sheet.says, *notes, *_quality(model.target, sheet, found, level)]
 
 
-def _quality(target: Target, rows: pd.DataFrame, found: Predicted, level: float) -> list[str]:
+def _quality(target: Target, sheet: Sheet, found: Predicted, level: float) -> list[str]:
     """How good the predictions are, if the table has the target; unknown classes are not judged."""
-    if not set(target.names) <= set(rows.columns):
+    if not set(target.names) <= set(sheet.frame.columns):
         return []
     try:
-        true = target.values(rows)
+        sheet.check(target.names)
+        true = target.values(sheet.frame)
     except BadTable as error:
         return [f"The predictions are not judged: {error.sentence}."]
     known = (true >= 0) if true.ndim == 1 else true.isfinite().all(1)

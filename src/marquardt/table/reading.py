@@ -9,6 +9,7 @@ import csv
 import hashlib
 import os
 import re
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -24,6 +25,12 @@ HEAD = 1 << 16  # bytes that are looked at before a file is read
 PER_BYTE, PER_CELL = 4, 20  # bytes of memory for a byte and a cell of CSV, as text and as numbers (measured: at most)
 LARGE = 100e6  # bytes: what is larger is announced
 DECIMAL_COMMA = r"[+-]?\d*,\d+(?:[eE][+-]?\d+)?"
+DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.")
+DOTS = r"[+-]?[1-9]\d{0,2}(?:\.\d{3})+"  # between thousands
+COMMAS = r"[+-]?[1-9]\d{0,2}(?:,\d{3})+"
+WITH_COMMA = rf"{DECIMAL_COMMA}|{COMMAS}|{DOTS},\d+"
+NUMBER = rf"{WITH_COMMA}|{DECIMAL_POINT}|{DOTS}(?:,\d+)?|[+-]?\d+"
+MOST = 0.5  # if more of a column than this is numbers (or dates), the rest is taken for mistakes
 
 
 class BadTable(ValueError):
@@ -41,22 +48,36 @@ class Sheet:
     path: Path
     frame: pd.DataFrame
     says: list[str] = field(default_factory=list)  # what was assumed in reading it
+    commas: bool = False  # whether its numbers have decimal commas
+    mixed: dict[str, str] = field(default_factory=dict)  # columns that then have a decimal point too, and where
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuses columns whose numbers have a point, in a file of decimal commas."""
+        for name in names:
+            if name in self.mixed:
+                raise BadTable(
+                    f"the numbers of {self.path} have decimal commas, but the column {name!r} has a dot that separates "
+                    f"no thousands: {self.mixed[name]}; write all numbers in one way",
+                    f", or use --categorical {shlex.quote(name)} if these are categories, or "
+                    f"--ignore {shlex.quote(name)}",
+                )
 
 
-def read(path: Path, *, rows: int | None = None, missing: tuple[str, ...] = ()) -> Sheet:
-    """The table in a file; `rows`: only that many, from the top; `missing`: further words for no value."""
+def read(path: Path, *, rows: int | None = None, missing: tuple[str, ...] = (), commas: bool = False) -> Sheet:
+    """The table in a file; `rows`: only that many, from the top; `missing`: further words for no value; `commas`: its
+    numbers have decimal commas if nothing in it speaks against that."""
     head = _head(path)
     parquet = head.startswith(b"PAR1")
     if not parquet:
         _check_text(path, head)
     _check_memory(path, head, rows)
     try:
-        table = _read_parquet(path, rows) if parquet else _read_csv(path, head, rows)
+        table = _read_parquet(path, rows, missing) if parquet else _read_csv(path, head, rows, missing, commas)
     except MemoryError:
         raise BadTable(f"{path} does not fit into memory", ": --rows N reads the first N rows") from None
     if not len(table.frame):
         raise BadTable(f"{path} has names of columns, but no row below them")
-    return Sheet(path, _blanked(table.frame, missing), table.says)
+    return table
 
 
 def digest(path: Path) -> str:
@@ -141,21 +162,20 @@ def _parquet_bytes(path: Path) -> int:
 # --- CSV ---
 
 
-def _read_csv(path: Path, head: bytes, rows: int | None) -> Sheet:
+def _read_csv(path: Path, head: bytes, rows: int | None, missing: tuple[str, ...], commas: bool) -> Sheet:
     encodings = ["utf-16"] if head.startswith((b"\xff\xfe", b"\xfe\xff")) else ["utf-8-sig", "cp1252", "latin-1"]
     says = []
     for encoding in encodings:
         try:
             separator = _separator(head.decode(encoding, errors="ignore"))
-            frame = _parsed(path, encoding, separator, rows)
+            frame = _blanked(_parsed(path, encoding, separator, rows), missing)
         except UnicodeDecodeError:
             continue
         if encoding != encodings[0]:
             says.append(f"{path.name} is not UTF-8; it was read as {encoding}.")
         if separator != ",":
             says.append(f"{path.name} has {SEPARATORS[separator]} between its columns.")
-            frame, commas = _with_points(frame)
-            says += [f"Its numbers have decimal commas (columns {listed(commas)})."] if commas else []
+            return _with_points(Sheet(path, frame, says, commas))
         return Sheet(path, frame, says)
     raise BadTable(f"{path} is text in no encoding that is known here: save it as UTF-8")
 
@@ -208,16 +228,57 @@ def _parsed(path: Path, encoding: str, separator: str, rows: int | None) -> pd.D
     return frame
 
 
-def _with_points(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Numbers with decimal commas get points, in columns that have no number with a point."""
-    columns, changed = {}, []
-    for name, column in frame.items():
-        commas = column.str.fullmatch(DECIMAL_COMMA)
-        columns[name] = column
-        if commas.any() and not column.str.fullmatch(r"[+-]?\d*\.\d+").any():
-            columns[name] = column.where(~commas, column.str.replace(",", ".", regex=False))
-            changed.append(name)
-    return pd.DataFrame(columns), changed
+def _with_points(sheet: Sheet) -> Sheet:
+    """Numbers with decimal commas get points; a dot in such a file separates thousands, and goes."""
+    found = _decimal_commas(sheet)
+    if not found:
+        return Sheet(sheet.path, sheet.frame, sheet.says + (_perhaps_thousands(sheet.frame) if found is None else []))
+    columns, commas, dots, mixed = dict(sheet.frame.items()), [], [], {}
+    for name, column in sheet.frame.items():
+        dotted = _are(column, rf"{DECIMAL_POINT}|{DOTS}(?:,\d+)?")
+        if dotted.any() and _numeric(column):
+            others = dotted & ~_are(column, rf"{DOTS}(?:,\d+)?")
+            if others.any():
+                mixed[str(name)] = f"{column[others].iloc[0]!r} in row {column.index[others][0] + 1}"
+                continue
+            dots.append(f"{name!r} ({column[dotted].iloc[0]})")
+            column = column.where(~dotted, column.str.replace(".", "", regex=False))
+        points = _are(column, DECIMAL_COMMA)
+        commas += [str(name)] if points.any() else []
+        columns[name] = column.where(~points, column.str.replace(",", ".", regex=False))
+    says = [*sheet.says, *([f"Its numbers have decimal commas (columns {listed(commas)})."] if commas else [])]
+    says += [f"A dot in its numbers separates thousands: {', '.join(dots)}."] if dots else []
+    return Sheet(sheet.path, pd.DataFrame(columns), says, True, mixed)
+
+
+def _perhaps_thousands(frame: pd.DataFrame) -> list[str]:
+    """A sentence on numbers whose dots may be either."""
+    dotted = {name: column[_are(column, DOTS)] for name, column in frame.items() if _numeric(column)}
+    shown = ", ".join(f"{name!r} ({column.iloc[0]})" for name, column in dotted.items() if len(column))
+    return [f"A dot in its numbers is read as a decimal point: {shown}; remove it if it separates thousands."] * bool(
+        shown
+    )
+
+
+def _decimal_commas(sheet: Sheet) -> bool | None:
+    """Whether numbers have them, None if nothing in the file tells; commas that may separate thousands do so beside
+    numbers with decimal points."""
+    numeric = [column.dropna() for _, column in sheet.frame.items() if _numeric(column)]
+    points = any((_are(column, DECIMAL_POINT) & ~_are(column, DOTS)).any() for column in numeric)
+    commas = [column[_are(column, WITH_COMMA)] for column in numeric]
+    if not any(map(len, commas)):
+        return False if points else sheet.commas or None
+    if not all(_are(column, COMMAS).all() for column in commas):
+        return True
+    return not points and not any((column.str.count(",") > 1).any() for column in commas)
+
+
+def _are(column: pd.Series, form: str) -> pd.Series:
+    return column.str.fullmatch(form, na=False)
+
+
+def _numeric(column: pd.Series) -> bool:
+    return bool(column.dropna().str.fullmatch(NUMBER).mean() > MOST)
 
 
 def _blanked(frame: pd.DataFrame, missing: tuple[str, ...]) -> pd.DataFrame:
@@ -247,7 +308,7 @@ def _parquet(path: Path) -> Any:
         raise BadTable(f"{path} is a damaged Parquet file ({reason})") from None
 
 
-def _read_parquet(path: Path, rows: int | None) -> Sheet:
+def _read_parquet(path: Path, rows: int | None, missing: tuple[str, ...]) -> Sheet:
     import pyarrow
 
     file = _parquet(path)
@@ -259,7 +320,7 @@ def _read_parquet(path: Path, rows: int | None) -> Sheet:
         reason = str(error).splitlines()[0].rstrip(".")
         raise BadTable(f"{path} is a damaged Parquet file ({reason})") from None
     frame.columns = names
-    return Sheet(path, pd.DataFrame({name: _plain(frame[name]) for name in names}))
+    return Sheet(path, _blanked(pd.DataFrame({name: _plain(frame[name]) for name in names}), missing))
 
 
 def _first(file: Any, rows: int) -> Any:

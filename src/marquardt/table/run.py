@@ -60,6 +60,7 @@ def prepare(asked: Request) -> Prepared:
         targets.check_names(sheet.frame, getattr(asked, option), "--" + option.removesuffix("s"))
     if both := set(asked.targets) & {*asked.ignore, *asked.categorical}:
         raise BadTable(f"{sorted(both)[0]!r} is the target: --ignore and --categorical are for the other columns")
+    sheet.check(name for name in sheet.frame.columns if name not in {*asked.ignore, *asked.categorical})
     names = list(asked.targets)
     frame = sheet.frame[sheet.frame[names].notna().all(axis=1)]
     if len(frame) < LEAST:
@@ -75,7 +76,7 @@ def prepare(asked: Request) -> Prepared:
     _check_memory(len(frame), len(inputs.names))
     X, _ = inputs.encode(frame)
     says += [*assumed, *_sizes(target, Y, train, test, inputs)]
-    return Prepared(frame, inputs, target, X, Y, train, test, says)
+    return Prepared(frame, inputs, target, X, Y, train, test, says, sheet.commas)
 
 
 def split(Y: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +169,7 @@ def write(findings: Findings, out: Path) -> None:
     prepared = findings.prepared
     with files.whole(out / request.MODEL) as put:
         put(predictions.weights(findings.committee))
-    kept = predictions.preprocessing(prepared.columns, prepared.target, findings.request.missing)
+    kept = predictions.preprocessing(prepared.columns, prepared.target, findings.request.missing, prepared.commas)
     request.write_json(out / request.PREPROCESSING, kept)
     with files.whole(out / request.PREDICTIONS) as put:
         put(predictions.to_csv(_predictions(findings)))
