@@ -457,6 +457,8 @@ def test_classes_of_new_rows(sorted_out: Path, tmp_path: Path) -> None:
     [
         (lambda text: text.replace("area", "size"), ["no column 'area'", "trained with"]),
         (lambda text: text.replace("Bern,", "Bern,many", 1), ["'rooms'", "in row"]),
+        (lambda text: text.replace("Bern,", "Bern,1e15", 1), ["'rooms'", "too large"]),
+        (lambda text: text.replace("2001-", "2001-13-", 1), ["'built' holds dates", "'2001-13-"]),
         (lambda text: text[: text.index("\n") + 1], ["no row below"]),
         (lambda text: "", ["is empty"]),
     ],
@@ -467,6 +469,18 @@ def test_bad_tables_to_predict(trained: Path, tmp_path: Path, change, words: lis
     result = invoked("predict", trained, data)
     refused(result, *words)
     assert "--" not in result.output  # options that this command does not have
+
+
+@pytest.mark.parametrize(("value", "why"), [("1e200", "are too large to compute with"), ("inf", "are not finite")])
+def test_no_options_of_fit_for_a_target_that_cannot_be_judged(trained: Path, tmp_path: Path, value, why) -> None:
+    rows = houses(20)
+    rows[3]["price"] = value
+    result = invoked("predict", trained, write(tmp_path / "new.csv", rows))
+    assert result.exit_code == 0, result.output
+    assert (
+        f"not judged: the column 'price' holds numbers that {why}: '{value}' in row 4; correct them." in result.stderr
+    )
+    assert "--" not in result.stderr
 
 
 def test_a_target_that_cannot_be_read_stands_in_no_way(trained: Path, tmp_path: Path) -> None:
