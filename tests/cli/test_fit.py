@@ -220,6 +220,38 @@ def test_decimal_points_beside_decimal_commas(tmp_path: Path) -> None:
     assert "--" not in result.output
 
 
+# --- numbers in disguise ---
+
+
+def disguised(path: Path, shown: str) -> Path:
+    """`area` is shown with a unit or the like, quoted in the file"""
+    lines = [f'{i},"{shown.format(1000 + 7 * i)}",{3 * i}.5' for i in range(40)]
+    path.write_text("\n".join(["n,area,price", *lines]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("shown", "marks"),
+    [("{}.3 m2", "'m2'"), ("${:,}", "'$' and ','"), ("{}%", "'%'"), ("{:,}", "','"), ("{} €", "'€'")],
+)
+def test_columns_of_numbers_with_marks_are_told(tmp_path: Path, shown: str, marks: str) -> None:
+    data = disguised(tmp_path / "data.csv", shown)
+    result = invoked("fit", data, "--target", "price", *QUICK)
+    assert result.exit_code == 0, result.output
+    sentence = f"Column 'area' looks like numbers with {marks}: remove that to use it as numbers."
+    assert result.output.count(sentence) == 1
+    again = invoked("fit", data, "--target", "price", "--categorical", "area", "--out", tmp_path / "c", *QUICK)
+    assert "looks like" not in again.output
+
+
+@pytest.mark.parametrize("option", [(), ("--regress",), ("--classify",)])
+def test_a_target_with_a_unit_is_refused_without_a_circle(tmp_path: Path, option: tuple[str, ...]) -> None:
+    result = invoked("fit", disguised(tmp_path / "data.csv", "{}.3 m2"), "--target", "area", *option, *QUICK)
+    words = "the target 'area' is text ('1000.3 m2'), but looks like numbers with 'm2': remove that to predict numbers"
+    refused(result, words)
+    assert "--" not in result.output
+
+
 # --- bad input ---
 
 ROWS = "\n".join(f"{i},{i % 7},{i * 0.3}" for i in range(30))

@@ -92,3 +92,26 @@ def test_times_are_those_of_utc():
 def test_what_is_constant_up_to_rounding(values, same):
     assert kinds.constant(pd.Series(values).to_numpy()) == same
     assert kinds.constant(1e9 * pd.Series(values).to_numpy()) == same
+
+
+@pytest.mark.parametrize(
+    ("values", "looks"),
+    [
+        (["85.3 m2", "7 m2", "12 m2"], "numbers with 'm2': remove that"),
+        (["85.3m²", "7m²", "unknown"], "numbers with 'm²': remove that"),
+        (["10 km/h", "7.5 km/h"], "numbers with 'km/h': remove that"),
+        (["$1", "$2.50"], "numbers with '$': remove that"),
+        (["CHF 1'200.50", "CHF 7"], "numbers with 'CHF' and \"'\": remove that"),
+        (["1,007", "2,300,000"], "numbers with ',': remove that"),
+        (["1,5", "2,255"], "numbers with decimal commas: write points"),
+        (["1,5 kg", "2,255 kg"], "numbers with 'kg': remove that"),
+        (["house 1", "house 2", "house 3"], None),
+        (["12a", "12b", "14c"], None),
+        (["1st", "2nd", "3rd"], None),
+        (["5-10", "10-20"], None),
+        (["x", "y", "3 m2"], None),
+        (["1", "2"], None),
+    ],
+)
+def test_numbers_in_disguise(values, looks):
+    assert kinds.disguised(pd.Series([*values, None], dtype="str")) == looks

@@ -103,3 +103,15 @@ def test_json(target):
 
 def test_values_are_doubles():
     assert NumberTarget(("y",)).values(table(y=[1])).dtype == torch.float64
+
+
+def test_classes_that_look_like_numbers_are_told():
+    frame = pd.DataFrame({"y": pd.Series(["50%", "72%", "90%"] * 10, dtype="str")})
+    target, says = targets.decide(frame, ("y",), None)
+    assert target.classes == ("50%", "72%", "90%")
+    assert says == [
+        "'y' is text: a class is predicted. It looks like numbers with '%': remove that to predict it as numbers."
+    ]
+    assert targets.decide(frame, ("y",), True)[1] == []
+    with pytest.raises(BadTable, match=r"the target 'y' is text \('50%'\), but looks like numbers with '%'"):
+        targets.decide(frame, ("y",), False)

@@ -200,6 +200,7 @@ class Columns:
 
     columns: tuple[Column, ...]
     told: tuple[Told, ...] = ()
+    notices: tuple[str, ...] = ()  # sentences on what may not be as it was meant
 
     @property
     def names(self) -> list[str]:
@@ -241,22 +242,25 @@ def learn(
 ) -> Columns:
     """What becomes of every column; `train` are the rows whose values may be looked at for more than their kind."""
     columns: list[Column] = []
-    told = []
+    told, notices = [], []
     for name in map(str, frame.columns):
         if name in ignore:
             told.append(Told(name, "–", "left out, as was asked for"))
             continue
         found = "category" if name in categorical else kinds.kind(name, frame[name])
+        if found == "category" and name not in categorical and (looks := kinds.disguised(frame[name])):
+            notices.append(f"Column {name!r} looks like {looks} to use it as numbers.")
         column, why = _learnt(name, frame[name], train, found)
         if column is None:
             told.append(Told(name, found, f"left out: {why}"))
         else:
             columns.append(column)
             told.append(Told(name, found, column.done + why))
+            notices += [f"{name!r}: {column.done}{why}."] if why else []
     if not columns:
         why = "; ".join(f"{name!r} was {done}" for name, _, done in told) or "there are only targets"
-        raise BadTable(f"no column is left to learn from: {why}")
-    return Columns(tuple(columns), tuple(told))
+        raise BadTable(f"no column is left to learn from: {'; '.join([why, *notices]).removesuffix('.')}")
+    return Columns(tuple(columns), tuple(told), tuple(notices))
 
 
 def _learnt(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple[Column | None, str]:

@@ -19,6 +19,10 @@ FORMATS = {
     "%d/%m/%Y": "day/month/year",
 }
 DATE = r"\d{4}-\d{1,2}-\d{1,2}.*|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{4}"
+THOUSANDS = r"[+-]?[1-9]\d{0,2}(?:[,'’\s]\d{3})+(?:\.\d+)?"
+BEFORE = r"(?:[A-Z]{2})?[$€£¥₹]|USD|EUR|GBP|CHF|JPY|Fr\.?|kr\.?|Rs\.?"  # a currency; other words may be names
+AFTER = r"(?:[^\W\d_]|[%‰°$€£¥₹\"'′″]).{0,18}"
+FIGURE = rf"^(?P<before>{BEFORE})?\s*(?P<number>{THOUSANDS}|[+-]?\d+(?:[.,]\d+)?)\s*(?P<after>{AFTER})?$"
 SHOWN = 5  # rows named in an error
 LARGEST = 1e150  # the square of what is larger is no float64
 ROUNDING = 1e-10  # numbers whose standard deviation is less than this part of their size are the same
@@ -50,6 +54,26 @@ def numbers(name: str, column: pd.Series) -> np.ndarray:
     _refuse(name, column, np.isinf(found), "holds numbers that are not finite")
     _refuse(name, column, found.abs() > LARGEST, "holds numbers that are too large to compute with")
     return np.asarray(found)
+
+
+def disguised(column: pd.Series) -> str | None:
+    """What text looks like if it is numbers with a unit, a currency or marks between thousands, and what to do."""
+    if not isinstance(column.dtype, pd.StringDtype):
+        return None
+    values = column.dropna()
+    parts = values.str.extract(FIGURE).fillna("")
+    sides = parts[parts["number"] != ""].value_counts(["before", "after"])
+    if not len(sides) or sides.iloc[0] <= MOST * len(values):
+        return None
+    units = [side for side in sides.index[0] if side]
+    number = parts["number"]
+    thousands = number.str.fullmatch(THOUSANDS)
+    decimal = (number.str.contains(",") & ~thousands).any()
+    marks = [mark for mark in (",", "'", "’", " ") if number[thousands].str.contains(mark, regex=False).any()]
+    marks = units + [mark for mark in marks if not (decimal and mark == ",")]
+    if marks:
+        return f"numbers with {' and '.join(map(repr, marks))}: remove that"
+    return "numbers with decimal commas: write points" if decimal else None
 
 
 def constant(values: np.ndarray) -> bool:

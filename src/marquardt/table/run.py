@@ -111,7 +111,7 @@ def _sizes(target: Target, Y: Tensor, train: Tensor, test: Tensor, inputs: Colum
         says += [f"Classes with fewer than {columns.RARE} rows to train on: {reading.listed(rare)}."] if rare else []
     left_out = [f"{told.name!r} ({told.done.partition(': ')[2]})" for told in inputs.told if "left out:" in told.done]
     says += [f"Left out: {', '.join(left_out)}."] if left_out else []
-    return says + [f"{told.name!r}: {told.done}." for told in inputs.told if "--ignore" in told.done]
+    return [*says, *inputs.notices]
 
 
 # --- training, and what comes after ---

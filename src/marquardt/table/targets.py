@@ -71,11 +71,13 @@ def decide(frame: pd.DataFrame, names: tuple[str, ...], classify: bool | None) -
         if kind == "date":
             raise BadTable(f"the target {name!r} is a date, which cannot be predicted: make a number of it")
         if kind == "category" and (classify is False or len(names) > 1):
+            _refuse_disguised(name, frame[name])
             way = "leave --regress out" if len(names) == 1 else "predict it alone"
             raise BadTable(f"the target {name!r} is text ({listed(_levels(frame[name]), 3)}), and no number: {way}")
     if "category" in found.values():
-        says = [] if classify else [f"{names[0]!r} is text: a class is predicted."]
-        return _classes(frame, names[0]), says
+        target, looks = _classes(frame, names[0]), kinds.disguised(frame[names[0]])
+        hint = f" It looks like {looks} to predict it as numbers." if looks else ""
+        return target, [] if classify else [f"{names[0]!r} is text: a class is predicted.{hint}"]
     if classify is None and len(names) == 1 and _few(frame[names[0]]):
         target = _classes(frame, names[0])
         few = ", ".join(target.classes)
@@ -104,11 +106,20 @@ def _classes(frame: pd.DataFrame, name: str) -> ClassTarget:
     if len(classes) == 1:
         raise BadTable(f"the target {name!r} has one class only, {classes[0]!r}: there is nothing to tell apart")
     if len(classes) > min(CLASSES, len(frame) / 2):
+        _refuse_disguised(name, frame[name])
         raise BadTable(
             f"the target {name!r} has {len(classes):,} different values in {len(frame):,} rows, too many for classes: "
             "choose another --target, or use --regress if they are numbers"
         )
     return ClassTarget((name,), tuple(classes))
+
+
+def _refuse_disguised(name: str, column: pd.Series) -> None:
+    looks = kinds.disguised(column)
+    if looks:
+        raise BadTable(
+            f"the target {name!r} is text ({str(column.dropna().iloc[0])!r}), but looks like {looks} to predict numbers"
+        )
 
 
 def _levels(column: pd.Series) -> list[str]:
