@@ -252,6 +252,19 @@ def test_a_target_with_a_unit_is_refused_without_a_circle(tmp_path: Path, option
     assert "--" not in result.output
 
 
+def test_dates_that_can_be_read_in_two_ways_are_told(tmp_path: Path) -> None:
+    lines = [f"{1 + i % 12:02}/{1 + i % 11:02}/2020,{i}.5" for i in range(40)]
+    data = tmp_path / "data.csv"
+    data.write_text("\n".join(["day,price", *lines]) + "\n")
+    result = invoked("fit", data, "--target", "price", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "'day': read as month/day/year" in result.output
+    way = "day/month/year would be possible too: if it is that, write the dates as year-month-day."
+    assert result.output.count(way) == 1
+    data.write_text(data.read_text() + "13/01/2020,4.5\n")
+    assert "possible too" not in invoked("fit", data, "--target", "price", "--out", tmp_path / "b", *QUICK).output
+
+
 # --- bad input ---
 
 ROWS = "\n".join(f"{i},{i % 7},{i * 0.3}" for i in range(30))

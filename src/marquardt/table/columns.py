@@ -295,4 +295,4 @@ def _counter(rows: pd.Series) -> str:
 def _ambiguous(column: pd.Series, form: str) -> str:
     if form != "%m/%d/%Y" or kinds.read_as(column.dropna(), "%d/%m/%Y").isna().any():
         return ""
-    return "; day/month/year would be possible too"
+    return "; day/month/year would be possible too: if it is that, write the dates as year-month-day"
