@@ -143,7 +143,7 @@ def test_rows_without_a_target_are_left_out_and_keep_their_numbers(tmp_path: Pat
     rows[0]["price"] = ""
     data = write(tmp_path / "data.csv", rows, without=("rent", "sold"))
     result = invoked("fit", data, "--target", "price", *QUICK)
-    assert "1 rows without a target were left out" in result.output
+    assert "Left out, without a target: 1 row." in result.output
     assert pd.read_csv(tmp_path / "data-model/predictions.csv")["row"].tolist() == list(range(2, 81))
 
 
@@ -439,7 +439,10 @@ def test_each_kind_of_network_is_told_once(capsys: pytest.CaptureFixture[str]) -
         screen.see({"configuration": "3 silu", "member": member, "members": 2, "step": step, "steps": 2, "loss": loss})
     screen.end()
     screen.end()
-    assert capsys.readouterr().out == "1/2  3 silu: 1 steps, loss 0.5\n2/2  3 silu: 2 steps, loss 0.125\n"
+    assert (
+        capsys.readouterr().out
+        == "1/2  3 silu: 1 step, loss 0.5\n2/2  3 silu, on all rows to train on: 2 steps, loss 0.125\n"
+    )
 
 
 def test_a_terminal_shows_a_bar(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,8 +485,8 @@ def test_what_new_rows_have_is_told(trained: Path, tmp_path: Path) -> None:
     rows[0]["city"], rows[1]["area"] = "Chur", ""
     result = invoked("predict", trained, write(tmp_path / "new.csv", rows))
     assert result.exit_code == 0, result.output
-    assert "'city': 1 rows have a level that was rare or not there in training ('Chur')" in result.stderr
-    assert "'area': 1 values are missing, as none was in training" in result.stderr
+    assert "'city': 1 row has a level that was rare or not there in training ('Chur')" in result.stderr
+    assert "'area': 1 value is missing, as none was in training; it is the median" in result.stderr
     assert "Against the 6 known values: price: RMSE" in result.stderr
     assert result.stdout.count("\n") == 7
 

@@ -59,7 +59,7 @@ def test_a_value_that_is_missing_only_in_new_rows_is_told():
     columns = learnt(table(a=["1", "2", "9"]))
     X, [note] = columns.encode(table(a=[None, "5"]))
     assert X.tolist() == [[2.0], [5.0]]
-    assert "'a': 1 values are missing, as none was in training" in note
+    assert "'a': 1 value is missing, as none was in training; it is the median 2." in note
 
 
 def test_what_counts_rows_is_told_and_kept():

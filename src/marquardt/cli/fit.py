@@ -115,6 +115,7 @@ class FitScreen:
         self.console = console
         self.drawn = -math.inf
         self.last: Mapping[str, Any] | None = None
+        self.told: set[str] = set()
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[loss]}"),
             TimeElapsedColumn(), TimeRemainingColumn(),
@@ -150,8 +151,12 @@ class FitScreen:
             self.progress.stop()
 
     def _tell(self, event: Mapping[str, Any]) -> None:
-        steps = f"{event['configuration']}: {event['step']} steps"
-        self.say(f"{event['member']}/{event['members']}  {steps}, {_loss(event)}")
+        """A network that was told before is trained once more, without rows left out."""
+        name, steps = event["configuration"], event["step"]
+        again = ", on all rows to train on" if name in self.told else ""
+        self.told.add(name)
+        counted = f"{steps} step" + "s" * (steps != 1)
+        self.say(f"{event['member']}/{event['members']}  {name}{again}: {counted}, {_loss(event)}")
 
 
 def _loss(event: Mapping[str, Any]) -> str:
@@ -175,6 +180,7 @@ def predict(
         raise typer.BadParameter(f"{str(out)!r} is there already: choose another file", param_hint="--out")
     with told(debug, EXTRA):
         from ..table import predictions
+        from ..table.reading import counted
 
         table, notes = predictions.predict(model, data, interval)
         errors = Console(stderr=True)
@@ -185,4 +191,6 @@ def predict(
             return
         with files.whole(out) as write:
             write(predictions.to_csv(table))
-        errors.print(f"Predictions of {len(table):,} rows: {out}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(
+            f"Predictions of {counted(len(table), 'row')}: {out}", markup=False, highlight=False, soft_wrap=True
+        )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import kinds
-from .reading import BadTable, listed
+from .reading import BadTable, counted, listed
 
 RARE = 3  # rows that a level must be in to have an input
 LEVELS = 50  # inputs of a column of categories, beside the one for the others
@@ -112,9 +112,11 @@ class CategoryColumn:
         parts += [other.astype(float)] * self.others + [absent.astype(float)] * self.indicator
         notes = _absent(self, absent, "no level at all")
         if other.any():
-            instead = "one input stands for all such levels" if self.others else "they have no level at all"
+            n = int(other.sum())
+            have, they = ("has", "it has") if n == 1 else ("have", "they have")
+            instead = "one input stands for all such levels" if self.others else f"{they} no level at all"
             notes.append(
-                f"{self.name!r}: {int(other.sum()):,} rows have a level that was rare or not there in training "
+                f"{self.name!r}: {counted(n, 'row')} {have} a level that was rare or not there in training "
                 f"({listed(sorted(set(text[other])), 4)}); {instead}."
             )
         return Encoded(np.stack(parts, axis=1), notes)
@@ -122,7 +124,7 @@ class CategoryColumn:
     @property
     def done(self) -> str:
         shown = ", ".join(self.levels[:6]) + ", …" * (len(self.levels) > 6)
-        told = f"{len(self.levels)} levels, an input for each ({shown})"
+        told = f"{counted(len(self.levels), 'level')}, an input for each ({shown})"
         told += f"; one more for the levels in fewer than {RARE} rows or beyond the first {LEVELS}" * self.others
         return told + "; one more for missing values" * self.indicator
 
@@ -183,7 +185,9 @@ def _absent(column: Column, absent: np.ndarray, instead: str) -> list[str]:
     """A note if values are missing that never were in training."""
     if column.indicator or not absent.any():
         return []
-    return [f"{column.name!r}: {int(absent.sum()):,} values are missing, as none was in training; they are {instead}."]
+    n = int(absent.sum())
+    are, they = ("is", "it is") if n == 1 else ("are", "they are")
+    return [f"{column.name!r}: {counted(n, 'value')} {are} missing, as none was in training; {they} {instead}."]
 
 
 def as_text(column: pd.Series) -> pd.Series:

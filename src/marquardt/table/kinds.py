@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
-from .reading import MOST, BadTable
+from .reading import MOST, BadTable, counted
 
 Kind = Literal["empty", "number", "date", "category"]
 # Tried in this order; a date that is both month/day and day/month in every row is read as the former.
@@ -111,7 +111,7 @@ def _refuse(name: str, column: pd.Series, bad: pd.Series, what: str) -> None:
         return
     places = np.flatnonzero(bad.to_numpy())
     shown = ", ".join(f"{str(column.iloc[i])!r} in row {column.index[i] + 1}" for i in places[:SHOWN])
-    more = f" and in {len(places) - SHOWN:,} more rows" if len(places) > SHOWN else ""
+    more = f" and in {counted(len(places) - SHOWN, 'more row')}" if len(places) > SHOWN else ""
     raise BadTable(
         f"the column {name!r} {what}: {shown}{more}; correct them",
         f", or use --missing WORD for a word that means no value, --categorical {_quoted(name)} if these are "

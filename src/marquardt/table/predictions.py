@@ -17,7 +17,7 @@ from torch import Tensor
 from ..tabular import Committee
 from . import metrics, targets
 from .columns import Columns
-from .reading import BadTable, Sheet, read
+from .reading import BadTable, Sheet, counted, read
 from .request import MODEL, PREPROCESSING, BadFolder
 from .targets import NumberTarget, Target
 
@@ -158,4 +158,6 @@ def _quality(target: Target, sheet: Sheet, found: Predicted, level: float) -> li
     if not known.any():
         return []
     judged = metrics.measured(target, true[known], *found.of(known), level)
-    return [f"Against the {int(known.sum()):,} known values: {words}" for words in metrics.words(judged, level)]
+    return [
+        f"Against the {counted(int(known.sum()), 'known value')}: {words}" for words in metrics.words(judged, level)
+    ]

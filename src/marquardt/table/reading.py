@@ -101,6 +101,11 @@ def listed(names: list[str], most: int = 8) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def counted(n: int, thing: str) -> str:
+    """1 row, 2 rows"""
+    return f"{n:,} {thing}" + "s" * (n != 1)
+
+
 # --- before anything is read ---
 
 

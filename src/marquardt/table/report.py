@@ -17,6 +17,7 @@ from ..training import History
 from . import metrics
 from .charts import Points, chart, ranking, thinned
 from .findings import LEVEL, Findings
+from .reading import counted
 from .targets import ClassTarget, NumberTarget
 
 WORST = 10  # rows in the table of the worst
@@ -64,7 +65,7 @@ def page(findings: Findings) -> str:
 
 def _took(findings: Findings) -> str:
     members = len(findings.committee.history)
-    return f"A committee of {members} networks was trained in {findings.seconds:.3g} s."
+    return f"A committee of {counted(members, 'network')} was trained in {findings.seconds:.3g} s."
 
 
 def _tiles(findings: Findings) -> list[tuple[str, str]]:
@@ -200,7 +201,12 @@ def _importance(findings: Findings) -> Picture:
     svg = ranking([(i.name, i.rise, i.spread) for i in shown], f"rise of the {what}", "Importance of the columns")
     more = len(findings.importances) - len(shown)
     caption = "How much worse predictions get once a column's values are dealt to other rows, and its spread."
-    return Picture("Importance of the columns", svg, caption + (f" {more} more columns matter less." if more else ""))
+    return Picture(
+        "Importance of the columns",
+        svg,
+        caption
+        + (f" {'One more column matters' if more == 1 else f'{more} more columns matter'} less." if more else ""),
+    )
 
 
 # --- the worst rows ---

@@ -18,7 +18,7 @@ from .. import files, memory, tabular
 from . import columns, importance, metrics, predictions, reading, report, request, targets
 from .columns import Columns
 from .findings import LEVEL, Findings, Prepared
-from .reading import BadTable
+from .reading import BadTable, counted
 from .request import Request
 from .targets import ClassTarget, Target
 
@@ -64,10 +64,12 @@ def prepare(asked: Request) -> Prepared:
     names = list(asked.targets)
     frame = sheet.frame[sheet.frame[names].notna().all(axis=1)]
     if len(frame) < LEAST:
-        raise BadTable(f"{asked.data} has {len(frame)} rows with a value of {names[0]!r}: at least {LEAST} are needed")
+        raise BadTable(
+            f"{asked.data} has {counted(len(frame), 'row')} with a value of {names[0]!r}: at least {LEAST} are needed"
+        )
     says = list(sheet.says)
     if len(frame) < len(sheet.frame):
-        says.append(f"{len(sheet.frame) - len(frame):,} rows without a target were left out.")
+        says.append(f"Left out, without a target: {counted(len(sheet.frame) - len(frame), 'row')}.")
     target, assumed = targets.decide(frame, asked.targets, asked.classify)
     Y = target.values(frame)
     train, test = split(Y, asked.test_fraction, asked.seed)
@@ -104,7 +106,8 @@ def _check_memory(rows: int, inputs: int) -> None:
 
 def _sizes(target: Target, Y: Tensor, train: Tensor, test: Tensor, inputs: Columns) -> list[str]:
     kept = f"{len(test):,} to test with" if len(test) else "none to test with: the report is about rows it has seen"
-    says = [f"{len(train):,} rows to train on, {kept}; {len(inputs.columns)} columns as {len(inputs.names)} inputs."]
+    sizes = f"{counted(len(inputs.columns), 'column')} as {counted(len(inputs.names), 'input')}"
+    says = [f"{counted(len(train), 'row')} to train on, {kept}; {sizes}."]
     if isinstance(target, ClassTarget):
         counts = torch.bincount(Y[train], minlength=len(target.classes)).tolist()
         rare = [name for name, count in zip(target.classes, counts, strict=True) if count < columns.RARE]
