@@ -252,6 +252,13 @@ def test_a_target_with_a_unit_is_refused_without_a_circle(tmp_path: Path, option
     assert "--" not in result.output
 
 
+def test_columns_that_are_the_same_are_told(tmp_path: Path) -> None:
+    rows = [{"a": i % 7, "b": i / 3, "c": f"{i % 7}.0", "d": i % 5, "price": i * 0.5} for i in range(40)]
+    result = invoked("fit", write(tmp_path / "data.csv", rows), "--target", "price", *QUICK)
+    assert result.output.count("hold the same") == 1
+    assert "Columns 'a', 'c' hold the same in every row: --ignore leaves one out." in result.output
+
+
 def test_dates_that_can_be_read_in_two_ways_are_told(tmp_path: Path) -> None:
     lines = [f"{1 + i % 12:02}/{1 + i % 11:02}/2020,{i}.5" for i in range(40)]
     data = tmp_path / "data.csv"

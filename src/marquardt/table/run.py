@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -77,7 +78,7 @@ def prepare(asked: Request) -> Prepared:
     inputs = columns.learn(frame.drop(columns=names), train.numpy(), ignore=asked.ignore, categorical=asked.categorical)
     _check_memory(len(frame), len(inputs.names))
     X, _ = inputs.encode(frame)
-    says += [*assumed, *_sizes(target, Y, train, test, inputs)]
+    says += [*assumed, *_sizes(target, Y, train, test, inputs), *_alike(X, inputs)]
     return Prepared(frame, inputs, target, X, Y, train, test, says, sheet.commas)
 
 
@@ -115,6 +116,15 @@ def _sizes(target: Target, Y: Tensor, train: Tensor, test: Tensor, inputs: Colum
     left_out = [f"{told.name!r} ({told.done.partition(': ')[2]})" for told in inputs.told if "left out:" in told.done]
     says += [f"Left out: {', '.join(left_out)}."] if left_out else []
     return [*says, *inputs.notices]
+
+
+def _alike(X: Tensor, inputs: Columns) -> list[str]:
+    """Sentences on columns that have become the same inputs."""
+    found: dict[bytes, list[str]] = {}
+    for name, places in inputs.groups.items():
+        found.setdefault(hashlib.sha256(X[:, places].numpy().tobytes()).digest(), []).append(name)
+    same = [names for names in found.values() if len(names) > 1]
+    return [f"Columns {reading.listed(names)} hold the same in every row: --ignore leaves one out." for names in same]
 
 
 # --- training, and what comes after ---
