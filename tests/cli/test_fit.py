@@ -220,6 +220,18 @@ def test_decimal_points_beside_decimal_commas(tmp_path: Path) -> None:
     assert "--" not in result.output
 
 
+def test_errors_about_a_target_name_its_own_options(tmp_path: Path) -> None:
+    data = german(tmp_path / "data.csv", ["2.611", "2.5"] * 20)
+    result = invoked("fit", data, "--target", "people", *QUICK)
+    refused(result, "'people' has a dot that separates no thousands", "--classify")
+    assert "--ignore" not in result.output
+    assert invoked("fit", data, "--target", "people", "--classify", *QUICK).exit_code == 0
+    data.write_text("a,y\n" + "\n".join(f"{i},{i}.5" for i in range(30)) + "\n31,x\n")
+    result = invoked("fit", data, "--target", "y", *QUICK, "--out", tmp_path / "b")
+    refused(result, "'x' in row 31", "--missing", "--classify")
+    assert "--ignore" not in result.output
+
+
 # --- numbers in disguise ---
 
 

@@ -263,7 +263,7 @@ def learn(
             notices += [f"{name!r}: {column.done}{why}."] if why else []
     if not columns:
         why = "; ".join(f"{name!r} was {done}" for name, _, done in told) or "there are only targets"
-        raise BadTable(f"no column is left to learn from: {'; '.join([why, *notices]).removesuffix('.')}")
+        raise BadTable(f"no column is left to learn from: {'. '.join([why, *notices]).removesuffix('.')}")
     return Columns(tuple(columns), tuple(told), tuple(notices))
 
 

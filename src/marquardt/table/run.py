@@ -61,8 +61,11 @@ def prepare(asked: Request) -> Prepared:
         targets.check_names(sheet.frame, getattr(asked, option), "--" + option.removesuffix("s"))
     if both := set(asked.targets) & {*asked.ignore, *asked.categorical}:
         raise BadTable(f"{sorted(both)[0]!r} is the target: --ignore and --categorical are for the other columns")
-    sheet.check(name for name in sheet.frame.columns if name not in {*asked.ignore, *asked.categorical})
     names = list(asked.targets)
+    sheet.check(name for name in sheet.frame.columns if name not in {*asked.ignore, *asked.categorical, *names})
+    if not asked.classify:
+        with targets.own_options(names):
+            sheet.check(names)
     frame = sheet.frame[sheet.frame[names].notna().all(axis=1)]
     if len(frame) < LEAST:
         raise BadTable(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -62,11 +63,22 @@ def check_names(frame: pd.DataFrame, names: Sequence[str], option: str) -> None:
     raise BadTable(f"{option}: there is no column {listed(absent)}; the table has {listed(names, 20)}{nameless(names)}")
 
 
+@contextmanager
+def own_options(names: Sequence[str]) -> Iterator[None]:
+    """Errors about a target name the options for targets: --ignore and --categorical are for the other columns."""
+    try:
+        yield
+    except BadTable as error:
+        classes = ", or --classify if these are classes" if len(names) == 1 else ""
+        raise BadTable(error.sentence, f", or use --missing WORD for a word that means no value{classes}") from None
+
+
 def decide(frame: pd.DataFrame, names: tuple[str, ...], classify: bool | None) -> tuple[Target, list[str]]:
     """The target and what was assumed; `classify` None lets its values decide. No value is missing in `frame`."""
     if classify and len(names) > 1:
         raise BadTable("--classify takes one --target")
-    found = {name: "category" if classify else kinds.kind(name, frame[name]) for name in names}
+    with own_options(names):
+        found = {name: "category" if classify else kinds.kind(name, frame[name]) for name in names}
     for name, kind in found.items():
         if kind == "date":
             raise BadTable(f"the target {name!r} is a date, which cannot be predicted: make a number of it")
