@@ -125,6 +125,7 @@ def test_numbers_that_look_like_classes(tmp_path: Path) -> None:
     assert (
         "'y' has only the values 0, 1, 2: they are taken for classes; with --regress they are numbers" in result.output
     )
+    assert "12 to test with; 1 column as 1 input." in result.output
     assert json.loads((tmp_path / "a/metrics.json").read_text())["task"] == "classification"
     assert invoked("fit", data, "--target", "y", "--out", tmp_path / "b", "--regress", *QUICK).exit_code == 0
     assert json.loads((tmp_path / "b/metrics.json").read_text())["task"] == "regression"
@@ -267,8 +268,8 @@ def test_a_target_with_a_unit_is_refused_without_a_circle(tmp_path: Path, option
 def test_columns_that_are_the_same_are_told(tmp_path: Path) -> None:
     rows = [{"a": i % 7, "b": i / 3, "c": f"{i % 7}.0", "d": i % 5, "price": i * 0.5} for i in range(40)]
     result = invoked("fit", write(tmp_path / "data.csv", rows), "--target", "price", *QUICK)
-    assert result.output.count("hold the same") == 1
-    assert "Columns 'a', 'c' hold the same in every row: --ignore leaves one out." in result.output
+    assert result.output.count("are alike") == 1
+    assert "Columns 'a', 'c' are alike in every row: --ignore leaves one out." in result.output
 
 
 def test_dates_that_can_be_read_in_two_ways_are_told(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def _alike(X: Tensor, inputs: Columns) -> list[str]:
     for name, places in inputs.groups.items():
         found.setdefault(hashlib.sha256(X[:, places].numpy().tobytes()).digest(), []).append(name)
     same = [names for names in found.values() if len(names) > 1]
-    return [f"Columns {reading.listed(names)} hold the same in every row: --ignore leaves one out." for names in same]
+    return [f"Columns {reading.listed(names)} are alike in every row: --ignore leaves one out." for names in same]
 
 
 # --- training, and what comes after ---
