@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("sklearn")
-
 import learners
 import rows
 import tables
@@ -25,8 +23,6 @@ from rows import Split
 @pytest.mark.parametrize("name", rows.embedded())
 def test_splits(name):
     """The number draws the rows; classes have equal shares; a test row is no training row."""
-    if name in rows.EXPORTED:
-        pytest.importorskip("mlxtend")
     table = rows.embedded()[name]
     first, second, other = table.split(0), table.split(0), table.split(1)
     for part in ("train", "test"):
@@ -77,7 +73,6 @@ def test_training_rows_are_standardised():
 
 
 def test_tables_go_through_a_file(tmp_path):
-    pytest.importorskip("mlxtend")
     path = tmp_path / "embedded.npz"
     rows.export(path)
     for name in rows.EXPORTED:

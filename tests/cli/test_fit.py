@@ -8,13 +8,9 @@ import os
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
-
-pytest.importorskip("typer")
-pytest.importorskip("pandas")
-
-import pandas as pd
 
 from marquardt import files as locks
 from marquardt.cli import fit as command
@@ -166,7 +162,6 @@ def test_one_seed_is_one_model(data: Path, tmp_path: Path) -> None:
 
 
 def test_parquet(data: Path, tmp_path: Path, trained: Path) -> None:
-    pytest.importorskip("pyarrow")
     frame = pd.read_csv(data, parse_dates=["built"])
     frame.to_parquet(tmp_path / "data.parquet")
     result = invoked("fit", tmp_path / "data.parquet", "--target", "price", "--out", tmp_path / "p", *QUICK)

@@ -17,14 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import Result
 
 import marquardt
 import marquardt.paper
-
-pytest.importorskip("typer")
-
-from typer.testing import Result
-
 from marquardt import files as locks
 from marquardt.cli import paper
 from marquardt.paper import logs, methods, plans, runs, screen
@@ -428,7 +424,6 @@ def test_what_a_killed_process_leaves_stands_in_nobodys_way(invoke: Invoke, hold
 
 
 def test_two_searches_at_once(invoke: Invoke, holder: Any, out: Path) -> None:
-    pytest.importorskip("optuna")
     first = holder("paper", *TUNE)
     result = invoke("paper", *TUNE, "--out", out)
     assert result.exit_code == 1

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 import marquardt
-
-pytest.importorskip("typer")
-
 from marquardt.cli import bench
 from support.command_line import invoked, program
 

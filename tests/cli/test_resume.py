@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("pandas")
-
 from support.command_line import program
 from support.tables import houses, write
 

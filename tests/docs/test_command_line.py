@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("pandas")
-
 from support.command_line import invoked
 
 RESULT = r"price: RMSE ([\d.]+) \(the mean alone: ([\d.]+)\)"

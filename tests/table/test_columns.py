@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import math
 
+import pandas as pd
 import pytest
 import torch
-
-pytest.importorskip("pandas")
-
-import pandas as pd
 
 from marquardt.table.columns import LEVELS, RARE, Columns, learn
 from marquardt.table.reading import BadTable

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("pandas")
-
 import pandas as pd
+import pytest
 
 from marquardt.table import kinds
 from marquardt.table.reading import BadTable

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("pandas")
-
 import pandas as pd
+import pytest
 
 from marquardt.table import reading
 from marquardt.table.reading import BadTable, read
@@ -194,7 +191,6 @@ def test_the_digest_is_that_of_the_bytes(tmp_path):
 
 @pytest.fixture
 def parquet(tmp_path):
-    pytest.importorskip("pyarrow")
     frame = pd.DataFrame(
         {
             "whole": [1, 2, 3],
@@ -222,7 +218,8 @@ def test_parquet_keeps_numbers_and_dates(parquet):
 
 
 def test_of_parquet_only_the_first_rows_are_read(tmp_path, monkeypatch):
-    arrow = pytest.importorskip("pyarrow.parquet")
+    import pyarrow.parquet as arrow
+
     path = tmp_path / "data.parquet"
     pd.DataFrame({"a": range(100)}).to_parquet(path, row_group_size=10)
     monkeypatch.setattr(arrow.ParquetFile, "read", None)

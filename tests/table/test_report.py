@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pandas")
-pytest.importorskip("jinja2")
-
 from marquardt.table import run
 from marquardt.table.request import Request
 from support.tables import houses, write

@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("pandas")
-
 from marquardt.table import request
 from marquardt.table.request import CHECKPOINT, RUN, BadFolder, Request, begin, check, end, finished
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("pandas")
-
 from marquardt.table import run
 from marquardt.table.reading import BadTable
 from marquardt.table.request import Request

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 import torch
-
-pytest.importorskip("pandas")
-
-import pandas as pd
 
 from marquardt.table import targets
 from marquardt.table.reading import BadTable

@@ -87,7 +87,8 @@ def test_pandas():
 
 
 def test_a_figure():
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib
+
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 

@@ -95,7 +95,8 @@ def test_numbers_have_no_temperature():
 
 
 def digits(N=150):
-    datasets = pytest.importorskip("sklearn.datasets")
+    import sklearn.datasets as datasets
+
     x, y = (torch.tensor(t) for t in datasets.load_digits(return_X_y=True))
     order = torch.randperm(len(x))
     x, y = x[order] / 16, y[order]
