@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt.arguments import brief, check_part, check_rate, check_ready, check_together
+from marquardt.arguments import brief, check_part, check_rate, check_ready, check_sums
+from marquardt.ranks import ALONE
 
 PARTS = {
     "curvature": mq.Dense(),
@@ -67,10 +68,10 @@ def test_rates_that_are_none(lr):
 
 
 def test_several_batches_for_a_representation_that_needs_all_rows():
-    check_together(mq.Gram(), True)
-    check_together(mq.Dense(), False)
+    check_sums(mq.Gram(), True, ALONE)
+    check_sums(mq.Dense(), False, ALONE)
     with pytest.raises(ValueError, match=r"Gram needs all rows.*mq\.Dense\(\)"):
-        check_together(mq.Gram(), False)
+        check_sums(mq.Gram(), False, ALONE)
 
 
 def test_brief():
@@ -88,7 +89,7 @@ def test_brief():
 
 
 def ready(model: nn.Module, params=None, **changed):
-    known = {"lr": 1.0, "by_sample": True, "group": None, "averaged": False}
+    known = {"lr": 1.0, "by_sample": True, "averaged": False}
     check_ready(model, list(model.parameters()) if params is None else params, **{**known, **changed})
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from .curvature.contract import Representation
 from .jacobian.rows import Rows
-from .model.checks import check_coupling, check_group
+from .model.checks import check_coupling
 from .model.parameters import named_parameters
 from .model.walk import held
+from .ranks import Ranks
 
 
 class Unscaled:
@@ -31,15 +32,12 @@ class Unscaled:
         )
 
 
-def check_ready(
-    model: nn.Module, params: Sequence[Tensor], lr: float, by_sample: bool, group: bool | None, averaged: bool
-) -> None:
+def check_ready(model: nn.Module, params: Sequence[Tensor], lr: float, by_sample: bool, averaged: bool) -> None:
     """What may have changed since the optimizer was made."""
     if averaged:
         raise RuntimeError(
             "a step within `with opt.averaged():` would be lost when the weights are put back: end the block first"
         )
-    check_group(group)
     if by_sample:
         check_coupling(model)
     check_rate(lr)
@@ -73,11 +71,13 @@ def check_rate(lr: Any) -> None:
         raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
 
 
-def check_options(attempts: Any, capture: Any, radius: Any) -> None:
+def check_options(attempts: Any, capture: Any, radius: Any, ranks: Ranks) -> None:
     if not isinstance(attempts, int) or attempts < 1:
         raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
     if capture is not None and not isinstance(capture, bool):
         raise ValueError(f"capture={capture!r}: True, False, or None to record steps if that pays")
+    if capture and ranks.several:
+        raise ValueError("capture=True: steps of several ranks are not recorded as CUDA graphs, leave it out")
     check_radius(radius)
 
 
@@ -87,8 +87,14 @@ def check_radius(radius: Any) -> None:
         raise ValueError(f"radius={radius!r}: the longest step, a finite number above 0, or None for no bound")
 
 
-def check_together(representation: Representation, single: bool) -> None:
-    """Several batches, for a representation that needs all rows at once."""
+def check_sums(representation: Representation, single: bool, ranks: Ranks) -> None:
+    """Several batches, for a representation that needs all rows at once, or several ranks for one that cannot add up
+    over them."""
+    if ranks.several and not representation.adds_up:
+        raise ValueError(
+            f"{type(representation).__name__} does not add up over the ranks of a process group: take what it adds up "
+            "over lin.pieces() through lin.ranks.sum() and say adds_up = True (docs/extending.md), or use mq.Dense()"
+        )
     if representation.needs.together and not single:
         raise ValueError(
             f"{type(representation).__name__} needs all rows of a step at once: use curvature=mq.Dense() or "

@@ -1,4 +1,5 @@
-"""Where the host waits for the device: questions and readings. On a tape they are answered later, all at once."""
+"""Where the host waits for the device: questions and readings. On a tape they are answered later, all at once; if
+several ranks ask the same, one of them answers."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ class Tape:
 
 class _Current(threading.local):
     tape: Tape | None = None
+    agree: Callable[[list[float]], list[float]] | None = None  # what the ranks make of numbers that all have found
 
 
 _current = _Current()  # each thread has its own
@@ -38,15 +40,36 @@ def recording() -> bool:
 
 
 def ask(fine: Tensor) -> bool:
-    """Whether all is well: a tensor of bool, () or one for each problem of a batch"""
+    """Whether all is well: a tensor of bool, () or one for each problem of a batch. Every rank asks it."""
+    found = ask_here(fine)
+    return bool(_agreed([float(found)])[0]) if _current.agree is not None else found
+
+
+def ask_here(fine: Tensor) -> bool:
+    """The same about the data that this rank has."""
     if _current.tape is None:
         return bool(fine if fine.ndim == 0 else fine.all())
     _current.tape.asked.append(fine)
     return True
 
 
+def _agreed(numbers: list[float]) -> list[float]:
+    return numbers if _current.agree is None else _current.agree(numbers)
+
+
+@contextmanager
+def agreeing(agree: Callable[[list[float]], list[float]]) -> Iterator[None]:
+    """Within it, numbers that all ranks have found are those that they agree on: rounding may differ between machines,
+    and must not lead them different ways."""
+    before, _current.agree = _current.agree, agree
+    try:
+        yield
+    finally:
+        _current.agree = before
+
+
 def read(numbers: Tensor) -> list[float]:
-    """A few numbers: (k,)"""
+    """A few numbers of the data that this rank has: (k,)"""
     if _current.tape is None:
         found: list[float] = numbers.double().tolist()
         return found
@@ -73,13 +96,15 @@ def floats(*tensors: Tensor) -> list[float]:
     # Tensors of one precision at a time: each conversion by itself would be a kernel.
     parts = [torch.stack([t for t in tensors if t.dtype == dtype]).double() for dtype in dtypes]
     found = dict(zip(order, torch.cat(parts).tolist(), strict=True))
-    return [found[i] for i in range(len(tensors))]
+    return _agreed([found[i] for i in range(len(tensors))])
 
 
 def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The same 0-dimensional tensors in float64 to calculate with: on the host after one synchronisation, where small
     calculations cost less than kernels; on the device if they are recorded."""
     found = torch.stack([t.double() for t in tensors])
+    if _current.agree is not None:
+        return torch.tensor(_agreed(found.tolist()), dtype=torch.float64).unbind()
     return (found.cpu() if _current.tape is None else found).unbind()
 
 

@@ -140,8 +140,8 @@ def propose(
     if doubt > 1:
         d = d * (old.stride / math.sqrt(doubt) / space.norm(d)).clamp(max=1)
     uncut = None if parts.radius is None else space.norm(d)
-    alone, d = d is plain, within(parts.radius, lr, d, space)
-    plain = d if alone else within(parts.radius, lr, plain, space)
+    alone, d = d is plain, lin.ranks.one(within(parts.radius, lr, d, space))
+    plain = d if alone else lin.ranks.one(within(parts.radius, lr, plain, space))
     cosine = None if old.previous is None else space.cosine(plain, old.previous)
     # First, for the model stays where it was tried last.
     mean_loss = None if old.mean is None or same_data else Trials(lin).loss(old.mean - lin.theta, 1.0)

@@ -12,40 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import (
-    Unscaled,
-    brief,
-    check_batch,
-    check_options,
-    check_parts,
-    check_radius,
-    check_ready,
-    check_together,
-)
+from . import arguments, iteration
+from .agreement import check_alike, take_buffers
+from .arguments import Unscaled, brief
 from .attempt import attempt
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
 from .groups import check_same_rate, grouped, weights
-from .iteration import (
-    CONVERGED,
-    Parts,
-    begin,
-    concluded,
-    damped,
-    first_notes,
-    kept,
-    next_lam,
-    reweighted,
-    rows_of,
-    with_mean,
-)  # fmt: skip
+from .iteration import CONVERGED, Parts, begin, concluded, damped, first_notes, kept, next_lam, reweighted, rows_of
 from .jacobian.known import Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective
 from .jacobian.rows import Rows
 from .losses import resolve
 from .model.batch import Batch, Batches
-from .model.checks import check_coupling, check_group
+from .model.checks import check_coupling, unwrapped
 from .model.decay import WeightDecay
 from .model.parameters import Parameters
 from .model.precision import without_autocast
@@ -58,9 +39,10 @@ from .parts.damping import Damping, KroneckerMetric
 from .parts.line_search import Backtracking, LineSearch
 from .parts.momentum import AdaptiveMomentum, Momentum
 from .parts.schedule import Balanced, Schedule
+from .ranks import Ranks, cause, of
 from .recorded import RECORDERS
 from .recordings import Recordings
-from .report import Step, report
+from .report import Step, described, report
 from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .state import State
 from .weights import Weights
@@ -99,8 +81,9 @@ class LM(Unscaled, torch.optim.Optimizer):
     not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so is every eighth. By
     default that is done while replays are measured to be faster than other steps; True forces and False forbids it.
 
-    `group`: nothing here adds up over the ranks of a process group, so that a group of several is refused. False says
-    that this run is independent of the other ranks.
+    `group`: the ranks of torch.distributed that take every step together, each with a part of the batch: by default
+    those of the default process group, if one is initialised. The step is that of the whole batch. False says that this
+    run is independent of the other ranks.
     """
 
     def __init__(
@@ -122,15 +105,15 @@ class LM(Unscaled, torch.optim.Optimizer):
         average: Average | None = EMA(),
         attempts: int = 1,
         capture: bool | None = None,
-        group: bool | None = None,
+        group: Any = None,
     ) -> None:
+        model, group = unwrapped(model, group)
         groups, rule = grouped(model, params), WeightDecay.of(weight_decay)
         options = {"lr": lr, "weight_decay": rule.w}
-        check_group(group)
         check_same_rate([{**options, **each} for each in groups])
-        check_options(attempts, capture, radius)
+        arguments.check_options(attempts, capture, radius, of(group))
         parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average, radius)
-        check_parts(parts)
+        arguments.check_parts(parts)
         if curvature.needs.by_sample:
             check_coupling(model)
         self.model, self.loss = model, resolve(loss)
@@ -183,10 +166,11 @@ class LM(Unscaled, torch.optim.Optimizer):
         that wrap optimizers and have their hooks in it: it is called once, before the step, and what it returns is not
         used.
         """
-        check_batch(inputs, targets)
-        if closure is not None:
-            closure()
-        return self._step(inputs if isinstance(inputs, Batches) else [Batch(inputs, targets, weight)])
+        with self._ranks.together():
+            arguments.check_batch(inputs, targets)
+            if closure is not None:
+                closure()
+            return self._step(inputs if isinstance(inputs, Batches) else [Batch(inputs, targets, weight)])
 
     def step_over(self, batches: Iterable[Any]) -> Step:
         """One iteration on all batches together, (inputs, targets) or (inputs, targets, weight) each.
@@ -202,9 +186,11 @@ class LM(Unscaled, torch.optim.Optimizer):
         return str(self._state.plan or self.curvature)
 
     def _step(self, batches: Iterable[Batch]) -> Step:
-        check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self.group, self._averaged)
+        arguments.check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self._averaged)
         check_same_rate(self.param_groups)
-        check_radius(self.radius)
+        arguments.check_radius(self.radius)
+        if (ranks := self._ranks).several:
+            check_alike(ranks, self.parts, self._state, Parameters(self.model, self.params), self.lr, self._weights)
         self._pace.begin()
         step = self._taken(batches)
         # What BatchNorm has seen last: `averaged` shows it to the averaged weights.
@@ -219,11 +205,11 @@ class LM(Unscaled, torch.optim.Optimizer):
         while True:
             self._planned = plan
             try:
-                with self._recordings.plain():
+                with self._ranks.together(), self._ranks.deciding(), self._recordings.plain():
                     return self._try(batches, plan)
             except RuntimeError as error:
                 # Everything is as it was before the step: again, with the next smaller plan, if there is one.
-                plan = self.curvature.smaller(self._planned, error)
+                plan = self.curvature.smaller(self._planned, cause(error))
                 if plan is None:
                     raise
             if self.params[0].is_cuda:
@@ -231,23 +217,27 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def _try(self, batches: Iterable[Batch], plan: Plan | None) -> Step:
         """The step, or everything as it was before it."""
-        old, parts = self._state, self.parts
+        old, parts, ranks = self._state, self.parts, self._ranks
         lin = Linearization(
             self._objective(), batches, rows_of(parts, plan), parts.curvature.needs,
             known=self._known, seed=old.steps, single=not isinstance(batches, Batches), most=old.most_rows,
+            ranks=ranks,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
         try:
             with torch.no_grad(), without_autocast(lin.parameters.device.type):
                 representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, old.steady)
-                check_together(representation, lin.single)
+                arguments.check_sums(representation, lin.single, ranks)
                 lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
-                self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None)
+                self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
                 step, state = self._iterate(lin, representation, self._planned)
             # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
             if not step.accepted:
                 before.restore()
             lin.end.restore(buffers=step.accepted)
+            if ranks.several and step.accepted and not ranks.all(lin.steady):
+                take_buffers(ranks, self.model)
+            ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
             self._known.totals, self._known.steady = lin.totals(), self._records and lin.steady
             self._state = replace(state, master=lin.parameters.unrounded())  # what is raised before it undoes all
         except BaseException:
@@ -294,16 +284,22 @@ class LM(Unscaled, torch.optim.Optimizer):
         state = replace(state, plan=plan, most_rows=lin.most)
         if end.rule == "return" and old.haven is not None:
             lin.parameters.assign(old.haven)
-            state = with_mean(parts, replace(state, previous=None), lin.parameters, start.same_data)
+            state = iteration.with_mean(parts, replace(state, previous=None), lin.parameters, start.same_data)
         if end.d is not None:
-            state = with_mean(parts, kept(parts, state, matrices, end, start), lin.parameters, start.same_data)
+            state = iteration.with_mean(
+                parts, kept(parts, state, matrices, end, start), lin.parameters, start.same_data
+            )
         decay = 0.0 if lin.decay is None else float(lin.decay.value(lin.parameters.tensors))
         step = report(self.loss, start, end, used, [CONVERGED] if converged else notes, converged, decay)
         return step, replace(state, decay=decay)
 
     @property
+    def _ranks(self) -> Ranks:
+        return of(self.group)
+
+    @property
     def _records(self) -> bool:
-        return self.capture is not False and self.params[0].device.type in RECORDERS
+        return self.capture is not False and self.params[0].device.type in RECORDERS and not self._ranks.several
 
     def _replayed(self, batch: Batch) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
@@ -387,14 +383,10 @@ class LM(Unscaled, torch.optim.Optimizer):
         self._known, self._recordings, self._pace = Known(), Recordings(), Pace()
 
     def __repr__(self) -> str:
-        n, state = sum(p.numel() for p in self.params), self._state
-        lines = [
-            f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}",
-            *(f"    {name:<12}{brief(part)}" for name, part in vars(self.parts).items() if name != "radius"),
-            f"    lr={self.lr}, attempts={self.attempts}, capture={self.capture}, group={self.group}",
-            f"    weight_decay={self._weights}, radius={self.radius}",
-            f"    λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}",
-            *([] if state.plan is None else [f"    plan: {self.plan}", f"    {self._pace.words(state.plan)}"]),
-            *([f"    {self._recordings.note}"] if self._recordings.note else []),
-        ]
-        return "\n".join(lines)
+        plan, n = self._state.plan, sum(p.numel() for p in self.params)
+        options = f"lr={self.lr}, attempts={self.attempts}, capture={self.capture}, group={self.group}"
+        decay = f"weight_decay={self._weights}, radius={self.radius}"
+        more = [] if plan is None else [f"plan: {self.plan}", self._pace.words(plan)]
+        more += [self._recordings.note] if self._recordings.note else []
+        head = f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}"
+        return described(head, self.parts, self._state, [options, decay], more)

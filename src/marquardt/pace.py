@@ -35,15 +35,15 @@ class Pace:
         self._began = time.perf_counter()
         self.predicted = self._nominal = 0.0
 
-    def expect(self, plan: Plan | None, device: torch.device, proven: bool) -> None:
-        """Before the work of a step begins. If nothing is proven yet, that comes on top."""
+    def expect(self, plan: Plan | None, device: torch.device, proven: bool, tells: bool = True) -> None:
+        """Before the work of a step begins. If nothing is proven yet, that comes on top. One of the ranks `tells`."""
         if plan is None or not plan.seconds:
             return
         if self.speed is None:
             self.speed = 1.0 if device.type == "cuda" else probe()
         self._nominal = plan.seconds + (0.0 if proven else plan.proof)
         self.predicted = self.speed * self._nominal
-        if self.predicted > LONG and plan != self._announced:
+        if tells and self.predicted > LONG and plan != self._announced:
             self._announced = plan
             words = f"a step will take about {duration(self.predicted)}: {plan}"
             warnings.warn(words + (f"; {plan.faster}" if plan.faster else ""), stacklevel=users())

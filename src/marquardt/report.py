@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .iteration import Ending, Start
+from .arguments import brief
+from .iteration import Ending, Parts, Start
 from .losses import Loss
+from .state import State
 
 
 @dataclass(frozen=True)
@@ -46,3 +48,10 @@ def report(
         before, after, end.d is not None, end.rule, lam, end.lr, gain, words, slope, converged, averaged,
         data_loss=data, new_data_loss=new_data,
     )  # fmt: skip
+
+
+def described(head: str, parts: Parts, state: State, options: Sequence[str], more: Sequence[str]) -> str:
+    """An optimizer in words, a line for each part."""
+    named = [f"{name:<12}{brief(part)}" for name, part in vars(parts).items() if name != "radius"]
+    found = f"λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}"
+    return "\n    ".join([head, *named, *options, found, *more])

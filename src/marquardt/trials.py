@@ -53,7 +53,7 @@ class Trials:
             raise ValueError(
                 "the batches are not the same every time they are gone through: use the same data in each pass"
             )
-        found: Tensor = total.double() * lin.scale
+        found: Tensor = lin.ranks.sum(total.double()) * lin.scale
         return found if lin.decay is None else found + lin.decay.value(lin.parameters.tensors)
 
     def _outputs(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:
@@ -73,11 +73,13 @@ class Trials:
         # Which random numbers a batched pass draws depends on the modes and the strides, and so on the sizes.
         sizes = tuple(batch.samples for batch in lin.batches) if lin.single and lin.chance.drawn else None
         key = modes(self.objective.model), sizes, self.objective.autocast
-        try:
-            if len(rates) > 1 and size > 1 and proven.get(key, True) and not self.known.differentiates:
-                lin.position.move()
-                losses = self._batched(d, rates, size)
-                if key in proven:
+        batched = len(rates) > 1 and size > 1 and proven.get(key, True) and not self.known.differentiates
+        if lin.ranks.all(batched):
+            total = self._tried(key, d, rates, size)
+            if lin.ranks.all(total is not None):
+                assert total is not None
+                losses = self._in_units(total, d, rates)
+                if lin.ranks.all(key in proven):
                     return losses
                 # A model may keep its weights where nothing replaces them, or draw other numbers in a batched pass. At
                 # one point alone, far away, that may not show.
@@ -87,10 +89,24 @@ class Trials:
                 proven[key] = all(abs(a - b) <= tolerances.of_trials(d.dtype) * abs(b) + least for a, b in pairs)
                 # As in every later step: a run that is resumed goes on bit for bit.
                 return losses if proven[key] else true
+        return [float(self.loss(d, lr)) for lr in rates]
+
+    def _tried(self, key: object, d: Tensor, rates: Sequence[float], size: int) -> Tensor | None:
+        """Σwℓ on this rank for every lr: (k,); None if vmap refuses, or has no memory for it"""
+        try:
+            self.lin.position.move()
+            return self._batched(d, rates, size)
         except Exception as error:  # vmap refuses models in many ways
             if not out_of_memory(error):
-                proven[key] = False
-        return [float(self.loss(d, lr)) for lr in rates]
+                self.known.batched_trials[key] = False
+            return None
+
+    def _in_units(self, total: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
+        """f from Σwℓ of this rank, for every lr"""
+        lin = self.lin
+        losses = [float(f) for f in (lin.ranks.sum(total.double()) * lin.scale).tolist()]
+        decays = [0.0] * len(losses) if lin.decay is None else lin.decay.along(lin.theta, d, rates)
+        return [f + decay for f, decay in zip(losses, decays, strict=True)]
 
     def _together(self) -> int:
         """How many trial points one forward pass may hold."""
@@ -99,7 +115,7 @@ class Trials:
         most = TOGETHER.get(lin.parameters.device.type, TOGETHER["cpu"])
         return most // max(1, inputs) if lin.single else 1
 
-    def _batched(self, d: Tensor, rates: Sequence[float], size: int) -> list[float]:
+    def _batched(self, d: Tensor, rates: Sequence[float], size: int) -> Tensor:
         lin = self.lin
         ids = [id(p) for p in lin.parameters.tensors]
         dtypes = {id(p): p.dtype for p in lin.parameters.tensors}
@@ -121,6 +137,5 @@ class Trials:
                 warnings.filterwarnings("ignore", "There is a performance drop")
                 lrs = torch.tensor(rates, dtype=d.dtype, device=d.device)
                 total = total + vmap(value, randomness="same", chunk_size=size)(lrs)
-        losses = [float(f) for f in (total.double() * lin.scale).tolist()]
-        decays = [0.0] * len(losses) if lin.decay is None else lin.decay.along(lin.theta, d, rates)
-        return [f + decay for f, decay in zip(losses, decays, strict=True)]
+        found: Tensor = total
+        return found

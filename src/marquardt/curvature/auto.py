@@ -20,7 +20,7 @@ from .cost import Cost, Shapes, in_gradients, step
 from .dense import Dense
 from .gram import Gram
 from .matrix_free import MatrixFree
-from .plan import Plan, input_size, look, readable
+from .plan import Plan, look, readable
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
@@ -127,16 +127,16 @@ class Auto(Interchangeable):
             lin = lin.made_for(self.needs, look_with)
         plan = replace(plan, couples=kind[1])
         lin.known.may_join = rows is None and lin.single and self.chunk is None and not plan.joined
-        if plan.kind is not None and plan.chunk != self.chunk and input_size(lin) <= plan.input_size:
+        if plan.kind is not None and plan.chunk != self.chunk and lin.share.input_size <= plan.input_size:
             shapes = plan.shapes  # a forward pass of the whole batch may not fit
         else:
             shapes = self._shapes(lin, plan, rows is None)
         steady = steady if lin.single else True  # step_over goes through all data
         if plan.kind is None or plan.steady != steady or shapes != plan.shapes:
-            plan = self._plan(lin, replace(plan, shapes=shapes, steady=steady), rows is None)
+            plan = lin.ranks.agreed(self._plan(lin, replace(plan, shapes=shapes, steady=steady), rows is None))
         return self.of(plan), plan
 
-    def smaller(self, plan: Plan | None, error: RuntimeError) -> Plan | None:
+    def smaller(self, plan: Plan | None, error: BaseException) -> Plan | None:
         plan = Plan(self._options) if plan is None else plan
         if isinstance(error, RowByRow):
             return replace(plan, kind=None, shapes=None, joined=True)
@@ -158,17 +158,19 @@ class Auto(Interchangeable):
         if plan.shapes is not None:  # there was less memory than predicted
             return plan.shapes
         # There was not enough memory for a forward pass: one of a part of the samples tells as much.
-        if lin.single and all(batch.divisible(batch.samples) for batch in lin.batches):
-            part = max(1, lin.samples() // 4**plan.squeeze)
+        if lin.ranks.all(lin.single and all(batch.divisible(batch.samples) for batch in lin.batches)):
+            part = max(1, lin.share.samples // lin.ranks.size // 4**plan.squeeze)
             return look(lin.made_for(Needs(part)), None, free_rows)
-        return Shapes(lin.n, lin.samples(), 1, (), lin.theta.element_size(), single=lin.single)
+        return Shapes(
+            lin.n, lin.share.samples, 1, (), lin.theta.element_size(), single=lin.single, ranks=lin.ranks.size
+        )
 
     def _plan(self, lin: Linearization, plan: Plan, free_rows: bool) -> Plan:
         """For these shapes, the fastest that fits, with as many rows as there is time for; after memory ran out, so
         many further down the list."""
         assert plan.shapes is not None
         budget = plan.budget  # what is free is measured once for each batch that is larger
-        if plan.kind is None or budget is None or input_size(lin) > plan.input_size:
+        if plan.kind is None or budget is None or lin.share.input_size > plan.input_size:
             budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
         cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
         fewer = free_rows and lin.single and not plan.couples
@@ -207,7 +209,7 @@ class Auto(Interchangeable):
         plan = replace(
             plan, kind=type(picked).__name__, chunk=picked.needs.chunk, iterations=limit, sampled=share.sampled,
             fraction=share.fraction, name=str(picked), budget=budget, why=way.why + share.why,
-            input_size=input_size(lin),
+            input_size=lin.share.input_size,
         )  # fmt: skip
         plan = plan.with_cost(share.shapes, way.cost)
         if plan.work <= self._most or share.shapes.R == 1:

@@ -215,6 +215,8 @@ class Damped:
 class Representation(ABC):
     """A way to represent G, chosen before there is one."""
 
+    adds_up: ClassVar[bool] = False  # whether what it adds up over pieces it adds up over ranks too, by lin.ranks
+
     @property
     def needs(self) -> Needs:
         """What it asks of the linearisation."""
@@ -255,7 +257,7 @@ class Representation(ABC):
         plan = Plan((), kind=type(self).__name__, name=str(self), why=why, shapes=shapes, faster=FASTER)
         return self, plan.with_cost(shapes, self.cost(shapes))
 
-    def smaller(self, plan: Plan | None, error: RuntimeError) -> Plan | None:
+    def smaller(self, plan: Plan | None, error: BaseException) -> Plan | None:
         """The next plan after memory ran out, or if rows turn out to be too dear; None if there is no other."""
         return None
 

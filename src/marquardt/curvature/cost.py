@@ -62,6 +62,7 @@ class Shapes:
     single: bool = True  # one batch, not several in step_over
     piece: int = 0  # samples of one of them
     divisible: bool = True  # whether the batch can be cut into samples
+    ranks: int = 1  # that share the samples
 
     @property
     def m(self) -> int:
@@ -84,14 +85,15 @@ class Shapes:
 
     def _structure(self) -> object:
         layers = [(b.G, b.I, b.O, b.lookup) for b in self.layers]
-        return self.n, self.itemsize, self.others, self.cuda, self.single, self.divisible, layers
+        return self.n, self.itemsize, self.others, self.cuda, self.single, self.divisible, self.ranks, layers
 
     def at_once(self, chunk: int | None) -> int:
-        """Samples that are linearised together."""
-        return min(self.N if self.single else self.piece, chunk or self.N)
+        """Samples that a rank linearises together."""
+        own = -(-self.N // self.ranks)
+        return min(own if self.single else self.piece, chunk or own)
 
     def pieces(self, chunk: int | None) -> int:
-        return -(-self.N // self.at_once(chunk))
+        return -(-self.N // self.ranks // self.at_once(chunk))
 
     @property
     def inputs(self) -> float:

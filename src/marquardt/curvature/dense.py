@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,8 @@ class Dense(Interchangeable):
     of a batch by the curvature of the same batch fits its noise, and its gain ratio does not notice; with an averaged
     curvature both are honest. On the same data again, G is that of the data.
     """
+
+    adds_up = True
 
     chunk: int | None = None
     inertia: float = 0.0
@@ -88,6 +91,7 @@ class DenseCurvature(Curvature):
         self._past: Tensor | None = None
         self._weight = torch.zeros(())  # of the past in the average
         self._keeps = inertia > 0
+        self._formed: Callable[[], Tensor] | None = None  # waits for J̃ᵀJ̃ of all ranks
         self._G: Tensor | None = None
         self._g: Tensor | None = None
         self._rough: Tensor | None = None  # J̃ᵀJ̃ in float32
@@ -101,17 +105,19 @@ class DenseCurvature(Curvature):
     def G(self) -> Tensor:
         """J̃ᵀJ̃, or its running average: (n, n)"""
         if self._G is None:
-            self._form_in(torch.float64)
-        assert self._G is not None
+            if self._formed is None:
+                self._form_in(torch.float64)
+            assert self._formed is not None
+            self._G = self._mixed(self._formed())
         return self._G
 
     def _form_in(self, dtype: torch.dtype) -> None:
-        self._rough = None
-        G, self._g = self._form(dtype)
-        self._G = self._mixed(G)
+        self._rough = self._G = None
+        self._formed, self._g = self._form(dtype)
 
-    def _form(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks, in that precision from the same rows."""
+    def _form(self, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Tensor]:
+        """ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks and the ranks, in that precision from the same rows. The
+        matrix is on its way while this rank goes on."""
         lin, device = self.lin, self.parameters.device
         G = torch.zeros(lin.n, lin.n, dtype=dtype, device=device)
         g = torch.zeros(lin.n, dtype=dtype, device=device)
@@ -124,9 +130,9 @@ class DenseCurvature(Curvature):
                     g.addmv_(rows.T, u.flatten())
             else:
                 self._add_blocks(G, g, piece.blocks, u)
-        G.mul_(lin.scale)
-        g.mul_(lin.scale)
-        return G, g if lin.remainder is None else g + lin.remainder
+        whole = lin.ranks.sum_later(G.mul_(lin.scale), symmetric=True)
+        g = lin.ranks.sum(g.mul_(lin.scale))
+        return whole, g if lin.remainder is None else g + lin.remainder
 
     @property
     def gradient(self) -> Tensor:
@@ -138,7 +144,7 @@ class DenseCurvature(Curvature):
         """g = J̃ᵀu + h from rows that stay, in float64: (n,)"""
         piece, h = self.lin.whole(), self.lin.remainder
         u = piece.z.new_zeros(piece.m) if piece.u is None else piece.u.flatten()
-        g = piece.adjoint(u.double()).mul_(self.lin.scale)
+        g = self.lin.ranks.sum(piece.adjoint(u.double()).mul_(self.lin.scale))
         return g if h is None else g + h
 
     def _add_blocks(self, G: Tensor, g: Tensor, blocks: list[Block], u: Tensor | None) -> None:
@@ -208,7 +214,7 @@ class DenseCurvature(Curvature):
     @property
     def _by_rows(self) -> bool:
         """Whether G has not been formed, and is what the rows say."""
-        return self._G is None and not self._keeps
+        return self._formed is None and not self._keeps
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return self._product(v) if self._by_rows else (self.G @ v.to(self.G.dtype)).to(v.dtype)
@@ -216,10 +222,12 @@ class DenseCurvature(Curvature):
     def _product(self, v: Tensor) -> Tensor:
         """J̃ᵀJ̃v from the rows, in the precision of v: (n,) → (n,)"""
         piece = self.lin.whole()
-        return piece.adjoint(piece.apply(v)).mul_(self.lin.scale)
+        return self.lin.ranks.sum(piece.adjoint(piece.apply(v)).mul_(self.lin.scale))
 
     def quadratic(self, v: Tensor) -> Tensor:
-        return self.lin.whole().apply(v).square().sum() * self.lin.scale if self._by_rows else super().quadratic(v)
+        if not self._by_rows:
+            return super().quadratic(v)
+        return self.lin.ranks.sum(self.lin.whole().apply(v).square().sum() * self.lin.scale)
 
     def diagonal(self) -> Tensor:
         return super().diagonal() if self._by_rows else self.G.diagonal().to(self.parameters.dtype)
@@ -263,7 +271,7 @@ class DenseCurvature(Curvature):
         if not ask(within & (limits.eps * (diagonal / A).sum() <= ROUGH)):
             return None
         if self._rough is None:
-            self._rough, _ = self._form(torch.float32)
+            self._rough = self._form(torch.float32)[0]()
         x = self._refined(self._rough, A, 1e-10)
         if x is None:
             self.notes.append(AGAIN)

@@ -360,7 +360,7 @@ class MatrixFreeCurvature(Curvature):
         lin = self.lin
         lin.rewind()
         for i, batch in enumerate(lin.cut()):
-            piece = lin.piece(batch, lin.seed + i, Combined(lin.rows_kind), graph=False)
+            piece = lin.piece(batch, i, Combined(lin.rows_kind), graph=False)
             yield piece
             if piece.inert is not None:
                 self._inert = piece.inert if self._inert is None else self._inert & piece.inert

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from ..jacobian.linearization import Linearization
 from ..jacobian.rows import Exact, Fraction, Rows, Sampled
 from .cost import Cost, Layer, Shapes, in_gradients, proof, step
@@ -78,34 +75,36 @@ class Plan:
 
 
 def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:
-    """The shapes of a batch, by a forward pass: that of the step itself, if all samples are linearised at once. If the
-    rows are `free` to be chosen, R is that of all of them."""
+    """The shapes of a batch, as rank 0 sees them, by a forward pass: that of the step itself, if all samples are
+    linearised at once. If the rows are `free` to be chosen, R is that of all of them. The samples are those of all
+    ranks: a plan is the same however they are shared."""
     known = None if plan is None else plan.shapes
     if not lin.in_one and known is not None and known.single == lin.single:
         # Another forward pass would tell no more than how many samples there are.
-        return replace(known, N=max(known.N, lin.expected(known.piece)))
+        return replace(known, N=max(known.N, lin.share.expected(known.piece)))
+    found = _seen(lin, plan, free)
+    return found if lin.ranks.all(found is known) else lin.ranks.agreed(found)
+
+
+def _seen(lin: Linearization, plan: Plan | None, free: bool) -> Shapes:
+    known = None if plan is None else plan.shapes
     piece = lin.whole() if lin.in_one else lin.first()
     together = piece.N if free and plan is not None and plan.joined else 1  # samples that are taken as one
     watch, N, out = piece.whole.watch, piece.N // together, together * piece.z[0].numel()
     samples = N if free else piece.jacobian.N  # whose rows are formed
-    larger = plan is None or input_size(lin) > plan.input_size
-    if not larger and known is not None and known.covers(samples, out, len(watch.calls), lin.single):
+    total = sum(lin.ranks.numbers(samples)) if lin.in_one else lin.share.expected(samples)
+    larger = plan is None or lin.share.input_size > plan.input_size
+    if not larger and known is not None and known.covers(total, out, len(watch.calls), lin.single):
         return known
     known_R = known.R if known is not None and known.out == out else None
     R = piece.jacobian.R if not free else known_R or together * piece.exact_rows()
     layers = tuple(Layer(*call.sizes(N)) for call in watch.calls)
     found = Shapes(
-        lin.n, samples if lin.in_one else lin.expected(samples), R, layers,
+        lin.n, total, R, layers,
         lin.theta.element_size(), piece.others(), out, watch.numbers / N, piece.whole.nodes(), lin.theta.is_cuda,
-        lin.single, N, piece.divisible and together == 1,
+        lin.single, N, piece.divisible and together == 1, lin.ranks.size,
     )  # fmt: skip
     return found if known is None else known.with_others(found)
-
-
-def input_size(lin: Linearization) -> int:
-    """Numbers in the inputs of the one batch."""
-    leaves = tree_leaves([batch.inputs for batch in lin.batches]) if lin.single else []
-    return sum(t.numel() for t in leaves if isinstance(t, torch.Tensor))
 
 
 def readable(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,12 +18,14 @@ from ..model.decay import Penalty, WeightDecay
 from ..model.kernels import twice_differentiable
 from ..model.parameters import Parameters, Position
 from ..model.randomness import Chance, Moment, Slopes
+from ..ranks import ALONE, Ranks
 from ..weights import Weights
 from .known import Known
 from .objective import Level, Objective, Totals
 from .passes import Pass
 from .piece import Piece
 from .rows import Exact, Rows
+from .share import Share
 
 EMPTY = "no batches: the iterable given to step_over is empty"
 
@@ -40,18 +43,22 @@ class Needs:
 class Linearization:
     """The batch at the current parameters: f, g and, piece by piece, the rows of G.
 
-    `pieces()` gives them one after the other; `loss`, `gradient` and `scale` are those of all of them together.
+    `pieces()` gives them one after the other; `loss`, `gradient` and `scale` are those of all of them together. Of
+    several ranks each has its own pieces: what is added up over them is added up over `ranks` too, after the loop.
     """
 
     def __init__(
         self, objective: Objective, batches: Iterable[Batch], rows: Rows = Exact(), needs: Needs = Needs(), *,
         known: Known | None = None, seed: int = 0, single: bool = True, most: int = 0, chance: Chance | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         self.objective, self.batches, self.rows_kind, self.needs = objective, batches, rows, needs
         self.parameters = objective.parameters
         self.known = known if known is not None else Known()
         self.seed = seed
         self.single = single  # one batch that may be gone through again in any order
+        self.ranks = ranks
+        self.share = Share(ranks, batches, single, seed)
         self.position = Position(self.parameters)
         self.chance = chance if chance is not None else Chance()
         self.start = self.moment()
@@ -60,7 +67,8 @@ class Linearization:
         self.objectives: list[Objective] = []  # for the outputs of each piece
         self.checksum: Any = 0.0  # of the targets
         self._most = most  # rows in an earlier step
-        self._m = 0  # rows of this one
+        self._m = 0  # rows of this one, on this rank
+        self._rows = 0  # and on all of them
         self._totals: Totals | None = None
         self._moments: list[Moment] = []  # before each piece
         self._inert: set[int] | None = None  # parameters without influence in all pieces whose rows were formed so far
@@ -80,10 +88,13 @@ class Linearization:
             return self
         self.close()
         self.rewind()
-        return Linearization(
+        other = Linearization(
             self.objective, self.batches, rows, replace(needs, chunk=chunk), known=self.known,
             seed=self.seed, single=self.single, most=self._most if rows == self.rows_kind else 0, chance=self.chance,
+            ranks=self.ranks,
         )  # fmt: skip
+        other.share = self.share
+        return other
 
     @property
     def n(self) -> int:
@@ -109,9 +120,10 @@ class Linearization:
         for batch in self.batches:
             yield from batch.split(self.needs.chunk)
 
-    def piece(self, batch: Batch, seed: int, rows: Rows | None = None, *, graph: bool | None = None) -> Piece:
+    def piece(self, batch: Batch, number: int, rows: Rows | None = None, *, graph: bool | None = None) -> Piece:
         """A part of the batch linearised at θ, with the random numbers that come next."""
         graph = self.needs.graph if graph is None else graph
+        seed = self.share.seed(number, self.needs.chunk)
         with twice_differentiable(self.objective.model) if graph else nullcontext():
             rows = self.rows_kind if rows is None else rows
             return Piece(self.objective, batch, rows, self.known, self.chance, seed, graph)
@@ -131,7 +143,7 @@ class Linearization:
         if self._open is None:
             self.rewind()
             (batch,) = self.cut()
-            self._open = piece = self.piece(batch, self.seed)
+            self._open = piece = self.piece(batch, 0)
             if self._totals is None:
                 self._remember(piece)
                 self._conclude(piece.totals)
@@ -144,19 +156,9 @@ class Linearization:
         batch = next(iter(self.cut()), None)
         if batch is None:
             raise ValueError(EMPTY)
-        piece = self.piece(batch, self.seed)
+        piece = self.piece(batch, 0)
         self.rewind()
         return piece
-
-    def expected(self, N: int) -> int:
-        """Samples of all pieces, if the first has N; N if nothing tells."""
-        if self.single:
-            return self.samples()
-        try:
-            pieces = len(getattr(self.batches, "batches", ()))
-        except TypeError:  # an iterable, or a DataLoader of one, which has the method and no answer
-            pieces = 1
-        return N * max(1, pieces)
 
     def reopened(self) -> Piece:
         """The only piece once more, with a graph of its own: that of the last one held weights that have changed."""
@@ -181,7 +183,7 @@ class Linearization:
         self._survey()
         totals, h = Totals(0.0, 0.0, 0.0, 0.0), None
         for i, batch in enumerate(self.cut()):
-            piece = self.piece(batch, self.seed + i)
+            piece = self.piece(batch, i)
             whole = self.single and any(batch is b for b in self.batches)
             if self.needs.chunk is not None and not (whole or piece.divisible or batch.opaque):  # it was cut
                 raise ValueError(
@@ -206,12 +208,17 @@ class Linearization:
         found = [Pass(self.objective, batch, self.known, self.chance).sums() for batch in self.cut()]
         if not found:
             raise ValueError(EMPTY)
-        self.objective = self.objective.knowing(torch.stack(found).sum(0))
+        self.objective = self.objective.knowing(self.ranks.sum(torch.stack(found).sum(0)))
         self.rewind()
 
     def _conclude(self, totals: Totals) -> None:
         if not self._m:
             raise ValueError(EMPTY)
+        self._rows = self._m
+        if self.ranks.several:
+            own = torch.tensor([*totals, self._m], dtype=torch.float64, device=self.parameters.device)
+            *found, rows = self.ranks.sum(own).tolist()
+            totals, self._rows = Totals(*found), int(rows)
         if not totals.normaliser > 0:
             raise ValueError(
                 "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
@@ -235,10 +242,13 @@ class Linearization:
 
     @property
     def inert(self) -> set[int]:
-        """The parameters without influence, as far as rows have shown it."""
+        """The parameters without influence on any rank, as far as rows have shown it."""
         if self._open is not None:
             self._gather_inert(self._open)
-        return self._inert or set()
+        own = self._inert or set()
+        if len(set(self.ranks.numbers(zlib.crc32(repr(sorted(own)).encode())))) == 1:
+            return own
+        return set.intersection(*self.ranks.every(own))
 
     def piece_at(self, i: int) -> Piece:
         """Piece i again, as it was the first time (same random numbers, same buffers)."""
@@ -246,7 +256,7 @@ class Linearization:
             return self.whole()
         self._moments[i].restore()
         self.position.move()
-        return self.piece(list(self.cut())[i], self.seed + i)
+        return self.piece(list(self.cut())[i], i)
 
     def close(self) -> None:
         """Lets go of the rows at once; what is asked after that is linearised anew."""
@@ -255,7 +265,7 @@ class Linearization:
         self._moments.clear()
         self.slopes.clear()
         self.objectives.clear()
-        self._m, self.checksum = 0, 0.0
+        self._m, self._rows, self.checksum = 0, 0, 0.0
 
     # What they add up to.
 
@@ -288,18 +298,14 @@ class Linearization:
 
     @property
     def m(self) -> int:
-        """Rows of this step."""
+        """Rows of this step, on all ranks."""
         self.totals()
-        return self._m
+        return self._rows
 
     @property
     def most(self) -> int:
         """Rows in the largest step so far."""
         return max(self._most, self.m)
-
-    def samples(self) -> int:
-        """Samples of the batch; 1 if there are several batches."""
-        return max(1, sum(batch.samples for batch in self.batches)) if self.single else 1
 
     @property
     def gradient(self) -> Tensor:
@@ -327,7 +333,7 @@ class Linearization:
             for piece in self.pieces():
                 total = piece.gradient if total is None else total + piece.gradient
             assert total is not None
-            self._gradient = total * self.scale
+            self._gradient = self.ranks.sum(total * self.scale)
         return self._gradient
 
     @property
@@ -336,7 +342,7 @@ class Linearization:
         self.totals()
         h = self._h if self._open is None else self._open.h
         if h is not None and self._remainder is None:
-            self._remainder = h * self.scale
+            self._remainder = self.ranks.sum(h * self.scale)
         if self._remainder is not None:
             return self.regularised(self.parameters.without(self._remainder, self.inert))
         return self.pull
@@ -349,7 +355,7 @@ class Linearization:
         return self.objective.loss.curvature_kind
 
     def rows(self) -> Tensor:
-        """J̃ itself, (m, n): for small problems and for tests."""
+        """J̃ itself, of this rank, (m, n): for small problems and for tests."""
         return torch.cat([piece.dense(self.parameters.dtype) for piece in self.pieces()]) * float(self.scale**0.5)
 
     @property

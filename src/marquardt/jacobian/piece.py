@@ -23,7 +23,7 @@ from .objective import Objective, Totals
 from .passes import Pass
 from .products import adjoint, apply, dense
 from .proof import blocks_of
-from .rows import Cotangents, Rows, check_gradient, drawn
+from .rows import Cotangents, Rows, Seed, check_gradient, drawn
 
 
 class Piece:
@@ -33,7 +33,7 @@ class Piece:
     """
 
     def __init__(
-        self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: int, keep_graph: bool
+        self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: Seed, keep_graph: bool
     ) -> None:
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
         once = self._unrolls(known.rows_per_sample)
@@ -41,6 +41,7 @@ class Piece:
         self.objective = objective = self.whole.objective
         self.z, self.N = self.whole.z, self.whole.N
         objective.loss.check(self.z, batch.targets, batch.weight, part=True)
+        seed = seed if batch.samples == self.N else seed.apart()
         index = rows.pick(self.N, seed)
         with torch.no_grad():
             if index is None:
@@ -83,7 +84,7 @@ class Piece:
             self.known.loss = objective.given if proven else None
         return totals
 
-    def _picked(self, rows: Rows, index: Tensor, seed: int) -> Jacobian:
+    def _picked(self, rows: Rows, index: Tensor, seed: Seed) -> Jacobian:
         """J̃ of some of the samples, in the units of the whole"""
         check_coupling(self.objective.model)
         if not self.batch.opaque and not self.divisible:  # `take` tells what cannot be taken apart
@@ -91,13 +92,15 @@ class Piece:
                 f"{type(rows).__name__}: the model returned {self.N} outputs, and the inputs have no row for each, "
                 "so that a part of them cannot be taken: take the rows of all samples, such as rows=mq.Sampled(1)"
             )
+        none = len(index) == 0  # other pieces have all that were picked: a row that counts for nothing
+        index = index.new_zeros(1) if none else index
         slopes = [s.take(index, self.N) for s in self.whole.slopes]
         batch, chance = self.batch.take(index), self.whole.chance
         once = self._unrolls(self.known.rows_per_sample)
         part = Pass(self.objective, batch, self.known, chance, once=once, slopes=slopes)
         with torch.no_grad():
-            S = drawn(rows, self.objective.loss, part.z, batch, seed).S
-        return Jacobian(part, S * (self.N / part.N) ** 0.5)
+            S = drawn(rows, self.objective.loss, part.z, batch, seed.picked(index)).S
+        return Jacobian(part, S * (0.0 if none else rows.stands_for(part.N, self.N, seed)) ** 0.5)
 
     def _blame(self) -> str:
         """Where a loss that is not finite comes from; the loss itself has checked the targets and weights."""

@@ -41,6 +41,44 @@ class Cotangents(NamedTuple):
         return torch.finfo(dtype).eps * (value.abs() + through_z)
 
 
+class Seed(int):
+    """What random numbers are drawn from. As a number, another one for every piece of a step.
+
+    If the samples of the piece are those from `first` on of `total`, what belongs to a sample is drawn by the number of
+    the step, for all of them at once: it is the same however the batch is cut into pieces and shared among ranks.
+    """
+
+    step: int
+    first: int
+    total: int | None
+    index: Tensor | None  # the samples that were picked, among all
+
+    def __new__(cls, number: int, step: int = 0, first: int = 0, total: int | None = None) -> Seed:
+        self = super().__new__(cls, number)
+        self.step, self.first, self.total, self.index = step, first, total, None
+        return self
+
+    def apart(self) -> Seed:
+        """For a piece whose samples have no place among others."""
+        return Seed(int(self))
+
+    def picked(self, index: Tensor) -> Seed:
+        """For some of the samples of the piece."""
+        found = Seed(int(self), self.step, self.first, self.total)
+        found.index = None if self.total is None else index + self.first
+        return found
+
+    @staticmethod
+    def of(seed: int, N: int) -> Seed:
+        """Of N samples that are all there are, if no more is known."""
+        found = seed if isinstance(seed, Seed) else Seed(seed)
+        return Seed(int(found), int(found), 0, N) if found.total is None else found
+
+    def those(self, numbers: Tensor, N: int) -> Tensor:
+        """The N samples of the piece from numbers of all samples: (total, …) → (N, …)"""
+        return numbers[self.first : self.first + N] if self.index is None else numbers[self.index]
+
+
 @dataclass(frozen=True)
 class Rows(ABC):
     """A choice of rows."""
@@ -69,9 +107,13 @@ class Rows(ABC):
         """The samples whose rows are formed, None for all of them."""
         return None
 
+    def stands_for(self, picked: int, N: int, seed: int) -> float:
+        """Samples that each one stands for, if so many of N were picked"""
+        return N / picked
+
     @abstractmethod
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
-        """The cotangents of these outputs; what is random is drawn from `seed`, the number of the step."""
+        """The cotangents of these outputs; what is random is drawn from `seed`, a number of the step and the piece."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +173,17 @@ class Sampled(Rows):
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         def signs(shape: tuple[int, ...]) -> Tensor:
-            count = self.k * math.prod(shape)
+            N, count = shape[0], self.k * math.prod(shape[1:])  # samples, and signs of each
+            at = Seed.of(seed, N)
 
-            def words(seed: int) -> Tensor:
-                generator = _generator(self.seed, seed)
-                return torch.randint(0, 1 << BITS, (-(-count // BITS),), generator=generator, device="cpu")
+            def words(step: int) -> Tensor:
+                size, generator = (at.total or N, -(-count // BITS)), _generator(self.seed, step)
+                return at.those(torch.randint(0, 1 << BITS, size, generator=generator, device="cpu"), N)
 
             place = torch.arange(BITS, device=z.device)
-            bits = (draw(words, seed, z).long()[:, None] >> place) & 1  # (words, BITS)
-            found: Tensor = (2 * bits.flatten()[:count] - 1).to(z).view(self.k, *shape) / self.k**0.5
-            return found  # (k, N, P, r)
+            bits = (draw(words, at.step, z).long()[..., None] >> place) & 1  # (N, words, BITS)
+            found: Tensor = (2 * bits.flatten(1)[:, :count] - 1).to(z).view(N, self.k, *shape[1:]) / self.k**0.5
+            return found.transpose(0, 1)  # (k, N, P, r)
 
         return Cotangents(loss.ungroup(loss.mixed(z, y, weight, signs), z), None, loss.gradient(z, y, weight))
 
@@ -172,8 +215,18 @@ class Fraction(Rows):
         return self.rows.empirical
 
     def pick(self, N: int, seed: int) -> Tensor | None:
-        count = max(1, round(self.fraction * N))
-        return torch.randperm(N, generator=_generator(self.seed, seed), device="cpu")[:count].sort().values
+        """None of a piece that has no sample among those of the whole batch: a tensor of length 0"""
+        at = Seed.of(seed, N)
+        order = torch.randperm(at.total or N, generator=_generator(self.seed, at.step), device="cpu")
+        found = order[: self._count(at.total or N)].sort().values - at.first
+        return found[(found >= 0) & (found < N)]
+
+    def _count(self, N: int) -> int:
+        return max(1, round(self.fraction * N))
+
+    def stands_for(self, picked: int, N: int, seed: int) -> float:
+        total = Seed.of(seed, N).total or N
+        return total / self._count(total)
 
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         """Of the samples picked: SSᵀ is still that of each, the part's weight comes with the part."""
@@ -202,12 +255,17 @@ class Combined(Rows):
     def pick(self, N: int, seed: int) -> Tensor | None:
         return self.rows.pick(N, seed)
 
+    def stands_for(self, picked: int, N: int, seed: int) -> float:
+        return self.rows.stands_for(picked, N, seed)
+
     def draw(self, loss: Loss, z: Tensor, y: object, weight: Tensor | None, seed: int) -> Cotangents:
         S = self.rows.draw(loss, z, y, weight, seed).S  # (R, N, *out)
         if len(S) > 1:
-            generator = torch.Generator("cpu").manual_seed(seed)
-            bits = torch.randint(0, 2, S.shape[:2], generator=generator, device="cpu")
-            S = torch.einsum("rn,rn...->n...", (2 * bits - 1).to(S), S)[None]
+            R, N = S.shape[:2]
+            at = Seed.of(seed, N)
+            size, generator = (at.total or N, R), torch.Generator("cpu").manual_seed(at.step)
+            bits = at.those(torch.randint(0, 2, size, generator=generator, device="cpu"), N)
+            S = torch.einsum("nr,rn...->n...", (2 * bits - 1).to(S), S)[None]
         return Cotangents(S, None, None)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..deferred import ask
+from ..deferred import ask_here
 from .outputs import taken
 
 Target: TypeAlias = Any  # a tensor; Residual takes None too
@@ -272,7 +272,7 @@ class Loss(ABC):
             total = self.normaliser(z, y, weight)
             nothing = "every target has weight 0 or is ignored (ignore_index), leave this batch out"
             faults.append(Fault(~(total > 0), total, "the total weight of the batch", nothing))
-        if faults and not ask(~torch.stack([fault.bad.any() for fault in faults]).any()):
+        if faults and not ask_here(~torch.stack([fault.bad.any() for fault in faults]).any()):
             raise ValueError(str(next(fault for fault in faults if fault.bad.any())))
 
 

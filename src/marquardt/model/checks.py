@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .precision import wide
@@ -14,6 +13,15 @@ from .walk import submodules
 
 # What keeps several copies or parts of a model, on devices or ranks.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+def unwrapped(model: Any, group: Any) -> tuple[Any, Any]:
+    """The model within DistributedDataParallel, and its process group if none is given: LM adds up by itself."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return model, group
+    if group is False:
+        raise ValueError("a model in DistributedDataParallel is one of several copies: leave group=False out")
+    return model.module, model.process_group if group is None else group
 
 
 def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
@@ -62,7 +70,8 @@ def check_whole(model: nn.Module) -> None:
             if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
                 raise TypeError(
                     f"the model is wrapped in {kind.__name__}, and LM does not add up over its copies or shards, which "
-                    "would drift apart: pass the plain model, model.module, and train it on one device"
+                    "would drift apart: pass the plain model, model.module, on every rank of a process group, "
+                    "or one in DistributedDataParallel (docs/distributed.md)"
                 )
     for name, p in model.named_parameters():
         if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
@@ -70,18 +79,6 @@ def check_whole(model: nn.Module) -> None:
                 f"parameter {name!r} is a DTensor, and LM does not add up over its shards: pass the plain model and "
                 "train it on one device"
             )
-
-
-def check_group(group: bool | None) -> None:
-    """Ranks that each take steps of their own drift apart."""
-    if group is not None and group is not False:
-        raise ValueError(f"group={group!r}: None, or False for runs that are independent of the other ranks")
-    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        raise ValueError(
-            f"this is rank {rank} of a process group of {ranks}, and LM does not add up over ranks, which would drift "
-            "apart: train on one rank alone, or let the ranks be independent runs, and say so by LM(..., group=False)"
-        )
 
 
 def coupled(model: nn.Module) -> str | None:

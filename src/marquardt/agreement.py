@@ -1,0 +1,68 @@
+"""What the ranks must have in common, looked at before a step: options, λ, the plan, and now and then the weights."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import brief
+from .iteration import Parts
+from .model.parameters import Parameters
+from .ranks import RankError, Ranks
+from .state import State
+
+# Steps from one look at the weights to the next.
+EVERY = 10
+
+# Numbers of a checksum at once.
+SLICE = 1 << 22
+
+
+def check_alike(ranks: Ranks, parts: Parts, state: State, parameters: Parameters, lr: float, others: object) -> None:
+    """Raises RankError on every rank if one has other options, another λ or plan, or other weights than the rest."""
+    options = ", ".join(brief(part) if hasattr(part, "__dataclass_fields__") else type(part).__name__
+                        for name, part in vars(parts).items() if name != "radius")  # fmt: skip
+    plan = None if state.plan is None else state.plan.choice
+    ranks.same(
+        f"step {state.steps}, λ = {state.lam!r}, lr = {lr!r}, radius = {parts.radius!r}, weight decay {others}, "
+        f"{parameters.n} parameters, {options}, plan {plan}"
+    )
+    if state.steps % EVERY == 0:
+        check_weights(ranks, parameters)
+
+
+def check_weights(ranks: Ranks, parameters: Parameters) -> None:
+    """The same in every bit: what differs now would differ more with every step."""
+    own = [checksum(p.detach()) for p in parameters.tensors]
+    if len(set(ranks.numbers(zlib.crc32(repr(own).encode())))) == 1:
+        return
+    found = ranks.every(own)
+    i = next(i for i, sums in enumerate(zip(*found, strict=True)) if len(set(sums)) > 1)
+    unlike = [rank for rank, sums in enumerate(found) if sums[i] != found[0][i]]
+    raise RankError(
+        f"parameter {parameters.names[i]!r} is not the same on all ranks: that of rank {unlike[0]} is not that of rank "
+        "0. Let all begin with the same weights (torch.manual_seed(...) before the model is made, a state_dict that "
+        "all load, or DistributedDataParallel, which copies those of rank 0), and change them on all ranks alike"
+    )
+
+
+def checksum(t: Tensor) -> int:
+    """Of the bits, and of their order"""
+    bits = t.contiguous().flatten().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for first, some in enumerate(bits.split(SLICE)):
+        odd = 2 * torch.arange(len(some), device=t.device) + 1 + first
+        total += (some.long() * odd).sum()
+    return int(total)
+
+
+def take_buffers(ranks: Ranks, model: nn.Module) -> None:
+    """Those of rank 0, as DistributedDataParallel has it: each rank has seen other samples."""
+    buffers: Sequence[Tensor] = [b for b in model.buffers() if b is not None]
+    with torch.no_grad():
+        for b, found in zip(buffers, ranks.ones(buffers), strict=True):
+            if found is not b:
+                b.copy_(found)

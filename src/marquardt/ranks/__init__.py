@@ -1,0 +1,10 @@
+"""The processes that take a step together."""
+
+from .base import ALONE as ALONE
+from .base import OtherRank as OtherRank
+from .base import RankError as RankError
+from .base import Ranks as Ranks
+from .base import cause as cause
+from .group import of as of
+
+__all__ = ["ALONE", "OtherRank", "RankError", "Ranks", "cause", "of"]

@@ -1,0 +1,98 @@
+"""The ranks that take a step together, as everything else sees them: sums over them, and what all of them agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+Item = TypeVar("Item")
+
+
+class RankError(RuntimeError):
+    """The ranks cannot go on together."""
+
+
+class OtherRank(RankError):
+    """Another rank could not take the step, so that none has."""
+
+    original: BaseException  # what was raised there
+
+
+def cause(error: BaseException) -> BaseException:
+    """What was raised first, here or on another rank: the same on every rank."""
+    return error.original if isinstance(error, OtherRank) else error
+
+
+class Ranks:
+    """One process by itself: there is nothing to add and nobody to ask. `Several` has the same methods for a group.
+
+    Every rank calls the same of these in the same order. What they return is the same on every rank, bit for bit; what
+    they are given may be overwritten.
+    """
+
+    size = 1
+    rank = 0
+    several = False  # whether collectives take place
+    sent = 0  # bytes that this rank has sent
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Σ over the ranks, of any shape"""
+        return t
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same for several tensors, in few messages"""
+        return list(tensors)
+
+    def sum_later(self, t: Tensor, *, symmetric: bool = False) -> Callable[[], Tensor]:
+        """Begins to add up, and returns what waits for the sum. Of a symmetric matrix half is sent."""
+        return lambda: t
+
+    def gather(self, t: Tensor) -> Tensor:
+        """Those of all ranks one after the other; lengths may differ: (k, …) → (Σk, …)"""
+        return t
+
+    def one(self, t: Tensor, source: int = 0) -> Tensor:
+        """The tensor that one rank has, of a shape that all know"""
+        return t
+
+    def ones(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that rank 0 has, in few messages"""
+        return list(tensors)
+
+    def same(self, what: str) -> None:
+        """Raises RankError if the ranks do not all say the same"""
+
+    def agreed(self, item: Item) -> Item:
+        """A plain object, as rank 0 has it"""
+        return item
+
+    def every(self, item: Item) -> list[Item]:
+        """Plain objects of all ranks"""
+        return [item]
+
+    def all(self, flag: bool) -> bool:
+        """Whether it is so on every rank"""
+        return flag
+
+    def numbers(self, number: int) -> list[int]:
+        """A whole number of every rank"""
+        return [number]
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Within it, questions about tensors that all ranks ask are answered as rank 0 finds it: see `deferred`."""
+        yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What one rank raises within it, all raise."""
+        yield
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self
+
+
+ALONE = Ranks()

@@ -1,0 +1,39 @@
+"""Which processes take a step together: `group=` of LM."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from .base import ALONE, Ranks
+from .several import Several
+
+# Every process group has one, whose control group all ranks have made together.
+_made: WeakKeyDictionary[Any, Several] = WeakKeyDictionary()
+
+
+def of(group: Any) -> Ranks:
+    """None: the default process group, if it has several ranks. False: this process by itself. A process group or a
+    DeviceMesh of one dimension: that one, also if it has one rank alone."""
+    if group is False or not dist.is_available():
+        return ALONE
+    if group is None:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return ALONE
+        group = dist.group.WORLD
+    if hasattr(group, "get_group"):  # a DeviceMesh
+        if group.ndim != 1:
+            raise ValueError(f"group= is a DeviceMesh of {group.ndim} dimensions: pass one of them, mesh['dp']")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group={group!r}: a process group of torch.distributed, None for the default one, or False for runs that "
+            "are independent of the other ranks"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is no member of the group that group= names: make the optimizer on its ranks")
+    if group not in _made:
+        _made[group] = Several(group)
+    return _made[group]

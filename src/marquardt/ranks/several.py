@@ -1,0 +1,252 @@
+"""A process group of torch.distributed, in which no rank waits in vain for another one."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..deferred import agreeing
+from .base import Item, OtherRank, RankError, Ranks
+
+# Numbers in one message of several tensors, and block rows of a symmetric matrix that are sent one after the other.
+BUCKET, BLOCK_ROWS = 1 << 24, 16
+
+FINE, FAILED = 0, 1
+
+
+class Several(Ranks):
+    """Before every collective the ranks meet: each says whether it is well and what it is about to do, in two numbers
+    over gloo. If one of them has failed all refuse together, and if they are not at the same place in the program they
+    say so: without that, the others would wait for a message that never comes, or add up what does not belong together.
+    """
+
+    several = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.sent = 0
+        self.timeout = _timeout(group)
+        self._control = group if "gloo" in str(dist.get_backend_config(group)) else self._on_the_host()
+        self._broken = False  # whether a message was lost: then nobody can be told
+        self._told: BaseException | None = None  # what the others know already
+
+    def _on_the_host(self) -> Any:
+        ranks = dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True)
+
+    # Meetings.
+
+    def _meet(self, what: str, number: int = 0, status: int = FINE) -> list[int]:
+        """A number of every rank, once all of them are about to do the same."""
+        own = torch.tensor([status, zlib.crc32(what.encode()), number], dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self._wait(lambda: dist.all_gather(found, own, group=self._control))
+        states, codes, numbers = torch.stack(found).T.tolist()
+        if any(states):
+            self._raise_first(None)
+        if len(set(codes)) > 1:
+            places = self._objects(what)
+            told = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+            raise RankError(
+                f"the ranks do not agree on what comes next ({told}): all must take the same steps, with the same "
+                "model and the same options"
+            )
+        return [int(number) for number in numbers]
+
+    def _objects(self, item: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        self._wait(lambda: dist.all_gather_object(found, item, group=self._control))
+        return found
+
+    def _wait(self, work: Callable[[], object]) -> None:
+        """Done by all ranks, or an error that says that one of them is gone."""
+        try:
+            work()
+        except RuntimeError as error:
+            self._broken = True
+            raise RankError(
+                f"rank {self.rank} of {self.size} has lost another rank: it has ended, or has not answered within "
+                f"{self.timeout}. This rank's model is as it was before the step; start all ranks again from the last "
+                f"checkpoint, as torchrun --max-restarts does (docs/distributed.md). torch says: {error}"
+            ) from error
+
+    def _raise_first(self, own: BaseException | None) -> None:
+        """What the first of the ranks that failed has raised; nothing if that is this one."""
+        found = self._objects(None if own is None else _packed(own))
+        first = next(rank for rank, packed in enumerate(found) if packed is not None)
+        if first != self.rank:
+            raise _other(first, *found[first]) from own
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            if not self._broken and error is not self._told:
+                self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        """The others wait in their next meeting, if they have not failed as well."""
+        own = torch.tensor([FAILED, 0, 0], dtype=torch.int64)
+        self._wait(lambda: dist.all_gather([torch.empty_like(own) for _ in range(self.size)], own, group=self._control))
+        self._told = error
+        self._raise_first(error)
+
+    # Tensors.
+
+    def sum(self, t: Tensor) -> Tensor:
+        self._meet(f"sum of {t.dtype} {tuple(t.shape)}")
+        t = t.contiguous()
+        self._wait(lambda: dist.all_reduce(t, group=self.group))
+        self.sent += self._reduced(t)
+        return t
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return _flat(tensors, self.sum)
+
+    def ones(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return _flat(tensors, self.one)
+
+    def same(self, what: str) -> None:
+        self._meet(what)
+
+    def sum_later(self, t: Tensor, *, symmetric: bool = False) -> Callable[[], Tensor]:
+        self._meet(f"sum of {t.dtype} {tuple(t.shape)}, later")
+        cuts = [len(t) * k // BLOCK_ROWS for k in range(BLOCK_ROWS + 1)] if symmetric else [0, len(t)]
+        begun: list[tuple[int, int, Tensor, Any]] = []
+        for first, last in itertools.pairwise(cuts):
+            if first < last:
+                part = t[first:last, first:].contiguous() if symmetric else t.contiguous()
+                begun.append((first, last, part, dist.all_reduce(part, group=self.group, async_op=True)))
+                self.sent += self._reduced(part)
+
+        def wait() -> Tensor:
+            for first, last, part, work in begun:
+                self._wait(work.wait)
+                if not symmetric:
+                    return part
+                t[first:last, first:] = part
+                t[last:, first:last] = part[:, last - first :].T
+            return t
+
+        return wait
+
+    def gather(self, t: Tensor) -> Tensor:
+        lengths = self._meet(f"rows of {t.dtype} {tuple(t.shape[1:])}", len(t))
+        padded = t.new_zeros(max(lengths), *t.shape[1:])
+        padded[: len(t)] = t
+        found = [torch.empty_like(padded) for _ in lengths]
+        self._wait(lambda: dist.all_gather(found, padded, group=self.group))
+        self.sent += (self.size - 1) * padded.numel() * padded.element_size()
+        return torch.cat([part[:length] for part, length in zip(found, lengths, strict=True)])
+
+    def one(self, t: Tensor, source: int = 0) -> Tensor:
+        self._meet(f"{t.dtype} {tuple(t.shape)} of rank {source}")
+        t = t.contiguous()
+        self._wait(lambda: dist.broadcast(t, group_src=source, group=self.group))
+        self.sent += (self.size - 1) * t.numel() * t.element_size() if self.rank == source else 0
+        return t
+
+    def _reduced(self, t: Tensor) -> int:
+        """What a rank sends in a ring: every number twice, but for its own part"""
+        return 2 * (self.size - 1) * t.numel() * t.element_size() // self.size
+
+    # Plain values.
+
+    def agreed(self, item: Item) -> Item:
+        self._meet("what rank 0 has")
+        found = [item]
+        self._wait(lambda: dist.broadcast_object_list(found, group_src=0, group=self._control))
+        return found[0]
+
+    def every(self, item: Item) -> list[Item]:
+        self._meet("what every rank has")
+        return self._objects(item)
+
+    def all(self, flag: bool) -> bool:
+        return all(self._meet("whether it is so on every rank", int(flag)))
+
+    def numbers(self, number: int) -> list[int]:
+        return self._meet("a number of every rank", number)
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        with agreeing(self._decided):
+            yield
+
+    def _decided(self, numbers: list[float]) -> list[float]:
+        self._meet(f"{len(numbers)} numbers of rank 0")
+        found = torch.tensor(numbers, dtype=torch.float64)
+        self._wait(lambda: dist.broadcast(found, group_src=0, group=self._control))
+        answer: list[float] = found.tolist()
+        return answer
+
+
+def _flat(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Many tensors changed as if they were few"""
+    found = list(tensors)
+    for members in _buckets(found):
+        flat = change(torch.cat([found[i].flatten() for i in members]))
+        for i, part in zip(members, flat.split([found[i].numel() for i in members]), strict=True):
+            found[i] = part.view_as(found[i])
+    return found
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Those of one dtype, of bounded size together."""
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        some: list[int] = []
+        size = 0
+        for i, t in enumerate(tensors):
+            if t.dtype == dtype:
+                if some and size + t.numel() > BUCKET:
+                    yield some
+                    some, size = [], 0
+                some.append(i)
+                size += t.numel()
+        yield some
+
+
+def _packed(error: BaseException) -> tuple[str, bytes | None]:
+    """Its words, and the error itself if it can be sent."""
+    try:
+        return f"{type(error).__name__}: {error}", pickle.dumps(error)
+    except Exception:  # objects refuse to be pickled in many ways
+        return f"{type(error).__name__}: {error}", None
+
+
+def _other(rank: int, words: str, packed: bytes | None) -> OtherRank:
+    """An error of the same kind, so that what catches the one catches the other."""
+    try:
+        original = RuntimeError(words) if packed is None else pickle.loads(packed)
+    except Exception:
+        original = RuntimeError(words)
+    kind = next((kind for kind in (ValueError, TypeError) if isinstance(original, kind)), None)
+    found = type("OtherRank", (OtherRank, kind), {}) if kind else OtherRank
+    error: OtherRank = found(f"no rank has taken the step, for rank {rank} could not. {words}")
+    error.original = original
+    return error
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """After which a rank that does not answer is given up."""
+    for device in ("cpu", "cuda"):
+        try:
+            found = group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        if isinstance(found, timedelta):
+            return found
+    return timedelta(minutes=30)
