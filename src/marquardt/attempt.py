@@ -51,7 +51,7 @@ def searched(
     assert parts.line_search is not None
     line = proposal.d if parts.line_search.along_step else proposal.plain
     tried = (lr, found.new_loss) if line is proposal.d else None
-    length = float(lin.parameters.norm(line))
+    (length,) = floats(lin.parameters.norm(line))
     # Both were cut back with this lr, so that rounding does not leave it out.
     longest = math.inf if parts.radius is None else max(lr, parts.radius / length if length else math.inf)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..deferred import floats
 from ..losses import resolve
 from ..model.batch import Batch
 from ..model.checks import check_coupling, trainable
@@ -245,7 +246,10 @@ class Linearization:
         """The parameters without influence on any rank, as far as rows have shown it."""
         if self._open is not None:
             self._gather_inert(self._open)
-        own = self._inert or set()
+        return self.common(self._inert or set())
+
+    def common(self, own: set[int]) -> set[int]:
+        """The parameters that every rank has among these"""
         if len(set(self.ranks.numbers(zlib.crc32(repr(sorted(own)).encode())))) == 1:
             return own
         return set.intersection(*self.ranks.every(own))
@@ -279,7 +283,7 @@ class Linearization:
     @property
     def level(self) -> Level:
         decay = self.decay
-        at_theta = 0.0 if decay is None else float(decay.value(self.parameters.shaped(self.theta)))
+        at_theta = 0.0 if decay is None else floats(decay.value(self.parameters.shaped(self.theta)))[0]
         return self.objective.level(self.totals(), at_theta)
 
     @property
