@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import users
 from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.kronecker import NoFactors
 from ..losses import Elementwise, resolve
 from ..model.checks import trainable
 from ..model.decay import WeightDecay, check_weight
 from ..model.parameters import Parameters, named_parameters
-from ..pace import users
 from ..sources import source
 from .evidence import unit
 from .expansion import Expansion
