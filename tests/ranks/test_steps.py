@@ -22,7 +22,7 @@ REPRESENTATIONS = {
     "gram": mq.Gram(),
     "gram-layers": mq.Gram(whole=0),
     "gram-chunked": mq.Gram(chunk=12),
-    # CG that ends early depends on rounding more than the solution does: here it goes to the end.
+    # Iterations that end before the solution depend on rounding, whatever the number of ranks: here they go to the end.
     "matrix-free": mq.MatrixFree(tolerance=0.0, iterations=40, warm=0.0, backtrack=False),
     "matrix-free-chunked": mq.MatrixFree(chunk=20, tolerance=0.0, iterations=40, warm=0.0),
     "kronecker": mq.Kronecker(),
@@ -102,7 +102,7 @@ def every_case() -> dict[str, tuple[str, dict[str, Any]]]:
         if r == "kronecker-every" and parts == "all" and d not in ("identity", "mean"):
             parts = "plain"  # factors of other λ cannot hold weight decay, which is refused
         # Not smaller from step to step: a λ near 0 makes much of rounding, whatever the number of ranks.
-        schedule = mq.Constant(30.0 if r == "hessian" else 0.3)
+        schedule = mq.Constant(30.0 if r == "hessian" or r.startswith("matrix-free") else 0.3)
         options = {"curvature": curvature, "damping": damping, "schedule": schedule, **PARTS[parts]}
         if parts == "all" and r == "kronecker-every":
             options["damping"] = mq.MeanEigenvalue()
@@ -110,14 +110,18 @@ def every_case() -> dict[str, tuple[str, dict[str, Any]]]:
         cases[f"{r}-{d}-{parts}"] = (loss, options)
     for rows in (mq.Sampled(1), mq.Fraction(0.5), mq.Empirical()):
         for r in ("dense", "gram", "gram-chunked", "kronecker", "matrix-free"):
-            options = {"curvature": REPRESENTATIONS[r], "rows": rows, "schedule": mq.Constant(1.0)}
+            options = {
+                "curvature": REPRESENTATIONS[r],
+                "rows": rows,
+                "schedule": mq.Constant(30.0 if r == "matrix-free" else 1.0),
+            }
             cases[f"{r}-{type(rows).__name__}"] = ("cross_entropy", options)
     cases["default"] = ("cross_entropy", {})
     cases["default-mse"] = ("mse", {})
     cases["dense-average"] = ("mse", {"curvature": mq.Dense(inertia=0.8), "schedule": mq.Constant(0.3)})
     cases["radius"] = ("mse", {"radius": 0.05, "curvature": mq.Gram()})
     cases["quadratic"] = ("mse", {"momentum": mq.QuadraticMomentum(), "curvature": mq.Kronecker()})
-    cases["attempts"] = ("mse", {"attempts": 3, "schedule": mq.TenFold(initial=1e-2), "curvature": mq.Gram()})
+    cases["attempts"] = ("mse", {"attempts": 3, "schedule": mq.TenFold(initial=3.0), "curvature": mq.Gram()})
     return cases
 
 

@@ -242,6 +242,11 @@ class Representation(ABC):
         """What it takes to form G and to solve with it once, from shapes alone; None if that is not known."""
         return None
 
+    def sent(self, s: Shapes) -> float | None:
+        """Bytes that every rank sends in the mean, from shapes alone, for a G that is solved with once; None if that is
+        not known."""
+        return None
+
     def choose(
         self, lin: Linearization, plan: Plan | None, rows: Rows | None = None, steady: bool | None = None
     ) -> tuple[Representation, Plan | None]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..ranks import BLOCK_ROWS
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -155,6 +157,9 @@ USUAL = {
     True: Rates(products=4e13, factor=4e12, numbers=6e11, call=9e-6, network=9e10, message=5e-5),
 }
 
+# Columns of a matrix that ranks factor together which one of them factors at a time.
+COLUMNS = 256
+
 # Functions that a step calls whatever the model is, that it calls for every block of columns, and that a loss calls.
 STEP, BLOCK, LOSS = 600, 30, 10
 
@@ -163,6 +168,44 @@ STEP, BLOCK, LOSS = 600, 30, 10
 class Cost:
     bytes: int
     work: Work
+
+
+# What ranks send, in bytes by each of them in the mean. Sums go round a ring: every number twice, but for a rank's own
+# part.
+
+
+def reduced(s: Shapes, numbers: float) -> float:
+    """A sum of so many numbers"""
+    return 2 * (s.ranks - 1) / s.ranks * s.itemsize * numbers
+
+
+def gathered(s: Shapes, numbers: float) -> float:
+    """So many numbers that the ranks have in all, sent by each to every other; or that one of them has"""
+    return (s.ranks - 1) / s.ranks * s.itemsize * numbers
+
+
+def half(m: int) -> float:
+    """Numbers of a symmetric matrix that are sent"""
+    return m * (m + m / BLOCK_ROWS) / 2
+
+
+def factor(s: Shapes, m: int) -> float:
+    """The factor of an m×m matrix, if the ranks form it together"""
+    together = factors_together(m, s.ranks, s.itemsize, s.cuda)
+    return gathered(s, m * (m + COLUMNS) / 2) if together else 0.0
+
+
+def factors_together(m: int, ranks: int, itemsize: int, cuda: bool) -> bool:
+    """Whether so many ranks factor an m×m matrix faster together than each by itself."""
+    rates = USUAL[cuda]
+    alone = m**3 / 3 / rates.factor * (itemsize / 4)
+    sent = itemsize * m**2 / 2 / rates.network + m / COLUMNS * rates.message
+    return ranks > 1 and alone / ranks + sent < alone
+
+
+def sides(s: Shapes) -> float:
+    """Numbers in the Kronecker factors of all layers"""
+    return sum(b.G * (float(b.O) ** 2 + (b.I + 1.0) ** 2) for b in s.layers if not b.lookup)
 
 
 def forward(s: Shapes, pieces: int = 1) -> Work:

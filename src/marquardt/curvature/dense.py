@@ -17,7 +17,7 @@ from ..layers.block import add_square
 from ..metric import Diagonal, Metric
 from ..model.parameters import Range
 from .contract import Curvature, Interchangeable, Past, check_chunk, check_inertia, trusted
-from .cost import Cost, Shapes, Work, deltas
+from .cost import Cost, Shapes, Work, deltas, factor, gathered, half, reduced
 from .solve import factored, holds, refined, spd_solve
 
 # Up to this many parameters products cost nothing, and are formed in float64 at once.
@@ -65,6 +65,10 @@ class Dense(Interchangeable):
         rows = s.R * samples * (s.n + s.out) + samples * (s.inputs + 3 * s.R * s.outputs)
         work = deltas(s, s.pieces(self.chunk)) + self._products(s) + Work(factor=s.n**3 / 3, numbers=12.0 * s.n**2)
         return Cost(int(s.itemsize * (matrices + rows + 6 * s.n)), work)
+
+    def sent(self, s: Shapes) -> float:
+        """Half of G, the gradient, the factor, and the step"""
+        return reduced(s, half(s.n) + s.n) + factor(s, s.n) + gathered(s, s.n)
 
     def _products(self, s: Shapes) -> Work:
         """J̃ᵀJ̃ as `_add_blocks` forms it: layers with one position contract the R rows of a sample first."""

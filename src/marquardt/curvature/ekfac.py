@@ -14,6 +14,7 @@ from ..jacobian.linearization import Linearization
 from ..metric import Diagonal, Metric
 from ..ranks import Ranks
 from .contract import Past, trusted
+from .cost import Shapes, gathered, sides
 from .factors import Layer, spectra
 from .kronecker import Kronecker, KroneckerCurvature
 from .solve import FactorizationError
@@ -42,6 +43,10 @@ class EKFAC(Kronecker):
     """
 
     every: int = field(default=1, init=False, repr=False)  # the basis is that of the step
+
+    def sent(self, s: Shapes) -> float:
+        """The same, every eigenbasis, and the second moments in it; the step is formed by every rank"""
+        return super().sent(s) + gathered(s, sides(s))
 
     def form(self, lin: Linearization) -> EKFACCurvature:
         return EKFACCurvature(lin, self.decay)

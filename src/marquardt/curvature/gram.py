@@ -19,7 +19,7 @@ from ..layers import Block, Explicit
 from ..layers.block import Product
 from ..metric import Diagonal, Metric
 from .contract import Curvature, Interchangeable, check_chunk
-from .cost import Cost, Layer, Shapes, Work, deltas
+from .cost import Cost, Layer, Shapes, Work, deltas, factor, gathered, half, reduced
 from .solve import holds, spd_solve
 
 # The relative error that rounding may leave in a float32 step, as a bound that is seldom reached: errors are a tenth of
@@ -62,6 +62,11 @@ class Gram(Interchangeable):
             again * deltas(s, pieces) + self._products(s) + Work(factor=s.m**3 / 3, numbers=12.0 * s.m**2 + 8.0 * s.n)
         )
         return Cost(int(s.itemsize * (5 * s.m**2 + 4 * s.n + rows)), work)
+
+    def sent(self, s: Shapes) -> float:
+        """Inputs and gradients of all layers, for every pair of chunks; u, half of K, its factor, J̃ᵀw, and the step"""
+        rows = s.N * (s.inputs + s.R * s.outputs + s.R * s.others)
+        return gathered(s, s.pieces(self.chunk) * rows + s.m + s.n) + reduced(s, half(s.m) + s.n) + factor(s, s.m)
 
     def _products(self, s: Shapes) -> Work:
         """J̃J̃ᵀ layer by layer, in the cheaper of the two forms that Bilinear.gram has."""

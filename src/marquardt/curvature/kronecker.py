@@ -15,6 +15,7 @@ from ..layers.block import Sums
 from ..metric import Diagonal, Metric, Part
 from ..ranks import owners
 from .contract import Curvature, Past, Representation, check_chunk, trusted
+from .cost import Shapes, gathered, reduced, sides
 from .factors import (
     DiagonalFactor,
     Factor,
@@ -84,6 +85,10 @@ class Kronecker(Representation):
     @property
     def needs(self) -> Needs:
         return Needs(self.chunk)
+
+    def sent(self, s: Shapes) -> float:
+        """The factors of all layers, the gradient, H⁻¹g of the layers of each rank, and the step"""
+        return reduced(s, sides(s) + 2.0 * s.n) + gathered(s, s.n)
 
     def form(self, lin: Linearization) -> KroneckerCurvature:
         return KroneckerCurvature(lin, self.decay, self.every)

@@ -27,7 +27,7 @@ from ..model.kernels import twice_differentiable
 from ..trials import Trials
 from .conjugate_gradients import Iterate, conjugate_gradients
 from .contract import Curvature, Interchangeable, Past, check_chunk
-from .cost import Cost, Shapes, Work, forward
+from .cost import Cost, Shapes, Work, forward, gathered, reduced
 from .hessian import NOT_SYMMETRIC
 from .products import GaussNewton, HessianProducts, Products, Way, versions, ways
 from .solve import FactorizationError
@@ -99,6 +99,10 @@ class MatrixFree(Interchangeable):
         product = passes + Work(numbers=12.0 * s.R * s.N * s.out + 10.0 * s.n, calls=40)
         size = s.itemsize * (32 * s.n + samples * (4 * (s.inputs + s.outputs) + s.R * s.out))
         return Cost(int(size), (min(self.iterations, LIKELY) + self.probes) * product)
+
+    def sent(self, s: Shapes) -> float:
+        """The gradient, the diagonal, a product in every iteration, and the step"""
+        return reduced(s, (min(self.iterations, LIKELY) + 2.0) * s.n) + gathered(s, s.n)
 
     @property
     def probes(self) -> int:

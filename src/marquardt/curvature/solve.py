@@ -11,10 +11,7 @@ from torch import Tensor
 
 from ..deferred import ask, floats, recording
 from ..ranks import ALONE, Ranks
-from .cost import USUAL
-
-# Columns of a matrix that ranks factor together which one of them factors at a time.
-COLUMNS = 256
+from .cost import COLUMNS, factors_together
 
 
 class FactorizationError(ArithmeticError):
@@ -119,17 +116,11 @@ def factored(H: Tensor, A: Tensor) -> Callable[[Tensor], Tensor] | None:
 
 
 def _cholesky(H: Tensor, b: Tensor, ranks: Ranks) -> Tensor | None:
-    L, fine = shared_factor(H, ranks) if factors_together(len(H), H, ranks.size) else _factor(H)
+    L, fine = (
+        shared_factor(H, ranks) if factors_together(len(H), ranks.size, H.element_size(), H.is_cuda) else _factor(H)
+    )
     x = _solve(L, b.to(H.dtype))
     return x if ask(fine & (x.abs().amax() < math.inf)) else None
-
-
-def factors_together(m: int, like: Tensor, ranks: int) -> bool:
-    """Whether so many ranks factor an m×m matrix faster together than each by itself, by the rates of cost.py."""
-    rates, size = USUAL[like.is_cuda], like.element_size()
-    alone = m**3 / 3 / rates.factor * (size / 4)
-    sent = size * m**2 / 2 / rates.network + m / COLUMNS * rates.message
-    return ranks > 1 and alone / ranks + sent < alone
 
 
 def shared_factor(H: Tensor, ranks: Ranks, width: int = COLUMNS) -> tuple[Tensor, Tensor]:

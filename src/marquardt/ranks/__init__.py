@@ -1,6 +1,7 @@
 """The processes that take a step together."""
 
 from .base import ALONE as ALONE
+from .base import BLOCK_ROWS as BLOCK_ROWS
 from .base import OtherRank as OtherRank
 from .base import RankError as RankError
 from .base import Ranks as Ranks
@@ -10,4 +11,4 @@ from .splitting import completed as completed
 from .splitting import owned as owned
 from .splitting import owners as owners
 
-__all__ = ["ALONE", "OtherRank", "RankError", "Ranks", "cause", "completed", "of", "owned", "owners"]
+__all__ = ["ALONE", "BLOCK_ROWS", "OtherRank", "RankError", "Ranks", "cause", "completed", "of", "owned", "owners"]

@@ -12,6 +12,11 @@ Item = TypeVar("Item")
 Key = TypeVar("Key")
 
 
+# Block rows of a symmetric matrix that are sent one after the other: so many that the half below the diagonal is nearly
+# all left out.
+BLOCK_ROWS = 16
+
+
 class RankError(RuntimeError):
     """The ranks cannot go on together."""
 

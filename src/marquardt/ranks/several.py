@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..deferred import agreeing
-from .base import Item, Key, OtherRank, RankError, Ranks
+from .base import BLOCK_ROWS, Item, Key, OtherRank, RankError, Ranks
 from .sending import packed, unpacked
 
-# Numbers in one message of several tensors, and block rows of a symmetric matrix that are sent one after the other.
-BUCKET, BLOCK_ROWS = 1 << 24, 16
+# Numbers in one message of several tensors.
+BUCKET = 1 << 24
 
 # Numbers that a rank can say in a meeting.
 SLOTS = 16
