@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .logs import Log, attempted, equal_seconds, groups, horizon, or_worst, place, quantile, select
 from .problems import SINE_NOISE_FLOOR
@@ -46,6 +46,11 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str
+
+    @staticmethod
+    def read(content: dict[str, Any]) -> Table:
+        rows = tuple(tuple(row) for row in content["rows"])
+        return Table(**{**content, "header": tuple(content["header"]), "rows": rows})
 
     def markdown(self) -> str:
         lines = [self.header, ("---",) * len(self.header), *self.rows]
@@ -194,10 +199,14 @@ class Effect(NamedTuple):
         if not self.gains:
             return "–"
         text = _mean(finite, "+.2f") if finite else ""
-        marks = [f"better on {self.wins} of {len(self.gains)} seeds"]
+        marks = [self.short]
         if len(finite) < len(self.gains):
             marks.insert(0, f"mean of {len(finite)}" if finite else "no pair with two values")
         return f"{text} ({', '.join(marks)})".strip()
+
+    @property
+    def short(self) -> str:
+        return f"better on {self.wins} of {len(self.gains)} seeds"
 
     @property
     def wins(self) -> int:
@@ -387,6 +396,8 @@ def _data_name(runs: Sequence[Log]) -> str:
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{float(f'{value:.3g}')!r}"
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
