@@ -80,7 +80,9 @@ def groups(logs: Sequence[Log], experiment: str, column: str) -> list[Group]:
 def over_steps(groups: Sequence[Group], key: str) -> Chart:
     N = horizon(run for group in groups for run in group.runs)
     steps = [float(step) for step in range(N + 1)]
-    lines = [_line(group, key, steps, [[run.at(t, key) for run in group.runs] for t in range(N + 1)]) for group in groups]
+    lines = [
+        _line(group, key, steps, [[run.at(t, key) for run in group.runs] for t in range(N + 1)]) for group in groups
+    ]
     iterations = groups[0].runs[0].head["problem"] == "sine"
     return _chart(groups, key, lines, "iterations" if iterations else "steps", (0.0, float(max(N, 1))))
 

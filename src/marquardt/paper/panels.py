@@ -15,7 +15,7 @@ from .problems import SINE_ENDS, SINE_NOISE
 from .styles import CSS, FAMILIES, REFERENCE, SHORT, STYLES, UNKNOWN, Style
 
 WIDTH, HEIGHT = 400, 290
-LEFT, RIGHT, TOP, BOTTOM = 48, 96, 44, 40
+LEFT, RIGHT, TOP, BOTTOM = 48, 110, 44, 40
 INNER = (WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM)
 ACCURACIES = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)  # ticks
 ROOM = 14  # from name to name, upright
@@ -56,7 +56,7 @@ def _panel(chart: Chart, name: str, lines: Sequence[Line], reference: Sequence[L
     for line in [*reference, *lines]:
         style = STYLES.get(line.method, UNKNOWN)
         points = [(x(t), y(v)) for t, v in zip(line.x, line.median, strict=True) if v is not None]
-        text = SHORT.get(line.method, line.label) + " †" * line.label.endswith(" †")
+        text = SHORT.get(line.method, line.label) + "†" * line.label.endswith(" †")
         if not points:
             missing.append(text)
             continue
@@ -178,7 +178,7 @@ def _names(ends: Sequence[End]) -> str:
     width, height = INNER
     parts = []
     outside = sorted((end for end in ends if not end.broken and end.x > 0.9 * width), key=lambda end: end.y)
-    heights = _apart([min(max(end.y, 4.0), height - 2.0) for end in outside], 4.0, height + 6.0)
+    heights = _apart([min(max(end.y, 4.0), height - 2.0) for end in outside], 4.0, height - 1.0)
     for end, at in zip(outside, heights, strict=True):
         lead = f"M{LEFT + end.x:.1f} {TOP + min(max(end.y, 0), height):.1f}L{LEFT + width + 6} {TOP + at:.1f}"
         name = _text(LEFT + width + 9, TOP + at + 4.5, end.text, "start", "label")
@@ -198,6 +198,8 @@ def _names(ends: Sequence[End]) -> str:
         taken.append((left, right, at))
         cross = f"M{LEFT + x - 4:.1f} {TOP + y - 4:.1f}l8 8m0 -8l-8 8"
         mark = f'<path class="cross" d="{cross}"/>' if end.broken else ""
+        lead = f"M{LEFT + x:.1f} {TOP + y:.1f}L{LEFT + left - 2:.1f} {TOP + at:.1f}"
+        mark += f'<path class="lead" d="{lead}"/>' if abs(at - y) > 3 else ""
         name = _text(LEFT + left, TOP + at + 4.5, end.text, "start", "label")
         parts.append(f'<g class="{end.style.color}">{mark}{name}</g>')
     return "".join(parts)
@@ -218,7 +220,7 @@ def _apart(heights: Sequence[float], low: float, high: float) -> list[float]:
 def fit_panel(fit: Fit) -> str:
     """What one network has learned, step by step, on the band in which the samples lie."""
     style = STYLES.get(fit.method, UNKNOWN)
-    wide, high = (WIDTH - 36) / 2 - 8, (HEIGHT - 60) / 2 - 16
+    wide, high = (WIDTH - 36) / 2 - 8, HEIGHT / 2 - 60
     low_x, high_x = SINE_ENDS
     low_y, high_y = FIT_RANGE
     x: Place = lambda t: wide * (t - low_x) / (high_x - low_x)  # noqa: E731
@@ -228,7 +230,7 @@ def fit_panel(fit: Fit) -> str:
     samples = f'<path class="samples" d="{_path([*_simple(below), *_simple(above)[::-1]])}Z"/>'
     parts = [_text(4, 16, fit.label, "start", "name")]
     for k, (step, values) in enumerate(fit.y.items()):
-        left, top = 28 + (wide + 16) * (k % 2), 44 + (high + 34) * (k // 2)
+        left, top = 28 + (wide + 16) * (k % 2), 44 + (high + 46) * (k // 2)
         points = [(x(t), y(v)) for t, v in zip(fit.x, values, strict=True) if v is not None]
         drawn = samples + (_stroke(points, Style(style.color, width=2.4)) if points else "")
         parts.append(_text(left, top - 6, f"{step} iteration{'s' * (step != '1')}", "start", "soft"))

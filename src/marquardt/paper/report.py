@@ -23,9 +23,9 @@ from .logs import Log, horizon, select
 from .problems import SINE_NOISE_FLOOR
 from .tables import Table
 from .verdicts import HELD, LM_ITSELF, THE_OTHERS, UNKNOWN, Verdict, verdicts
-from .vocabulary import COLUMNS, LOGS, OPTIMIZERS, TARGET_LABEL, TITLES, WHAT_THEY_ARE
+from .vocabulary import COLUMNS, CONTENT, LOGS, OPTIMIZERS, TARGET_LABEL, TITLES, WHAT_THEY_ARE
 
-CONTENT, FORMAT = "report.json", 1
+FORMAT = 1  # of report.json
 MNIST_SIZE = 70_000
 TABLES = {"sine": ("sine",), "mnist": ("table1", "table1-variance")}  # of an experiment; else the one of its name
 FOLDED = ("table1-variance", "hyperparameters", "endings")  # tables to look something up in
@@ -58,7 +58,9 @@ class Content:
             raise ValueError(f"{path} has the format {found!r}, this version reads {FORMAT}: write it again from logs")
         judged = {column: [Verdict(**verdict) for verdict in some] for column, some in content["verdicts"].items()}
         made = [Table.read(table) for table in content["tables"]]
-        return Content(**{**content, "verdicts": judged, "tables": made, "figures": [*map(Figure.read, content["figures"])]})
+        return Content(
+            **{**content, "verdicts": judged, "tables": made, "figures": [*map(Figure.read, content["figures"])]}
+        )
 
     def text(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, separators=(",", ":")) + "\n"
@@ -183,7 +185,7 @@ def _summary(found: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
     others = sorted({data["name"] for data in digits if data["train"] + data["test"] != MNIST_SIZE})
     if others:
         sentences.append(
-            f"Classification ran on {', '.join(others)}, so the figures that the paper gives for MNIST cannot be compared."
+            f"Classification ran on {', '.join(others)}: the numbers that the paper gives for MNIST cannot be compared."
         )
     return " ".join(sentences)
 

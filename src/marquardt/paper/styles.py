@@ -67,7 +67,10 @@ SHORT = {  # beside the lines
     **{method: label.replace("without ", "− ").replace("with ", "+ ") for method, label in REMOVED.items()},
     **{method: label.replace("vanilla + ", "+ ") for method, label in ADDED.items()},
 }
-SHORT = {method: label.replace(" damping", "").replace(" acceptance", "") for method, label in SHORT.items()}
+SHORT = {
+    method: label.replace("max-diagonal damping", "max-diag.").replace(" acceptance", "")
+    for method, label in SHORT.items()
+}
 
 
 def variables(colors: dict[str, str]) -> str:
@@ -87,7 +90,7 @@ svg .curve {{ fill: none; stroke: currentColor; stroke-linejoin: round; }}
 svg .band {{ fill: currentColor; fill-opacity: .13; }}
 svg .lead {{ fill: none; stroke: currentColor; stroke-width: .8; }}
 svg .cross {{ fill: none; stroke: currentColor; stroke-width: 2.4; }}
-svg .label {{ fill: currentColor; paint-order: stroke; stroke: var(--paper); stroke-width: 3px; stroke-linejoin: round; }}
-svg .samples {{ fill: var(--soft); fill-opacity: .35; }}
+svg .label {{ fill: currentColor; paint-order: stroke; stroke: var(--paper); stroke-width: 3; stroke-linejoin: round; }}
+svg .samples {{ fill: var(--soft); stroke: var(--soft); stroke-width: 3; opacity: .35; }}
 {" ".join(f".{color} {{ color: var(--{color}); }}" for color in (*LINES, "soft"))}
 """

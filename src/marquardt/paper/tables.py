@@ -99,7 +99,7 @@ def table1(logs: Sequence[Log]) -> Table:
             "seeds",
         ),
         tuple(rows),
-        "Mean ± standard deviation over the seeds; where only some seeds have a value, their number follows it. Steps "
+        "Mean ± standard deviation over the seeds; if only some seeds have a value, their number follows it. Steps "
         "are batches (the paper calls them epochs), accuracies those of the test set. Times in the paper are on its "
         "authors' GPU, the others on the machine below, evaluation off the clock. Converged: ended at "
         f"{TARGET_LABEL} or above and within one point of its own best; the paper does not define its word. "
@@ -120,16 +120,12 @@ def variances(logs: Sequence[Log]) -> Table:
         "table1-variance",
         "Appendix to Table 1: variances over the seeds",
         (
-            "method",
-            "values",
-            f"time to {TARGET_LABEL} (s²)",
-            f"steps to {TARGET_LABEL}",
-            f"accuracy after {N} steps (points²)",
-            "seeds",
+            *("method", "values", f"time to {TARGET_LABEL} (s²)", f"steps to {TARGET_LABEL}"),
+            *(f"accuracy after {N} steps (points²)", "seeds"),
         ),
         tuple(rows),
-        "Unbiased variance over the seeds that have a value, their number where not all have one. A dash: fewer "
-        "than two.",
+        "Unbiased variance over the seeds that have a value, with their number if not all have one. A dash: "
+        "fewer than two.",
     )
 
 
@@ -176,12 +172,8 @@ def swapped(logs: Sequence[Log]) -> Table:
         "swapped",
         f"Train and test sets swapped: {_data_name(runs)}",
         (
-            "method",
-            "values",
-            f"time to {TARGET_LABEL} (s)",
-            f"steps to {TARGET_LABEL}",
-            f"accuracy after {N} steps",
-            "seeds",
+            *("method", "values", f"time to {TARGET_LABEL} (s)", f"steps to {TARGET_LABEL}"),
+            *(f"accuracy after {N} steps", "seeds"),
         ),
         tuple(rows),
         "Trained on the smaller set, one pass. Mean ± standard deviation over the seeds, test accuracy. "
@@ -190,7 +182,7 @@ def swapped(logs: Sequence[Log]) -> Table:
 
 
 class Effect(NamedTuple):
-    """What a part gains on each seed, positive where it helps; ±∞ where only one of the two runs has a value."""
+    """What a part gains on each seed, positive if it helps; ±∞ if only one of the two runs has a value."""
 
     gains: list[float]
 
@@ -280,7 +272,8 @@ def hyperparameters(logs: Sequence[Log]) -> Table:
         ("method", "values", "experiments", "hyper-parameters"),
         tuple(rows),
         "Default: the paper's values; what it does not print has the defaults of this or the method's own library. "
-        "Tuned: the best of as many trials for every method, on seeds and digits that are not reported.",
+        "Tuned: the best of as many trials for every method, on seeds and digits that are not reported. Numbers have "
+        "three digits here and all of them in results.csv.",
     )
 
 

@@ -70,13 +70,13 @@ class Scores:
         return self._text(self.values[method]) if method in self.values else ""
 
     def against(self, method: str, rivals: Iterable[str]) -> str:
-        """This method's median and that of the best rival."""
+        """The median of this method, which is LM's, and that of the best rival."""
         others = [rival for rival in rivals if rival in self.values and rival != method]
         if method not in self.values or not others:
             return ""
         sign = -1 if self.higher else 1
         first = min(others, key=lambda rival: sign * self.values[rival])
-        return f"{self._text(self.values[method])}; {self.labels[first]} {self._text(self.values[first])}"
+        return f"LM {self.level(method)}, {self.labels[first]} {self.level(first)}"
 
     def best(self, method: str, rivals: Iterable[str]) -> bool | None:
         """Whether `method` beats all rivals that were measured; None where it or they were not."""
@@ -133,7 +133,7 @@ def _sine_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
             "LM fits the sine to a loss of 0.001.",
             "section 3.2",
             end.values[LM] < 0.0015 if LM in end.values else None,  # to the digit that the paper gives
-            f"{end.level(LM)}; the noise alone has {SINE_NOISE_FLOOR:.4f}",
+            f"LM {end.level(LM)}, the noise alone {SINE_NOISE_FLOOR:.4f}",
             f"{end.of(LM, 'lm')} {floor}",
         ),
         verdict(
@@ -148,7 +148,7 @@ def _sine_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
             "LM learns the sine in a single iteration.",
             "appendix C",
             first.values[LM] <= 2 * SINE_NOISE_FLOOR if LM in first.values else None,
-            f"{first.level(LM)} after it; learned would be {2 * SINE_NOISE_FLOOR:.4f}",
+            f"LM {first.level(LM)}, learned would be {2 * SINE_NOISE_FLOOR:.4f}",
             f"{first.of(LM, 'lm', 'kfac', 'adam')} {floor} Learned: at most twice that.",
         ),
     ]
@@ -191,7 +191,7 @@ def _mnist_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
             "LM reaches 97.5 % after 100 steps.",
             "Table 1",
             accuracy.values[LM] >= 97.25 if LM in accuracy.values and N >= 100 else None,  # to the half point given
-            accuracy.level(LM),
+            f"LM {accuracy.level(LM)}",
             f"{accuracy.of(LM, 'lm')} Judged to the half point that the paper gives: from 97.25 %.",
         ),
         verdict(

@@ -103,4 +103,5 @@ SINE_READINGS = (100, 200)  # the steps after which tables and results.csv give 
 
 OUT = Path("paper-results")  # what the command line writes to by default
 LOGS = "logs"  # folder in it
+CONTENT = "report.json"  # what the page in it shows
 TUNED = "tuned.json"  # what a search leaves in it; one comes with the package
