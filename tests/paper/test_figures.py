@@ -115,6 +115,38 @@ def test_colours_are_seen_on_the_page(colors):
     assert contrast(colors["soft"], colors["paper"]) >= 4.5  # text
 
 
+# What is left of linear RGB without one kind of cone (Machado, Oliveira and Fernandes 2009, severity 1).
+CONES = {
+    "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "no green": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "no blue": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+
+
+@pytest.mark.parametrize("cones", CONES)
+@pytest.mark.parametrize("colors", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_are_told_apart_by_the_colour_blind(colors, cones):
+    seen = {name: lab(times(CONES[cones], linear(colors[name]))) for name in LINES}
+    for a, b in itertools.combinations(LINES, 2):
+        assert math.dist(seen[a], seen[b]) > 12, (a, b)  # 2.3 is a difference that is just seen
+
+
+def times(matrix, vector):
+    return [sum(m * v for m, v in zip(row, vector, strict=True)) for row in matrix]
+
+
+def lab(rgb):
+    """CIELAB, D65."""
+    to_xyz = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    xyz = times(to_xyz, [min(max(v, 0), 1) for v in rgb])
+    x, y, z = (
+        v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116
+        for v in (value / white for value, white in zip(xyz, (0.9505, 1, 1.089), strict=True))
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
 def linear(color):
     values = [int(color[k : k + 2], 16) / 255 for k in (1, 3, 5)]
     return [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]

@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 from .vocabulary import ADDED, OPTIMIZERS, REMOVED
 
-# Okabe and Ito's hues, which the colour-blind can tell apart, darkened for white and lightened for black until each
-# has a contrast of at least 3 with the page.
+# The hues of Okabe and Ito, darker for a light page and lighter for a dark one: a contrast of at least 3 with the page,
+# and apart from each other for the colour-blind too. tests/paper/test_figures.py has both as numbers.
 LIGHT = {
     "ink": "#1c2126", "soft": "#59636e", "paper": "#ffffff", "line": "#d5dae0", "shade": "#f4f6f8",
-    "blue": "#0072b2", "red": "#d55e00", "green": "#008a64", "purple": "#a8477f", "amber": "#a87400",
+    "blue": "#0068ad", "red": "#a92b00", "green": "#00916a", "purple": "#b0408a", "amber": "#b07d00",
 }  # fmt: skip
 DARK = {
     "ink": "#e4e8ec", "soft": "#9aa5b1", "paper": "#15191d", "line": "#333b43", "shade": "#1d2328",
-    "blue": "#56b4e9", "red": "#ff8a4d", "green": "#2cc295", "purple": "#e08fc0", "amber": "#f0c23c",
+    "blue": "#4a97f0", "red": "#f5713a", "green": "#35d6a0", "purple": "#ee7ec4", "amber": "#f7d774",
 }  # fmt: skip
 LINES = ("ink", "blue", "red", "green", "purple", "amber")  # the colours that a line may have
 
