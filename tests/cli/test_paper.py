@@ -513,6 +513,15 @@ def test_report_draws_from_logs_alone(invoke: Invoke, out: Path, monkeypatch: py
     assert (out / "report.html").read_text() == "sine/adam.1000"
 
 
+def test_report_draws_from_its_content_if_there_are_no_logs(invoke: Invoke, out: Path) -> None:
+    assert invoke("paper", "report", "--out", out).exit_code == 2
+    out.mkdir()
+    (out / "report.json").write_text("{}")
+    result = invoke("paper", "report", "--out", out)
+    assert result.exit_code == 0
+    assert f"Report: {out / 'report.html'}" in result.output
+
+
 def test_a_package_for_drawing_is_missed_before_the_first_run(
     invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,14 +7,17 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
-from marquardt.paper import figures, logs, report
+from marquardt.paper import logs, report
 from support import made_logs
 from support.made_logs import digits, losses
 
 VOID = {"meta", "link", "img", "br"}
+COMMITTED = Path(__file__).parents[2] / "docs" / "paper"
+LIMIT = 1_500_000  # bytes
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +29,68 @@ def full(tmp_path_factory):
 
 def test_every_output_is_there(full):
     out = full.parent
-    names = {"fig1a", "fig1b-iterations", "fig1b-seconds", "sine-fits", "mnist", "mnist-seconds"}
+    names = {"fig1-iterations", "fig1-seconds", "sine-fits", "mnist", "mnist-more", "mnist-seconds"}
     names |= {f"{name}-tuned" for name in names}
-    names |= {"swapped", "ablation-sine", "ablation-mnist", "ablation-mnist-added"}
-    for ending in ("svg", "png"):
-        assert {path.stem for path in (out / "figures").glob(f"*.{ending}")} == names
-    for path in (out / "figures").glob("*.svg"):
+    names |= {"swapped", "swapped-more", "ablation-sine", "ablation-mnist", "ablation-mnist-more"}
+    assert {path.name for path in (out / "figures").iterdir()} == {f"{name}.svg" for name in names}
+    for path in (out / "figures").iterdir():
         ET.parse(path)
     assert {path.stem for path in (out / "tables").glob("*.md")} == {
         *("sine", "table1", "table1-variance", "ablation-sine", "ablation-mnist", "swapped"),
         *("hyperparameters", "endings"),
     }
     assert len((out / "results.csv").read_text().splitlines()) == 1 + len(logs.read_all(out))
+
+
+def test_the_page_is_drawn_again_without_logs(full, tmp_path):
+    shutil.copy(full.parent / "report.json", tmp_path)
+    page = report.write(tmp_path)
+    assert page.read_bytes() == full.read_bytes()
+    for path in (full.parent / "figures").iterdir():
+        assert (tmp_path / "figures" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_content_of_another_version_is_refused(tmp_path):
+    (tmp_path / "report.json").write_text('{"format": 0}')
+    with pytest.raises(ValueError, match=r"report\.json has the format 0, this version reads 1: write it again"):
+        report.write(tmp_path)
+
+
+def test_the_committed_page_is_what_its_content_draws(tmp_path):
+    shutil.copy(COMMITTED / "report.json", tmp_path)
+    assert report.write(tmp_path).read_bytes() == (COMMITTED / "report.html").read_bytes()
+    drawn = {path.name: path.read_bytes() for path in (tmp_path / "figures").iterdir()}
+    assert drawn == {path.name: path.read_bytes() for path in (COMMITTED / "figures").iterdir()}
+
+
+@pytest.mark.parametrize("seeds", [1, 6])
+def test_the_page_is_small_for_any_number_of_seeds(tmp_path, seeds):
+    made_logs.everything(tmp_path, range(seeds))
+    assert report.write(tmp_path).stat().st_size < LIMIT
+    assert (COMMITTED / "report.html").stat().st_size < LIMIT  # real runs, whose lines are less smooth
+
+
+def test_pictures_come_before_verdicts_and_these_before_tables(full):
+    ids = parsed(full).ids
+    places = [
+        ids.index(name) for name in ("legend", "pictures", "figure-mnist", "verdicts", "tables", "table-sine", "runs")
+    ]
+    assert places == sorted(places)
+    assert all(ids.index(name) < ids.index("verdicts") for name in ids if name.startswith("figure-"))
+
+
+def test_what_lines_and_bands_are_is_said_once(full):
+    text = " ".join(parsed(full).text)
+    for words in ("is the median over the seeds", "quartile. A cross", "an accuracy of 90 %"):
+        assert " ".join(text.split()).count(words) == 1
+
+
+def test_a_claim_has_one_row_for_all_values(full):
+    rows = re.findall(r'<tr><th scope="row">(.*?) <small>', full.read_text(encoding="utf-8"))
+    judged = report.Content.read(full.parent / "report.json").verdicts
+    assert len(rows) == len(set(rows)) == len({verdict.claim for some in judged.values() for verdict in some})
+    longest = max(len(verdict.finding) for some in judged.values() for verdict in some)
+    assert longest < 130  # all numbers are in the evidence
 
 
 class Balance(html.parser.HTMLParser):
@@ -136,7 +189,7 @@ def test_no_logs_is_an_error_that_says_so(tmp_path):
 
 
 def test_a_report_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "draw", lambda *_: [])
+    monkeypatch.setattr(report, "figures", lambda *_: [])
     made_logs.write(tmp_path, made_logs.head("sine"), losses([1, 0.5, 0.2, 0.1]))
     page = report.write(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
@@ -159,14 +212,14 @@ def test_two_reports_at_once(tmp_path, monkeypatch):
     made_logs.write(tmp_path, made_logs.head("sine"), losses([1, 0.5, 0.2, 0.1]))
 
     def draw(*_):
-        monkeypatch.setattr(figures, "draw", lambda *_: [])
+        monkeypatch.setattr(report, "figures", lambda *_: [])
         before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
         with pytest.raises(OSError, match=rf"{tmp_path} is in use, process {os.getpid()} .* writes its report: wait"):
             report.write(tmp_path)
         assert before == {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
         return []
 
-    monkeypatch.setattr(figures, "draw", draw)
+    monkeypatch.setattr(report, "figures", draw)
     assert report.write(tmp_path).exists()
     assert report.write(tmp_path).exists()
 
@@ -176,14 +229,29 @@ def test_two_reports_at_once(tmp_path, monkeypatch):
 WATCH = """<script>
 const errors = [];
 addEventListener("error", event => errors.push(String(event.message || event.target.outerHTML).slice(0, 200)), true);
-addEventListener("load", () => parent.postMessage(JSON.stringify({
+addEventListener("load", () => {
+document.querySelectorAll("details").forEach(details => { details.open = true; });
+parent.postMessage(JSON.stringify({
   errors,
-  images: Array.from(document.images, image => [image.alt, image.complete && image.naturalWidth > 0]),
-  tables: Array.from(document.querySelectorAll("table"), table =>
-    Array.from(table.querySelectorAll("td"), cell => cell.textContent).filter(text => /[0-9]/.test(text)).length),
+  pictures: Array.from(document.querySelectorAll(".panel > svg"), panel => {
+    const frame = panel.getBoundingClientRect();
+    const out = Array.from(panel.querySelectorAll("text")).filter(text => {
+      const box = text.getBoundingClientRect();
+      return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
+    });
+    return {width: frame.width, paths: panel.querySelectorAll(".curve").length, out: out.map(text => text.textContent)};
+  }),
+  tables: Array.from(document.querySelectorAll("table"), table => ({
+    numbers: Array.from(table.querySelectorAll("td")).filter(cell => /[0-9]/.test(cell.textContent)).length,
+    hidden: Array.from(table.querySelectorAll("tbody th, td")).filter(cell => {
+      const box = cell.getBoundingClientRect();
+      return cell.textContent && (box.width < 20 || box.left < 0 || box.right > document.documentElement.clientWidth ||
+        cell.scrollWidth > cell.clientWidth + 1);
+    }).map(cell => cell.textContent),
+  })),
   width: document.documentElement.scrollWidth,
   background: getComputedStyle(document.body).backgroundColor,
-}), "*"));
+}), "*"); });
 </script>"""
 FRAME = """<!DOCTYPE html><title>frame</title><link rel="icon" href="data:,"><body><script>
 addEventListener("message", event => {{ document.body.textContent = "seen" + event.data + "seen"; }});
@@ -192,7 +260,7 @@ addEventListener("message", event => {{ document.body.textContent = "seen" + eve
 
 @pytest.mark.parametrize(
     ("width", "scheme", "background"),
-    [(1200, 1, "rgb(255, 255, 255)"), (390, 0, "rgb(21, 25, 29)")],  # light on a desktop, dark on a phone
+    [(1280, 1, "rgb(255, 255, 255)"), (390, 0, "rgb(21, 25, 29)")],  # light on a desktop, dark on a phone
 )
 def test_the_page_in_chromium(full, tmp_path, width, scheme, background):
     """A copy of the page with a watching script, in a frame as wide as a desktop's or a phone's window."""
@@ -213,9 +281,14 @@ def test_the_page_in_chromium(full, tmp_path, width, scheme, background):
     assert "CONSOLE" not in done.stderr
     seen = json.loads(html.unescape(done.stdout.split("seen")[1]))
     assert seen["errors"] == []
-    assert len(seen["images"]) == len(list((full.parent / "figures").glob("*.svg")))
-    assert all(loaded for _, loaded in seen["images"]), seen["images"]
-    assert len(seen["tables"]) == 2 + len(list((full.parent / "tables").glob("*.md")))
-    assert min(seen["tables"]) > 0  # every table holds numbers
-    assert seen["width"] == width  # wide things scroll in their own boxes
+    drawn = sum(path.read_text(encoding="utf-8").count('role="img"') for path in (full.parent / "figures").iterdir())
+    assert len(seen["pictures"]) == drawn
+    assert min(picture["width"] for picture in seen["pictures"]) >= 330  # at which their text can be read
+    assert min(picture["paths"] for picture in seen["pictures"]) > 0
+    assert [picture["out"] for picture in seen["pictures"] if picture["out"]] == []  # no name is cut off
+    topics = full.read_text(encoding="utf-8").count('<table class="verdicts">')
+    assert len(seen["tables"]) == 2 + topics + len(list((full.parent / "tables").glob("*.md")))
+    assert min(table["numbers"] for table in seen["tables"]) > 0  # every table holds numbers
+    assert [table["hidden"] for table in seen["tables"] if table["hidden"]] == []  # no column is out of sight
+    assert seen["width"] == width  # nothing scrolls sideways
     assert seen["background"] == background

@@ -23,7 +23,7 @@ from ..paper import data, logs, plans, runs
 from ..paper import tune as tuning
 from ..paper.screen import Screen
 from ..paper.trainers import Unavailable
-from ..paper.vocabulary import EXPERIMENTS, LOGS, OPTIMIZERS, OUT, TUNED
+from ..paper.vocabulary import CONTENT, EXPERIMENTS, LOGS, OPTIMIZERS, OUT, TUNED
 from .base import Debug, complain, make_folder, told
 
 EXTRA = "paper"
@@ -263,11 +263,11 @@ def tune(
 
 @paper.command("report")
 def write_report(out: Out = OUT, debug: Debug = False) -> None:
-    """Draw figures, tables and the page again, from the logs alone."""
+    """Draw figures, tables and the page again, from the logs alone, or from report.json if there are none."""
     with told(debug, EXTRA):
         from ..paper import report
 
-        if not logs.read_all(out):
+        if not logs.read_all(out) and not (out / CONTENT).exists():
             raise typer.BadParameter(
                 f"{str(out / LOGS)!r} holds no run: marquardt paper makes them", param_hint="--out"
             )

@@ -1,199 +1,116 @@
-"""Figures of the paper's experiments, drawn from logs: which there are, with their titles and captions."""
+"""Figures of the paper's experiments: which there are, with their titles and captions."""
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from .. import files
 from . import panels
-from .logs import Log, attempted, equal_seconds, place, runs_of, select
-from .panels import SINE_MEAN, SINGLE, Group
-from .problems import SINE_NOISE_FLOOR
-from .styles import RC
-from .vocabulary import ADDED, REMOVED, TARGET_LABEL
+from .curves import Chart, Fit, Group, accuracy_over_seconds, fits, groups, loss_over_seconds, over_steps
+from .logs import Log, equal_seconds
 
-BAND = (
-    "Lines are medians over the seeds, bands quartiles. Runs that diverged or failed count as the worst: a band ends "
-    "where they reach a quartile, a line, with a cross, where they reach the median. Runs that ended early keep their "
-    "last value."
-)
-FLOOR = f"Dotted line: the noise floor {SINE_NOISE_FLOOR:.4f}."
-GOAL = f"Dotted line: {TARGET_LABEL}."
-
-
-class Made(NamedTuple):
-    """A figure that is not on disk yet."""
-
-    name: str
-    experiment: str
-    title: str
-    caption: str
-    figure: Figure
+FITTED = ("lm", "lm-paper", "kfac", "adam")  # whose fits of the sine are shown
+FIRST, MORE = ("test_accuracy", "train_loss"), ("train_accuracy", "test_loss")  # of the paper's four measures
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A figure on disk: `path` is its SVG, the PNG lies beside it."""
-
+class Figure:
     name: str
     experiment: str
     title: str
     caption: str
-    path: Path
-    wide: bool
+    charts: list[Chart] = field(default_factory=list)
+    fits: list[Fit] = field(default_factory=list)
+    folded: bool = False  # on the page
+
+    @staticmethod
+    def read(content: dict[str, Any]) -> Figure:
+        charts, fitted = [*map(Chart.read, content["charts"])], [Fit(**fit) for fit in content["fits"]]
+        return Figure(**{**content, "charts": charts, "fits": fitted})
+
+    def panels(self) -> list[str]:
+        """As SVG."""
+        return [*(panel for chart in self.charts for panel in panels.panels(chart)), *map(panels.fit_panel, self.fits)]
 
 
-def draw(logs: Sequence[Log], folder: Path) -> list[Drawn]:
-    """Every figure that the logs have something for, as SVG and PNG."""
-    drawn = []
-    with matplotlib.rc_context(RC):  # type: ignore[arg-type]  # the keys are literals in the stubs
-        for name, experiment, title, caption, figure in _figures(logs):
-            FigureCanvasAgg(figure)
-            with files.whole(folder / f"{name}.svg") as write:
-                write(_shorten(_saved(figure, format="svg", metadata={"Date": None}).decode("utf-8")))
-            figure.set_layout_engine("none")  # it stands, and laying out again costs as much as drawing
-            with files.whole(folder / f"{name}.png") as write:
-                write(_saved(figure, format="png", dpi=150))
-            wide = figure.get_figwidth() > SINGLE[0]
-            drawn.append(Drawn(name, experiment, title, caption, folder / f"{name}.svg", wide))
-    return drawn
-
-
-def _shorten(svg: str) -> str:
-    """Paths to a tenth of a point and without line breaks, which halves the file."""
-
-    def shorter(match: re.Match[str]) -> str:
-        return re.sub(r"(\d\.\d)\d+", r"\1", match[0]).replace("\n", "")
-
-    return re.sub(r' d="M [^"]*"', shorter, svg)
-
-
-def _saved(figure: Figure, **options: Any) -> bytes:
-    content = io.BytesIO()
-    figure.savefig(content, **options)
-    return content.getvalue()
-
-
-def _figures(logs: Sequence[Log]) -> Iterator[Made]:
-    yield from _compared(logs, "default")
-    for made in _compared(logs, "tuned"):
-        yield made._replace(
+def figures(logs: Sequence[Log]) -> list[Figure]:
+    """Every figure that the logs have something for."""
+    tuned = [
+        replace(
+            made,
             name=f"{made.name}-tuned",
-            title=f"{made.title}, tuned hyper-parameters",
-            caption=f"{made.caption} Dagger: not tuned, shown with default hyper-parameters.",
+            title=f"{made.title}, tuned values",
+            caption=f"{made.caption} A dagger marks a method that was not tuned: it has its default values.".strip(),
+            folded=True,
         )
-    yield from _sine_ablation(_groups(logs, "ablation-sine", "default"))
-    yield from _mnist_ablation(_groups(logs, "ablation-mnist", "default"))
+        for made in _compared(logs, "tuned")
+    ]
+    ablation = [
+        *_sine_ablation(groups(logs, "ablation-sine", "default")),
+        *_mnist(groups(logs, "ablation-mnist", "default"), "ablation-mnist", "the parts one by one"),
+    ]
+    return [*_compared(logs, "default"), *tuned, *ablation]
 
 
-def _compared(logs: Sequence[Log], column: str) -> Iterator[Made]:
-    yield from _sine(_groups(logs, "sine", column))
-    yield from _mnist(_groups(logs, "mnist", column))
-    yield from _swapped(_groups(logs, "swapped", column))
-
-
-def _sine(groups: Sequence[Group]) -> Iterator[Made]:
-    family = [group for group in groups if group.method in ("lm", "lm-paper", "lm-code", "lm-vanilla")]
-    if family:
-        yield Made(
-            "fig1a",
-            "sine",
-            "Figure 1a: vanilla against modified LM",
-            f"Mean squared error on the sine, full batch. {BAND} {FLOOR}",
-            panels.sine_over_steps(family),
-        )
-    if groups:
-        yield Made(
-            "fig1b-iterations",
-            "sine",
-            "Figure 1b: all methods over iterations",
-            f"Mean squared error on the sine. {BAND} {FLOOR}",
-            panels.sine_over_steps(groups),
-        )
-    if equal_seconds(run for group in groups for run in group.runs) > 0:
-        yield Made(
-            "fig1b-seconds",
-            "sine",
-            "Figure 1b: all methods at equal wall-clock time",
-            f"The same runs over seconds of training, evaluation off the clock. {BAND} {FLOOR}",
-            panels.sine_over_seconds(groups),
-        )
-    shown = ("lm", "lm-paper", "kfac", "adam")
-    fitted = [group for group in groups if group.method in shown and panels.with_curves(group)]
-    if fitted:
-        yield Made(
-            "sine-fits",
-            "sine",
-            "The fitted curve after few iterations",
-            f"Grey: samples; dotted: {SINE_MEAN}, their mean; solid: the network of the first seed.",
-            panels.fits(fitted),
-        )
-
-
-def _mnist(groups: Sequence[Group]) -> Iterator[Made]:
-    if groups:
-        data = _data_name(groups)
-        yield Made(
-            "mnist",
-            "mnist",
-            f"{data}: loss and accuracy over steps",
-            f"Read after every step. {BAND} Accuracies on a scale of the logarithm of the error. {GOAL}",
-            panels.four_measures(groups),
-        )
-        yield Made(
+def _compared(logs: Sequence[Log], column: str) -> Iterator[Figure]:
+    yield from _sine(groups(logs, "sine", column))
+    digits = groups(logs, "mnist", column)
+    yield from _mnist(digits, "mnist", "test accuracy and training loss over steps")
+    if digits:
+        yield Figure(
             "mnist-seconds",
             "mnist",
-            f"{data}: test accuracy over time",
-            f"Seconds of training, evaluation off the clock; each line ends with its fastest run. {BAND} {GOAL}",
-            panels.accuracy_over_seconds(groups),
+            f"{_data_name(digits)}: test accuracy over seconds",
+            "Each line ends with the fastest run of its method.",
+            [accuracy_over_seconds(digits)],
+        )
+    yield from _mnist(groups(logs, "swapped", column), "swapped", "train and test sets swapped, one pass")
+
+
+def _sine(groups: Sequence[Group]) -> Iterator[Figure]:
+    if not groups:
+        return
+    yield Figure(
+        "fig1-iterations",
+        "sine",
+        "Figure 1: the error on the sine over iterations",
+        "The first panel is the paper’s Figure 1a, all of them together its Figure 1b.",
+        [over_steps(groups, "train_loss")],
+    )
+    if equal_seconds(run for group in groups for run in group.runs) > 0:
+        title = "Figure 1b again: the error on the sine over seconds"
+        yield Figure("fig1-seconds", "sine", title, "The same runs.", [loss_over_seconds(groups)])
+    fitted = fits(groups, FITTED)
+    if fitted:
+        yield Figure(
+            "sine-fits",
+            "sine",
+            "What the network has learned of the sine",
+            "The samples lie in the grey band, the line is the network of the first seed.",
+            fits=fitted,
         )
 
 
-def _swapped(groups: Sequence[Group]) -> Iterator[Made]:
+def _mnist(groups: Sequence[Group], experiment: str, what: str) -> Iterator[Figure]:
     if groups:
-        title = f"{_data_name(groups)}: train and test sets swapped, one pass"
-        yield Made("swapped", "swapped", title, f"{BAND} {GOAL}", panels.four_measures(groups))
+        title = f"{_data_name(groups)}: {what}"
+        yield Figure(experiment, experiment, title, "", [over_steps(groups, key) for key in FIRST])
+        more = f"{title.removesuffix('test accuracy and training loss over steps')}".rstrip(" ,:")
+        yield Figure(
+            f"{experiment}-more",
+            experiment,
+            f"{more}: training accuracy and test loss",
+            "",
+            [over_steps(groups, key) for key in MORE],
+            folded=True,
+        )
 
 
-def _sine_ablation(groups: Sequence[Group]) -> Iterator[Made]:
-    by_title = {
-        title: some
-        for title, methods in (("one part removed, or uphill added", REMOVED), ("one part added", ADDED))
-        if (some := [group for group in groups if group.method in methods])
-    }
-    if by_title:
-        caption = f"Mean squared error on the sine. {BAND} {FLOOR}"
-        figure = panels.sine_side_by_side(by_title)
-        yield Made("ablation-sine", "ablation-sine", "Ablation on the sine", caption, figure)
-
-
-def _mnist_ablation(groups: Sequence[Group]) -> Iterator[Made]:
-    for name, methods, what in (
-        ("ablation-mnist", REMOVED, "one part removed from LM (paper)"),
-        ("ablation-mnist-added", ADDED, "one part added to vanilla LM"),
-    ):
-        some = [group for group in groups if group.method in methods]
-        if some:
-            title = f"Ablation on {_data_name(some)}: {what}"
-            yield Made(name, "ablation-mnist", title, f"{BAND} {GOAL}", panels.four_measures(some))
-
-
-def _groups(logs: Sequence[Log], experiment: str, column: str) -> list[Group]:
-    """By method, in the order of tables, those that made a step; empty where no run has this column."""
-    if not attempted(select(logs, experiment, column=column)):
-        return []
-    methods = sorted({log.method for log in select(logs, experiment) if log.steps}, key=place)
-    found = {method: runs for method in methods if (runs := runs_of(logs, experiment, method, column))}
-    return [Group(method, runs[0].label + " †" * (runs[0].column != column), runs) for method, runs in found.items()]
+def _sine_ablation(groups: Sequence[Group]) -> Iterator[Figure]:
+    if groups:
+        charts = [over_steps(groups, "train_loss")]
+        yield Figure("ablation-sine", "ablation-sine", "The sine: the parts one by one", "", charts)
 
 
 def _data_name(groups: Sequence[Group]) -> str:

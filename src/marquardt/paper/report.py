@@ -1,55 +1,124 @@
-"""The report of the paper's experiments: one HTML page with verdicts, tables and figures, from logs alone."""
+"""The report of the paper's experiments: one HTML page with pictures, verdicts and tables, from logs alone.
+
+What the page shows is written beside it as report.json, from which it can be drawn again without the logs.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from .. import files
-from . import figures, logs, styles, tables
+from . import logs, panels, styles, tables
+from .figures import Figure, figures
 from .logs import Log, horizon, select
+from .problems import SINE_NOISE_FLOOR
 from .tables import Table
 from .verdicts import HELD, LM_ITSELF, THE_OTHERS, UNKNOWN, Verdict, verdicts
-from .vocabulary import COLUMNS, LOGS, TITLES
+from .vocabulary import COLUMNS, CONTENT, LOGS, OPTIMIZERS, TARGET_LABEL, TITLES, WHAT_THEY_ARE
 
+FORMAT = 1  # of report.json
 MNIST_SIZE = 70_000
-TABLES = {"sine": ("sine",), "mnist": ("table1", "table1-variance")}  # of a section; elsewhere the one of its name
+TABLES = {"sine": ("sine",), "mnist": ("table1", "table1-variance")}  # of an experiment; else the one of its name
+FOLDED = ("table1-variance", "hyperparameters", "endings")  # tables to look something up in
+OTHER_METHODS = "What the paper says about other methods"
 
 
 @dataclass(frozen=True)
-class Section:
-    name: str
-    title: str
-    figures: list[figures.Drawn]
+class Content:
+    """All that the page shows."""
+
+    runs: int
+    statuses: dict[str, int]
+    unfinished: list[str]
+    hours: float
+    started: list[str]  # the first and the last
+    summary: str
+    experiments: list[list[str]]
+    machines: list[list[str]]
+    verdicts: dict[str, list[Verdict]]  # by column
     tables: list[Table]
+    figures: list[Figure]
+    note: str = ""  # where the numbers come from, if not from logs
+
+    @staticmethod
+    def read(path: Path) -> Content:
+        with path.open(encoding="utf-8") as file:
+            content = json.load(file)
+        found = content.pop("format", None)
+        if found != FORMAT:
+            raise ValueError(f"{path} has the format {found!r}, this version reads {FORMAT}: write it again from logs")
+        judged = {column: [Verdict(**verdict) for verdict in some] for column, some in content["verdicts"].items()}
+        made = [Table.read(table) for table in content["tables"]]
+        return Content(
+            **{**content, "verdicts": judged, "tables": made, "figures": [*map(Figure.read, content["figures"])]}
+        )
+
+    def text(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 def write(out: Path) -> Path:
-    """Everything that can be made from the logs under `out`: results.csv, figures, tables and report.html."""
+    """Everything that can be made from the logs under `out`: results.csv, figures, tables, report.json, report.html.
+
+    If there are no logs but a report.json, the page and the figures are drawn again from that.
+    """
     out = Path(out)
     found = logs.read_all(out)
     if not found:
+        if (out / CONTENT).exists():
+            with files.held(out, "report"):
+                return _draw(Content.read(out / CONTENT), out)
         raise ValueError(f"{out / LOGS} has no log of a run that has ended: run `marquardt paper` first")
-    page = out / "report.html"
     with files.held(out, "report"):
         logs.write_csv(found, out / "results.csv")
-        made = tables.tables(found)
-        for table in made:
+        content = _gathered(found, logs.unfinished(out))
+        for table in content.tables:
             with files.whole(out / "tables" / f"{table.name}.md") as write:
                 write(table.markdown())
-        drawn = figures.draw(found, out / "figures")
-        with files.whole(page) as write:
-            write(_page(found, made, drawn, logs.unfinished(out)))
+        with files.whole(out / CONTENT) as write:
+            write(content.text())
+        return _draw(content, out)
+
+
+def _draw(content: Content, out: Path) -> Path:
+    drawn = {figure.name: figure.panels() for figure in content.figures}
+    for name, svgs in drawn.items():
+        with files.whole(out / "figures" / f"{name}.svg") as write:
+            write(panels.alone(svgs))
+    page = out / "report.html"
+    with files.whole(page) as write:
+        write(_page(content, drawn))
     return page
 
 
-def _page(found: Sequence[Log], made: Sequence[Table], drawn: Sequence[figures.Drawn], parts: Sequence[Path]) -> str:
+def _gathered(found: Sequence[Log], parts: Sequence[Path]) -> Content:
+    by_column = {column: verdicts(found, column) for column in COLUMNS if any(r.column == column for r in found)}
+    started = sorted(log.head["started"] for log in found)
+    return Content(
+        runs=len(found),
+        statuses=dict(Counter(log.status for log in found)),
+        unfinished=sorted({f"{path.parent.name}/{logs.run_of(path)}" for path in parts}),
+        hours=sum(seconds for log in found if math.isfinite(seconds := log.final("seconds"))) / 3600,
+        started=[started[0], started[-1]],
+        summary=_summary(found, by_column),
+        experiments=_experiments(found),
+        machines=_machines(found),
+        verdicts=by_column,
+        tables=tables.tables(found),
+        figures=figures(found),
+    )
+
+
+def _page(content: Content, drawn: dict[str, list[str]]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -57,31 +126,50 @@ def _page(found: Sequence[Log], made: Sequence[Table], drawn: Sequence[figures.D
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    by_column = {column: verdicts(found, column) for column in COLUMNS if any(r.column == column for r in found)}
+    by_experiment = {name: TABLES.get(name, (name,)) for name in TITLES}
+    placed = {name for names in by_experiment.values() for name in names}
+    shown = {line.method for figure in content.figures for chart in figure.charts for line in chart.lines}
     return environment.get_template("report.html.jinja").render(
-        summary=_summary(found, by_column),
-        verdicts=by_column,
-        sections=(sections := _sections(made, drawn)),
-        others=[table for table in made if not any(table in section.tables for section in sections)],
-        experiments=_experiments(found),
-        machines=_machines(found),
-        statuses=Counter(log.status for log in found),
-        runs=len(found),
-        hours=sum(seconds for log in found if math.isfinite(seconds := log.final("seconds"))) / 3600,
-        started=sorted(log.head["started"] for log in found),
-        unfinished=sorted({f"{path.parent.name}/{logs.run_of(path)}" for path in parts}),
-        image=_data_uri,
-        styles=styles,
+        content=content,
+        legend=_legend(shown),
+        pictures=_by_title({name: [f for f in content.figures if f.experiment == name] for name in TITLES}),
+        panels={name: [*map(Markup, svgs)] for name, svgs in drawn.items()},
+        topics=_topics(content.verdicts),
+        tables=_by_title({name: [t for t in content.tables if t.name in by_experiment[name]] for name in TITLES}),
+        others=[table for table in content.tables if table.name not in placed],
+        folded=FOLDED,
+        titles=TITLES,
+        noise=f"{SINE_NOISE_FLOOR:.4f}",
+        target=TARGET_LABEL,
+        css=Markup(styles.CSS),
     )
 
 
-def _sections(made: Sequence[Table], drawn: Sequence[figures.Drawn]) -> list[Section]:
-    sections = []
-    for name, title in TITLES.items():
-        mine = [table for table in made if table.name in TABLES.get(name, (name,))]
-        if mine:
-            sections.append(Section(name, title, [figure for figure in drawn if figure.experiment == name], mine))
-    return sections
+def _by_title(found: dict[str, list[Any]]) -> dict[str, tuple[str, list[Any]]]:
+    return {name: (TITLES[name], some) for name, some in found.items() if some}
+
+
+def _legend(shown: set[str]) -> dict[str, list[tuple[Markup, str, str, str]]]:
+    """By family: a piece of the line, the name beside it, the full name if that is another, and what it is."""
+    made = {}
+    for family, methods in styles.FAMILIES.items():
+        made[family] = [
+            (Markup(panels.sample(method)), styles.SHORT[method], OPTIMIZERS[method], WHAT_THEY_ARE[method])
+            for method in methods
+            if method in OPTIMIZERS and method in shown
+        ]
+    return {family: lines for family, lines in made.items() if lines}
+
+
+def _topics(by_column: dict[str, list[Verdict]]) -> dict[str, list[dict[str, Verdict]]]:
+    """{title: [{column: verdict}, …]}, a claim each; the columns are its judgements with default and tuned values."""
+    titles = [*TITLES.values(), OTHER_METHODS]
+    found: dict[str, dict[str, dict[str, Verdict]]] = {title: {} for title in titles}
+    for column, some in by_column.items():
+        for verdict in some:
+            title = OTHER_METHODS if verdict.about == THE_OTHERS else TITLES[verdict.experiment]
+            found[title].setdefault(verdict.claim, {})[column] = verdict
+    return {title: [*claims.values()] for title, claims in found.items() if claims}
 
 
 def _summary(found: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
@@ -92,17 +180,19 @@ def _summary(found: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
             count = Counter(verdict.outcome for verdict in judged if verdict.about == about)
             missing = f" ({count[UNKNOWN]} not measured)" if count[UNKNOWN] else ""
             counts.append(f"{count[HELD]} of {count.total()} about {about}{missing}")
-        sentences.append(f"With {column} hyper-parameters these claims of the paper held: {' and '.join(counts)}.")
+        sentences.append(f"With {column} values these claims of the paper held: {' and '.join(counts)}.")
     digits = [log.head["data"] for log in found if log.head["problem"] != "sine"]
     others = sorted({data["name"] for data in digits if data["train"] + data["test"] != MNIST_SIZE})
     if others:
-        sentences.append(f"Classification ran on {', '.join(others)}: the paper's figures for MNIST are no yardstick.")
+        sentences.append(
+            f"Classification ran on {', '.join(others)}: the numbers that the paper gives for MNIST cannot be compared."
+        )
     return " ".join(sentences)
 
 
-def _experiments(found: Sequence[Log]) -> list[tuple[str, ...]]:
+def _experiments(found: Sequence[Log]) -> list[list[str]]:
     """Data, size, length and seeds of each experiment."""
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for name, title in TITLES.items():
         runs = select(found, name)
         if runs:
@@ -112,12 +202,12 @@ def _experiments(found: Sequence[Log]) -> list[tuple[str, ...]]:
                 sizes += f" (training loss and accuracy of {head['train_sample']:,})"
             length = f"{horizon(runs)} steps" + (f", {head['seconds']:g} s" if head["seconds"] else "")
             seeds = len({log.seed for log in runs})
-            rows.append((title, data["name"], sizes, data["source"], length, str(seeds), str(len(runs))))
+            rows.append([title, data["name"], sizes, data["source"], length, str(seeds), str(len(runs))])
     return rows
 
 
-def _machines(found: Sequence[Log]) -> list[tuple[str, ...]]:
-    """Machine, versions and number of runs, wherever they differ."""
+def _machines(found: Sequence[Log]) -> list[list[str]]:
+    """Machine, versions and number of runs, one row for each that differs."""
     count: Counter[tuple[str, str]] = Counter()
     for log in found:
         machine = {**log.head["machine"], "device": log.head["device"]}
@@ -126,18 +216,4 @@ def _machines(found: Sequence[Log]) -> list[tuple[str, ...]]:
             for values in (machine, log.head["versions"])
         )
         count[next(texts), next(texts)] += 1
-    return [(*texts, str(runs)) for texts, runs in count.items()]
-
-
-THEME = f"""<style>
-:root {{ --ink: {styles.INK}; --paper: {styles.PAPER}; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: {styles.DARK_INK}; --paper: {styles.DARK_PAPER}; }} }}
-</style>"""
-
-
-def _data_uri(figure: figures.Drawn) -> str:
-    """The SVG as a data URI, its ink and paper those of the page, light or dark."""
-    svg = figure.path.read_text(encoding="utf-8")
-    svg = svg.replace(styles.INK, "var(--ink)").replace(styles.PAPER, "var(--paper)")
-    start = svg.index(">", svg.index("<svg")) + 1
-    return "data:image/svg+xml," + quote(svg[:start] + THEME + svg[start:], safe=" :/=;,.-")
+    return [[*texts, str(runs)] for texts, runs in count.items()]

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .logs import Log, attempted, equal_seconds, groups, horizon, or_worst, place, quantile, select
 from .problems import SINE_NOISE_FLOOR
@@ -46,6 +46,11 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str
+
+    @staticmethod
+    def read(content: dict[str, Any]) -> Table:
+        rows = tuple(tuple(row) for row in content["rows"])
+        return Table(**{**content, "header": tuple(content["header"]), "rows": rows})
 
     def markdown(self) -> str:
         lines = [self.header, ("---",) * len(self.header), *self.rows]
@@ -94,7 +99,7 @@ def table1(logs: Sequence[Log]) -> Table:
             "seeds",
         ),
         tuple(rows),
-        "Mean ± standard deviation over the seeds; where only some seeds have a value, their number follows it. Steps "
+        "Mean ± standard deviation over the seeds; if only some seeds have a value, their number follows it. Steps "
         "are batches (the paper calls them epochs), accuracies those of the test set. Times in the paper are on its "
         "authors' GPU, the others on the machine below, evaluation off the clock. Converged: ended at "
         f"{TARGET_LABEL} or above and within one point of its own best; the paper does not define its word. "
@@ -115,16 +120,12 @@ def variances(logs: Sequence[Log]) -> Table:
         "table1-variance",
         "Appendix to Table 1: variances over the seeds",
         (
-            "method",
-            "values",
-            f"time to {TARGET_LABEL} (s²)",
-            f"steps to {TARGET_LABEL}",
-            f"accuracy after {N} steps (points²)",
-            "seeds",
+            *("method", "values", f"time to {TARGET_LABEL} (s²)", f"steps to {TARGET_LABEL}"),
+            *(f"accuracy after {N} steps (points²)", "seeds"),
         ),
         tuple(rows),
-        "Unbiased variance over the seeds that have a value, their number where not all have one. A dash: fewer "
-        "than two.",
+        "Unbiased variance over the seeds that have a value, with their number if not all have one. A dash: "
+        "fewer than two.",
     )
 
 
@@ -171,12 +172,8 @@ def swapped(logs: Sequence[Log]) -> Table:
         "swapped",
         f"Train and test sets swapped: {_data_name(runs)}",
         (
-            "method",
-            "values",
-            f"time to {TARGET_LABEL} (s)",
-            f"steps to {TARGET_LABEL}",
-            f"accuracy after {N} steps",
-            "seeds",
+            *("method", "values", f"time to {TARGET_LABEL} (s)", f"steps to {TARGET_LABEL}"),
+            *(f"accuracy after {N} steps", "seeds"),
         ),
         tuple(rows),
         "Trained on the smaller set, one pass. Mean ± standard deviation over the seeds, test accuracy. "
@@ -185,7 +182,7 @@ def swapped(logs: Sequence[Log]) -> Table:
 
 
 class Effect(NamedTuple):
-    """What a part gains on each seed, positive where it helps; ±∞ where only one of the two runs has a value."""
+    """What a part gains on each seed, positive if it helps; ±∞ if only one of the two runs has a value."""
 
     gains: list[float]
 
@@ -194,10 +191,14 @@ class Effect(NamedTuple):
         if not self.gains:
             return "–"
         text = _mean(finite, "+.2f") if finite else ""
-        marks = [f"better on {self.wins} of {len(self.gains)} seeds"]
+        marks = [self.short]
         if len(finite) < len(self.gains):
             marks.insert(0, f"mean of {len(finite)}" if finite else "no pair with two values")
         return f"{text} ({', '.join(marks)})".strip()
+
+    @property
+    def short(self) -> str:
+        return f"better on {self.wins} of {len(self.gains)} seeds"
 
     @property
     def wins(self) -> int:
@@ -271,7 +272,8 @@ def hyperparameters(logs: Sequence[Log]) -> Table:
         ("method", "values", "experiments", "hyper-parameters"),
         tuple(rows),
         "Default: the paper's values; what it does not print has the defaults of this or the method's own library. "
-        "Tuned: the best of as many trials for every method, on seeds and digits that are not reported.",
+        "Tuned: the best of as many trials for every method, on seeds and digits that are not reported. Numbers have "
+        "three digits here and all of them in results.csv.",
     )
 
 
@@ -387,6 +389,8 @@ def _data_name(runs: Sequence[Log]) -> str:
 
 
 def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{float(f'{value:.3g}')!r}"
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from . import tables
 from .logs import Log, equal_seconds, horizon, quantile, runs_of, select
@@ -24,7 +25,9 @@ class Verdict:
     claim: str
     source: str  # where the paper makes it
     outcome: str  # HELD, FELL or UNKNOWN
-    evidence: str
+    finding: str  # what decided it, in a few words
+    evidence: str  # all numbers
+    experiment: str
     about: str = LM_ITSELF
 
 
@@ -59,6 +62,22 @@ class Scores:
     def _text(self, value: float) -> str:
         return "broke off" if value == -math.inf else number(value, ".4g") + " %" * self.higher
 
+    def brief(self, *methods: str) -> str:
+        """Medians alone."""
+        return ", ".join(f"{self.labels[m]} {self._text(self.values[m])}" for m in methods if m in self.values)
+
+    def level(self, method: str) -> str:
+        return self._text(self.values[method]) if method in self.values else ""
+
+    def against(self, method: str, rivals: Iterable[str]) -> str:
+        """The median of this method, which is LM's, and that of the best rival."""
+        others = [rival for rival in rivals if rival in self.values and rival != method]
+        if method not in self.values or not others:
+            return ""
+        sign = -1 if self.higher else 1
+        first = min(others, key=lambda rival: sign * self.values[rival])
+        return f"LM {self.level(method)}, {self.labels[first]} {self.level(first)}"
+
     def best(self, method: str, rivals: Iterable[str]) -> bool | None:
         """Whether `method` beats all rivals that were measured; None where it or they were not."""
         sign = -1 if self.higher else 1
@@ -87,33 +106,50 @@ def _sine_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
     stuck = {"sgd": 0.5, "adam": 0.5, "kfac": 0.5, "lbfgs": 0.25, "hessian-free": 0.25}
     seen = [method for method in stuck if method in end.values]
     floor = f"The noise floor is {SINE_NOISE_FLOOR:.4f}."
+    verdict = partial(_verdict, "sine")
     return [
-        _verdict(
+        verdict(
             "The modified LM fits the sine better than vanilla LM.",
             "Figure 1a",
             end.best(LM, ["lm-vanilla"]),
+            end.against(LM, ["lm-vanilla"]),
             end.of(LM, "lm", "lm-vanilla"),
         ),
-        _verdict("LM fits the sine better than all other methods.", "Figure 1b", end.best(LM, RIVALS), str(end)),
-        _verdict("The same holds at equal wall-clock time.", "section 3.2", time.best(LM, RIVALS), str(time)),
-        _verdict(
+        verdict(
+            "LM fits the sine better than all other methods.",
+            "Figure 1b",
+            end.best(LM, RIVALS),
+            end.against(LM, RIVALS),
+            str(end),
+        ),
+        verdict(
+            "LM fits the sine better than all other methods at equal wall-clock time.",
+            "section 3.2",
+            time.best(LM, RIVALS),
+            time.against(LM, RIVALS),
+            str(time),
+        ),
+        verdict(
             "LM fits the sine to a loss of 0.001.",
             "section 3.2",
             end.values[LM] < 0.0015 if LM in end.values else None,  # to the digit that the paper gives
+            f"LM {end.level(LM)}, the noise alone {SINE_NOISE_FLOOR:.4f}",
             f"{end.of(LM, 'lm')} {floor}",
         ),
-        _verdict(
+        verdict(
             "SGD, Adam and KFAC stay at about 0.5 on the sine, L-BFGS and Hessian-free at about 0.25.",
             "section 3.2",
             all(end.about(method, stuck[method]) for method in seen) if seen else None,
+            end.brief(*stuck),
             f"{end.of(*stuck)} About: within a factor of {FACTOR}.{end.missing(stuck)}",
             THE_OTHERS,
         ),
-        _verdict(
+        verdict(
             "LM learns the sine in a single iteration.",
             "appendix C",
             first.values[LM] <= 2 * SINE_NOISE_FLOOR if LM in first.values else None,
-            f"{first.of(LM, 'lm', 'kfac', 'adam')} {floor} Learnt: at most twice that.",
+            f"LM {first.level(LM)}, learned would be {2 * SINE_NOISE_FLOOR:.4f}",
+            f"{first.of(LM, 'lm', 'kfac', 'adam')} {floor} Learned: at most twice that.",
         ),
     ]
 
@@ -128,44 +164,67 @@ def _mnist_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
     both = {LM, "adam"} <= set(seconds.values)
     ratio = seconds.values[LM] / seconds.values["adam"] if both and seconds.values["adam"] < math.inf else math.nan
     free = [tables.converged(log) for log in runs_of(found, "mnist", "hessian-free", column)]
+    verdict = partial(_verdict, "mnist")
     return [
-        _verdict("LM needs the fewest steps to 90 % test accuracy.", "Table 1", steps.best(LM, RIVALS), str(steps)),
-        _verdict("LM reaches the lowest training loss.", "Figure 2", loss.best(LM, RIVALS), str(loss)),
-        _verdict("LM reaches the highest test accuracy.", "Table 1", accuracy.best(LM, RIVALS), str(accuracy)),
-        _verdict(
+        verdict(
+            "LM needs the fewest steps to 90 % test accuracy.",
+            "Table 1",
+            steps.best(LM, RIVALS),
+            steps.against(LM, RIVALS),
+            str(steps),
+        ),
+        verdict(
+            "LM reaches the lowest training loss.",
+            "Figure 2",
+            loss.best(LM, RIVALS),
+            loss.against(LM, RIVALS),
+            str(loss),
+        ),
+        verdict(
+            "LM reaches the highest test accuracy.",
+            "Table 1",
+            accuracy.best(LM, RIVALS),
+            accuracy.against(LM, RIVALS),
+            str(accuracy),
+        ),
+        verdict(
             "LM reaches 97.5 % after 100 steps.",
             "Table 1",
             accuracy.values[LM] >= 97.25 if LM in accuracy.values and N >= 100 else None,  # to the half point given
+            f"LM {accuracy.level(LM)}",
             f"{accuracy.of(LM, 'lm')} Judged to the half point that the paper gives: from 97.25 %.",
         ),
-        _verdict(
+        verdict(
             "LM takes about nine times as long as Adam to 90 %.",
             "Table 1",
             9 / FACTOR <= ratio <= 9 * FACTOR if both else None,
+            f"{number(ratio)} times" if math.isfinite(ratio) else seconds.brief(LM, "adam"),
             f"{seconds.of(LM, 'lm', 'adam')} The ratio is {number(ratio)}. About: within a factor of {FACTOR}.",
         ),
-        _verdict("First-order methods take less time to 90 %.", "section 3.3", *_first_order(seconds), THE_OTHERS),
-        _verdict(
+        verdict("First-order methods take less time to 90 %.", "section 3.3", *_first_order(seconds), THE_OTHERS),
+        verdict(
             "L-BFGS ends with the lowest accuracy.",
             "Table 1",
             replace(accuracy, higher=False).best("lbfgs", (LM, *RIVALS)),
+            accuracy.brief("lbfgs", LM, *RIVALS[:2], *RIVALS[3:]),
             str(accuracy),
             THE_OTHERS,
         ),
-        _verdict(
+        verdict(
             "Hessian-free does not converge.",
             "Table 1",
             2 * sum(free) < len(free) if free else None,
+            f"{sum(free)} of {len(free)} seeds converged",
             f"It converged on {sum(free)} of {len(free)} seeds. {accuracy.of('hessian-free')}",
             THE_OTHERS,
         ),
     ]
 
 
-def _first_order(seconds: Scores) -> tuple[bool | None, str]:
+def _first_order(seconds: Scores) -> tuple[bool | None, str, str]:
     first, second = ("sgd", "adam"), (LM, "kfac", "hessian-free", "lbfgs")
     judged = [faster for method in first if (faster := seconds.best(method, second)) is not None]
-    return all(judged) if judged else None, str(seconds)
+    return all(judged) if judged else None, f"seconds: {seconds.brief(*first, *second)}", str(seconds)
 
 
 def _swapped_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
@@ -173,9 +232,22 @@ def _swapped_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
     steps = _scores(found, "swapped", column, f"Steps to {TARGET_LABEL}", Log.steps_to)
     accuracy = _scores(found, "swapped", column, f"Test accuracy after {N} steps", tables.percent_after(N), True)
     swapped = "With train and test sets swapped, LM"
+    verdict = partial(_verdict, "swapped")
     return [
-        _verdict(f"{swapped} needs the fewest steps to 90 %.", "appendix C", steps.best(LM, RIVALS), str(steps)),
-        _verdict(f"{swapped} is the most accurate.", "appendix C", accuracy.best(LM, RIVALS), str(accuracy)),
+        verdict(
+            f"{swapped} needs the fewest steps to 90 %.",
+            "appendix C",
+            steps.best(LM, RIVALS),
+            steps.against(LM, RIVALS),
+            str(steps),
+        ),
+        verdict(
+            f"{swapped} is the most accurate.",
+            "appendix C",
+            accuracy.best(LM, RIVALS),
+            accuracy.against(LM, RIVALS),
+            str(accuracy),
+        ),
     ]
 
 
@@ -193,10 +265,10 @@ def _part_verdicts(found: Sequence[Log]) -> list[Verdict]:
             full, added = tables.part_effects(found, experiment, part, cost)
             claim = f"{label.capitalize()} helps {place}."
             evidence = f"Gain in the paper's method, {name}: {full}. Added to vanilla LM: {added}."
-            judged.append(_verdict(claim, "section 3", full.clear, evidence))
+            judged.append(_verdict(experiment, claim, "section 3", full.clear, full.short, evidence))
         whole = tables.effect(found, experiment, "paper", "vanilla", cost)
         claim = f"The {count} parts together improve on vanilla LM {place}."
-        judged.append(_verdict(claim, "section 3", whole.clear, f"Gain, {name}: {whole}."))
+        judged.append(_verdict(experiment, claim, "section 3", whole.clear, whole.short, f"Gain, {name}: {whole}."))
     return judged
 
 
@@ -216,7 +288,9 @@ def _scores(
     return Scores(what, values, {method: (low[method], high[method]) for method in runs}, labels, words, higher)
 
 
-def _verdict(claim: str, source: str, held: bool | None, evidence: str, about: str = LM_ITSELF) -> Verdict:
+def _verdict(
+    experiment: str, claim: str, source: str, held: bool | None, finding: str, evidence: str, about: str = LM_ITSELF
+) -> Verdict:
     if held is None:
-        return Verdict(claim, source, UNKNOWN, "No runs that could tell.", about)
-    return Verdict(claim, source, HELD if held else FELL, evidence, about)
+        return Verdict(claim, source, UNKNOWN, "", "No runs that could tell.", experiment, about)
+    return Verdict(claim, source, HELD if held else FELL, finding, evidence, experiment, about)

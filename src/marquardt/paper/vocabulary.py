@@ -44,6 +44,22 @@ OPTIMIZERS = {  # labels
     "psgd": "PSGD",
     "tlm": "torch-levenberg-marquardt",
 }
+WHAT_THEY_ARE = {  # for the legend of the report
+    "lm": "the default of this library, mq.LM, which the paper does not have",
+    "lm-paper": "the method of the paper, by which its claims are judged",
+    "lm-code": "the same with the rule for λ and the details of the authors’ program",
+    "lm-vanilla": "LM without the improvements of the paper",
+    "tlm": "the package torch-levenberg-marquardt",
+    "gauss-newton": "LM without damping",
+    "newton": "damped Newton steps with the exact Hessian",
+    "bfgs": "the quasi-Newton method of SciPy",
+    "lbfgs": "the same with a short memory, from torch.optim",
+    "hessian-free": "Gauss-Newton steps by conjugate gradients",
+    "kfac": "the curvature of each layer as a Kronecker product",
+    "psgd": "SGD with a learned preconditioner, from psgd-torch",
+    "adam": "from torch.optim",
+    "sgd": "with momentum, from torch.optim",
+}
 PARTS = {  # the paper's four improvements, as tables and the report name them
     "max-diagonal": "max-diagonal damping",
     "momentum": "adaptive momentum",
@@ -87,4 +103,5 @@ SINE_READINGS = (100, 200)  # the steps after which tables and results.csv give 
 
 OUT = Path("paper-results")  # what the command line writes to by default
 LOGS = "logs"  # folder in it
+CONTENT = "report.json"  # what the page in it shows
 TUNED = "tuned.json"  # what a search leaves in it; one comes with the package
