@@ -1,0 +1,152 @@
+"""What the site adds to MkDocs: links that leave docs/, the help of the command line, and comments as documentation."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
+HELP = "<!-- marquardt --help -->"
+
+
+# Links from a page of docs/ to a program, a picture or a page elsewhere in the repository, as they work on GitHub.
+
+
+def outside(page: str, link: str) -> str | None:
+    """Where in the repository a link of docs/`page` leads; None if that is within docs/."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+    return None if path.startswith("docs/") else path
+
+
+def place(path: str) -> str:
+    """Where in docs/ the site has a file from elsewhere in the repository."""
+    if path == "README.md":
+        return "index.md"
+    return f"repository/{path}.md" if path.endswith(".py") else f"repository/{path}"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for page in [file for file in files if file.is_documentation_page()]:
+        for link, _ in LINK.findall(page.content_string):
+            path = outside(page.src_uri, link)
+            if path is None or files.get_file_from_path(place(path)) or (ROOT / path).is_dir():
+                continue
+            where: dict[str, Any] = {"abs_src_path": str(ROOT / path)}
+            if path.endswith(".py"):
+                text = (ROOT / path).read_text(encoding="utf-8")
+                where = {"content": f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n````python\n{text}````\n"}
+            files.append(File.generated(config, place(path), **where, inclusion=InclusionLevel.NOT_IN_NAV))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    here = page.file.src_uri
+    if here.startswith("repository/"):  # a page from elsewhere: its links are from where it stands
+        return re.sub(r"\]\(docs/", f"]({posixpath.relpath('.', posixpath.dirname(here))}/", markdown)
+
+    def within(match: re.Match[str]) -> str:
+        path = outside(here, match[1])
+        if path is None or (ROOT / path).is_dir():
+            return match[0] if path is None else "]"
+        return f"]({posixpath.relpath(place(path), posixpath.dirname(here) or '.')}{match[2] or ''})"
+
+    markdown = LINK.sub(within, markdown)
+    return markdown.replace(HELP, command_line()) if HELP in markdown else markdown
+
+
+def command_line() -> str:
+    """What `marquardt --help` and that of each command say, as Markdown."""
+    from typer.main import get_command
+
+    from marquardt.cli import app
+
+    return "\n".join(described(get_command(app), "marquardt"))
+
+
+def described(command: Any, name: str) -> Iterator[str]:
+    import click
+
+    context = click.Context(command, info_name=name)
+    yield f"## {name}\n\n{command.help}\n\n```console\n$ {command.get_usage(context).removeprefix('Usage: ')}\n```\n"
+    records = [param.get_help_record(context) for param in command.get_params(context)]
+    rows = [f"| `{names}` | {what.replace('|', chr(92) + '|')} |" for names, what in filter(None, records)]
+    yield from ["| option | |", "| --- | --- |", *rows, ""]
+    for word, each in getattr(command, "commands", {}).items():
+        yield from described(each, f"{name} {word}")
+
+
+# The reference.
+
+
+class Comments(griffe.Extension):
+    """Comments beside the fields of a class document them, and lines that begin with >>> are code."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        classes = [item for item in everything(pkg) if item.docstring and isinstance(item, griffe.Class)]
+        told = {cls.path: argued(cls) for cls in classes}  # first of all: a class takes what its bases say
+        for cls in classes:
+            own = set(described_arguments(cls))
+            more = [f"    {name}: {text}" for name, text in told[cls.path].items() if name not in own]
+            if more:
+                head = [] if own else ["", "Args:"]
+                cls.docstring.value = "\n".join([cls.docstring.value, *head, *more])
+        for item in everything(pkg):
+            if item.docstring:
+                item.docstring.value = fenced(item.docstring.value)
+
+
+def everything(item: Any) -> Iterator[Any]:
+    if not item.is_alias:
+        yield item
+        for each in item.members.values():
+            yield from everything(each)
+
+
+def argued(cls: griffe.Class) -> dict[str, str]:
+    """What is said of the fields of a class, in Args: or in comments, by the class or else by its bases."""
+    found: dict[str, str] = {}
+    for each in [*reversed(cls.mro()), cls]:
+        if each.docstring:
+            found |= commented(each) | described_arguments(each)
+    return {name: text for name, text in found.items() if name in cls.parameters}
+
+
+ARGUMENTS = re.compile(r"^Args:\n((?:    .*\n|\n)*)", re.MULTILINE)
+
+
+def described_arguments(cls: griffe.Class) -> dict[str, str]:
+    section = ARGUMENTS.search(f"{cls.docstring.value}\n" if cls.docstring else "")
+    items = re.split(r"^    (?=\w)", section[1], flags=re.MULTILINE)[1:] if section else []
+    return {name: " ".join(text.split()) for name, _, text in (item.partition(": ") for item in items)}
+
+
+def commented(cls: griffe.Class) -> dict[str, str]:
+    """The comments at the ends of the lines of the fields."""
+    found = {}
+    for name, field in cls.attributes.items():
+        if field.annotation is None or field.lineno is None or field.endlineno is None or cls.docstring is None:
+            continue
+        lines = cls.lines_collection[cls.filepath][field.lineno - 1 : field.endlineno]
+        found[name] = " ".join(line.partition("  # ")[2].strip() for line in lines).strip()
+    return {name: text for name, text in found.items() if text}
+
+
+def fenced(text: str) -> str:
+    """Examples, from >>> to the next empty line, as code; those of a section Examples: are known to griffe."""
+    lines, inside, out = text.splitlines(), False, []
+    for line in lines:
+        if line.startswith(">>> ") and not inside:
+            inside = True
+            out.append("```pycon")
+        elif inside and not line.strip():
+            inside = False
+            out.append("```")
+        out.append(line)
+    return "\n".join([*out, "```"] if inside else out)
