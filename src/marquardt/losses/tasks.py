@@ -202,8 +202,8 @@ class Tasks(Loss):
 
             def own(shape: tuple[int, ...]) -> Tensor:
                 nonlocal used
-                first, used = used, used + math.prod(shape)
-                return signs((used,))[:, first:].reshape(-1, *shape)
+                first, used = used, used + math.prod(shape[1:])  # of a sample
+                return signs((len(z), used))[:, :, first:].reshape(-1, *shape)
 
             rows = p.loss.ungroup(p.loss.mixed(p.z, p.y, weight, own), p.z)  # (k, N, *shape)
             found.append(rows.new_zeros(len(rows), *z.shape))
