@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import posixpath
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +88,30 @@ def described(command: Any, name: str) -> Iterator[str]:
 
 
 class Comments(griffe.Extension):
-    """Comments beside the fields of a class document them, and lines that begin with >>> are code."""
+    """Comments beside fields and arguments document them, and lines that begin with >>> are code."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        classes = [item for item in everything(pkg) if item.docstring and isinstance(item, griffe.Class)]
-        told = {cls.path: argued(cls) for cls in classes}  # first of all: a class takes what its bases say
-        for cls in classes:
-            own = set(described_arguments(cls))
-            more = [f"    {name}: {text}" for name, text in told[cls.path].items() if name not in own]
+        unshadow(pkg)
+        items = [item for item in everything(pkg) if item.docstring]
+        said = {item.path: arguments(item) for item in items}  # all of them first: a class takes what its bases say
+        for item in items:
+            own = described_arguments(item)
+            more = "".join(f"    {name}: {text}\n" for name, text in said[item.path].items() if name not in own)
+            text = f"{item.docstring.value}\n"
+            section = ARGUMENTS.search(text)
+            head, tail = (text, "") if section is None else (text[: section.end(1)], text[section.end(1) :])
             if more:
-                head = [] if own else ["", "Args:"]
-                cls.docstring.value = "\n".join([cls.docstring.value, *head, *more])
-        for item in everything(pkg):
-            if item.docstring:
-                item.docstring.value = fenced(item.docstring.value)
+                text = f"{head}\nArgs:\n{more}" if section is None else f"{head}{more}{tail}"
+            item.docstring.value = fenced(text)
+
+
+def unshadow(pkg: griffe.Module) -> None:
+    """mq.fit is the function, though there is a module marquardt.training.fit too."""
+    package = import_module(pkg.path)
+    for name in package.__all__:
+        item = getattr(package, name)
+        if inspect.isfunction(item):
+            pkg.members[name] = griffe.Alias(name, f"{item.__module__}.{name}", parent=pkg)
 
 
 def everything(item: Any) -> Iterator[Any]:
@@ -109,32 +121,56 @@ def everything(item: Any) -> Iterator[Any]:
             yield from everything(each)
 
 
-def argued(cls: griffe.Class) -> dict[str, str]:
-    """What is said of the fields of a class, in Args: or in comments, by the class or else by its bases."""
+def arguments(item: Any) -> dict[str, str]:
+    """What is said of the arguments, in Args: or in comments, by a class or else by its bases."""
+    if isinstance(item, griffe.Function):
+        return in_signature(item)
     found: dict[str, str] = {}
-    for each in [*reversed(cls.mro()), cls]:
-        if each.docstring:
-            found |= commented(each) | described_arguments(each)
-    return {name: text for name, text in found.items() if name in cls.parameters}
+    for each in [*reversed(item.mro()), item] if isinstance(item, griffe.Class) else []:
+        init = each.members.get("__init__")
+        found |= in_signature(init) if isinstance(init, griffe.Function) and init.lineno else {}
+        found |= {**in_fields(each), **described_arguments(each)} if is_dataclass(each) else {}
+    return {name: text for name, text in found.items() if not set_aside(item.members.get(name))}
 
 
-ARGUMENTS = re.compile(r"^Args:\n((?:    .*\n|\n)*)", re.MULTILINE)
+def is_dataclass(cls: griffe.Class) -> bool:
+    return any(str(decorator.value).startswith("dataclass") for decorator in cls.decorators)
 
 
-def described_arguments(cls: griffe.Class) -> dict[str, str]:
-    section = ARGUMENTS.search(f"{cls.docstring.value}\n" if cls.docstring else "")
+def set_aside(field: Any) -> bool:
+    """Whether a field is no argument."""
+    return field is not None and "init=False" in str(field.value)
+
+
+# The section to its last line that is indented.
+ARGUMENTS = re.compile(r"^Args:\n((?:    .*\n)+)", re.MULTILINE)
+
+
+def described_arguments(item: Any) -> dict[str, str]:
+    section = ARGUMENTS.search(f"{item.docstring.value}\n" if item.docstring else "")
     items = re.split(r"^    (?=\w)", section[1], flags=re.MULTILINE)[1:] if section else []
-    return {name: " ".join(text.split()) for name, _, text in (item.partition(": ") for item in items)}
+    return {name: " ".join(text.split()) for name, _, text in (each.partition(": ") for each in items)}
 
 
-def commented(cls: griffe.Class) -> dict[str, str]:
-    """The comments at the ends of the lines of the fields."""
+def in_signature(function: griffe.Function) -> dict[str, str]:
+    """Comments at the ends of the lines of a signature."""
+    lines = function.lines_collection[function.filepath][function.lineno - 1 : function.endlineno]
+    found = {}
+    for line in lines[1:]:
+        if re.match(r"\s*\).*:$|\s*\"", line):
+            break
+        match = re.match(r"\s+(\w+)\b[^#]*,  # (?!type:|fmt:|noqa)(.+)$", line)
+        found |= {match[1]: match[2]} if match else {}
+    return {name: text for name, text in found.items() if name in function.parameters}
+
+
+def in_fields(cls: griffe.Class) -> dict[str, str]:
+    """Comments at the ends of the lines of fields."""
     found = {}
     for name, field in cls.attributes.items():
-        if field.annotation is None or field.lineno is None or field.endlineno is None or cls.docstring is None:
-            continue
-        lines = cls.lines_collection[cls.filepath][field.lineno - 1 : field.endlineno]
-        found[name] = " ".join(line.partition("  # ")[2].strip() for line in lines).strip()
+        if "instance-attribute" in field.labels and field.annotation is not None and not set_aside(field):
+            lines = cls.lines_collection[cls.filepath][field.lineno - 1 : field.endlineno]
+            found[name] = " ".join(line.partition("  # ")[2].strip() for line in lines).strip()
     return {name: text for name, text in found.items() if text}
 
 

@@ -47,6 +47,13 @@ class Kronecker(Representation):
     With `every` > 1 the factors are decomposed in one step of so many, and the step solves with factors A, B, u and v
     as old as that; λ is always that of the step. Products with G use the latest A and B. The model of the loss (and so
     the gain ratio) is that of the rows of the batch, as Martens & Grosse have it: it knows what lies between layers.
+
+    Args:
+        decay: the weight of earlier batches in A and B, at most.
+        every: steps from one decomposition of the factors to the next.
+        chunk: samples that are linearised at once; None for all.
+
+    >>> opt = mq.LM(model, "mse", curvature=mq.Kronecker(), damping=mq.MeanEigenvalue())
     """
 
     decay: float = 0.95  # Martens & Grosse 2015, section 5
