@@ -59,8 +59,29 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return match[0] if path is None else "]"
         return f"]({posixpath.relpath(place(path), posixpath.dirname(here) or '.')}{match[2] or ''})"
 
-    markdown = LINK.sub(within, markdown)
+    markdown = lists(LINK.sub(within, markdown))
     return markdown.replace(HELP, command_line()) if HELP in markdown else markdown
+
+
+ITEM = re.compile(r"(?:[-*+]|\d+[.)]) +(?=\S)")
+
+
+def lists(markdown: str) -> str:
+    """Lists as GitHub takes them: without an empty line before, and with what belongs to an item as far in as its text.
+    Python's Markdown wants four spaces."""
+    width, loose, fence, out = 0, False, False, [""]
+    for line in markdown.splitlines():
+        item = None if fence or line.startswith("---") else ITEM.match(line)
+        if item is not None:
+            out += [""] if out[-1].strip() and (loose or not width) else []
+            width, loose = len(item[0]), False
+        elif width and line.startswith(" " * width):
+            line, loose = " " * (4 - width) + line, loose or not out[-1].strip()
+        elif line.strip() and not line.startswith(" ") and (fence or not width or not out[-1].strip()):
+            width = 0
+        fence ^= line.startswith("```")
+        out.append(line)
+    return "\n".join(out[1:])
 
 
 def command_line() -> str:
