@@ -116,13 +116,12 @@ class Comments(griffe.Extension):
         items = [item for item in everything(pkg) if item.docstring]
         said = {item.path: arguments(item) for item in items}  # all of them first: a class takes what its bases say
         for item in items:
-            own = described_arguments(item)
-            more = "".join(f"    {name}: {text}\n" for name, text in said[item.path].items() if name not in own)
-            text = f"{item.docstring.value}\n"
+            text, found = f"{item.docstring.value}\n", said[item.path]
             section = ARGUMENTS.search(text)
-            head, tail = (text, "") if section is None else (text[: section.end(1)], text[section.end(1) :])
-            if more:
-                text = f"{head}\nArgs:\n{more}" if section is None else f"{head}{more}{tail}"
+            if found:
+                lines = "".join(f"    {name}: {words}\n" for name, words in found.items())
+                head, tail = (text, "") if section is None else (text[: section.start()], text[section.end() :])
+                text = f"{head}\nArgs:\n{lines}{tail}"
             item.docstring.value = fenced(text)
 
 
@@ -143,15 +142,24 @@ def everything(item: Any) -> Iterator[Any]:
 
 
 def arguments(item: Any) -> dict[str, str]:
-    """What is said of the arguments, in Args: or in comments, by a class or else by its bases."""
-    if isinstance(item, griffe.Function):
-        return in_signature(item)
+    """What is said of the arguments, in Args: or in comments, by a class or else by its bases, in their order."""
     found: dict[str, str] = {}
+    if isinstance(item, griffe.Function):
+        found = ordered(item, {**in_signature(item), **described_arguments(item)})
     for each in [*reversed(item.mro()), item] if isinstance(item, griffe.Class) else []:
         init = each.members.get("__init__")
-        found |= in_signature(init) if isinstance(init, griffe.Function) and init.lineno else {}
-        found |= {**in_fields(each), **described_arguments(each)} if is_dataclass(each) else {}
+        if is_dataclass(each):
+            found |= {**in_fields(each), **described_arguments(each)}
+        elif isinstance(init, griffe.Function):
+            found = ordered(init, {**in_signature(init), **described_arguments(each)})
+        else:
+            found |= described_arguments(each) if each is item else {}
     return {name: text for name, text in found.items() if not set_aside(item.members.get(name))}
+
+
+def ordered(function: griffe.Function, found: dict[str, str]) -> dict[str, str]:
+    names = [parameter.name for parameter in function.parameters]
+    return {name: found[name] for name in sorted(found, key=lambda name: (*names, name).index(name))}
 
 
 def is_dataclass(cls: griffe.Class) -> bool:
