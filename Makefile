@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format paper clean
+.PHONY: help test lint format docs serve paper clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,11 +22,20 @@ format: $(READY)  ## rewrite the sources as ruff wants them
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# Without the note that MkDocs Material prints about its successor.
+docs serve: export NO_MKDOCS_2_WARNING = 1
+
+docs: $(READY)  ## the documentation site, from docs/ and the docstrings: site/index.html
+	$(BIN)/mkdocs build --strict
+
+serve: $(READY)  ## the same on http://127.0.0.1:8000, rebuilt when a page changes
+	$(BIN)/mkdocs serve
+
 paper: $(READY)  ## the paper's experiments, the quick version, and the report: paper-results/report.html
 	$(BIN)/marquardt paper
 
 clean:  ## remove caches and builds; .venv stays
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The constraints matter: a bare `torch` may bring gigabytes of CUDA packages along.

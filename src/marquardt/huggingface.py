@@ -65,6 +65,18 @@ class LMTrainer(Trainer):
     `label_smoothing_factor` goes to the loss. A learning rate of 5e-5, gradients clipped to 1 and a linear schedule are
     what `TrainingArguments` have for AdamW if nothing is said, and count as not given: the learning rate is 1
     throughout, after a warm-up if there is one. Any other schedule multiplies it.
+
+    Args:
+        model: as `Trainer` takes it.
+        args: `TrainingArguments`.
+        loss: of the logits and the labels.
+        make: makes the optimizer of a model and a loss.
+        shift_labels: whether logits are for the next label; None asks the model.
+        options: of `Trainer`: `train_dataset`, `eval_dataset`, …
+
+    >>> from functools import partial
+    >>> make = partial(mq.LM, curvature=mq.Auto(memory="4GiB"))
+    >>> # LMTrainer(model, args, loss="cross_entropy", make=make, train_dataset=data).train()
     """
 
     def __init__(

@@ -42,6 +42,22 @@ class LMModule(LightningModule):
     the last ones otherwise, during and after `fit`; `with module.averaged():` shows the averaged ones. The `state_dict`
     of a checkpoint has the averaged weights, which were validated, and its entry "marquardt" the last ones, from which
     `fit(ckpt_path=…)` goes on.
+
+    Args:
+        args: of `LightningModule`.
+        kwargs: of `LightningModule`.
+
+    >>> class Sine(LMModule):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    ...
+    ...     def forward(self, x):
+    ...         return self.net(x)
+    ...
+    ...     def configure_optimizers(self):
+    ...         return mq.LM(self, "mse")
+    >>> module = Sine()  # lightning.Trainer(max_epochs=5).fit(module, loader)
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -52,9 +52,9 @@ from .weights import Weights
 class LM(Unscaled, torch.optim.Optimizer):
     """Levenberg–Marquardt.
 
-    >>> opt = LM(model, "cross_entropy")
-    >>> for x, y in loader:
-    ...     step = opt.step(x, y)
+    >>> opt = mq.LM(model, "mse")
+    >>> for inputs, targets in loader:
+    ...     step = opt.step(inputs, targets)
 
     One step, on the loss f of a batch:
 
@@ -69,42 +69,43 @@ class LM(Unscaled, torch.optim.Optimizer):
         λ        ←  smaller after a good step, larger after a bad   schedule
         θ̄        ←  average of θ                                    average
 
-    `loss` is a name, a torch.nn loss, an object of `marquardt.losses`, a function of outputs and targets, or a dict of
-    these by the names of the model's outputs; `params` chooses the parameters that train, in one list or in groups with
-    a weight decay each, a number or a tensor that broadcasts to the shapes of the group: a number for every element.
-    `attempts` is how many λ a failed step may try. A part that is None is left out.
+    A part that is None is left out.
 
-    `weight_decay` is added to the loss that is reported, for all parameters; `WeightDecay` excludes some, or decays
-    them towards other weights than 0. `radius` bounds ‖lr·d‖.
-
-    `capture`: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
-    for small networks. The model must then do the same for every batch, its Python code is not run again; steps that do
-    not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so is every eighth. By
-    default that is done while replays are measured to be faster than other steps; True forces and False forbids it.
-
-    `group`: the ranks of torch.distributed that take every step together, each with a part of the batch: by default
-    those of the default process group, if one is initialised. The step is that of the whole batch. False says that this
-    run is independent of the other ranks.
+    Args:
+        loss: a name, a torch.nn loss, an object of `mq.losses`, a function of outputs and targets, or a dict of these
+            by the names of the model's outputs.
+        params: chooses the parameters that train, in one list or in groups with a weight decay each, a number or a
+            tensor that broadcasts to the shapes of the group: a number for every element.
+        weight_decay: added to the loss that is reported, for all parameters; `WeightDecay` excludes some, or decays
+            them towards other weights than 0.
+        capture: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
+            for small networks. The model must then do the same for every batch, its Python code is not run again; steps
+            that do not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so is
+            every eighth. None does that while replays are measured to be faster than other steps; True forces and False
+            forbids it.
+        group: the ranks of torch.distributed that take every step together, each with a part of the batch: None for
+            those of the default process group, if one is initialised. The step is that of the whole batch. False says
+            that this run is independent of the other ranks.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module,  # an `nn.Module`, as it is
         loss: Any,
         *,
         params: Iterable[Any] | None = None,
-        lr: float = 1.0,
+        lr: float = 1.0,  # the step is lr·d
         weight_decay: float | WeightDecay = 0.0,
-        radius: float | None = None,
-        curvature: Representation = Auto(),
-        rows: Rows | None = None,
-        damping: Damping = KroneckerMetric(),
-        schedule: Schedule = Balanced(),
-        momentum: Momentum | None = AdaptiveMomentum(dP=math.inf, cap=True, same_data=True),
-        acceptance: Acceptance = Uphill(b=1.0, of_late=True),
-        line_search: LineSearch | None = Backtracking(),
-        average: Average | None = EMA(),
-        attempts: int = 1,
+        radius: float | None = None,  # the length ‖lr·d‖ of a step, at most
+        curvature: Representation = Auto(),  # how G is represented
+        rows: Rows | None = None,  # rows of J̃ that are formed; None for as many as a step has time for
+        damping: Damping = KroneckerMetric(),  # D
+        schedule: Schedule = Balanced(),  # the rule for λ
+        momentum: Momentum | None = AdaptiveMomentum(dP=math.inf, cap=True, same_data=True),  # of the previous step
+        acceptance: Acceptance = Uphill(b=1.0, of_late=True),  # which trial points are accepted
+        line_search: LineSearch | None = Backtracking(),  # what is tried if the step is not
+        average: Average | None = EMA(),  # of the weights, for `averaged`
+        attempts: int = 1,  # how many λ a failed step may try
         capture: bool | None = None,
         group: Any = None,
     ) -> None:
@@ -160,12 +161,15 @@ class LM(Unscaled, torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, inputs: Any = None, targets: Any = None, weight: Tensor | None = None, *, closure: Any = None
     ) -> Step:
-        """One iteration on one batch; `weight` weighs the samples, f = Σwℓ/Σw.
+        """One iteration on one batch.
 
-        `inputs` go to the model as they are: a tensor or an object as model(x), a tuple as model(*x), a dict or what a
-        tokenizer returns as model(**x). An object is never cut, so that it takes no `chunk`. `closure` is for trainers
-        that wrap optimizers and have their hooks in it: it is called once, before the step, and what it returns is not
-        used.
+        Args:
+            inputs: go to the model as they are: a tensor or an object as model(x), a tuple as model(*x), a dict or what
+                a tokenizer returns as model(**x). An object is never cut, so that it takes no `chunk`.
+            targets: as the loss takes them; None if it takes none.
+            weight: of the samples, f = Σwℓ/Σw.
+            closure: for trainers that wrap optimizers and have their hooks in it: it is called once, before the step,
+                and what it returns is not used.
         """
         with self._ranks.together():
             arguments.check_batch(inputs, targets)
@@ -178,6 +182,8 @@ class LM(Unscaled, torch.optim.Optimizer):
 
         Exact: f, g and G are those of the whole data, and so is the loss that accepts or rejects. The batches are gone
         through several times; only one of them is in memory.
+
+        >>> step = opt.step_over([(x[:32], y[:32]), (x[32:], y[32:])])
         """
         return self.step(Batches(batches))  # through `step`, where hooks and schedulers are
 

@@ -31,6 +31,17 @@ def paper(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     So the paper has it: three parts on its regression, all four on its classification. What it does not print was
     settled by measurement, docs/paper/choices.md: λ by the gain ratio, δP (in the units of the root of the loss) and
     its cap, exact rows.
+
+    Args:
+        model: what is trained.
+        loss: as `mq.LM` takes it.
+        parts: keywords of `mq.LM`, in the place of those of the preset.
+
+    Returns:
+        An `mq.LM` of these parts.
+
+    >>> opt = mq.presets.paper(model, "mse")
+    >>> step = opt.step(x, y)
     """
     loss = _in_sums(loss)
     ours: dict[str, Any] = {
@@ -49,7 +60,19 @@ def paper(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
 def authors_code(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     """What the authors' code does if the paper is silent or says something else: λ falls only after a decrease by three
     quarters, δP is fixed, the search goes along the step with its momentum and takes its best point even uphill, and
-    cross-entropy has empirical rows. Uphill acceptance on every loss."""
+    cross-entropy has empirical rows. Uphill acceptance on every loss.
+
+    Args:
+        model: what is trained.
+        loss: as `mq.LM` takes it.
+        parts: keywords of `mq.LM`, in the place of those of the preset.
+
+    Returns:
+        An `mq.LM` of these parts.
+
+    >>> opt = mq.presets.authors_code(model, "mse")
+    >>> step = opt.step(x, y)
+    """
     loss = _in_sums(loss)
     ours: dict[str, Any] = {
         "curvature": Auto(),
@@ -65,7 +88,19 @@ def authors_code(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
 
 
 def vanilla(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
-    """Levenberg's LM: identity damping, λ/10 after success and 10λ after failure."""
+    """Levenberg's LM: identity damping, λ/10 after success and 10λ after failure.
+
+    Args:
+        model: what is trained.
+        loss: as `mq.LM` takes it.
+        parts: keywords of `mq.LM`, in the place of those of the preset.
+
+    Returns:
+        An `mq.LM` of these parts.
+
+    >>> opt = mq.presets.vanilla(model, "mse")
+    >>> step = opt.step(x, y)
+    """
     ours: dict[str, Any] = {
         "curvature": Auto(),
         "rows": Exact(),
@@ -80,7 +115,19 @@ def vanilla(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
 
 
 def gauss_newton(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
-    """λ = 0, with a line search after a failed step."""
+    """λ = 0, with a line search after a failed step.
+
+    Args:
+        model: what is trained.
+        loss: as `mq.LM` takes it.
+        parts: keywords of `mq.LM`, in the place of those of the preset.
+
+    Returns:
+        An `mq.LM` of these parts.
+
+    >>> opt = mq.presets.gauss_newton(model, "mse")
+    >>> step = opt.step(x, y)
+    """
     return vanilla(model, loss, **{"schedule": Constant(0.0), "line_search": Grid(), **parts})
 
 
@@ -88,6 +135,17 @@ def hessian_free(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     """Martens' Hessian-free optimisation: conjugate gradients, ⅔λ at a gain ratio above ¾ and 3/2·λ below ¼.
 
     Gauss-Newton products; `curvature=MatrixFree(hessian=True)` takes those of the full Hessian.
+
+    Args:
+        model: what is trained.
+        loss: as `mq.LM` takes it.
+        parts: keywords of `mq.LM`, in the place of those of the preset.
+
+    Returns:
+        An `mq.LM` of these parts.
+
+    >>> opt = mq.presets.hessian_free(model, "mse")
+    >>> step = opt.step(x, y)
     """
     ours: dict[str, Any] = {
         "curvature": MatrixFree(),
@@ -102,7 +160,19 @@ def hessian_free(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
 
 
 def newton(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
-    """Newton's method on the full Hessian; λ is raised until it is positive definite and the step goes down."""
+    """Newton's method on the full Hessian; λ is raised until it is positive definite and the step goes down.
+
+    Args:
+        model: what is trained.
+        loss: as `mq.LM` takes it.
+        parts: keywords of `mq.LM`, in the place of those of the preset.
+
+    Returns:
+        An `mq.LM` of these parts.
+
+    >>> opt = mq.presets.newton(model, "mse")
+    >>> step = opt.step(x, y)
+    """
     ours: dict[str, Any] = {
         "curvature": Hessian(),
         "damping": Identity(),
@@ -118,7 +188,19 @@ def newton(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
 
 def kfac(model: torch.nn.Module, loss: Any, **parts: Any) -> LM:
     """Martens & Grosse's KFAC: Kronecker factors from one sampled row per sample, averaged over the batches, factored
-    damping with λ by the gain ratio, and the lengths of the step and of its momentum by the model of the batch."""
+    damping with λ by the gain ratio, and the lengths of the step and of its momentum by the model of the batch.
+
+    Args:
+        model: what is trained.
+        loss: as `mq.LM` takes it.
+        parts: keywords of `mq.LM`, in the place of those of the preset.
+
+    Returns:
+        An `mq.LM` of these parts.
+
+    >>> opt = mq.presets.kfac(model, "mse")
+    >>> step = opt.step(x, y)
+    """
     ours: dict[str, Any] = {
         "curvature": Kronecker(),
         "rows": Sampled(1),

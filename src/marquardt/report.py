@@ -14,11 +14,16 @@ from .state import State
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did."""
+    """What one step did.
+
+    >>> step = mq.LM(model, "mse").step(x, y)
+    >>> step.accepted, step.rule, step.new_loss < step.loss
+    (True, 'decrease', True)
+    """
 
     loss: float  # f before
     new_loss: float  # f after the step; f before it if it was rejected
-    accepted: bool
+    accepted: bool  # whether the weights have moved
     rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
     lam: float  # λ of this step
     lr: float  # learning rate of this step; after a line search the one it found

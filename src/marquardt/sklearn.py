@@ -80,24 +80,27 @@ class _LM(BaseEstimator):  # type: ignore[misc]
 class LMRegressor(RegressorMixin, _LM):  # type: ignore[misc]
     """A committee of networks for one target or several.
 
-    >>> model = LMRegressor().fit(X, y)
-    >>> mean, std = model.predict(X_new, return_std=True)
+    >>> regressor = LMRegressor(hidden=(8,), members=2, max_steps=20, random_state=0).fit(X, t)
+    >>> mean, std = regressor.predict(X, return_std=True)
 
     Inputs and targets are standardised inside. With hidden="auto" three kinds of networks are trained, each several
     times on another part of the samples, regularised by evidence and stopped by the part that was left out; how much
     each kind counts, and how wide the intervals are, comes from these parts too. A table of some hundred rows takes
     seconds, and the work is bounded for large ones.
 
-    hidden: "auto", or the sizes of the hidden layers.
-    activation: "auto", "tanh", "silu", "relu" or "identity".
-    members: networks of a kind; "auto" is 5, or 3 on large tables.
-    early_stopping: whether members leave out a part of the samples. Otherwise all of them train on everything until
-        `max_steps`, regularised by evidence alone.
-    patience: steps without a lower error on what is left out; None goes on to the end.
-    max_steps: of each member; None is 250, or fewer on large tables.
-
     A `sample_weight` that is a whole number counts as so many equal samples; weights that are not whole are relative.
     `committee_` is what was trained, `committee_.says` what it is made of, `history_` the steps of each member.
+
+    Args:
+        hidden: "auto", or the sizes of the hidden layers.
+        activation: "auto", "tanh", "silu", "relu" or "identity".
+        members: networks of a kind; "auto" is 5, or 3 on large tables.
+        early_stopping: whether members leave out a part of the samples. Otherwise all of them train on everything until
+            `max_steps`, regularised by evidence alone.
+        patience: steps without a lower error on what is left out; None goes on to the end.
+        max_steps: of each member; None is 250, or fewer on large tables.
+        random_state: a seed, or a generator of NumPy.
+        verbose: whether the training says how it goes.
     """
 
     _task = "regression"
@@ -129,11 +132,21 @@ class LMRegressor(RegressorMixin, _LM):  # type: ignore[misc]
 class LMClassifier(ClassifierMixin, _LM):  # type: ignore[misc]
     """A committee of networks for two classes or more.
 
-    >>> model = LMClassifier().fit(X, y)
-    >>> model.predict(X_new), model.predict_proba(X_new)
+    >>> classifier = LMClassifier(hidden=(8,), members=2, max_steps=20, random_state=0).fit(X, t > 0)
+    >>> classes, probabilities = classifier.predict(X), classifier.predict_proba(X)
 
-    The parameters are those of LMRegressor. Probabilities are softened by how uncertain the networks are, by as much as
+    Probabilities are softened by how uncertain the networks are, by as much as
     makes the samples that were left out most likely.
+
+    Args:
+        hidden: "auto", or the sizes of the hidden layers.
+        activation: "auto", "tanh", "silu", "relu" or "identity".
+        members: networks of a kind; "auto" is 5, or 3 on large tables.
+        early_stopping: whether members leave out a part of the samples.
+        patience: steps without a lower error on what is left out; None goes on to the end.
+        max_steps: of each member; None is 250, or fewer on large tables.
+        random_state: a seed, or a generator of NumPy.
+        verbose: whether the training says how it goes.
     """
 
     _task = "classification"

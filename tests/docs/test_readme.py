@@ -1,4 +1,4 @@
-"""Code in README and docs runs as printed."""
+"""Code in README runs as printed."""
 
 import math
 import re
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parents[2] / "README.md"
-DOCS = README.parent / "docs"
 PACKAGES = ("matplotlib", "numpy", "optuna", "rich", "scipy", "sklearn", "typer")
 
 # Lines as somebody pastes them: what an expression is worth is not shown, an error goes to stderr.
@@ -78,27 +77,3 @@ def test_what_needs_scikit_learn_in_the_readme(tmp_path):
     (text,) = (block for block in blocks(README) if "sklearn" in block)
     run = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert (run.returncode, run.stderr) == (0, "")
-
-
-MODELS = sorted(page.name for page in DOCS.glob("models*.md"))
-
-
-PAGES = [
-    "curvature.md",
-    "fit.md",
-    "from-matlab.md",
-    "least_squares.md",
-    *MODELS,
-    "steps.md",
-    "tables.md",
-    "uncertainty.md",
-]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_runs_from_top_to_bottom(page, tmp_path):
-    code = "\n".join(blocks(DOCS / page))
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    stated = re.findall(r"^print\(step.converged\)  # (.*)$", code, re.MULTILINE)
-    assert run.stdout.splitlines()[-len(stated) :] == stated or not stated

@@ -73,6 +73,17 @@ class Auto(Interchangeable):
     processes that work together agree. If the first step finds that a row of one sample takes a backward pass through
     all of them, as for the nodes of a graph, they are `Sampled(k, together=True)`. Samples that BatchNorm in train mode
     couples have no rows: MatrixFree then.
+
+    Args:
+        chunk: samples that are linearised at once; None for all, or as many as memory allows.
+        inertia: the weight of earlier batches in a running average of G, see Dense.
+        memory: bytes that a step may take, a number or such as "4GiB"; None for what the device has free.
+        work: gradients that a step on changing batches may cost; `math.inf` for any number.
+
+    >>> opt = mq.LM(model, "mse", curvature=mq.Auto(memory="4GiB"))
+    >>> step = opt.step(x, y)
+    >>> print(opt.plan.partition(":")[0])
+    Dense(chunk=None, inertia=0.0)
     """
 
     chunk: int | None = None

@@ -44,6 +44,10 @@ class Curvature(ABC):
 
     G and its statistics are those of the data, g is that of the objective, with weight decay W(θ − θ₀). W is a part of
     the A that `newton` is given, see `with_decay`.
+
+    >>> G = mq.Dense().represent(mq.linearize(model, "mse", x, y))
+    >>> G.gradient.shape, (G @ G.gradient).shape, G.newton(torch.tensor(0.1)).shape
+    (torch.Size([33]), torch.Size([33]), torch.Size([33]))
     """
 
     averaged = False  # whether the G of `model` is a running average over batches, and not that of this batch alone
@@ -213,7 +217,13 @@ class Damped:
 
 @dataclass(frozen=True)
 class Representation(ABC):
-    """A way to represent G, chosen before there is one."""
+    """A way to represent G, chosen before there is one.
+
+    `form` is all that one must define; [a page](../extending.md) has a whole one.
+
+    >>> isinstance(mq.Gram(), mq.Representation)
+    True
+    """
 
     adds_up: ClassVar[bool] = False  # whether what it adds up over pieces it adds up over ranks too, by lin.ranks
 

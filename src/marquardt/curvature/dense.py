@@ -38,6 +38,14 @@ class Dense(Interchangeable):
     On changing batches G is a running average, Ḡ ← β·Ḡ + (1−β)·G with β = `inertia`. A step that divides the gradient
     of a batch by the curvature of the same batch fits its noise, and its gain ratio does not notice; with an averaged
     curvature both are honest. On the same data again, G is that of the data.
+
+    Args:
+        chunk: samples that are linearised at once; None for all.
+        inertia: β, the weight of earlier batches, at least 0 and below 1.
+        small: up to so many parameters G is one product, in float64 at once.
+        double: whether G is in float64, whatever the model is.
+
+    >>> opt = mq.LM(model, "mse", curvature=mq.Dense(chunk=1000))
     """
 
     adds_up = True

@@ -40,6 +40,12 @@ class EKFAC(Kronecker):
     the diagonal of QᵀWQ, as s does for that of QᵀGQ; the gradient has all of W.
 
     From batch to batch s is a running average like A and B, though their eigenvectors move meanwhile.
+
+    Args:
+        decay: the weight of earlier batches in A, B and s, at most.
+        chunk: samples that are linearised at once; None for all.
+
+    >>> opt = mq.LM(model, "mse", curvature=mq.EKFAC(), damping=mq.MeanEigenvalue())
     """
 
     every: int = field(default=1, init=False, repr=False)  # the basis is that of the step

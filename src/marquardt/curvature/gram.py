@@ -34,6 +34,12 @@ class Gram(Interchangeable):
     For more parameters than rows. With `chunk` the rows of two chunks at a time are in memory; they are computed again
     for every pair. Of several ranks each forms some of the blocks of K, from inputs and gradients of the layers that
     another one has sent.
+
+    Args:
+        chunk: samples whose rows are in memory at once, twice as many in all; None for all.
+        whole: J̃ of up to so many numbers is built, for fewer and larger products.
+
+    >>> opt = mq.LM(model, "mse", curvature=mq.Gram())
     """
 
     adds_up = True

@@ -33,6 +33,8 @@ class Hessian(Representation):
 
     It needs a model that can be differentiated twice, and may be indefinite: where G + λD is not positive definite the
     step fails and λ rises. Damping goes by |diag ∇²f|.
+
+    >>> opt = mq.LM(model, "mse", curvature=mq.Hessian(), damping=mq.Identity(), attempts=10)
     """
 
     adds_up = True

@@ -64,6 +64,13 @@ class Kronecker(Representation):
     as old as that; λ is always that of the step. Products with G use the latest A and B. The model of the loss (and so
     the gain ratio) is that of the rows of the batch, as Martens & Grosse have it: it knows what lies between layers.
     Of several ranks each adds its samples to the factors, and solves with those of some of the layers.
+
+    Args:
+        decay: the weight of earlier batches in A and B, at most.
+        every: steps from one decomposition of the factors to the next.
+        chunk: samples that are linearised at once; None for all.
+
+    >>> opt = mq.LM(model, "mse", curvature=mq.Kronecker(), damping=mq.MeanEigenvalue())
     """
 
     adds_up = True

@@ -53,6 +53,17 @@ class MatrixFree(Interchangeable):
     (diag G + A)^`precondition`, where layers have rules for the diagonal; by A itself if that is no diagonal matrix.
     With `backtrack` the step is the earlier iterate, if the loss itself is lower there. With `chunk` that many samples
     are linearised at once, for every product again. Of several ranks each forms its part of a product.
+
+    Args:
+        chunk: samples that are linearised at once; None for all.
+        hessian: whether G is the full ∇²f.
+        iterations: of conjugate gradients in one step, at most.
+        tolerance: ε, the relative progress at which they stop.
+        warm: share of the last solution from which they start.
+        backtrack: whether an earlier iterate is taken if the loss itself is lower there.
+        precondition: exponent of diag G + A; None for no preconditioner.
+
+    >>> opt = mq.LM(model, "mse", curvature=mq.MatrixFree(iterations=50))
     """
 
     adds_up = True

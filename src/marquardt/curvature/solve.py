@@ -15,7 +15,17 @@ from .cost import COLUMNS, factors_together
 
 
 class FactorizationError(ArithmeticError):
-    """G + λD is not positive definite in floating point: the step fails, and a larger λ is the way out."""
+    """G + λD is not positive definite in floating point: the step fails, and a larger λ is the way out.
+
+    `LM` catches it and raises λ; it reaches those who solve by themselves.
+
+    >>> G = mq.Hessian().represent(mq.linearize(model, "mse", x, y, needs=mq.Hessian().needs))
+    >>> try:
+    ...     d = G.newton(torch.tensor(-1e6))
+    ... except mq.FactorizationError as error:
+    ...     print("a larger damping is needed")
+    a larger damping is needed
+    """
 
 
 def norm(M: Tensor, s: Tensor | None = None) -> Tensor:

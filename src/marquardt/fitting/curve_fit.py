@@ -39,18 +39,36 @@ def curve_fit(
 ) -> CurveFit:
     """Fit y = f(x, *p) to data: scipy.optimize.curve_fit with exact derivatives, and bands.
 
-    >>> popt, pcov = curve_fit(lambda x, a, b: a * torch.exp(-b * x), x, y)
-    >>> fit = curve_fit(f, x, y); fit.predict(x); fit.confidence_band(x)
+    Arrays and plain numbers give arrays, without NumPy tensors; tensors give tensors.
 
-    sigma: standard deviations (m,), or the covariance (m, m) of ydata; pcov is scaled by the residuals unless they are
-    absolute. p0: ones, or the middle of finite bounds, by default. jac(x, *p) → (m, n), or as in least_squares.
-    Arrays and plain numbers give arrays, without NumPy tensors; tensors give tensors. kwargs go to least_squares;
-    maxfev is max_nfev.
-    nan_policy: "raise", or "omit" to leave out the points with NaN; by default neither NaN nor infinities are taken.
+    With `batched` ydata is (B, m), B data sets; p0 and each bound (B, n) or (n,), sigma (m,), (B, m) or (B, m, m).
+    xdata is that of all sets, (m,) or (k, m), or has a leading dimension B, one for each set; where k = B it is read
+    such that f returns m values. A single fit that fails is a RuntimeError; of many each has its success, status and
+    message.
 
-    batched: ydata is (B, m), B data sets; p0 and each bound (B, n) or (n,), sigma (m,), (B, m) or (B, m, m). xdata is
-    that of all sets, (m,) or (k, m), or has a leading dimension B, one for each set; where k = B it is read such that f
-    returns m values. A single fit that fails is a RuntimeError; of many each has its success, status and message.
+    Args:
+        f: the curve, f(x, *p), of torch tensors; of NumPy arrays it works through differences.
+        xdata: where the curve is observed: (m,), (k, m), or anything that f takes.
+        ydata: observations, (m,).
+        p0: where the fit starts; None for ones, or the middle of finite bounds.
+        sigma: standard deviations (m,), or the covariance (m, m) of ydata.
+        absolute_sigma: whether sigma is known; otherwise pcov is scaled by the residuals.
+        check_finite: whether NaN and infinities are refused; None unless there is a `nan_policy`.
+        bounds: (lower, upper), numbers or one for each parameter.
+        method: as in least_squares; None for "lm".
+        jac: jac(x, *p) → (m, n), or as in least_squares; None for exact derivatives.
+        full_output: SciPy's, refused: what it asks for is in `.result`.
+        nan_policy: "raise", or "omit" to leave out the points with NaN.
+        batched: whether there are many data sets.
+        kwargs: of least_squares; `maxfev` is `max_nfev`.
+
+    Returns:
+        popt and pcov, to unpack, with `perr`, `predict`, `confidence_band` and `prediction_band`.
+
+    >>> t = torch.linspace(0, 4, 50)
+    >>> fit = mq.curve_fit(lambda t, a, b: a * torch.exp(-b * t), t, 2.5 * torch.exp(-1.3 * t))
+    >>> fit.popt
+    tensor([2.5000, 1.3000], dtype=torch.float64)
     """
     _check(full_output, nan_policy, kwargs)
     tensors = [a for a in (xdata, ydata, p0) if isinstance(a, Tensor)]

@@ -38,21 +38,41 @@ def least_squares(
     numbers. fun may change its x, a copy, but must leave args and kwargs as they are; where it works on tensors it gets
     those as tensors of x's precision.
 
-    jac: "auto", "2-point", "3-point", or a function like fun that returns (m, n).
-    bounds: (lower, upper), numbers or one for each parameter, with batched also (B, n), one for each of each problem.
-    method: "lm" or "trf", two names for the one algorithm.
-    ftol: relative decrease of the cost, predicted and actual; None for as far as the arithmetic allows.
-    xtol: estimated relative error of every parameter.
-    gtol: cosine of the angle between the residuals and the space that the columns of the Jacobian span.
-    x_scale: "jac", or the scale of the parameters. weights: of the squared residuals.
-    loss: "linear", "huber", "soft_l1", "cauchy", "arctan", or a function z → (ρ, ρ', ρ''); f_scale is C.
-    callback: called with a Result after each iteration; StopIteration ends the fit. verbose: 0, 1 or 2.
+    With `batched` x0 is (B, n), B independent problems. fun is still that of one: torch.func.vmap makes it that of
+    many. The arrays in args have a leading dimension B, kwargs are for all. Each problem has its own steps and its own
+    end.
 
-    batched: x0 is (B, n), B independent problems. fun is still that of one: torch.func.vmap makes it that of many.
-    The arrays in args have a leading dimension B, kwargs are for all. Each problem has its own steps and its own end.
-    geodesic: second-order correction of each step. restarts: where the fit ends in no minimum, try again from x0 with
-    smaller steps; nfev counts all. capture: on a GPU an iteration is recorded as a CUDA graph and replayed, so the
-    function is seldom called but must always do the same on tensors. dtype: of the arithmetic.
+    Args:
+        fun: the residuals of one problem.
+        x0: where it starts, (n,).
+        jac: "auto", "2-point", "3-point", or a function like fun that returns (m, n).
+        bounds: (lower, upper), numbers or one for each parameter; with `batched` also (B, n).
+        method: "lm" or "trf", two names for the one algorithm.
+        ftol: relative decrease of the cost, predicted and actual; None for as far as the arithmetic allows.
+        xtol: estimated relative error of every parameter.
+        gtol: cosine of the angle between the residuals and the space that the columns of the Jacobian span.
+        x_scale: "jac", or the scale of the parameters.
+        loss: "linear", "huber", "soft_l1", "cauchy", "arctan", or a function z → (ρ, ρ', ρ'').
+        f_scale: C, the residual from which on a loss counts less than its square.
+        max_nfev: evaluations of fun, at most; None for 400 of each parameter and one more.
+        verbose: 0, 1 or 2.
+        args: of fun, after x.
+        kwargs: of fun.
+        callback: called with a Result after each iteration; StopIteration ends the fit.
+        weights: of the squared residuals.
+        batched: whether there are many problems.
+        geodesic: second-order correction of each step.
+        restarts: if the fit ends in no minimum, try again from x0 with smaller steps; nfev counts all.
+        capture: on a GPU an iteration is recorded as a CUDA graph and replayed, so the function is seldom called but
+            must always do the same on tensors.
+        dtype: of the arithmetic.
+
+    Returns:
+        SciPy's fields: `x`, `cost`, `fun`, `jac`, `status`, `message`, `success`, …
+
+    >>> rosenbrock = lambda p: torch.stack([10 * (p[1] - p[0] ** 2), 1 - p[0]])
+    >>> mq.least_squares(rosenbrock, torch.tensor([-1.2, 1.0], dtype=torch.float64)).x
+    tensor([1., 1.], dtype=torch.float64)
     """
     x, numpy, rounding = arguments.start(x0, batched, dtype)
     arguments.check_choices(method, jac, verbose)

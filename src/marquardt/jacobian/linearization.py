@@ -33,7 +33,10 @@ EMPTY = "no batches: the iterable given to step_over is empty"
 
 @dataclass(frozen=True)
 class Needs:
-    """What a representation of the curvature asks of a linearisation, said before there is one."""
+    """What a representation of the curvature asks of a linearisation, said before there is one.
+
+    >>> lin = mq.linearize(model, "mse", x, y, needs=mq.MatrixFree().needs)
+    """
 
     chunk: int | None = None  # samples that are linearised at once; None: any number
     by_sample: bool = True  # rows that belong to one sample each: then no layer may couple the samples
@@ -46,6 +49,8 @@ class Linearization:
 
     `pieces()` gives them one after the other; `loss`, `gradient` and `scale` are those of all of them together. Of
     several ranks each has its own pieces: what is added up over them is added up over `ranks` too, after the loop.
+
+    >>> gradient = mq.linearize(model, "mse", x, y).gradient
     """
 
     def __init__(
@@ -371,23 +376,25 @@ class Linearization:
 
 
 def linearize(
-    model: nn.Module,
-    loss: Any,
-    x: Any,
-    y: Any = None,
-    weight: Tensor | None = None,
+    model: nn.Module,  # in the mode in which it is trained
+    loss: Any,  # as `mq.LM` takes it
+    x: Any,  # inputs, as `LM.step` takes them
+    y: Any = None,  # targets
+    weight: Tensor | None = None,  # of the samples
     *,
-    rows: Rows | None = None,
-    params: Iterable[Tensor] | None = None,
-    chunk: int | None = None,
-    needs: Needs | None = None,
-    weight_decay: float | WeightDecay = 0.0,
+    rows: Rows | None = None,  # which are formed; None for all
+    params: Iterable[Tensor] | None = None,  # None for all that train
+    chunk: int | None = None,  # samples that are linearised at once; None for all
+    needs: Needs | None = None,  # of a representation, in the place of `chunk`
+    weight_decay: float | WeightDecay = 0.0,  # part of f and g; G is that of the data
 ) -> Linearization:
     """The linearisation of one batch, to look at: `mq.Dense().represent(linearize(...))` is its Gauss-Newton matrix.
+    The model runs under the torch.autocast in which this is called; to look at what comes of it, leave that.
 
-    A representation that needs more than rows, all at once, says so: `linearize(..., needs=mq.MatrixFree().needs)`. The
-    model runs under the torch.autocast in which this is called; to look at what comes of it, leave that.
-    `weight_decay` is part of f and g; G is that of the data.
+    Returns:
+        f, g and the rows of G, while the model stays as it is.
+
+    >>> paths = mq.linearize(model, "mse", x, y).paths
     """
     rule, chosen = WeightDecay.of(weight_decay), trainable(model, params)
     parameters = Parameters(model, chosen)

@@ -21,7 +21,18 @@ BITS = 24
 
 
 class Cotangents(NamedTuple):
-    """R rows per sample. In Σ-units, as the losses are: ΣSSᵀ = ∂²value/∂z² (exactly, or in the mean)."""
+    """R rows per sample. In Σ-units, as the losses are: ΣSSᵀ = ∂²value/∂z² (exactly, or in the mean).
+
+    Attributes:
+        S: the root of the curvature, a row for each of R: (R, N, *out).
+        u: what S is multiplied with to give the gradient, (R, N); None if that is not in the range of these rows.
+        v: the rest of the gradient, Su + v = ∂value/∂z, (N, *out); None means 0.
+
+    >>> z = model(x)
+    >>> S, u, v = mq.Exact().draw(mq.losses.SquaredError(), z, y, None, 0)
+    >>> S.shape, u.shape, v
+    (torch.Size([1, 64, 1]), torch.Size([1, 64]), None)
+    """
 
     S: Tensor  # (R, N, *out)
     u: Tensor | None  # (R, N)     None: the gradient is not in the range of these rows
@@ -81,7 +92,14 @@ class Seed(int):
 
 @dataclass(frozen=True)
 class Rows(ABC):
-    """A choice of rows."""
+    """A choice of rows.
+
+    >>> class Twice(mq.Exact):
+    ...     def draw(self, loss, z, y, weight, seed):
+    ...         S, u, v = super().draw(loss, z, y, weight, seed)
+    ...         return mq.Cotangents(torch.cat([S, S]) / 2**0.5, torch.cat([u, u]) / 2**0.5, v)
+    >>> opt = mq.LM(model, "mse", rows=Twice())
+    """
 
     @property
     def recordable(self) -> bool:
@@ -118,7 +136,10 @@ class Rows(ABC):
 
 @dataclass(frozen=True)
 class Exact(Rows):
-    """All rows of the root S of the loss: the true generalised Gauss-Newton matrix."""
+    """All rows of the root S of the loss: the true generalised Gauss-Newton matrix.
+
+    >>> opt = mq.LM(model, "mse", rows=mq.Exact())
+    """
 
     @property
     def recordable(self) -> bool:
@@ -130,7 +151,10 @@ class Exact(Rows):
 
 @dataclass(frozen=True)
 class Empirical(Rows):
-    """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: the paper's curvature for cross-entropy."""
+    """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: the paper's curvature for cross-entropy.
+
+    >>> opt = mq.LM(classifier, "cross_entropy", rows=mq.Empirical())
+    """
 
     @property
     def empirical(self) -> bool:
@@ -153,6 +177,13 @@ class Sampled(Rows):
 
     `together`: k rows in all, of which each is the sum of one of every sample; G is unbiased then too. For samples that
     depend on each other, as the nodes of a graph: there a row of one sample takes a backward pass through all of them.
+
+    Args:
+        k: rows of every sample, or with `together` of all of them.
+        seed: of the signs; every step draws others.
+        together: whether a row is one of all samples together.
+
+    >>> opt = mq.LM(classifier, "cross_entropy", rows=mq.Sampled(1))
     """
 
     k: int = 1
@@ -194,6 +225,13 @@ class Fraction(Rows):
 
     The gradient and the losses are always those of the whole batch. RReLU keeps its slopes; what else is random is
     drawn anew for the part, so that with Dropout G is that of other masks than the losses.
+
+    Args:
+        fraction: the part of the batch that has rows, above 0 and at most 1.
+        rows: which rows of that part.
+        seed: of the choice; every step draws another part.
+
+    >>> opt = mq.LM(model, "mse", rows=mq.Fraction(0.5))
     """
 
     fraction: float = 0.25

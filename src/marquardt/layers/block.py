@@ -50,6 +50,11 @@ class Block(ABC):
 
     The columns are those of `params`, each flattened, one after the other. Products are formed in the dtype of what
     the rows are multiplied with.
+
+    >>> lin = mq.linearize(model, "mse", x, y)
+    >>> block = next(iter(lin.pieces())).blocks[0]
+    >>> isinstance(block, mq.layers.Block), block.rows(torch.float32).shape
+    (True, torch.Size([64, 24]))
     """
 
     params: list[Tensor]

@@ -17,7 +17,22 @@ from torch import Tensor
 
 
 class Operand(NamedTuple):
-    """How a call uses its weight: an input of shape (*lead, *rest), and what becomes of it and of δ."""
+    """How a call uses its weight: an input of shape (*lead, *rest), and what becomes of it and of δ.
+
+    Attributes:
+        weight: the parameter that multiplies, or None.
+        bias: the parameter that is added, or None.
+        x: the input, (*lead, *rest).
+        lead: leading dimensions of the input that are samples or positions.
+        a: what the weight multiplies, (*lead, P', G, I); of a table lookup the indices (*lead).
+        delta: from gradients at the output (R, *lead, *rest) to (R, *lead, P', G, O).
+        window: numbers of x that one position sees, if positions share them.
+        some: a of some samples, if a is larger than x.
+
+    >>> operand = mq.layers.RULES[nn.functional.linear](x, model[0].weight, model[0].bias)
+    >>> operand.a().shape
+    torch.Size([64, 1, 1, 2])
+    """
 
     weight: Tensor | None
     bias: Tensor | None

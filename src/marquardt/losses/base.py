@@ -28,7 +28,17 @@ WEIGHTS = "sample weights must be finite and not negative"
 
 
 class Root(NamedTuple):
-    """SSᵀ = ∂²value/∂z² and Su + v = ∂value/∂z, group by group."""
+    """SSᵀ = ∂²value/∂z² and Su + v = ∂value/∂z, group by group.
+
+    Attributes:
+        S: the root of the curvature, (N, P, C, r).
+        u: (N, P, r).
+        v: what of the gradient is not Su, (N, P, C); None means 0.
+
+    >>> S, u, v = mq.losses.SquaredError().root(model(x), y)
+    >>> S.shape, u.shape
+    (torch.Size([64, 1, 1, 1]), torch.Size([64, 1, 1]))
+    """
 
     S: Tensor  # (N, P, C, r)
     u: Tensor  # (N, P, r)
@@ -36,7 +46,18 @@ class Root(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A condition on the data that must hold nowhere, and what to tell the user where it does."""
+    """A condition on the data that must hold nowhere, and what to tell the user where it does.
+
+    Attributes:
+        bad: mask of what is wrong, shaped like `data`.
+        data: what is looked at.
+        name: of the data, for the message.
+        advice: what to do about it.
+
+    >>> t = torch.tensor([1.0, -2.0])
+    >>> print(mq.losses.Fault(t < 0, t, "targets", "sizes are positive"))
+    targets[1] is -2: sizes are positive
+    """
 
     bad: Tensor  # mask, shaped like `data`
     data: Tensor
@@ -81,6 +102,14 @@ class Loss(ABC):
     loss of several outputs, such as a mean and a variance, says how many, `outputs_taken = 2`: z (N, K) has them
     flattened and side by side. A loss that is −log p(y|z), but for a constant, names p, `likelihood = "categorical"`
     and the like, see uncertainty/likelihood.py: `mq.posterior` asks.
+
+    Args:
+        reduction: "mean", as torch takes it, or "sum".
+        factor: of the whole loss.
+        reported: the same loss in the units in which it is reported, if they are others.
+
+    >>> loss = mq.losses.SquaredError(reduction="sum", factor=0.5)
+    >>> opt = mq.LM(model, loss)
     """
 
     majorises: ClassVar[bool] = False

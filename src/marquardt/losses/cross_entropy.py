@@ -25,6 +25,15 @@ class CrossEntropy(Loss):
 
     `class_dim` is the dimension of the classes in the logits. 1 is torch's; None is that too, unless class indices show
     that the classes come last, (N, d₁, …, C), as language models have them.
+
+    Args:
+        label_smoothing: the share of every target that is spread over all classes.
+        class_weight: of every class, (C,).
+        ignore_index: the target of positions that do not count.
+        class_dim: the dimension of the classes in the logits.
+
+    >>> opt = mq.LM(classifier, mq.losses.CrossEntropy(label_smoothing=0.1))  # or "cross_entropy"
+    >>> step = opt.step(x, labels)
     """
 
     likelihood: ClassVar[str | None] = "categorical"

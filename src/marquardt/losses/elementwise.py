@@ -23,7 +23,7 @@ class Elementwise(Loss):
     A loss of your own defines three functions, which are compared with each other on the first step:
 
     >>> @dataclass(frozen=True, kw_only=True, eq=False)
-    ... class LogCosh(Elementwise):
+    ... class LogCosh(mq.losses.Elementwise):
     ...     def ell(self, z, y):
     ...         return (z - y).cosh().log()
     ...
@@ -32,6 +32,7 @@ class Elementwise(Loss):
     ...
     ...     def s(self, z, y):
     ...         return 1 / (z - y).cosh()
+    >>> step = mq.LM(model, LogCosh()).step(x, y)
     """
 
     @abstractmethod
@@ -51,7 +52,10 @@ class Elementwise(Loss):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SquaredError(Elementwise):
-    """ℓ = (z − y)²,  ℓ′ = 2(z − y),  s = √2:  `nn.MSELoss`."""
+    """ℓ = (z − y)²,  ℓ′ = 2(z − y),  s = √2:  `nn.MSELoss`.
+
+    >>> opt = mq.LM(model, mq.losses.SquaredError())  # or "mse"
+    """
 
     sum_of_squares: ClassVar[bool] = True
     likelihood: ClassVar[str | None] = "normal"
@@ -68,7 +72,11 @@ class SquaredError(Elementwise):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Residual(SquaredError):
-    """ℓ = z²: the squared error of residuals that the model returns itself; targets are not looked at."""
+    """ℓ = z²: the squared error of residuals that the model returns itself; targets are not looked at.
+
+    >>> opt = mq.LM(model, mq.losses.Residual())  # or "residual"
+    >>> step = opt.step(x)
+    """
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return super().ell(z, z.new_zeros(()))
@@ -86,6 +94,11 @@ class Huber(Elementwise):
 
     Beyond δ the curvature is 0 where the gradient is not: s is the root of the quadratic that touches ℓ at e
     and lies above it everywhere, so Su = ℓ′ holds on both sides.
+
+    Args:
+        delta: δ, up to which an error counts as its square.
+
+    >>> opt = mq.LM(model, mq.losses.Huber(delta=0.5))  # or "huber"
     """
 
     majorises: ClassVar[bool] = True
@@ -109,6 +122,13 @@ class Huber(Elementwise):
 class BinaryCrossEntropy(Elementwise):
     """On logits, σ = sigmoid(z), a = pos_weight, b = output_weight:  ℓ = b(−a y log σ − (1 − y) log(1 − σ)),
     ℓ′ = b((1 − y)σ − a y(1 − σ)),  s = √(b(a y + 1 − y) σ(1 − σ)):  `nn.BCEWithLogitsLoss`.
+
+    Args:
+        pos_weight: a, of the targets 1; broadcasts against the outputs of a sample.
+        output_weight: b, of every output; broadcasts likewise.
+
+    >>> opt = mq.LM(model, mq.losses.BinaryCrossEntropy())  # or "bce"
+    >>> step = opt.step(x, (y > 0).float())
     """
 
     likelihood: ClassVar[str | None] = "bernoulli"
@@ -158,7 +178,11 @@ def broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Poisson(Elementwise):
-    """Counts y with log-rate z:  ℓ = e^z − y z,  ℓ′ = e^z − y,  s = e^{z/2}:  `nn.PoissonNLLLoss`."""
+    """Counts y with log-rate z:  ℓ = e^z − y z,  ℓ′ = e^z − y,  s = e^{z/2}:  `nn.PoissonNLLLoss`.
+
+    >>> opt = mq.LM(model, mq.losses.Poisson())  # or "poisson"
+    >>> step = opt.step(x, y.abs().round())
+    """
 
     likelihood: ClassVar[str | None] = "poisson"
 

@@ -30,6 +30,14 @@ class Function(Loss):
 
     If the model returns more than a tensor, fn is given all outputs that are floating-point tensors with a row per
     sample, see `OutputLayout.structure`.
+
+    Args:
+        fn: of outputs and targets.
+        low: what no value of fn falls below; −∞ if that is not known.
+        layout: of outputs that are more than a tensor; None before the model has been called.
+
+    >>> opt = mq.LM(model, mq.losses.Function(lambda z, y: (z - y).abs().pow(1.5).mean(1), low=0.0))
+    >>> step = opt.step(x, y)
     """
 
     majorises: ClassVar[bool] = True

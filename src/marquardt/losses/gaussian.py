@@ -22,6 +22,14 @@ class GaussianNLL(Loss):
     itself, at least `eps`: `nn.GaussianNLLLoss`; then S = diag(v^−½, 2^−½/v). `full` adds ½ log 2π. ℓ has no lower
     bound: where e = 0 it falls with v. A model may return (mean, variance) as a tuple; of outputs that have names
     {("mean", "variance"): loss} says which is which.
+
+    Args:
+        variance: whether the model returns v, and not log v.
+        eps: the least v.
+        full: whether ½ log 2π is part of the loss.
+
+    >>> opt = mq.LM(nn.Linear(2, 2), mq.losses.GaussianNLL())  # or "gaussian_nll"
+    >>> step = opt.step(x, y)
     """
 
     fisher: ClassVar[bool] = True

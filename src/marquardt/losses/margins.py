@@ -15,7 +15,14 @@ from .elementwise import Elementwise
 
 @dataclass(frozen=True, eq=False)
 class Hinge(Elementwise):
-    """The squared hinge, y = ±1, e = max(0, margin − yz):  ℓ = e²,  ℓ′ = −2ye,  s = √2 if e > 0 else 0."""
+    """The squared hinge, y = ±1, e = max(0, margin − yz):  ℓ = e²,  ℓ′ = −2ye,  s = √2 if e > 0 else 0.
+
+    Args:
+        margin: beyond which an output costs nothing.
+
+    >>> opt = mq.LM(model, mq.losses.Hinge())  # or "hinge"
+    >>> step = opt.step(x, y.sign())
+    """
 
     margin: float = 1.0
 
@@ -38,7 +45,11 @@ class Hinge(Elementwise):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SoftMargin(Elementwise):
-    """y = ±1:  ℓ = log(1 + e^−yz),  ℓ′ = −yσ(−yz),  s = √(σ(yz)σ(−yz)):  `nn.SoftMarginLoss`."""
+    """y = ±1:  ℓ = log(1 + e^−yz),  ℓ′ = −yσ(−yz),  s = √(σ(yz)σ(−yz)):  `nn.SoftMarginLoss`.
+
+    >>> opt = mq.LM(model, mq.losses.SoftMargin())  # or "soft_margin"
+    >>> step = opt.step(x, y.sign())
+    """
 
     likelihood: ClassVar[str | None] = "bernoulli"
 

@@ -22,6 +22,16 @@ class Ordinal(Loss):
 
     The thresholds live in the model: it returns zₖ = tₖ − m, m the place of a sample and tₖ increasing, such as the
     cumulative sums of F.softplus of parameters.
+
+    >>> class Ordered(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.place, self.gaps = nn.Linear(2, 1), nn.Parameter(torch.zeros(2))
+    ...
+    ...     def forward(self, x):
+    ...         return nn.functional.softplus(self.gaps).cumsum(0) - self.place(x)
+    >>> opt = mq.LM(Ordered(), mq.losses.Ordinal())  # or "ordinal"
+    >>> step = opt.step(x, labels)
     """
 
     likelihood: ClassVar[str | None] = "ordered"

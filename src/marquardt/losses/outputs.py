@@ -115,9 +115,16 @@ class Outputs(dict[Name, Tensor]):
 class OutputLayout:
     """Which outputs are taken, and the shape of each for one sample: side by side they are z (N, K).
 
-    >>> layout = OutputLayout.of(raw)          # all floating-point tensors that the model returns, none within others
-    >>> z = layout.joined(raw)                 # (N, K)
-    >>> layout.structure(z)                    # what the model returned: see there
+    >>> raw = {"mean": torch.zeros(5, 2), "scale": torch.ones(5)}
+    >>> layout = mq.losses.OutputLayout.of(raw)  # all floating-point tensors that the model returns, none within others
+    >>> z = layout.joined(raw)  # (N, K)
+    >>> z.shape, layout.structure(z).scale.shape  # and back to what the model returned
+    (torch.Size([5, 3]), torch.Size([5]))
+
+    Args:
+        names: of the outputs.
+        shapes: of each, for one sample.
+        length: of a tuple or list; 0 if the model returns a tensor, None if it returns names.
     """
 
     names: tuple[Name, ...]

@@ -19,6 +19,12 @@ class NegativeBinomial(Elementwise):
     """Counts y with mean μ = e^z and variance μ + aμ², a = `dispersion`, k = 1/a, σ = sigmoid(z + log a):
 
     ℓ = (y + k) log(1 + aμ) − y z,  ℓ′ = (y + k)σ − y,  s = √((y + k) σ(1 − σ)).
+
+    Args:
+        dispersion: a, above 0.
+
+    >>> opt = mq.LM(model, mq.losses.NegativeBinomial(dispersion=0.5))  # or "negative_binomial"
+    >>> step = opt.step(x, y.abs().round())
     """
 
     likelihood: ClassVar[str | None] = "negative binomial"
@@ -55,6 +61,12 @@ class NegativeBinomial(Elementwise):
 class Gamma(Elementwise):
     """Positive y with mean e^z and variance e^{2z}/a, a = `shape`:  ℓ = a(z + y e^−z),  ℓ′ = a(1 − y e^−z),
     s = √(a y e^−z).
+
+    Args:
+        shape: a, above 0.
+
+    >>> opt = mq.LM(model, mq.losses.Gamma(shape=2.0))  # or "gamma"
+    >>> step = opt.step(x, y.exp())
     """
 
     likelihood: ClassVar[str | None] = "gamma"

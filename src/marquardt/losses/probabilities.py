@@ -20,6 +20,10 @@ class NegativeLogLikelihood(CrossEntropy):
 
     ℓ is linear in z, and the curvature is in the log-softmax of the model. The softmax of z is p, so that the S of
     cross-entropy, sent back through the log-softmax, is that of the logits.
+
+    >>> log_probabilities = nn.Sequential(classifier, nn.LogSoftmax(1))
+    >>> opt = mq.LM(log_probabilities, mq.losses.NegativeLogLikelihood())  # or "nll"
+    >>> step = opt.step(x, labels)
     """
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
@@ -37,6 +41,14 @@ class KLDivergence(NegativeLogLikelihood):
     """From log-probabilities z (N, C, …) to probabilities q:  ℓ = Σₖ qₖ(log qₖ − zₖ):  `nn.KLDivLoss`.
 
     With `log_target` the targets are log q. The mean is that over N, or without `batchmean` that over all outputs.
+
+    Args:
+        log_target: whether the targets are log q.
+        batchmean: whether the mean is that over the samples, and not over all outputs.
+
+    >>> log_probabilities = nn.Sequential(classifier, nn.LogSoftmax(1))
+    >>> opt = mq.LM(log_probabilities, mq.losses.KLDivergence())  # or "kl_div"
+    >>> step = opt.step(x, torch.full((64, 3), 1 / 3))
     """
 
     likelihood: ClassVar[str | None] = None  # of distributions, not of targets
@@ -82,6 +94,12 @@ class BinaryProbabilities(Elementwise):
 
     s² is the mean of ℓ″ over y of this probability: behind a sigmoid it is the curvature of the logits. As in torch,
     logarithms are at least −100, and v is at least 1e-12.
+
+    Args:
+        output_weight: of every output; broadcasts against those of a sample.
+
+    >>> opt = mq.LM(nn.Sequential(model, nn.Sigmoid()), mq.losses.BinaryProbabilities())  # or "binary_probabilities"
+    >>> step = opt.step(x, (y > 0).float())
     """
 
     fisher: ClassVar[bool] = True

@@ -174,7 +174,17 @@ ELSEWHERE = {"mae": "l1", "absolute_error": "l1", "pinball": "quantile"}
 
 def resolve(loss: Any) -> Loss:
     """The Loss that a name, a torch.nn loss, a function of outputs and targets, or a Loss stands for, with its options;
-    of a dict by the names of outputs, or a tuple by their positions, the sum of such losses."""
+    of a dict by the names of outputs, or a tuple by their positions, the sum of such losses.
+
+    Args:
+        loss: what `mq.LM` is given for one.
+
+    Returns:
+        The object of `mq.losses`.
+
+    >>> mq.losses.resolve("huber")
+    Huber(reduction='mean', factor=1.0, reported=None, delta=1.0)
+    """
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, (Mapping, tuple, list)):

@@ -23,6 +23,8 @@ class AbsoluteError(Elementwise):
 
     s² is the quadratic that touches ℓ at e and lies above it. Near e = 0 it would hold the residual there, whatever the
     others ask for: ε is a hundredth of the mean |e| of the outputs that are linearised together, and falls with it.
+
+    >>> opt = mq.LM(model, mq.losses.AbsoluteError())  # or "l1"
     """
 
     majorises: ClassVar[bool] = True
@@ -47,6 +49,12 @@ class Quantile(Elementwise):
     s² is that of the quadratic that touches ½√(e² + h²) and lies above it. `smoothing`, h, is in the units of the
     targets; the quantile is off by about h. Several levels q are those of the outputs (N, …, k) along their last
     dimension, with targets of the same shape: y.expand_as(z).
+
+    Args:
+        q: the level, between 0 and 1, or one for each of the outputs.
+        smoothing: h, the width over which the corner is rounded.
+
+    >>> opt = mq.LM(model, mq.losses.Quantile(0.9))  # the median is "quantile"
     """
 
     majorises: ClassVar[bool] = True
@@ -107,6 +115,12 @@ class Quantile(Elementwise):
 class StudentT(Elementwise):
     """Errors e = z − y with heavy tails, ν degrees of freedom, scale σ:  ℓ = ½(ν + 1) log(1 + e²/(νσ²)),  ℓ′ = s²e,
     s = √((ν + 1)/(νσ² + e²)), the root of the quadratic that touches ℓ at e and lies above it.
+
+    Args:
+        dof: ν; the fewer, the less an outlier counts.
+        sigma: σ, the size of an ordinary error.
+
+    >>> opt = mq.LM(model, mq.losses.StudentT(dof=3, sigma=0.1))  # or "student_t"
     """
 
     majorises: ClassVar[bool] = True

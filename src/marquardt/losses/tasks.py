@@ -18,7 +18,15 @@ from .outputs import Name, OutputLayout, picked, side_by_side
 
 
 class Term(NamedTuple):
-    """A loss of one output, and what it counts in the sum."""
+    """A loss of one output, and what it counts in the sum.
+
+    Attributes:
+        name: of the output, or its position.
+        loss: that is taken of it.
+        weight: what it counts.
+
+    >>> term = mq.losses.Term("size", mq.losses.Huber(), 0.1)
+    """
 
     name: Name
     loss: Loss
@@ -45,6 +53,21 @@ class Tasks(Loss):
         value = Σₜ cₜ Σᵢ wᵢ ℓₜ(zᵢ, yᵢ),  cₜ = weightₜ · factorₜ · Σw / νₜ,
 
     so that f = value / Σw. Both sums are those of all data, see `sums`.
+
+    Args:
+        tasks: the losses and their outputs.
+        layout: of the outputs; None before the model has been called.
+        c: cₜ, (T,); None before all data have been looked at.
+        kept: νₜ, (T,), 0 if no target of a task counts.
+
+    >>> class Heads(nn.Linear):
+    ...     def forward(self, x):
+    ...         z = super().forward(x)
+    ...         return {"kind": z[:, :3], "size": z[:, 3:]}
+    >>> opt = mq.LM(Heads(2, 4), {"kind": ("cross_entropy", 1.0), "size": ("huber", 0.1)})
+    >>> type(opt.loss).__name__
+    'Tasks'
+    >>> step = opt.step(x, {"kind": labels, "size": y})
     """
 
     surveys: ClassVar[bool] = True
@@ -202,8 +225,8 @@ class Tasks(Loss):
 
             def own(shape: tuple[int, ...]) -> Tensor:
                 nonlocal used
-                first, used = used, used + math.prod(shape)
-                return signs((used,))[:, first:].reshape(-1, *shape)
+                first, used = used, used + math.prod(shape[1:])  # of a sample
+                return signs((len(z), used))[:, :, first:].reshape(-1, *shape)
 
             rows = p.loss.ungroup(p.loss.mixed(p.z, p.y, weight, own), p.z)  # (k, N, *shape)
             found.append(rows.new_zeros(len(rows), *z.shape))

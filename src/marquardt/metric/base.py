@@ -90,6 +90,11 @@ class Metric(ABC):
     """scale·D₀ with a D₀ that stays the same while λ changes: what a damping returns and the solvers work with.
 
     `sizes` are the numbers of entries of the parameters, in the order of θ.
+
+    >>> G = mq.Dense().represent(mq.linearize(model, "mse", x, y))
+    >>> D = mq.MeanEigenvalue().update(None, G)
+    >>> isinstance(D, mq.Metric), D.solve(G.gradient.clone(), G.parameters.sizes).shape
+    (True, torch.Size([33]))
     """
 
     scale: Tensor  # ()

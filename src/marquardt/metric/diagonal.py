@@ -19,6 +19,12 @@ class Diagonal(Metric):
     all entries of a parameter        Part(entries)                 as many numbers as the parameter
     one number for a parameter        Part(entries)                 ()
     a weight of G groups, O × I each  Part(u=u, v=v), u_go·v_gi     (G, O, 1) and (G, 1, I)
+
+    Args:
+        scale: one number, ().
+        parts: of every parameter; None for the identity.
+
+    >>> D = mq.Diagonal.of(torch.ones(33), [p.numel() for p in model.parameters()])
     """
 
     def __init__(self, scale: Tensor, parts: Sequence[Part] | None = None) -> None:

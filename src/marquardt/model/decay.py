@@ -31,6 +31,13 @@ class WeightDecay:
     a state_dict by name, or one for each parameter that trains. It is saved with the optimizer.
 
     A number for every element of a parameter, a tensor, is the `weight_decay` of a parameter group.
+
+    Args:
+        w: the weight, at least 0.
+        exclude: parameters that do not decay.
+        towards: θ₀.
+
+    >>> opt = mq.LM(model, "mse", weight_decay=mq.WeightDecay(1e-3, exclude="bias"))
     """
 
     w: float

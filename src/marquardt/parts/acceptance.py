@@ -31,7 +31,10 @@ class Acceptance(Protocol):
 
 @dataclass(frozen=True)
 class Decrease:
-    """f_new < f"""
+    """f_new < f
+
+    >>> opt = mq.LM(model, "mse", acceptance=mq.Decrease())
+    """
 
     @property
     def looks_back(self) -> bool:
@@ -48,6 +51,13 @@ class Uphill:
     f_ref is f, or with `against_best` the least f so far (for full batches). After Transtrum & Sethna (2012). With
     `of_late` such a move gives back at most what the last steps on the same data have gained: near a minimum, where
     somebody may stop at any step, that is next to nothing.
+
+    Args:
+        b: the larger it is, the more a step may lose that goes in the direction of the previous one.
+        against_best: whether f_ref is the least f so far, and not that before the step.
+        of_late: whether a move gives back at most what the last steps on the same data have gained.
+
+    >>> opt = mq.LM(model, "mse", acceptance=mq.Uphill(b=1.0))
     """
 
     b: float = 2.0  # the authors' code

@@ -24,6 +24,14 @@ class EMA:
     """θ̄ ← β·θ̄ + (1−β)·θ with β = min(decay, (1 + t)/(10 + t)): short memory at first, when the weights move fast.
 
     The warm-up is that of TensorFlow's ExponentialMovingAverage.
+
+    Args:
+        decay: β once the average is warm: 0.95 is a mean over about twenty steps.
+        restarts: whether the average begins anew with every step on the same data, where each is better than the last.
+
+    >>> opt = mq.LM(model, "mse", average=mq.EMA(decay=0.99))
+    >>> with opt.averaged():
+    ...     z = model(x)
     """
 
     decay: float = 0.95
@@ -39,7 +47,13 @@ class EMA:
 
 @dataclass(frozen=True)
 class Polyak:
-    """θ̄ = the mean of all accepted θ."""
+    """θ̄ = the mean of all accepted θ.
+
+    Args:
+        restarts: whether the average begins anew with every step on the same data.
+
+    >>> opt = mq.LM(model, "mse", average=mq.Polyak())
+    """
 
     restarts: bool = False
 

@@ -22,7 +22,10 @@ class Damping(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """D = I: Levenberg's damping. λ carries the units of the curvature."""
+    """D = I: Levenberg's damping. λ carries the units of the curvature.
+
+    >>> opt = mq.LM(model, "mse", damping=mq.Identity())
+    """
 
     def update(self, D: Metric | None, G: Curvature) -> Diagonal:
         return Diagonal(one(G))
@@ -43,6 +46,11 @@ class MeanEigenvalue:
     λ = 1 stands for the mean of the eigenvalues that are not zero, whatever the loss and the number of parameters:
     multiplying the loss by a constant changes nothing. What is remembered of earlier steps is at most `memory` times
     the present: one batch with an outlier costs a few steps, not the run.
+
+    Args:
+        memory: how much larger than the present τ the past one may be, at least 1.
+
+    >>> opt = mq.LM(model, "mse", damping=mq.MeanEigenvalue())
     """
 
     memory: float = 10.0
@@ -61,6 +69,11 @@ class LayerMeanEigenvalue:
 
     One number per layer: the dual solve stays as cheap as with one for all. A τₗ below eps times the largest of all
     layers may be rounding, and is taken for as much.
+
+    Args:
+        memory: how much larger than the present τₗ the past one may be, at least 1.
+
+    >>> opt = mq.LM(model, "mse", damping=mq.LayerMeanEigenvalue())
     """
 
     memory: float = 10.0
@@ -84,6 +97,11 @@ class MaxDiagonal:
     A curvature of less than eps times that of another output of the same layer may be rounding, and is taken for as
     much: there the invariance ends. A Kronecker product can be damped by a product alone: with it D = u ⊗ v, as in
     FactoredMaxDiagonal, and u and v start at √D₀.
+
+    Args:
+        floor: D₀, the least entry of D.
+
+    >>> opt = mq.LM(model, "mse", damping=mq.MaxDiagonal(floor=1e-4))
     """
 
     floor: float = 0.01  # D₀: the paper, section 2.3
@@ -114,6 +132,8 @@ class FactoredMaxDiagonal:
     another one, where it may be rounding. Dividing a by √v and δ by √u keeps the dual
     solve exact without J̃: this is the max-diagonal damping for large networks. There G has many more columns than its
     rank, and D is multiplied by their ratio: λ = 1 stands for the mean eigenvalue, as in MeanEigenvalue.
+
+    >>> opt = mq.LM(model, "mse", damping=mq.FactoredMaxDiagonal())
     """
 
     def update(self, D: Metric | None, G: Curvature) -> Metric:
@@ -140,6 +160,14 @@ class KroneckerMetric:
     batch too. Without partial traces D = τI, as with MeanEigenvalue: if there are no rows, as with samples that depend
     on each other, and with a G that is a Kronecker product itself, a Hessian, or one that does not offer them. On the
     same data again, G knows all that D could tell: another damping takes over, `steady`, unless that is None.
+
+    Args:
+        c: γ in units of the mean eigenvalue τ.
+        decay: the weight of earlier batches in A and B, at most.
+        every: steps from one D to the next.
+        steady: the damping on the same data; None for this one.
+
+    >>> opt = mq.LM(model, "mse", damping=mq.KroneckerMetric(every=5))
     """
 
     c: float = 1.0

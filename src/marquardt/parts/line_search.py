@@ -30,6 +30,16 @@ class Grid:
     """lr ∈ {start, start + step, … < stop}: the least loss wins (the paper, Algorithm 1). Only a decrease counts.
 
     `Grid(0.01, 2, 0.05, power=3, along_step=True, uphill=True)` is the search of the authors' code.
+
+    Args:
+        start: the smallest rate.
+        stop: where the rates end.
+        step: from one rate to the next.
+        along_step: whether the search goes along the step with its momentum, and not along the plain one.
+        uphill: whether the least loss is taken even if it is higher than before.
+        power: of each rate; 3 makes the small ones denser.
+
+    >>> opt = mq.LM(model, "mse", line_search=mq.Grid(stop=2.0))
     """
 
     start: float = 1e-6  # Algorithm 1
@@ -62,7 +72,15 @@ class Grid:
 
 @dataclass(frozen=True)
 class Backtracking:
-    """lr ← factor·lr, at most `trials` times; the first decrease wins."""
+    """lr ← factor·lr, at most `trials` times; the first decrease wins.
+
+    Args:
+        factor: by which the rate falls, below 1.
+        trials: rates that are tried, at most.
+        along_step: whether the search goes along the step with its momentum, and not along the plain one.
+
+    >>> opt = mq.LM(model, "mse", line_search=mq.Backtracking(trials=3))
+    """
 
     factor: float = 0.5
     trials: int = 6
@@ -92,6 +110,14 @@ class Bracket:
     """The least loss along the line in few evaluations: some rates at once, then parabolas through the best three.
 
     Measured against the grid of the paper: docs/benchmarks. Only a decrease counts.
+
+    Args:
+        rates: that are tried first, all at once, in rising order.
+        stop: the largest rate.
+        evaluations: of the loss, at most.
+        along_step: whether the search goes along the step with its momentum, and not along the plain one.
+
+    >>> opt = mq.LM(model, "mse", line_search=mq.Bracket(evaluations=8))
     """
 
     rates: tuple[float, ...] = (1 / 64, 1 / 16, 1 / 4, 1.0, 3.0)

@@ -30,6 +30,14 @@ class AdaptiveMomentum:
 
     I_GG = gᵀH⁻¹g, I_GF = gᵀdθₜ₋₁, I_FF = dθₜ₋₁ᵀH dθₜ₋₁:
     β = √((1−ξ²)·I_GG·δP² / (I_FF·I_GG − I_GF²)),  α = (ξ·δP·√I_GG + β·I_GF)/I_GG.
+
+    Args:
+        xi: ξ, between 0 and 1: the cosine between dθ and the plain step, in the metric of H.
+        dP: δP, the length of the step in the metric of H, in units of √loss; `math.inf` leaves it to `cap`.
+        cap: whether δP is at most the length √I_GG of the plain step.
+        same_data: whether there is momentum only on the same data, and none on changing batches.
+
+    >>> opt = mq.LM(model, "mse", momentum=mq.AdaptiveMomentum(xi=0.9, dP=0.6, cap=True))
     """
 
     xi: float = 0.9  # the authors' code
@@ -75,6 +83,8 @@ class QuadraticMomentum:
 
     G is that of the batch itself (`Curvature.products`), which knows what lies between layers even if H does not: α is
     then the length at which their steps do not overshoot together.
+
+    >>> opt = mq.LM(model, "mse", momentum=mq.QuadraticMomentum())
     """
 
     @property

@@ -65,7 +65,13 @@ def _check(schedule: Schedule, minimum: float, maximum: float) -> None:
 
 @dataclass(frozen=True)
 class Constant:
-    """λ stays."""
+    """λ stays.
+
+    Args:
+        initial: λ.
+
+    >>> opt = mq.LM(model, "mse", schedule=mq.Constant(0.1))
+    """
 
     initial: float = 1.0
 
@@ -79,7 +85,16 @@ class Constant:
 
 @dataclass(frozen=True)
 class TenFold:
-    """λ/10 after success, 10λ after failure: the authors' vanilla LM."""
+    """λ/10 after success, 10λ after failure: the authors' vanilla LM.
+
+    Args:
+        initial: λ₀.
+        factor: by which λ falls and rises.
+        minimum: λ falls no further.
+        maximum: λ rises no further.
+
+    >>> opt = mq.LM(model, "mse", schedule=mq.TenFold(initial=0.01))
+    """
 
     initial: float = 1.0
     factor: float = 10.0
@@ -104,6 +119,13 @@ class RelativeDecrease:
     """⅔λ when the relative decrease exceeds 0.75; 1.5λ on a failed step whose relative increase is below 0.25.
 
     The authors' code, with its limits 1e-5 and 1e5. A step saved by the line search leaves λ alone.
+
+    Args:
+        initial: λ₀.
+        minimum: λ falls no further.
+        maximum: λ rises no further.
+
+    >>> opt = mq.LM(model, "mse", schedule=mq.RelativeDecrease())
     """
 
     initial: float = 1.0
@@ -132,6 +154,18 @@ class GainRatio:
     `floor`. A λ that no longer matters to the step does not fall any further: it could not come back in time. After an
     uphill step λ stays: to follow the valley further with the same λ is what the step was accepted for (Transtrum &
     Sethna 2012). The factors were measured, docs/recipe.md.
+
+    Args:
+        initial: λ₀.
+        down: factor of λ after a good step on the same data.
+        up: factor of λ after a bad step on the same data.
+        slow_down: the same on changing batches, after a good step,
+        slow_up: and after a bad one.
+        floor: λ falls no further on changing batches, if the curvature is that of the batch alone.
+        minimum: λ falls no further, whatever the data.
+        maximum: λ rises no further.
+
+    >>> opt = mq.LM(model, "mse", schedule=mq.GainRatio(initial=0.1))
     """
 
     initial: float = 1.0
@@ -180,6 +214,15 @@ class Balanced:
 
     It is meant for an average over some twenty steps, as EMA(0.95): a longer one lags behind longer, and λ falls
     further. Without an average, the gain ratio alone has to do.
+
+    Args:
+        initial: λ₀.
+        target: λ rises while f(θ̄) is below this share of f(θ), and falls while it is above.
+        quickest: factor by which the averaged weights change λ, at most, in one step.
+        most: λ beyond which only a bad gain ratio raises it.
+        gain: the schedule on the same data, and for bad gain ratios.
+
+    >>> opt = mq.LM(model, "mse", schedule=mq.Balanced(initial=10.0))
     """
 
     initial: float = 3.0  # more than it needs: a first step too long costs more than one too short

@@ -45,15 +45,20 @@ Callback = Callable[[Running], Any]
 
 @dataclass(frozen=True)
 class Fit:
-    """What came of `mq.fit`. The model is the one that was given, with its best weights."""
+    """What came of `mq.fit`. The model is the one that was given, with its best weights.
 
-    model: nn.Module
-    history: History
+    >>> result = mq.fit(model, (x, y), "mse", steps=20)
+    >>> result.loss <= result.history[0].loss, len(result.history) <= 20
+    (True, True)
+    """
+
+    model: nn.Module  # the one that was given
+    history: History  # of all steps
     reason: str  # why it ended, a sentence
     plan: str  # how the samples were given to the steps, how the curvature was represented, and why
     best_step: int  # whose weights the model has; 0 if there was none
     loss: float  # of the model, in eval mode, without weight decay: of the validation set, or else of the data
-    optimizer: LM
+    optimizer: LM  # that has trained it
     data: Source  # that have trained it
     evidence: Regularised | None = None  # α, β and γ at the best step, if weight decay was found from the data by then
 
@@ -101,7 +106,7 @@ def fit(
     """Trains `model` on `data` by Levenberg–Marquardt until something says stop; the best weights stay in the model.
 
     >>> result = mq.fit(model, (x, y), "mse", validation=0.2)
-    >>> print(result.reason, result.history)
+    >>> reason, history = result.reason, result.history
 
     `data` are (inputs, targets) or (inputs, targets, weight) of tensors or arrays, a Dataset or a DataLoader. If a step
     with all of them is quick, every step has them all; otherwise there are mini-batches, and the averaged weights
@@ -119,6 +124,29 @@ def fit(
 
     `checkpoint` names a file that the fit is saved in about every second. The same call goes on with it, exactly, if
     the file is there; `resume=False` begins anew. All other `options` are those of `mq.LM`.
+
+    Args:
+        model: an `nn.Module`, which is trained in place.
+        data: (inputs, targets), (inputs, targets, weight), a Dataset or a DataLoader.
+        loss: as `mq.LM` takes it.
+        validation: fraction of the samples that is held out, or data of its own.
+        steps: at most.
+        seconds: at most.
+        goal: the loss that is low enough.
+        min_gradient: the gradient that is small enough, as a share of the largest.
+        max_lam: λ beyond which no step can be found.
+        patience: validations without a new best.
+        weight_decay: a number, an `mq.WeightDecay`, a dict by name, or `mq.Evidence()`.
+        batch_size: samples of a step, or "all"; None decides by how long a step takes.
+        seed: of what is held out, and of the order of mini-batches.
+        callbacks: functions of a `Running`, one or several.
+        progress: whether a line shows it; None if a terminal is there to see.
+        checkpoint: a file to save in, and to go on from.
+        resume: whether a checkpoint that is there is gone on from.
+        options: of `mq.LM`.
+
+    Returns:
+        What came of it: the model with its best weights, the history, and why it ended.
     """
     stops = Stops(steps, seconds, goal, min_gradient, max_lam, patience)
     bar, calls = shown(progress, stops), listed(callbacks)

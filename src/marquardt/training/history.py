@@ -38,7 +38,15 @@ ROWS = 20  # that are printed
 
 
 class History:
-    """The steps of a fit: `history[-1].loss`, `history["loss"]` for all of them."""
+    """The steps of a fit: `history[-1].loss`, `history["loss"]` for all of them.
+
+    Args:
+        entries: of the steps, in their order.
+
+    >>> history = mq.fit(model, (x, y), "mse", steps=5).history
+    >>> len(history["loss"]) == len(history)
+    True
+    """
 
     def __init__(self, entries: list[Entry] | None = None) -> None:
         self.entries = entries or []

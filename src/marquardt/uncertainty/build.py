@@ -64,6 +64,22 @@ def posterior(
     as known: some of model.parameters(), or "last" for the last linear layer.
 
     The model is taken in eval mode, and left as it was. If θ̂ is no minimum of the loss, a warning says so.
+
+    Args:
+        model: trained, in any mode.
+        loss: with which it was trained.
+        data: that have trained it.
+        weight_decay: with which it was trained; None to find it.
+        noise: σ of the targets; None to learn it.
+        curvature: how H is represented; None for what fits.
+        params: the parameters that are uncertain; None for all that train.
+
+    Returns:
+        The posterior, which predicts with standard deviations or probabilities, and samples.
+
+    >>> result = mq.fit(model, (x, y), "mse", weight_decay=0.01)
+    >>> posterior = mq.posterior(model, "mse", (x, y), weight_decay=0.01)
+    >>> low, high = posterior.predict(x).interval(0.95)
     """
     found = laplace(model, loss, data, weight_decay, noise, curvature, params)
     if noise is None or isinstance(noise, str):

@@ -52,7 +52,13 @@ class Prediction:
 
 
 class Posterior:
-    """p(θ|y) ≈ N(θ̂, H⁻¹), H = cG + diag α: see `posterior`."""
+    """p(θ|y) ≈ N(θ̂, H⁻¹), H = cG + diag α: see `posterior`.
+
+    >>> posterior = mq.fit(model, (x, y), "mse", weight_decay=0.01).posterior()
+    >>> prediction = posterior.predict(x)
+    >>> prediction.mean.shape, prediction.std.shape
+    (torch.Size([64, 1]), torch.Size([64, 1]))
+    """
 
     def __init__(
         self, at: Expansion, kind: Representation | None, data: DataCurvature, alphas: Sequence[float], beta: float,
