@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format docs serve paper clean
+.PHONY: help test lint format docs serve links paper clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ docs: $(READY)  ## the documentation site, from docs/ and the docstrings: site/i
 
 serve: $(READY)  ## the same on http://127.0.0.1:8000, rebuilt when a page changes
 	$(BIN)/mkdocs serve
+
+links: $(READY)  ## the links of README and docs that leave the repository, with the pages that have them
+	@$(BIN)/python tests/support/pages.py
 
 paper: $(READY)  ## the paper's experiments, the quick version, and the report: paper-results/report.html
 	$(BIN)/marquardt paper
