@@ -181,6 +181,12 @@ class Several(Ranks):
     def numbers(self, number: int) -> list[int]:
         return self._meet("a number of every rank", number)
 
+    def through(self, what: str, work: Callable[[Any], Item]) -> Item:
+        self._meet(what)
+        found: list[Item] = []
+        self._wait(lambda: found.append(work(self._control)))
+        return found[0]
+
     @contextmanager
     def deciding(self) -> Iterator[None]:
         with agreeing(self._decided):

@@ -182,12 +182,12 @@ class Order:
         return parcels(self.data, cut(torch.randperm(self.data.samples, generator=random), self.size), self.ranks)
 
     def state(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "index": self.index, "began": self.began}
+        return {"epoch": self.epoch, "index": self.index}
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, Any], began: dict[str, Any]) -> None:
         """Goes to where it was: the epoch begins as it did, and what was seen of it is passed over."""
         self.epoch, self.index = state["epoch"], state["index"]
-        set_generators(state["began"], self.data)
+        set_generators(began, self.data)
         if self.index:
             self._begin()
             assert self._batches is not None

@@ -144,8 +144,8 @@ def fit(
         ranks.same(f"mq.fit with {stops}, {seed=}, {batch_size=}, {checkpoint=}, {resume=}, {evidence}")
         plan = planned(opt, train, held, batch_size)
         run = Training(opt, train, held, plan, stops, seed, evidence)
-        saver = None if checkpoint is None else Saver(Path(checkpoint), identity(run, seed))
-        if saver is not None and resume and saver.path.exists():
+        saver = None if checkpoint is None else Saver(Path(checkpoint), identity(run, seed), ranks)
+        if saver is not None and resume and saver.there:
             run.resume(saver.load())
         else:
             run.begin()
@@ -178,7 +178,7 @@ def loop(
         wish = INTERRUPTED if interrupted() else CALLBACK if any(answers) else None
         reason = next((words for words in run.ranks.every(wish) if words), run.reason)
         if saver is not None and run.ranks.agreed(reason is not None or saver.due):
-            saver.save(run.state())
+            saver.save(run)
     return reason
 
 

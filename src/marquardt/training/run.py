@@ -246,10 +246,14 @@ class Training:
             "seen": asdict(self.seen),
             "order": None if self.order is None else self.order.state(),
             "evidence": None if self.regularisation is None else self.regularisation.state(),
-            "generators": generators(self.data),
             "validated": self._validated,
             "seconds": self.seconds,
         }
+
+    def random(self) -> dict[str, Any]:
+        """The random numbers of this process, now and when the epoch began."""
+        began = {} if self.order is None else {"began": self.order.began}
+        return {"generators": generators(self.data), **began}
 
     def check(self, state: dict[str, Any]) -> None:
         """The model must compute from the saved weights what it did, whatever its code says; nothing changes by it."""
@@ -288,7 +292,7 @@ class Training:
         if self.regularisation is not None:
             self.regularisation.resume(state["evidence"])
         if self.order is not None:
-            self.order.resume(state["order"])
+            self.order.resume(state["order"], state["began"])
         set_generators(state["generators"], self.data)
 
 
