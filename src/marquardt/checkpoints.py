@@ -59,6 +59,7 @@ def load_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM) -> d
     check_optimizer(opt)
     ranks, inner = opt._ranks, unwrapped(model, None)[0]
     with ranks.together():
+        ranks.same(f"the checkpoint in {folder}")
         own = inner.state_dict()
         content, random = read(Path(folder), ranks, {"model": own})
         path = Path(folder)
@@ -105,6 +106,7 @@ def latest(folder: Path) -> Path | None:
 
 def write(folder: Path, content: Any, own: Any, ranks: Ranks) -> None:
     """`content` is the same on all ranks, but for DTensors, of which each has its shard; `own` is that of this rank."""
+    ranks.same(f"a checkpoint in {folder}")
     last = latest(folder) if ranks.rank == 0 else None
     number = ranks.agreed(1 if last is None else int(last.name) + 1)
     part, path = folder / f"{number}.part", folder / str(number)

@@ -54,11 +54,9 @@ class Several(Ranks):
         if any(states):
             self._raise_first(None)
         if len(set(codes)) > 1:
-            places = self._objects(what)
-            told = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise RankError(
-                f"the ranks do not agree on what comes next ({told}): all must take the same steps, with the same "
-                "model and the same options"
+                f"the ranks do not agree on what comes next ({_difference(self._objects(what))}): all must take the "
+                "same steps, with the same model and the same options"
             )
         return [int(number) for number in numbers]
 
@@ -198,6 +196,16 @@ class Several(Ranks):
         self._wait(lambda: dist.broadcast(found, group_src=0, group=self._control))
         answer: list[float] = found.tolist()
         return answer
+
+
+def _difference(places: Sequence[str]) -> str:
+    """Between rank 0 and the first rank that is elsewhere; of two lists the entries that differ."""
+    other = next(rank for rank, place in enumerate(places) if place != places[0])
+    here, there = places[0].split(", "), places[other].split(", ")
+    if len(here) == len(there):
+        pairs = [(a, b) for a, b in zip(here, there, strict=True) if a != b]
+        here, there = [a for a, _ in pairs], [b for _, b in pairs]
+    return f"rank 0: {', '.join(here)}; rank {other}: {', '.join(there)}"
 
 
 def _flat(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> list[Tensor]:

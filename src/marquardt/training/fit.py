@@ -29,7 +29,7 @@ from .history import Entry, History
 from .progress import Shown, shown
 from .regularisation import Regularised, decayed_params, decays, grouped_params
 from .run import Training
-from .sharing import check_batches, check_same, check_shared, interrupts
+from .sharing import check_batches, check_joined, check_same, check_shared, interrupts
 from .stops import CALLBACK, INTERRUPTED, Stops
 
 
@@ -133,7 +133,9 @@ def fit(
     number of ranks the steps are the same. A DataLoader has this rank's samples, by a DistributedSampler. One rank's
     callback or Ctrl-C ends the fit of all, and what one rank raises, all raise. The checkpoint is then a folder.
     """
-    ranks = of(unwrapped(model, options.get("group"))[1])
+    group = unwrapped(model, options.get("group"))[1]
+    check_joined(group)
+    ranks = of(group)
     with ranks.together():
         stops = Stops(steps, seconds, goal, min_gradient, max_lam, patience)
         bar, calls = shown(progress, stops, ranks.rank == 0), listed(callbacks)
