@@ -146,6 +146,8 @@ def faults(folder):
     model, opt = made()
     mq.save_checkpoint(folder, model, opt, n=1)
     said = []
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):  # of all ranks, for all begin anew then
+        mq.load_checkpoint(folder / "nothing", model, opt)
     true = torch.distributed.checkpoint.FileSystemWriter.write_data
     if rank == 1:
 

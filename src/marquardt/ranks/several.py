@@ -247,7 +247,8 @@ def _other(rank: int, words: str, packed: bytes | None) -> OtherRank:
         original = RuntimeError(words) if packed is None else pickle.loads(packed)
     except Exception:
         original = RuntimeError(words)
-    kind = next((kind for kind in (ValueError, TypeError) if isinstance(original, kind)), None)
+    kinds = (ValueError, TypeError, FileNotFoundError, OSError)
+    kind = next((kind for kind in kinds if isinstance(original, kind)), None)
     found = type("OtherRank", (OtherRank, kind), {}) if kind else OtherRank
     error: OtherRank = found(f"no rank has taken the step, for rank {rank} could not. {words}")
     error.original = original
