@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..agreement import take_buffers
 from ..model.batch import Batch
 from ..model.parameters import changing
+from ..model.statistics import counting
 from ..optimizer import LM
 from ..ranks import OtherRank, RankError
 from ..report import Step
@@ -173,7 +176,15 @@ class Training:
 
     def _shown(self) -> Any:
         """The averaged weights on changing batches; on the same data the last ones."""
-        return self.opt.averaged() if self.plan.mini and self.opt.average is not None else nullcontext()
+        return self._averaged() if self.plan.mini and self.opt.average is not None else nullcontext()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """With the same statistics of BatchNorm on all ranks, each of which has seen other samples"""
+        with self.opt.averaged():
+            if self.ranks.several and counting(self.model):
+                take_buffers(self.ranks, self.model)
+            yield
 
     def _compare(self, entry: Entry) -> None:
         loss = entry.objective if self.validation is None else entry.validation
@@ -183,8 +194,7 @@ class Training:
             self.seen.fails = 0  # the loss of the data has stops of its own
 
     def keep(self, last: bool = False) -> None:
-        averaged = last and self.opt.average is not None
-        with self.opt.averaged() if averaged else self._shown():
+        with self._averaged() if last and self.opt.average is not None else self._shown():
             self.best = changing(self.model, self.opt.params)
         self.best_evidence = self.evidence
 
