@@ -1,6 +1,7 @@
 """Levenberg–Marquardt for PyTorch."""
 
 from . import layers, losses, presets
+from .checkpoints import load_checkpoint, save_checkpoint
 from .curvature import (
     EKFAC,
     Auto,
@@ -93,7 +94,9 @@ __all__ = [
     "layers",
     "least_squares",
     "linearize",
+    "load_checkpoint",
     "losses",
     "posterior",
     "presets",
+    "save_checkpoint",
 ]

@@ -198,7 +198,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         arguments.check_radius(self.radius)
         if (ranks := self._ranks).several:
             check_normalisation(ranks, self.model, self._state.steps == 0)
-            check_alike(ranks, self.parts, self._state, Parameters(self.model, self.params), self.lr, self._weights)
+            others = f"{self._weights}, attempts = {self.attempts}"
+            check_alike(ranks, self.parts, self._state, Parameters(self.model, self.params), self.lr, others)
         self._pace.begin()
         step = self._taken(batches)
         # What BatchNorm has seen last: `averaged` shows it to the averaged weights.

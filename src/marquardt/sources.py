@@ -201,6 +201,13 @@ class Stream(Source):
             raise ValueError("the data come in batches of their own: their size and order cannot be chosen")
         return Passes(self)
 
+    def begin_epoch(self, number: int) -> None:
+        """A DistributedSampler has another order in every epoch, if it is told so."""
+        for name in ("sampler", "batch_sampler"):
+            change = getattr(getattr(self.data, name, None), "set_epoch", None)
+            if callable(change):
+                change(number)
+
     def split(self, fraction: float, seed: int = 0) -> tuple[Source, Source]:
         kind = type(self.data).__name__
         raise ValueError(

@@ -11,6 +11,7 @@ import pytest
 import marquardt
 from marquardt.cli import bench
 from support.command_line import invoked, program
+from support.tables import houses, write
 
 
 @pytest.mark.parametrize("name", bench.BENCHMARKS)
@@ -54,3 +55,24 @@ def test_without_the_packages_of_the_command_line(package: str) -> None:
     result = program("-c", code)
     assert result.returncode == 2
     assert result.stderr == f"the command line needs {package}: pip install 'marquardt[paper]'\n"
+
+
+def test_under_torchrun_the_first_process_does_the_work(tmp_path: Path) -> None:
+    """The others end, and say nothing."""
+    for rank, said in ((0, f"marquardt {marquardt.__version__}\n"), (1, "")):
+        ranked = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": str(rank)}
+        result = program("-m", "marquardt", "--version", **ranked)
+        assert (result.returncode, result.stdout) == (0, said)
+        assert ("Of the 2 processes of torchrun the first does the work" in result.stderr) == (rank == 0)
+
+
+def test_a_table_under_torchrun(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.csv", houses(), without=("rent", "sold"))
+    quick = ("--hidden", "3", "--steps", "4", "--target", "price")
+    alone = invoked("fit", data, *quick, "--out", tmp_path / "alone")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "marquardt", "fit")
+    result = program(*torchrun, data, *quick, "--out", tmp_path / "ranks")
+    assert (alone.exit_code, result.returncode) == (0, 0), result.stderr
+    assert result.stdout.count("Report: ") == 1
+    written = [(tmp_path / where / "predictions.csv").read_bytes() for where in ("alone", "ranks")]
+    assert written[0] == written[1]

@@ -12,7 +12,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = EXAMPLES.parent / "docs" / "models-examples.md"
-NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - {"compare", "curve_fit"})
+NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - {"compare", "curve_fit", "distributed_mnist"})
 
 
 @pytest.fixture

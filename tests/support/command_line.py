@@ -15,9 +15,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(marquardt.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
-def program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def program(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environment() | variables, timeout=120)
 
 
 def invoked(*arguments: str | Path) -> Any:

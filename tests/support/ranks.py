@@ -45,7 +45,7 @@ TESTS = f"{Path(__file__).parents[1]}{os.sep}"
 START = multiprocessing.get_context("forkserver")
 IMPORTED = [
     "marquardt", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
-    "hypothesis", "pytest",
+    "torch._dynamo", "hypothesis", "pytest",  # torch.optim imports _dynamo at the first step
 ]  # once, before the forks  # fmt: skip
 
 

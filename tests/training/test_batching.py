@@ -166,10 +166,10 @@ def test_it_goes_on_where_it_was(kind, after):
 
     order = Order(data(5), 4 if kind == "tensors" else None, seed=3)
     taken(order, after)
-    state, random = order.state(), module.generators(order.data)
+    state, began, random = order.state(), order.began, module.generators(order.data)
     rest = taken(order, 5)
     again = Order(data(99), order.size, seed=3)
-    again.resume(state)
+    again.resume(state, began)
     module.set_generators(random, again.data)
     assert taken(again, 5) == rest
     assert (again.epoch, again.index) == (order.epoch, order.index)

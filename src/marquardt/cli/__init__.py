@@ -11,6 +11,7 @@ try:
     import typer
 
     from . import bench, fit, paper
+    from .base import superfluous
 except ModuleNotFoundError as error:
     missing, extra = str(error.name).partition(".")[0], "table" if {"fit", "predict"} & set(sys.argv[1:2]) else "paper"
     sys.stderr.write(f"the command line needs {missing}: pip install 'marquardt[{extra}]'\n")
@@ -24,7 +25,8 @@ app.command(context_settings={"allow_interspersed_args": False})(bench.bench)
 
 
 def main() -> None:
-    app(prog_name="marquardt")
+    if not superfluous():
+        app(prog_name="marquardt")
 
 
 def show_version(asked: bool) -> None:

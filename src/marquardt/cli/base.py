@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,18 @@ def told(debug: bool, extra: str) -> Iterator[None]:
         plain = isinstance(error, (OSError, RuntimeError, ValueError))
         complain(f"{error}" if plain else f"{type(error).__name__}: {error} (--debug shows where)")
         raise typer.Exit(1) from None
+
+
+def superfluous() -> bool:
+    """Whether torchrun has started this process beside another one that does all the work: networks of a table are
+    chosen one after the other, and the runs of the paper measure time, which they must not share."""
+    count = int(os.environ.get("WORLD_SIZE", 1)) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if count == 1:
+        return False
+    first = os.environ.get("RANK") == "0"
+    if first:
+        Console(stderr=True).print(f"Of the {count} processes of torchrun the first does the work, the others end.")
+    return not first
 
 
 def complain(message: str) -> None:

@@ -96,6 +96,10 @@ class Ranks:
         """A whole number of every rank"""
         return [number]
 
+    def through(self, what: str, work: Callable[[Any], Item]) -> Item:
+        """What torch.distributed does by itself, given a group on the host to do it over; None for one process"""
+        return work(None)
+
     @contextmanager
     def deciding(self) -> Iterator[None]:
         """Within it, questions about tensors that all ranks ask are answered as rank 0 finds it: see `deferred`."""

@@ -60,11 +60,9 @@ class Several(Ranks):
         if any(states):
             self._raise_first(None)
         if len(set(codes)) > 1:
-            places = self._objects(what)
-            told = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise RankError(
-                f"the ranks do not agree on what comes next ({told}): all must take the same steps, with the same "
-                "model and the same options"
+                f"the ranks do not agree on what comes next ({_difference(self._objects(what))}): all must take the "
+                "same steps, with the same model and the same options"
             )
         return [each[2 : 2 + len(numbers)].tolist() for each in found]
 
@@ -213,6 +211,12 @@ class Several(Ranks):
     def numbers(self, number: int) -> list[int]:
         return [int(found) for (found,) in self._meet("a number of every rank", [number])]
 
+    def through(self, what: str, work: Callable[[Any], Item]) -> Item:
+        self._meet(what)
+        found: list[Item] = []
+        self._wait(lambda: found.append(work(self._control)))
+        return found[0]
+
     @contextmanager
     def deciding(self) -> Iterator[None]:
         with agreeing(self._decided):
@@ -226,6 +230,16 @@ class Several(Ranks):
         self._wait(lambda: dist.broadcast(found, group_src=0, group=self._control))
         answer: list[float] = found.tolist()
         return answer
+
+
+def _difference(places: Sequence[str]) -> str:
+    """Between rank 0 and the first rank that is elsewhere; of two lists the entries that differ."""
+    other = next(rank for rank, place in enumerate(places) if place != places[0])
+    here, there = places[0].split(", "), places[other].split(", ")
+    if len(here) == len(there):
+        pairs = [(a, b) for a, b in zip(here, there, strict=True) if a != b]
+        here, there = [a for a, _ in pairs], [b for _, b in pairs]
+    return f"rank 0: {', '.join(here)}; rank {other}: {', '.join(there)}"
 
 
 def _flat(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -267,7 +281,8 @@ def _other(rank: int, words: str, packed: bytes | None) -> OtherRank:
         original = RuntimeError(words) if packed is None else pickle.loads(packed)
     except Exception:
         original = RuntimeError(words)
-    kind = next((kind for kind in (ValueError, TypeError) if isinstance(original, kind)), None)
+    kinds = (ValueError, TypeError, FileNotFoundError, OSError)
+    kind = next((kind for kind in kinds if isinstance(original, kind)), None)
     found = type("OtherRank", (OtherRank, kind), {}) if kind else OtherRank
     error: OtherRank = found(f"no rank has taken the step, for rank {rank} could not. {words}")
     error.original = original

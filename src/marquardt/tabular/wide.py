@@ -69,6 +69,7 @@ def trained_wide(
                 model, batch(data, i, law), loss, validation=None if held is None else batch(held, i, law),
                 steps=limits.steps, patience=limits.patience, weight_decay=DECAY, curvature=Kronecker(), seed=i,
                 batch_size=limits.rows or "all", progress=False, callbacks=() if seen is None else seen,
+                group=False,  # every process that is asked for a committee trains one
             )  # fmt: skip
         found.theta[i], found.best_step[i] = theta_of(model), result.best_step
         found.error[i] = result.loss if math.isfinite(result.loss) else math.nan

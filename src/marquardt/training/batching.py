@@ -19,8 +19,10 @@ from ..jacobian.rows import Sampled
 from ..model.batch import Batch
 from ..model.checks import coupled
 from ..optimizer import LM
-from ..sources import Arrays, Indexed, Items, Source
+from ..ranks import ALONE, Ranks
+from ..sources import Arrays, Indexed, Items, Source, Stream
 from .randomness import generators, set_generators
+from .sharing import apart, parcels
 
 # Seconds of a step with all data, on a machine of the usual speed, up to which every step has them all.
 WHOLE = 1.0
@@ -31,6 +33,9 @@ QUICK, LEAST = 0.1, 512
 
 # Batches that the data are to be cut into at least.
 PARTS = 8
+
+# A last mini-batch of at most such a part of the others goes with the one before it: its step would fit a few samples.
+TAIL = 8
 
 # Bytes of a Dataset up to which it is read into memory.
 READ = 2**31
@@ -69,13 +74,6 @@ def batching(opt: LM, data: Source, batch_size: int | str | None) -> Batching:
         return Batching(kind, part, f"all samples in every step: {usual}")
     size = chosen_size(opt, s, N)
     return Batching("mini", size, f"mini-batches of {size:,}: {usual}")
-
-
-def apart(batch: Batch) -> bool:
-    """Whether its samples can be told apart: inputs of several lengths do not tell, without targets, what belongs to
-    one."""
-    lengths = {len(t) for t in tree_leaves(batch.inputs) if isinstance(t, Tensor) and t.ndim}
-    return batch.divisible(batch.samples) and (len(lengths) == 1 or batch.targets is not None)
 
 
 def undivided(batch_size: int | str | None) -> Batching:
@@ -140,11 +138,19 @@ def chosen_size(opt: LM, s: Shapes, N: int) -> int:
     return size
 
 
+def cut(index: Tensor, size: int | None) -> list[Tensor]:
+    """Into mini-batches, the same for any number of ranks"""
+    parts = list(index.split(size or len(index)))
+    if len(parts) > 1 and TAIL * len(parts[-1]) <= len(parts[0]):
+        parts[-2:] = [torch.cat(parts[-2:])]
+    return parts
+
+
 class Order:
     """Mini-batches, epoch after epoch; the position can be saved and gone back to."""
 
-    def __init__(self, data: Source, size: int | None, seed: int) -> None:
-        self.data, self.size, self.seed = data, size, seed
+    def __init__(self, data: Source, size: int | None, seed: int, ranks: Ranks = ALONE) -> None:
+        self.data, self.size, self.seed, self.ranks = data, size, seed, ranks
         self.epoch, self.index = 0, 0  # of the next batch
         self.began: dict[str, Any] = generators(data)  # before the epoch
         self._batches: Iterator[Batch] | None = None
@@ -169,17 +175,19 @@ class Order:
     def _epoch(self) -> Iterable[Batch]:
         """Own batches come in the order of their loader, samples in one that depends on the seed alone."""
         if not isinstance(self.data, Indexed):
+            if isinstance(self.data, Stream):
+                self.data.begin_epoch(self.epoch)
             return self.data.batches()
         random = torch.Generator().manual_seed(self.seed + self.epoch)
-        return self.data.batches(self.size, torch.randperm(self.data.samples, generator=random))
+        return parcels(self.data, cut(torch.randperm(self.data.samples, generator=random), self.size), self.ranks)
 
     def state(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "index": self.index, "began": self.began}
+        return {"epoch": self.epoch, "index": self.index}
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, Any], began: dict[str, Any]) -> None:
         """Goes to where it was: the epoch begins as it did, and what was seen of it is passed over."""
         self.epoch, self.index = state["epoch"], state["index"]
-        set_generators(state["began"], self.data)
+        set_generators(began, self.data)
         if self.index:
             self._begin()
             assert self._batches is not None

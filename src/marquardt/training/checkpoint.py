@@ -1,4 +1,5 @@
-"""A fit in a file: written whole or not at all, and gone on with only by the same model, data and options."""
+"""A fit in a file, or of several ranks in a folder: written whole or not at all, and gone on with only by the same
+model, data and options. The number of ranks may be another one."""
 
 from __future__ import annotations
 
@@ -14,13 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .. import checkpoints
 from ..arguments import brief
+from ..generators import of_rank
 from ..model.parameters import named_parameters
-from ..sources import Arrays, Items, Source
+from ..ranks import ALONE, Ranks
+from ..sources import Arrays, Items, Source, Stream
 from .regularisation import decays
 from .run import Training
+from .sharing import sharded
 
-VERSION = 2
+VERSION = 3
 
 # Seconds between two checkpoints at least, and how many times longer than writing one: a step may be much shorter.
 SECONDS, SHARE = 1.0, 20.0
@@ -28,10 +33,11 @@ SECONDS, SHARE = 1.0, 20.0
 
 @dataclass
 class Saver:
-    """Writes a file now and then."""
+    """Writes a file now and then; several ranks a folder, unless there is a file to go on with."""
 
     path: Path
     identity: dict[str, dict[str, Any]]  # of what is saved there
+    ranks: Ranks = ALONE
     last: float = field(default_factory=lambda: time.monotonic())
     took: float = 0.0
 
@@ -39,16 +45,33 @@ class Saver:
     def due(self) -> bool:
         return time.monotonic() - self.last >= max(SECONDS, SHARE * self.took)
 
-    def save(self, content: dict[str, Any]) -> None:
+    @property
+    def there(self) -> bool:
+        """Whether there is a fit to go on with."""
+        return self.ranks.agreed(self.path.is_file() or checkpoints.latest(self.path) is not None)
+
+    def save(self, run: Training) -> None:
+        """What all ranks have in common, and the random numbers of each."""
         began = time.monotonic()
-        write(self.path, {"marquardt.fit": VERSION, "identity": self.identity, **content})
+        content = {"marquardt.fit": VERSION, "identity": self.identity, **run.state()}
+        if self.ranks.agreed(self.path.is_dir() or (self.ranks.several and not self.path.is_file())):
+            checkpoints.write(self.path, content, run.random(), self.ranks)
+        else:
+            content["ranks"] = self.ranks.every(run.random())
+            if self.ranks.rank == 0:
+                write(self.path, content)
         self.last = time.monotonic()
         self.took = self.last - began
 
     def load(self) -> dict[str, Any]:
-        found = read(self.path)
+        if self.ranks.agreed(self.path.is_dir()):
+            found, random = checkpoints.read(self.path, self.ranks)
+        else:
+            found = read(self.path)
+            random = found.pop("ranks", [])
+        check_version(self.path, found)
         check_same(self.path, found["identity"], self.identity)
-        return found
+        return {**found, **{name: of_rank([one[name] for one in random], self.ranks.rank) for name in random[0]}}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -74,12 +97,16 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is no checkpoint, or a part of one (torch.load: {type(error).__name__}): begin anew with "
             "resume=False, or name another file"
         ) from error
+    check_version(path, found)
+    return dict(found)
+
+
+def check_version(path: Path, found: Any) -> None:
     version = found.get("marquardt.fit") if isinstance(found, dict) else None
     if version != VERSION:
         raise ValueError(
             f"{path} is no checkpoint of mq.fit of this version: begin anew with resume=False, or name another file"
         )
-    return dict(found)
 
 
 # What a checkpoint belongs to.
@@ -121,6 +148,8 @@ def described(data: Source | None) -> list[Any] | None:
         return [data.samples, *checksums(vars(data.whole))]
     if isinstance(data, Items):
         return [data.samples, *(checksums(vars(data.take(torch.arange(1)))) if data.steady else [])]
+    if isinstance(data, Stream) and sharded(data):
+        return [len(data.data.dataset)]  # also on another number of ranks
     return None if data is None else [data.samples]
 
 

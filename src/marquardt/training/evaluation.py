@@ -15,13 +15,14 @@ from ..jacobian.passes import Pass
 from ..losses import Loss
 from ..model.batch import Batch
 from ..model.randomness import Chance, rng_state, set_rng_state
+from ..ranks import ALONE, Ranks
 
 T = TypeVar("T")
 
 
-def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:
-    """f over all batches in the units in which it is reported, in eval mode."""
-    return _in_eval_mode(model, lambda: _value(model, loss, batches))
+def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks = ALONE) -> float:
+    """f over all batches, of all ranks, in the units in which it is reported, in eval mode."""
+    return _in_eval_mode(model, lambda: _value(model, loss, batches, ranks))
 
 
 def outputs(model: nn.Module, loss: Loss, batch: Batch) -> list[float] | None:
@@ -53,15 +54,18 @@ def _in_eval_mode(model: nn.Module, call: Callable[[], T]) -> T:
             return call()
 
 
-def _value(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:
+def _value(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks) -> float:
     objective = Objective(model, loss, list(model.parameters()))
     if loss.surveys:
         found = [Pass(objective, batch, Known(), Chance()).sums() for batch in batches]
-        objective = objective.knowing(torch.stack(found).sum(0))
+        objective = objective.knowing(ranks.sum(torch.stack(found).sum(0)))
     total = normaliser = 0.0
     for batch in batches:
         value, weight = _totals(objective, batch)
         total, normaliser = total + float(value), normaliser + float(weight)
+    if ranks.several:
+        device = next(model.parameters()).device
+        total, normaliser = ranks.sum(torch.tensor([total, normaliser], dtype=torch.float64, device=device)).tolist()
     if not normaliser > 0:
         raise ValueError("the total weight of the validation set is 0: every target has weight 0 or is ignored")
     return loss.report(total * loss.scale(normaliser), normaliser)

@@ -14,19 +14,22 @@ import torch
 from torch import nn
 
 from ..losses import resolve
+from ..model.checks import unwrapped
 from ..model.decay import WeightDecay
 from ..model.parameters import Parameters
 from ..optimizer import LM
-from ..sources import Source, source
+from ..ranks import OtherRank, cause, of
+from ..sources import Indexed, Source, Stream, source
 from ..uncertainty import Evidence, Posterior, posterior
 from ..uncertainty.build import last_layer
 from ..uncertainty.likelihood import likelihood_of
-from .batching import batching
-from .checkpoint import Saver, identity
+from .batching import Batching, batching, cut
+from .checkpoint import Saver, described, identity, same
 from .history import Entry, History
 from .progress import Shown, shown
 from .regularisation import Regularised, decayed_params, decays, grouped_params
 from .run import Training
+from .sharing import check_batches, check_joined, check_same, check_shared, interrupts
 from .stops import CALLBACK, INTERRUPTED, Stops
 
 
@@ -63,8 +66,14 @@ class Fit:
     evidence: Regularised | None = None  # α, β and γ at the best step, if weight decay was found from the data by then
 
     def posterior(self, data: Any = None, **options: Any) -> Posterior:
-        """`mq.posterior` of the model with the data and the weight decay that have trained it"""
+        """`mq.posterior` of the model with the data and the weight decay that have trained it; of several ranks each
+        makes its own, from all data"""
         opt = self.optimizer
+        if data is None and isinstance(self.data, Stream) and opt._ranks.several:
+            raise ValueError(
+                f"the {type(self.data.data).__name__} has the samples of this rank alone, and a posterior needs all: "
+                "pass all data, fit.posterior(data)"
+            )
         if opt._state.towards is not None:
             raise ValueError(
                 "the weights decay towards others than 0: call mq.posterior(model, loss, data, "
@@ -125,6 +134,10 @@ def fit(
     `checkpoint` names a file that the fit is saved in about every second. The same call goes on with it, exactly, if
     the file is there; `resume=False` begins anew. All other `options` are those of `mq.LM`.
 
+    Under `torchrun` all ranks make the same call with the same data: every batch is shared among them, and on any
+    number of ranks the steps are the same. A DataLoader has this rank's samples, by a DistributedSampler. One rank's
+    callback or Ctrl-C ends the fit of all, and what one rank raises, all raise. The checkpoint is then a folder.
+
     Args:
         model: an `nn.Module`, which is trained in place.
         data: (inputs, targets), (inputs, targets, weight), a Dataset or a DataLoader.
@@ -148,42 +161,68 @@ def fit(
     Returns:
         What came of it: the model with its best weights, the history, and why it ended.
     """
-    stops = Stops(steps, seconds, goal, min_gradient, max_lam, patience)
-    bar, calls = shown(progress, stops), listed(callbacks)
-    evidence = weight_decay if isinstance(weight_decay, Evidence) else None
-    opt = optimizer(model, loss, weight_decay, options)
-    train, held = sets(opt, data, validation, seed)
-    run = Training(opt, train, held, batching(opt, train, batch_size), stops, seed, evidence)
-    saver = None if checkpoint is None else Saver(Path(checkpoint), identity(run, seed))
-    if saver is not None and resume and saver.path.exists():
-        run.resume(saver.load())
-    else:
-        run.begin()
+    group = unwrapped(model, options.get("group"))[1]
+    check_joined(group)
+    ranks = of(group)
+    with ranks.together():
+        stops = Stops(steps, seconds, goal, min_gradient, max_lam, patience)
+        bar, calls = shown(progress, stops, ranks.rank == 0), listed(callbacks)
+        evidence = weight_decay if isinstance(weight_decay, Evidence) else None
+        opt = optimizer(model, loss, weight_decay, options)
+        train, held = sets(opt, data, validation, seed)
+        check_shared(train, ranks, evidence is not None)
+        ranks.same(f"mq.fit with {stops}, {seed=}, {batch_size=}, {checkpoint=}, {resume=}, {evidence}")
+        plan = planned(opt, train, held, batch_size)
+        run = Training(opt, train, held, plan, stops, seed, evidence)
+        saver = None if checkpoint is None else Saver(Path(checkpoint), identity(run, seed), ranks)
+        if saver is not None and resume and saver.there:
+            run.resume(saver.load())
+        else:
+            run.begin()
     reason = "an error ended it"
     try:
-        bar.begin(run.words)
-        reason = loop(run, bar, calls, saver)
-    except KeyboardInterrupt:
+        with ranks.together(), interrupts(ranks) as interrupted:
+            bar.begin(run.words)
+            reason = loop(run, bar, calls, saver, interrupted)
+    except (KeyboardInterrupt, OtherRank) as error:
+        if not isinstance(cause(error), KeyboardInterrupt):
+            raise
         reason = INTERRUPTED
     finally:
         bar.end(reason)
-    run.end()
-    words = f"{run.words}; {opt.plan}"
-    return Fit(model, run.history, reason, words, run.seen.best_step, run.loss(), opt, train, run.evidence)
+    with ranks.together():
+        run.end()
+        words = f"{run.words}; {opt.plan}"
+        return Fit(model, run.history, reason, words, run.seen.best_step, run.loss(), opt, train, run.evidence)
 
 
-def loop(run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | None) -> str:
+def loop(
+    run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | None, interrupted: Callable[[], bool]
+) -> str:
     """Steps until something says stop."""
     reason = run.reason
     while reason is None:
         entry = run.step()
         bar.update(entry)
-        reason = run.reason
         answers = [asks(call, Running(entry, run.history, run.model, run.opt)) for call in calls]
-        reason = CALLBACK if any(answers) else reason
-        if saver is not None and (reason is not None or saver.due):
-            saver.save(run.state())
+        wish = INTERRUPTED if interrupted() else CALLBACK if any(answers) else None
+        reason = next((words for words in run.ranks.every(wish) if words), run.reason)
+        if saver is not None and run.ranks.agreed(reason is not None or saver.due):
+            saver.save(run)
     return reason
+
+
+def planned(opt: LM, train: Source, held: Source | None, batch_size: int | str | None) -> Batching:
+    """How the samples are given to the steps; all ranks must have the same, and a part of every batch."""
+    ranks = opt._ranks
+    plan = ranks.agreed(batching(opt, train, batch_size))
+    if ranks.several:
+        for data in (train, held):
+            if isinstance(data, Indexed):
+                check_same(described(data) or [], same, ranks)
+        if plan.mini and isinstance(train, Indexed):
+            check_batches(cut(torch.arange(train.samples), plan.size), ranks)
+    return plan
 
 
 def asks(call: Callback, running: Running) -> bool:

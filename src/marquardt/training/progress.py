@@ -31,11 +31,11 @@ class Silent:
         """Why it ended."""
 
 
-def shown(progress: bool | None, stops: Stops) -> Shown:
-    """A bar if there is a terminal (None), always (True), or never (False)."""
+def shown(progress: bool | None, stops: Stops, here: bool = True) -> Shown:
+    """A bar if there is a terminal (None), always (True), or never (False), in the one process that shows it."""
     if progress not in (True, False, None):
         raise ValueError(f"progress={progress!r}: True, False, or None to show a bar on a terminal")
-    if progress is False or (progress is None and not sys.stderr.isatty()):
+    if progress is False or not here or (progress is None and not sys.stderr.isatty()):
         return Silent()
     try:
         return Bar(stops)

@@ -98,6 +98,10 @@ class Regularisation:
             group["weight_decay"] = self.evidence.start if found is None else found.weight_decay[name]
 
     def _estimated(self, objective: float) -> Regularised:
+        """By every rank, from all data, and as rank 0 has it."""
+        return self.opt._ranks.agreed(self._own_estimate(objective))
+
+    def _own_estimate(self, objective: float) -> Regularised:
         opt = self.opt
         try:
             there = laplace(opt.model, opt.loss, self.data, decays(opt), params=opt.params)

@@ -5,24 +5,29 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..agreement import take_buffers
 from ..model.batch import Batch
 from ..model.parameters import changing
+from ..model.statistics import counting
 from ..optimizer import LM
+from ..ranks import OtherRank, RankError
 from ..report import Step
 from ..sources import Arrays, Indexed, Source
 from ..uncertainty.evidence import Evidence
-from .batching import Batching, Order, apart
+from .batching import Batching, Order
 from .evaluation import evaluated, outputs
 from .history import Entry, History
 from .randomness import generators, set_generators, unchanged
 from .regularisation import Regularisation, Regularised
+from .sharing import apart, own
 from .stops import Seen, Stops
 
 # Mini-batches between two validations, unless an epoch has fewer; and as many that for one validation at most so many
@@ -44,13 +49,15 @@ class Training:
         self.history, self.seen = History(), Seen()
         self.best: dict[str, Tensor] | None = None  # weights and buffers,
         self.best_evidence: Regularised | None = None  # and what was known with them
-        self.order = Order(data, plan.size, seed) if plan.mini else None
+        self.ranks = opt._ranks
+        self.order = Order(data, plan.size, seed, self.ranks) if plan.mini else None
         self.regularisation = None if evidence is None else Regularisation(evidence, opt, data)
         self.seen.settled = None if evidence is None else False
         self.elapsed = 0.0  # seconds of earlier processes
         self.began = time.perf_counter()
         self.words = plan.words
         self._validated = math.nan  # the last loss of the validation set
+        self._whole: Batch | None = None  # this rank's part of all samples
 
     @property
     def model(self) -> nn.Module:
@@ -115,10 +122,11 @@ class Training:
         if self.order is not None:
             return self._on(self.order.next())
         if self.plan.kind == "streamed":
-            return self.opt.step_over(self.data.batches(self.plan.size))
-        whole = self.data.whole
-        assert whole is not None
-        return self._on(whole)
+            return self.opt.step_over(own(self.data, self.plan.size, self.ranks)[0])
+        if self._whole is None:
+            self._whole = next(iter(own(self.data, None, self.ranks)[0])) if self.ranks.several else self.data.whole
+        assert self._whole is not None
+        return self._on(self._whole)
 
     def _on(self, batch: Batch) -> Step:
         return self.opt.step(batch.inputs, batch.targets, batch.weight)
@@ -131,7 +139,7 @@ class Training:
         found = self.regularisation
         return Entry(
             number, epoch, loss, objective, self._validated, taken.lam, taken.slope, taken.rule, taken.lr, taken.gain,
-            self.seconds, math.nan if found is None else found.gamma, taken.converged, taken.note,
+            self.ranks.agreed(self.seconds), math.nan if found is None else found.gamma, taken.converged, taken.note,
         )  # fmt: skip
 
     # The best weights.
@@ -152,7 +160,11 @@ class Training:
         assert self.validation is not None
         size = self.plan.size if isinstance(self.validation, Indexed) else None
         with self._shown(), unchanged(self.validation):
-            return evaluated(self.model, self.opt.loss, self.validation.batches(size))
+            return self._evaluated(self.validation, size)
+
+    def _evaluated(self, data: Source, size: int | None) -> float:
+        """By parts, if they can be shared; otherwise by every rank, and as rank 0 has it."""
+        return self.ranks.agreed(evaluated(self.model, self.opt.loss, *own(data, size, self.ranks)))
 
     @property
     def _every(self) -> int:
@@ -164,7 +176,15 @@ class Training:
 
     def _shown(self) -> Any:
         """The averaged weights on changing batches; on the same data the last ones."""
-        return self.opt.averaged() if self.plan.mini and self.opt.average is not None else nullcontext()
+        return self._averaged() if self.plan.mini and self.opt.average is not None else nullcontext()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """With the same statistics of BatchNorm on all ranks, each of which has seen other samples"""
+        with self.opt.averaged():
+            if self.ranks.several and counting(self.model):
+                take_buffers(self.ranks, self.model)
+            yield
 
     def _compare(self, entry: Entry) -> None:
         loss = entry.objective if self.validation is None else entry.validation
@@ -174,8 +194,7 @@ class Training:
             self.seen.fails = 0  # the loss of the data has stops of its own
 
     def keep(self, last: bool = False) -> None:
-        averaged = last and self.opt.average is not None
-        with self.opt.averaged() if averaged else self._shown():
+        with self._averaged() if last and self.opt.average is not None else self._shown():
             self.best = changing(self.model, self.opt.params)
         self.best_evidence = self.evidence
 
@@ -200,12 +219,16 @@ class Training:
             return self._late()
         before = generators(self.data)
         try:
-            return evaluated(self.model, self.opt.loss, self.data.batches(self.plan.size))
+            with self.ranks.together():
+                return self._evaluated(self.data, self.plan.size)
         except Exception as error:  # the fit is not lost by it
-            warnings.warn(
-                f"the loss of the model in eval mode cannot be found ({type(error).__name__}: {error}): the loss of "
-                "the fit is that of its last steps", stacklevel=3,
-            )  # fmt: skip
+            if isinstance(error, RankError) and not isinstance(error, OtherRank):
+                raise
+            if self.ranks.rank == 0:
+                warnings.warn(
+                    f"the loss of the model in eval mode cannot be found ({type(error).__name__}: {error}): the loss "
+                    "of the fit is that of its last steps", stacklevel=3,
+                )  # fmt: skip
             return self._late()
         finally:
             set_generators(before, self.data)
@@ -213,11 +236,12 @@ class Training:
     @property
     def _soon_through(self) -> bool:
         """Whether the data have at most so many times the batches that the fit had."""
-        batches: Any = self.data.batches(self.plan.size)
+        batches: Any = own(self.data, self.plan.size, self.ranks)[0]
         try:
-            return len(batches) <= TIMES * max(1, len(self.history))
+            few = len(batches) <= TIMES * max(1, len(self.history))
         except TypeError:  # nobody knows how many, and they may have no end
-            return False
+            few = False
+        return self.ranks.agreed(few)
 
     # As it is saved.
 
@@ -232,10 +256,14 @@ class Training:
             "seen": asdict(self.seen),
             "order": None if self.order is None else self.order.state(),
             "evidence": None if self.regularisation is None else self.regularisation.state(),
-            "generators": generators(self.data),
             "validated": self._validated,
             "seconds": self.seconds,
         }
+
+    def random(self) -> dict[str, Any]:
+        """The random numbers of this process, now and when the epoch began."""
+        began = {} if self.order is None else {"began": self.order.began}
+        return {"generators": generators(self.data), **began}
 
     def check(self, state: dict[str, Any]) -> None:
         """The model must compute from the saved weights what it did, whatever its code says; nothing changes by it."""
@@ -274,7 +302,7 @@ class Training:
         if self.regularisation is not None:
             self.regularisation.resume(state["evidence"])
         if self.order is not None:
-            self.order.resume(state["order"])
+            self.order.resume(state["order"], state["began"])
         set_generators(state["generators"], self.data)
 
 
