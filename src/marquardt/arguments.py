@@ -87,9 +87,16 @@ def check_radius(radius: Any) -> None:
         raise ValueError(f"radius={radius!r}: the longest step, a finite number above 0, or None for no bound")
 
 
-def check_sums(representation: Representation, single: bool, ranks: Ranks) -> None:
+def check_sums(representation: Representation, single: bool, ranks: Ranks, sharded: bool) -> None:
     """Several batches, for a representation that needs all rows at once, or several ranks for one that cannot add up
     over them."""
+    if sharded:
+        check_shared(representation)
+        if not single:
+            raise ValueError(
+                "step_over does not take a model whose parameters are sharded: take a step on one batch, opt.step(...)"
+            )
+        return
     if ranks.several and not representation.adds_up:
         raise ValueError(
             f"{type(representation).__name__} does not add up over the ranks of a process group: take what it adds up "
@@ -99,6 +106,20 @@ def check_sums(representation: Representation, single: bool, ranks: Ranks) -> No
         raise ValueError(
             f"{type(representation).__name__} needs all rows of a step at once: use curvature=mq.Dense() or "
             "mq.MatrixFree() with step_over"
+        )
+
+
+def check_shared(representation: Representation) -> None:
+    """Sharded parameters, for a representation that needs all of them on one rank."""
+    if not representation.shares:
+        raise ValueError(
+            f"curvature={brief(representation)} needs all parameters on one rank, and those of the model are sharded: use "
+            "mq.Gram() or mq.MatrixFree(), or pass the plain model"
+        )
+    if representation.needs.chunk is not None:
+        raise ValueError(
+            f"curvature={brief(representation)}: with sharded parameters all ranks make their passes together, each with "
+            "all of its samples; leave chunk out"
         )
 
 

@@ -227,7 +227,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         try:
             with torch.no_grad(), without_autocast(lin.parameters.device.type):
                 representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, old.steady)
-                arguments.check_sums(representation, lin.single, ranks)
+                arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
                 lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
                 self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
                 step, state = self._iterate(lin, representation, self._planned)
@@ -242,7 +242,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             self._state = replace(state, master=lin.parameters.unrounded())  # what is raised before it undoes all
         except BaseException:
             if self._state is old:
-                lin.parameters.assign(theta)
+                lin.parameters.recover(theta)
                 before.restore()
                 self._known = Known()  # the fault may have struck while this was written
             raise

@@ -133,7 +133,7 @@ class Auto(Interchangeable):
             shapes = self._shapes(lin, plan, rows is None)
         steady = steady if lin.single else True  # step_over goes through all data
         if plan.kind is None or plan.steady != steady or shapes != plan.shapes:
-            plan = lin.ranks.agreed(self._plan(lin, replace(plan, shapes=shapes, steady=steady), rows is None))
+            plan = lin.share.ranks.agreed(self._plan(lin, replace(plan, shapes=shapes, steady=steady), rows is None))
         return self.of(plan), plan
 
     def smaller(self, plan: Plan | None, error: BaseException) -> Plan | None:
@@ -158,11 +158,13 @@ class Auto(Interchangeable):
         if plan.shapes is not None:  # there was less memory than predicted
             return plan.shapes
         # There was not enough memory for a forward pass: one of a part of the samples tells as much.
-        if lin.ranks.all(lin.single and all(batch.divisible(batch.samples) for batch in lin.batches)):
+        whole = lin.parameters.shards is None
+        if whole and lin.ranks.all(lin.single and all(batch.divisible(batch.samples) for batch in lin.batches)):
             part = max(1, lin.share.samples // lin.ranks.size // 4**plan.squeeze)
             return look(lin.made_for(Needs(part)), None, free_rows)
         return Shapes(
-            lin.n, lin.share.samples, 1, (), lin.theta.element_size(), single=lin.single, ranks=lin.ranks.size
+            lin.n, lin.share.samples, 1, (), lin.theta.element_size(), single=lin.single, ranks=lin.ranks.size,
+            shards=lin.parameters.ranks.size,
         )
 
     def _plan(self, lin: Linearization, plan: Plan, free_rows: bool) -> Plan:

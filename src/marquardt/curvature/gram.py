@@ -34,6 +34,8 @@ class Gram(Interchangeable):
     for every pair.
     """
 
+    shares = True
+
     chunk: int | None = None
     whole: int = field(default=1 << 22, repr=False)  # J̃ of up to so many numbers is built: fewer, larger products
 
@@ -80,7 +82,7 @@ class GramCurvature(Curvature):
 
     def __init__(self, lin: Linearization, whole: int = 0) -> None:
         super().__init__(lin)
-        self.whole = whole
+        self.whole = whole if self.parameters.shards is None else 0
         us, self.sizes = [], []
         for piece in lin.pieces():
             us.append(piece.z.new_zeros(piece.m) if piece.u is None else piece.u.flatten())
@@ -148,8 +150,9 @@ class GramCurvature(Curvature):
         """tr J̃ᵀJ̃ = tr J̃J̃ᵀ"""
         return self._gram(None, self.u.dtype).diagonal().sum()
 
-    def partial_traces(self) -> PartialTraces:
-        return statistics.partial_traces(self.lin)
+    def partial_traces(self) -> PartialTraces | None:
+        """None if every rank has a part of a layer"""
+        return statistics.partial_traces(self.lin) if self.parameters.shards is None else None
 
     def gram(self, D: Metric | None, dtype: torch.dtype) -> Tensor:
         """J̃D₀⁻¹J̃ᵀ: (m, m); None is the identity"""
@@ -173,8 +176,9 @@ class GramCurvature(Curvature):
                     if i != j:
                         K[starts[j] : starts[j] + self.sizes[j], starts[i] : starts[i] + rows] = part.T
         if Jh is not None:
-            self._Jh = Jh.mul_(self.root)
-        return K.mul_(self.lin.scale)
+            self._Jh = self.parameters.total(Jh.mul_(self.root))
+        # Of sharded parameters every rank has a part of the columns.
+        return self.parameters.ranks.sum_later(K, symmetric=True)().mul_(self.lin.scale)
 
     def _whitened(self, blocks: list[Block], D: Metric | None) -> list[Block]:
         """J̃D₀^-½"""

@@ -26,6 +26,7 @@ from .passes import Pass
 from .piece import Piece
 from .rows import Exact, Rows
 from .share import Share
+from .sharded import ShardedPiece
 
 EMPTY = "no batches: the iterable given to step_over is empty"
 
@@ -44,7 +45,8 @@ class Linearization:
     """The batch at the current parameters: f, g and, piece by piece, the rows of G.
 
     `pieces()` gives them one after the other; `loss`, `gradient` and `scale` are those of all of them together. Of
-    several ranks each has its own pieces: what is added up over them is added up over `ranks` too, after the loop.
+    several ranks each has its own pieces: what is added up over them is added up over `ranks` too, after the loop. If
+    the ranks share the weights, `ranks` is this one alone, and what is added up over n is added up by `parameters`.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class Linearization:
         self.known = known if known is not None else Known()
         self.seed = seed
         self.single = single  # one batch that may be gone through again in any order
-        self.ranks = ranks
+        # Ranks that share the weights send each other their rows: then every piece has those of all samples.
+        self.ranks = ranks if self.parameters.shards is None else ALONE
         self.share = Share(ranks, batches, single, seed)
         self.position = Position(self.parameters)
         self.chance = chance if chance is not None else Chance()
@@ -91,14 +94,15 @@ class Linearization:
         other = Linearization(
             self.objective, self.batches, rows, replace(needs, chunk=chunk), known=self.known,
             seed=self.seed, single=self.single, most=self._most if rows == self.rows_kind else 0, chance=self.chance,
-            ranks=self.ranks,
+            ranks=self.share.ranks,
         )  # fmt: skip
         other.share = self.share
         return other
 
     @property
     def n(self) -> int:
-        return self.parameters.n
+        """Parameters, those of other ranks among them."""
+        return self.parameters.whole.n
 
     @property
     def theta(self) -> Tensor:
@@ -124,8 +128,10 @@ class Linearization:
         """A part of the batch linearised at θ, with the random numbers that come next."""
         graph = self.needs.graph if graph is None else graph
         seed = self.share.seed(number, self.needs.chunk)
+        rows = self.rows_kind if rows is None else rows
+        if self.parameters.shards is not None:  # products come from the rows
+            return ShardedPiece(self.objective, batch, rows, self.known, self.chance, seed, False)
         with twice_differentiable(self.objective.model) if graph else nullcontext():
-            rows = self.rows_kind if rows is None else rows
             return Piece(self.objective, batch, rows, self.known, self.chance, seed, graph)
 
     def rewind(self) -> None:
@@ -208,16 +214,16 @@ class Linearization:
         found = [Pass(self.objective, batch, self.known, self.chance).sums() for batch in self.cut()]
         if not found:
             raise ValueError(EMPTY)
-        self.objective = self.objective.knowing(self.ranks.sum(torch.stack(found).sum(0)))
+        self.objective = self.objective.knowing(self.share.ranks.sum(torch.stack(found).sum(0)))
         self.rewind()
 
     def _conclude(self, totals: Totals) -> None:
         if not self._m:
             raise ValueError(EMPTY)
         self._rows = self._m
-        if self.ranks.several:
+        if self.share.ranks.several:
             own = torch.tensor([*totals, self._m], dtype=torch.float64, device=self.parameters.device)
-            *found, rows = self.ranks.sum(own).tolist()
+            *found, rows = self.share.ranks.sum(own).tolist()
             totals, self._rows = Totals(*found), int(rows)
         if not totals.normaliser > 0:
             raise ValueError(
@@ -227,7 +233,7 @@ class Linearization:
 
     def _remember(self, piece: Piece) -> None:
         """What repeats this piece as it was; for several batches bounded memory comes first."""
-        self._m += piece.m
+        self._m += piece.jacobian.m
         if self.single:
             self._moments.append(piece.whole.before)
             self.slopes.append(list(piece.whole.slopes))

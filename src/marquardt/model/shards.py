@@ -1,0 +1,136 @@
+"""Parameters that FSDP2 has sharded (`torch.distributed.fsdp.fully_shard`): of each a rank holds some rows, and a forward
+pass sees it whole while its module is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..ranks import Ranks, of
+
+WAY_OUT = "(docs/distributed.md says which models LM takes in shards)"
+
+# The whole parameters of a model by the ids of the sharded ones. FSDP2 keeps them, without memory between two passes.
+_seen: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()
+
+
+def sharded(p: Any) -> bool:
+    """Whether it is a DTensor"""
+    return hasattr(p, "to_local")
+
+
+def gathering(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 gathers the parameters of"""
+    return [m for m in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]
+
+
+def let_go(model: nn.Module) -> None:
+    """Of what was gathered, by the caller too: it is of other weights, or takes memory for nothing."""
+    for module in gathering(model):
+        module.reshard()
+
+
+def check_sharded(model: nn.Module, params: Sequence[Any]) -> None:
+    """All of them in rows, over the same ranks, by FSDP2."""
+    some, names = [p for p in params if sharded(p)], {id(p): name for name, p in model.named_parameters()}
+    if not some and not gathering(model):
+        return
+    if not some:
+        raise TypeError(
+            f"the model is sharded by fully_shard, but parameter {names[id(params[0])]!r}, which trains, is not: shard all "
+            f"that train {WAY_OUT}"
+        )
+    if not gathering(model):
+        raise TypeError(
+            f"parameter {names[id(some[0])]!r} is a DTensor that nothing gathers for a forward pass: LM takes those that "
+            f"torch.distributed.fsdp.fully_shard has sharded {WAY_OUT}, or the plain model"
+        )
+    for p in params:
+        if not sharded(p):
+            raise TypeError(
+                f"parameter {names[id(p)]!r} is not sharded, and {names[id(some[0])]!r} is: shard all that train by "
+                f"fully_shard, or leave it out by params= {WAY_OUT}"
+            )
+        placed = [(type(place).__name__, getattr(place, "dim", None)) for place in p.placements]
+        if placed != [("Shard", 0)]:
+            raise TypeError(
+                f"parameter {names[id(p)]!r} is placed as {tuple(p.placements)}: LM takes parameters that are sharded "
+                f"in their first dimension, over a mesh of one dimension {WAY_OUT}"
+            )
+        if p.device_mesh != some[0].device_mesh:
+            raise TypeError(
+                f"the parameters {names[id(p)]!r} and {names[id(some[0])]!r} are sharded over different ranks: shard "
+                "the whole model over one mesh"
+            )
+
+
+def _whole(model: nn.Module) -> dict[int, Tensor]:
+    """By a visit to every module: its parameters are gathered once."""
+    if model not in _seen:
+        places = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if sharded(p)]
+        found: dict[int, Tensor] = {}
+        for module in gathering(model):
+            module.unshard()
+            found |= {id(p): now for own, name, p in places if (now := own[name]) is not None and now is not p}
+            module.reshard()
+        _seen[model] = found
+    return _seen[model]
+
+
+class Shards:
+    """What this rank holds of some parameters, and what a forward pass sees of them."""
+
+    def __init__(self, model: nn.Module, params: Sequence[Any]) -> None:
+        let_go(model)
+        known = {id(p): name for name, p in model.named_parameters()}
+        self.names = names = [known[id(p)] for p in params]
+        self.modules = gathering(model)
+        self.ranks: Ranks = of(params[0].device_mesh)
+        with torch.no_grad():
+            self.local: list[Tensor] = [p.to_local().detach() for p in params]
+        whole = _whole(model)
+        self.whole = [self._seen_as(whole.get(id(p)), p, name) for p, name in zip(params, names, strict=True)]
+        for local, each, name in zip(self.local, self.whole, names, strict=True):
+            own = slice(0, 0) if each.ndim == 0 else self.rows(len(each))[self.ranks.rank]
+            if len(local) != own.stop - own.start:
+                raise TypeError(f"parameter {name!r} of the shape {tuple(each.shape)} has {tuple(local.shape)} on rank "
+                                f"{self.ranks.rank}, which is not how torch.chunk cuts it {WAY_OUT}")  # fmt: skip
+
+    @staticmethod
+    def _seen_as(whole: Tensor | None, p: Any, name: str) -> Tensor:
+        if whole is None or sharded(whole):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor that FSDP2 does not gather by itself, as with tensor parallelism: LM "
+                f"takes those that fully_shard alone has sharded {WAY_OUT}"
+            )
+        if (whole.dtype, whole.device, whole.shape) != (p.dtype, p.device, p.shape):
+            raise TypeError(
+                f"parameter {name!r} is {p.dtype} on {p.device} in its shards, and {whole.dtype} on {whole.device} in a "
+                f"forward pass: leave mp_policy= and offload_policy= out of fully_shard {WAY_OUT}"
+            )
+        return whole
+
+    def rows(self, length: int) -> list[slice]:
+        """Of so many rows, those that every rank holds: as torch.chunk cuts them, the last may be fewer or none"""
+        each = -(-length // self.ranks.size)
+        cuts = [min(length, each * rank) for rank in range(self.ranks.size + 1)]
+        return [slice(first, last) for first, last in zip(cuts, cuts[1:], strict=False)]
+
+    def let_go(self) -> None:
+        for module in self.modules:
+            module.reshard()
+
+    def recover(self) -> None:
+        """From a pass that was broken off"""
+        for module in self._roots():
+            if hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+        self.let_go()
+
+    def _roots(self) -> Iterator[Any]:
+        within = {id(child) for module in self.modules for child in module.modules() if child is not module}
+        return (module for module in self.modules if id(module) not in within)
