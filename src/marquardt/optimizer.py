@@ -114,6 +114,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         arguments.check_options(attempts, capture, radius, of(group))
         parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average, radius)
         arguments.check_parts(parts)
+        arguments.check_shards(model, parts, groups, towards=rule.towards)
         if curvature.needs.by_sample:
             check_coupling(model)
         self.model, self.loss = model, resolve(loss)
@@ -186,6 +187,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         return str(self._state.plan or self.curvature)
 
     def _step(self, batches: Iterable[Batch]) -> Step:
+        arguments.check_shards(self.model, self.parts, self.param_groups, single=not isinstance(batches, Batches))
         arguments.check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self._averaged)
         check_same_rate(self.param_groups)
         arguments.check_radius(self.radius)

@@ -53,13 +53,13 @@ class Gram(Interchangeable):
         """K, its copies and its factor; θ, the step and a few more vectors; inputs and gradients of the layers."""
         samples = s.at_once(self.chunk)
         held = 2 * samples if self.chunk else samples
-        rows = held * (s.inputs + 3 * s.R * s.outputs + 2 * s.R * s.others + s.R * s.out)
+        rows = held * (s.inputs + 3 * s.R * s.outputs / s.shards + 2 * s.R * s.others + s.R * s.out)
         pieces = s.pieces(self.chunk)
         again = 1 if pieces == 1 else (pieces + 1) / 2  # every pair of chunks is linearised
         work = (
             again * deltas(s, pieces) + self._products(s) + Work(factor=s.m**3 / 3, numbers=12.0 * s.m**2 + 8.0 * s.n)
         )
-        return Cost(int(s.itemsize * (5 * s.m**2 + 4 * s.n + rows)), work)
+        return Cost(int(s.itemsize * (5 * s.m**2 + 4 * s.n / s.shards + rows)), work)
 
     def _products(self, s: Shapes) -> Work:
         """J̃J̃ᵀ layer by layer, in the cheaper of the two forms that Bilinear.gram has."""

@@ -267,6 +267,7 @@ class Linearization:
     def close(self) -> None:
         """Lets go of the rows at once; what is asked after that is linearised anew."""
         torch.clear_autocast_cache()  # of weights at a trial point, without a graph
+        self.parameters.let_go()
         self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = self._pull = None
         self._moments.clear()
         self.slopes.clear()
@@ -396,4 +397,5 @@ def linearize(
     spared = rule.spared(model, parameters)
     weights = Weights([0.0 if free else rule.w for free in spared])
     objective = Objective(model, resolve(loss), chosen, weights, rule.anchor(parameters, spared))
-    return Linearization(objective, [Batch(x, y, weight)], rows or Exact(), needs or Needs(chunk))
+    ranks = objective.parameters.ranks  # those that share the weights, if they are sharded
+    return Linearization(objective, [Batch(x, y, weight)], rows or Exact(), needs or Needs(chunk), ranks=ranks)

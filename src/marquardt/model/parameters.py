@@ -155,6 +155,16 @@ class Parameters:
         """What was added up over the n numbers of this rank, over all"""
         return self.ranks.sum(t)
 
+    def largest(self, t: Tensor, dim: int) -> Tensor:
+        """Along the rows of a parameter, those of all ranks: a dimension of t, which stays with length 1"""
+        shape = [1 if k == dim else size for k, size in enumerate(t.shape)]
+        most = t.amax(dim, keepdim=True) if t.shape[dim] else t.new_zeros(shape)
+        return most if self.shards is None else self.ranks.gather(most[None]).amax(0)
+
+    def finite(self, v: Tensor) -> bool:
+        """Whether all of its numbers are, those of other ranks among them"""
+        return self.ranks.all(bool(v.isfinite().all()))
+
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """aᵀb: ()"""
         return self.total(a @ b)

@@ -3,7 +3,7 @@ pass sees it whole while its module is called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..ranks import Ranks, of
 
-WAY_OUT = "(docs/distributed.md says which models LM takes in shards)"
+WAY_OUT = "(docs/sharded.md says which models LM takes in shards)"
 
 # The whole parameters of a model by the ids of the sharded ones. FSDP2 keeps them, without memory between two passes.
 _seen: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()
@@ -32,6 +32,13 @@ def let_go(model: nn.Module) -> None:
     """Of what was gathered, by the caller too: it is of other weights, or takes memory for nothing."""
     for module in gathering(model):
         module.reshard()
+
+
+def refuse_sharded(params: Iterable[Any], what: str) -> None:
+    if any(sharded(p) for p in params):
+        raise TypeError(
+            f"{what} takes no model whose parameters are sharded: train it by mq.LM(model, loss).step(...) {WAY_OUT}"
+        )
 
 
 def check_sharded(model: nn.Module, params: Sequence[Any]) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from ..losses import resolve
 from ..model.decay import WeightDecay
 from ..model.parameters import Parameters
+from ..model.shards import refuse_sharded
 from ..optimizer import LM
 from ..sources import Source, source
 from ..uncertainty import Evidence, Posterior, posterior
@@ -123,6 +124,7 @@ def fit(
     stops = Stops(steps, seconds, goal, min_gradient, max_lam, patience)
     bar, calls = shown(progress, stops), listed(callbacks)
     evidence = weight_decay if isinstance(weight_decay, Evidence) else None
+    refuse_sharded(model.parameters(), "mq.fit")
     opt = optimizer(model, loss, weight_decay, options)
     train, held = sets(opt, data, validation, seed)
     run = Training(opt, train, held, batching(opt, train, batch_size), stops, seed, evidence)
