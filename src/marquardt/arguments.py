@@ -119,13 +119,15 @@ def check_shards(
         part = getattr(parts, name)
         if part is not None and not getattr(part, "shares", False):
             raise ValueError(
-                f"{name}={brief(part)} is not known to work with sharded parameters, of which a rank has some numbers of "
-                "every layer: use mq.MeanEigenvalue(), mq.Identity() or mq.MaxDiagonal() for damping and "
-                "mq.AdaptiveMomentum() or None for momentum, or say shares = True in a part of your own that adds up over "
-                "n by G.parameters.total (docs/sharded.md)"
+                f"{name}={brief(part)} is not known to work with sharded parameters, of which a rank has a part of every "
+                "layer: use mq.MeanEigenvalue(), mq.Identity() or mq.MaxDiagonal() for damping and "
+                "mq.AdaptiveMomentum() or None for momentum; a part of your own that adds up over n by "
+                "G.parameters.total says shares = True (docs/sharded.md)"
             )
     if parts.rows is not None and parts.rows.joined:
-        raise ValueError(f"rows={brief(parts.rows)}: rows of all samples together are not formed with sharded parameters")
+        raise ValueError(
+            f"rows={brief(parts.rows)}: rows of all samples together are not formed with sharded parameters"
+        )
     if not isinstance(towards, (str, type(None))):
         raise ValueError('towards= takes "start" or None if the parameters are sharded: other tensors are not cut')
     if any(isinstance(group.get("weight_decay"), Tensor) for group in groups):
@@ -140,13 +142,13 @@ def check_shared(representation: Representation) -> None:
     """Sharded parameters, for a representation that needs all of them on one rank."""
     if not representation.shares:
         raise ValueError(
-            f"curvature={brief(representation)} needs all parameters on one rank, and those of the model are sharded: use "
-            "mq.Gram() or mq.MatrixFree(), or pass the plain model"
+            f"curvature={brief(representation)} needs all parameters on one rank, and those of the model are sharded: "
+            "use mq.Gram() or mq.MatrixFree(), or pass the plain model"
         )
     if representation.needs.chunk is not None:
         raise ValueError(
-            f"curvature={brief(representation)}: with sharded parameters all ranks make their passes together, each with "
-            "all of its samples; leave chunk out"
+            f"curvature={brief(representation)}: with sharded parameters all ranks make their passes together, each "
+            "with all of its samples; leave chunk out"
         )
 
 

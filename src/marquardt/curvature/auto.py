@@ -165,7 +165,13 @@ class Auto(Interchangeable):
             part = max(1, lin.share.samples // lin.ranks.size // 4**plan.squeeze)
             return look(lin.made_for(Needs(part)), None, free_rows)
         return Shapes(
-            lin.n, lin.share.samples, 1, (), lin.theta.element_size(), single=lin.single, ranks=lin.ranks.size,
+            lin.n,
+            lin.share.samples,
+            1,
+            (),
+            lin.theta.element_size(),
+            single=lin.single,
+            ranks=lin.ranks.size,
             shards=lin.parameters.ranks.size,
         )
 

@@ -86,7 +86,8 @@ class Shapes:
 
     def _structure(self) -> object:
         layers = [(b.G, b.I, b.O, b.lookup) for b in self.layers]
-        return self.n, self.itemsize, self.others, self.cuda, self.single, self.divisible, self.ranks, self.shards, layers
+        ranks = self.ranks, self.shards
+        return self.n, self.itemsize, self.others, self.cuda, self.single, self.divisible, ranks, layers
 
     def at_once(self, chunk: int | None) -> int:
         """Samples that a rank linearises together."""

@@ -1,7 +1,7 @@
 """Rows of all ranks, columns of one: what becomes of the blocks of a piece if the parameters are sharded.
 
-Every rank has formed the rows of its own samples, with all columns. They are sent on so that each has all rows, with the
-columns of the parameters that it holds:
+Every rank has formed the rows of its own samples, with all columns. They are sent on so that each has all rows, with
+the columns of the parameters that it holds:
 
     a (N, P, G, I)       all ranks get all of it: a row of outputs of a weight has all its inputs
     δ (R, N, P, G, O)    rank k gets the outputs that belong to its rows of the weight
@@ -29,10 +29,10 @@ def exchanged(blocks: list[Block], parameters: Parameters) -> list[Block]:
 
 
 def _exchanged(block: Block, parameters: Parameters) -> Block:
-    shards = parameters.shards
+    shards, members = parameters.shards, parameters.whole.members(block.params)
     assert shards is not None
-    own = {id(p): parameters.tensors[i] for p, i in zip(block.params, parameters.whole.members(block.params), strict=True)}
-    params = [own[id(p)] for p in block.params]
+    params = [parameters.tensors[i] for i in members]
+    own = dict(zip(map(id, block.params), params, strict=True))
     R, N = block.m // block.N, sum(shards.ranks.numbers(block.N))
     if block.empty:
         return Nothing(params, R * N, N)
@@ -79,11 +79,15 @@ def _lookup(block: Lookup, shards: Shards, table: Tensor) -> Block:
 def _explicit(block: Block, shards: Shards, params: list[Tensor]) -> Block:
     """Rows that are written out, cut by parameter"""
     pieces = block.rows(block.dtype).split([p.numel() for p in block.params], 1)
-    parts = []
-    for rank in range(shards.ranks.size):
-        cuts = [(piece.unflatten(1, (len(p), -1)), shards.rows(len(p))[rank]) for p, piece in zip(block.params, pieces, strict=True)]
-        parts.append(torch.cat([piece[:, cut].flatten(1) for piece, cut in cuts], 1).view(-1, block.N, sum(
-            piece[0, cut].numel() for piece, cut in cuts)).transpose(0, 1))  # (N, R, columns)  # fmt: skip
-    rows = shards.ranks.dealt(parts)
+    cut = [
+        piece.view(-1, block.N, len(p), p.numel() // len(p)).transpose(0, 1)  # (N, R, rows of p, columns)
+        for p, piece in zip(block.params, pieces, strict=True)
+    ]
+    each = [shards.rows(len(p)) for p in block.params]
+    parts = [
+        torch.cat([piece[:, :, some[rank]].flatten(2) for piece, some in zip(cut, each, strict=True)], 2)
+        for rank in range(shards.ranks.size)
+    ]
+    rows = shards.ranks.dealt(parts)  # (N, R, columns)
     N, R, columns = rows.shape
     return Explicit(params, rows.transpose(0, 1).reshape(R * N, columns), N)

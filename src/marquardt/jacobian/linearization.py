@@ -25,8 +25,8 @@ from .objective import Level, Objective, Totals
 from .passes import Pass
 from .piece import Piece
 from .rows import Exact, Rows
-from .share import Share
 from .sharded import ShardedPiece
+from .share import Share
 
 EMPTY = "no batches: the iterable given to step_over is empty"
 

@@ -17,6 +17,7 @@ from ..model.batch import modes as modes_of
 from ..model.kernels import open_cells
 from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
+from ..ranks import RankError
 from .known import Known
 from .objective import Objective
 
@@ -37,7 +38,7 @@ class Pass:
             z, self.watch = self._forward(slopes, once)
         except RuntimeError as error:
             reason = unlike(batch.inputs, objective.parameters.whole.tensors[0])
-            if reason is None or out_of_memory(error):
+            if reason is None or out_of_memory(error) or isinstance(error, RankError):
                 raise
             raise ValueError(f"the model failed: {error} (Note that {reason})") from error
         if batch.versions() != versions:

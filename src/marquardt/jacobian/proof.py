@@ -258,9 +258,9 @@ def _prove(J: Jacobian, base: object) -> None:
     rest = [i for i in rest if i not in proof.general]
     if J.ranks.several and rest:
         raise ValueError(
-            f"the rows of parameter {J.parameters.names[rest[0]]!r} cannot be found by a rule of its layer, and other ways "
-            "need all of the model on one rank: LM takes sharded parameters of linear layers, convolutions, embeddings "
-            "and normalisations whose samples can be told; pass the plain model, or leave the parameter out by params="
+            f"the rows of parameter {J.parameters.names[rest[0]]!r} cannot be found by a rule of its layer, and other "
+            "ways need all of the model on one rank: LM takes sharded parameters of linear layers, convolutions, "
+            "embeddings and normalisations whose samples can be told; pass the plain model, or leave it out by params="
         )
     _prove_graph(J, proof, comparison, rest)
     _prove_paths(J, proof, comparison, [i for i in rest if i not in proof.general])

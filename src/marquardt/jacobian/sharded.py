@@ -36,15 +36,12 @@ class ShardedPiece(Piece):
     @property
     def gradient(self) -> Tensor:
         if self._gradient is None:
-            h = self.h
-            assert self.u is not None or h is not None
-            self._gradient = h if self.u is None else self.adjoint(self.u.flatten())
-            if self.u is not None and h is not None:
-                self._gradient = self._gradient + h
+            parts = [self.h, None if self.u is None else self.adjoint(self.u.flatten())]
+            self._gradient = torch.stack([t for t in parts if t is not None]).sum(0)
         return self._gradient
 
     @property
-    def h(self) -> Tensor | None:  # type: ignore[override]
+    def h(self) -> Tensor | None:
         _ = self.blocks
         return self._h
 

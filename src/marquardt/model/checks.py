@@ -31,9 +31,10 @@ def unwrapped(model: Any, group: Any) -> tuple[Any, Any]:
 
 def _of_shards(model: nn.Module, group: Any) -> Any:
     let_go(model)
-    mesh = next(p.device_mesh for p in model.parameters() if sharded(p))
+    given: list[Any] = list(model.parameters())
+    mesh = next(p.device_mesh for p in given if sharded(p))
     if group is False:
-        raise ValueError("the model is sharded over several ranks, which take every step together: leave group=False out")
+        raise ValueError("the ranks that share the weights take every step together: leave group=False out")
     if group is not None and of(group) is not of(mesh):
         raise ValueError("group= has other ranks than those that hold the model's shards: leave it out")
     return group if mesh.ndim > 1 else mesh.get_group()

@@ -1,8 +1,9 @@
-"""Parameters that FSDP2 has sharded (`torch.distributed.fsdp.fully_shard`): of each a rank holds some rows, and a forward
-pass sees it whole while its module is called."""
+"""Parameters that FSDP2 has sharded (`torch.distributed.fsdp.fully_shard`): of each a rank holds some rows, and a
+forward pass sees it whole while its module is called."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,16 @@ _seen: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()
 def sharded(p: Any) -> bool:
     """Whether it is a DTensor"""
     return hasattr(p, "to_local")
+
+
+def own_numbers(p: Any) -> int:
+    """Numbers of a parameter that this rank holds"""
+    return int(p.to_local().numel() if sharded(p) else p.numel())
+
+
+def shard_of(p: Any) -> tuple[int, int] | None:
+    """The number of this rank among those that share a parameter, and how many they are; None if it is whole"""
+    return (p.device_mesh.get_local_rank(), p.device_mesh.size()) if sharded(p) else None
 
 
 def gathering(model: nn.Module) -> list[Any]:
@@ -48,13 +59,13 @@ def check_sharded(model: nn.Module, params: Sequence[Any]) -> None:
         return
     if not some:
         raise TypeError(
-            f"the model is sharded by fully_shard, but parameter {names[id(params[0])]!r}, which trains, is not: shard all "
-            f"that train {WAY_OUT}"
+            f"the model is sharded by fully_shard, but parameter {names[id(params[0])]!r}, which trains, is not: shard "
+            f"all that train {WAY_OUT}"
         )
     if not gathering(model):
         raise TypeError(
-            f"parameter {names[id(some[0])]!r} is a DTensor that nothing gathers for a forward pass: LM takes those that "
-            f"torch.distributed.fsdp.fully_shard has sharded {WAY_OUT}, or the plain model"
+            f"parameter {names[id(some[0])]!r} is a DTensor that nothing gathers for a forward pass: LM takes those "
+            f"that torch.distributed.fsdp.fully_shard has sharded {WAY_OUT}, or the plain model"
         )
     for p in params:
         if not sharded(p):
@@ -116,8 +127,8 @@ class Shards:
             )
         if (whole.dtype, whole.device, whole.shape) != (p.dtype, p.device, p.shape):
             raise TypeError(
-                f"parameter {name!r} is {p.dtype} on {p.device} in its shards, and {whole.dtype} on {whole.device} in a "
-                f"forward pass: leave mp_policy= and offload_policy= out of fully_shard {WAY_OUT}"
+                f"parameter {name!r} is {p.dtype} on {p.device} in its shards, and {whole.dtype} on {whole.device} in "
+                f"a forward pass: leave mp_policy= and offload_policy= out of fully_shard {WAY_OUT}"
             )
         return whole
 
@@ -125,7 +136,7 @@ class Shards:
         """Of so many rows, those that every rank holds: as torch.chunk cuts them, the last may be fewer or none"""
         each = -(-length // self.ranks.size)
         cuts = [min(length, each * rank) for rank in range(self.ranks.size + 1)]
-        return [slice(first, last) for first, last in zip(cuts, cuts[1:], strict=False)]
+        return [slice(first, last) for first, last in itertools.pairwise(cuts)]
 
     def let_go(self) -> None:
         for module in self.modules:

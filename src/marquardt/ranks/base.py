@@ -55,8 +55,8 @@ class Ranks:
         return t
 
     def dealt(self, parts: Sequence[Tensor]) -> Tensor:
-        """A part for every rank: those of all ranks for this one, one after the other, (k, …) → (Σk, …). The k of a rank
-        is the same in all its parts."""
+        """A part for every rank: those of all ranks for this one, one after the other, (k, …) → (Σk, …). The k of a
+        rank is the same in all its parts."""
         return parts[0]
 
     def one(self, t: Tensor, source: int = 0) -> Tensor:
