@@ -119,7 +119,7 @@ def check_shards(
         part = getattr(parts, name)
         if part is not None and not getattr(part, "shares", False):
             raise ValueError(
-                f"{name}={brief(part)} is not known to work with sharded parameters, of which a rank has a part of every "
+                f"{name}={brief(part)} is not known to work with sharded parameters, of which a rank has part of every "
                 "layer: use mq.MeanEigenvalue(), mq.Identity() or mq.MaxDiagonal() for damping and "
                 "mq.AdaptiveMomentum() or None for momentum; a part of your own that adds up over n by "
                 "G.parameters.total says shares = True (docs/sharded.md)"

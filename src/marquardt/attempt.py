@@ -51,7 +51,7 @@ def searched(
     assert parts.line_search is not None
     line = proposal.d if parts.line_search.along_step else proposal.plain
     tried = (lr, found.new_loss) if line is proposal.d else None
-    length = float(lin.parameters.norm(line))
+    (length,) = floats(lin.parameters.norm(line))
     # Both were cut back with this lr, so that rounding does not leave it out.
     longest = math.inf if parts.radius is None else max(lr, parts.radius / length if length else math.inf)
 
@@ -67,7 +67,7 @@ def searched(
 def blame_gradient(parameters: Parameters, g: Tensor) -> None:
     """A gradient that is not finite is an error, not a matter of λ."""
     for name, part in zip(parameters.names, parameters.split(g), strict=True):
-        if not bool(part.isfinite().all()):
+        if not bool(parameters.finite(part)):
             raise ValueError(
                 f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer (if it computes "
                 "in float16, numbers end at 65504: take bfloat16, whose range is that of float32)"

@@ -42,7 +42,7 @@ def recording() -> bool:
 def ask(fine: Tensor) -> bool:
     """Whether all is well: a tensor of bool, () or one for each problem of a batch. Every rank asks it."""
     found = ask_here(fine)
-    return bool(_agreed([float(found)])[0]) if _current.agree is not None else found
+    return bool(agreed([float(found)])[0]) if _current.agree is not None else found
 
 
 def ask_here(fine: Tensor) -> bool:
@@ -53,7 +53,8 @@ def ask_here(fine: Tensor) -> bool:
     return True
 
 
-def _agreed(numbers: list[float]) -> list[float]:
+def agreed(numbers: list[float]) -> list[float]:
+    """Numbers that every rank has found, as one of them has"""
     return numbers if _current.agree is None else _current.agree(numbers)
 
 
@@ -96,7 +97,7 @@ def floats(*tensors: Tensor) -> list[float]:
     # Tensors of one precision at a time: each conversion by itself would be a kernel.
     parts = [torch.stack([t for t in tensors if t.dtype == dtype]).double() for dtype in dtypes]
     found = dict(zip(order, torch.cat(parts).tolist(), strict=True))
-    return _agreed([found[i] for i in range(len(tensors))])
+    return agreed([found[i] for i in range(len(tensors))])
 
 
 def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -104,7 +105,7 @@ def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:
     calculations cost less than kernels; on the device if they are recorded."""
     found = torch.stack([t.double() for t in tensors])
     if _current.agree is not None:
-        return torch.tensor(_agreed(found.tolist()), dtype=torch.float64).unbind()
+        return torch.tensor(agreed(found.tolist()), dtype=torch.float64).unbind()
     return (found.cpu() if _current.tape is None else found).unbind()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .curvature.contract import Curvature, Damped, Past, Representation
 from .curvature.plan import Plan
+from .deferred import floats
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective
 from .jacobian.rows import Rows
@@ -216,8 +217,8 @@ def reweighted(old: State, level: Level, objective: Objective) -> State:
     W = objective.decay(level.normaliser)
     if old.decay is None or abs(level.decay - old.decay) <= SAME_LOSS[torch.float64] * max(level.decay, old.decay):
         return old
-    there = 0.0 if W is None or old.haven is None else float(W.value(objective.parameters.shaped(old.haven)))
-    return old.decayed(level.decay, there)
+    there = [0.0] if W is None or old.haven is None else floats(W.value(objective.parameters.shaped(old.haven)))
+    return old.decayed(level.decay, there[0])
 
 
 def begin(old: State, level: Level, dtype: torch.dtype) -> Start:
@@ -360,7 +361,7 @@ def kept(parts: Parts, state: State, matrices: Matrices, end: Ending, start: Sta
     previous = None if end.d is None else remembered(parts, end.d, end.lr)
     if start.doubt > 1:
         return replace(state, previous=previous)
-    D = matrices.D.settled(state.steps)
+    D = matrices.D.settled(state.steps, matrices.G.lin.ranks)
     return replace(state, previous=previous, D=D, past=check_past(matrices.G))
 
 

@@ -18,6 +18,7 @@ from .arguments import Unscaled, brief
 from .attempt import attempt
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
+from .deferred import floats
 from .groups import check_same_rate, grouped, weights
 from .iteration import CONVERGED, Parts, begin, concluded, damped, first_notes, kept, next_lam, reweighted, rows_of
 from .jacobian.known import Known
@@ -291,7 +292,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             state = iteration.with_mean(
                 parts, kept(parts, state, matrices, end, start), lin.parameters, start.same_data
             )
-        decay = 0.0 if lin.decay is None else float(lin.decay.value(lin.parameters.tensors))
+        decay = 0.0 if lin.decay is None else floats(lin.decay.value(lin.parameters.tensors))[0]
         step = report(self.loss, start, end, used, [CONVERGED] if converged else notes, converged, decay)
         return step, replace(state, decay=decay)
 

@@ -15,7 +15,7 @@ from .curvature.contract import Representation
 from .curvature.plan import Plan
 from .groups import check_decay
 from .metric import restored
-from .model.shards import own_numbers, shard_of
+from .model.shards import own_part, shard_of
 from .parts.damping import Damping
 from .parts.schedule import Schedule
 from .state import State
@@ -54,7 +54,7 @@ def loaded(
     what their weights decay towards now."""
     device = params[0].device
     found = _made_with(_of_this_version(saved), damping, curvature, params)
-    found = check_state(found, schedule, curvature, [own_numbers(p) for p in params])
+    found = check_state(found, schedule, curvature, [own_part(p).numel() for p in params])
     if (found.get("towards") is None) != (towards is None):
         here, there = ("0", "other weights") if towards is None else ("other weights", "0")
         raise ValueError(
@@ -92,7 +92,7 @@ def _made_with(
     if own != (None if others is None else tuple(others)):
         said = ["all parameters" if s is None else f"shard {s[0]} of {s[1]}" for s in (others, own)]
         raise ValueError(
-            f"the state is of {said[0]}, this optimizer has {said[1]}: every rank loads the state that it has saved, on "
+            f"the state is of {said[0]}, this optimizer has {said[1]}: every rank loads the state that it saved, on "
             "as many ranks (docs/sharded.md)"
         )
     shapes = [list(p.shape) for p in params]

@@ -13,6 +13,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from . import tolerances
+from .deferred import agreed, floats
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective
 from .layers import Line
@@ -84,13 +85,13 @@ class Trials:
                     return losses
                 # A model may keep its weights where nothing replaces them, or draw other numbers in a batched pass. At
                 # one point alone, far away, that may not show.
-                true = [float(self.loss(d, lr)) for lr in rates]
+                true = floats(*(self.loss(d, lr) for lr in rates))
                 pairs = zip(losses, true, strict=True)
                 least = ROUNDINGS * lin.level.rounding
                 proven[key] = all(abs(a - b) <= tolerances.of_trials(d.dtype) * abs(b) + least for a, b in pairs)
                 # As in every later step: a run that is resumed goes on bit for bit.
                 return losses if proven[key] else true
-        return [float(self.loss(d, lr)) for lr in rates]
+        return floats(*(self.loss(d, lr) for lr in rates))
 
     def _tried(self, key: object, d: Tensor, rates: Sequence[float], size: int) -> Tensor | None:
         """Σwℓ on this rank for every lr: (k,); None if vmap refuses, or has no memory for it"""
@@ -107,7 +108,7 @@ class Trials:
         lin = self.lin
         losses = [float(f) for f in (lin.ranks.sum(total.double()) * lin.scale).tolist()]
         decays = [0.0] * len(losses) if lin.decay is None else lin.decay.along(lin.theta, d, rates)
-        return [f + decay for f, decay in zip(losses, decays, strict=True)]
+        return agreed([f + decay for f, decay in zip(losses, decays, strict=True)])
 
     def _together(self) -> int:
         """How many trial points one forward pass may hold."""

@@ -228,7 +228,7 @@ def resumed() -> tuple[list[Tensor], list[Tensor], str]:
 def test_every_rank_resumes_from_its_own_state() -> None:
     for whole, parts, words in run(resumed, 2):
         assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
-        assert "every rank loads the state that it has saved" in words
+        assert "every rank loads the state that it saved" in words
 
 
 def evaluated_between() -> tuple[Any, list[Tensor]]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..deferred import ask
 from ..jacobian.linearization import Linearization
 from ..metric import Diagonal, Metric
+from ..ranks import Ranks
 from .contract import Past, trusted
-from .factors import Layer, Spectrum
+from .factors import Layer, spectra
 from .kronecker import Kronecker, KroneckerCurvature
 from .solve import FactorizationError
 
@@ -48,8 +50,8 @@ class EKFAC(Kronecker):
 class Basis:
     """Q_left ⊗ Q_right of one layer, and s in it: X ↦ Q_left·(f(s) ∘ Q_leftᵀ·X·Q_right)·Q_rightᵀ, X as in Layer."""
 
-    def __init__(self, layer: Layer) -> None:
-        self.left, self.right = eigenvectors(layer.left), eigenvectors(layer.right)
+    def __init__(self, layer: Layer, left: Tensor | None, right: Tensor | None) -> None:
+        self.left, self.right = left, right  # (K, d, d), None: the unit vectors
         self.s = torch.zeros_like(layer.diagonal())  # (K, L, R)
 
     def times(self, f: Callable[[Tensor], Tensor], damping: Tensor | float, X: Tensor) -> Tensor:
@@ -82,12 +84,14 @@ class EKFACCurvature(KroneckerCurvature):
     def bases(self) -> list[Basis]:
         """Of every layer, with s from the rows once more, now that the factors are known"""
         if self._bases is None:
-            self._bases = [Basis(layer) for layer in self.layers]
+            self._bases = bases_of(self.layers, self.lin.ranks)
             found = {i: basis for x, basis in zip(self.layers, self._bases, strict=True) for i in x.members}
             for piece in self.lin.pieces():
                 for block in (b for b in piece.blocks if not b.empty):
                     basis = found[self.parameters.members(block.params)[0]]
                     basis.s = basis.s + self.lin.scale * block.second_moments(basis.left, basis.right)
+            for basis, s in zip(self._bases, self.lin.ranks.sums([basis.s for basis in self._bases]), strict=True):
+                basis.s = s
             for layer, basis in zip(self.layers, self._bases, strict=True):
                 old = self._earlier.get(f"s of {self._name(layer)}")
                 if old is not None and old.shape == basis.s.shape:
@@ -107,7 +111,7 @@ class EKFACCurvature(KroneckerCurvature):
     def newton(self, damping: Metric | Tensor) -> Tensor:
         A = Diagonal.of(damping, self.parameters.sizes)
         x = self._damped_with(A, lambda s: 1 / s.where(s > 0, 1), self.gradient)
-        if not bool(x.isfinite().all()):
+        if not ask(x.isfinite().all()):
             raise FactorizationError("the step is not finite")
         return x
 
@@ -143,6 +147,9 @@ class EKFACCurvature(KroneckerCurvature):
         return [(members, basis.s.sum(), rank) for (members, _, rank), basis in pairs]
 
 
-def eigenvectors(M: Tensor) -> Tensor | None:
-    """(K, d, d), None for the diagonal of a matrix, whose eigenvectors are the unit vectors"""
-    return None if M.ndim == 2 else Spectrum.of(M, torch.ones_like(M[:, 0])).Q
+def bases_of(layers: Sequence[Layer], ranks: Ranks) -> list[Basis]:
+    """The diagonal of a matrix has no eigenvectors but the unit vectors."""
+    sides = [M for layer in layers for M in (layer.left, layer.right)]
+    found = iter(spectra(ranks, [(M, torch.ones_like(M[:, 0])) for M in sides if M.ndim == 3]))
+    Q = iter(next(found).Q if M.ndim == 3 else None for M in sides)
+    return [Basis(layer, next(Q), next(Q)) for layer in layers]

@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..deferred import ask
 from ..layers.block import Sums
 from ..metric import Part
+from ..ranks import ALONE, Ranks, completed, owned
 from .solve import FactorizationError
 
 
@@ -96,6 +98,32 @@ def joined(key: tuple[int, ...], sums: Sums, other: tuple[int, ...], more: Sums)
     return key, sums + more
 
 
+def over(ranks: Ranks, sums: dict[tuple[int, ...], Sums], device: torch.device) -> dict[tuple[int, ...], Sums]:
+    """The same of all ranks. A layer that one of them lacks, or a part of it, has zeros there."""
+    if not ranks.several:
+        return sums
+    total: dict[tuple[int, ...], Sums] = {}
+    for each in ranks.every({key: _on(torch.device("meta"), s) for key, s in sums.items()}):
+        for key, form in each.items():
+            for other in [k for k in total if set(k) & set(key)]:
+                key, form = joined(key, form, other, total.pop(other))
+            total[key] = form
+    for key, form in total.items():
+        total[key] = _on(device, form)
+        for part in [k for k in sums if set(k) <= set(key)]:
+            total[key] = joined(part, sums[part], key, total[key])[1]
+    tensors = [t for s in total.values() for t in (s.A, s.B, torch.as_tensor(s.count).to(s.A)) if t is not None]
+    found = iter(ranks.sums(tensors))
+    each_with = ((key, s, next(found), None if s.B is None else next(found), next(found)) for key, s in total.items())
+    return {key: replace(s, A=A, B=B, count=count) for key, s, A, B, count in each_with}
+
+
+def _on(device: torch.device, s: Sums) -> Sums:
+    """The same with zeros, or with shapes alone if that is no real device"""
+    A, B = (None if t is None else torch.zeros_like(t, device=device) for t in (s.A, s.B))
+    return Sums(s.A if A is None else A, B, 0.0, s.bias, s.table)
+
+
 def layer_of(members: list[int], sums: Sums, sizes: Sequence[int], scale: float) -> Layer:
     """The factors from what the pieces add up to: A a mean over samples and positions, B a sum"""
     if sums.B is None:
@@ -167,18 +195,12 @@ class Spectrum(Factor):
         self.Q, self.e, self.w = Q, e, w  # (K, d, d), (K, d), (K, d)
         self.mean = e.mean(1)[:, None, None]
 
-    def kept(self) -> dict[str, Tensor]:
-        return {"Q": self.Q, "e": self.e, "w": self.w}
-
     @staticmethod
     def of(M: Tensor, w: Tensor) -> Spectrum:
-        s = w.rsqrt()
-        try:
-            e, Q = torch.linalg.eigh(M * s[:, :, None] * s[:, None])
-        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-            raise FactorizationError(f"the curvature could not be decomposed: {error}") from error
-        rounding = torch.finfo(M.dtype).eps * M.shape[1] * e[:, -1:]
-        return Spectrum(Q, torch.maximum(e, rounding), w)
+        return spectra(ALONE, [(M, w)])[0]
+
+    def kept(self) -> dict[str, Tensor]:
+        return {"Q": self.Q, "e": self.e, "w": self.w}
 
     def times(self, c: Tensor, X: Tensor) -> Tensor:
         root = self.w.sqrt()[:, :, None].to(X.dtype)
@@ -192,6 +214,25 @@ class Spectrum(Factor):
     def _with(self, values: Tensor, X: Tensor) -> Tensor:
         Q = self.Q.to(X.dtype)
         return Q @ (values * (Q.mT @ X))
+
+
+def spectra(ranks: Ranks, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Spectrum]:
+    """Of every M and w; each is decomposed by one of the ranks."""
+    scaled = [M * w.rsqrt()[:, :, None] * w.rsqrt()[:, None] for M, w in pairs]
+    own = [decomposed(M) for M in owned(ranks, scaled)]
+    found = completed(ranks, own, scaled, [(M, M[:, 0]) for M in scaled])
+    if not all(ask(e.isfinite().all()) for _, e in found):
+        raise FactorizationError("the curvature could not be decomposed")
+    return [Spectrum(Q, e, w) for (Q, e), (_, w) in zip(found, pairs, strict=True)]
+
+
+def decomposed(M: Tensor) -> tuple[Tensor, Tensor]:
+    """Q and e with M = Q·diag e·Qᵀ, e at least its rounding; not finite if there are none: (K, d, d), (K, d)"""
+    try:
+        e, Q = torch.linalg.eigh(M)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return M, torch.full_like(M[:, 0], torch.nan)
+    return Q, torch.maximum(e, torch.finfo(M.dtype).eps * M.shape[1] * e[:, -1:])
 
 
 class Pair:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,10 +32,11 @@ class Gram(Interchangeable):
     """K = J̃D⁻¹J̃ᵀ, layer by layer: J̃ is never built where a layer has a rule.
 
     For more parameters than rows. With `chunk` the rows of two chunks at a time are in memory; they are computed again
-    for every pair.
+    for every pair. Of several ranks each forms some of the blocks of K, from inputs and gradients of the layers that
+    another one has sent; if the parameters are sharded, the part of all of them that its own columns have.
     """
 
-    shares = True
+    adds_up = shares = True
 
     chunk: int | None = None
     whole: int = field(default=1 << 22, repr=False)  # J̃ of up to so many numbers is built: fewer, larger products
@@ -77,18 +79,49 @@ class Gram(Interchangeable):
         return min(rows, pairwise, key=lambda w: w.seconds(s)) if b.G == 1 and not b.lookup else rows
 
 
+class Layout:
+    """Where the rows of every piece of every rank are among the m rows."""
+
+    def __init__(self, sizes: Sequence[Sequence[int]], rank: int) -> None:
+        self.sizes, self.rank = sizes, rank  # rows of the pieces of each rank
+        self.own_sizes = list(sizes[rank])
+        self.most = max(map(len, sizes))  # pieces that a rank has
+        self.own = slice(self.place(rank, 0).start, self.place(rank, len(self.own_sizes) - 1).stop)
+
+    def place(self, rank: int, piece: int) -> slice:
+        first = sum(map(sum, self.sizes[:rank])) + sum(self.sizes[rank][:piece])
+        return slice(first, first + self.sizes[rank][piece])
+
+    def order(self, i: int) -> list[tuple[int, int]]:
+        """The pieces that piece i of a rank is multiplied with, or that other ranks wait for: rank and number"""
+        return [
+            (rank, j)
+            for rank, sizes in enumerate(self.sizes)
+            for j in range(len(sizes))
+            if len(self.sizes) > 1 or j >= i
+        ]
+
+    def forms(self, i: int, rank: int, j: int) -> bool:
+        """Whether this rank forms the block of its piece i and piece j of another: of two ranks one does, and every
+        rank with half of the others."""
+        ahead = (rank - self.rank) % len(self.sizes)
+        behind = len(self.sizes) - ahead
+        return j >= i if ahead == 0 else ahead < behind or (ahead == behind and self.rank < rank)
+
+
 class GramCurvature(Curvature):
     """In what follows J̃ and u carry the normaliser: J̃ = √scale·SᵀJ, so that G = J̃ᵀJ̃ and g = J̃ᵀu + h."""
 
     def __init__(self, lin: Linearization, whole: int = 0) -> None:
         super().__init__(lin)
         self.whole = whole if self.parameters.shards is None else 0
-        us, self.sizes = [], []
+        us, sizes = [], []
         for piece in lin.pieces():
             us.append(piece.z.new_zeros(piece.m) if piece.u is None else piece.u.flatten())
-            self.sizes.append(piece.m)
+            sizes.append(piece.m)
+        self.layout = Layout(lin.ranks.every(sizes), lin.ranks.rank)
         self.root = lin.scale**0.5
-        self.u = torch.cat(us) * self.root  # (m,)
+        self.u = lin.ranks.gather(torch.cat(us)) * self.root  # (m,)
         self._K: dict[torch.dtype, tuple[object, Tensor]] = {}  # and the D₀ that it was formed with
         self._whole: list[Block] | None = None
         self._Jh: Tensor | None = None
@@ -109,11 +142,11 @@ class GramCurvature(Curvature):
         if self._image is not None and v is self._image[0] and v._version == self._image[1]:
             return self._image[2]
         parts = [apply(self._blocks(piece), v, self.parameters) for piece in self.lin.pieces()]
-        return torch.cat(parts).mul_(self.root)
+        return self.lin.ranks.gather(torch.cat(parts)).mul_(self.root)
 
     def _blocks(self, piece: Piece) -> list[Block]:
         """The blocks of a piece; where J̃ is small, as one."""
-        if piece.m * self.lin.n > self.whole or not self.lin.in_one:
+        if self.lin.m * self.lin.n > self.whole or not self.lin.in_one:
             return piece.blocks
         if self._whole is None:
             self._whole = [Explicit(self.parameters.tensors, piece.dense(self.u.dtype), piece.N)]
@@ -121,12 +154,12 @@ class GramCurvature(Curvature):
 
     def adjoint(self, w: Tensor) -> Tensor:
         """J̃ᵀw: (m,) → (n,)"""
-        total = None
-        for piece, part in zip(self.lin.pieces(), (w * self.root).split(self.sizes), strict=True):
+        total, own = None, (w[self.layout.own] * self.root).split(self.layout.own_sizes)
+        for piece, part in zip(self.lin.pieces(), own, strict=True):
             found = adjoint(self._blocks(piece), part, self.parameters)
             total = found if total is None else total.add_(found)
         assert total is not None
-        return total
+        return self.lin.ranks.sum(total)
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return self.adjoint(self.apply(v))
@@ -158,27 +191,45 @@ class GramCurvature(Curvature):
         """J̃D₀⁻¹J̃ᵀ: (m, m); None is the identity"""
         if D is not None and D.turns:
             self.whole = 0  # to turn a and δ takes less time than to turn rows
-        K = torch.zeros(len(self.u), len(self.u), dtype=dtype, device=self.u.device)
-        starts = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        m = len(self.u)
+        K = torch.zeros(m, m, dtype=dtype, device=self.u.device)
         # J̃h is wanted with K, and comes along where K is in one piece and D is no more than a number.
         plain = D is None or D.shape is None
-        together = self.h is not None and plain and len(self.sizes) == 1 and dtype == self.u.dtype
+        whole = self.layout.own_sizes == [m]
+        together = self.h is not None and plain and whole and dtype == self.u.dtype
         Jh = torch.zeros_like(self.u) if together else None
-        for i, rows in enumerate(self.sizes):
-            left = self._whitened(self._blocks(self.lin.piece_at(i)), D)
-            for j in range(i, len(self.sizes)):
-                right = left if i == j else self._whitened(self._blocks(self.lin.piece_at(j)), D)
-                whole = rows == len(self.u)
-                part = K if whole else torch.zeros(rows, self.sizes[j], dtype=dtype, device=self.u.device)
-                self._add_pairs(part, left, right, Jh)
-                if not whole:
-                    K[starts[i] : starts[i] + rows, starts[j] : starts[j] + self.sizes[j]] = part
-                    if i != j:
-                        K[starts[j] : starts[j] + self.sizes[j], starts[i] : starts[i] + rows] = part.T
+        for rows, columns, left, right in self._pairs(D):
+            part = K if whole else torch.zeros_like(K[rows, columns])
+            self._add_pairs(part, left, right, Jh)
+            if not whole:
+                K[rows, columns] = part
+                if left is not right:
+                    K[columns, rows] = part.T
         if Jh is not None:
             self._Jh = self.parameters.total(Jh.mul_(self.root))
-        # Of sharded parameters every rank has a part of the columns.
-        return self.parameters.ranks.sum_later(K, symmetric=True)().mul_(self.lin.scale)
+        for ranks in (self.lin.ranks, self.parameters.ranks):  # that have other rows, or other columns
+            K = ranks.sum_later(K, symmetric=True)()
+        return K.mul_(self.lin.scale)
+
+    def _pairs(self, D: Metric | None) -> Iterator[tuple[slice, slice, list[Block], list[Block]]]:
+        """The blocks of K that this rank forms: their rows and columns, and the blocks of J̃D₀^-½ that they are products
+        of. All ranks go through all pieces in the same order, and each is sent by the rank that has it."""
+        ranks, layout = self.lin.ranks, self.layout
+        turned = D is not None and D.turns  # before it is sent, for that is much work; other metrics are applied after
+        for i in range(layout.most):
+            left = self._piece(i, D if turned else None) if i < len(layout.own_sizes) else None
+            here = None if left is None or turned else self._whitened(left, D)
+            here = left if here is None else here
+            for source, j in layout.order(i):
+                own = None if source != ranks.rank else left if i == j else self._piece(j, D if turned else None)
+                right = ranks.shown(own, source, self.parameters.tensors)
+                if here is not None and layout.forms(i, source, j):
+                    there = here if right is left else right if turned else self._whitened(right, D)
+                    yield layout.place(ranks.rank, i), layout.place(source, j), here, there
+
+    def _piece(self, i: int, D: Metric | None) -> list[Block]:
+        blocks = self._blocks(self.lin.piece_at(i))
+        return self._whitened([b.plain() for b in blocks] if self.lin.ranks.several else blocks, D)
 
     def _whitened(self, blocks: list[Block], D: Metric | None) -> list[Block]:
         """J̃D₀^-½"""

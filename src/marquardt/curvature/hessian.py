@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tolerances
+from ..deferred import ask
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece
 from ..jacobian.statistics import Moments
@@ -34,6 +35,8 @@ class Hessian(Representation):
     step fails and λ rises. Damping goes by |diag ∇²f|.
     """
 
+    adds_up = True
+
     @property
     def needs(self) -> Needs:
         return Needs(by_sample=False, graph=True)
@@ -54,8 +57,8 @@ class HessianCurvature(Curvature):
                 slopes = slope_with_graph(piece)
                 self.G += hessian_of(slopes, params, piece.whole.coarsest)
                 self._g += self.parameters.joined([None if s is None else s.detach() for s in slopes])
-        self.G *= lin.scale
-        self._g = lin.regularised(self._g * lin.scale)
+        self.G = lin.ranks.sum_later(self.G * lin.scale, symmetric=True)()
+        self._g = lin.regularised(lin.ranks.sum(self._g * lin.scale))
 
     @property
     def rank(self) -> int:
@@ -75,16 +78,16 @@ class HessianCurvature(Curvature):
             H = H.clone()
         H.diagonal().add_(Diagonal.of(damping, self.parameters.sizes).entries(self.parameters.sizes))
         diagonal = H.diagonal()
-        if not bool((diagonal > 0).all()):  # also where it is NaN
+        if not ask((diagonal > 0).all()):  # also where it is NaN
             raise FactorizationError(NOT_POSITIVE)
         s = diagonal.rsqrt()
         L, info = torch.linalg.cholesky_ex(H * s * s[:, None])  # unit diagonal: the units of the parameters are gone
         # A pivot that is all rounding has no sign.
         smallest = L.diagonal().square().min()
-        if not bool((info == 0) & (smallest > len(H) * torch.finfo(H.dtype).eps)):
+        if not ask((info == 0) & (smallest > len(H) * torch.finfo(H.dtype).eps)):
             raise FactorizationError(NOT_POSITIVE)
         x: Tensor = torch.cholesky_solve((s * self._g.double())[:, None], L)[:, 0] * s
-        if not bool(x.isfinite().all()):
+        if not ask(x.isfinite().all()):
             raise FactorizationError("the step is not finite")
         return x.to(self.parameters.dtype)
 

@@ -8,12 +8,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..deferred import ask
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.statistics import Moments
 from ..layers.block import Sums
 from ..metric import Diagonal, Metric, Part
+from ..ranks import owners
 from .contract import Curvature, Past, Representation, check_chunk, trusted
-from .factors import DiagonalFactor, Factor, FullFactor, Layer, Pair, Solver, Spectrum, diagonal_of, joined, layer_of
+from .factors import (
+    DiagonalFactor,
+    Factor,
+    FullFactor,
+    Layer,
+    Pair,
+    Solver,
+    Spectrum,
+    diagonal_of,
+    joined,
+    layer_of,
+    over,
+    spectra,
+)
 from .solve import FactorizationError
 
 
@@ -47,7 +62,10 @@ class Kronecker(Representation):
     With `every` > 1 the factors are decomposed in one step of so many, and the step solves with factors A, B, u and v
     as old as that; λ is always that of the step. Products with G use the latest A and B. The model of the loss (and so
     the gain ratio) is that of the rows of the batch, as Martens & Grosse have it: it knows what lies between layers.
+    Of several ranks each adds its samples to the factors, and solves with those of some of the layers.
     """
+
+    adds_up = True
 
     decay: float = 0.95  # Martens & Grosse 2015, section 5
     every: int = 1
@@ -111,7 +129,7 @@ class KroneckerCurvature(Curvature):
                 for other in [k for k in sums if set(k) & set(key)]:
                     key, found = joined(key, found, other, sums.pop(other))
                 sums[key] = found
-        return sums
+        return over(self.lin.ranks, sums, self.parameters.device)
 
     def recall(self, past: Past | None, same_data: bool) -> None:
         if past is None or "count" not in past:
@@ -156,6 +174,15 @@ class KroneckerCurvature(Curvature):
         pairs = zip(self.layers, functions, strict=True)
         return self._joined(function(layer.join(parts[i] for i in layer.members)) for layer, function in pairs)
 
+    def _by_own_layers(self, v: Tensor, solvers: Sequence[Solver]) -> tuple[Tensor, Tensor]:
+        """The same for the layers of this rank, added up over the ranks, and whether one of them has failed"""
+        ranks = self.lin.ranks
+        own = owners([max(layer.left, layer.right, key=Tensor.numel) for layer in self.layers], ranks.size)
+        x = self._by_layer(v, [s if k == ranks.rank else torch.zeros_like for s, k in zip(solvers, own, strict=True)])
+        failed = torch.stack([v.new_zeros(()).bool(), *(f for solver in solvers for f in solver.failed)]).any()
+        x, failures = ranks.sums([x, failed.to(x)])
+        return x, failures > 0
+
     def _joined(self, matrices: Iterable[Tensor]) -> Tensor:
         """One vector from the X of every layer: (n,)"""
         pieces: list[Tensor] = [torch.empty(0)] * len(self.parameters)
@@ -172,7 +199,7 @@ class KroneckerCurvature(Curvature):
     def products(self, V: Tensor) -> Tensor:
         """From the rows of the batch, which know what lies between layers"""
         rows = torch.cat([torch.stack([piece.apply(v) for v in V]) for piece in self.lin.pieces()], 1)  # (k, m)
-        return self.lin.scale * (rows @ rows.T)
+        return self.lin.ranks.sum(self.lin.scale * (rows @ rows.T))
 
     def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
         return self.parameters.dot(self.gradient, d), self.products(d[None])[0, 0]
@@ -217,9 +244,9 @@ class KroneckerCurvature(Curvature):
         for dtype in dict.fromkeys((g.dtype, torch.float64)):
             for jitter in (0.0, 10 * torch.finfo(g.dtype).eps) if dtype == torch.float64 else (0.0,):
                 solvers = [Solver(pair, dtype, jitter) for pair in self._damped(A)]
-                x = self._by_layer(g.to(dtype), solvers).to(g.dtype)
-                failed = [x.isfinite().all().logical_not(), *(f for solver in solvers for f in solver.failed)]
-                if not bool(torch.stack(failed).any()):  # one synchronisation
+                x, failed = self._by_own_layers(g.to(dtype), solvers)
+                if ask(x.isfinite().all() & ~failed):
+                    x = x.to(g.dtype)
                     if dtype != g.dtype:
                         self.notes.append("factored in float64")
                     if jitter:
@@ -233,26 +260,33 @@ class KroneckerCurvature(Curvature):
     def _damped(self, A: Metric) -> list[Pair]:
         """H by layers. The factors do not depend on the scale of A: another λ reuses them."""
         if self._decomposed is None or self._decomposed[0] is not A.shape:
-            self._decomposed = (A.shape, [self._factors(layer, A.parts) for layer in self.layers])
+            self._decomposed = (A.shape, self._factors(A.parts))
         return [
             Pair(*factors, A.scale, layer.small)
             for layer, factors in zip(self.layers, self._decomposed[1], strict=True)
         ]
 
-    def _factors(self, layer: Layer, D: Sequence[Part] | None) -> tuple[Factor, Factor]:
-        scales = layer.scales(None if D is None else [D[i] for i in layer.members])
-        if scales is None:
-            raise ValueError(
-                f"Kronecker cannot damp every entry of {self._name(layer)!r} by a number of its own: use "
-                "damping=mq.FactoredMaxDiagonal(), mq.Identity(), or curvature=mq.Dense() or mq.Gram()"
-            )
-        left, right = (
-            self._factor(f"{side} of {self._name(layer)}", M, w, layer.small)
-            for side, M, w in zip(("left", "right"), (layer.left, layer.right), scales, strict=True)
-        )
-        return left, right
+    def _factors(self, D: Sequence[Part] | None) -> list[tuple[Factor, Factor]]:
+        """Both sides of every layer"""
+        asked: list[tuple[Tensor, Tensor]] = []  # what is to be decomposed: the matrix, and w
+        sides: list[Factor | None] = []
+        for layer in self.layers:
+            scales = layer.scales(None if D is None else [D[i] for i in layer.members])
+            if scales is None:
+                raise ValueError(
+                    f"Kronecker cannot damp every entry of {self._name(layer)!r} by a number of its own: use "
+                    "damping=mq.FactoredMaxDiagonal(), mq.Identity(), or curvature=mq.Dense() or mq.Gram()"
+                )
+            for side, M, w in zip(("left", "right"), (layer.left, layer.right), scales, strict=True):
+                sides.append(self._factor(f"{side} of {self._name(layer)}", M, w, layer.small))
+                if sides[-1] is None:
+                    asked.append((M, w))
+        found = iter(spectra(self.lin.ranks, asked))
+        whole = iter(next(found) if side is None else side for side in sides)
+        return [(next(whole), next(whole)) for _ in self.layers]
 
-    def _factor(self, where: str, M: Tensor, w: Tensor, small: bool) -> Factor:
+    def _factor(self, where: str, M: Tensor, w: Tensor, small: bool) -> Factor | None:
+        """None if it is to be decomposed now"""
         if M.ndim == 2:
             return DiagonalFactor(M, w)
         if self.every == 1 or small:
@@ -260,4 +294,4 @@ class KroneckerCurvature(Curvature):
         kept = [self._recalled.get(f"{part} of {where}") for part in ("Q", "e", "w")]
         if kept[0] is not None and kept[1] is not None and kept[2] is not None and kept[0].shape == M.shape:
             return Spectrum(kept[0].to(M), kept[1].to(M), kept[2].to(M))
-        return Spectrum.of(M, w)
+        return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..deferred import ask, floats
 from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece
@@ -51,8 +52,10 @@ class MatrixFree(Interchangeable):
     ε = `tolerance`, or after `iterations`. It starts from `warm` times the last solution and is preconditioned by
     (diag G + A)^`precondition`, where layers have rules for the diagonal; by A itself if that is no diagonal matrix.
     With `backtrack` the step is the earlier iterate, if the loss itself is lower there. With `chunk` that many samples
-    are linearised at once, for every product again.
+    are linearised at once, for every product again. Of several ranks each forms its part of a product.
     """
+
+    adds_up = True
 
     chunk: int | None = None
     hessian: bool = False
@@ -130,7 +133,10 @@ class MatrixFreeCurvature(Curvature):
                 _ = piece.gradient  # while the graph is fresh
                 with twice_differentiable(lin.objective.model):
                     self._open = self._products(piece)
-        self._g = lin.slope if self._open is None else self._open.piece.gradient * lin.scale  # without weight decay
+        self._g = (
+            lin.slope if self._open is None else lin.ranks.sum(self._open.piece.gradient * lin.scale)
+        )  # of the data
+        self._rows_fit, self._sketch_fits = lin.ranks.all(self._rows_fit), lin.ranks.all(self._sketch_fits)
         self._inert: set[int] | None = None  # parameters without influence, as the preconditioner has found
         self._start: Tensor | None = None  # (n,) of an earlier step
         self._last: Tensor | None = None  # (n,) where CG ended
@@ -143,7 +149,7 @@ class MatrixFreeCurvature(Curvature):
         return self.lin.regularised(self._without_inert(self._g))
 
     def _without_inert(self, v: Tensor) -> Tensor:
-        return self.parameters.without(v, self.lin.inert if self._inert is None else self._inert)
+        return self.parameters.without(v, self.lin.inert if self._inert is None else self.lin.common(self._inert))
 
     # Products.
 
@@ -153,13 +159,13 @@ class MatrixFreeCurvature(Curvature):
             for found in self._each(lambda part: part.product(v)):
                 total = found if total is None else total.add_(found)
         assert total is not None
-        return self._without_inert(total.mul_(self.lin.scale))
+        return self._without_inert(self.lin.ranks.sum(total.mul_(self.lin.scale)))
 
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀGv = ‖SᵀJv‖², half of a product; of a Hessian it is a whole one"""
         with torch.no_grad(), twice_differentiable(self.lin.objective.model):
             squares = list(self._each(lambda part: part.square(v)))
-        return torch.stack(squares).sum() * self.lin.scale
+        return self.lin.ranks.sum(torch.stack(squares).sum() * self.lin.scale)
 
     def _each(self, form: Callable[[Products], Tensor]) -> Iterator[Tensor]:
         """Something of every part; if the way there fails on these data, by the next one."""
@@ -219,7 +225,7 @@ class MatrixFreeCurvature(Curvature):
         """(G + A)⁻¹g by conjugate gradients, until the stopping rule sees no more progress"""
         lin, options, sizes = self.lin, self.options, self.parameters.sizes
         with torch.no_grad():
-            if not self.parameters.finite(self._g):
+            if not ask(self.parameters.finite(self._g)):
                 raise FactorizationError("the gradient is not finite")
             A = Diagonal.of(damping, sizes).to(lin.theta)
             M = self._preconditioner(A)
@@ -230,7 +236,7 @@ class MatrixFreeCurvature(Curvature):
                 keep=options.backtrack, dot=self.parameters.dot,
             )  # fmt: skip
             taken = self._best(iterates) if options.backtrack and len(iterates) > 1 else iterates[-1]
-            if not self.parameters.finite(taken.x):
+            if not ask(self.parameters.finite(taken.x)):
                 raise FactorizationError("conjugate gradients overflowed")
             last = iterates[-1].number
             self.notes.append(
@@ -239,7 +245,8 @@ class MatrixFreeCurvature(Curvature):
                 + ("" if taken is iterates[-1] else f", back to iteration {taken.number}")
             )
             self._last = iterates[-1].x
-            xGx = taken.xHx - float(A.quadratic(taken.x, sizes, self.parameters.dot))
+            (xAx,) = floats(A.quadratic(taken.x, sizes, self.parameters.dot))
+            xGx = taken.xHx - xAx
             self._known = taken.x, taken.gx, xGx if options.hessian else max(xGx, 0.0)
             return taken.x.clone()
 
@@ -248,7 +255,7 @@ class MatrixFreeCurvature(Curvature):
         trials = Trials(self.lin)
 
         def loss(x: Tensor) -> float:
-            f = float(trials.loss(x, -1.0))
+            (f,) = floats(trials.loss(x, -1.0))
             return f if math.isfinite(f) else math.inf
 
         best, least = iterates[-1], loss(iterates[-1].x)
@@ -356,13 +363,17 @@ class MatrixFreeCurvature(Curvature):
     def _sketch(self) -> Tensor | None:
         """diag G, estimated from one row per sample: one backward pass, however many outputs there are."""
         total: Tensor | None = None
+        fits = True
         for piece in self._combined():
-            if not _fits(piece, piece.m):
-                return None
+            fits = fits and _fits(piece, piece.m)
+            if not fits:
+                break
             found = scattered(((block, block.diagonal()) for block in piece.blocks), self.parameters)
             total = found if total is None else total.add_(found)
+        if not self.lin.ranks.all(fits):
+            return None
         assert total is not None
-        return total.mul_(self.lin.scale)
+        return self.lin.ranks.sum(total.mul_(self.lin.scale))
 
     def _combined(self) -> Iterator[Piece]:
         """Every piece with one row per sample, and a note of the parameters that have no influence"""

@@ -24,7 +24,7 @@ def exchanged(blocks: list[Block], parameters: Parameters) -> list[Block]:
     one after the other, so that their memory is free."""
     found: list[Block] = []
     while blocks:
-        found.append(_exchanged(blocks.pop(0), parameters))
+        found.append(_exchanged(blocks.pop(0).plain(), parameters))
     return found
 
 

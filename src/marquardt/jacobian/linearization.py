@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..deferred import floats
 from ..losses import resolve
 from ..model.batch import Batch
 from ..model.checks import check_coupling, trainable
@@ -45,8 +46,7 @@ class Linearization:
     """The batch at the current parameters: f, g and, piece by piece, the rows of G.
 
     `pieces()` gives them one after the other; `loss`, `gradient` and `scale` are those of all of them together. Of
-    several ranks each has its own pieces: what is added up over them is added up over `ranks` too, after the loop. If
-    the ranks share the weights, `ranks` is this one alone, and what is added up over n is added up by `parameters`.
+    several ranks each has its own pieces: what is added up over them is added up over `ranks` too, after the loop.
     """
 
     def __init__(
@@ -59,8 +59,7 @@ class Linearization:
         self.known = known if known is not None else Known()
         self.seed = seed
         self.single = single  # one batch that may be gone through again in any order
-        # Ranks that share the weights send each other their rows: then every piece has those of all samples.
-        self.ranks = ranks if self.parameters.shards is None else ALONE
+        self.ranks = ranks if self.parameters.shards is None else ALONE  # a ShardedPiece has the rows of all ranks
         self.share = Share(ranks, batches, single, seed)
         self.position = Position(self.parameters)
         self.chance = chance if chance is not None else Chance()
@@ -101,7 +100,6 @@ class Linearization:
 
     @property
     def n(self) -> int:
-        """Parameters, those of other ranks among them."""
         return self.parameters.whole.n
 
     @property
@@ -129,10 +127,9 @@ class Linearization:
         graph = self.needs.graph if graph is None else graph
         seed = self.share.seed(number, self.needs.chunk)
         rows = self.rows_kind if rows is None else rows
-        if self.parameters.shards is not None:  # products come from the rows
-            return ShardedPiece(self.objective, batch, rows, self.known, self.chance, seed, False)
+        kind = Piece if self.parameters.shards is None else ShardedPiece
         with twice_differentiable(self.objective.model) if graph else nullcontext():
-            return Piece(self.objective, batch, rows, self.known, self.chance, seed, graph)
+            return kind(self.objective, batch, rows, self.known, self.chance, seed, graph)
 
     def rewind(self) -> None:
         """Parameters, buffers and random numbers as they were before the first piece."""
@@ -251,7 +248,10 @@ class Linearization:
         """The parameters without influence on any rank, as far as rows have shown it."""
         if self._open is not None:
             self._gather_inert(self._open)
-        own = self._inert or set()
+        return self.common(self._inert or set())
+
+    def common(self, own: set[int]) -> set[int]:
+        """The parameters that every rank has among these"""
         if len(set(self.ranks.numbers(zlib.crc32(repr(sorted(own)).encode())))) == 1:
             return own
         return set.intersection(*self.ranks.every(own))
@@ -286,7 +286,7 @@ class Linearization:
     @property
     def level(self) -> Level:
         decay = self.decay
-        at_theta = 0.0 if decay is None else float(decay.value(self.parameters.shaped(self.theta)))
+        at_theta = 0.0 if decay is None else floats(decay.value(self.parameters.shaped(self.theta)))[0]
         return self.objective.level(self.totals(), at_theta)
 
     @property
@@ -393,9 +393,8 @@ def linearize(
     `weight_decay` is part of f and g; G is that of the data.
     """
     rule, chosen = WeightDecay.of(weight_decay), trainable(model, params)
-    parameters = Parameters(model, chosen)
-    spared = rule.spared(model, parameters)
+    spared = rule.spared(model, parameters := Parameters(model, chosen))
     weights = Weights([0.0 if free else rule.w for free in spared])
     objective = Objective(model, resolve(loss), chosen, weights, rule.anchor(parameters, spared))
-    ranks = objective.parameters.ranks  # those that share the weights, if they are sharded
-    return Linearization(objective, [Batch(x, y, weight)], rows or Exact(), needs or Needs(chunk), ranks=ranks)
+    batches, ranks = [Batch(x, y, weight)], objective.parameters.ranks
+    return Linearization(objective, batches, rows or Exact(), needs or Needs(chunk), ranks=ranks)

@@ -17,6 +17,7 @@ from ..model.batch import Batch, tensors
 from ..model.checks import check_coupling
 from ..model.parameters import named_parameters
 from ..model.randomness import Chance
+from ..model.shards import own_part
 from .jacobian import Jacobian
 from .known import Known
 from .objective import Objective, Totals
@@ -109,7 +110,7 @@ class Piece:
             if t.is_floating_point() and not bool(t.isfinite().all()):
                 return "the inputs hold NaN or infinite values, clean the data"
         for name, p in named_parameters(self.objective.model):
-            if not bool(p.isfinite().all()):
+            if not bool(own_part(p).isfinite().all()):
                 return f"the model's parameter {name!r} holds NaN or infinite values, load an earlier checkpoint"
         if not bool(self.z.isfinite().all()):
             return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..metric import LayerSides
 from ..model.parameters import Parameters
+from ..ranks import Ranks
 from .linearization import Linearization
 from .piece import Piece
 from .products import scattered
@@ -32,26 +33,32 @@ def diagonal(lin: Linearization) -> Tensor:
         found = scattered(((block, block.diagonal()) for block in piece.blocks), lin.parameters)
         total = found if total is None else total + found
     assert total is not None
-    return lin.scale * total
+    return lin.ranks.sum(lin.scale * total)
 
 
 def traces(lin: Linearization) -> list[tuple[list[int], Tensor]]:
     """tr J̃ᵀJ̃ of every layer: (its parameters, by number; ())"""
+    found = [
+        (tuple(sorted(lin.parameters.members(block.params))), block.trace())
+        for piece in lin.pieces()
+        for block in piece.blocks
+        if not block.empty
+    ]
+    if lin.ranks.several:  # a few numbers, whose layers may differ from rank to rank
+        plain = lin.ranks.every([(key, float(trace)) for key, trace in found])
+        found = [(key, lin.theta.new_tensor(trace)) for each in plain for key, trace in each]
     totals: dict[tuple[int, ...], Tensor] = {}
-    for piece in lin.pieces():
-        for block in (b for b in piece.blocks if not b.empty):
-            key = tuple(sorted(lin.parameters.members(block.params)))
-            trace = block.trace()
-            for other in [k for k in totals if set(k) & set(key)]:  # the same one, or pieces that go other ways
-                trace = trace + totals.pop(other)
-                key = tuple(sorted({*key, *other}))
-            totals[key] = trace
+    for key, trace in found:
+        for other in [k for k in totals if set(k) & set(key)]:  # the same one, or pieces that go other ways
+            trace = trace + totals.pop(other)
+            key = tuple(sorted({*key, *other}))
+        totals[key] = trace
     return [(list(key), trace * lin.scale) for key, trace in totals.items()]
 
 
 def moments(lin: Linearization) -> Iterator[Moments]:
     """Moments by layer; of one open piece all diagonals together are never there."""
-    if not lin.in_one:
+    if not lin.in_one or lin.ranks.several:
         yield from _summed(lin)
         return
     for block in (b for b in lin.whole().blocks if not b.empty):
@@ -61,7 +68,7 @@ def moments(lin: Linearization) -> Iterator[Moments]:
 
 
 def _summed(lin: Linearization) -> Iterator[Moments]:
-    """Layer by layer from several pieces, whose diagonals are added up first."""
+    """Layer by layer from several pieces or ranks, whose diagonals are added up first."""
     columns: dict[int, Tensor] = {}
     squares: dict[tuple[int, ...], Tensor] = {}
     ways: dict[int, set[tuple[int, ...] | None]] = {}  # the rules by which a parameter was reached
@@ -77,6 +84,12 @@ def _summed(lin: Linearization) -> Iterator[Moments]:
                 ways.setdefault(i, set()).add(None if v is None else key)
             if v is not None:
                 squares[key] = squares[key] + v * piece.N if key in squares else v * piece.N
+    if lin.ranks.several:
+        total = sum(lin.ranks.numbers(total))
+        for each in lin.ranks.every(ways):
+            for i, found in each.items():
+                ways.setdefault(i, set()).update(found)
+        columns, squares = (lin.ranks.sums_by(each, lin.theta) for each in (columns, squares))
     for key, v in squares.items():
         if all(ways[i] == {key} for i in key):
             yield Moments(key, [columns.pop(i) * lin.scale for i in key], v / total)
@@ -105,10 +118,36 @@ def partial_traces(lin: Linearization, pieces: Callable[[], Iterable[Piece]] | N
                 unlike |= {i for key in others if not layer.like(found[key]) for i in (*key, *layer.members)}
                 known = found.get(layer.members)
                 found[layer.members] = layer if known is None or unlike else known.each(torch.add, layer)
+        unlike = unlike_on(lin.ranks, found, unlike)
         if not unlike:
-            scaled = [layer.each(lambda t: t * lin.scale) for layer in found.values()]
-            return PartialTraces(scaled, lin.m if all_rows else rows)
+            total = summed(lin.ranks, found, lin.theta)
+            scaled = [layer.each(lambda t: t * lin.scale) for layer in total]
+            return PartialTraces(scaled, lin.m if all_rows else sum(lin.ranks.numbers(rows)))
         apart |= unlike
+
+
+def unlike_on(ranks: Ranks, found: dict[tuple[int, ...], LayerSides], unlike: set[int]) -> set[int]:
+    """Parameters that any of the ranks, or two of them together, have in different forms."""
+    if not ranks.several:
+        return unlike
+    forms: dict[tuple[int, ...], object] = {}
+    unlike = set(unlike)
+    for each, own in ranks.every(({key: layer.form for key, layer in found.items()}, unlike)):
+        unlike |= own
+        for key, form in each.items():
+            others = [k for k in forms if set(k) & set(key) and (k, forms[k]) != (key, form)]
+            unlike |= {i for other in others for i in (*key, *other)}
+            forms.setdefault(key, form)
+    return unlike
+
+
+def summed(ranks: Ranks, found: dict[tuple[int, ...], LayerSides], like: Tensor) -> list[LayerSides]:
+    """Over the ranks, of which some may lack a layer"""
+    if not ranks.several:
+        return list(found.values())
+    left = ranks.sums_by({key: layer.left for key, layer in found.items()}, like)
+    right = ranks.sums_by({key: layer.right for key, layer in found.items() if layer.right is not None}, like)
+    return [LayerSides(key, t, right.get(key)) for key, t in left.items()]
 
 
 def _layers(piece: Piece, parameters: Parameters, apart: set[int]) -> Iterator[LayerSides]:

@@ -73,6 +73,10 @@ class Block(ABC):
         """The same for its other parameters; None if there are none."""
         return None
 
+    def plain(self) -> Block:
+        """The same of tensors and plain values alone, as it is sent to other ranks"""
+        return self
+
     def pull(self, w: Tensor) -> Tensor:
         """J̃ᵀw: (m,) → (columns,)"""
         total = torch.empty(self.columns, dtype=w.dtype, device=w.device)

@@ -111,6 +111,9 @@ class Pooled(Bilinear):
     def factors(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return self._whole.factors
 
+    def plain(self) -> Bilinear:
+        return Bilinear(*self.factors, self.weight, self.bias, self.one)
+
     def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(self.m, self.columns, dtype=dtype, device=self._small.device)

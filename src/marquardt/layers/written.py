@@ -55,6 +55,9 @@ class Written(Block):
     def without(self, some: Sequence[Tensor]) -> Block | None:
         return self.block.without(some)
 
+    def plain(self) -> Block:
+        return self.block.plain()
+
     def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
         other = cast(Written, other)
         if not (self._there(K.dtype) and other._there(K.dtype)):

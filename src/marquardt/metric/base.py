@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..ranks import ALONE, Ranks
 from ..weights import Weights
 
 WAY_OUT = "use damping=mq.MeanEigenvalue(), or what every metric has, `times` and `solve`"
@@ -186,7 +187,7 @@ class Metric(ABC):
         """D₀ by parameters, if it is diagonal; None if it is the identity"""
         raise ValueError(f"{type(self).__name__} is no diagonal matrix: {WAY_OUT}")
 
-    def settled(self, steps: int) -> Metric:
+    def settled(self, steps: int, ranks: Ranks = ALONE) -> Metric:
         """What the next step takes up, after so many of them. This is never part of a recorded step."""
         return self
 

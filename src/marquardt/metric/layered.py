@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..deferred import ask
+from ..deferred import ask_here
+from ..ranks import ALONE, Ranks, completed, owned
 from ..weights import Weights
 from .base import B, Metric, Turn, Whitenable, between
 from .summed import Sum
@@ -48,10 +49,14 @@ class LayerSides:
         """By groups: (G,)"""
         return diagonal_of(self.left).sum(1)
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """The shapes of both sides"""
+        return tuple(self.left.shape), None if self.right is None else tuple(self.right.shape)
+
     def like(self, other: LayerSides) -> bool:
         """Whether both are of the same parameters in the same form"""
-        shapes = [[None if t is None else t.shape for t in (x.left, x.right)] for x in (self, other)]
-        return self.members == other.members and shapes[0] == shapes[1]
+        return self.members == other.members and self.form == other.form
 
     def damped(self, gamma: Tensor) -> Pair:
         """left/√t + √γ/π and right/√t + π√γ with π² = O/I, whose mean eigenvalues have the ratio π² then"""
@@ -91,18 +96,22 @@ class Layered(Metric):
         self.early = early  # whether the next step forms its own
 
     @staticmethod
-    def of(layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, every: int = 1) -> Layered:
-        """With the roots formed anew. A γ of 0 says that nothing has any curvature: then it is 1."""
+    def of(
+        layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, every: int = 1, ranks: Ranks = ALONE
+    ) -> Layered:
+        """With the roots formed anew, each by one of the ranks. A γ of 0 says that nothing has any curvature: then it
+        is 1."""
         gamma = gamma.where(gamma > 0, 1)
-        roots = rooted([layer.damped(gamma) for layer in layers])
+        roots = rooted([layer.damped(gamma) for layer in layers], ranks)
         return Layered(torch.ones_like(gamma), layers, gamma, roots, rank=rank, batches=batches, every=every)
 
-    def settled(self, steps: int) -> Layered:
+    def settled(self, steps: int, ranks: Ranks = ALONE) -> Layered:
         early, due = steps < EARLY, steps % self.every == 0
         if self.every == 1 or (early == self.early and (early or not due)):
             return self
-        found = Layered.of(self.layers, self.gamma, self.rank, self.batches, self.every) if due and not early else self
-        return found._with(self.scale, early)
+        if not due or early:
+            return self._with(self.scale, early)
+        return Layered.of(self.layers, self.gamma, self.rank, self.batches, self.every, ranks)._with(self.scale, early)
 
     def with_scale(self, scale: Tensor) -> Layered:
         return self._with(scale, self.early)
@@ -277,9 +286,9 @@ def added(side: Tensor, diagonal: Tensor) -> Tensor:
     return side
 
 
-def rooted(sides: Sequence[Pair]) -> list[Pair]:
+def rooted(sides: Sequence[Pair], ranks: Ranks = ALONE) -> list[Pair]:
     """The inverse roots of every pair"""
-    roots = iter(inverse_roots([side for pair in sides for side in pair if side is not None]))
+    roots = iter(inverse_roots([side for pair in sides for side in pair if side is not None], ranks))
     return [(next(roots), None if right is None else next(roots)) for _, right in sides]
 
 
@@ -320,14 +329,19 @@ def side_of(root: Tensor) -> Tensor:
     return L @ L.mT
 
 
-def inverse_roots(sides: Sequence[Tensor]) -> list[Tensor]:
-    """W with WᵀW = S⁻¹ for each S, a matrix or a diagonal: the inverse of the Cholesky factor. If one of them cannot be
-    factored, all are in float64, with a little more on their diagonals: they are not positive definite by rounding."""
-    factors = [torch.linalg.cholesky_ex(S) if S.ndim == 3 else None for S in sides]
-    infos = [f.info.flatten() for f in factors if f is not None]
-    if infos and not ask((torch.cat(infos) == 0).all()):
-        factors = [None if S.ndim == 2 else torch.linalg.cholesky_ex(_raised(S)) for S in sides]
-    return [_inverse(S, None if f is None else f.L) for S, f in zip(sides, factors, strict=True)]
+def inverse_roots(sides: Sequence[Tensor], ranks: Ranks = ALONE) -> list[Tensor]:
+    """W with WᵀW = S⁻¹ for each S, a matrix or a diagonal: the inverse of the Cholesky factor, by one of the ranks. If
+    one of them cannot be factored, all are in float64, with a little more on their diagonals: they are not positive
+    definite by rounding."""
+    matrices = [S for S in sides if S.ndim == 3]
+    own = owned(ranks, matrices)
+    factors = [torch.linalg.cholesky_ex(S) for S in own]
+    infos = [f.info.flatten() for f in factors]
+    if not ranks.all(not infos or ask_here((torch.cat(infos) == 0).all())):
+        factors = [torch.linalg.cholesky_ex(_raised(S)) for S in own]
+    inverses = [[_inverted(f.L).to(S.dtype)] for S, f in zip(own, factors, strict=True)]
+    roots = iter(completed(ranks, inverses, matrices, [[S] for S in matrices]))
+    return [next(roots)[0] if S.ndim == 3 else S.rsqrt() for S in sides]
 
 
 def _raised(S: Tensor) -> Tensor:
@@ -335,10 +349,6 @@ def _raised(S: Tensor) -> Tensor:
     found = S.double().clone()
     diagonal_of(found).add_(10 * torch.finfo(S.dtype).eps * diagonal_of(found).sum(1, keepdim=True))
     return found
-
-
-def _inverse(S: Tensor, L: Tensor | None) -> Tensor:
-    return S.rsqrt() if L is None else _inverted(L).to(S.dtype)
 
 
 def _inverted(L: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 def unwrapped(model: Any, group: Any) -> tuple[Any, Any]:
     """The model within DistributedDataParallel, and its process group, or that of its shards, if none is given: LM adds
     up by itself."""
-    if isinstance(model, nn.Module) and any(sharded(p) for p in model.parameters()):
-        return model, _of_shards(model, group)
+    if isinstance(model, nn.Module):
+        let_go(model)  # before the parameters are looked at
+        if any(sharded(p) for p in model.parameters()):
+            return model, _of_shards(model, group)
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return model, group
     if group is False:
@@ -30,7 +32,6 @@ def unwrapped(model: Any, group: Any) -> tuple[Any, Any]:
 
 
 def _of_shards(model: nn.Module, group: Any) -> Any:
-    let_go(model)
     given: list[Any] = list(model.parameters())
     mesh = next(p.device_mesh for p in given if sharded(p))
     if group is False:

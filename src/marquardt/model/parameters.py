@@ -161,9 +161,9 @@ class Parameters:
         most = t.amax(dim, keepdim=True) if t.shape[dim] else t.new_zeros(shape)
         return most if self.shards is None else self.ranks.gather(most[None]).amax(0)
 
-    def finite(self, v: Tensor) -> bool:
-        """Whether all of its numbers are, those of other ranks among them"""
-        return self.ranks.all(bool(v.isfinite().all()))
+    def finite(self, v: Tensor) -> Tensor:
+        """Whether all of its numbers are, those of other ranks among them: ()"""
+        return v.isfinite().all() if self.shards is None else self.total((~v.isfinite()).sum()) == 0
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """aᵀb: ()"""

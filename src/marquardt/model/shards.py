@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from ..ranks import Ranks, of
@@ -24,9 +23,10 @@ def sharded(p: Any) -> bool:
     return hasattr(p, "to_local")
 
 
-def own_numbers(p: Any) -> int:
-    """Numbers of a parameter that this rank holds"""
-    return int(p.to_local().numel() if sharded(p) else p.numel())
+def own_part(p: Any) -> Tensor:
+    """What this rank holds of a parameter"""
+    part: Tensor = p.to_local() if sharded(p) else p
+    return part.detach()
 
 
 def shard_of(p: Any) -> tuple[int, int] | None:
@@ -108,8 +108,7 @@ class Shards:
         self.names = names = [known[id(p)] for p in params]
         self.modules = gathering(model)
         self.ranks: Ranks = of(params[0].device_mesh)
-        with torch.no_grad():
-            self.local: list[Tensor] = [p.to_local().detach() for p in params]
+        self.local = [own_part(p) for p in params]
         whole = _whole(model)
         self.whole = [self._seen_as(whole.get(id(p)), p, name) for p, name in zip(params, names, strict=True)]
         for local, each, name in zip(self.local, self.whole, names, strict=True):

@@ -189,7 +189,7 @@ class KroneckerMetric:
         layers = completed(layers, G)
         gamma = self.c * torch.cat([layer.trace for layer in layers]).sum() / rank
         if past is None or past.early or self.every == 1 or not alike(past.layers, layers):
-            return Layered.of(layers, gamma, rank, batches, self.every)
+            return Layered.of(layers, gamma, rank, batches, self.every, G.lin.ranks)
         return Layered(one(G), layers, gamma, past.roots, rank=rank, batches=batches, every=self.every, early=False)
 
 

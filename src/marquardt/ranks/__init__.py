@@ -6,5 +6,8 @@ from .base import RankError as RankError
 from .base import Ranks as Ranks
 from .base import cause as cause
 from .group import of as of
+from .splitting import completed as completed
+from .splitting import owned as owned
+from .splitting import owners as owners
 
-__all__ = ["ALONE", "OtherRank", "RankError", "Ranks", "cause", "of"]
+__all__ = ["ALONE", "OtherRank", "RankError", "Ranks", "cause", "completed", "of", "owned", "owners"]

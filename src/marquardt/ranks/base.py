@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 class RankError(RuntimeError):
@@ -46,6 +47,10 @@ class Ranks:
         """The same for several tensors, in few messages"""
         return list(tensors)
 
+    def sums_by(self, tensors: Mapping[Key, Tensor], like: Tensor) -> dict[Key, Tensor]:
+        """The same by keys, of which a rank may lack some: the order of the keys is that of rank 0, then of rank 1 …"""
+        return dict(tensors)
+
     def sum_later(self, t: Tensor, *, symmetric: bool = False) -> Callable[[], Tensor]:
         """Begins to add up, and returns what waits for the sum. Of a symmetric matrix half is sent."""
         return lambda: t
@@ -63,9 +68,14 @@ class Ranks:
         """The tensor that one rank has, of a shape that all know"""
         return t
 
-    def ones(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that rank 0 has, in few messages"""
+    def ones(self, tensors: Sequence[Tensor], source: int = 0) -> list[Tensor]:
+        """The tensors that one rank has, in few messages"""
         return list(tensors)
+
+    def shown(self, item: Item | None, source: int, shared: Sequence[Tensor] = ()) -> Item:
+        """An object of one rank with the tensors in it; None on the others. Those that are `shared` all ranks have."""
+        assert item is not None
+        return item
 
     def same(self, what: str) -> None:
         """Raises RankError if the ranks do not all say the same"""

@@ -6,7 +6,7 @@ import itertools
 import math
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..deferred import agreeing
-from .base import Item, OtherRank, RankError, Ranks
+from .base import Item, Key, OtherRank, RankError, Ranks
+from .sending import packed, unpacked
 
 # Numbers in one message of several tensors, and block rows of a symmetric matrix that are sent one after the other.
 BUCKET, BLOCK_ROWS = 1 << 24, 16
@@ -117,8 +118,26 @@ class Several(Ranks):
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return _flat(tensors, self.sum)
 
-    def ones(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return _flat(tensors, self.one)
+    def sums_by(self, tensors: Mapping[Key, Tensor], like: Tensor) -> dict[Key, Tensor]:
+        forms: dict[Key, tuple[torch.Size, torch.dtype]] = {}
+        for each in self.every({key: (t.shape, t.dtype) for key, t in tensors.items()}):
+            forms |= {key: form for key, form in each.items() if key not in forms}
+        zeros = (torch.zeros(shape, dtype=dtype, device=like.device) for shape, dtype in forms.values())
+        own = [tensors.get(key, zero) for key, zero in zip(forms, zeros, strict=True)]
+        return dict(zip(forms, self.sums(own), strict=True))
+
+    def ones(self, tensors: Sequence[Tensor], source: int = 0) -> list[Tensor]:
+        return _flat(tensors, lambda t: self.one(t, source))
+
+    def shown(self, item: Item | None, source: int, shared: Sequence[Tensor] = ()) -> Item:
+        own = self.rank == source
+        data, tensors = packed(item, shared) if own else (b"", [])
+        device = shared[0].device if shared else torch.device("cpu")
+        data, forms = self._object((data, [(t.shape, t.dtype) for t in tensors]), source)
+        if not own:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
+        found = self.ones(tensors, source)
+        return item if own and item is not None else unpacked(data, found, shared)
 
     def same(self, what: str) -> None:
         self._meet(what)
@@ -178,9 +197,12 @@ class Several(Ranks):
     # Plain values.
 
     def agreed(self, item: Item) -> Item:
-        self._meet("what rank 0 has")
+        return self._object(item, 0)
+
+    def _object(self, item: Item, source: int) -> Item:
+        self._meet(f"what rank {source} has")
         found = [item]
-        self._wait(lambda: dist.broadcast_object_list(found, group_src=0, group=self._control))
+        self._wait(lambda: dist.broadcast_object_list(found, group_src=source, group=self._control))
         return found[0]
 
     def every(self, item: Item) -> list[Item]:

@@ -1,0 +1,147 @@
+"""1, 2 and 4 ranks take the same steps: every representation and damping, every part, the default recipe."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import marquardt as mq
+from support.ranks import run, shard
+from support.reference import error
+from support.steps import theta
+
+REPRESENTATIONS = {
+    "dense": mq.Dense(),
+    "dense-chunked": mq.Dense(chunk=12),
+    "dense-average": mq.Dense(inertia=0.8),
+    "gram": mq.Gram(),
+    "gram-layers": mq.Gram(whole=0),
+    "gram-chunked": mq.Gram(chunk=12),
+    # CG that ends early depends on rounding more than the solution does: here it goes to the end.
+    "matrix-free": mq.MatrixFree(tolerance=0.0, iterations=60, backtrack=False),
+    "matrix-free-chunked": mq.MatrixFree(chunk=20, tolerance=0.0, iterations=60),
+    "kronecker": mq.Kronecker(),
+    "kronecker-every": mq.Kronecker(every=3),
+    "ekfac": mq.EKFAC(),
+    "hessian": mq.Hessian(),
+    "auto": mq.Auto(),
+}
+DAMPINGS = {
+    "identity": mq.Identity(),
+    "mean": mq.MeanEigenvalue(),
+    "layer-mean": mq.LayerMeanEigenvalue(),
+    "max": mq.MaxDiagonal(),
+    "factored": mq.FactoredMaxDiagonal(),
+    "kronecker": mq.KroneckerMetric(every=3),
+    "kronecker-always": mq.KroneckerMetric(steady=None, every=1),
+}
+IMPOSSIBLE = {("ekfac", name) for name in ("layer-mean", "max", "factored")}
+PARTS = {
+    "plain": {"momentum": None, "acceptance": mq.Decrease(), "line_search": None, "average": None},
+    "all": {
+        "momentum": mq.AdaptiveMomentum(), "acceptance": mq.Uphill(), "line_search": mq.Grid(), "average": mq.EMA(),
+        "weight_decay": 1e-3,
+    },
+}  # fmt: skip
+
+# Samples of four ranks: 7 + 13 and 9 + 11 are those of two.
+SIZES = (7, 13, 9, 11)
+STEPS = 10
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def batches(loss: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+    torch.manual_seed(4)
+    found = []
+    for _ in range(3):
+        y = torch.randint(3, (40,)) if loss == "cross_entropy" else torch.randn(40, 3)
+        found.append((torch.randn(40, 1, 6), y, torch.rand(40) + 0.2))
+    return found
+
+
+def mine(batch: Any, sizes: tuple[int, ...] | None = SIZES) -> Any:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return tuple(shard(t, rank, ranks, sizes) for t in batch)
+
+
+def several_steps(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Tensor, list[mq.Step]]]:
+    """θ after the steps of every case, on changing batches and on the same, with a ragged last one."""
+    found = []
+    for loss, options in cases:
+        model = network()
+        opt = mq.LM(model, loss, group=dist.group.WORLD, **options)
+        data = batches(loss)
+        ragged = tuple(t[:11] for t in data[2])
+        steps = [opt.step(*mine(batch)) for batch in (*data, data[0], data[0], data[0], *data)]
+        steps.append(opt.step(*mine(ragged, None)))
+        assert len(steps) == STEPS
+        assert opt._ranks.size == dist.get_world_size()
+        with opt.averaged() if opt.average is not None else torch.no_grad():
+            averaged = theta(model)
+        found.append((torch.cat([theta(model), averaged]), steps))
+    return found
+
+
+def every_case() -> dict[str, tuple[str, dict[str, Any]]]:
+    cases = {}
+    for number, ((r, curvature), (d, damping)) in enumerate(
+        itertools.product(REPRESENTATIONS.items(), DAMPINGS.items())
+    ):
+        if (r, d) in IMPOSSIBLE:
+            continue
+        parts = "all" if number % 2 else "plain"
+        if r == "kronecker-every" and parts == "all" and d not in ("identity", "mean"):
+            parts = "plain"  # factors of other λ cannot hold weight decay, which is refused
+        # Not smaller from step to step: a λ near 0 makes much of rounding, whatever the number of ranks.
+        schedule = mq.Constant(30.0 if r == "hessian" else 0.3)
+        options = {"curvature": curvature, "damping": damping, "schedule": schedule, **PARTS[parts]}
+        if parts == "all" and r == "kronecker-every":
+            options["damping"] = mq.MeanEigenvalue()
+        loss = "mse" if number % 3 == 0 else "cross_entropy"
+        cases[f"{r}-{d}-{parts}"] = (loss, options)
+    for rows in (mq.Sampled(1), mq.Fraction(0.5), mq.Empirical()):
+        for r in ("dense", "gram", "gram-chunked", "kronecker", "matrix-free"):
+            options = {"curvature": REPRESENTATIONS[r], "rows": rows, "schedule": mq.Constant(1.0)}
+            cases[f"{r}-{type(rows).__name__}"] = ("cross_entropy", options)
+    cases["default"] = ("cross_entropy", {})
+    cases["default-mse"] = ("mse", {})
+    cases["radius"] = ("mse", {"radius": 0.05, "curvature": mq.Gram()})
+    cases["quadratic"] = ("mse", {"momentum": mq.QuadraticMomentum(), "curvature": mq.Kronecker()})
+    cases["attempts"] = ("mse", {"attempts": 3, "schedule": mq.TenFold(initial=1e-2), "curvature": mq.Gram()})
+    return cases
+
+
+CASES = every_case()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[int, list[Any]]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return {ranks: run(several_steps, ranks, list(CASES.values()), timeout=300) for ranks in (1, 2, 4)}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_steps(found, name):
+    number = list(CASES).index(name)
+    expected, alone = found[1][0][number]
+    assert any(step.accepted for step in alone)
+    for ranks in (2, 4):
+        for rank in range(ranks):
+            theta, steps = found[ranks][rank][number]
+            assert torch.equal(theta, found[ranks][0][number][0])  # bit for bit on all ranks
+            assert [step.rule for step in steps] == [step.rule for step in alone]
+            assert error(theta, expected) < 1e-10
+            assert math.isclose(steps[-1].new_loss, alone[-1].new_loss, rel_tol=1e-9)
