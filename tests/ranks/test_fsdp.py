@@ -38,6 +38,12 @@ def one_output() -> nn.Module:
     return mlp(sizes=(4, 7, 5, 1))
 
 
+def groups() -> nn.Module:
+    """Three groups of two outputs each, which two ranks cannot have whole, and a bias without influence"""
+    layers = nn.Conv1d(4, 6, 1), nn.Tanh(), nn.Conv1d(6, 6, 1, groups=3), nn.GroupNorm(2, 6), nn.Flatten()
+    return nn.Sequential(nn.Unflatten(1, (4, 1)), *layers, nn.Linear(6, 3))
+
+
 class Words(nn.Module):
     """An embedding, a convolution, norms and a weight that two layers share."""
 
@@ -107,7 +113,7 @@ class Case:
     weighted: bool = False
     shard: Callable[[nn.Module], nn.Module] = sharded
     dtype: torch.dtype = torch.float64
-    sizes: tuple[int, int] = (9, 4)  # samples of each of two ranks
+    sizes: tuple[int, ...] = (4, 5, 3, 1)  # samples of four ranks: 9 and 4 are those of two
 
 
 def gram(**options: Any) -> dict[str, Any]:
@@ -133,6 +139,7 @@ CASES = {
     "gram, weight decay": Case(options=gram(weight_decay=mq.WeightDecay(0.01, exclude="bias", towards="start"))),
     "gram, momentum": Case(options=gram(momentum=mq.AdaptiveMomentum(dP=1e9, cap=True), acceptance=mq.Uphill())),
     "gram, quadratic momentum": Case(options=gram(momentum=mq.QuadraticMomentum(), radius=0.5)),
+    "gram, layer by layer": Case(one_output, single, options=gram(damping=mq.LayerMeanEigenvalue())),
     "gram, max-diagonal": Case(one_output, single, options=gram(damping=mq.MaxDiagonal())),
     "gram, line search": Case(options=gram(damping=mq.Identity(), schedule=mq.Constant(1e-3), line_search=mq.Grid())),
     "gram, sampled": Case(data=classes, loss="cross_entropy", options=gram(rows=mq.Sampled(2))),
@@ -142,6 +149,7 @@ CASES = {
     "gram, as one": Case(options=gram(), shard=as_one),
     "gram, layers alone": Case(options=gram(), shard=layers_alone),
     "gram, words": Case(Words, words, "cross_entropy", gram()),
+    "gram, groups": Case(groups, options=gram()),
     "matrix-free": Case(data=classes, loss="cross_entropy", options=gram(curvature=mq.MatrixFree()), close=1e-7),
     "matrix-free, max-diagonal": Case(options=gram(curvature=mq.MatrixFree(), damping=mq.MaxDiagonal()), close=1e-7),
     "float32": Case(data=classes, loss="cross_entropy", options=gram(), dtype=torch.float32, close=1e-6),
@@ -156,8 +164,7 @@ def model_of(case: Case) -> nn.Module:
 def trained(case: Case, model: nn.Module, rank: int, ranks: int) -> tuple[list[tuple[Any, ...]], mq.LM]:
     x, y = case.data(case.dtype)
     weight = torch.linspace(0.5, 2, len(x), dtype=case.dtype) if case.weighted else None
-    sizes = case.sizes if ranks == 2 else (sum(case.sizes),)
-    batch = [None if t is None else shard(t, rank, ranks, sizes) for t in (x, y, weight)]
+    batch = [None if t is None else shard(t, rank, ranks, case.sizes) for t in (x, y, weight)]
     opt = mq.LM(model, case.loss, **(case.options | case.plain if ranks == 1 else case.options))
     steps = [opt.step(*batch) for _ in range(STEPS)]
     return [(s.loss, s.new_loss, s.accepted, s.rule, s.lam, s.lr) for s in steps], opt
@@ -181,7 +188,7 @@ def on_rank(case: Case) -> tuple[list[tuple[Any, ...]], list[Tensor], list[Tenso
 @pytest.fixture(scope="module")
 def both() -> list[dict[str, Any]]:
     """All cases on two ranks, in one process group."""
-    return run(on_ranks, 2, list(CASES), timeout=120)
+    return run(on_ranks, 2, list(CASES), timeout=240)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -201,6 +208,15 @@ def test_steps_are_those_of_the_plain_model(name: str, both: list[dict[str, Any]
             with opt.averaged():
                 for p, q in zip(averaged, model.parameters(), strict=True):
                     assert (p - q).abs().max() <= case.close * max(1, q.abs().max())
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_numbers_of_ranks(ranks: int, both: list[dict[str, Any]]) -> None:
+    names = ["gram, one output", "gram, words", "gram, groups"]
+    for found in run(on_ranks, ranks, names, timeout=240):
+        for name in names:
+            for p, q in zip(found[name][1], both[0][name][1], strict=True):
+                assert (p - q).abs().max() <= CASES[name].close
 
 
 # From step to step
@@ -226,7 +242,7 @@ def resumed() -> tuple[list[Tensor], list[Tensor], str]:
 
 
 def test_every_rank_resumes_from_its_own_state() -> None:
-    for whole, parts, words in run(resumed, 2):
+    for whole, parts, words in run(resumed, 2, timeout=240):
         assert all(torch.equal(p, q) for p, q in zip(whole, parts, strict=True))
         assert "every rank loads the state that it saved" in words
 
@@ -247,7 +263,7 @@ def evaluated_between() -> tuple[Any, list[Tensor]]:
 
 
 def test_passes_of_the_caller_between_steps(both: list[dict[str, Any]]) -> None:
-    for _, weights in run(evaluated_between, 2):
+    for _, weights in run(evaluated_between, 2, timeout=240):
         assert all(torch.equal(p, q) for p, q in zip(weights, both[0]["gram, as one"][1], strict=True))
 
 
@@ -288,10 +304,10 @@ def peaks(in_shards: bool) -> tuple[list[int], list[Tensor]]:
 
 
 def test_a_step_takes_little_more_than_half_of_the_memory() -> None:
-    ((whole, weights),) = run(peaks, 1, False)
+    ((whole, weights),) = run(peaks, 1, False, timeout=240)
     size = 4 * sum(p.numel() for p in weights)
     assert min(whole) > 3 * size  # it is the parameters that take it
-    for parts, found in run(peaks, 2, True):
+    for parts, found in run(peaks, 2, True, timeout=240):
         assert max(a / b for a, b in zip(parts, whole, strict=True)) < 0.65
         assert all((p - q).abs().max() < 1e-6 for p, q in zip(found, weights, strict=True))
 
@@ -354,7 +370,6 @@ def refused_when_made() -> dict[str, str]:
             "products with a Hessian": lambda: mq.LM(model, "mse", curvature=mq.MatrixFree(hessian=True)),
             "chunks": lambda: mq.LM(model, "mse", curvature=mq.Gram(chunk=4)),
             "FactoredMaxDiagonal": lambda: mq.LM(model, "mse", damping=mq.FactoredMaxDiagonal()),
-            "LayerMeanEigenvalue": lambda: mq.LM(model, "mse", damping=mq.LayerMeanEigenvalue()),
             "a damping of one's own": lambda: mq.LM(model, "mse", damping=Own()),
             "joined rows": lambda: mq.LM(model, "mse", rows=mq.Sampled(1, together=True)),
             "decay by element": lambda: mq.LM(model, "mse", params=decay),
@@ -410,7 +425,6 @@ SAID = {
     "products with a Hessian": "needs all parameters on one rank",
     "chunks": "leave chunk out",
     "FactoredMaxDiagonal": "damping=FactoredMaxDiagonal() is not known to work with sharded parameters",
-    "LayerMeanEigenvalue": "damping=LayerMeanEigenvalue() is not known to work with sharded parameters",
     "a damping of one's own": "is not known to work with sharded parameters",
     "joined rows": "are not formed with sharded parameters",
     "decay by element": "weight_decay is a tensor",
@@ -433,7 +447,7 @@ SAID_IN_A_STEP = {
 
 @pytest.mark.parametrize(("function", "said"), [(refused_when_made, SAID), (refused_in_a_step, SAID_IN_A_STEP)])
 def test_refusals(function: Callable[[], dict[str, str]], said: dict[str, str]) -> None:
-    for found in run(function, 2):
+    for found in run(function, 2, timeout=240):
         assert found.keys() == said.keys()
         for name, words in said.items():
             assert words in found[name], name

@@ -132,8 +132,9 @@ class Curvature(ABC):
     def traces(self) -> list[tuple[list[int], Tensor, int]]:
         """Of every layer: its parameters, by number; the trace of its block of G (); the rank of the block, at most"""
         sizes, most = self.parameters.whole.sizes, self.lin.most
-        found = statistics.traces(self.lin)
-        return [(members, trace, min(sum(sizes[i] for i in members), most)) for members, trace in found]
+        found = {tuple(members): trace for members, trace in statistics.traces(self.lin)}
+        totals = self.parameters.ranks.sums_by(found, self.lin.theta)
+        return [(list(key), trace, min(sum(sizes[i] for i in key), most)) for key, trace in totals.items()]
 
     def moments(self) -> Iterator[Moments]:
         """diag G layer by layer, with the mean squares of the layer's inputs"""

@@ -23,19 +23,21 @@ def exchanged(blocks: list[Block], parameters: Parameters) -> list[Block]:
     """The blocks with the rows of all ranks and the columns of this one. Those that are given are taken from the list
     one after the other, so that their memory is free."""
     found: list[Block] = []
+    N = sum(parameters.ranks.numbers(blocks[0].N))
     while blocks:
-        found.append(_exchanged(blocks.pop(0).plain(), parameters))
+        found.append(_exchanged(blocks.pop(0).plain(), parameters, N))
     return found
 
 
-def _exchanged(block: Block, parameters: Parameters) -> Block:
+def _exchanged(block: Block, parameters: Parameters, N: int) -> Block:
+    """N samples on all ranks"""
     shards, members = parameters.shards, parameters.whole.members(block.params)
     assert shards is not None
     params = [parameters.tensors[i] for i in members]
     own = dict(zip(map(id, block.params), params, strict=True))
-    R, N = block.m // block.N, sum(shards.ranks.numbers(block.N))
+    m = block.m // block.N * N
     if block.empty:
-        return Nothing(params, R * N, N)
+        return Nothing(params, m, N)
     found: Block
     if isinstance(block, Lookup):
         found = _lookup(block, shards, own[id(block.table)])
@@ -43,7 +45,7 @@ def _exchanged(block: Block, parameters: Parameters) -> Block:
         found = _bilinear(block, shards, cuts, own)
     else:
         found = _explicit(block, shards, params)
-    return found if found.columns else Nothing(params, R * N, N)
+    return found if found.columns else Nothing(params, m, N)
 
 
 def _cuts(block: Bilinear, shards: Shards) -> list[slice] | None:

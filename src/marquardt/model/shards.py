@@ -14,8 +14,9 @@ from ..ranks import Ranks, of
 
 WAY_OUT = "(docs/sharded.md says which models LM takes in shards)"
 
-# The whole parameters of a model by the ids of the sharded ones. FSDP2 keeps them, without memory between two passes.
-_seen: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()
+# The parameters of a model, sharded and whole, by the ids of the sharded ones. FSDP2 keeps the whole ones, without
+# memory between two passes.
+_seen: WeakKeyDictionary[nn.Module, dict[int, tuple[Any, Tensor]]] = WeakKeyDictionary()
 
 
 def sharded(p: Any) -> bool:
@@ -86,17 +87,18 @@ def check_sharded(model: nn.Module, params: Sequence[Any]) -> None:
             )
 
 
-def _whole(model: nn.Module) -> dict[int, Tensor]:
-    """By a visit to every module: its parameters are gathered once."""
-    if model not in _seen:
+def _whole(model: nn.Module, params: Sequence[Any]) -> list[Tensor | None]:
+    """By a visit to every module: its parameters are gathered once. None for those that stay as they are."""
+    known = _seen.get(model, {})
+    if not all(id(p) in known for p in params):
         places = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if sharded(p)]
-        found: dict[int, Tensor] = {}
         for module in gathering(model):
             module.unshard()
-            found |= {id(p): now for own, name, p in places if (now := own[name]) is not None and now is not p}
+            found = [(p, own[name]) for own, name, p in places]
+            known = known | {id(p): (p, now) for p, now in found if now is not None and now is not p}
             module.reshard()
-        _seen[model] = found
-    return _seen[model]
+        _seen[model] = known
+    return [known[id(p)][1] if id(p) in known else None for p in params]
 
 
 class Shards:
@@ -109,8 +111,7 @@ class Shards:
         self.modules = gathering(model)
         self.ranks: Ranks = of(params[0].device_mesh)
         self.local = [own_part(p) for p in params]
-        whole = _whole(model)
-        self.whole = [self._seen_as(whole.get(id(p)), p, name) for p, name in zip(params, names, strict=True)]
+        self.whole = [self._seen_as(*each) for each in zip(_whole(model, params), params, names, strict=True)]
         for local, each, name in zip(self.local, self.whole, names, strict=True):
             own = slice(0, 0) if each.ndim == 0 else self.rows(len(each))[self.ranks.rank]
             if len(local) != own.stop - own.start:

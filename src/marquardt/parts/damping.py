@@ -69,6 +69,7 @@ class LayerMeanEigenvalue:
     """
 
     memory: float = 10.0
+    shares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_memory(self)
