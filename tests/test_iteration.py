@@ -42,6 +42,7 @@ from marquardt.jacobian.linearization import Linearization
 from marquardt.jacobian.objective import Level
 from marquardt.losses import resolve
 from marquardt.parts.schedule import Outcome
+from marquardt.ranks import ALONE, Ranks
 from marquardt.report import report
 from marquardt.state import HEARD, State
 from support import reference
@@ -491,7 +492,7 @@ def test_remembered():
 class Settling(mq.Diagonal):
     """A metric that tells how many steps it was told of."""
 
-    def settled(self, steps: int) -> mq.Metric:
+    def settled(self, steps: int, ranks: Ranks = ALONE) -> mq.Metric:
         return mq.Diagonal(torch.tensor(float(steps)))
 
 

@@ -32,6 +32,7 @@ from .parts.damping import (
 from .parts.line_search import Backtracking, Bracket, Grid
 from .parts.momentum import AdaptiveMomentum, QuadraticMomentum
 from .parts.schedule import Balanced, Constant, GainRatio, RelativeDecrease, TenFold
+from .ranks import RankError
 from .report import Step
 from .training import Fit, History, fit
 from .uncertainty import Evidence, Posterior, posterior
@@ -78,6 +79,7 @@ __all__ = [
     "Polyak",
     "Posterior",
     "QuadraticMomentum",
+    "RankError",
     "RelativeDecrease",
     "Representation",
     "Rows",

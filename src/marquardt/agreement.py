@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .arguments import brief
+from .arguments import brief, users
 from .iteration import Parts
+from .model.checks import coupled
 from .model.parameters import Parameters
 from .ranks import RankError, Ranks
 from .state import State
@@ -32,6 +34,25 @@ def check_alike(ranks: Ranks, parts: Parts, state: State, parameters: Parameters
     )
     if state.steps % EVERY == 0 and parameters.shards is None:  # of which every rank has its own
         check_weights(ranks, parameters)
+
+
+def check_normalisation(ranks: Ranks, model: nn.Module, first: bool) -> None:
+    """Layers that normalise by the samples of a batch see those of their own rank alone, and say so once."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.training:
+            raise ValueError(
+                f"layer {name!r} (SyncBatchNorm) in train mode adds up over the ranks in a way that cannot be "
+                "differentiated twice, which no representation of the curvature can do without: call "
+                f"model.get_submodule({name!r}).eval(), replace it by GroupNorm or LayerNorm, or by BatchNorm, which "
+                "normalises by the samples of each rank alone"
+            )
+    name = coupled(model) if first and ranks.size > 1 else None
+    if name is not None and ranks.rank == 0:
+        warnings.warn(
+            f"layer {name!r} normalises by the samples of each rank alone, as in DistributedDataParallel: the step is "
+            "that of these losses, not of one batch on one device. GroupNorm, LayerNorm and eval mode know no ranks",
+            stacklevel=users(),
+        )
 
 
 def check_weights(ranks: Ranks, parameters: Parameters) -> None:

@@ -188,3 +188,11 @@ def check_part(name: str, part: Any) -> None:
     base = {"curvature": Representation, "rows": Rows}.get(name, object)  # what these two derive from has defaults
     if not hasattr(part, method) or kin or not isinstance(part, base):
         raise TypeError(f"{name}={part!r} is no {name.replace('_', ' ')}: pass for example {examples}")
+
+
+def users() -> int:
+    """The level of the first call that is not ours, for a warning: torch and schedulers wrap `step`."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("marquardt", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level

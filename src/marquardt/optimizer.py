@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, iteration
-from .agreement import check_alike, take_buffers
+from .agreement import check_alike, check_normalisation, take_buffers
 from .arguments import Unscaled, brief
 from .attempt import attempt
 from .curvature import Auto, Representation
@@ -193,6 +193,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         check_same_rate(self.param_groups)
         arguments.check_radius(self.radius)
         if (ranks := self._ranks).several:
+            check_normalisation(ranks, self.model, self._state.steps == 0)
             check_alike(ranks, self.parts, self._state, Parameters(self.model, self.params), self.lr, self._weights)
         self._pace.begin()
         step = self._taken(batches)

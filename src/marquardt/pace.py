@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 import warnings
 from dataclasses import replace
@@ -10,6 +9,7 @@ from functools import cache
 
 import torch
 
+from .arguments import users
 from .curvature.cost import USUAL
 from .curvature.plan import Plan, duration
 from .report import Step
@@ -58,14 +58,6 @@ class Pace:
         note = f"took {duration(took)}, predicted {duration(self.predicted)}"
         notes = [step.note, note] if max(took, self.predicted) > LONG else [step.note]
         return replace(step, note="; ".join(n for n in notes if n), seconds=took, predicted=self.predicted)
-
-
-def users() -> int:
-    """The level of the first call that is not ours, for a warning: torch and schedulers wrap `step`."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("marquardt", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 @cache

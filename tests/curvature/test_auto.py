@@ -372,7 +372,7 @@ def test_out_of_memory_in_the_solve(monkeypatch):
 
     def gram(self, factors, dtype):
         if len(failed) < 2:
-            failed.append(len(self.sizes))
+            failed.append(len(self.layout.own_sizes))
             raise FAILURES["cuda"]
         return original(self, factors, dtype)
 

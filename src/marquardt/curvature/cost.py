@@ -145,13 +145,16 @@ class Rates:
     factor: float
     numbers: float
     call: float
+    network: float  # bytes per second that a rank sends,
+    message: float  # and seconds per message
 
 
 # Of two CPU cores, and of a large GPU (`cuda`), fitted to the steps of benchmarks/limits.py on an H200 and on two cores
-# beside it. That machines differ matters little: what counts is the ratio of these rates to each other.
+# beside it. That machines differ matters little: what counts is the ratio of these rates to each other. The network of
+# CPUs is gloo within one machine, that of GPUs is a tenth of NVLink's peak (900 GB/s).
 USUAL = {
-    False: Rates(products=3e11, factor=1.2e11, numbers=3.3e9, call=3.6e-6),
-    True: Rates(products=4e13, factor=4e12, numbers=6e11, call=9e-6),
+    False: Rates(products=3e11, factor=1.2e11, numbers=3.3e9, call=3.6e-6, network=1e9, message=3e-4),
+    True: Rates(products=4e13, factor=4e12, numbers=6e11, call=9e-6, network=9e10, message=5e-5),
 }
 
 # Functions that a step calls whatever the model is, that it calls for every block of columns, and that a loss calls.

@@ -246,7 +246,7 @@ class DenseCurvature(Curvature):
             G = self._in_coordinates(D)
             assert self._g is not None
             D = D.to(self._g)
-            x = D.turned_back(spd_solve(G, A, D.turned(self._g, sizes), self.notes), sizes)
+            x = D.turned_back(spd_solve(G, A, D.turned(self._g, sizes), self.notes, self.lin.ranks), sizes)
         return x.to(self.parameters.dtype)
 
     def _in_coordinates(self, D: Metric) -> Tensor:

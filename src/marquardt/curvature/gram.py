@@ -299,7 +299,8 @@ class GramCurvature(Curvature):
         if h is not None and plain is not None and moved is not None:
             steep = steep - 2 * (u @ moved).to(outer) - self.parameters.dot(h, plain)
         self._steep = shape, steep * A.scale
-        w = spd_solve(K, torch.ones_like(K[0]), -u if moved is None else -u - moved, self.notes)
+        right = -u if moved is None else -u - moved
+        w = spd_solve(K, torch.ones_like(K[0]), right, self.notes, self.lin.share.ranks)
         Kw = K @ w
         pulled = self.adjoint(w.to(outer))
         d = A.solve(pulled / A.scale, sizes, scaled=False)

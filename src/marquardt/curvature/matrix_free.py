@@ -138,6 +138,7 @@ class MatrixFreeCurvature(Curvature):
         )  # of the data
         self._rows_fit, self._sketch_fits = lin.ranks.all(self._rows_fit), lin.ranks.all(self._sketch_fits)
         self._inert: set[int] | None = None  # parameters without influence, as the preconditioner has found
+        self._zeros: set[int] | None = None  # and as all ranks have found
         self._start: Tensor | None = None  # (n,) of an earlier step
         self._last: Tensor | None = None  # (n,) where CG ended
         self._known: tuple[Tensor, float, float] | None = None  # x, gᵀx, xᵀGx of the step taken
@@ -149,7 +150,9 @@ class MatrixFreeCurvature(Curvature):
         return self.lin.regularised(self._without_inert(self._g))
 
     def _without_inert(self, v: Tensor) -> Tensor:
-        return self.parameters.without(v, self.lin.inert if self._inert is None else self.lin.common(self._inert))
+        if self._zeros is None:
+            self._zeros = self.lin.inert if self._inert is None else self.lin.common(self._inert)
+        return self.parameters.without(v, self._zeros)
 
     # Products.
 
@@ -229,6 +232,7 @@ class MatrixFreeCurvature(Curvature):
                 raise FactorizationError("the gradient is not finite")
             A = Diagonal.of(damping, sizes).to(lin.theta)
             M = self._preconditioner(A)
+            self._zeros = None
             g = self.gradient  # after the preconditioner, whose rows show which parameters have no influence
             start = None if self._start is None or options.warm == 0 else options.warm * self._start.to(g)
             iterates, curved = conjugate_gradients(

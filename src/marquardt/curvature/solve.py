@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -9,6 +10,11 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask, floats, recording
+from ..ranks import ALONE, Ranks
+from .cost import USUAL
+
+# Columns of a matrix that ranks factor together which one of them factors at a time.
+COLUMNS = 256
 
 
 class FactorizationError(ArithmeticError):
@@ -34,16 +40,17 @@ def holds(condition: Callable[[Tensor], Tensor], M: Tensor, s: Tensor | None = N
     return ask(condition(norm(M, s)))
 
 
-def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str]) -> Tensor:
+def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str], ranks: Ranks = ALONE) -> Tensor:
     """(H + diag A)⁻¹b for symmetric positive definite H + diag A by Cholesky; on failure in float64, then with jitter.
 
-    A is added to H in place and taken off again: H may be large.
+    A is added to H in place and taken off again: H may be large. All ranks have the same H, and factor it together if
+    that takes less time.
     """
     diagonal = H.diagonal()
     kept = diagonal.clone()
     try:
         diagonal.add_(A)
-        x = _cholesky(H, b)
+        x = _cholesky(H, b, ranks)
         if x is not None:
             return x
         # Unit diagonal first: positive definiteness then no longer depends on the units of the parameters.
@@ -53,7 +60,7 @@ def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str]) -> Tensor:
         diagonal.copy_(kept)
     for jitter in (0.0, 1e2 * torch.finfo(torch.float64).eps):
         M.diagonal().add_(jitter * len(M))
-        x = _cholesky(M, s * b)
+        x = _cholesky(M, s * b, ranks)
         if x is not None:
             if H.dtype != torch.float64:
                 notes.append("factored in float64")
@@ -111,10 +118,38 @@ def factored(H: Tensor, A: Tensor) -> Callable[[Tensor], Tensor] | None:
     return solve
 
 
-def _cholesky(H: Tensor, b: Tensor) -> Tensor | None:
-    L, fine = _factor(H)
+def _cholesky(H: Tensor, b: Tensor, ranks: Ranks) -> Tensor | None:
+    L, fine = shared_factor(H, ranks) if factors_together(len(H), H, ranks.size) else _factor(H)
     x = _solve(L, b.to(H.dtype))
     return x if ask(fine & (x.abs().amax() < math.inf)) else None
+
+
+def factors_together(m: int, like: Tensor, ranks: int) -> bool:
+    """Whether so many ranks factor an m×m matrix faster together than each by itself, by the rates of cost.py."""
+    rates, size = USUAL[like.is_cuda], like.element_size()
+    alone = m**3 / 3 / rates.factor * (size / 4)
+    sent = size * m**2 / 2 / rates.network + m / COLUMNS * rates.message
+    return ranks > 1 and alone / ranks + sent < alone
+
+
+def shared_factor(H: Tensor, ranks: Ranks, width: int = COLUMNS) -> tuple[Tensor, Tensor]:
+    """L with LLᵀ = H, and whether there is one: (). Block columns go round the ranks: the one that has the next factors
+    it and sends it, and every rank takes its product off those that it has."""
+    m = len(H)
+    cuts = list(itertools.pairwise([*range(0, m, width), m]))
+    L, rest = torch.zeros_like(H), H.clone()
+    for k, (first, last) in enumerate(cuts):
+        column = rest[first:, first:last].contiguous()  # (m − first, width)
+        owner = k % ranks.size
+        if owner == ranks.rank:
+            head, info = torch.linalg.cholesky_ex(column[: last - first])
+            below = torch.linalg.solve_triangular(head.mT, column[last - first :], upper=True, left=False)
+            column = torch.cat([head, below]).mul_(torch.where(info == 0, 1.0, torch.nan))
+        L[first:, first:last] = column = ranks.one(column, owner)
+        for j, (start, end) in enumerate(cuts[k + 1 :], k + 1):
+            if j % ranks.size == ranks.rank:
+                rest[start:, start:end].addmm_(column[start - first :], column[start - first : end - first].T, alpha=-1)
+    return L, L.diagonal().isfinite().all()
 
 
 def _factor(H: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,13 +27,13 @@ def of(group: Any) -> Ranks:
         if group.ndim != 1:
             raise ValueError(f"group= is a DeviceMesh of {group.ndim} dimensions: pass one of them, mesh['dp']")
         group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is no member of the group that group= names: make the optimizer on its ranks")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group={group!r}: a process group of torch.distributed, None for the default one, or False for runs that "
             "are independent of the other ranks"
         )
-    if dist.get_rank(group) < 0:
-        raise ValueError("this process is no member of the group that group= names: make the optimizer on its ranks")
     if group not in _made:
         _made[group] = Several(group)
     return _made[group]

@@ -22,13 +22,17 @@ from .sending import packed, unpacked
 # Numbers in one message of several tensors, and block rows of a symmetric matrix that are sent one after the other.
 BUCKET, BLOCK_ROWS = 1 << 24, 16
 
+# Numbers that a rank can say in a meeting.
+SLOTS = 16
+
 FINE, FAILED = 0, 1
 
 
 class Several(Ranks):
     """Before every collective the ranks meet: each says whether it is well and what it is about to do, in two numbers
-    over gloo. If one of them has failed all refuse together, and if they are not at the same place in the program they
-    say so: without that, the others would wait for a message that never comes, or add up what does not belong together.
+    over gloo, and a few more to be added up or agreed on. If one of them has failed all refuse together, and
+    if they are not at the same place in the program they say so: without that, the others would wait for a message that
+    never comes, or add up what does not belong together.
     """
 
     several = True
@@ -47,12 +51,13 @@ class Several(Ranks):
 
     # Meetings.
 
-    def _meet(self, what: str, number: int = 0, status: int = FINE) -> list[int]:
-        """A number of every rank, once all of them are about to do the same."""
-        own = torch.tensor([status, zlib.crc32(what.encode()), number], dtype=torch.int64)
+    def _meet(self, what: str, numbers: Sequence[float] = (), status: int = FINE) -> list[list[float]]:
+        """A few numbers of every rank, once all of them are about to do the same."""
+        own = torch.zeros(2 + SLOTS, dtype=torch.float64)
+        own[: 2 + len(numbers)] = torch.tensor([status, zlib.crc32(what.encode()), *numbers], dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.size)]
         self._wait(lambda: dist.all_gather(found, own, group=self._control))
-        states, codes, numbers = torch.stack(found).T.tolist()
+        states, codes, *_ = torch.stack(found).T.tolist()
         if any(states):
             self._raise_first(None)
         if len(set(codes)) > 1:
@@ -62,7 +67,7 @@ class Several(Ranks):
                 f"the ranks do not agree on what comes next ({told}): all must take the same steps, with the same "
                 "model and the same options"
             )
-        return [int(number) for number in numbers]
+        return [each[2 : 2 + len(numbers)].tolist() for each in found]
 
     def _objects(self, item: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
@@ -101,7 +106,8 @@ class Several(Ranks):
 
     def _tell(self, error: BaseException) -> None:
         """The others wait in their next meeting, if they have not failed as well."""
-        own = torch.tensor([FAILED, 0, 0], dtype=torch.int64)
+        own = torch.zeros(2 + SLOTS, dtype=torch.float64)
+        own[0] = FAILED
         self._wait(lambda: dist.all_gather([torch.empty_like(own) for _ in range(self.size)], own, group=self._control))
         self._told = error
         self._raise_first(error)
@@ -109,7 +115,11 @@ class Several(Ranks):
     # Tensors.
 
     def sum(self, t: Tensor) -> Tensor:
-        self._meet(f"sum of {t.dtype} {tuple(t.shape)}")
+        what = f"sum of {t.dtype} {tuple(t.shape)}"
+        if t.numel() <= SLOTS and t.is_floating_point():  # a meeting has room for them
+            total = [sum(each) for each in zip(*self._meet(what, t.flatten().tolist()), strict=True)]
+            return torch.tensor(total, dtype=t.dtype, device=t.device).view_as(t)
+        self._meet(what)
         t = t.contiguous()
         self._wait(lambda: dist.all_reduce(t, group=self.group))
         self.sent += self._reduced(t)
@@ -164,7 +174,7 @@ class Several(Ranks):
         return wait
 
     def gather(self, t: Tensor) -> Tensor:
-        lengths = self._meet(f"rows of {t.dtype} {tuple(t.shape[1:])}", len(t))
+        lengths = [int(length) for (length,) in self._meet(f"rows of {t.dtype} {tuple(t.shape[1:])}", [len(t)])]
         padded = t.new_zeros(max(lengths), *t.shape[1:])
         padded[: len(t)] = t
         found = [torch.empty_like(padded) for _ in lengths]
@@ -175,7 +185,8 @@ class Several(Ranks):
     def dealt(self, parts: Sequence[Tensor]) -> Tensor:
         own = parts[self.rank]
         others = [tuple(t.shape[1:]) for t in parts]
-        lengths = self._meet(f"a part of {own.dtype} {others} for every rank", len(own))
+        what = f"a part of {own.dtype} {others} for every rank"
+        lengths = [int(length) for (length,) in self._meet(what, [len(own)])]
         given = torch.cat([t.flatten() for t in parts])
         found = own.new_empty(sum(lengths), *own.shape[1:])
         sizes = [length * math.prod(own.shape[1:]) for length in lengths]
@@ -210,10 +221,10 @@ class Several(Ranks):
         return self._objects(item)
 
     def all(self, flag: bool) -> bool:
-        return all(self._meet("whether it is so on every rank", int(flag)))
+        return all(answer for (answer,) in self._meet("whether it is so on every rank", [flag]))
 
     def numbers(self, number: int) -> list[int]:
-        return self._meet("a number of every rank", number)
+        return [int(found) for (found,) in self._meet("a number of every rank", [number])]
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -221,6 +232,8 @@ class Several(Ranks):
             yield
 
     def _decided(self, numbers: list[float]) -> list[float]:
+        if len(numbers) <= SLOTS:
+            return self._meet(f"{len(numbers)} numbers of rank 0", numbers)[0]
         self._meet(f"{len(numbers)} numbers of rank 0")
         found = torch.tensor(numbers, dtype=torch.float64)
         self._wait(lambda: dist.broadcast(found, group_src=0, group=self._control))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import users
 from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.kronecker import NoFactors
 from ..losses import Elementwise, resolve
@@ -16,7 +17,6 @@ from ..model.checks import trainable
 from ..model.decay import WeightDecay, check_weight
 from ..model.parameters import Parameters, named_parameters
 from ..model.shards import refuse_sharded
-from ..pace import users
 from ..sources import source
 from .evidence import unit
 from .expansion import Expansion

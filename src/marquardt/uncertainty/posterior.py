@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import users
 from ..curvature import Representation
-from ..pace import users
 from ..sources import source
 from .evidence import alone, noise_precision, reestimate, unit
 from .expansion import Expansion, fits
