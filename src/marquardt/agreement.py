@@ -30,9 +30,9 @@ def check_alike(ranks: Ranks, parts: Parts, state: State, parameters: Parameters
     plan = None if state.plan is None else state.plan.choice
     ranks.same(
         f"step {state.steps}, λ = {state.lam!r}, lr = {lr!r}, radius = {parts.radius!r}, weight decay {others}, "
-        f"{parameters.n} parameters, {options}, plan {plan}"
+        f"{parameters.whole.n} parameters, {options}, plan {plan}"
     )
-    if state.steps % EVERY == 0:
+    if state.steps % EVERY == 0 and parameters.shards is None:  # of which every rank has its own
         check_weights(ranks, parameters)
 
 

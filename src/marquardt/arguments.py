@@ -16,6 +16,7 @@ from .curvature.contract import Representation
 from .jacobian.rows import Rows
 from .model.checks import check_coupling
 from .model.parameters import named_parameters
+from .model.shards import let_go, sharded
 from .model.walk import held
 from .ranks import Ranks
 
@@ -87,9 +88,12 @@ def check_radius(radius: Any) -> None:
         raise ValueError(f"radius={radius!r}: the longest step, a finite number above 0, or None for no bound")
 
 
-def check_sums(representation: Representation, single: bool, ranks: Ranks) -> None:
+def check_sums(representation: Representation, single: bool, ranks: Ranks, sharded: bool = False) -> None:
     """Several batches, for a representation that needs all rows at once, or several ranks for one that cannot add up
     over them."""
+    if sharded:
+        check_shared(representation)
+        return
     if ranks.several and not representation.adds_up:
         raise ValueError(
             f"{type(representation).__name__} does not add up over the ranks of a process group: take what it adds up "
@@ -99,6 +103,52 @@ def check_sums(representation: Representation, single: bool, ranks: Ranks) -> No
         raise ValueError(
             f"{type(representation).__name__} needs all rows of a step at once: use curvature=mq.Dense() or "
             "mq.MatrixFree() with step_over"
+        )
+
+
+def check_shards(
+    model: nn.Module, parts: Any, groups: Sequence[dict[str, Any]], single: bool = True, towards: object = None
+) -> None:
+    """What needs all parameters on one rank, if they are sharded; before a step what was gathered of them is let go."""
+    if not any(sharded(p) for group in groups for p in group["params"]):
+        return
+    let_go(model)
+    check_coupling(model)
+    check_shared(parts.curvature)
+    for name in ("damping", "momentum"):
+        part = getattr(parts, name)
+        if part is not None and not getattr(part, "shares", False):
+            raise ValueError(
+                f"{name}={brief(part)} is not known to work with sharded parameters, of which a rank has part of every "
+                "layer: use mq.MeanEigenvalue(), mq.Identity() or mq.MaxDiagonal() for damping and "
+                "mq.AdaptiveMomentum() or None for momentum; a part of your own that adds up over n by "
+                "G.parameters.total says shares = True (docs/sharded.md)"
+            )
+    if parts.rows is not None and parts.rows.joined:
+        raise ValueError(
+            f"rows={brief(parts.rows)}: rows of all samples together are not formed with sharded parameters"
+        )
+    if not isinstance(towards, (str, type(None))):
+        raise ValueError('towards= takes "start" or None if the parameters are sharded: other tensors are not cut')
+    if any(isinstance(group.get("weight_decay"), Tensor) for group in groups):
+        raise ValueError("a group's weight_decay is a tensor, which is not cut if the parameters are sharded: a number")
+    if not single:  # of which ranks that gather weights in every pass might have different numbers
+        raise ValueError(
+            "step_over does not take a model whose parameters are sharded: take a step on one batch, opt.step(...)"
+        )
+
+
+def check_shared(representation: Representation) -> None:
+    """Sharded parameters, for a representation that needs all of them on one rank."""
+    if not representation.shares:
+        raise ValueError(
+            f"curvature={brief(representation)} needs all parameters on one rank, and those of the model are sharded: "
+            "use mq.Gram() or mq.MatrixFree(), or pass the plain model"
+        )
+    if representation.needs.chunk is not None:
+        raise ValueError(
+            f"curvature={brief(representation)}: with sharded parameters all ranks make their passes together, each "
+            "with all of its samples; leave chunk out"
         )
 
 

@@ -67,7 +67,7 @@ def searched(
 def blame_gradient(parameters: Parameters, g: Tensor) -> None:
     """A gradient that is not finite is an error, not a matter of λ."""
     for name, part in zip(parameters.names, parameters.split(g), strict=True):
-        if not bool(part.isfinite().all()):
+        if not bool(parameters.finite(part)):
             raise ValueError(
                 f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer (if it computes "
                 "in float16, numbers end at 65504: take bfloat16, whose range is that of float32)"

@@ -116,6 +116,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         arguments.check_options(attempts, capture, radius, of(group))
         parts = Parts(curvature, rows, damping, schedule, momentum, acceptance, line_search, average, radius)
         arguments.check_parts(parts)
+        arguments.check_shards(model, parts, groups, towards=rule.towards)
         if curvature.needs.by_sample:
             check_coupling(model)
         self.model, self.loss = model, resolve(loss)
@@ -193,6 +194,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         return str(self._state.plan or self.curvature)
 
     def _step(self, batches: Iterable[Batch]) -> Step:
+        arguments.check_shards(self.model, self.parts, self.param_groups, single=not isinstance(batches, Batches))
         arguments.check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self._averaged)
         check_same_rate(self.param_groups)
         arguments.check_radius(self.radius)
@@ -236,7 +238,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         try:
             with torch.no_grad(), without_autocast(lin.parameters.device.type):
                 representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, old.steady)
-                arguments.check_sums(representation, lin.single, ranks)
+                arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
                 lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
                 self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
                 step, state = self._iterate(lin, representation, self._planned)
@@ -251,7 +253,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             self._state = replace(state, master=lin.parameters.unrounded())  # what is raised before it undoes all
         except BaseException:
             if self._state is old:
-                lin.parameters.assign(theta)
+                lin.parameters.recover(theta)
                 before.restore()
                 self._known = Known()  # the fault may have struck while this was written
             raise

@@ -15,6 +15,7 @@ from .curvature.contract import Representation
 from .curvature.plan import Plan
 from .groups import check_decay
 from .metric import restored
+from .model.shards import own_part, shard_of
 from .parts.damping import Damping
 from .parts.schedule import Schedule
 from .state import State
@@ -35,7 +36,8 @@ def saved(state: State, damping: Damping, curvature: Representation, params: Seq
     found["D"] = None if state.D is None else state.D.state()
     found["plan"] = None if state.plan is None else state.plan.state()
     made = {"damping": _name(damping), "curvature": _name(curvature), "shapes": [list(p.shape) for p in params]}
-    return {"version": VERSION, **made, **copied(found)}
+    shard = shard_of(params[0])
+    return {"version": VERSION, **made, **({} if shard is None else {"shard": list(shard)}), **copied(found)}
 
 
 def copied(found: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def loaded(
     what their weights decay towards now."""
     device = params[0].device
     found = _made_with(_of_this_version(saved), damping, curvature, params)
-    found = check_state(found, schedule, curvature, [p.numel() for p in params])
+    found = check_state(found, schedule, curvature, [own_part(p).numel() for p in params])
     if (found.get("towards") is None) != (towards is None):
         here, there = ("0", "other weights") if towards is None else ("other weights", "0")
         raise ValueError(
@@ -85,7 +87,14 @@ def _made_with(
     state: dict[str, Any], damping: Damping, curvature: Representation, params: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Without what it was made with, which a state of version 1 does not say."""
-    made = {key: state.pop(key) for key in ("damping", "curvature", "shapes") if key in state}
+    made = {key: state.pop(key) for key in ("damping", "curvature", "shapes", "shard") if key in state}
+    own, others = shard_of(params[0]), made.get("shard")
+    if own != (None if others is None else tuple(others)):
+        said = ["all parameters" if s is None else f"shard {s[0]} of {s[1]}" for s in (others, own)]
+        raise ValueError(
+            f"the state is of {said[0]}, this optimizer has {said[1]}: every rank loads the state that it saved, on "
+            "as many ranks (docs/sharded.md)"
+        )
     shapes = [list(p.shape) for p in params]
     if made.get("shapes", shapes) != shapes:
         n, here = (sum(math.prod(shape) for shape in some) for some in (made["shapes"], shapes))

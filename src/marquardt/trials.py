@@ -54,7 +54,7 @@ class Trials:
             raise ValueError(
                 "the batches are not the same every time they are gone through: use the same data in each pass"
             )
-        found: Tensor = lin.ranks.sum(total.double()) * lin.scale
+        found: Tensor = lin.share.ranks.sum(total.double()) * lin.scale
         return found if lin.decay is None else found + lin.decay.value(lin.parameters.tensors)
 
     def _outputs(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:
@@ -75,6 +75,7 @@ class Trials:
         sizes = tuple(batch.samples for batch in lin.batches) if lin.single and lin.chance.drawn else None
         key = modes(self.objective.model), sizes, self.objective.autocast
         batched = len(rates) > 1 and size > 1 and proven.get(key, True) and not self.known.differentiates
+        batched = batched and lin.parameters.shards is None  # weights are gathered in ordinary passes alone
         if lin.ranks.all(batched):
             total = self._tried(key, d, rates, size)
             if lin.ranks.all(total is not None):

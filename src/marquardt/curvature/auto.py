@@ -86,6 +86,8 @@ class Auto(Interchangeable):
     Dense(chunk=None, inertia=0.0)
     """
 
+    shares = True
+
     chunk: int | None = None
     inertia: float = 0.0  # see Dense
     memory: str | int | None = None
@@ -144,7 +146,7 @@ class Auto(Interchangeable):
             shapes = self._shapes(lin, plan, rows is None)
         steady = steady if lin.single else True  # step_over goes through all data
         if plan.kind is None or plan.steady != steady or shapes != plan.shapes:
-            plan = lin.ranks.agreed(self._plan(lin, replace(plan, shapes=shapes, steady=steady), rows is None))
+            plan = lin.share.ranks.agreed(self._plan(lin, replace(plan, shapes=shapes, steady=steady), rows is None))
         return self.of(plan), plan
 
     def smaller(self, plan: Plan | None, error: BaseException) -> Plan | None:
@@ -169,11 +171,19 @@ class Auto(Interchangeable):
         if plan.shapes is not None:  # there was less memory than predicted
             return plan.shapes
         # There was not enough memory for a forward pass: one of a part of the samples tells as much.
-        if lin.ranks.all(lin.single and all(batch.divisible(batch.samples) for batch in lin.batches)):
+        whole = lin.parameters.shards is None
+        if whole and lin.ranks.all(lin.single and all(batch.divisible(batch.samples) for batch in lin.batches)):
             part = max(1, lin.share.samples // lin.ranks.size // 4**plan.squeeze)
             return look(lin.made_for(Needs(part)), None, free_rows)
         return Shapes(
-            lin.n, lin.share.samples, 1, (), lin.theta.element_size(), single=lin.single, ranks=lin.ranks.size
+            lin.n,
+            lin.share.samples,
+            1,
+            (),
+            lin.theta.element_size(),
+            single=lin.single,
+            ranks=lin.ranks.size,
+            shards=lin.parameters.ranks.size,
         )
 
     def _plan(self, lin: Linearization, plan: Plan, free_rows: bool) -> Plan:
@@ -184,6 +194,7 @@ class Auto(Interchangeable):
         if plan.kind is None or budget is None or lin.share.input_size > plan.input_size:
             budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
         cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
+        cut = cut and lin.parameters.shards is None
         fewer = free_rows and lin.single and not plan.couples
         every = list(_fewer(plan.shapes, self.chunk, plan.joined)) if fewer else [_Share(plan.shapes)]
         free_hand = self.work is not None or lin.objective.loss.sum_of_squares
@@ -258,18 +269,19 @@ class Auto(Interchangeable):
             yield _Way(picked, picked.cost(s), words)
 
     def _direct(self, s: Shapes, why: str, smaller: list[int], steady: bool | None) -> Iterator[_Way]:
-        primal = s.n <= s.m or not s.single
+        primal = (s.n <= s.m or not s.single) and s.shards == 1
         first: Dense | Gram = Dense(self.chunk, self.inertia) if primal else Gram(self.chunk)
         other: Dense | Gram = Gram(self.chunk) if primal else Dense(self.chunk, self.inertia)
         products = MatrixFree(self.chunk)
-        best = min(step(s, way.cost(s)).seconds(s) for way in ((first, other) if s.single else (first,)))
+        either = s.single and s.shards == 1  # whether Dense and Gram could be
+        best = min(step(s, way.cost(s)).seconds(s) for way in ((first, other) if either else (first,)))
         if steady and best > DIRECT * step(s, products.cost(s)).seconds(s):
             yield _Way(products, products.cost(s), f"{why}, a matrix takes too long")
         yield _Way(first, first.cost(s), why)
         for part in smaller if primal else smaller[:2]:  # Gram goes through every pair of chunks
             chunked = replace(first, chunk=part)
             yield _Way(chunked, chunked.cost(s), f"{why}, in chunks of {part}")
-        if s.single:
+        if either:
             yield _Way(other, other.cost(s), f"{why}, the larger matrix does not fit")
 
     def _within(self, s: Shapes, chunk: int | None) -> MatrixFree:

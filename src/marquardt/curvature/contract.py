@@ -63,7 +63,7 @@ class Curvature(ABC):
     def rank(self) -> int:
         """Of G, at most. That of J̃ᵀJ̃ is the smaller of parameters and rows, in the largest batch so far; another G says
         what it has: λ = 1 stands for tr G / rank"""
-        return min(self.parameters.n, self.lin.most)
+        return min(self.lin.n, self.lin.most)
 
     @property
     def gradient(self) -> Tensor:
@@ -135,9 +135,10 @@ class Curvature(ABC):
 
     def traces(self) -> list[tuple[list[int], Tensor, int]]:
         """Of every layer: its parameters, by number; the trace of its block of G (); the rank of the block, at most"""
-        sizes, most = self.parameters.sizes, self.lin.most
-        found = statistics.traces(self.lin)
-        return [(members, trace, min(sum(sizes[i] for i in members), most)) for members, trace in found]
+        sizes, most = self.parameters.whole.sizes, self.lin.most
+        found = {tuple(members): trace for members, trace in statistics.traces(self.lin)}
+        totals = self.parameters.ranks.sums_by(found, self.lin.theta)
+        return [(list(key), trace, min(sum(sizes[i] for i in key), most)) for key, trace in totals.items()]
 
     def moments(self) -> Iterator[Moments]:
         """diag G layer by layer, with the mean squares of the layer's inputs"""
@@ -208,7 +209,7 @@ class Damped:
         AV = torch.stack([self.A.times(v, self.G.parameters.sizes) for v in V])
         if self.decay is not None:
             AV = AV + torch.stack([self.decay.times(v) for v in V])
-        return self.G.products(V) + AV @ V.T
+        return self.G.products(V) + self.G.parameters.total(AV @ V.T)
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """aᵀb"""
@@ -226,6 +227,7 @@ class Representation(ABC):
     """
 
     adds_up: ClassVar[bool] = False  # whether what it adds up over pieces it adds up over ranks too, by lin.ranks
+    shares: ClassVar[bool] = False  # whether what it adds up over n is added up by `Parameters`: for sharded parameters
 
     @property
     def needs(self) -> Needs:

@@ -65,6 +65,7 @@ class Shapes:
     piece: int = 0  # samples of one of them
     divisible: bool = True  # whether the batch can be cut into samples
     ranks: int = 1  # that share the samples
+    shards: int = 1  # ranks that share the parameters; then each has the rows of all samples
 
     @property
     def m(self) -> int:
@@ -87,7 +88,8 @@ class Shapes:
 
     def _structure(self) -> object:
         layers = [(b.G, b.I, b.O, b.lookup) for b in self.layers]
-        return self.n, self.itemsize, self.others, self.cuda, self.single, self.divisible, self.ranks, layers
+        ranks = self.ranks, self.shards
+        return self.n, self.itemsize, self.others, self.cuda, self.single, self.divisible, ranks, layers
 
     def at_once(self, chunk: int | None) -> int:
         """Samples that a rank linearises together."""

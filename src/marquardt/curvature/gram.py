@@ -33,7 +33,7 @@ class Gram(Interchangeable):
 
     For more parameters than rows. With `chunk` the rows of two chunks at a time are in memory; they are computed again
     for every pair. Of several ranks each forms some of the blocks of K, from inputs and gradients of the layers that
-    another one has sent.
+    another one has sent; if the parameters are sharded, the part of all of them that its own columns have.
 
     Args:
         chunk: samples whose rows are in memory at once, twice as many in all; None for all.
@@ -42,7 +42,7 @@ class Gram(Interchangeable):
     >>> opt = mq.LM(model, "mse", curvature=mq.Gram())
     """
 
-    adds_up = True
+    adds_up = shares = True
 
     chunk: int | None = None
     whole: int = field(default=1 << 22, repr=False)  # J̃ of up to so many numbers is built: fewer, larger products
@@ -61,13 +61,13 @@ class Gram(Interchangeable):
         """K, its copies and its factor; θ, the step and a few more vectors; inputs and gradients of the layers."""
         samples = s.at_once(self.chunk)
         held = 2 * samples if self.chunk else samples
-        rows = held * (s.inputs + 3 * s.R * s.outputs + 2 * s.R * s.others + s.R * s.out)
+        rows = held * (s.inputs + 3 * s.R * s.outputs / s.shards + 2 * s.R * s.others + s.R * s.out)
         pieces = s.pieces(self.chunk)
         again = 1 if pieces == 1 else (pieces + 1) / 2  # every pair of chunks is linearised
         work = (
             again * deltas(s, pieces) + self._products(s) + Work(factor=s.m**3 / 3, numbers=12.0 * s.m**2 + 8.0 * s.n)
         )
-        return Cost(int(s.itemsize * (5 * s.m**2 + 4 * s.n + rows)), work)
+        return Cost(int(s.itemsize * (5 * s.m**2 + 4 * s.n / s.shards + rows)), work)
 
     def sent(self, s: Shapes) -> float:
         """Inputs and gradients of all layers, for every pair of chunks; u, half of K, its factor, J̃ᵀw, and the step"""
@@ -125,7 +125,7 @@ class GramCurvature(Curvature):
 
     def __init__(self, lin: Linearization, whole: int = 0) -> None:
         super().__init__(lin)
-        self.whole = whole
+        self.whole = whole if self.parameters.shards is None else 0
         us, sizes = [], []
         for piece in lin.pieces():
             us.append(piece.z.new_zeros(piece.m) if piece.u is None else piece.u.flatten())
@@ -194,8 +194,9 @@ class GramCurvature(Curvature):
         """tr J̃ᵀJ̃ = tr J̃J̃ᵀ"""
         return self._gram(None, self.u.dtype).diagonal().sum()
 
-    def partial_traces(self) -> PartialTraces:
-        return statistics.partial_traces(self.lin)
+    def partial_traces(self) -> PartialTraces | None:
+        """None if every rank has a part of a layer"""
+        return statistics.partial_traces(self.lin) if self.parameters.shards is None else None
 
     def gram(self, D: Metric | None, dtype: torch.dtype) -> Tensor:
         """J̃D₀⁻¹J̃ᵀ: (m, m); None is the identity"""
@@ -216,8 +217,10 @@ class GramCurvature(Curvature):
                 if left is not right:
                     K[columns, rows] = part.T
         if Jh is not None:
-            self._Jh = Jh.mul_(self.root)
-        return self.lin.ranks.sum_later(K, symmetric=True)().mul_(self.lin.scale)
+            self._Jh = self.parameters.total(Jh.mul_(self.root))
+        for ranks in (self.lin.ranks, self.parameters.ranks):  # that have other rows, or other columns
+            K = ranks.sum_later(K, symmetric=True)()
+        return K.mul_(self.lin.scale)
 
     def _pairs(self, D: Metric | None) -> Iterator[tuple[slice, slice, list[Block], list[Block]]]:
         """The blocks of K that this rank forms: their rows and columns, and the blocks of J̃D₀^-½ that they are products
@@ -308,7 +311,7 @@ class GramCurvature(Curvature):
             steep = steep - 2 * (u @ moved).to(outer) - self.parameters.dot(h, plain)
         self._steep = shape, steep * A.scale
         right = -u if moved is None else -u - moved
-        w = spd_solve(K, torch.ones_like(K[0]), right, self.notes, self.lin.ranks)
+        w = spd_solve(K, torch.ones_like(K[0]), right, self.notes, self.lin.share.ranks)
         Kw = K @ w
         pulled = self.adjoint(w.to(outer))
         d = A.solve(pulled / A.scale, sizes, scaled=False)

@@ -29,7 +29,7 @@ from .conjugate_gradients import Iterate, conjugate_gradients
 from .contract import Curvature, Interchangeable, Past, check_chunk
 from .cost import Cost, Shapes, Work, forward, gathered, reduced
 from .hessian import NOT_SYMMETRIC
-from .products import GaussNewton, HessianProducts, Products, Way, versions, ways
+from .products import GaussNewton, HessianProducts, Products, Way, by_rows, versions, ways
 from .solve import FactorizationError
 
 # Random signs in an estimate of a trace: it is right to √(2/8) at the worst.
@@ -76,6 +76,11 @@ class MatrixFree(Interchangeable):
     backtrack: bool = True
     precondition: float | None = 0.75  # section 4.7
 
+    @property
+    def shares(self) -> bool:  # type: ignore[override]
+        """Of sharded parameters products are formed from rows, which a Hessian has not."""
+        return not self.hessian
+
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
         if not isinstance(self.iterations, int) or self.iterations < 1:
@@ -108,7 +113,7 @@ class MatrixFree(Interchangeable):
         # Two gradients and some trial points; in chunks the forward pass is made again for every product.
         passes = (8 if self.chunk is None else 11) * forward(s, s.pieces(self.chunk))
         product = passes + Work(numbers=12.0 * s.R * s.N * s.out + 10.0 * s.n, calls=40)
-        size = s.itemsize * (32 * s.n + samples * (4 * (s.inputs + s.outputs) + s.R * s.out))
+        size = s.itemsize * (32 * s.n / s.shards + samples * (4 * (s.inputs + s.outputs) + s.R * s.out))
         return Cost(int(size), (min(self.iterations, LIKELY) + self.probes) * product)
 
     def sent(self, s: Shapes) -> float:
@@ -129,7 +134,8 @@ class MatrixFreeCurvature(Curvature):
         self.options = options
         # One piece that stays open between products; several are linearised again for every product.
         self._open: Products | None = None
-        self._ways = list(ways(lin.objective.model))  # that have not failed
+        shared = self.parameters.shards is not None  # derivatives of derivatives are not gathered
+        self._ways = [by_rows] if shared else list(ways(lin.objective.model))  # that have not failed
         self._way: Way | None = None  # the first of them, once it is proven
         self._proven = False
         self._R = 0  # rows per sample
@@ -237,7 +243,7 @@ class MatrixFreeCurvature(Curvature):
         """(G + A)⁻¹g by conjugate gradients, until the stopping rule sees no more progress"""
         lin, options, sizes = self.lin, self.options, self.parameters.sizes
         with torch.no_grad():
-            if not ask(self._g.isfinite().all()):
+            if not ask(self.parameters.finite(self._g)):
                 raise FactorizationError("the gradient is not finite")
             A = Diagonal.of(damping, sizes).to(lin.theta)
             M = self._preconditioner(A)
@@ -249,7 +255,7 @@ class MatrixFreeCurvature(Curvature):
                 keep=options.backtrack, dot=self.parameters.dot,
             )  # fmt: skip
             taken = self._best(iterates) if options.backtrack and len(iterates) > 1 else iterates[-1]
-            if not ask(taken.x.isfinite().all()):
+            if not ask(self.parameters.finite(taken.x)):
                 raise FactorizationError("conjugate gradients overflowed")
             last = iterates[-1].number
             self.notes.append(
@@ -281,13 +287,14 @@ class MatrixFreeCurvature(Curvature):
         return best
 
     def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
-        if self._known is not None and torch.equal(d.neg(), self._known[0]):  # CG has formed this product
+        known = self._known is not None and torch.equal(d.neg(), self._known[0])
+        if self.parameters.ranks.all(known) and self._known is not None:  # CG has formed this product
             numbers = torch.tensor([-self._known[1], self._known[2]], dtype=torch.float64, device=d.device)
             return numbers[0], numbers[1]
         return super().model(d)
 
     def recall(self, past: Past | None, same_data: bool) -> None:
-        if past is not None and "x" in past and len(past["x"]) == self.lin.n:
+        if past is not None and "x" in past and len(past["x"]) == self.parameters.n:
             self._start = past["x"]
 
     def keep(self) -> Past | None:
@@ -310,7 +317,9 @@ class MatrixFreeCurvature(Curvature):
         A Hessian may have any trace, where damping asks for a size: there it is max(|tr|, ‖·‖_F), both estimated.
         """
         if self._has_rows() and self._R <= FEW_ROWS and self._rows_fit:
-            return sum((trace for _, trace in statistics.traces(self.lin)), self.lin.theta.new_zeros(()))
+            return self.parameters.total(
+                sum((trace for _, trace in statistics.traces(self.lin)), self.lin.theta.new_zeros(()))
+            )
         return self._size(slice(None))
 
     def traces(self) -> list[tuple[list[int], Tensor, int]]:
@@ -321,12 +330,12 @@ class MatrixFreeCurvature(Curvature):
 
     def partial_traces(self) -> PartialTraces | None:
         """Estimated from one row per sample, as the diagonal of the preconditioner is"""
-        told = self._has_rows() and self._sketch_fits
+        told = self._has_rows() and self._sketch_fits and self.parameters.shards is None
         return statistics.partial_traces(self.lin, self._combined) if told else None
 
     def _size(self, block: slice) -> Tensor:
         """The trace of a diagonal block of G, estimated by signs in this block alone: it cannot become negative"""
-        generator = torch.Generator("cpu").manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(self.parameters.ranks.rank)
         v = torch.zeros_like(self.lin.theta)
         trace, square = v.new_zeros(()), v.new_zeros(())
         probes = self.options.probes

@@ -83,7 +83,8 @@ def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:
         # Another forward pass would tell no more than how many samples there are.
         return replace(known, N=max(known.N, lin.share.expected(known.piece)))
     found = _seen(lin, plan, free)
-    return found if lin.ranks.all(found is known) else lin.ranks.agreed(found)
+    ranks = lin.share.ranks
+    return found if ranks.all(found is known) else ranks.agreed(found)
 
 
 def _seen(lin: Linearization, plan: Plan | None, free: bool) -> Shapes:
@@ -92,7 +93,7 @@ def _seen(lin: Linearization, plan: Plan | None, free: bool) -> Shapes:
     together = piece.N if free and plan is not None and plan.joined else 1  # samples that are taken as one
     watch, N, out = piece.whole.watch, piece.N // together, together * piece.z[0].numel()
     samples = N if free else piece.jacobian.N  # whose rows are formed
-    total = sum(lin.ranks.numbers(samples)) if lin.in_one else lin.share.expected(samples)
+    total = sum(lin.share.ranks.numbers(samples)) if lin.in_one else lin.share.expected(samples)
     larger = plan is None or lin.share.input_size > plan.input_size
     if not larger and known is not None and known.covers(total, out, len(watch.calls), lin.single):
         return known
@@ -102,7 +103,7 @@ def _seen(lin: Linearization, plan: Plan | None, free: bool) -> Shapes:
     found = Shapes(
         lin.n, total, R, layers,
         lin.theta.element_size(), piece.others(), out, watch.numbers / N, piece.whole.nodes(), lin.theta.is_cuda,
-        lin.single, N, piece.divisible and together == 1, lin.ranks.size,
+        lin.single, N, piece.divisible and together == 1, lin.ranks.size, lin.parameters.ranks.size,
     )  # fmt: skip
     return found if known is None else known.with_others(found)
 

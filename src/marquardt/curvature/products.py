@@ -54,7 +54,7 @@ class GaussNewton(Products):
         A layer may have derivatives that autograd takes without complaint and that are wrong: a backward pass that is
         no function of its cotangent, weights that are kept where nothing replaces them.
         """
-        t = self.piece.jacobian.random()
+        t = self.piece.random()
         v = self.adjoint(t)
         there, here = (t * self.rows(v)).sum().item(), self.parameters.dot(v, v).item()
         # What is not finite, the step will see.
@@ -127,8 +127,8 @@ def by_forward_mode(piece: Piece) -> Pair:
 
 def by_rows(piece: Piece) -> Pair:
     """From the rows of every layer, for operations that can be differentiated only once."""
-    shape, _ = piece.jacobian.S.shape[:2], piece.blocks
-    return lambda v: piece.apply(v).view(shape), lambda t: piece.adjoint(t.flatten())
+    R, _ = piece.jacobian.R, piece.blocks
+    return lambda v: piece.apply(v).view(R, -1), lambda t: piece.adjoint(t.flatten())
 
 
 def ways(model: nn.Module) -> tuple[Way, ...]:

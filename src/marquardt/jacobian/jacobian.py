@@ -27,7 +27,8 @@ class Jacobian:
         self.forward, self.S = forward, S  # (R, N, *out)
         self.R, self.N = S.shape[:2]
         self.m = self.R * self.N
-        self.parameters = forward.objective.parameters
+        self.parameters = forward.objective.parameters.whole
+        self.ranks = forward.objective.parameters.ranks  # that make the same passes, for they share the weights
 
     def seen(self, Jv: Tensor | None) -> Tensor:
         """Sᵀ(Jv): (N, *out) → (R, N)"""
@@ -50,11 +51,12 @@ class Jacobian:
     def shorten(self) -> None:
         """Fewer numbers in δ, to be asked for before δ is. A GPU has all rows in one pass and gains nothing; for one
         row it costs as much as it saves."""
-        if self.R > 1 and self.S.device.type == "cpu":
+        if self.R > 1 and self.S.device.type == "cpu" and not self.ranks.several:
             self.forward.watch.shorten(self.forward.graph)
 
     def gradients(self, edges: Sequence[GradientEdge], w: Tensor) -> tuple[Tensor | None, ...]:
         """Of z·w at these edges, None if z does not depend on one: (N, *out)"""
+        self.ranks.same("a backward pass")
         return torch.autograd.grad(self.forward.graph, edges, w, retain_graph=True, allow_unused=True)
 
     def deltas(self, edges: Mapping[Key, GradientEdge], samples: Sequence[slice] = ()) -> dict[Key, Tensor | None]:
@@ -72,7 +74,8 @@ class Jacobian:
         graph, known, wanted = self.forward.graph, self.forward.known, list(edges.values())
         if len(S) == 1:
             return [None if d is None else d[None] for d in self.gradients(wanted, S[0])]
-        if known.batched_rows and S.is_cuda:  # on a CPU one backward pass after the other is faster
+        # On a CPU one backward pass after the other is faster, and weights are gathered in ordinary ones alone.
+        if known.batched_rows and S.is_cuda and not self.ranks.several:
             try:
                 unused = known.proof.unused
                 if not unused.keys() >= edges.keys():

@@ -26,6 +26,7 @@ from .objective import Level, Objective, Totals
 from .passes import Pass
 from .piece import Piece
 from .rows import Exact, Rows
+from .sharded import ShardedPiece
 from .share import Share
 
 EMPTY = "no batches: the iterable given to step_over is empty"
@@ -63,7 +64,7 @@ class Linearization:
         self.known = known if known is not None else Known()
         self.seed = seed
         self.single = single  # one batch that may be gone through again in any order
-        self.ranks = ranks
+        self.ranks = ranks if self.parameters.shards is None else ALONE  # a ShardedPiece has the rows of all ranks
         self.share = Share(ranks, batches, single, seed)
         self.position = Position(self.parameters)
         self.chance = chance if chance is not None else Chance()
@@ -97,14 +98,14 @@ class Linearization:
         other = Linearization(
             self.objective, self.batches, rows, replace(needs, chunk=chunk), known=self.known,
             seed=self.seed, single=self.single, most=self._most if rows == self.rows_kind else 0, chance=self.chance,
-            ranks=self.ranks,
+            ranks=self.share.ranks,
         )  # fmt: skip
         other.share = self.share
         return other
 
     @property
     def n(self) -> int:
-        return self.parameters.n
+        return self.parameters.whole.n
 
     @property
     def theta(self) -> Tensor:
@@ -130,9 +131,10 @@ class Linearization:
         """A part of the batch linearised at θ, with the random numbers that come next."""
         graph = self.needs.graph if graph is None else graph
         seed = self.share.seed(number, self.needs.chunk)
+        rows = self.rows_kind if rows is None else rows
+        kind = Piece if self.parameters.shards is None else ShardedPiece
         with twice_differentiable(self.objective.model) if graph else nullcontext():
-            rows = self.rows_kind if rows is None else rows
-            return Piece(self.objective, batch, rows, self.known, self.chance, seed, graph)
+            return kind(self.objective, batch, rows, self.known, self.chance, seed, graph)
 
     def rewind(self) -> None:
         """Parameters, buffers and random numbers as they were before the first piece."""
@@ -214,16 +216,16 @@ class Linearization:
         found = [Pass(self.objective, batch, self.known, self.chance).sums() for batch in self.cut()]
         if not found:
             raise ValueError(EMPTY)
-        self.objective = self.objective.knowing(self.ranks.sum(torch.stack(found).sum(0)))
+        self.objective = self.objective.knowing(self.share.ranks.sum(torch.stack(found).sum(0)))
         self.rewind()
 
     def _conclude(self, totals: Totals) -> None:
         if not self._m:
             raise ValueError(EMPTY)
         self._rows = self._m
-        if self.ranks.several:
+        if self.share.ranks.several:
             own = torch.tensor([*totals, self._m], dtype=torch.float64, device=self.parameters.device)
-            *found, rows = self.ranks.sum(own).tolist()
+            *found, rows = self.share.ranks.sum(own).tolist()
             totals, self._rows = Totals(*found), int(rows)
         if not totals.normaliser > 0:
             raise ValueError(
@@ -233,7 +235,7 @@ class Linearization:
 
     def _remember(self, piece: Piece) -> None:
         """What repeats this piece as it was; for several batches bounded memory comes first."""
-        self._m += piece.m
+        self._m += piece.jacobian.m
         if self.single:
             self._moments.append(piece.whole.before)
             self.slopes.append(list(piece.whole.slopes))
@@ -270,6 +272,7 @@ class Linearization:
     def close(self) -> None:
         """Lets go of the rows at once; what is asked after that is linearised anew."""
         torch.clear_autocast_cache()  # of weights at a trial point, without a graph
+        self.parameters.let_go()
         self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = self._pull = None
         self._moments.clear()
         self.slopes.clear()
@@ -397,8 +400,8 @@ def linearize(
     >>> paths = mq.linearize(model, "mse", x, y).paths
     """
     rule, chosen = WeightDecay.of(weight_decay), trainable(model, params)
-    parameters = Parameters(model, chosen)
-    spared = rule.spared(model, parameters)
+    spared = rule.spared(model, parameters := Parameters(model, chosen))
     weights = Weights([0.0 if free else rule.w for free in spared])
     objective = Objective(model, resolve(loss), chosen, weights, rule.anchor(parameters, spared))
-    return Linearization(objective, [Batch(x, y, weight)], rows or Exact(), needs or Needs(chunk))
+    batches, ranks = [Batch(x, y, weight)], objective.parameters.ranks
+    return Linearization(objective, batches, rows or Exact(), needs or Needs(chunk), ranks=ranks)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..layers.largest import Largest
 from ..losses import Loss
-from ..model.batch import Batch, forward
+from ..model.batch import Batch, forward, tensors
 from ..model.decay import Penalty
 from ..model.kernels import uncompiled
 from ..model.parameters import Parameters
@@ -59,9 +59,17 @@ class Objective:
 
     def called(self, inputs: Any, model: Callable[..., Any] | None = None) -> Any:
         """What the model returns, or one that was made of it, in float32 at least."""
+        self._gather(inputs)
         slow = self.parameters.device.type == "cpu" and not torch.is_grad_enabled() and model is None
         with Largest() if slow else nullcontext(), self.autocast(), uncompiled():
             return full(forward(self.model if model is None else model, inputs))
+
+    def _gather(self, inputs: Any) -> None:
+        """All ranks are about to pass through the modules whose parameters are sharded: there none can be waited for in
+        vain, so that what could fail on one of them alone is looked at here."""
+        if (ranks := self.parameters.ranks).several:
+            shapes = [(tuple(t.shape[1:]), t.dtype) for t in tensors(inputs)]
+            ranks.same(f"a forward pass of inputs of the shapes and dtypes {shapes}, but for the samples")
 
     def taken(self, raw: Any, batch: Batch) -> tuple[Objective, Tensor]:
         """The objective of outputs of the form that the model has returned, and z: (N, *out)"""

@@ -17,6 +17,7 @@ from ..model.batch import modes as modes_of
 from ..model.kernels import open_cells
 from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
+from ..ranks import RankError
 from .known import Known
 from .objective import Objective
 
@@ -36,8 +37,8 @@ class Pass:
         try:
             z, self.watch = self._forward(slopes, once)
         except RuntimeError as error:
-            reason = unlike(batch.inputs, objective.parameters.tensors[0])
-            if reason is None or out_of_memory(error):
+            reason = unlike(batch.inputs, objective.parameters.whole.tensors[0])
+            if reason is None or out_of_memory(error) or isinstance(error, RankError):
                 raise
             raise ValueError(f"the model failed: {error} (Note that {reason})") from error
         if batch.versions() != versions:
@@ -65,7 +66,7 @@ class Pass:
     def _forward(self, slopes: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Watch]:
         """`once`: for several rows of a sample, which are differentiated once only"""
         try:
-            model, params = self.objective.model, self.objective.parameters.tensors
+            model, params = self.objective.model, self.objective.parameters.whole.tensors
             with open_cells(model), torch.enable_grad():
                 with Watch(params, slopes, once, self.batch.samples) as watch:
                     watch.reorders = self.batch.opaque  # where the samples are in an object, no operation may tell
@@ -95,11 +96,12 @@ class Pass:
         """Whether it was the model that drew random numbers. The state of a generator does not tell, for other threads
         draw from the same: if it has changed, the model is called again and its operations are asked."""
         modes = modes_of(self.objective.model)
-        if self.chance.drawn or not self.before.drew_since():
+        alike = self.objective.parameters.ranks.all  # ranks that share the weights make the same passes
+        if self.chance.drawn or alike(not self.before.drew_since()):
             return
         here = self.moment()
         self.chance.drawn = True  # even if the look is interrupted
-        self.chance.drawn = modes in self.known.random or self._draws()
+        self.chance.drawn = modes in self.known.random or not alike(not self._draws())
         if self.chance.drawn:
             self.known.random.add(modes)
             here.restore(buffers=False)
@@ -125,7 +127,7 @@ class Pass:
         """The nodes of that graph."""
         if self._walk is None:
             model = self.objective.model
-            self._walk = Walk(self.graph, self.objective.parameters.tensors, model.parameters())
+            self._walk = Walk(self.graph, self.objective.parameters.whole.tensors, model.parameters())
         return self._walk
 
     def nodes(self) -> int:
@@ -142,6 +144,7 @@ class Pass:
     def pull(self, w: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:
         """Jᵀw by parameter, None for those that the outputs do not depend on: (N, *out) → like the parameters"""
         w = w.view_as(self.graph)
+        self.objective.parameters.ranks.same("a backward pass")
         try:
             grads = torch.autograd.grad(self.graph, params, w, retain_graph=True, allow_unused=True)
         except RuntimeError as error:

@@ -17,6 +17,7 @@ from ..model.batch import Batch, tensors
 from ..model.checks import check_coupling
 from ..model.parameters import named_parameters
 from ..model.randomness import Chance
+from ..model.shards import own_part
 from .jacobian import Jacobian
 from .known import Known
 from .objective import Objective, Totals
@@ -67,8 +68,9 @@ class Piece:
 
     def _unrolls(self, rows: int) -> bool:
         """Several rows of a sample pay for a backward pass of our own."""
-        on_cpu = self.objective.parameters.device.type == "cpu"
-        return self.known.unrolls and rows > 1 and not self.keep_graph and on_cpu
+        parameters = self.objective.parameters
+        fit = parameters.device.type == "cpu" and parameters.shards is None
+        return self.known.unrolls and rows > 1 and not self.keep_graph and fit
 
     def _totals(self, rows: Rows) -> Totals:
         objective, batch, loss = self.objective, self.batch, self.objective.loss
@@ -108,7 +110,7 @@ class Piece:
             if t.is_floating_point() and not bool(t.isfinite().all()):
                 return "the inputs hold NaN or infinite values, clean the data"
         for name, p in named_parameters(self.objective.model):
-            if not bool(p.isfinite().all()):
+            if not bool(own_part(p).isfinite().all()):
                 return f"the model's parameter {name!r} holds NaN or infinite values, load an earlier checkpoint"
         if not bool(self.z.isfinite().all()):
             return "inputs, targets and parameters are finite, so it is the model that overflows; look at its outputs"
@@ -147,7 +149,7 @@ class Piece:
         groups = [[calls[i] for i in members] for members in grouped(calls)]
         alike = [group for group in groups if len({call.kind for call in group}) == 1]
         ruled = {id(p) for group in alike for call in group for p in call.params}
-        return sum(p.numel() for p in self.objective.parameters.tensors if id(p) not in ruled)
+        return sum(p.numel() for p in self.objective.parameters.whole.tensors if id(p) not in ruled)
 
     @property
     def divisible(self) -> bool:
@@ -181,6 +183,10 @@ class Piece:
             if forward is not self.whole:
                 self.whole.after.restore(gently=True)  # where the forward pass of the whole ended
         return self._blocks
+
+    def random(self) -> Tensor:
+        """One number for every row, the same every time: (R, N)"""
+        return self.jacobian.random()
 
     def apply(self, v: Tensor) -> Tensor:
         """J̃v: (n,) → (m,)"""

@@ -19,7 +19,7 @@ def apply(blocks: Iterable[Block], v: Tensor, parameters: Parameters) -> Tensor:
         found = block.apply([parts[i] for i in parameters.members(block.params)])
         total = found if total is None else total.add_(found)
     assert total is not None
-    return total
+    return parameters.total(total)
 
 
 def adjoint(blocks: Iterable[Block], w: Tensor, parameters: Parameters) -> Tensor:

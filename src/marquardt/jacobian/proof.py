@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from ..memory import out_of_memory
 from ..model.batch import modes
 from ..model.checks import check_coupling
 from ..model.parameters import flat
+from .comparison import Comparison
 from .jacobian import PATHS, Jacobian
 from .known import Map, Proof, RowByRow
 from .mapping import find
@@ -30,15 +30,18 @@ GUARDED = 1_000_000
 # To compare a piece with autograd once more costs a backward pass: one piece in so many is compared.
 EVERY = 8
 
+# Of sharded parameters this part of all their gradients is compared at once, or that of the largest layer.
+SHARE = 8
+
 # Ways of calling the model whose proofs are kept.
 KEPT = 64
 
-Key = TypeVar("Key")
 Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by these
 
 
 def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
-    """The columns of J̃ by layer, and the parameters without influence; None if these rows cannot tell."""
+    """The columns of J̃ by layer, and the parameters without influence; None if these rows cannot tell. Ranks that share
+    the weights find the same, for they make the same passes."""
     known, model, calls = J.forward.known, J.forward.objective.model, J.forward.watch.calls
     J.shorten()
     groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
@@ -46,10 +49,10 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     signature = _with_graph(J, base)
     if not recording():
         known.only_slopes = not J.forward.chance.drawn or _draws_slopes_only(J)
-    proven = recording() or signature in known.proofs
+    proven = recording() or J.ranks.all(signature in known.proofs)
     if recording() and known.proof.map is not None and known.proofs.get(signature) is not known.proof:
         raise RuntimeError("the graph of the recorded pass is not the one that was proven")
-    if not proven and not bool(J.S.any()):  # all weights are zero: that proves nothing
+    if not proven and J.ranks.all(not bool(J.S.any())):  # all weights are zero: that proves nothing
         return [Nothing(J.parameters.tensors, J.m, J.N)], None
     if not proven:
         check_coupling(model)
@@ -60,7 +63,7 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
         blocks, influential = _without_inert(J, _blocks(J, groups))
         doubtful = proven and not recording() and (influential or not _plausible(J, blocks))
     except Exception as error:  # what was proven on other data may fail on these
-        if not proven or recording() or out_of_memory(error):
+        if not proven or recording() or out_of_memory(error) or J.ranks.several:
             raise
         doubtful = True
     if doubtful:
@@ -71,7 +74,7 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
             known.proof.quiet = EVERY * 2**known.proof.alarms
         blocks, _ = _without_inert(J, _blocks(J, groups))
     if not proven:
-        known.differentiates = not J.forward.same_without_grad()
+        known.differentiates = not J.ranks.all(J.forward.same_without_grad())
     return blocks, set(known.proof.inert)
 
 
@@ -175,7 +178,8 @@ def _without_inert(J: Jacobian, blocks: list[Block]) -> tuple[list[Block], bool]
         ]
         rest = block.without(inert)
         found += [*([] if rest is None else [rest]), Nothing(inert, J.m, J.N)]
-    return found, bool(influential) and not recording() and bool(torch.stack(influential).any())
+    same = recording() or not influential or not bool(torch.stack(influential).any())
+    return found, not J.ranks.all(same)
 
 
 def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
@@ -184,25 +188,41 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
     Layers that see the samples in another order for other data (sorted by length, routed to experts) fail here.
     """
     proof, index = J.forward.known.proof, J.parameters.index
-    new = J.N not in proof.sizes
+    new = not J.ranks.all(J.N in proof.sizes)
     some = [b for b in blocks if new or b.columns <= GUARDED]
     if (proof.quiet and not new) or not some:
         proof.quiet = max(0, proof.quiet - 1)
         return True
     proof.sizes.add(J.N)
-    proof.quiet = 0 if J.forward.watch.reorders else EVERY - 1
+    proof.quiet = EVERY - 1 if J.ranks.all(not J.forward.watch.reorders) else 0
     w, tolerance = J.random(), tolerances.of_rules(J.forward.coarsest)
-    pulled = iter(J.forward.pull(J.cotangent(w), [p for b in some for p in b.params]))
     wrong = []
-    for b in some:
-        true = [flat(next(pulled), p) for p in b.params]
-        if b.empty:
-            limits = [proof.inert.get(index[id(p)], 0.0) for p in b.params]
-            wrong += [t.norm() > limit for t, limit in zip(true, limits, strict=True)]
-        else:
-            whole = torch.cat(true)
-            wrong.append((b.pull(w.flatten()) - whole).norm() > tolerance * whole.norm())
-    return not bool(torch.stack(wrong).any())
+    for part in _parts(J, [b.columns for b in some]):
+        pulled = iter(J.forward.pull(J.cotangent(w), [p for k in part for p in some[k].params]))
+        for b in (some[k] for k in part):
+            true = [flat(next(pulled), p) for p in b.params]
+            if b.empty:
+                limits = [proof.inert.get(index[id(p)], 0.0) for p in b.params]
+                wrong += [t.norm() > limit for t, limit in zip(true, limits, strict=True)]
+            else:
+                whole = torch.cat(true)
+                wrong.append((b.pull(w.flatten()) - whole).norm() > tolerance * whole.norm())
+    return J.ranks.all(not bool(torch.stack(wrong).any()))
+
+
+def _parts(J: Jacobian, sizes: Sequence[int]) -> list[list[int]]:
+    """What is compared at once: all of it, but no rank holds all gradients of parameters that are sharded."""
+    if not J.ranks.several:
+        return [list(range(len(sizes)))]
+    parts: list[list[int]] = []
+    most, total = max(max(sizes, default=0), J.parameters.n // SHARE), 0
+    for k, size in enumerate(sizes):
+        if not parts or total + size > most:
+            parts.append([])
+            total = 0
+        parts[-1].append(k)
+        total += size
+    return parts
 
 
 def _draws_slopes_only(J: Jacobian) -> bool:
@@ -228,16 +248,25 @@ def _prove(J: Jacobian, base: object) -> None:
     proof = known.proof = Proof(sizes={J.N})
     known.proven = None
     known.proofs.pop(_with_graph(J, base), None)
-    comparison = Comparison(J)
+    comparison = Comparison(J, any(other.inert for other in known.proofs.values()))
     _prove_rules(J, proof, comparison)
     covered = {i for key in proof.layouts for i in key}
-    proof.general.update({i: "none" for i, g in enumerate(comparison.pulled) if g is None and i not in covered})
-    _prove_graph(J, proof, comparison, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
-    _prove_paths(J, proof, comparison, [i for i in range(len(J.parameters)) if i not in covered | set(proof.general)])
-    if any(other.inert for other in known.proofs.values()):
-        comparison.measure_rounding()
+    rest = [i for i in range(len(J.parameters)) if i not in covered]
+    for part in _parts(J, [J.parameters.sizes[i] for i in rest]):
+        comparison.look([rest[k] for k in part])
+    proof.general.update({i: "none" for i in rest if J.ranks.all(i in comparison.unused)})
+    rest = [i for i in rest if i not in proof.general]
+    if J.ranks.several and rest:
+        raise ValueError(
+            f"the rows of parameter {J.parameters.names[rest[0]]!r} cannot be found by a rule of its layer, and other "
+            "ways need all of the model on one rank: LM takes sharded parameters of linear layers, convolutions, "
+            "embeddings and normalisations whose samples can be told; pass the plain model, or leave it out by params="
+        )
+    _prove_graph(J, proof, comparison, rest)
+    _prove_paths(J, proof, comparison, [i for i in rest if i not in proof.general])
+    comparison.end()
     proof.inert = comparison.inert
-    if all(g is None or bool(g.any()) for g in comparison.pulled):
+    if J.ranks.all(not comparison.zeros):
         if proof.map is not None:
             known.walks.add(base)
         if len(known.proofs) >= KEPT:
@@ -250,19 +279,22 @@ def _prove_rules(J: Jacobian, proof: Proof, comparison: Comparison) -> None:
     """The layout of every group of calls, if one is right."""
     calls = J.forward.watch.calls
     deltas, _ = _deltas(J, range(len(calls)), [])
-    for members in grouped(calls):
-        some = [calls[i] for i in members]
-        key = tuple(sorted({i for call in some for i in J.parameters.members(call.params)}))
-        found: dict[Layout, Block] = {}
-        for layout in LAYOUTS:
-            try:
-                block = assemble(some, [deltas[i] for i in members], J.N, layout)
-            except Misfit:
-                continue
-            found[layout] = block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N)
-        right = comparison.first(found)
-        if right is not None:
-            proof.layouts[key] = right
+    groups = grouped(calls)
+    keys = [tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})) for g in groups]
+    for part in _parts(J, [sum(J.parameters.sizes[i] for i in key) for key in keys]):
+        comparison.look([i for k in part for i in keys[k]])
+        for key, members in ((keys[k], groups[k]) for k in part):
+            some = [calls[i] for i in members]
+            found: dict[Layout, Block | None] = {}
+            for layout in LAYOUTS:
+                try:
+                    block = assemble(some, [deltas[i] for i in members], J.N, layout)
+                    found[layout] = block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N)
+                except Misfit:
+                    found[layout] = None
+            right = comparison.first(found)
+            if right is not None:
+                proof.layouts[key] = right
 
 
 def _prove_graph(J: Jacobian, proof: Proof, comparison: Comparison, rest: list[int]) -> None:
@@ -300,66 +332,3 @@ def _prove_paths(J: Jacobian, proof: Proof, comparison: Comparison, rest: list[i
         if path == "loop" or comparison.first({path: block}) is not None:
             proof.general.update(dict.fromkeys(rest, path))
             break
-
-
-class Comparison:
-    """Jᵀ(Sw) from plain autograd for a random w: what J̃ᵀw from the rows must equal.
-
-    Equality for one random w proves J̃ itself, column by column: each column of a wrong J̃ would have to be orthogonal to
-    w. It is equality up to rounding, and rounding may be all there is: a bias before InstanceNorm, or that of the keys
-    of attention, has no influence on the outputs. How much it is shows in multiples of w, which round in other ways.
-    """
-
-    def __init__(self, J: Jacobian) -> None:
-        self.J, self.params, self.index = J, J.parameters.tensors, J.parameters.index
-        self.w = J.random()
-        self.pulled = J.forward.pull(J.cotangent(self.w), self.params)
-        self.true = [flat(g, p) for g, p in zip(self.pulled, self.params, strict=True)]
-        self.tolerance = tolerances.of_rules(J.forward.coarsest)
-        # Multiples differ by about as much as rounding leaves, and a true gradient is 1/eps times that: measured 130
-        # times in bfloat16, and some 1000 times may be expected of TF32. But only 8 times for the bias of a LayerNorm
-        # of bfloat16 on a CPU, which adds up in it; without influence it is once.
-        self.bound = min(50.0, 0.02 / torch.finfo(J.forward.coarsest).eps)
-        self.noise: list[Tensor] | None = None  # what rounding may leave, by parameters: ()
-        self.inert: dict[int, float] = {}  # parameters whose gradient is no more than that
-
-    def first(self, blocks: Mapping[Key, Block]) -> Key | None:
-        """The first that agrees; rounding is asked only if none does."""
-        for key, block in blocks.items():
-            if self._agrees(block):
-                return key
-        if blocks:
-            self.measure_rounding()
-        for key, block in blocks.items():
-            if self._agrees(block):
-                return key
-        return None
-
-    def _agrees(self, block: Block) -> bool:
-        found = block.pull(self.w.flatten()).split([p.numel() for p in block.params])
-        smallest = torch.finfo(self.w.dtype).tiny
-        for p, f in zip(block.params, found, strict=True):
-            i = self.index[id(p)]
-            noise = smallest if self.noise is None else smallest + self.noise[i]
-            if not bool((f - self.true[i]).norm() <= self.tolerance * self.true[i].norm() + noise):
-                return False
-        return True
-
-    def measure_rounding(self) -> None:
-        """How much rounding leaves, and which gradients are no more: with another w too, for one of them may be small
-        by chance."""
-        if self.noise is not None:
-            return
-        squares = [t.new_zeros(()) for t in self.true]
-        for c in (3, 5, 7):
-            for square, t, other in zip(squares, self.true, self._pull(c * self.w), strict=True):
-                square += (other / c - t).square().sum() / 3
-        self.noise = [self.bound * square.sqrt() for square in squares]
-        again = self._pull(self.J.random(1))
-        for i, (t, other, noise) in enumerate(zip(self.true, again, self.noise, strict=True)):
-            if bool((noise > 0) & (t.norm() <= noise) & (other.norm() <= noise)):
-                self.inert[i] = float(noise)
-
-    def _pull(self, w: Tensor) -> list[Tensor]:
-        pulled = self.J.forward.pull(self.J.cotangent(w), self.params)
-        return [flat(g, p) for g, p in zip(pulled, self.params, strict=True)]

@@ -60,7 +60,7 @@ class Call:
             return o.x.numel() / N, 1, 1, o.weight.shape[-1], True
         if o.weight.ndim == 1 or o.weight.shape == o.x.shape[o.lead :]:  # a scale
             return self.outputs / (N * o.weight.numel()), o.weight.numel(), 1, 1, False
-        I, O = o.weight[0].numel(), len(o.weight)
+        I, O = math.prod(o.weight.shape[1:]), len(o.weight)
         groups = 1 if o.window is None else max(1, o.window // I)
         return self.outputs / (N * O), groups, I, O // groups, False
 

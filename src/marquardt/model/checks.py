@@ -8,20 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ranks import of
 from .precision import wide
+from .shards import check_sharded, let_go, sharded
 from .walk import submodules
 
 # What keeps several copies or parts of a model, on devices or ranks.
-WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
 def unwrapped(model: Any, group: Any) -> tuple[Any, Any]:
-    """The model within DistributedDataParallel, and its process group if none is given: LM adds up by itself."""
+    """The model within DistributedDataParallel, and its process group, or that of its shards, if none is given: LM adds
+    up by itself."""
+    if isinstance(model, nn.Module):
+        let_go(model)  # before the parameters are looked at
+        if any(sharded(p) for p in model.parameters()):
+            return model, _of_shards(model, group)
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return model, group
     if group is False:
         raise ValueError("a model in DistributedDataParallel is one of several copies: leave group=False out")
     return model.module, model.process_group if group is None else group
+
+
+def _of_shards(model: nn.Module, group: Any) -> Any:
+    given: list[Any] = list(model.parameters())
+    mesh = next(p.device_mesh for p in given if sharded(p))
+    if group is False:
+        raise ValueError("the ranks that share the weights take every step together: leave group=False out")
+    if group is not None and of(group) is not of(mesh):
+        raise ValueError("group= has other ranks than those that hold the model's shards: leave it out")
+    return group if mesh.ndim > 1 else mesh.get_group()
 
 
 def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
@@ -41,6 +58,7 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
     chosen = [p for p in given if p.requires_grad]
     if not chosen:
         raise ValueError("no trainable parameters: set requires_grad=True on some, or pass others as params=")
+    check_sharded(model, chosen)
     wides = {wide(p.dtype) for p in chosen}  # bfloat16 and float16 are the rounding of float32
     dtypes = {p.dtype for p in chosen} if len(wides) > 1 else wides
     for what, found in (("dtypes", dtypes), ("devices", {p.device for p in chosen})):
@@ -71,14 +89,8 @@ def check_whole(model: nn.Module) -> None:
                 raise TypeError(
                     f"the model is wrapped in {kind.__name__}, and LM does not add up over its copies or shards, which "
                     "would drift apart: pass the plain model, model.module, on every rank of a process group, "
-                    "or one in DistributedDataParallel (docs/distributed.md)"
+                    "one in DistributedDataParallel, or one that fully_shard has sharded (docs/distributed.md)"
                 )
-    for name, p in model.named_parameters():
-        if any(kind.__name__ == "DTensor" for kind in type(p).__mro__):
-            raise TypeError(
-                f"parameter {name!r} is a DTensor, and LM does not add up over its shards: pass the plain model and "
-                "train it on one device"
-            )
 
 
 def coupled(model: nn.Module) -> str | None:

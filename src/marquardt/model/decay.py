@@ -165,7 +165,7 @@ class Penalty:
         here = [p.detach() for p in params]
         if self.towards is not None:
             here = list(torch._foreach_sub(here, self.parameters.shaped(self.towards.to(here[0]))))
-        return 0.5 * self.weights.squares(here)
+        return self.parameters.total(0.5 * self.weights.squares(here))
 
     def along(self, theta: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
         """At θ + lr·d for every lr"""

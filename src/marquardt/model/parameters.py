@@ -8,7 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ..ranks import ALONE, Ranks
 from .precision import wide, widened
+from .shards import Shards, sharded
 
 Range = tuple[slice, slice]  # columns of θ, columns of some blocks side by side
 
@@ -18,10 +20,16 @@ class Parameters:
 
     Products of two such vectors are formed here and nowhere else. θ is in float32 at least: parameters of bfloat16 or
     float16 are its rounding, and `master` is the θ that they were rounded from.
+
+    Of parameters that are sharded, `tensors` are the shards of this rank, and all such vectors have their n numbers:
+    what is added up over n is added up over `ranks` too, by `total`. `whole` are the parameters as a forward pass sees
+    them.
     """
 
     def __init__(self, model: nn.Module, params: Sequence[Tensor], master: Tensor | None = None) -> None:
-        self.tensors = list(params)
+        self._model, self._given = model, list(params)
+        self.shards = Shards(model, self._given) if sharded(self._given[0]) else None
+        self.tensors = self._given if self.shards is None else self.shards.local
         self.index = {id(p): i for i, p in enumerate(self.tensors)}
         self.sizes = [p.numel() for p in self.tensors]
         self.n = sum(self.sizes)
@@ -29,12 +37,27 @@ class Parameters:
         self.dtype, self.device = wide(self.tensors[0].dtype), self.tensors[0].device
         self.coarse = any(p.dtype != self.dtype for p in self.tensors)
         self.master = master.to(self.device, self.dtype) if master is not None and self.coarse else None
-        self._model = model
 
     @cached_property
     def names(self) -> list[str]:
+        if self.shards is not None:
+            return self.shards.names
         names = {id(p): name for name, p in named_parameters(self._model)}
         return [names[id(p)] for p in self.tensors]
+
+    @cached_property
+    def whole(self) -> Parameters:
+        """The parameters as a forward pass sees them: all their numbers, and where they have memory at that time."""
+        if self.shards is None:
+            return self
+        found = Parameters(self._model, self.shards.whole)
+        found.names = self.names
+        return found
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that hold parts of θ"""
+        return ALONE if self.shards is None else self.shards.ranks
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -59,6 +82,7 @@ class Parameters:
     def assign(self, theta: Tensor) -> None:
         """The parameters ← θ"""
         torch.clear_autocast_cache()  # of other weights
+        self.let_go()
         self.master = theta if self.coarse else None
         with torch.no_grad():
             torch._foreach_copy_(self.tensors, self.shaped(theta))
@@ -67,8 +91,20 @@ class Parameters:
         """The parameters += lr·d, without another vector in memory unless they are rounded"""
         if self.coarse:
             return self.assign(self.vector().add_(d, alpha=lr))
+        self.let_go()
         with torch.no_grad():
             torch._foreach_add_(self.tensors, self.shaped(d), alpha=lr)
+
+    def recover(self, theta: Tensor) -> None:
+        """The parameters ← θ after a step that failed"""
+        if self.shards is not None:
+            self.shards.recover()
+        self.assign(theta)
+
+    def let_go(self) -> None:
+        """Of sharded parameters as they were gathered for the last pass"""
+        if self.shards is not None:
+            self.shards.let_go()
 
     # Vectors and their pieces.
 
@@ -115,14 +151,28 @@ class Parameters:
 
     # Products.
 
+    def total(self, t: Tensor) -> Tensor:
+        """What was added up over the n numbers of this rank, over all"""
+        return self.ranks.sum(t)
+
+    def largest(self, t: Tensor, dim: int) -> Tensor:
+        """Along the rows of a parameter, those of all ranks: a dimension of t, which stays with length 1"""
+        shape = [1 if k == dim else size for k, size in enumerate(t.shape)]
+        most = t.amax(dim, keepdim=True) if t.shape[dim] else t.new_zeros(shape)
+        return most if self.shards is None else self.ranks.gather(most[None]).amax(0)
+
+    def finite(self, v: Tensor) -> Tensor:
+        """Whether all of its numbers are, those of other ranks among them: ()"""
+        return v.isfinite().all() if self.shards is None else self.total((~v.isfinite()).sum()) == 0
+
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """aᵀb: ()"""
-        return a @ b
+        return self.total(a @ b)
 
     def norm(self, a: Tensor) -> Tensor:
         """‖a‖: ()"""
         length: Tensor = torch.linalg.vector_norm(a)
-        return length
+        return length if self.shards is None else self.total(length.double().square()).sqrt().to(length.dtype)
 
     def cosine(self, a: Tensor, b: Tensor) -> Tensor:
         """Without the copies that torch.cosine_similarity makes of vectors that may be large: ()"""

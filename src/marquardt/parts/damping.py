@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from ..metric import Diagonal, Layered, LayerSides, Metric, Part
 
 class Damping(Protocol):
     def update(self, D: Metric | None, G: Curvature) -> Metric:
-        """The next D, from the last one (None at first) and the curvature of this step."""
+        """The next D, from the last one (None at first) and the curvature of this step. One that says `shares = True`
+        takes what it adds up over n through G.parameters.total, and so works with sharded parameters."""
         ...
 
 
@@ -26,6 +28,8 @@ class Identity:
 
     >>> opt = mq.LM(model, "mse", damping=mq.Identity())
     """
+
+    shares: ClassVar[bool] = True
 
     def update(self, D: Metric | None, G: Curvature) -> Diagonal:
         return Diagonal(one(G))
@@ -54,6 +58,7 @@ class MeanEigenvalue:
     """
 
     memory: float = 10.0
+    shares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_memory(self)
@@ -77,6 +82,7 @@ class LayerMeanEigenvalue:
     """
 
     memory: float = 10.0
+    shares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_memory(self)
@@ -105,6 +111,7 @@ class MaxDiagonal:
     """
 
     floor: float = 0.01  # D₀: the paper, section 2.3
+    shares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor < float("inf"):
@@ -118,7 +125,8 @@ class MaxDiagonal:
         found = Diagonal(one(G), [Part(part) for part in parts])
         found = found if past is None else past.maximum(found)
         pairs = zip(found.parts or (), G.parameters.tensors, strict=True)
-        return Diagonal(found.scale, [Part(known_entries(part.flat(p.numel()), p)) for part, p in pairs])
+        entries = [known_entries(part.flat(p.numel()), p, G.parameters.largest) for part, p in pairs]
+        return Diagonal(found.scale, [Part(each) for each in entries])
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,8 @@ class KroneckerMetric:
     D is renewed after one step of `every`, and after each of the first 10; with `every` = 1 it is at once, from this
     batch too. Without partial traces D = τI, as with MeanEigenvalue: if there are no rows, as with samples that depend
     on each other, and with a G that is a Kronecker product itself, a Hessian, or one that does not offer them. On the
-    same data again, G knows all that D could tell: another damping takes over, `steady`, unless that is None.
+    same data again, G knows all that D could tell: another damping takes over, `steady`, unless that is None. If the
+    parameters are sharded, no rank has all of a layer, and D = τI too.
 
     Args:
         c: γ in units of the mean eigenvalue τ.
@@ -190,6 +199,10 @@ class KroneckerMetric:
             raise TypeError(
                 f"KroneckerMetric(steady={self.steady!r}): the damping on the same data, mq.MeanEigenvalue(), or None"
             )
+
+    @property
+    def shares(self) -> bool:
+        return self.steady is None or getattr(self.steady, "shares", False)
 
     def update(self, D: Metric | None, G: Curvature) -> Metric:
         past, before = (D, None) if isinstance(D, Layered) else (None, D)
@@ -276,20 +289,24 @@ def _larger_entries(old: Part, new: Tensor, floor: float, p: Tensor) -> Tensor:
     return known_entries(new.clamp(min=floor) if first else torch.maximum(old.flat(p.numel()), new), p)
 
 
-def known(t: Tensor, dim: int = 0) -> Tensor:
+def largest(t: Tensor, dim: int) -> Tensor:
+    return t.amax(dim, keepdim=True)
+
+
+def known(t: Tensor, dim: int = 0, largest: Callable[[Tensor, int], Tensor] = largest) -> Tensor:
     """t, from eps times the largest along one dimension on; what is 0 stays so.
 
     The gradient of a parameter without influence, like the bias of the keys of attention, is rounding: eps times that
     of others, and its curvature eps². Their ratio would be a step of 1/eps; with a curvature of eps it is an ordinary
     one.
     """
-    return torch.maximum(t, torch.finfo(t.dtype).eps * t.amax(dim, keepdim=True)).where(t > 0, 0)
+    return torch.maximum(t, torch.finfo(t.dtype).eps * largest(t, dim)).where(t > 0, 0)
 
 
-def known_entries(t: Tensor, p: Tensor) -> Tensor:
+def known_entries(t: Tensor, p: Tensor, largest: Callable[[Tensor, int], Tensor] = largest) -> Tensor:
     """The same for all entries of a parameter, flat: among its outputs, which are first. Its inputs may be of any size,
     for what they multiply has no part in that rounding."""
-    return known(t.view(*p.shape[:1], -1)).flatten() if t.numel() else t
+    return known(t.view(*p.shape[:1], math.prod(p.shape[1:])), 0, largest).flatten() if p.ndim else known(t.view(1))
 
 
 def one(G: Curvature) -> Tensor:

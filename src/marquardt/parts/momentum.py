@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ class Momentum(Protocol):
         ...
 
     def refine(self, newton: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
-        """The step dθ from the plain one −H⁻¹g and the previous accepted step."""
+        """The step dθ from the plain one −H⁻¹g and the previous accepted step. One that says `shares = True` has its
+        products of two steps from H, and so works with sharded parameters."""
         ...
 
 
@@ -46,6 +47,7 @@ class AdaptiveMomentum:
         False  # δP ← min(δP, √I_GG): guarantees a decrease of the model, where a fixed δP stalls near the optimum
     )
     same_data: bool = False  # True: not on changing batches, where the previous step belongs to another loss
+    shares: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.xi < 1:
@@ -86,6 +88,8 @@ class QuadraticMomentum:
 
     >>> opt = mq.LM(model, "mse", momentum=mq.QuadraticMomentum())
     """
+
+    shares: ClassVar[bool] = True
 
     @property
     def recordable(self) -> bool:

@@ -64,6 +64,11 @@ class Ranks:
         """Those of all ranks one after the other; lengths may differ: (k, …) → (Σk, …)"""
         return t
 
+    def dealt(self, parts: Sequence[Tensor]) -> Tensor:
+        """A part for every rank: those of all ranks for this one, one after the other, (k, …) → (Σk, …). The k of a
+        rank is the same in all its parts."""
+        return parts[0]
+
     def one(self, t: Tensor, source: int = 0) -> Tensor:
         """The tensor that one rank has, of a shape that all know"""
         return t

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -178,6 +179,18 @@ class Several(Ranks):
         self._wait(lambda: dist.all_gather(found, padded, group=self.group))
         self.sent += (self.size - 1) * padded.numel() * padded.element_size()
         return torch.cat([part[:length] for part, length in zip(found, lengths, strict=True)])
+
+    def dealt(self, parts: Sequence[Tensor]) -> Tensor:
+        own = parts[self.rank]
+        others = [tuple(t.shape[1:]) for t in parts]
+        what = f"a part of {own.dtype} {others} for every rank"
+        lengths = [int(length) for (length,) in self._meet(what, [len(own)])]
+        given = torch.cat([t.flatten() for t in parts])
+        found = own.new_empty(sum(lengths), *own.shape[1:])
+        sizes = [length * math.prod(own.shape[1:]) for length in lengths]
+        self._wait(lambda: dist.all_to_all_single(found.view(-1), given, sizes, [t.numel() for t in parts], self.group))
+        self.sent += (given.numel() - own.numel()) * given.element_size()
+        return found
 
     def one(self, t: Tensor, source: int = 0) -> Tensor:
         self._meet(f"{t.dtype} {tuple(t.shape)} of rank {source}")

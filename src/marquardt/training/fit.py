@@ -17,6 +17,7 @@ from ..losses import resolve
 from ..model.checks import unwrapped
 from ..model.decay import WeightDecay
 from ..model.parameters import Parameters
+from ..model.shards import refuse_sharded
 from ..optimizer import LM
 from ..ranks import OtherRank, cause, of
 from ..sources import Indexed, Source, Stream, source
@@ -168,6 +169,7 @@ def fit(
         stops = Stops(steps, seconds, goal, min_gradient, max_lam, patience)
         bar, calls = shown(progress, stops, ranks.rank == 0), listed(callbacks)
         evidence = weight_decay if isinstance(weight_decay, Evidence) else None
+        refuse_sharded(model.parameters(), "mq.fit")
         opt = optimizer(model, loss, weight_decay, options)
         train, held = sets(opt, data, validation, seed)
         check_shared(train, ranks, evidence is not None)

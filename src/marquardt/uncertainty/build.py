@@ -16,6 +16,7 @@ from ..losses import Elementwise, resolve
 from ..model.checks import trainable
 from ..model.decay import WeightDecay, check_weight
 from ..model.parameters import Parameters, named_parameters
+from ..model.shards import refuse_sharded
 from ..sources import source
 from .evidence import unit
 from .expansion import Expansion
@@ -135,6 +136,7 @@ def laplace(
             f"noise={noise!r}: {loss.display_name} has no noise beside what the model returns, leave it out"
         )
     chosen = trainable(model, last_layer(model) if isinstance(params, str) and params == "last" else params)
+    refuse_sharded(chosen, "mq.posterior")
     parameters = Parameters(model, chosen)
     weights, towards = decays(model, parameters, weight_decay)
     at = Expansion(model, loss, parameters, source(data, device=parameters.device, dtype=chosen[0].dtype))

@@ -1,0 +1,154 @@
+"""Parameters that FSDP2 has sharded (`torch.distributed.fsdp.fully_shard`): of each a rank holds some rows, and a
+forward pass sees it whole while its module is called."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from ..ranks import Ranks, of
+
+WAY_OUT = "(docs/sharded.md says which models LM takes in shards)"
+
+# The parameters of a model, sharded and whole, by the ids of the sharded ones. FSDP2 keeps the whole ones, without
+# memory between two passes.
+_seen: WeakKeyDictionary[nn.Module, dict[int, tuple[Any, Tensor]]] = WeakKeyDictionary()
+
+
+def sharded(p: Any) -> bool:
+    """Whether it is a DTensor"""
+    return hasattr(p, "to_local")
+
+
+def own_part(p: Any) -> Tensor:
+    """What this rank holds of a parameter"""
+    part: Tensor = p.to_local() if sharded(p) else p
+    return part.detach()
+
+
+def shard_of(p: Any) -> tuple[int, int] | None:
+    """The number of this rank among those that share a parameter, and how many they are; None if it is whole"""
+    return (p.device_mesh.get_local_rank(), p.device_mesh.size()) if sharded(p) else None
+
+
+def gathering(model: nn.Module) -> list[Any]:
+    """The modules that FSDP2 gathers the parameters of"""
+    return [m for m in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]
+
+
+def let_go(model: nn.Module) -> None:
+    """Of what was gathered, by the caller too: it is of other weights, or takes memory for nothing."""
+    for module in gathering(model):
+        module.reshard()
+
+
+def refuse_sharded(params: Iterable[Any], what: str) -> None:
+    if any(sharded(p) for p in params):
+        raise TypeError(
+            f"{what} takes no model whose parameters are sharded: train it by mq.LM(model, loss).step(...) {WAY_OUT}"
+        )
+
+
+def check_sharded(model: nn.Module, params: Sequence[Any]) -> None:
+    """All of them in rows, over the same ranks, by FSDP2."""
+    some, names = [p for p in params if sharded(p)], {id(p): name for name, p in model.named_parameters()}
+    if not some and not gathering(model):
+        return
+    if not some:
+        raise TypeError(
+            f"the model is sharded by fully_shard, but parameter {names[id(params[0])]!r}, which trains, is not: shard "
+            f"all that train {WAY_OUT}"
+        )
+    if not gathering(model):
+        raise TypeError(
+            f"parameter {names[id(some[0])]!r} is a DTensor that nothing gathers for a forward pass: LM takes those "
+            f"that torch.distributed.fsdp.fully_shard has sharded {WAY_OUT}, or the plain model"
+        )
+    for p in params:
+        if not sharded(p):
+            raise TypeError(
+                f"parameter {names[id(p)]!r} is not sharded, and {names[id(some[0])]!r} is: shard all that train by "
+                f"fully_shard, or leave it out by params= {WAY_OUT}"
+            )
+        placed = [(type(place).__name__, getattr(place, "dim", None)) for place in p.placements]
+        if placed != [("Shard", 0)]:
+            raise TypeError(
+                f"parameter {names[id(p)]!r} is placed as {tuple(p.placements)}: LM takes parameters that are sharded "
+                f"in their first dimension, over a mesh of one dimension {WAY_OUT}"
+            )
+        if p.device_mesh != some[0].device_mesh:
+            raise TypeError(
+                f"the parameters {names[id(p)]!r} and {names[id(some[0])]!r} are sharded over different ranks: shard "
+                "the whole model over one mesh"
+            )
+
+
+def _whole(model: nn.Module, params: Sequence[Any]) -> list[Tensor | None]:
+    """By a visit to every module: its parameters are gathered once. None for those that stay as they are."""
+    known = _seen.get(model, {})
+    if not all(id(p) in known for p in params):
+        places = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if sharded(p)]
+        for module in gathering(model):
+            module.unshard()
+            found = [(p, own[name]) for own, name, p in places]
+            known = known | {id(p): (p, now) for p, now in found if now is not None and now is not p}
+            module.reshard()
+        _seen[model] = known
+    return [known[id(p)][1] if id(p) in known else None for p in params]
+
+
+class Shards:
+    """What this rank holds of some parameters, and what a forward pass sees of them."""
+
+    def __init__(self, model: nn.Module, params: Sequence[Any]) -> None:
+        let_go(model)
+        known = {id(p): name for name, p in model.named_parameters()}
+        self.names = names = [known[id(p)] for p in params]
+        self.modules = gathering(model)
+        self.ranks: Ranks = of(params[0].device_mesh)
+        self.local = [own_part(p) for p in params]
+        self.whole = [self._seen_as(*each) for each in zip(_whole(model, params), params, names, strict=True)]
+        for local, each, name in zip(self.local, self.whole, names, strict=True):
+            own = slice(0, 0) if each.ndim == 0 else self.rows(len(each))[self.ranks.rank]
+            if len(local) != own.stop - own.start:
+                raise TypeError(f"parameter {name!r} of the shape {tuple(each.shape)} has {tuple(local.shape)} on rank "
+                                f"{self.ranks.rank}, which is not how torch.chunk cuts it {WAY_OUT}")  # fmt: skip
+
+    @staticmethod
+    def _seen_as(whole: Tensor | None, p: Any, name: str) -> Tensor:
+        if whole is None or sharded(whole):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor that FSDP2 does not gather by itself, as with tensor parallelism: LM "
+                f"takes those that fully_shard alone has sharded {WAY_OUT}"
+            )
+        if (whole.dtype, whole.device, whole.shape) != (p.dtype, p.device, p.shape):
+            raise TypeError(
+                f"parameter {name!r} is {p.dtype} on {p.device} in its shards, and {whole.dtype} on {whole.device} in "
+                f"a forward pass: leave mp_policy= and offload_policy= out of fully_shard {WAY_OUT}"
+            )
+        return whole
+
+    def rows(self, length: int) -> list[slice]:
+        """Of so many rows, those that every rank holds: as torch.chunk cuts them, the last may be fewer or none"""
+        each = -(-length // self.ranks.size)
+        cuts = [min(length, each * rank) for rank in range(self.ranks.size + 1)]
+        return [slice(first, last) for first, last in itertools.pairwise(cuts)]
+
+    def let_go(self) -> None:
+        for module in self.modules:
+            module.reshard()
+
+    def recover(self) -> None:
+        """From a pass that was broken off"""
+        for module in self._roots():
+            if hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+        self.let_go()
+
+    def _roots(self) -> Iterator[Any]:
+        within = {id(child) for module in self.modules for child in module.modules() if child is not module}
+        return (module for module in self.modules if id(module) not in within)
