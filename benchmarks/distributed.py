@@ -2,7 +2,7 @@
 
     python benchmarks/distributed.py                      # 1 and 2 processes over gloo, one thread each
     python benchmarks/distributed.py --json out.json --rounds 9
-    python benchmarks/distributed.py --device cuda        # NCCL with a group of one: every path, no times to compare
+    python benchmarks/distributed.py --device cuda        # NCCL with a group of one: every representation and damping
 
 The network is the paper's CNN (2,202 parameters), the batch 2,400 images in all, noise around one pattern per class.
 "Independent" are two processes with one thread each that share nothing but the machine, with a batch of 2,400 each:
@@ -100,6 +100,46 @@ class Runner:
         return measured, self.curvature.sent(shapes) or 0.0
 
 
+REPRESENTATIONS = {
+    "Dense": mq.Dense(), "Dense in chunks": mq.Dense(chunk=20), "Gram": mq.Gram(), "Gram by layers": mq.Gram(whole=0),
+    "Gram in chunks": mq.Gram(chunk=20), "MatrixFree": mq.MatrixFree(), "Kronecker": mq.Kronecker(),
+    "Kronecker, every third": mq.Kronecker(every=3), "EKFAC": mq.EKFAC(), "Hessian": mq.Hessian(), "Auto": mq.Auto(),
+}  # fmt: skip
+DAMPINGS = [
+    mq.Identity(), mq.MeanEigenvalue(), mq.LayerMeanEigenvalue(), mq.MaxDiagonal(), mq.FactoredMaxDiagonal(),
+    mq.KroneckerMetric(),
+]  # fmt: skip
+
+
+def paths(device: str) -> dict[str, float]:
+    """Three steps with the group and three without, by every representation and damping: how far apart they end."""
+    found = {}
+    x, y = (t.to(device) for t in batch(60))
+    for name, curvature in REPRESENTATIONS.items():
+        for damping in DAMPINGS:
+            if name == "EKFAC" and not isinstance(damping, (mq.Identity, mq.MeanEigenvalue, mq.KroneckerMetric)):
+                continue  # refused
+            ends = []
+            for group in (dist.group.WORLD, False):
+                torch.manual_seed(0)
+                model = nn.Sequential(
+                    nn.Conv2d(1, 4, 5, stride=3),
+                    nn.Tanh(),
+                    nn.Flatten(),
+                    nn.Linear(256, 12),
+                    nn.Tanh(),
+                    nn.Linear(12, 10),
+                ).to(device, torch.float64)
+                schedule = mq.Constant(30.0 if name == "Hessian" else 1.0)
+                options = {"curvature": curvature, "damping": damping, "schedule": schedule, "capture": False}
+                opt = mq.LM(model, "cross_entropy", group=group, **options)
+                for _ in range(3):
+                    opt.step(x.double(), y)
+                ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            found[f"{name}, {type(damping).__name__}"] = float((ends[0] - ends[1]).norm() / ends[1].norm())
+    return found
+
+
 def rank_main(rank: int, ranks: int, store: str, device: str, rounds: int, queue: Any) -> None:
     torch.set_num_threads(1)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -107,6 +147,7 @@ def rank_main(rank: int, ranks: int, store: str, device: str, rounds: int, queue
         backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
     )
     found: dict[str, Any] = {}
+    every = paths(device) if ranks == 1 else {}
     for name in CURVATURES:
         together, alone = Runner(name, device, dist.group.WORLD), Runner(name, device, False)
         times: dict[str, list[float]] = {"together": [], "independent": [], "alone": []}
@@ -133,12 +174,12 @@ def rank_main(rank: int, ranks: int, store: str, device: str, rounds: int, queue
             "samples": together.N,
         }
     if rank == 0:
-        queue.put(found)
+        queue.put((found, every))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(ranks: int, device: str, rounds: int) -> dict[str, Any]:
+def run(ranks: int, device: str, rounds: int) -> tuple[dict[str, Any], dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         queue = mp.get_context("spawn").SimpleQueue()
         mp.spawn(rank_main, (ranks, str(Path(folder) / "store"), device, rounds, queue), ranks)
@@ -153,10 +194,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ranks = [1] if options.device == "cuda" else options.ranks
-    results = {}
+    results: dict[Any, Any] = {}
     print(f"{'':<12}{'ranks':>6}{'step':>10}{'independent':>13}{'efficiency':>12}{'sent':>12}{'model':>12}{'ratio':>8}")
     for count in ranks:
-        results[count] = run(count, options.device, options.rounds)
+        results[count], every = run(count, options.device, options.rounds)
+        if every:
+            far, worst = max((error, name) for name, error in every.items())
+            print(f"a group of one, {len(every)} pairs of curvature and damping: {far:.1e} apart at most ({worst})")
+            results["paths"] = every
         for name, r in results[count].items():
             # Samples per second of the group over those of as many processes by themselves.
             r["efficiency"] = r["independent"] / (count * r["together"])
