@@ -94,20 +94,25 @@ MEASURED = {  # how the README calls what stands under these names in the runs o
     "L-BFGS": ("L-BFGS", "tuned"),
     "Adam": ("Adam", "tuned"),
 }
-LINES = {"steps to 90 %": "steps_to_90", "seconds to 90 %": "seconds_to_90", "accuracy after 100 steps": "test_accuracy"}
+LINES = {
+    "steps to 90 %": "steps_to_90",
+    "seconds to 90 %": "seconds_to_90",
+    "accuracy after 100 steps": "test_accuracy",
+}
 
 
 def test_the_table_of_the_readme_has_the_means_of_the_runs():
     with open(DOCS / "paper" / "results.csv", encoding="utf-8", newline="") as file:
-        runs = [run for run in csv.DictReader(file) if run["experiment"] == "mnist" and run["status"] == "finished"]
+        runs = [run for run in csv.DictReader(file) if run["experiment"] == "mnist"]
     table = [line.strip("|").split("|") for line in README.read_text("utf-8").splitlines() if line.startswith("| ")]
     names = next([cell.strip() for cell in row] for row in table if len(row) == 1 + len(MEASURED))
     assert names[1:] == list(MEASURED)
     rows = {row[0].strip(): row[1:] for row in table}
     for line, column in LINES.items():
         for name, cell in zip(names[1:], rows[line], strict=True):
-            own = [float(run[column]) for run in runs if (run["label"], run["column"]) == MEASURED[name]]
-            mean, shown = statistics.fmean(own), cell.strip().removesuffix(" %")
+            own = [run for run in runs if (run["label"], run["column"]) == MEASURED[name]]
+            ended = [run for run in own if run["status"] == "finished" or column != "test_accuracy"]
+            mean, shown = statistics.fmean(float(run[column]) for run in ended), cell.strip().removesuffix(" %")
             decimals = len(shown.partition(".")[2])
             assert f"{mean * (100 if cell.strip().endswith('%') else 1):.{decimals}f}" == shown, (name, line)
 
