@@ -84,10 +84,10 @@ def lightning() -> None:
 
     x, net = torch.randn(40, 2), Net()
     trainer = L.Trainer(
-        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+        max_epochs=20, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
     trainer.fit(net, DataLoader(TensorDataset(x, x[:, :1]), 40))
-    assert (net(x) - x[:, :1]).square().mean() < 0.1
+    assert (net(x) - x[:, :1]).square().mean() < 1e-2
 
 
 @check
