@@ -91,7 +91,7 @@ def by_seconds(entry: Entry, seed: int, budget: float) -> Iterator[list[tuple[fl
     posed, found = problem(seed), []
     seconds, method = timed(lambda: TAKE_PART[entry.name].build(posed, seed, entry.rate))
     steps, mark = 0, FIRST
-    while seconds < budget:
+    while not steps or seconds < budget:
         share, count = seconds / budget, max(method.least, BLOCK) if steps else 1
         took, taken = timed(lambda share=share, count=count: method.run(share, count))
         seconds, steps = seconds + took, steps + taken
