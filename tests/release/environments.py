@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import tempfile
 import time
 import venv
@@ -32,9 +31,11 @@ def tried(wheel: Path, name: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("extras", nargs="*", choices=[[], *CHECKS], default=list(CHECKS))
+    parser.add_argument("extras", nargs="*", help=f"default: all of {', '.join(CHECKS)}")
     options = parser.parse_args()
-    for name in options.extras:
+    if unknown := set(options.extras) - set(CHECKS):
+        parser.error(f"no checks for {', '.join(sorted(unknown))}, only for {', '.join(CHECKS)}")
+    for name in options.extras or CHECKS:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             tried(options.wheel.resolve(), name, Path(folder))
@@ -42,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
