@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format docs serve links paper clean
+.PHONY: help test lint format docs serve links paper dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,13 @@ links: $(READY)  ## the links of README and docs that leave the repository, with
 
 paper: $(READY)  ## the paper's experiments, the quick version, and the report: paper-results/report.html
 	$(BIN)/marquardt paper
+
+dist: $(READY)  ## sdist and wheel, checked, installed into empty environments and tried, with torch alone and with each extra
+	rm -rf dist
+	$(BIN)/python -m pip install -q -c constraints.txt build twine
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python tests/release/environments.py dist/*.whl
 
 clean:  ## remove caches and builds; .venv stays
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
