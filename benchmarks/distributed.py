@@ -147,7 +147,7 @@ def rank_main(rank: int, ranks: int, store: str, device: str, rounds: int, queue
         backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
     )
     found: dict[str, Any] = {}
-    every = paths(device) if ranks == 1 else {}
+    every = paths(device) if device == "cuda" else {}
     for name in CURVATURES:
         together, alone = Runner(name, device, dist.group.WORLD), Runner(name, device, False)
         times: dict[str, list[float]] = {"together": [], "independent": [], "alone": []}
