@@ -122,15 +122,13 @@ class LM(Unscaled, torch.optim.Optimizer):
         self.model, self.loss = model, resolve(loss)
         self.curvature, self.rows, self.damping, self.schedule = curvature, rows, damping, schedule
         self.momentum, self.acceptance, self.line_search = momentum, acceptance, line_search
-        self.average, self.attempts, self.capture, self.group = average, attempts, capture, group
-        self.radius = radius
+        self.average, self.attempts, self.capture, self.group, self.radius = average, attempts, capture, group, radius
         parameters = Parameters(model, [p for each in groups for p in each["params"]])
         self._spared = rule.spared(model, parameters)  # from weight decay
         towards = rule.anchor(parameters, self._spared)
         self._averaged = False  # whether the model holds the averaged weights
-        self._known, self._recordings = Known(), Recordings()  # what was found out about the model
+        self._known, self._recordings, self._pace = Known(), Recordings(), Pace()  # what was found out about the model
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
-        self._pace = Pace()
         self._last: list[Any] = []  # the inputs of the last step, if BatchNorm keeps statistics of them
         super().__init__(groups, options)
         self._state = State(lam=schedule.initial, towards=towards)  # last: `add_param_group` asks for it

@@ -372,27 +372,19 @@ class MatrixFreeCurvature(Curvature):
             return lambda r: A.above.solve(r.clone(), self.parameters.sizes, scaled=False)
         if not self._sketched:
             self._diagonal, self._sketched = self._sketch() if self._has_rows() else None, True
-        M = (
-            None
-            if self._diagonal is None
-            else (self._diagonal + A.diagonal(self.parameters.sizes)).pow_(self.options.precondition)
-        )
-        return None if M is None else M.where(M > 0, 1)
+        if self._diagonal is None:
+            return None
+        M = (self._diagonal + A.diagonal(self.parameters.sizes)).pow_(self.options.precondition)
+        return M.where(M > 0, 1)
 
     def _sketch(self) -> Tensor | None:
         """diag G, estimated from one row per sample: one backward pass, however many outputs there are."""
-        total: Tensor | None = None
-        fits = True
+        total, fits = torch.zeros_like(self.lin.theta), True
         for piece in self._combined():
             fits = fits and _fits(piece, piece.m)
-            if not fits:
-                break
-            found = scattered(((block, block.diagonal()) for block in piece.blocks), self.parameters)
-            total = found if total is None else total.add_(found)
-        if not self.lin.ranks.all(fits):
-            return None
-        assert total is not None
-        return self.lin.ranks.sum(total.mul_(self.lin.scale))
+            if fits:
+                total += scattered(((block, block.diagonal()) for block in piece.blocks), self.parameters)
+        return self.lin.ranks.sum(total.mul_(self.lin.scale)) if self.lin.ranks.all(fits) else None
 
     def _combined(self) -> Iterator[Piece]:
         """Every piece with one row per sample, and a note of the parameters that have no influence"""
