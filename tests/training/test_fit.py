@@ -383,3 +383,17 @@ def test_a_bad_batch_later_on_ends_it_with_the_last_weights():
         mq.fit(model, batches, "mse")
     mq.LM(twin, "mse").step(X[:20], Y[:20])
     assert torch.equal(weights(model), weights(twin))
+
+
+def test_a_fit_that_learnt_nothing_says_so():
+    """Inputs in pascal and kelvin saturate the first layer; standardised they do not."""
+    torch.manual_seed(0)
+    x = torch.stack([250 + 80 * torch.rand(100), 8e4 + 4e4 * torch.rand(100)], 1)
+    y = x[:, 1:] / (287 * x[:, :1])
+    words = []
+    for inputs in (x, (x - x.mean(0)) / x.std(0)):
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        words.append(mq.fit(model, (inputs, y), "mse", steps=30, progress=False).reason)
+    assert "a constant has the same loss" in words[0]
+    assert "standardise" in words[0]
+    assert "constant" not in words[1]

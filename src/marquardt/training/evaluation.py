@@ -16,6 +16,7 @@ from ..losses import Loss
 from ..model.batch import Batch
 from ..model.randomness import Chance, rng_state, set_rng_state
 from ..ranks import ALONE, Ranks
+from ..sources import Arrays, Source
 
 T = TypeVar("T")
 
@@ -23,6 +24,18 @@ T = TypeVar("T")
 def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks = ALONE) -> float:
     """f over all batches, of all ranks, in the units in which it is reported, in eval mode."""
     return _in_eval_mode(model, lambda: _value(model, loss, batches, ranks))
+
+
+def of_a_constant(loss: Loss, data: Source) -> float | None:
+    """The least squared error of outputs that are the same for all samples; None for other losses, and for targets that
+    are not at hand."""
+    if not loss.sum_of_squares or not isinstance(data, Arrays) or not isinstance(data.whole.targets, Tensor):
+        return None
+    y, weight = data.whole.targets, data.whole.weight
+    mean = y.mean(0, keepdim=True) if weight is None else torch.tensordot(weight.to(y), y, 1)[None] / weight.sum()
+    z = mean.expand_as(y)
+    normaliser = float(loss.normaliser(z, y, weight))
+    return loss.report(float(loss.value(z, y, weight)) * loss.scale(normaliser), normaliser)
 
 
 def outputs(model: nn.Module, loss: Loss, batch: Batch) -> list[float] | None:

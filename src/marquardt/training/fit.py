@@ -26,12 +26,16 @@ from ..uncertainty.build import last_layer
 from ..uncertainty.likelihood import likelihood_of
 from .batching import Batching, batching, cut
 from .checkpoint import Saver, described, identity, same
+from .evaluation import of_a_constant
 from .history import Entry, History
 from .progress import Shown, shown
 from .regularisation import Regularised, decayed_params, decays, grouped_params
 from .run import Training
 from .sharing import check_batches, check_joined, check_same, check_shared, interrupts
 from .stops import CALLBACK, INTERRUPTED, Stops
+
+# A loss that is lower than that of a constant by this share or less has learnt nothing.
+CONSTANT = 0.01
 
 
 @dataclass(frozen=True)
@@ -194,8 +198,19 @@ def fit(
         bar.end(reason)
     with ranks.together():
         run.end()
-        words = f"{run.words}; {opt.plan}"
-        return Fit(model, run.history, reason, words, run.seen.best_step, run.loss(), opt, train, run.evidence)
+        words, found = f"{run.words}; {opt.plan}", run.loss()
+        reason += learnt_nothing(found, of_a_constant(opt.loss, train if held is None else held))
+        return Fit(model, run.history, reason, words, run.seen.best_step, found, opt, train, run.evidence)
+
+
+def learnt_nothing(loss: float, constant: float | None) -> str:
+    """What is to be said beside the reason if a constant would be as good."""
+    if constant is None or not loss >= (1 - CONSTANT) * constant > 0:
+        return ""
+    return (
+        f". But a constant has the same loss, {constant:.4g}: the inputs may be of a size that saturates the first "
+        "layer; standardise inputs and targets, x = (x - x.mean(0)) / x.std(0)"
+    )
 
 
 def loop(
