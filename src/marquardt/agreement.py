@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +24,23 @@ EVERY = 10
 SLICE = 1 << 22
 
 
-def check_alike(ranks: Ranks, parts: Parts, state: State, parameters: Parameters, lr: float, others: object) -> None:
+def check_alike(
+    ranks: Ranks, parts: Parts, state: State, parameters: Parameters, lr: float, others: str, model: nn.Module
+) -> None:
     """Raises RankError on every rank if one has other options, another λ or plan, or other weights than the rest."""
+    others = re.sub(r" at 0x[0-9a-f]+", "", others)  # functions have other addresses in every process
+    training = [name for name, m in model.named_modules() if m.training]
     options = ", ".join(brief(part) if hasattr(part, "__dataclass_fields__") else type(part).__name__
                         for name, part in vars(parts).items() if name != "radius")  # fmt: skip
     plan = None if state.plan is None else state.plan.choice
     ranks.same(
         f"step {state.steps}, λ = {state.lam!r}, lr = {lr!r}, radius = {parts.radius!r}, weight decay {others}, "
-        f"{parameters.whole.n} parameters, {options}, plan {plan}"
+        f"{parameters.whole.n} parameters, {options}, plan {plan}, layers in train mode {training}"
     )
     if state.steps % EVERY == 0 and parameters.shards is None:  # of which every rank has its own
-        check_weights(ranks, parameters)
+        named = dict(zip(parameters.names, parameters.tensors, strict=True))
+        rest = {name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if name not in named}
+        check_weights(ranks, named | rest)
 
 
 def check_normalisation(ranks: Ranks, model: nn.Module, first: bool) -> None:
@@ -55,16 +62,17 @@ def check_normalisation(ranks: Ranks, model: nn.Module, first: bool) -> None:
         )
 
 
-def check_weights(ranks: Ranks, parameters: Parameters) -> None:
-    """The same in every bit: what differs now would differ more with every step."""
-    own = [checksum(p.detach()) for p in parameters.tensors]
+def check_weights(ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
+    """The same in every bit, frozen ones and buffers too: what differs now would differ more with every step."""
+    own = {name: checksum(t.detach()) for name, t in tensors.items()}
     if len(set(ranks.numbers(zlib.crc32(repr(own).encode())))) == 1:
         return
     found = ranks.every(own)
-    i = next(i for i, sums in enumerate(zip(*found, strict=True)) if len(set(sums)) > 1)
-    unlike = [rank for rank, sums in enumerate(found) if sums[i] != found[0][i]]
+    names = dict.fromkeys(name for sums in found for name in sums)
+    name = next(name for name in names if len({sums.get(name) for sums in found}) > 1)
+    unlike = [rank for rank, sums in enumerate(found) if sums.get(name) != found[0].get(name)]
     raise RankError(
-        f"parameter {parameters.names[i]!r} is not the same on all ranks: that of rank {unlike[0]} is not that of rank "
+        f"parameter {name!r} is not the same on all ranks: that of rank {unlike[0]} is not that of rank "
         "0. Let all begin with the same weights (torch.manual_seed(...) before the model is made, a state_dict that "
         "all load, or DistributedDataParallel, which copies those of rank 0), and change them on all ranks alike"
     )
@@ -72,7 +80,9 @@ def check_weights(ranks: Ranks, parameters: Parameters) -> None:
 
 def checksum(t: Tensor) -> int:
     """Of the bits, and of their order"""
-    bits = t.contiguous().flatten().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = torch.view_as_real(t) if t.is_complex() else t
+    bits = real.contiguous().flatten().view(kinds[real.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for first, some in enumerate(bits.split(SLICE)):
         odd = 2 * torch.arange(len(some), device=t.device) + 1 + first

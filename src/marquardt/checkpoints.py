@@ -23,6 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from . import generators
 from .model.checks import unwrapped
+from .model.shards import sharded
 from .optimizer import LM
 from .ranks import Ranks
 
@@ -36,14 +37,21 @@ STORED = "torch.distributed.checkpoint"
 def save_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM, **more: Any) -> None:
     """Saves model, optimizer, the random numbers of every rank, and `more`: tensors and plain values by name.
 
-    >>> mq.save_checkpoint("run", model, opt, epoch=epoch)
-    >>> epoch = mq.load_checkpoint("run", model, opt)["epoch"]
+    All ranks of the optimizer's group call it, unlike `if rank == 0: torch.save(...)`; `more` is saved as rank 0 has it.
+    The folder is on a file system that all of them see. It is written whole or not at all: until the new one is
+    complete, the last one stays. One process without torch.distributed can save and load as well.
 
-    All ranks of the optimizer's group call it, and what they pass is the same; the folder is on a file system that all
-    of them see. It is written whole or not at all: until the new one is complete, the last one stays. One process
-    without torch.distributed can save and load as well.
+    Args:
+        folder: of the checkpoints, which is made if it is not there.
+        model: whose state_dict is saved.
+        opt: that trains it.
+        more: tensors and plain values by name, which `load_checkpoint` returns.
+
+    >>> mq.save_checkpoint("run", model, opt, epoch=3)
+    >>> epoch = mq.load_checkpoint("run", model, opt)["epoch"]
     """
     check_optimizer(opt)
+    refuse(model)
     ranks = opt._ranks
     with ranks.together():
         content = {"model": unwrapped(model, None)[0].state_dict(), "optimizer": opt.state_dict(), "more": more}
@@ -54,9 +62,23 @@ def load_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM) -> d
     """Loads the last checkpoint of `save_checkpoint` into model and optimizer, and returns what was saved beside them.
 
     The number of ranks may be another one. Each rank gets the random numbers that it had; one that was not there
-    begins with a seed of its own. If the checkpoint is of another model or optimizer nothing changes.
+    begins with a seed of its own. If the checkpoint is of another model or optimizer nothing changes. All ranks of the
+    optimizer's group call it.
+
+    Args:
+        folder: that `save_checkpoint` has written to.
+        model: made as the one that was saved.
+        opt: made with the same options.
+
+    Returns:
+        What was saved beside them, by name.
+
+    >>> mq.save_checkpoint("run", model, opt, epoch=3)
+    >>> mq.load_checkpoint("run", model, opt)["epoch"]
+    3
     """
     check_optimizer(opt)
+    refuse(model)
     ranks, inner = opt._ranks, unwrapped(model, None)[0]
     with ranks.together():
         ranks.same(f"the checkpoint in {folder}")
@@ -77,6 +99,16 @@ def load_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM) -> d
 def check_optimizer(opt: Any) -> None:
     if not isinstance(opt, LM):
         raise TypeError(f"the optimizer is {type(opt).__name__}: checkpoints are of marquardt.LM")
+
+
+def refuse(model: nn.Module) -> None:
+    """The state of an optimizer of shards is that of its rank."""
+    if any(sharded(p) for p in model.parameters()):
+        raise TypeError(
+            "mq.save_checkpoint and mq.load_checkpoint take no model whose parameters are sharded: save its state_dict "
+            "by torch.distributed.checkpoint, and opt.state_dict() by torch.save in a file for every rank "
+            "(docs/sharded.md)"
+        )
 
 
 def check_model(path: Path, there: Any, here: Mapping[str, Any]) -> None:

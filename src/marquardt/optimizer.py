@@ -40,7 +40,7 @@ from .parts.damping import Damping, KroneckerMetric
 from .parts.line_search import Backtracking, LineSearch
 from .parts.momentum import AdaptiveMomentum, Momentum
 from .parts.schedule import Balanced, Schedule
-from .ranks import Ranks, cause, of
+from .ranks import Ranks, cause, check_joined, of
 from .recorded import RECORDERS
 from .recordings import Recordings
 from .report import Step, described, report
@@ -196,10 +196,13 @@ class LM(Unscaled, torch.optim.Optimizer):
         arguments.check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self._averaged)
         check_same_rate(self.param_groups)
         arguments.check_radius(self.radius)
+        check_joined(self.group)
         if (ranks := self._ranks).several:
             check_normalisation(ranks, self.model, self._state.steps == 0)
-            others = f"{self._weights}, attempts = {self.attempts}"
-            check_alike(ranks, self.parts, self._state, Parameters(self.model, self.params), self.lr, others)
+            others = f"{self._weights}, attempts = {self.attempts}, loss {brief(self.loss)}"
+            check_alike(
+                ranks, self.parts, self._state, Parameters(self.model, self.params), self.lr, others, self.model
+            )
         self._pace.begin()
         step = self._taken(batches)
         # What BatchNorm has seen last: `averaged` shows it to the averaged weights.

@@ -25,7 +25,7 @@ def test_solution():
 def test_float64_where_float32_gives_up(monkeypatch):
     """The same matrix, in another precision; what comes back has the precision of what was given."""
     cholesky = solve._cholesky
-    monkeypatch.setattr(solve, "_cholesky", lambda H, b: None if H.dtype == torch.float32 else cholesky(H, b))
+    monkeypatch.setattr(solve, "_cholesky", lambda H, *rest: None if H.dtype == torch.float32 else cholesky(H, *rest))
     X = torch.randn(6, 4)
     H, A, b, notes = (X.T @ X).float(), torch.rand(4).float(), torch.randn(4).float(), []
     before = H.clone()

@@ -65,7 +65,8 @@ def there(path: str) -> bool:
 def options() -> set[str]:
     public = [getattr(where, name) for where in (mq, mq.losses) for name in where.__all__]
     public += [import_module("marquardt.sklearn").LMRegressor, import_module("marquardt.huggingface").LMTrainer]
-    calls = [item for item in public if not inspect.ismodule(item) and item is not mq.FactorizationError]
+    errors = mq.FactorizationError, mq.RankError
+    calls = [item for item in public if not inspect.ismodule(item) and item not in errors]
     return {name for call in [*calls, *OURS, *OTHERS] for name in inspect.signature(call).parameters} | {"perr"}
 
 

@@ -17,6 +17,7 @@ from torch.func import hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import marquardt as mq
+from marquardt.jacobian.rows import Seed
 from support.reference import NAMED, call, elements, per_sample
 
 EPS = torch.finfo(torch.float64).eps
@@ -134,6 +135,7 @@ class Brute:
         value, norm, low, rounding = 0.0, 0.0, 0.0, 0.0
         G, g, terms = self.theta.new_zeros(self.n, self.n), self.theta.new_zeros(self.n), self.theta.new_zeros(self.n)
         self.parts: list[Part] = []
+        first, total = 0, sum(length(piece[0]) for piece in self.pieces)
         for i, piece in enumerate(self.pieces):
             part = self._forward(*piece, second=second)
             self.parts.append(part)
@@ -145,7 +147,10 @@ class Brute:
             g += part.J.T @ slope
             terms += part.J.abs().T @ slope.abs()
             after, buffers = torch.get_rng_state(), [b.clone() for b in self.twin.buffers()]
-            G += self._second if second else self._rows(part, rows, seed + i)
+            # What is drawn for the samples of one batch does not depend on how it is cut.
+            place = Seed(seed + i) if self.over else Seed(seed + i, seed, first, total)
+            first += len(part.z)
+            G += self._second if second else self._rows(part, rows, place)
             torch.set_rng_state(after)
             self._restore(buffers)
         self.norm = 1.0 if getattr(self.loss, "reduction", "mean") == "sum" else float(norm)
@@ -210,14 +215,17 @@ class Brute:
 
     # The curvature, in sums.
 
-    def _rows(self, part: Part, rows: Any, seed: int) -> Tensor:
+    def _rows(self, part: Part, rows: Any, seed: Seed) -> Tensor:
         N = len(part.z)
         if isinstance(rows, mq.Fraction):
             index = rows.pick(N, seed)
+            if len(index) == 0:
+                self.m += self.rows_per_sample(part, rows.rows)  # a row that counts for nothing
+                return self.theta.new_zeros(self.n, self.n)
             self.slopes.index = index
             some = self._forward(*(cut(t, index, N) for t in (part.x, part.y, part.w)), taken=part.slopes)
             self.slopes.index = None
-            return N / len(index) * self._rows(some, rows.rows, seed)
+            return rows.stands_for(len(index), N, seed) * self._rows(some, rows.rows, seed.picked(index))
         self.m += N * self.rows_per_sample(part, rows)
         if isinstance(rows, mq.Sampled):
             S = rows.draw(mq.losses.resolve(self.loss), part.z, part.y, part.w, seed).S  # (k, N, …)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -73,11 +74,11 @@ def fail_to_factor(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
     left, solve = [times], dense.spd_solve
 
-    def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str]) -> Tensor:
+    def spd_solve(H: Tensor, A: Tensor, b: Tensor, *rest: Any) -> Tensor:
         if left[0]:
             left[0] -= 1
             raise FactorizationError("not today")
-        return solve(H, A, b, notes)
+        return solve(H, A, b, *rest)
 
     monkeypatch.setattr(dense, "spd_solve", spd_solve)
     monkeypatch.setattr(gram, "spd_solve", spd_solve)

@@ -133,12 +133,12 @@ def test_bad_data_of_one_rank_are_refused_by_all():
     assert set(first) == set(second) == set(BAD)
     for name, (kind, other, said, as_before) in first.items():
         assert other, name
-        assert "no rank has taken the step, for rank 1 could not." in said
+        assert "rank 1 failed, so that all ranks stop here." in said
         assert second[name][2] in said
         assert (kind, as_before) == (second[name][0], second[name][3]), name
         assert as_before, name
         assert not second[name][1]
-    assert "no rank has taken the step, for rank 1 could not. ValueError: no batches" in over[0]
+    assert "rank 1 failed, so that all ranks stop here. ValueError: no batches" in over[0]
     assert "no batches" in over_there[0]
     assert torch.equal(theta, theta_there)
     assert steps == len(BAD) + 2

@@ -184,6 +184,7 @@ class Auto(Interchangeable):
             single=lin.single,
             ranks=lin.ranks.size,
             shards=lin.parameters.ranks.size,
+            sharded=lin.parameters.shards is not None,
         )
 
     def _plan(self, lin: Linearization, plan: Plan, free_rows: bool) -> Plan:
@@ -269,11 +270,11 @@ class Auto(Interchangeable):
             yield _Way(picked, picked.cost(s), words)
 
     def _direct(self, s: Shapes, why: str, smaller: list[int], steady: bool | None) -> Iterator[_Way]:
-        primal = (s.n <= s.m or not s.single) and s.shards == 1
+        primal = (s.n <= s.m or not s.single) and not s.sharded
         first: Dense | Gram = Dense(self.chunk, self.inertia) if primal else Gram(self.chunk)
         other: Dense | Gram = Gram(self.chunk) if primal else Dense(self.chunk, self.inertia)
         products = MatrixFree(self.chunk)
-        either = s.single and s.shards == 1  # whether Dense and Gram could be
+        either = s.single and not s.sharded  # whether Dense and Gram could be
         best = min(step(s, way.cost(s)).seconds(s) for way in ((first, other) if either else (first,)))
         if steady and best > DIRECT * step(s, products.cost(s)).seconds(s):
             yield _Way(products, products.cost(s), f"{why}, a matrix takes too long")

@@ -66,6 +66,7 @@ class Shapes:
     divisible: bool = True  # whether the batch can be cut into samples
     ranks: int = 1  # that share the samples
     shards: int = 1  # ranks that share the parameters; then each has the rows of all samples
+    sharded: bool = False  # whether they do, which one rank can too
 
     @property
     def m(self) -> int:
@@ -88,7 +89,7 @@ class Shapes:
 
     def _structure(self) -> object:
         layers = [(b.G, b.I, b.O, b.lookup) for b in self.layers]
-        ranks = self.ranks, self.shards
+        ranks = self.ranks, self.shards, self.sharded
         return self.n, self.itemsize, self.others, self.cuda, self.single, self.divisible, ranks, layers
 
     def at_once(self, chunk: int | None) -> int:

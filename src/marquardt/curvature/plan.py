@@ -104,6 +104,7 @@ def _seen(lin: Linearization, plan: Plan | None, free: bool) -> Shapes:
         lin.n, total, R, layers,
         lin.theta.element_size(), piece.others(), out, watch.numbers / N, piece.whole.nodes(), lin.theta.is_cuda,
         lin.single, N, piece.divisible and together == 1, lin.ranks.size, lin.parameters.ranks.size,
+        lin.parameters.shards is not None,
     )  # fmt: skip
     return found if known is None else known.with_others(found)
 

@@ -18,7 +18,14 @@ BLOCK_ROWS = 16
 
 
 class RankError(RuntimeError):
-    """The ranks cannot go on together."""
+    """The ranks of a process group cannot go on together: one has ended or failed, or they do not agree. The model of
+    every rank is as it was before the step.
+
+    >>> try:
+    ...     step = opt.step(x, y)
+    ... except mq.RankError:
+    ...     raise SystemExit("start all ranks again from the last checkpoint")
+    """
 
 
 class OtherRank(RankError):

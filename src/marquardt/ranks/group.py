@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,3 +38,13 @@ def of(group: Any) -> Ranks:
     if group not in _made:
         _made[group] = Several(group)
     return _made[group]
+
+
+def check_joined(group: Any) -> None:
+    """Processes that torchrun has started, and that do not know of each other."""
+    launched = dist.is_available() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if launched and group is None and not dist.is_initialized():
+        raise RuntimeError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} processes, and each would train by itself: call "
+            "torch.distributed.init_process_group() first, or pass group=False if that is meant"
+        )

@@ -297,7 +297,7 @@ def _other(rank: int, words: str, packed: bytes | None) -> OtherRank:
     kinds = (ValueError, TypeError, FileNotFoundError, OSError)
     kind = next((kind for kind in kinds if isinstance(original, kind)), None)
     found = type("OtherRank", (OtherRank, kind), {}) if kind else OtherRank
-    error: OtherRank = found(f"no rank has taken the step, for rank {rank} could not. {words}")
+    error: OtherRank = found(f"rank {rank} failed, so that all ranks stop here. {words}")
     error.original = original
     return error
 

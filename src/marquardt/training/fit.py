@@ -19,7 +19,7 @@ from ..model.decay import WeightDecay
 from ..model.parameters import Parameters
 from ..model.shards import refuse_sharded
 from ..optimizer import LM
-from ..ranks import OtherRank, cause, of
+from ..ranks import OtherRank, cause, check_joined, of
 from ..sources import Indexed, Source, Stream, source
 from ..uncertainty import Evidence, Posterior, posterior
 from ..uncertainty.build import last_layer
@@ -31,7 +31,7 @@ from .history import Entry, History
 from .progress import Shown, shown
 from .regularisation import Regularised, decayed_params, decays, grouped_params
 from .run import Training
-from .sharing import check_batches, check_joined, check_same, check_shared, interrupts
+from .sharing import check_batches, check_same, check_shared, interrupts
 from .stops import CALLBACK, INTERRUPTED, Stops
 
 # A loss that is lower than that of a constant by this share or less has learnt nothing.

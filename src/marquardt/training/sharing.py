@@ -6,7 +6,6 @@ on any number of ranks the steps are the same.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -74,16 +72,6 @@ def sampler(data: Stream) -> Any:
 
 
 # What cannot be shared is refused before the first step.
-
-
-def check_joined(group: Any) -> None:
-    """Processes that torchrun has started, and that do not know of each other."""
-    launched = dist.is_available() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if launched and group is None and not dist.is_initialized():
-        raise RuntimeError(
-            f"torchrun has started {os.environ['WORLD_SIZE']} processes, and each would train by itself: call "
-            "torch.distributed.init_process_group() before mq.fit, or pass group=False if that is meant"
-        )
 
 
 def check_shared(data: Source, ranks: Ranks, evidence: bool) -> None:
