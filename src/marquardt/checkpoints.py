@@ -37,7 +37,7 @@ STORED = "torch.distributed.checkpoint"
 def save_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM, **more: Any) -> None:
     """Saves model, optimizer, the random numbers of every rank, and `more`: tensors and plain values by name.
 
-    All ranks of the optimizer's group call it, unlike `if rank == 0: torch.save(...)`; `more` is saved as rank 0 has it.
+    All ranks of the optimizer's group call it, unlike `if rank == 0: torch.save(...)`; `more` is that of rank 0.
     The folder is on a file system that all of them see. It is written whole or not at all: until the new one is
     complete, the last one stays. One process without torch.distributed can save and load as well.
 

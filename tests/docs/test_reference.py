@@ -50,8 +50,9 @@ def test_the_names_are_those_of_the_modules():
 
 
 @pytest.fixture
-def setting():
+def setting(tmp_path, monkeypatch):
     """What the reference says its examples come after, and what the examples of the extras need."""
+    monkeypatch.chdir(tmp_path)  # some write files
     ((_, text),) = code(DOCS / "reference" / "index.md")
     names: dict[str, object] = {"dataclass": dataclass}
     exec(text, names)
