@@ -19,7 +19,7 @@ from marquardt.tabular import Settings
 from support.pages import ROOT
 
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-PICTURES = ("charts.py", "figures.py")  # whose texts are SVG
+PICTURES = ("charts.py", "figures.py", "panels.py")  # whose texts are SVG
 
 # Calls, beside the public names, whose arguments messages name: our own, and those of others.
 OURS = (mq.LM.step, mq.Posterior.sample, mq.Posterior.calibrated, CurveFit, CurveFit.confidence_band, plan, Settings)
@@ -28,6 +28,8 @@ OTHERS = (
     torch.nn.PoissonNLLLoss,
     torch.nn.Module.to_empty,
     torch.utils.checkpoint.checkpoint,
+    torch.utils.data.DataLoader,
+    torch.utils.data.distributed.DistributedSampler,
     lightning.Trainer,
     transformers.TrainingArguments,
 )

@@ -220,7 +220,6 @@ class Brute:
         if isinstance(rows, mq.Fraction):
             index = rows.pick(N, seed)
             if len(index) == 0:
-                self.m += self.rows_per_sample(part, rows.rows)  # a row that counts for nothing
                 return self.theta.new_zeros(self.n, self.n)
             self.slopes.index = index
             some = self._forward(*(cut(t, index, N) for t in (part.x, part.y, part.w)), taken=part.slopes)

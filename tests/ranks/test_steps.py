@@ -127,9 +127,16 @@ def every_case() -> dict[str, tuple[str, dict[str, Any]]]:
 
 CASES = every_case()
 
-# Of the product of representations and dampings every fourth case is for four ranks, the others for two; all of them on
-# both: pytest -m benchmark tests/ranks/test_steps.py
-SHARES = {2: [name for i, name in enumerate(CASES) if i % 4], 4: list(CASES)[::4]}
+# Of the product of representations and dampings every third case is for two ranks, and every sixth for four. All of them
+# on both: pytest -m benchmark tests/ranks/test_steps.py
+SHARES = {2: list(CASES)[::3], 4: list(CASES)[1::6]}
+
+
+def test_shares():
+    """Every representation and every damping has its turn."""
+    names = [name for share in SHARES.values() for name in share]
+    for part in (*REPRESENTATIONS, *DAMPINGS):
+        assert any(f"-{part}-" in f"-{name}-" for name in names), part
 
 
 def compare(ranks: int, names: list[str]) -> None:
@@ -148,9 +155,8 @@ def compare(ranks: int, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("part", range(2))
-def test_the_same_steps(double, ranks, part):
-    compare(ranks, SHARES[ranks][part::2])
+def test_the_same_steps(double, ranks):
+    compare(ranks, SHARES[ranks])
 
 
 @pytest.mark.benchmark

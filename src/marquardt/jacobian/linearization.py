@@ -72,7 +72,8 @@ class Linearization:
         self.objectives: list[Objective] = []  # for the outputs of each piece
         self.checksum: Any = 0.0  # of the targets
         self._most = most  # rows in an earlier step
-        self._m = 0  # rows of this one, on this rank
+        self._m = 0  # rows of this one, on this rank,
+        self._seen = 0  # and pieces
         self._rows = 0  # and on all of them
         self._totals: Totals | None = None
         self._moments: list[Moment] = []  # before each piece
@@ -178,7 +179,7 @@ class Linearization:
             yield self.whole()
             return
         first = self._totals is None
-        if first and self._m:
+        if first and self._seen:
             raise RuntimeError(
                 "lin.loss, lin.scale and lin.m cannot be asked within the first loop over lin.pieces(): "
                 "ask before it, or after it"
@@ -218,7 +219,7 @@ class Linearization:
         self.rewind()
 
     def _conclude(self, totals: Totals) -> None:
-        if not self._m:
+        if not self._seen:
             raise ValueError(EMPTY)
         self._rows = self._m
         if self.share.ranks.several:
@@ -233,7 +234,8 @@ class Linearization:
 
     def _remember(self, piece: Piece) -> None:
         """What repeats this piece as it was; for several batches bounded memory comes first."""
-        self._m += piece.jacobian.m
+        self._m += piece.telling
+        self._seen += 1
         if self.single:
             self._moments.append(piece.whole.before)
             self.slopes.append(list(piece.whole.slopes))
@@ -275,7 +277,7 @@ class Linearization:
         self._moments.clear()
         self.slopes.clear()
         self.objectives.clear()
-        self._m, self._rows, self.checksum = 0, 0, 0.0
+        self._m, self._seen, self._rows, self.checksum = 0, 0, 0, 0.0
 
     # What they add up to.
 

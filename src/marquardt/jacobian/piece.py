@@ -56,6 +56,7 @@ class Piece:
         else:
             self.jacobian = Jacobian(self.whole, self.cotangents.S[:, None] if rows.joined else self.cotangents.S)
         self.m = self.jacobian.m
+        self.telling = 0 if index is not None and len(index) == 0 else self.m  # its own rows that are not zero
         self.inert: set[int] | None = None  # parameters without influence; None before the rows can tell
         known.rows_per_sample = self.jacobian.R
         self._blocks: list[Block] | None = None
