@@ -128,6 +128,6 @@ def test_torchrun_without_a_process_group_is_noticed(name, monkeypatch):
     if name == "TORCHELASTIC_RUN_ID":
         mq.fit(net(), noisy_sine(), "mse", steps=1)
     else:
-        with pytest.raises(RuntimeError, match=r"init_process_group\(\) before mq.fit, or pass group=False"):
+        with pytest.raises(RuntimeError, match=r"init_process_group\(\) first, or pass group=False"):
             mq.fit(net(), noisy_sine(), "mse", steps=1)
     mq.fit(net(), noisy_sine(), "mse", steps=1, group=False)

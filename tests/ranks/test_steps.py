@@ -127,9 +127,9 @@ def every_case() -> dict[str, tuple[str, dict[str, Any]]]:
 
 CASES = every_case()
 
-# Of the product of representations and dampings every third case is for two ranks, and every sixth for four. All of
+# Of the product of representations and dampings every sixth case is for two ranks, and every twelfth for four. All of
 # them on both: pytest -m benchmark tests/ranks/test_steps.py
-SHARES = {2: list(CASES)[::3], 4: list(CASES)[1::6]}
+SHARES = {2: list(CASES)[::6], 4: list(CASES)[1::12]}
 
 
 def test_shares():

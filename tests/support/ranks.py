@@ -15,6 +15,7 @@ disturb the next. The fork costs less than a new process group would in processe
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
 import io
 import multiprocessing
@@ -250,6 +251,8 @@ class _Unpickler(pickle.Unpickler):
             spec = importlib.util.spec_from_file_location(module, self.files[module])
             sys.modules[module] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[module])
+        if module in self.files:  # not by `import`, which would ask for the package of tests
+            return functools.reduce(getattr, name.split("."), sys.modules[module])
         return super().find_class(module, name)
 
 
