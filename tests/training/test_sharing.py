@@ -134,7 +134,7 @@ def test_one_rank_ends_the_fit_of_all():
     assert "are over" in first["seconds"][0]
     assert (first["bars"], second["bars"]) == (1, 0)
     assert first["failed"][0]
-    assert "rank 1 could not. ValueError: invalid literal" in first["failed"][1]
+    assert "all ranks stop here. ValueError: invalid literal" in first["failed"][1]
     assert not second["failed"][0]
     x, y = noisy_sine()
     alone = mq.fit(net(), (x, y), "mse", steps=40, weight_decay=1e-2, **PARTS).posterior().log_evidence
