@@ -60,14 +60,16 @@ KINDS = {
 
 
 def fitted(folder, steps, kinds=tuple(KINDS)):
-    checkpoint.SECONDS = checkpoint.SHARE = 0.0
     found = {}
-    for kind in kinds:
-        fit = mq.fit(
-            net(), noisy_sine(41), "mse", steps=steps, patience=None, checkpoint=folder / kind, curvature=mq.Dense(),
-            damping=mq.MaxDiagonal(), **KINDS[kind],
-        )  # fmt: skip
-        found[kind] = torch.cat([weights(fit.model), torch.tensor(fit.history["loss"])]), fit.plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "SECONDS", 0.0)  # a checkpoint after every step
+        patch.setattr(checkpoint, "SHARE", 0.0)
+        for kind in kinds:
+            fit = mq.fit(
+                net(), noisy_sine(41), "mse", steps=steps, patience=None, checkpoint=folder / kind,
+                curvature=mq.Dense(), damping=mq.MaxDiagonal(), **KINDS[kind],
+            )  # fmt: skip
+            found[kind] = torch.cat([weights(fit.model), torch.tensor(fit.history["loss"])]), fit.plan
     return found
 
 

@@ -68,7 +68,8 @@ class RankTraceback(Exception):
 
 
 def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 60, group_timeout: float = 60) -> list:
-    """What `function(*args)` returned on each rank. The first failure of a rank ends all and is raised.
+    """What `function(*args)` returned on each rank. The first failure of a rank ends all and is raised; rather that of
+    one that died.
 
     After `timeout` seconds the ranks are killed, and the TimeoutError shows where each of them stood;
     `group_timeout` is that of the process group.
@@ -151,8 +152,8 @@ class _Processes:
             for rank in missing:
                 if self.pipes[rank] in ready:
                     answers[rank] = self.answer(rank)
-                    if refuse and isinstance(answers[rank], Failure):
-                        _raise(rank, answers[rank])
+            if refuse and any(isinstance(answer, Failure) for answer in answers.values()):
+                self.refuse(answers)
         return [answers[rank] for rank in range(len(self.pipes))]
 
     def answer(self, rank: int) -> Any:
@@ -161,6 +162,14 @@ class _Processes:
         except EOFError:
             self.processes[rank].join()
             return Failure("died", f"exit code {self.processes[rank].exitcode}", self.printed(rank))
+
+    def refuse(self, answers: dict[int, Any]) -> NoReturn:
+        """Raises a failure; if a rank died, then that: one that waited for it may have been quicker to say so."""
+        missing = {self.pipes[rank]: rank for rank in range(len(self.pipes)) if rank not in answers}
+        for pipe in connection.wait(list(missing), 0.1) if missing else []:
+            answers[missing[pipe]] = self.answer(missing[pipe])
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        _raise(*min(failures.items(), key=lambda item: item[1].kind != "died"))
 
     def whereabouts(self, ranks: list[int]) -> str:
         """The Python stacks of ranks that do not answer."""
