@@ -142,7 +142,7 @@ class DenseCurvature(Curvature):
                     g.addmv_(rows.T, u.flatten())
             else:
                 self._add_blocks(G, g, piece.blocks, u)
-        whole = lin.ranks.sum_later(G.mul_(lin.scale), symmetric=True)
+        whole = lin.ranks.sum_later(G.mul_(lin.scale))
         g = lin.ranks.sum(g.mul_(lin.scale))
         return whole, g if lin.remainder is None else g + lin.remainder
 

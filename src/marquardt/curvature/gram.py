@@ -219,7 +219,7 @@ class GramCurvature(Curvature):
         if Jh is not None:
             self._Jh = self.parameters.total(Jh.mul_(self.root))
         for ranks in (self.lin.ranks, self.parameters.ranks):  # that have other rows, or other columns
-            K = ranks.sum_later(K, symmetric=True)()
+            K = ranks.sum_later(K)()
         return K.mul_(self.lin.scale)
 
     def _pairs(self, D: Metric | None) -> Iterator[tuple[slice, slice, list[Block], list[Block]]]:

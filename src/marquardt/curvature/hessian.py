@@ -59,7 +59,7 @@ class HessianCurvature(Curvature):
                 slopes = slope_with_graph(piece)
                 self.G += hessian_of(slopes, params, piece.whole.coarsest)
                 self._g += self.parameters.joined([None if s is None else s.detach() for s in slopes])
-        self.G = lin.ranks.sum_later(self.G * lin.scale, symmetric=True)()
+        self.G = lin.ranks.sum_later(self.G * lin.scale)()
         self._g = lin.regularised(lin.ranks.sum(self._g * lin.scale))
 
     @property

@@ -63,8 +63,8 @@ class Ranks:
         """The same by keys, of which a rank may lack some: the order of the keys is that of rank 0, then of rank 1 …"""
         return dict(tensors)
 
-    def sum_later(self, t: Tensor, *, symmetric: bool = False) -> Callable[[], Tensor]:
-        """Begins to add up, and returns what waits for the sum. Of a symmetric matrix half is sent."""
+    def sum_later(self, t: Tensor) -> Callable[[], Tensor]:
+        """Begins to add up symmetric matrices, half of which is sent, and returns what waits for the sum"""
         return lambda: t
 
     def gather(self, t: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from ..deferred import agreeing
 from .base import BLOCK_ROWS, Item, Key, OtherRank, RankError, Ranks
 from .sending import packed, unpacked
 
-# Numbers in one message of several tensors.
-BUCKET = 1 << 24
+# Numbers in one message of several tensors; of a matrix that is on its way while a rank goes on.
+BUCKET, SOME = 1 << 24, 1 << 17
 
 # Numbers that a rank can say in a meeting.
 SLOTS = 16
@@ -150,23 +150,24 @@ class Several(Ranks):
     def same(self, what: str) -> None:
         self._meet(what)
 
-    def sum_later(self, t: Tensor, *, symmetric: bool = False) -> Callable[[], Tensor]:
+    def sum_later(self, t: Tensor) -> Callable[[], Tensor]:
         self._meet(f"sum of {t.dtype} {tuple(t.shape)}, later")
-        cuts = [len(t) * k // BLOCK_ROWS for k in range(BLOCK_ROWS + 1)] if symmetric else [0, len(t)]
-        begun: list[tuple[int, int, Tensor, Any]] = []
-        for first, last in itertools.pairwise(cuts):
-            if first < last:
-                part = t[first:last, first:].contiguous() if symmetric else t.contiguous()
-                begun.append((first, last, part, dist.all_reduce(part, group=self.group, async_op=True)))
-                self.sent += self._reduced(part)
+        cuts = itertools.pairwise(len(t) * k // BLOCK_ROWS for k in range(BLOCK_ROWS + 1))
+        rows = [(first, last) for first, last in cuts if first < last]
+        parts = [t[first:last, first:] for first, last in rows]
+        begun = []
+        for members in _buckets(parts, SOME):
+            flat = torch.cat([parts[i].flatten() for i in members])
+            begun.append((members, flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+            self.sent += self._reduced(flat)
 
         def wait() -> Tensor:
-            for first, last, part, work in begun:
+            for members, flat, work in begun:
                 self._wait(work.wait)
-                if not symmetric:
-                    return part
-                t[first:last, first:] = part
-                t[last:, first:last] = part[:, last - first :].T
+                for i, whole in zip(members, flat.split([parts[i].numel() for i in members]), strict=True):
+                    first, last = rows[i]
+                    t[first:last, first:] = whole.view(last - first, -1)
+                    t[last:, first:last] = t[first:last, last:].T
             return t
 
         return wait
@@ -265,14 +266,14 @@ def _flat(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> list
     return found
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+def _buckets(tensors: Sequence[Tensor], bucket: int = BUCKET) -> Iterator[list[int]]:
     """Those of one dtype, of bounded size together."""
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         some: list[int] = []
         size = 0
         for i, t in enumerate(tensors):
             if t.dtype == dtype:
-                if some and size + t.numel() > BUCKET:
+                if some and size + t.numel() > bucket:
                     yield some
                     some, size = [], 0
                 some.append(i)
