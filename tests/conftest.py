@@ -1,14 +1,16 @@
 import os
 from pathlib import Path
 
+# Small problems, and one process per core: more threads cost more than they bring. Also in processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import hypothesis
 import pytest
 import torch
 
 from support.cases import default_dtype
 
-# Small problems, and one process per core: more threads cost more than they bring.
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # torch may have been imported before
 
 
 class TorchRandom:

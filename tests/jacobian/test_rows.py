@@ -113,7 +113,7 @@ def test_sampled_repeats():
 @pytest.mark.parametrize("name", ["ce", "mse_weighted", "conv_batchnorm_classifier", "transformer_encoder_layer"])
 def test_fraction_is_unbiased(name):
     """Every draw has the whole gradient; the mean of G over the draws is G."""
-    p, q, draws = build(name), reference.quadratic(*build(name)), 400
+    p, q, draws = build(name), reference.quadratic(*build(name)), 150
     total = torch.zeros_like(q.G)
     for seed in range(draws):
         lin = linearize(p, rows=mq.Fraction(0.5, seed=seed))
@@ -121,7 +121,7 @@ def test_fraction_is_unbiased(name):
         assert lin.m < len(reference.output_hessian(p.loss, q.z, p.y, p.weight))
         assert error(C.gradient, q.g) < 1e-10
         total += C.G / draws
-    assert error(total, q.G) < 0.15
+    assert error(total, q.G) < 0.25
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ PARTS = {
 
 # Samples of four ranks: 7 + 13 and 9 + 11 are those of two.
 SIZES = (7, 13, 9, 11)
-STEPS = 10
 
 
 def network() -> nn.Module:
@@ -73,7 +72,7 @@ def mine(batch: Any, sizes: tuple[int, ...] | None = SIZES) -> Any:
     return tuple(shard(t, rank, ranks, sizes) for t in batch)
 
 
-def several_steps(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Tensor, list[mq.Step]]]:
+def several_steps(cases: list[tuple[str, dict[str, Any]]], number: int) -> list[tuple[Tensor, list[mq.Step]]]:
     """θ after the steps of every case, on changing batches and on the same, with a ragged last one."""
     found = []
     for loss, options in cases:
@@ -81,9 +80,10 @@ def several_steps(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Tensor,
         opt = mq.LM(model, loss, group=dist.group.WORLD, **options)
         data = batches(loss)
         ragged = tuple(t[:11] for t in data[2])
-        steps = [opt.step(*mine(batch)) for batch in (*data, data[0], data[0], data[0], *data)]
+        order = (*data[:2], data[1], *data, data[0], data[0], data[0], data[1])
+        steps = [opt.step(*mine(batch)) for batch in order[: number - 1]]
         steps.append(opt.step(*mine(ragged, None)))
-        assert len(steps) == STEPS
+        assert len(steps) == number
         assert opt._ranks.size == dist.get_world_size()
         with opt.averaged() if opt.average is not None else torch.no_grad():
             averaged = theta(model)
@@ -127,8 +127,8 @@ def every_case() -> dict[str, tuple[str, dict[str, Any]]]:
 
 CASES = every_case()
 
-# Of the product of representations and dampings every sixth case is for two ranks, and every twelfth for four. All of
-# them on both: pytest -m benchmark tests/ranks/test_steps.py
+# Of the product of representations and dampings every sixth case is for two ranks, and every twelfth for four, for four
+# steps. All of them on both for ten: pytest -m benchmark tests/ranks/test_steps.py
 SHARES = {2: list(CASES)[::6], 4: list(CASES)[1::12]}
 
 
@@ -139,27 +139,27 @@ def test_shares():
         assert any(f"-{part}-" in f"-{name}-" for name in names), part
 
 
-def compare(ranks: int, names: list[str]) -> None:
+def compare(ranks: int, names: list[str], steps: int) -> None:
     cases = [CASES[name] for name in names]
-    (alone,) = run(several_steps, 1, cases, timeout=600)
-    found = run(several_steps, ranks, cases, timeout=600)
+    (alone,) = run(several_steps, 1, cases, steps, timeout=600)
+    found = run(several_steps, ranks, cases, steps, timeout=600)
     for number, name in enumerate(names):
-        expected, steps = alone[number]
-        assert any(step.accepted for step in steps), name
+        expected, taken = alone[number]
+        assert any(step.accepted for step in taken), name
         for rank in range(ranks):
             end, others = found[rank][number]
             assert torch.equal(end, found[0][number][0]), name  # bit for bit on all ranks
-            assert [step.rule for step in others] == [step.rule for step in steps], name
+            assert [step.rule for step in others] == [step.rule for step in taken], name
             assert error(end, expected) < 1e-10, name
-            assert math.isclose(others[-1].new_loss, steps[-1].new_loss, rel_tol=1e-9), name
+            assert math.isclose(others[-1].new_loss, taken[-1].new_loss, rel_tol=1e-9), name
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_same_steps(double, ranks):
-    compare(ranks, SHARES[ranks])
+    compare(ranks, SHARES[ranks], steps=4)
 
 
 @pytest.mark.benchmark
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_of_them(double, ranks):
-    compare(ranks, list(CASES))
+    compare(ranks, list(CASES), steps=10)

@@ -66,7 +66,7 @@ def fitted():
     for name, arguments in KINDS.items():
         batching.READ = 0 if name == "streamed" else 2**31
         torch.manual_seed(0)
-        fit = mq.fit(net(), loss="mse", steps=5, patience=None, **arguments(), **PARTS)
+        fit = mq.fit(net(), loss="mse", steps=3, patience=None, **arguments(), **PARTS)
         found[name] = (
             torch.cat([weights(fit.model), torch.tensor([fit.loss])]), fit.history["validation"], fit.best_step,
             fit.reason,
