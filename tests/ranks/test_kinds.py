@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -211,3 +213,22 @@ def sub_groups() -> tuple[Tensor, Tensor]:
 def test_groups_of_some_ranks(double):
     for found, alone in run(sub_groups, 4):
         assert error(found, alone) < 1e-10
+
+
+def destroyed() -> tuple[bool, str]:
+    """What is left of the group while an optimizer lives that had it, and what the optimizer says."""
+    group, opt = weakref.ref(dist.group.WORLD), mq.LM(network(), "cross_entropy")
+    opt.step(*mine(*data()))
+    ranks = opt._ranks
+    dist.destroy_process_group()
+    gc.collect()
+    with pytest.raises(mq.RankError) as refused:
+        ranks.same("anything")
+    return group() is None, str(refused.value)
+
+
+def test_a_group_that_is_destroyed_is_gone(double):
+    """One that lives until the interpreter ends may abort the process (pytorch#190489)."""
+    for gone, words in run(destroyed, 2):
+        assert gone
+        assert "has been destroyed: make another optimizer" in words

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .base import ALONE, Ranks
 from .several import Several
 
-# Every process group has one, whose control group all ranks have made together.
+# Every process group has one, whose control group all ranks have made together; it goes when the group is destroyed.
 _made: WeakKeyDictionary[Any, Several] = WeakKeyDictionary()
 
 

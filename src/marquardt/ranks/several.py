@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -38,16 +39,27 @@ class Several(Ranks):
     several = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sent = 0
         self.timeout = _timeout(group)
-        self._control = group if "gloo" in str(dist.get_backend_config(group)) else self._on_the_host()
+        # Not kept alive here: torch holds groups until destroy_process_group(), and one that outlives it may abort the
+        # program as it ends (pytorch#190489).
+        self._group = ref(group)
+        self._host = self._group if "gloo" in str(dist.get_backend_config(group)) else ref(self._on_the_host())
         self._broken = False  # whether a message was lost: then nobody can be told
         self._told: BaseException | None = None  # what the others know already
 
     def _on_the_host(self) -> Any:
         ranks = dist.get_process_group_ranks(self.group)
         return dist.new_group(ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return _living(self._group)
+
+    @property
+    def _control(self) -> dist.ProcessGroup:
+        return _living(self._host)
 
     # Meetings.
 
@@ -244,6 +256,16 @@ class Several(Ranks):
         self._wait(lambda: dist.broadcast(found, group_src=0, group=self._control))
         answer: list[float] = found.tolist()
         return answer
+
+
+def _living(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    found = group()
+    if found is None:
+        raise RankError(
+            "the process group of this optimizer has been destroyed: make another optimizer after "
+            "init_process_group(), or one with group=False"
+        )
+    return found
 
 
 def _difference(places: Sequence[str]) -> str:
