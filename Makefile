@@ -10,7 +10,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: lint  ## set up .venv if needed, then ruff, mypy, import-linter and pytest
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 lint: $(READY)  ## ruff, mypy and import-linter only
 	$(BIN)/ruff check

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 import marquardt as mq
 from marquardt.layers import RULES, Operand
+from support import programs
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -65,7 +65,7 @@ def test_the_page_adds_one_of_each():
 @pytest.mark.parametrize(("text", "name", "use"), SECTIONS, ids=list(FILES))
 def test_a_section_runs_as_printed(text, name, use, tmp_path):
     (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
-    run = subprocess.run([sys.executable, "-c", use], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    run = programs.run(use, tmp_path)
     assert (run.returncode, run.stderr, run.stdout) == (0, "", "")
 
 

@@ -1,11 +1,10 @@
 """The code of every page of docs/ runs, from top to bottom."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
+from support import programs
 from support.pages import DOCS, PAGES, code, named
 
 # Pages that another test runs, since their code is files or commands.
@@ -20,7 +19,7 @@ RUN = [page for page in PAGES if DOCS in page.parents and any(kind == "python" f
 @pytest.mark.parametrize("page", [page for page in RUN if named(page) not in ELSEWHERE], ids=named)
 def test_a_page_runs_from_top_to_bottom(page, tmp_path):
     text = "\n".join(block for kind, block in code(page) if kind == "python")
-    run = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    run = programs.run(text, tmp_path)
     assert run.returncode == 0, run.stderr
     stated = re.findall(r"^print\(step.converged\)  # (.*)$", text, re.MULTILINE)
     assert run.stdout.splitlines()[-len(stated) :] == stated or not stated

@@ -8,7 +8,7 @@ import torch
 from fuzz import fitting
 
 
-@pytest.mark.parametrize("first", [0, 10, 20, 30, 50, 100])
+@pytest.mark.parametrize("first", [0, 10, 20, 50])
 def test_random_fits(first: int):
     count, found = fitting.run(range(first, first + 10))
     assert not found, "\n".join(found)

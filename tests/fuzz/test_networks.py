@@ -9,7 +9,7 @@ from fuzz.compared import run
 from fuzz.drawn import draw
 from fuzz.networks import one
 
-CHUNKS, CASES = 8, 30
+CHUNKS, CASES = 4, 30
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

@@ -46,9 +46,9 @@ def moved(p: Problem, seed: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_step_and_products_of_every_case(name, kind):
-    """Three points, so that the averages count."""
+    """Two points, so that the averages count."""
     p, D, hand = build(name), None, None
-    for seed in range(3):
+    for seed in range(2):
         G = represented(KINDS[kind], p)
         D = mq.KroneckerMetric(c=0.5, decay=0.6, every=1).update(D, G)
         assert isinstance(D, Layered)
