@@ -25,16 +25,18 @@ SLICE = 1 << 22
 
 
 def check_alike(
-    ranks: Ranks, parts: Parts, state: State, parameters: Parameters, lr: float, others: str, model: nn.Module
+    ranks: Ranks, model: nn.Module, parameters: Parameters, parts: Parts, state: State, others: Mapping[str, object]
 ) -> None:
     """Raises RankError on every rank if one has other options, another λ or plan, or other weights than the rest."""
-    others = re.sub(r" at 0x[0-9a-f]+", "", others)  # functions have other addresses in every process
+    check_normalisation(ranks, model, state.steps == 0)
+    words = ", ".join(f"{name} = {value}" for name, value in others.items())
+    words = re.sub(r" at 0x[0-9a-f]+", "", words)  # functions have other addresses in every process
     training = [name for name, m in model.named_modules() if m.training]
     options = ", ".join(brief(part) if hasattr(part, "__dataclass_fields__") else type(part).__name__
                         for name, part in vars(parts).items() if name != "radius")  # fmt: skip
     plan = None if state.plan is None else state.plan.choice
     ranks.same(
-        f"step {state.steps}, λ = {state.lam!r}, lr = {lr!r}, radius = {parts.radius!r}, weight decay {others}, "
+        f"step {state.steps}, λ = {state.lam!r}, {words}, radius = {parts.radius!r}, "
         f"{parameters.whole.n} parameters, {options}, plan {plan}, layers in train mode {training}"
     )
     if state.steps % EVERY == 0 and parameters.shards is None:  # of which every rank has its own

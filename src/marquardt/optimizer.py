@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, iteration
-from .agreement import check_alike, check_normalisation, take_buffers
+from .agreement import check_alike, take_buffers
 from .arguments import Unscaled, brief
 from .attempt import attempt
 from .curvature import Auto, Representation
@@ -198,11 +198,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         arguments.check_radius(self.radius)
         check_joined(self.group)
         if (ranks := self._ranks).several:
-            check_normalisation(ranks, self.model, self._state.steps == 0)
-            others = f"{self._weights}, attempts = {self.attempts}, loss {brief(self.loss)}"
-            check_alike(
-                ranks, self.parts, self._state, Parameters(self.model, self.params), self.lr, others, self.model
-            )
+            others = {"lr": self.lr, "weight decay": self._weights, "attempts": self.attempts, "loss": brief(self.loss)}
+            check_alike(ranks, self.model, Parameters(self.model, self.params), self.parts, self._state, others)
         self._pace.begin()
         step = self._taken(batches)
         # What BatchNorm has seen last: `averaged` shows it to the averaged weights.
@@ -298,9 +295,8 @@ class LM(Unscaled, torch.optim.Optimizer):
             lin.parameters.assign(old.haven)
             state = iteration.with_mean(parts, replace(state, previous=None), lin.parameters, start.same_data)
         if end.d is not None:
-            state = iteration.with_mean(
-                parts, kept(parts, state, matrices, end, start), lin.parameters, start.same_data
-            )
+            state = kept(parts, state, matrices, end, start)
+            state = iteration.with_mean(parts, state, lin.parameters, start.same_data)
         decay = 0.0 if lin.decay is None else floats(lin.decay.value(lin.parameters.tensors))[0]
         step = report(self.loss, start, end, used, [CONVERGED] if converged else notes, converged, decay)
         return step, replace(state, decay=decay)

@@ -102,7 +102,7 @@ def every_case() -> dict[str, tuple[str, dict[str, Any]]]:
         if r == "kronecker-every" and parts == "all" and d not in ("identity", "mean"):
             parts = "plain"  # factors of other λ cannot hold weight decay, which is refused
         # Not smaller from step to step: a λ near 0 makes much of rounding, whatever the number of ranks.
-        schedule = mq.Constant(300.0 if r == "hessian" else 30.0 if r.startswith("matrix-free") else 1.0)
+        schedule = mq.Constant(300.0 if r == "hessian" else 30.0 if r.startswith("matrix-free") else 3.0)
         options = {"curvature": curvature, "damping": damping, "schedule": schedule, **PARTS[parts]}
         if parts == "all" and r == "kronecker-every":
             options["damping"] = mq.MeanEigenvalue()
@@ -121,7 +121,9 @@ def every_case() -> dict[str, tuple[str, dict[str, Any]]]:
     cases["dense-average"] = ("mse", {"curvature": mq.Dense(inertia=0.8), "schedule": mq.Constant(0.3)})
     cases["radius"] = ("mse", {"radius": 0.05, "curvature": mq.Gram()})
     cases["quadratic"] = ("mse", {"momentum": mq.QuadraticMomentum(), "curvature": mq.Kronecker()})
-    cases["attempts"] = ("mse", {"attempts": 3, "schedule": mq.TenFold(initial=3.0), "curvature": mq.Gram()})
+    # Steps that are four times too long, of which some need a second attempt.
+    again = {"attempts": 3, "lr": 4.0, "schedule": mq.TenFold(initial=1.0, minimum=1.0), **PARTS["plain"]}
+    cases["attempts"] = ("mse", {"curvature": mq.Gram(), **again})
     return cases
 
 
@@ -143,15 +145,18 @@ def compare(ranks: int, names: list[str], steps: int) -> None:
     cases = [CASES[name] for name in names]
     (alone,) = run(several_steps, 1, cases, steps, timeout=600)
     found = run(several_steps, ranks, cases, steps, timeout=600)
+    apart = {}
     for number, name in enumerate(names):
         expected, taken = alone[number]
         assert any(step.accepted for step in taken), name
         for rank in range(ranks):
             end, others = found[rank][number]
             assert torch.equal(end, found[0][number][0]), name  # bit for bit on all ranks
-            assert [step.rule for step in others] == [step.rule for step in taken], name
-            assert error(end, expected) < 1e-10, name
-            assert math.isclose(others[-1].new_loss, taken[-1].new_loss, rel_tol=1e-9), name
+            same = [step.rule for step in others] == [step.rule for step in taken]
+            close = math.isclose(others[-1].new_loss, taken[-1].new_loss, rel_tol=1e-9)
+            if not (same and close and error(end, expected) < 1e-10):
+                apart[name] = error(end, expected)
+    assert apart == {}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

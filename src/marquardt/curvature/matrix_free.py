@@ -91,9 +91,7 @@ class MatrixFree(Interchangeable):
                 "Martens uses 5e-4"
             )
         if not 0 <= self.warm <= 1:
-            raise ValueError(
-                f"warm={self.warm!r}: the share of the last solution that CG starts from, between 0 (none) and 1"
-            )
+            raise ValueError(f"warm={self.warm!r}: the share of the last solution that CG starts from, between 0 and 1")
         if self.precondition is not None and not 0 < self.precondition <= 1:
             raise ValueError(
                 f"precondition={self.precondition!r}: the exponent of diag G + A, above 0 and at most 1 "
@@ -148,9 +146,8 @@ class MatrixFreeCurvature(Curvature):
                 _ = piece.gradient  # while the graph is fresh
                 with twice_differentiable(lin.objective.model):
                     self._open = self._products(piece)
-        self._g = (
-            lin.slope if self._open is None else lin.ranks.sum(self._open.piece.gradient * lin.scale)
-        )  # of the data
+        own = None if self._open is None else self._open.piece.gradient * lin.scale
+        self._g = lin.slope if own is None else lin.ranks.sum(own)  # of the data
         self._rows_fit, self._sketch_fits = lin.ranks.all(self._rows_fit), lin.ranks.all(self._sketch_fits)
         self._inert: set[int] | None = None  # parameters without influence, as the preconditioner has found
         self._zeros: set[int] | None = None  # and as all ranks have found
