@@ -32,7 +32,7 @@ def test_newton(name):
     C, q = represent(build(name)), expected(name)
     size = torch.linalg.matrix_norm(q.G, 2)
     D = q.diagonal() + 0.01 * size * (1 + torch.rand(len(q.g), dtype=f64))
-    for A in (1e-3 * size, D, 1e-3 * D):
+    for A in (1e-3 * size, 1e-3 * D):
         assert error(-C.newton(A), q.step(A)) < 1e-6
 
 

@@ -115,7 +115,8 @@ def misses(solver, factor: float) -> list[str]:
     return [p.name for p, result in results(solver, factor) if result is None or p.solved(result.x) is None]
 
 
-FACTORS = [1.0, 10.0, pytest.param(100.0, marks=pytest.mark.benchmark)]  # the last one takes a minute
+# From the standard start all are solved, see above; the last factor takes a minute.
+FACTORS = [10.0, pytest.param(100.0, marks=pytest.mark.benchmark)]
 
 
 @pytest.mark.parametrize("factor", FACTORS)

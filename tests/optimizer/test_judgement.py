@@ -257,7 +257,7 @@ def test_the_loss_stays_with_the_best_after_convergence():
     x = torch.linspace(-2, 2, 40)[:, None]
     y = torch.sin(3 * x) + 0.1 * torch.randn(40, 1)
     opt = mq.LM(nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)), "mse")
-    losses = [opt.step(x, y).new_loss for _ in range(1500)]
+    losses = [opt.step(x, y).new_loss for _ in range(800)]
     assert max(losses[-100:]) < 1.02 * min(losses)
     assert losses[-1] < 1.01 * min(losses)
 
@@ -292,8 +292,11 @@ def run_with(kind, curvature, scale):
         return loss(model(x), y).item(), bad
 
 
-@pytest.mark.parametrize("kind", ["mse", "cross_entropy"])
-@pytest.mark.parametrize("curvature", [*CURVATURES[:4], CURVATURES[-1]], ids=name)
+CORRUPTED = [*CURVATURES[:4], CURVATURES[-1]]
+BY_TURNS = [(curvature, ("mse", "cross_entropy")[i % 2]) for i, curvature in enumerate(CORRUPTED)]
+
+
+@pytest.mark.parametrize(("curvature", "kind"), BY_TURNS, ids=[name(curvature) for curvature in CORRUPTED])
 def test_one_corrupt_batch_does_not_end_the_run(curvature, kind):
     clean, _ = run_with(kind, curvature, 1.0)
     spoilt, bad = run_with(kind, curvature, 1e6)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import marquardt as mq
 from support.ranks import run, shard
 
-STEPS = 3
+STEPS = 2
 
 
 # Models. Their layers have 5, 7 or 3 outputs, so that the shards of two ranks are unlike, and those of one are empty.
