@@ -208,7 +208,7 @@ def disagreements():
 def test_ranks_that_do_not_agree_are_found_out():
     words = {
         "λ": "λ = ", "damping": "(rank 0: MaxDiagonal(); rank 1: MeanEigenvalue())",
-        "learning rate": "(rank 0: lr = 1.0; rank 1: lr = 0.5)", "weight decay": "rank 1: weight decay 0.5)",
+        "learning rate": "(rank 0: lr = 1.0; rank 1: lr = 0.5)", "weight decay": "rank 1: weight decay = 0.5)",
         "schedule": "rank 1: λ = 1e-09, TenFold(initial=1e-09))",
         "attempts": "(rank 0: attempts = 1; rank 1: attempts = 3)",
         "parameter": "parameter '4.weight' is not the same on all ranks", "call": "",
