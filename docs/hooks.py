@@ -38,7 +38,7 @@ def on_files(files: Files, config: Any) -> Files:
     for page in [file for file in files if file.is_documentation_page()]:
         for link, _ in LINK.findall(page.content_string):
             path = outside(page.src_uri, link)
-            if path is None or files.get_file_from_path(place(path)) or (ROOT / path).is_dir():
+            if path is None or files.get_file_from_path(place(path)):
                 continue
             where: dict[str, Any] = {"abs_src_path": str(ROOT / path)}
             if path.endswith(".py"):
@@ -55,8 +55,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
     def within(match: re.Match[str]) -> str:
         path = outside(here, match[1])
-        if path is None or (ROOT / path).is_dir():
-            return match[0] if path is None else "]"
+        if path is None:
+            return match[0]
         return f"]({posixpath.relpath(place(path), posixpath.dirname(here) or '.')}{match[2] or ''})"
 
     markdown = lists(LINK.sub(within, markdown))
