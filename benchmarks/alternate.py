@@ -120,6 +120,9 @@ def main() -> None:
         return work(args.work, args.device)
     if args.old is None:
         parser.error("--old is needed: the `src` folder of the commit to compare with")
+    for source in (args.old, args.new):
+        if not (source / "marquardt").is_dir():  # otherwise both would be the version that is installed
+            parser.error(f"{source} has no marquardt/: name the `src` folder of a commit")
     found = {}
     for case in args.cases:
         times = []

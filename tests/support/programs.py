@@ -3,7 +3,8 @@
     done = run(text, folder)    # like subprocess.run: returncode, stdout, stderr
 
 The imports take longer than most of the programs do. Each has a `__main__`, a folder and random numbers of its own, and
-nothing in its names that it has not imported.
+nothing in its names that it has not imported. (The forkserver of `ranks` has imported more, which could hide a missing
+import of a page.)
 """
 
 from __future__ import annotations
