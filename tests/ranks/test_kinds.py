@@ -232,3 +232,25 @@ def test_a_group_that_is_destroyed_is_gone(double):
     for gone, words in run(destroyed, 2):
         assert gone
         assert "has been destroyed: make another optimizer" in words
+
+
+def with_a_control_group() -> tuple[Tensor, bool]:
+    """A group that is not gloo's has one beside it for the meetings, which torch alone keeps alive."""
+    true, dist.get_backend_config = dist.get_backend_config, lambda group: "cuda:nccl"
+    model = network()
+    opt = mq.LM(model, "cross_entropy")
+    for _ in range(3):
+        opt.step(*mine(*data()))
+        gc.collect()
+    dist.get_backend_config = true
+    return theta(model), opt._ranks._control is not opt._ranks.group
+
+
+def test_a_control_group_lives_as_long_as_the_group(double):
+    alone = network()
+    opt = mq.LM(alone, "cross_entropy")
+    for _ in range(3):
+        opt.step(*data())
+    for end, another in run(with_a_control_group, 2):
+        assert another
+        assert error(end, theta(alone)) < 1e-10
