@@ -170,11 +170,11 @@ class LM(Unscaled, torch.optim.Optimizer):
             closure: for trainers that wrap optimizers and have their hooks in it: it is called once, before the step,
                 and what it returns is not used.
         """
-        with self._ranks.together():
+        with (ranks := self._ranks).together():
             arguments.check_batch(inputs, targets)
             if closure is not None:
                 closure()
-            return self._step(inputs if isinstance(inputs, Batches) else [Batch(inputs, targets, weight)])
+            return self._step(inputs if isinstance(inputs, Batches) else [Batch(inputs, targets, weight)], ranks)
 
     def step_over(self, batches: Iterable[Any]) -> Step:
         """One iteration on all batches together, (inputs, targets) or (inputs, targets, weight) each.
@@ -191,22 +191,22 @@ class LM(Unscaled, torch.optim.Optimizer):
         """How the curvature is represented and why; with Auto, once there was a step."""
         return str(self._state.plan or self.curvature)
 
-    def _step(self, batches: Iterable[Batch]) -> Step:
+    def _step(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
         arguments.check_shards(self.model, self.parts, self.param_groups, single=not isinstance(batches, Batches))
         arguments.check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self._averaged)
         check_same_rate(self.param_groups)
         arguments.check_radius(self.radius)
         check_joined(self.group)
-        if (ranks := self._ranks).several:
+        if ranks.several:
             others = {"lr": self.lr, "weight decay": self._weights, "attempts": self.attempts, "loss": brief(self.loss)}
             check_alike(ranks, self.model, Parameters(self.model, self.params), self.parts, self._state, others)
         self._pace.begin()
-        step = self._taken(batches)
+        step = self._taken(batches, ranks)
         # What BatchNorm has seen last: `averaged` shows it to the averaged weights.
         self._last = [b.inputs for b in islice(batches, 1)] if counting(self.model) else []
         return self._pace.end(step)
 
-    def _taken(self, batches: Iterable[Batch]) -> Step:
+    def _taken(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
         """By a recording, or without; if memory runs out, or rows turn out to be too dear, with another plan."""
         if self._records and isinstance(batches, list) and (step := self._replayed(batches[0])) is not None:
             return step
@@ -214,8 +214,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         while True:
             self._planned = plan
             try:
-                with self._ranks.together(), self._ranks.deciding(), self._recordings.plain():
-                    return self._try(batches, plan)
+                with ranks.together(), ranks.deciding(), self._recordings.plain():
+                    return self._try(batches, ranks, plan)
             except RuntimeError as error:
                 # Everything is as it was before the step: again, with the next smaller plan, if there is one.
                 plan = self.curvature.smaller(self._planned, cause(error))
@@ -224,9 +224,9 @@ class LM(Unscaled, torch.optim.Optimizer):
             if self.params[0].is_cuda:
                 torch.cuda.empty_cache()
 
-    def _try(self, batches: Iterable[Batch], plan: Plan | None) -> Step:
+    def _try(self, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None) -> Step:
         """The step, or everything as it was before it."""
-        old, parts, ranks = self._state, self.parts, self._ranks
+        old, parts = self._state, self.parts
         lin = Linearization(
             self._objective(), batches, rows_of(parts, plan), parts.curvature.needs,
             known=self._known, seed=old.steps, single=not isinstance(batches, Batches), most=old.most_rows,
@@ -307,7 +307,8 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     @property
     def _records(self) -> bool:
-        return self.capture is not False and self.params[0].device.type in RECORDERS and not self._ranks.several
+        recorder = self.params[0].device.type in RECORDERS
+        return recorder and self.capture is not False and not self._ranks.several
 
     def _replayed(self, batch: Batch) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""

@@ -42,7 +42,7 @@ def tensors(item: Any, depth: int = 3) -> Iterator[Tensor]:
 
 def leaves(item: Any) -> list[Any]:
     """What it is made of. A PackedSequence is a tuple of tensors without a row per sample, and goes along whole."""
-    return tree_leaves(item, is_leaf=lambda t: isinstance(t, PackedSequence))
+    return [item] if isinstance(item, Tensor) else tree_leaves(item, is_leaf=lambda t: isinstance(t, PackedSequence))
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ class Batch:
     def samples(self) -> int:
         """0 where it is not known before the model is called."""
         # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
+        if isinstance(self.targets, Tensor) and self.targets.ndim:
+            return len(self.targets)
         items = [self.targets] if self.opaque else [self.targets, self.inputs]
         return next((len(t) for t in tree_leaves(items) if isinstance(t, Tensor) and t.ndim), 0)
 
