@@ -144,8 +144,9 @@ def rank_main(rank: int, ranks: int, store: str, device: str, rounds: int, queue
     torch.set_num_threads(1)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
-    )
+        backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5),
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+    )  # fmt: skip
     found: dict[str, Any] = {}
     every = paths(device) if device == "cuda" else {}
     for name in CURVATURES:
