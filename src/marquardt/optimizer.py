@@ -340,6 +340,10 @@ class LM(Unscaled, torch.optim.Optimizer):
             self.average, self.radius,
         )  # fmt: skip
 
+    def _begin_anew(self) -> None:
+        """As before the first step, but for what was found out about the model."""
+        self._state = State(lam=self.schedule.initial, towards=self._state.towards)
+
     # Averaged weights, and what torch.optim.Optimizer promises.
 
     @contextmanager

@@ -74,6 +74,12 @@ def evidence() -> tuple[nn.Module, dict[str, Any]]:
     return net(), {"data": noisy_sine(), "weight_decay": rule, "steps": 9}
 
 
+def descents() -> tuple[nn.Module, dict[str, Any]]:
+    """By evidence, one after the other: the second one begins after step 15"""
+    torch.manual_seed(0)
+    return nn.Linear(1, 1), {"data": noisy_sine(), "weight_decay": mq.Evidence(every=1, start=(1.0, 0.1)), "steps": 18}
+
+
 def validated() -> tuple[nn.Module, dict[str, Any]]:
     """With evidence, whose best step is not the last"""
     model, given = evidence()
@@ -85,4 +91,4 @@ def streamed() -> tuple[nn.Module, dict[str, Any]]:
     return net(), {"data": [(x[:15], y[:15]), (x[15:], y[15:])], "batch_size": "all", "steps": 9}
 
 
-KINDS = {f.__name__: f for f in (whole, held, mini, loader, shuffled, evidence, validated, streamed)}
+KINDS = {f.__name__: f for f in (whole, held, mini, loader, shuffled, evidence, descents, validated, streamed)}

@@ -39,6 +39,13 @@ SEEN = Seen(loss=0.5, steepest=10.0, lam=2.0, least=0.4, best_step=3, fails=7)
         ({"patience": 7}, {}, {}, "validation: 7 in a row without a loss below 0.4"),
         ({"patience": 8}, {}, {}, None),
         ({"patience": 0}, {}, {}, None),
+        (
+            {"patience": 5},
+            {},
+            {"fails": 0, "idle": 5, "highest": -12.5},
+            "the log evidence was -12.5, and lower in 5 estimates since",
+        ),
+        ({"patience": 6}, {}, {"fails": 0, "idle": 5}, None),
         ({}, {"converged": True}, {}, "converged: no decrease is left"),
         ({}, {"converged": True}, {"settled": False}, None),
         ({}, {}, {"settled": True}, "settled: neither the effective parameters nor the noise"),
@@ -54,6 +61,20 @@ def test_reasons(stop, entry, seen, words):
 def test_before_the_first_step():
     assert NONE.reason(None, Seen()) is None
     assert Stops(steps=0).reason(None, Seen()) == "no steps were asked for"
+
+
+def test_the_highest_evidence_so_far():
+    """The last one of those that are alike."""
+    seen = Seen()
+    assert [seen.judged(value, k) for k, value in enumerate([-9.0, -3.0, -3.9, -4.1, math.nan, -3.5, -5.0])] == [
+        True, True, True, False, False, True, False,
+    ]  # fmt: skip
+    assert (seen.highest, seen.best_step, seen.idle) == (-3.0, 5, 1)
+    seen.begin_anew()
+    assert [seen.judged(value, k) for k, value in enumerate([-9.0, -4.0, -3.0, -2.0, -2.5], 10)] == [
+        False, False, False, True, True,
+    ]  # fmt: skip
+    assert (seen.highest, seen.best_step, seen.idle) == (-2.0, 14, 0)
 
 
 def test_the_best_so_far():

@@ -109,6 +109,8 @@ def test_units_of_the_targets_change_nothing(factor):
         ({"every": 0}, "every=0: steps from one estimate to the next"),
         ({"every": 2.5}, "every=2.5"),
         ({"start": 0.0}, "start=0.0: the weight decay of the first steps"),
+        ({"start": ()}, r"start=\(\): the weight decay of the first steps, one or several numbers above 0"),
+        ({"start": (1e-3, -1.0)}, r"start=\(0.001, -1.0\)"),
         ({"groups": "tensors"}, 'groups=\'tensors\': None, "layers", "parameters"'),
     ],
 )

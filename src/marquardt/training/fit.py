@@ -128,13 +128,13 @@ def fit(
     of its own.
 
     It ends after so many `steps` or `seconds`, with a loss of at most `goal`, a gradient of at most `min_gradient`
-    times the largest, λ above `max_lam`, after `patience` validations without a new best, or if nothing is left to
-    gain; None leaves a stop out. `callbacks` are called after every step with a `Running`, and end the fit by
-    returning True. Ctrl-C ends it too; the best weights so far are then in the model.
+    times the largest, λ above `max_lam`, after `patience` validations (or estimates of the evidence) without a new
+    best, or if nothing is left to gain; None leaves a stop out. `callbacks` are called after every step with a
+    `Running`, and end the fit by returning True. Ctrl-C ends it too; the best weights so far are then in the model.
 
     `weight_decay` is a number, a `WeightDecay`, a dict by the names of parameters as `Fit.evidence` has it, or
     `mq.Evidence()`: then it is found from the data, every few steps, as is the noise (MATLAB's trainbr), until they
-    settle.
+    settle; the weights with the highest evidence are the best ones.
 
     `checkpoint` names a file that the fit is saved in about every second. The same call goes on with it, exactly, if
     the file is there; `resume=False` begins anew. All other `options` are those of `mq.LM`.
@@ -153,7 +153,7 @@ def fit(
         goal: the loss that is low enough.
         min_gradient: the gradient that is small enough, as a share of the largest.
         max_lam: λ beyond which no step can be found.
-        patience: validations without a new best.
+        patience: validations without a new best, or estimates of the evidence.
         weight_decay: a number, an `mq.WeightDecay`, a dict by name, or `mq.Evidence()`.
         batch_size: samples of a step, or "all"; None decides by how long a step takes.
         seed: of what is held out, and of the order of mini-batches.
@@ -280,7 +280,7 @@ def optimizer(model: nn.Module, loss: Any, weight_decay: Any, options: dict[str,
         return LM(model, loss, weight_decay=weight_decay, **options)
     likelihood_of(resolve(loss))  # or there is no evidence
     groups = grouped_params(model, options.get("params"), weight_decay)
-    return LM(model, loss, weight_decay=weight_decay.start, **{**options, "params": groups})
+    return LM(model, loss, weight_decay=weight_decay.starts[0], **{**options, "params": groups})
 
 
 # What others call the arguments of fit.

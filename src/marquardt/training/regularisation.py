@@ -22,6 +22,10 @@ from ..uncertainty.precision import SINGULAR
 # group: that of a group without any grows and grows.
 CLOSE, TWICE = 1e-3, 2
 
+# From one estimate to the next weight decay at most doubles, or comes to this share of the mean curvature of the loss:
+# what a network has not learnt yet counts as noise, and weight decay for so much noise would keep it from learning.
+GROWTH, TIMID = 2.0, 1e-5
+
 # Estimates in a row that may differ in α alone: as the α of one layer grows and that of another falls, the model may
 # compute the same, without an end.
 LONG = 10
@@ -62,6 +66,7 @@ class Regularisation:
     def __init__(self, evidence: Evidence, opt: LM, data: Source) -> None:
         self.evidence, self.opt, self.data = evidence, opt, data
         self.names = Parameters(opt.model, opt.params).names
+        self.descent = 0  # that is under way, by number
         self.last: Regularised | None = None
         self.waited = 0  # accepted steps since, or epochs
         self.close = 0  # estimates in a row without a change
@@ -75,6 +80,22 @@ class Regularisation:
     @property
     def gamma(self) -> float:
         return math.nan if self.last is None else self.last.gamma
+
+    @property
+    def start(self) -> float:
+        """The weight decay that the descent under way began with."""
+        return self.evidence.starts[self.descent]
+
+    @property
+    def more(self) -> bool:
+        """Whether another descent follows."""
+        return self.descent + 1 < len(self.evidence.starts)
+
+    def begin_anew(self) -> None:
+        """The next descent."""
+        self.descent += 1
+        self.waited, self.close, self.since, self.still = 0, 0, None, 0
+        self.put(None)
 
     def passed(self, one: bool, converged: bool) -> bool:
         """Whether an estimate is due, after another step if it counts."""
@@ -95,7 +116,7 @@ class Regularisation:
         self.last = found
         for group in self.opt.param_groups:
             name = self.names[self._index(group["params"][0])]
-            group["weight_decay"] = self.evidence.start if found is None else found.weight_decay[name]
+            group["weight_decay"] = self.start if found is None else found.weight_decay[name]
 
     def _estimated(self, objective: float) -> Regularised:
         """By every rank, from all data, and as rank 0 has it."""
@@ -109,11 +130,12 @@ class Regularisation:
             if self.last is None or str(error) != SINGULAR:
                 raise
             return replace(self.last, objective=objective)
-        best = reestimate(there, self.evidence.groups)
-        names = there.names
+        best, names, before = reestimate(there, self.evidence.groups), there.names, decays(opt)
+        some = TIMID * there.decays([there.mean_curvature], there.beta)[0]
+        decay = [min(w, max(GROWTH * old, some)) for w, old in zip(best.weight_decay, before, strict=True)]
         return Regularised(
-            dict(zip(names, best.alpha, strict=True)), best.beta, best.gamma, there.gammas, there.log_evidence,
-            dict(zip(names, best.weight_decay, strict=True)), objective,
+            dict(zip(names, there.precisions(decay, best.beta), strict=True)), best.beta, best.gamma, there.gammas,
+            there.log_evidence, dict(zip(names, decay, strict=True)), objective,
         )  # fmt: skip
 
     def _index(self, p: Tensor) -> int:
@@ -125,11 +147,13 @@ class Regularisation:
         found = {
             name: None if one is None else asdict(one) for name, one in (("last", self.last), ("since", self.since))
         }
-        return {**found, "waited": self.waited, "close": self.close, "still": self.still}
+        counts = {"waited": self.waited, "close": self.close, "still": self.still, "descent": self.descent}
+        return {**found, **counts}
 
     def resume(self, state: dict[str, Any]) -> None:
         self.last, self.since = (None if state[k] is None else Regularised(**state[k]) for k in ("last", "since"))
         self.waited, self.close, self.still = state["waited"], state["close"], state["still"]
+        self.descent = state["descent"]
 
 
 def decays(opt: LM) -> list[Any]:
@@ -142,7 +166,7 @@ def grouped_params(model: nn.Module, params: Iterable[Any] | None, evidence: Evi
     """Parameter groups for LM, one for each α."""
     names, chosen = named(model, params, "mq.Evidence(groups=…)")
     return [
-        {"params": [chosen[i] for i in members], "weight_decay": evidence.start}
+        {"params": [chosen[i] for i in members], "weight_decay": evidence.starts[0]}
         for members in grouped_names(names, evidence.groups)
     ]
 

@@ -49,6 +49,7 @@ class Training:
         self.history, self.seen = History(), Seen()
         self.best: dict[str, Tensor] | None = None  # weights and buffers,
         self.best_evidence: Regularised | None = None  # and what was known with them
+        self.first: dict[str, Tensor] | None = None  # the weights at the start, if another descent follows
         self.ranks = opt._ranks
         self.order = Order(data, plan.size, seed, self.ranks) if plan.mini else None
         self.regularisation = None if evidence is None else Regularisation(evidence, opt, data)
@@ -77,6 +78,8 @@ class Training:
 
     def begin(self) -> None:
         """The weights before the first step are the best so far; what cannot be validated is refused here."""
+        if self.regularisation is not None and self.regularisation.more:
+            self.first = changing(self.model, self.opt.params)
         if self.validation is not None:
             self.seen.found(self._validation_loss(), 0)
             self.keep()
@@ -88,7 +91,7 @@ class Training:
         taken = self._taken()
         looked = self._looked(number, taken)
         if self.regularisation is not None:
-            self._regularise(taken, self.order is not None and self.order.epoch > epoch)
+            self._regularise(number, taken, self.order is not None and self.order.epoch > epoch)
         entry = self._entry(number, taken)
         self.history.entries.append(entry)
         self.seen.loss = self._training_loss()
@@ -98,6 +101,8 @@ class Training:
             self.seen.least = taken.loss  # of the weights at the start, which stay if no step is accepted
         if looked:
             self._compare(entry)
+        if self._another:
+            self._begin_anew()
         return entry
 
     def _training_loss(self) -> float:
@@ -108,15 +113,38 @@ class Training:
         some = self.history[-EVERY if self.plan.mini else -1 :]["loss"]
         return sum(some) / len(some) if some else math.nan
 
-    def _regularise(self, taken: Step, another_epoch: bool) -> None:
+    def _regularise(self, number: int, taken: Step, another_epoch: bool) -> None:
         """α and β anew every few accepted steps, or epochs; not amid uphill moves that are taken back perhaps."""
         found = self.regularisation
         assert found is not None
         counts = another_epoch if self.plan.mini else taken.accepted
         if found.passed(counts, taken.converged) and self.opt._state.haven is None:
             with self._shown():
-                found.update(taken.new_loss)
-            self.seen.settled = found.settled
+                self._estimate(found, taken.new_loss, number)
+
+    @property
+    def _another(self) -> bool:
+        """Whether a descent has ended and another one follows."""
+        found = self.regularisation
+        return found is not None and found.more and (found.settled or self.stops.impatient(self.seen))
+
+    def _begin_anew(self) -> None:
+        """Another descent from the first weights: the best ones are those of all descents."""
+        assert self.regularisation is not None
+        assert self.first is not None
+        put(self.model, self.first)
+        self.opt._begin_anew()
+        self.regularisation.begin_anew()
+        self.seen.begin_anew()
+        self.first = self.first if self.regularisation.more else None
+
+    def _estimate(self, found: Regularisation, objective: float, number: int) -> None:
+        """Without a validation set the evidence decides which weights are the best: α and β may lead from good ones to
+        others that take all for noise, or nothing."""
+        found.update(objective)
+        self.seen.settled = found.settled
+        if self.validation is None and found.last is not None and self.seen.judged(found.last.log_evidence, number):
+            self.keep()
 
     def _taken(self) -> Step:
         if self.order is not None:
@@ -136,10 +164,12 @@ class Training:
         if self.plan.mini:  # after the step it says how well the batch is fitted, not how well the data are
             loss, objective = taken.data_loss, taken.loss
         epoch = number - 1 if self.order is None else self.order.epoch
-        found = self.regularisation
+        found, note = self.regularisation, taken.note
+        if self._another:
+            note += f"{'; ' if note else ''}the next step begins anew from the first weights"
         return Entry(
             number, epoch, loss, objective, self._validated, taken.lam, taken.slope, taken.rule, taken.lr, taken.gain,
-            self.ranks.agreed(self.seconds), math.nan if found is None else found.gamma, taken.converged, taken.note,
+            self.ranks.agreed(self.seconds), math.nan if found is None else found.gamma, taken.converged, note,
         )  # fmt: skip
 
     # The best weights.
@@ -199,12 +229,15 @@ class Training:
         self.best_evidence = self.evidence
 
     def end(self) -> None:
-        """The best weights to the model. Without a validation set, on changing batches or with weight decay that
-        changes, the last ones: averaged, or from before uphill moves that have not paid."""
-        last = self.plan.mini or self.regularisation is not None
-        if last and self.validation is None and len(self.history):
-            self.keep(last)
-            self.seen.best_step = len(self.history)
+        """The best weights to the model. Without a validation set, on changing batches, the last ones: averaged, or
+        from before uphill moves that have not paid; if weight decay is found, they take part in what is compared."""
+        last, found = len(self.history), self.regularisation
+        if self.validation is None and found is not None and last and (found.waited or found.last is None):
+            with nullcontext() if self.opt.average is None else self._averaged():
+                self._estimate(found, self.history[-1].objective, last)
+        elif self.validation is None and found is None and self.plan.mini and last:
+            self.keep(last=True)
+            self.seen.best_step = last
         if self.best is not None:
             put(self.model, self.best)
             if self.regularisation is not None:
@@ -251,6 +284,7 @@ class Training:
             "outputs": self._outputs(),
             "optimizer": self.opt.state_dict(),
             "best": self.best,
+            "first": self.first,
             "best_evidence": None if self.best_evidence is None else asdict(self.best_evidence),
             "history": self.history.columns(),
             "seen": asdict(self.seen),
@@ -294,7 +328,7 @@ class Training:
         self.check(state)
         self.opt.load_state_dict(state["optimizer"])
         put(self.model, state["weights"])
-        self.best, known = state["best"], state["best_evidence"]
+        self.best, self.first, known = state["best"], state["first"], state["best_evidence"]
         self.best_evidence = None if known is None else Regularised(**known)
         self.history, self.seen = History.restored(state["history"]), Seen(**state["seen"])
         self._validated, self.elapsed = state["validated"], state["seconds"]

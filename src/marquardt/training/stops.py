@@ -12,13 +12,16 @@ from .history import Entry
 INTERRUPTED = "interrupted"
 CALLBACK = "a callback asked for it"
 
+# Of two log evidences that differ by less than this the higher one is not worth a mention (Kass and Raftery, 1995).
+ALIKE = 1.0
+
 
 @dataclass(frozen=True)
 class Stops:
     """The stops of MATLAB's trainlm; None leaves one out.
 
-    `patience` counts validations without a new best. The gradient is √(gᵀD⁻¹g), the length that a step reports, and is
-    compared with the largest so far: the units of the loss do not matter.
+    `patience` counts validations without a new best, or estimates of the evidence. The gradient is √(gᵀD⁻¹g), the
+    length that a step reports, and is compared with the largest so far: the units of the loss do not matter.
     """
 
     steps: int | None = 1000
@@ -46,11 +49,17 @@ class Stops:
             return f"λ is {seen.lam:.2g}, above {self.max_lam:g}: no step lowers the loss"
         if self.patience is not None and seen.fails >= self.patience > 0:
             return f"validation: {seen.fails} in a row without a loss below {seen.least:.4g}"
+        if self.impatient(seen):
+            return f"the log evidence was {seen.highest:.4g}, and lower in {seen.idle} estimates since"
         if self.steps is not None and entry.step >= self.steps:
             return f"{self.steps} steps are done"
         if self.seconds is not None and entry.seconds >= self.seconds:
             return f"{duration(self.seconds)} are over"
         return None
+
+    def impatient(self, seen: Seen) -> bool:
+        """Whether the evidence has been lower for too long."""
+        return self.patience is not None and seen.idle >= self.patience > 0
 
     def _minimum(self, entry: Entry, seen: Seen) -> str | None:
         if entry.converged:
@@ -71,6 +80,9 @@ class Seen:
     best_step: int = 0
     fails: int = 0  # validations since
     settled: bool | None = None  # weight decay that is found from the data; None if it is not
+    highest: float = -math.inf  # log evidence in this descent, if that decides which weights are the best,
+    idle: int = 0  # estimates since that were lower,
+    before: float = -math.inf  # and the highest one in earlier descents
 
     def found(self, loss: float, step: int) -> bool:
         """Whether this loss is the least so far."""
@@ -79,6 +91,20 @@ class Seen:
             self.least, self.best_step = loss, step
         self.fails = 0 if better else self.fails + 1
         return better
+
+    def judged(self, log_evidence: float, step: int) -> bool:
+        """Whether it is as good as the highest of this descent, and better than earlier ones."""
+        good = log_evidence > self.highest - ALIKE
+        self.highest, self.idle = (max(self.highest, log_evidence), 0) if good else (self.highest, self.idle + 1)
+        best = good and log_evidence > self.before
+        if best:
+            self.best_step = step
+        return best
+
+    def begin_anew(self) -> None:
+        """Another descent."""
+        self.before, self.highest, self.idle = max(self.before, self.highest), -math.inf, 0
+        self.settled, self.fails = False, 0
 
 
 def check_stop(name: str, value: Any, whole: bool) -> None:

@@ -33,15 +33,18 @@ LEFT = 0.01
 @dataclass(frozen=True)
 class Evidence:
     """Weight decay by evidence, for `mq.fit(weight_decay=mq.Evidence())`: α and β from βG + diag α without λD, every
-    few steps (Bayesian regularisation, MATLAB's trainbr).
+    few steps (Bayesian regularisation, MATLAB's trainbr). Weight decay at most doubles from one estimate to the next,
+    and without a validation set the weights with the highest evidence are the best ones.
 
     `groups`: "layers" has an α for the weight and the bias of each layer, "parameters" one for each tensor, None one
-    for all (MATLAB's); or lists of patterns for names, one list for each α. `start` is the weight decay to begin with.
+    for all (MATLAB's); or lists of patterns for names, one list for each α. `start` is the weight decay to begin with;
+    if there are several, as many descents from the same weights follow each other: a large one may keep a network from
+    learning at all, and from a small one it may learn the noise.
 
     Args:
         every: steps from one estimate to the next.
         groups: which parameters share an α.
-        start: weight decay to begin with.
+        start: weight decay to begin with, one or several.
 
     >>> result = mq.fit(model, (x, y), "mse", weight_decay=mq.Evidence(), steps=20)
     >>> result.evidence.gamma < 33
@@ -50,13 +53,19 @@ class Evidence:
 
     every: int = 5
     groups: str | Sequence[Sequence[str]] | None = "layers"
-    start: float = 0.001
+    start: float | Sequence[float] = (1e-3, 1e-5)
+
+    @property
+    def starts(self) -> Sequence[float]:
+        return self.start if isinstance(self.start, Sequence) else (self.start,)
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every={self.every!r}: steps from one estimate to the next, an integer of at least 1")
-        if isinstance(self.start, bool) or not 0 < self.start < float("inf"):
-            raise ValueError(f"start={self.start!r}: the weight decay of the first steps, a number above 0")
+        if not self.starts or any(isinstance(w, bool) or not 0 < w < float("inf") for w in self.starts):
+            raise ValueError(
+                f"start={self.start!r}: the weight decay of the first steps, one or several numbers above 0"
+            )
         if isinstance(self.groups, str) and self.groups not in ("layers", "parameters"):
             raise ValueError(f'groups={self.groups!r}: None, "layers", "parameters", or lists of patterns for names')
 

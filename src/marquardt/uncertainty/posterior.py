@@ -153,7 +153,14 @@ class Posterior:
         return squares if self.b is None else self.b * squares
 
     def decays(self, alpha: Sequence[float], beta: float) -> tuple[float, ...]:
-        return tuple(a * unit(self.at.loss, self.at.normaliser) / (beta * self.at.likelihood.unit) for a in alpha)
+        return tuple(a * self._decay_of_one(beta) for a in alpha)
+
+    def precisions(self, decays: Sequence[float], beta: float) -> tuple[float, ...]:
+        """α for weight decay in the units of the loss"""
+        return tuple(w / self._decay_of_one(beta) for w in decays)
+
+    def _decay_of_one(self, beta: float) -> float:
+        return unit(self.at.loss, self.at.normaliser) / (beta * self.at.likelihood.unit)
 
     @property
     def log_likelihood(self) -> float:
