@@ -307,8 +307,7 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     @property
     def _records(self) -> bool:
-        recorder = self.params[0].device.type in RECORDERS
-        return recorder and self.capture is not False and not self._ranks.several
+        return self.params[0].device.type in RECORDERS and self.capture is not False and not self._ranks.several
 
     def _replayed(self, batch: Batch) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""

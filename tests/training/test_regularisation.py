@@ -296,11 +296,11 @@ def test_a_curvature_that_cannot_be_inverted_leaves_alpha_and_beta(monkeypatch):
         patch.setattr(regularisation, "laplace", singular)
         with pytest.raises(ValueError, match="the curvature does not determine all parameters"):
             rule.update(1.0)
-    rule.update(1.0)
+    assert rule.update(1.0)
     first = rule.last
     monkeypatch.setattr(regularisation, "laplace", singular)
     for _ in range(2):
-        rule.update(1.0)
+        assert not rule.update(1.0)  # these weights are not judged by the evidence of others
     assert rule.last == first
     assert rule.settled
     assert opt.param_groups[0]["weight_decay"] == first.weight_decay["weight"]

@@ -25,7 +25,7 @@ from .regularisation import decays
 from .run import Training
 from .sharing import sharded
 
-VERSION = 3
+VERSION = 4
 
 # Seconds between two checkpoints at least, and how many times longer than writing one: a step may be much shorter.
 SECONDS, SHARE = 1.0, 20.0

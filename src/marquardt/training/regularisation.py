@@ -102,14 +102,16 @@ class Regularisation:
         self.waited += one
         return converged or self.waited >= self.evidence.every
 
-    def update(self, objective: float) -> None:
-        """α and β at θ, from βG + αI without λD."""
+    def update(self, objective: float) -> bool:
+        """α and β at θ, from βG + αI without λD. False: rounding leaves no estimate, and the last one stays."""
         self.waited = 0
         found = self._estimated(objective)
+        stays = self.last is not None and found == replace(self.last, objective=objective)
         self.close = self.close + 1 if self.last is not None and found.close_to(self.last) else 0
         same = self.since is not None and found.as_good_as(self.since)
         self.since, self.still = (self.since, self.still + 1) if same else (found, 0)
         self.put(found)
+        return not stays
 
     def put(self, found: Regularised | None) -> None:
         """This estimate is in force; None: that of the start."""

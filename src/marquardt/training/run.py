@@ -141,9 +141,9 @@ class Training:
     def _estimate(self, found: Regularisation, objective: float, number: int) -> None:
         """Without a validation set the evidence decides which weights are the best: α and β may lead from good ones to
         others that take all for noise, or nothing."""
-        found.update(objective)
+        known = found.update(objective) and self.validation is None
         self.seen.settled = found.settled
-        if self.validation is None and found.last is not None and self.seen.judged(found.last.log_evidence, number):
+        if known and found.last is not None and self.seen.judged(found.last.log_evidence, number):
             self.keep()
 
     def _taken(self) -> Step:
