@@ -1,7 +1,8 @@
-"""Files that are whole or not there, and folders that one process at a time writes to."""
+"""Files that are whole or not there, that show damage, and folders that one process at a time writes to."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import secrets
@@ -11,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import torch
 
 if sys.platform == "win32":
     import msvcrt
@@ -31,6 +35,10 @@ class Held(OSError):
 
 class Unwritable(OSError):
     """A file could not be written."""
+
+
+class Damaged(ValueError):
+    """A file is not what was written."""
 
 
 @contextmanager
@@ -94,6 +102,71 @@ def whole(path: Path) -> Iterator[Callable[[str | bytes], None]]:
         with suppress(OSError):  # closing writes again what could not be written before
             file.close()
         part.unlink(missing_ok=True)
+
+
+# Archives of torch.save carry the SHA-256 of their bytes as the comment of the zip file, which torch.load passes over:
+# a changed bit is noticed, and the file remains one that torch.load reads.
+SEAL = b"marquardt sha256 "
+SEALED = len(SEAL) + hashlib.sha256().digest_size * 2
+
+
+class _Sealing:
+    """Passes on what torch.save writes, but for the last two bytes of a zip file: the length of its comment."""
+
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self.pass_on, self.sum, self.held_back = write, hashlib.sha256(), b""
+
+    def write(self, content: bytes) -> int:
+        both = self.held_back + bytes(content)
+        body, self.held_back = both[:-2], both[-2:]
+        self.sum.update(body)
+        self.pass_on(body)
+        return len(content)
+
+    def flush(self) -> None:
+        """`whole` does that with every part."""
+
+    def end(self) -> None:
+        assert self.held_back == bytes(2), "torch.save wrote an archive that has a comment"
+        self.pass_on(SEALED.to_bytes(2, "little") + SEAL + self.sum.hexdigest().encode())
+
+
+def save(path: Path, content: Any) -> None:
+    """Tensors and plain values by torch.save, whole or not at all, and sealed."""
+    with whole(path) as write:
+        sealing = _Sealing(write)
+        torch.save(content, sealing)  # type: ignore[arg-type]  # writes, and needs no more
+        sealing.end()
+
+
+def load(path: Path) -> tuple[Any, bool]:
+    """What `save` wrote, on the CPU, and whether it is sealed: files of earlier versions are not, and one of this
+    version that is not has lost its seal. Runs no code of the file."""
+    is_sealed = check_seal(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True), is_sealed
+    except Exception as error:  # torch raises many kinds
+        raise Damaged(f"{path} is damaged, or no file of marquardt ({type(error).__name__})") from error
+
+
+def check_seal(path: Path) -> bool:
+    """Whether there is a seal; `Damaged` if the file is not what was sealed."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END) - SEALED - 2
+        if size < 0:
+            return False
+        file.seek(size + 2)
+        seal = file.read(SEALED)
+        if not seal.startswith(SEAL):
+            return False
+        file.seek(0)
+        found, left = hashlib.sha256(), size
+        while left and (part := file.read(min(left, 2**20))):
+            found.update(part)
+            left -= len(part)
+        if SEAL + found.hexdigest().encode() != seal or file.read(2) != SEALED.to_bytes(2, "little"):
+            raise Damaged(f"{path} is damaged: its checksum is another one than when it was written")
+        return True
 
 
 @contextmanager
