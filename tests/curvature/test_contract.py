@@ -46,35 +46,22 @@ def solvable(q: reference.Quadratic, A: torch.Tensor) -> float:
     return 1e-10 + 1e-14 * (1 + torch.linalg.matrix_norm(q.G, 2) / A.min()).item()
 
 
-@EVERY_CASE
-@EVERY_REPRESENTATION
-def test_gradient(name, representation):
-    C, q = curvature(name, representation), expected(name)
+def check(C: mq.Curvature, q: reference.Quadratic):
+    """Gradient, products, diagonal and (G + A)⁻¹g."""
     assert not C.gradient.requires_grad
     assert C.gradient.dtype == torch.float64
     assert error(C.gradient, q.g) < 1e-10
-
-
-@EVERY_CASE
-@EVERY_REPRESENTATION
-def test_product(name, representation):
-    C, q = curvature(name, representation), expected(name)
     for v in torch.randn(3, len(q.g), dtype=torch.float64):
         assert error(C @ v, q.G @ v) < 1e-10
-
-
-@EVERY_CASE
-@EVERY_REPRESENTATION
-def test_diagonal(name, representation):
-    assert error(curvature(name, representation).diagonal(), expected(name).diagonal()) < 1e-10
-
-
-@EVERY_CASE
-@EVERY_REPRESENTATION
-def test_newton(name, representation):
-    C, q = curvature(name, representation), expected(name)
+    assert error(C.diagonal(), q.diagonal()) < 1e-10
     for A in dampings(q):
         assert error(-C.newton(A), q.step(A)) < solvable(q, A), f"A = {A}"
+
+
+@EVERY_CASE
+@EVERY_REPRESENTATION
+def test_every_case(name, representation):
+    check(curvature(name, representation), expected(name))
 
 
 @EVERY_CASE
@@ -93,13 +80,7 @@ def test_primal_is_dual(name):
 @EVERY_REPRESENTATION
 def test_empirical(name, representation):
     """G = (1/N) Σ ∇fᵢ∇fᵢᵀ."""
-    C, q = curvature(name, representation, mq.Empirical()), expected(name, "empirical")
-    v = torch.randn(len(q.g), dtype=torch.float64)
-    assert error(C.gradient, q.g) < 1e-10
-    assert error(C @ v, q.G @ v) < 1e-10
-    assert error(C.diagonal(), q.diagonal()) < 1e-10
-    for A in dampings(q):
-        assert error(-C.newton(A), q.step(A)) < solvable(q, A)
+    check(curvature(name, representation, mq.Empirical()), expected(name, "empirical"))
 
 
 @pytest.mark.parametrize(
@@ -110,13 +91,7 @@ def test_sampled(name, representation):
     """Rows at random, the gradient exact: it lies outside their range, and the step must be right all the same."""
     rows = mq.Sampled(2)
     C, J = curvature(name, representation, rows), linearize(build(name), representation, rows).rows()
-    q = expected(name)._replace(G=J.T @ J)
-    v = torch.randn(len(q.g), dtype=torch.float64)
-    assert error(C.gradient, q.g) < 1e-10
-    assert error(C @ v, q.G @ v) < 1e-10
-    assert error(C.diagonal(), q.diagonal()) < 1e-10
-    for A in dampings(q):
-        assert error(-C.newton(A), q.step(A)) < solvable(q, A)
+    check(C, expected(name)._replace(G=J.T @ J))
 
 
 SHAPES = {  # sizes of the network, samples
