@@ -1,6 +1,5 @@
 """mq.fit on several ranks: the same steps on any number of them, one end for all, and nothing begun that cannot be."""
 
-import os
 import signal
 import time
 
@@ -101,7 +100,7 @@ def ends():
         raise KeyboardInterrupt
 
     def signalled():
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # to this thread, not to one of gloo's
 
     for name, do in (("asked", lambda: True), ("interrupted", interrupt), ("signalled", signalled)):
         result = fit(callbacks=at(3, do))
