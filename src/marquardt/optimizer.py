@@ -19,6 +19,7 @@ from .attempt import attempt
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
 from .deferred import floats
+from .diagnosis import diagnosed
 from .groups import check_same_rate, grouped, weights
 from .iteration import CONVERGED, Parts, begin, concluded, damped, first_notes, kept, next_lam, reweighted, rows_of
 from .jacobian.known import Known
@@ -128,6 +129,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         towards = rule.anchor(parameters, self._spared)
         self._averaged = False  # whether the model holds the averaged weights
         self._known, self._recordings, self._pace = Known(), Recordings(), Pace()  # what was found out about the model
+        self._diagnosis: str | None = None  # why a run that has converged may be a poor one; None if it has not
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
         self._last: list[Any] = []  # the inputs of the last step, if BatchNorm keeps statistics of them
         super().__init__(groups, options)
@@ -201,7 +203,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             others = {"lr": self.lr, "weight decay": self._weights, "attempts": self.attempts, "loss": brief(self.loss)}
             check_alike(ranks, self.model, Parameters(self.model, self.params), self.parts, self._state, others)
         self._pace.begin()
-        step = self._taken(batches, ranks)
+        step = self._explained(self._taken(batches, ranks), batches, ranks)
         # What BatchNorm has seen last: `averaged` shows it to the averaged weights.
         self._last = [b.inputs for b in islice(batches, 1)] if counting(self.model) else []
         return self._pace.end(step)
@@ -258,6 +260,17 @@ class LM(Unscaled, torch.optim.Optimizer):
         finally:
             lin.close()
         return step
+
+    def _explained(self, step: Step, batches: Iterable[Batch], ranks: Ranks) -> Step:
+        """A run that has converged says once what may have kept it from learning; of several ranks none has all data"""
+        if not step.converged or ranks.several:
+            self._diagnosis = None
+            return step
+        if self._diagnosis is None:
+            plan = self._state.plan
+            chunk = self.curvature.needs.chunk if plan is None or plan.kind is None else plan.chunk
+            self._diagnosis = str(diagnosed(self._objective(), (b for batch in batches for b in batch.split(chunk))))
+        return replace(step, note=f"{step.note}; {self._diagnosis}") if self._diagnosis else step
 
     @property
     def _weights(self) -> Weights:
@@ -386,12 +399,12 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and the wrapper that schedulers put in the place of `step`.
-        left = ("step", "_known", "_recordings", "_pace", "_last")
+        left = ("step", "_known", "_recordings", "_pace", "_last", "_diagnosis")
         return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._averaged, self._last = False, []
+        self._averaged, self._last, self._diagnosis = False, [], None
         self._known, self._recordings, self._pace = Known(), Recordings(), Pace()
 
     def __repr__(self) -> str:

@@ -1,0 +1,198 @@
+"""Why a model has learnt little or nothing: a constant does as well, activations are saturated, data are far from the
+size that a network expects. A forward pass, made only when somebody has reason to ask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .jacobian.objective import Objective
+from .losses import Loss
+from .model.batch import Batch, tensors
+from .model.randomness import Chance, Draws, Moment
+
+# A loss that is lower than that of a constant by this share or less has learnt nothing. One that is lower by all but
+# this share is good, however it came about.
+NOTHING, LITTLE = 0.01, 1e-3
+
+# Root mean squares of standardised data are 1; these are far from it.
+SMALL, LARGE = 0.01, 10.0
+
+# Activations that hardly respond, of all of them; and samples, for a unit without a bend within them to mean something.
+MOST, ENOUGH = 0.5, 20
+
+# Where the slope of an activation has fallen to a thousandth of its largest, by operation,
+FLAT = {"tanh": 4.15, "sigmoid": 8.29}
+# and how far from 0 one that bends there is straight.
+STRAIGHT = {"relu": 0.0, "leaky_relu": 0.0, "elu": 5.0, "gelu": 4.0, "silu": 7.0, "softplus": 7.0}
+
+STANDARDISE = {
+    "inputs": "standardise the inputs, x = (x - x.mean(0)) / x.std(0)",
+    "targets": "standardise the targets, y = (y - y.mean(0)) / y.std(0)",
+}
+
+
+class Activations(Draws):
+    """How many of the inputs of activations lie where these hardly respond, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: dict[str, list[int]] = {}  # [that hardly respond, all]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = getattr(func, "_opname", "").rstrip("_")
+        if name in FLAT or name in STRAIGHT:
+            self._count(name, args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _count(self, name: str, x: Tensor) -> None:
+        if name in FLAT:
+            idle = x.abs() > FLAT[name]
+        elif x.ndim > 1 and len(x) >= ENOUGH:  # a unit is straight if all samples lie on one side of its bend
+            idle = (x > STRAIGHT[name]).all(0) | (x < -STRAIGHT[name]).all(0)
+        else:
+            return
+        count = self.counts.setdefault(name, [0, 0])
+        count[0] += int(idle.sum())
+        count[1] += idle.numel()
+
+    @property
+    def words(self) -> str:
+        """The operation most of whose inputs lie there, if there is one."""
+        shares = {name: idle / total for name, (idle, total) in self.counts.items() if total}
+        name = max(shares, key=lambda name: shares[name], default="")
+        if not name or shares[name] < MOST:
+            return ""
+        if name in FLAT:
+            return f"{shares[name]:.0%} of the outputs of {name} are saturated"
+        return f"{shares[name]:.0%} of the units of {name} bend nowhere within the data"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found."""
+
+    loss: float = math.nan  # without weight decay, in the units in which it is reported
+    constant: float = math.nan  # the loss of the best constant that was tried; NaN if that has no meaning
+    low: float = 0.0  # that no loss falls below; −∞ if it is not known
+    saturated: str = ""  # in words,
+    sizes: dict[str, float] = field(default_factory=dict)  # "inputs" and "targets" that are far from the usual size
+
+    @property
+    def explained(self) -> float:
+        """The share by which the loss is lower than that of a constant; NaN if it is not known."""
+        height = self.constant - self.low if math.isfinite(self.low) else abs(self.constant)
+        return (self.constant - self.loss) / height if height > 0 else math.nan
+
+    @property
+    def learnt_nothing(self) -> bool:
+        """Whether a constant has the same loss."""
+        return self.explained <= NOTHING
+
+    @property
+    def standardised(self) -> bool:
+        """Whether inputs and targets are of the usual size."""
+        return not self.sizes
+
+    def __str__(self) -> str:
+        """In words; nothing if nothing is wrong."""
+        facts = [f"the {name} are of the size {rms:.2g}" for name, rms in self.sizes.items()]
+        facts += [self.saturated] if self.saturated else []
+        data = "; ".join([", ".join(facts), *(STANDARDISE[name] for name in self.sizes)])
+        if self.learnt_nothing:
+            found = f"a constant has the same loss, {self.constant:.4g}"
+            if self.sizes:
+                return f"{found}: {data}"
+            if self.saturated:
+                return f"{found}: {self.saturated}, though the data are of the usual size: begin with other, smaller weights"
+            return (
+                f"{found}: the data are of the usual size, so that the inputs may say nothing of the targets (are both "
+                "in the same order?), or the weights at the start may be poor: try others"
+            )
+        good = self.explained >= 1 - LITTLE
+        return "" if good or not self.sizes or not self.saturated else data
+
+
+def diagnosed(objective: Objective, batches: Iterable[Batch]) -> Diagnosis:
+    """The model as it is, on all data together; outputs and targets of all batches are in memory. Buffers and random
+    numbers are then as before. If the model cannot be asked in this way, nothing is found."""
+    try:
+        try:
+            return _diagnosed(objective, batches, grad=False)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+        return _diagnosed(objective, batches, grad=True)  # the model differentiates itself
+    except Exception:  # this must not end what it explains
+        return Diagnosis()
+
+
+def _diagnosed(objective: Objective, batches: Iterable[Batch], grad: bool) -> Diagnosis:
+    found, activations, sizes, chance = [], Activations(), (0.0, 0.0), Chance()
+    before = Moment(objective.model, objective.parameters.device, chance)
+    try:
+        with torch.set_grad_enabled(grad):
+            for i, batch in enumerate(batches):
+                with activations if i == 0 else nullcontext():  # one batch shows how large things are
+                    raw = objective.called(batch.inputs)
+                bound, z = objective.taken(raw, batch)
+                found.append((bound.loss, z.detach(), batch))
+                if i == 0:
+                    sizes = size(tensors(batch.inputs)), size(tensors(batch.targets))
+    finally:
+        chance.drawn = activations.drew
+        before.restore()
+    inputs, targets = sizes
+    of_values = {"inputs": inputs} | ({"targets": targets} if objective.given.sum_of_squares else {})  # not of labels
+    unusual = {name: rms for name, rms in of_values.items() if far(rms)}
+    return Diagnosis(*compared(objective.given, found), activations.words, unusual)
+
+
+def size(items: Iterable[Tensor]) -> float:
+    """The largest root mean square of a column; 0 if there are no such numbers."""
+    found = [t.detach() for t in items if t.is_floating_point() and t.ndim and t.numel()]
+    columns = [t.reshape(len(t), -1) if t.ndim < 3 else t.flatten(0, -2) for t in found]
+    return max((float(norms(t).max()) / math.sqrt(len(t)) for t in columns), default=0.0)
+
+
+def norms(t: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(t, dim=0, dtype=torch.float64)
+
+
+def far(rms: float) -> bool:
+    return rms > LARGE or 0 < rms < SMALL
+
+
+def compared(given: Loss, found: list[tuple[Loss, Tensor, Batch]]) -> tuple[float, float, float]:
+    """The loss of all outputs, that of a constant in their place, and the lower bound."""
+    loss = found[0][0]
+    if given.surveys or not all(isinstance(b.targets, Tensor) for _, _, b in found):
+        return math.nan, math.nan, 0.0
+    z, y = torch.cat([z for _, z, _ in found]), torch.cat([b.targets for _, _, b in found])
+    weights = [b.weight for _, _, b in found]
+    w = None if any(each is None for each in weights) else torch.cat([each for each in weights if each is not None])
+    if len(y) != len(z) or not bool((y != y[:1]).any()):
+        return math.nan, math.nan, 0.0
+    shifted = loss.gradient(z, y.roll(1, 0), w)
+    if torch.equal(shifted, loss.gradient(z, y, w)):  # targets that are not looked at
+        return math.nan, math.nan, 0.0
+    normaliser = float(loss.normaliser(z, y, w))
+    scale = loss.scale(normaliser)
+
+    def value(z: Tensor) -> float:
+        return loss.report(float(loss.value(z, y, w)) * scale, normaliser)
+
+    constants = [z, y] if loss.sum_of_squares else [z]
+    low = loss.report(float(loss.lower_bound(z, y, w)) * scale, normaliser)
+    return value(z), min(value(mean(t, w).expand_as(z)) for t in constants), low
+
+
+def mean(t: Tensor, w: Tensor | None) -> Tensor:
+    """Over the samples: (1, …)"""
+    return t.mean(0, keepdim=True) if w is None else torch.tensordot(w.to(t), t, 1)[None] / w.sum()
