@@ -191,8 +191,9 @@ def check_part(name: str, part: Any) -> None:
 
 
 def users() -> int:
-    """The level of the first call that is not ours, for a warning: torch and schedulers wrap `step`."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("marquardt", "torch"):
+    """The level of the first call that is not ours, for a warning: torch and schedulers wrap `step`, and `with` enters
+    by contextlib."""
+    frame, level, wraps = inspect.currentframe(), 0, ("marquardt", "torch", "contextlib")
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in wraps:
         frame, level = frame.f_back, level + 1
     return level

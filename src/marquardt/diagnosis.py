@@ -110,7 +110,9 @@ class Diagnosis:
             if self.sizes:
                 return f"{found}: {data}"
             if self.saturated:
-                return f"{found}: {self.saturated}, though the data are of the usual size: begin with other, smaller weights"
+                return (
+                    f"{found}: {self.saturated}, but the data are of the usual size: begin with other, smaller weights"
+                )
             return (
                 f"{found}: the data are of the usual size, so that the inputs may say nothing of the targets (are both "
                 "in the same order?), or the weights at the start may be poor: try others"

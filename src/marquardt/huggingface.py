@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -200,17 +200,7 @@ class LMTrainer(Trainer):
     def averaged(self) -> Iterator[None]:
         """The model with its averaged weights; as it is, if there are none or if other weights were loaded since."""
         lm = self.lm
-        if lm is None or lm.average is None or not self._untouched:
-            yield
-            return
-        with ExitStack() as shown:
-            modes = [(m, m.training) for m in lm.model.modules()]
-            lm.model.train()  # as in every step: the statistics of BatchNorm are found anew
-            try:
-                shown.enter_context(lm.averaged())
-            finally:
-                for m, mode in modes:
-                    m.training = mode
+        with nullcontext() if lm is None or not self._untouched else lm.averaged():
             yield
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

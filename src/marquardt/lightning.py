@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -64,7 +64,6 @@ class LMModule(LightningModule):
         super().__init__(*args, **kwargs)
         self._lm: LM | None = None  # the one that has moved the weights, unless others were loaded since
         self._shown = ExitStack()  # closed when the evaluation ends
-        self._training: list[nn.Module] = []  # what was in train mode before it
         self._stepped = False
         self._resumed: dict[str, Any] = {}
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
@@ -111,29 +110,11 @@ class LMModule(LightningModule):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The module with its averaged weights; as it is, if there are none or if other weights were loaded since."""
-        if self._lm is None or self._lm.average is None:
+        with nullcontext() if self._lm is None else self._lm.averaged():
             yield
-        else:
-            with self._lm.averaged():
-                yield
 
     def _show(self) -> None:
-        """Before eval(), since LM finds the statistics of BatchNorm layers in train mode anew."""
-        self._training = [m for m in self.modules() if m.training]
         self._shown.enter_context(self.averaged())
-
-    @contextmanager
-    def _as_shown(self) -> Iterator[None]:
-        """The averaged weights as the last evaluation saw them, for callbacks that save before its eval() is undone."""
-        modes = [] if self.training else [(m, m.training) for m in self._training]
-        try:
-            for m, _ in modes:
-                m.training = True
-            with self.averaged():
-                yield
-        finally:
-            for m, mode in modes:
-                m.training = mode
 
     def on_validation_model_eval(self) -> None:
         self._show()
@@ -170,7 +151,7 @@ class LMModule(LightningModule):
 
     def _keep_both(self, checkpoint: dict[str, Any]) -> None:
         """The averaged weights as those of the model, and what a run needs to go on."""
-        if self._lm is not None and self._lm._averaged:
+        if self._lm is not None and self._lm.average is not None and self._lm._averaged:
             raise RuntimeError(
                 "the module has its averaged weights now, and a checkpoint to go on from needs the last ones: save it "
                 "after the evaluation, for example in on_train_epoch_end or by a ModelCheckpoint"
@@ -182,7 +163,7 @@ class LMModule(LightningModule):
         if self._lm is not None and self._lm.average is not None:
             if "optimizer_states" in checkpoint:  # or nothing can go on from it
                 kept["last"] = changing(self, self._lm.params)
-            with self._as_shown():
+            with self.averaged():
                 checkpoint["state_dict"] = {**checkpoint["state_dict"], **changing(self, self._lm.params)}
         checkpoint[ENTRY] = kept
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import arguments, iteration
 from .agreement import check_alike, take_buffers
-from .arguments import Unscaled, brief
+from .arguments import Unscaled, brief, users
 from .attempt import attempt
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
@@ -33,7 +33,7 @@ from .model.decay import WeightDecay
 from .model.parameters import Parameters
 from .model.precision import without_autocast
 from .model.randomness import rng_state, set_rng_state
-from .model.statistics import counting, estimated
+from .model.statistics import NOTHING, Seen, estimated, tracking
 from .pace import Pace
 from .parts.acceptance import Acceptance, Uphill
 from .parts.average import EMA, Average
@@ -131,7 +131,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         self._known, self._recordings, self._pace = Known(), Recordings(), Pace()  # what was found out about the model
         self._diagnosis: str | None = None  # why a run that has converged may be a poor one; None if it has not
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
-        self._last: list[Any] = []  # the inputs of the last step, if BatchNorm keeps statistics of them
+        self._seen: Seen | None = None  # what BatchNorm has seen in the last step; None if there was none since
         super().__init__(groups, options)
         self._state = State(lam=schedule.initial, towards=towards)  # last: `add_param_group` asks for it
 
@@ -204,8 +204,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             check_alike(ranks, self.model, Parameters(self.model, self.params), self.parts, self._state, others)
         self._pace.begin()
         step = self._explained(self._taken(batches, ranks), batches, ranks)
-        # What BatchNorm has seen last: `averaged` shows it to the averaged weights.
-        self._last = [b.inputs for b in islice(batches, 1)] if counting(self.model) else []
+        self._seen = Seen.of(self.model, batches)
         return self._pace.end(step)
 
     def _taken(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
@@ -361,18 +360,24 @@ class LM(Unscaled, torch.optim.Optimizer):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The model with its averaged weights, for evaluation: a step would be lost, and is refused. If the average has
-        lagged behind the last weights of late, it is those. The running statistics of BatchNorm layers in train mode
-        are those of the last batch there."""
-        if self.average is None:
-            raise ValueError("this optimizer keeps no average: pass average=mq.EMA() or mq.Polyak()")
+        lagged behind the last weights of late, or none is kept (`average=None`), it is those. The running statistics of
+        BatchNorm and InstanceNorm are those of the last batch at the weights that are shown, for layers that were in
+        train mode when it was seen; afterwards they are as before."""
         parameters, outer = Parameters(self.model, self.params), self._averaged
         theta = parameters.vector()
-        mean = None if self._state.behind else self._state.mean
-        if mean is not None:
-            parameters.assign(mean)
+        mean = None if self._state.behind or self.average is None else self._state.mean
+        if mean is not None and self._seen is None and tracking(self.model):
+            warnings.warn(
+                "no step was taken since this state was loaded, so that the running statistics of BatchNorm cannot be "
+                "found for the averaged weights: they are those that the model has, of the last weights; take a step "
+                "first, or call torch.optim.swa_utils.update_bn(loader, model) inside the block",
+                stacklevel=users(),
+            )
         self._averaged = True
         try:
-            with estimated(self.model, [] if mean is None else self._last):
+            if mean is not None:
+                parameters.assign(mean)
+            with estimated(self.model, self._seen or NOTHING):
                 yield
         finally:
             self._averaged = outer
@@ -390,21 +395,22 @@ class LM(Unscaled, torch.optim.Optimizer):
         state = loaded(state_dict["marquardt"], self.schedule, self.damping, self.curvature, self.params, towards)
         check_groups(state_dict, self.param_groups)
         decays = [group["weight_decay"] for group in self.param_groups]
-        found = self._known, self._recordings, self._pace, self._averaged  # of the model, not of the state
+        # Of the model, not of the state.
+        found = self._known, self._recordings, self._pace, self._averaged, self._seen
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
-        self._known, self._recordings, self._pace, self._averaged = found
+        self._known, self._recordings, self._pace, self._averaged, self._seen = found
         for group, w in zip(self.param_groups, decays, strict=True):
             group.setdefault("weight_decay", w)  # of which a state of marquardt 0.1.0 does not tell
         self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and the wrapper that schedulers put in the place of `step`.
-        left = ("step", "_known", "_recordings", "_pace", "_last", "_diagnosis")
+        left = ("step", "_known", "_recordings", "_pace", "_seen", "_diagnosis")
         return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._averaged, self._last, self._diagnosis = False, [], None
+        self._averaged, self._seen, self._diagnosis = False, None, None
         self._known, self._recordings, self._pace = Known(), Recordings(), Pace()
 
     def __repr__(self) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-import marquardt as mq
-from marquardt.model.statistics import counting, estimated
+from marquardt.model.statistics import NOTHING, Seen, counting, estimated, tracking
 from support.reference import error
 from support.unchanged import changes, world
 
@@ -19,9 +18,16 @@ def network() -> nn.Sequential:
 
 
 def test_layers_that_count():
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False), nn.GroupNorm(1, 3))
-    assert counting(model) == [model[0]]
+    tracks = nn.InstanceNorm1d(3, track_running_stats=True)
+    others = nn.BatchNorm1d(3, track_running_stats=False), nn.InstanceNorm1d(3), nn.GroupNorm(1, 3)
+    model = nn.Sequential(nn.BatchNorm1d(3), tracks, *others)
+    assert counting(model) == tracking(model) == [model[0], tracks]
     assert counting(model.eval()) == []
+    assert tracking(model) == [model[0], tracks]
+
+
+def seen(model: nn.Module, *inputs: Tensor) -> Seen:
+    return Seen(inputs, tuple(m for m in model.modules() if m.training))
 
 
 def test_statistics_of_these_batches_and_back():
@@ -30,7 +36,7 @@ def test_statistics_of_these_batches_and_back():
     before, norm = world(model), model[1]
     means = torch.stack([model[0](x).mean(0) for x in batches])
     variances = torch.stack([model[0](x).var(0) for x in batches])
-    with estimated(model, batches):
+    with estimated(model, seen(model, *batches)):
         assert error(norm.running_mean, means.mean(0)) < 1e-12
         assert error(norm.running_var, variances.mean(0)) < 1e-12
         assert changes(before, world(model)) == ["buffers"]
@@ -45,7 +51,7 @@ def test_back_after_a_failure():
 
     model, x = nn.Sequential(nn.BatchNorm1d(3), Failing()), torch.randn(4, 3)
     before = world(model)
-    with pytest.raises(ZeroDivisionError), estimated(model, [x]):
+    with pytest.raises(ZeroDivisionError), estimated(model, seen(model, x)):
         pass
     assert changes(before, world(model)) == []
     assert model[0].momentum == 0.1
@@ -54,18 +60,44 @@ def test_back_after_a_failure():
 def test_nothing_to_see():
     model = network()
     before = world(model)
-    with estimated(model, []):
+    with estimated(model, NOTHING):
         assert changes(before, world(model)) == []
 
 
-def test_averaged_weights_have_their_own():
-    """Those of the last batch at the averaged weights; a step goes on from those of its own."""
+def test_what_is_changed_within_is_taken_back():
+    """As by torch.optim.swa_utils.update_bn."""
     model = network()
-    opt = mq.LM(model, "cross_entropy")
-    for _ in range(4):
-        x = torch.randn(16, 3)
-        opt.step(x, torch.randint(2, (16,)))
-    before = world(model, opt)
-    with opt.averaged():
-        assert error(model[1].running_mean, model[0](x).mean(0)) < 1e-12
-    assert changes(before, world(model, opt)) == []
+    before = world(model)
+    with estimated(model, NOTHING):
+        torch.optim.swa_utils.update_bn([torch.randn(9, 3)], model)
+        assert changes(before, world(model))[0] == "buffers"
+    assert "buffers" not in changes(before, world(model))
+
+
+def test_instance_norm_has_the_mean_of_all_batches_too():
+    """Which takes a momentum of None for 0."""
+    model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True, momentum=0.3), nn.Flatten(), nn.Linear(10, 1))
+    batches = [torch.randn(4, 2, 5) for _ in range(3)]
+    before = world(model)
+    with estimated(model, seen(model, *batches)):
+        assert error(model[0].running_mean, torch.cat(batches).mean((0, 2))) < 1e-12
+        assert model[0].momentum == 0.3
+    assert changes(before, world(model)) == []
+
+
+def test_other_buffers_are_as_before_after_a_failure():
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.inner = nn.BatchNorm1d(3), nn.Linear(3, 1)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(self.norm(x))
+
+    model, x, wrong = Counted(), torch.randn(4, 3), torch.randn(4, 5)
+    before = world(model)
+    with pytest.raises(RuntimeError), estimated(model, seen(model, x, wrong)):
+        pass
+    assert changes(before, world(model)) == []

@@ -77,10 +77,19 @@ def test_averaged_before_the_first_step():
         assert torch.equal(theta(model), before)
 
 
-def test_averaged_without_average():
-    opt = lm(problem()[0])
-    with pytest.raises(ValueError, match=r"average=mq\.EMA"), opt.averaged():
-        pass
+@pytest.mark.parametrize("name", ["paper", "authors_code", "vanilla", "gauss_newton", "hessian_free", "newton", "kfac"])
+def test_without_an_average_it_shows_the_weights_as_they_are(name):
+    """So that another optimizer takes the place of the default without a change in what evaluates it."""
+    model, x, y = problem()
+    opt = getattr(mq.presets, name)(model, "mse")
+    for _ in range(3):
+        opt.step(x, y)
+    before = world(model, opt)
+    with opt.averaged():
+        assert changes(before, world(model, opt)) == []
+        with pytest.raises(RuntimeError, match="would be lost"):
+            opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
 
 
 @pytest.mark.parametrize(("lag", "behind"), [(None, False), (-0.1, False), (0.0, False), (1e-9, True), (2.0, True)])
@@ -207,3 +216,96 @@ def test_a_copy_made_within_averaged_is_free():
         assert math.isfinite(other.step(x, y).loss)
         assert same(theta(model), mean)
         assert not same(theta(other_model), mean)
+
+
+# ---- running statistics
+
+
+def normalised() -> nn.Sequential:
+    """Two layers that keep statistics, and one that keeps none"""
+    first = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6, track_running_stats=False))
+    return nn.Sequential(*first, nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None), nn.Tanh(), nn.Linear(5, 2))
+
+
+def trained(model: nn.Module, opt: mq.LM, noise: float = 0.0, steps: int = 6) -> Tensor:
+    """The last batch"""
+    for _ in range(steps):
+        x = torch.randn(40, 3)
+        opt.step(x, x[:, :2].sin() + noise * torch.randn(40, 2))
+    return x
+
+
+def statistics(model: nn.Sequential, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Mean and variance of what reaches every layer that keeps statistics, in train mode"""
+    found, other = [], copy.deepcopy(model).train()
+    with torch.no_grad():
+        for layer in other:
+            if getattr(layer, "running_mean", None) is not None:
+                found.append((x.mean(0), x.var(0)))
+            x = layer(x)
+    return found
+
+
+def kept(model: nn.Sequential) -> list[tuple[Tensor, Tensor]]:
+    return [(m.running_mean, m.running_var) for m in model if getattr(m, "running_mean", None) is not None]
+
+
+def alike(model: nn.Sequential, x: Tensor) -> bool:
+    pairs = zip(kept(model), statistics(model, x), strict=True)
+    return all(error(a, b) < 1e-10 for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("evaluating", [False, True], ids=["train", "eval"])
+@pytest.mark.parametrize("kind", ["averaged", "behind", "no average"])
+def test_running_statistics_are_those_of_the_weights_that_are_shown(kind, evaluating):
+    """Of the last batch: those that were gathered on the way belong to weights of the past. In eval mode too, in which
+    evaluation begins; a step goes on from those that were there."""
+    model = normalised()
+    parts = {"average": None} if kind == "no average" else {}
+    opt = mq.LM(model, "mse", lr=0.3 if kind == "behind" else 1.0, **parts)
+    x = trained(model, opt, noise=3.0 if kind == "averaged" else 0.0, steps=15)
+    model.train(not evaluating)
+    before, here = world(model, opt), theta(model)
+    assert not alike(model, x)
+    with opt.averaged():
+        assert torch.equal(theta(model), here) == (kind != "averaged")
+        assert alike(model, x)
+        assert all(m.training != evaluating for m in model)
+        with opt.averaged():
+            assert alike(model, x)
+    assert changes(before, world(model, opt)) == []
+
+
+def test_statistics_that_training_leaves_alone_stay():
+    """Of a layer in eval mode, as one that fine-tuning has frozen."""
+    model = normalised()
+    opt = mq.LM(model, "mse")
+    model[1].eval()
+    x = trained(model, opt)
+    with opt.averaged():
+        assert torch.equal(model[1].running_mean, torch.zeros(6))
+        assert not torch.equal(model[5].running_mean, torch.zeros(5))
+    model.eval()
+    opt.step(x, x[:, :2])
+    before = world(model)
+    with opt.averaged():
+        assert same(before["buffers"], world(model)["buffers"])
+
+
+def test_a_loaded_state_has_seen_no_batch():
+    """Then the statistics cannot be found for averaged weights: a warning says so; one step is enough."""
+    model = normalised()
+    opt = mq.LM(model, "mse")
+    x = trained(model, opt, noise=3.0)
+    other = copy.deepcopy(model)
+    again = mq.LM(other, "mse")
+    again.load_state_dict(opt.state_dict())
+    with pytest.warns(UserWarning, match="take a step first") as found, again.averaged():
+        pass
+    assert found[0].filename == __file__
+    opt.load_state_dict(opt.state_dict())  # one that has seen a batch has not forgotten it
+    with opt.averaged():
+        assert alike(model, x)
+    trained(other, again, steps=1)
+    with again.averaged():
+        pass

@@ -1,62 +1,103 @@
-"""Running statistics of BatchNorm layers: those that belong to other weights are found anew."""
+"""Running statistics of normalisation layers: those that belong to other weights are found anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from .batch import forward
+from .batch import Batch, forward
 from .randomness import rng_state, set_rng_state
 from .walk import submodules
 
+Norm = nn.modules.batchnorm._NormBase  # BatchNorm, SyncBatchNorm and InstanceNorm
 
-def counting(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    """The layers in train mode that keep statistics."""
-    kinds = nn.modules.batchnorm._BatchNorm
-    return [m for m in submodules(model) if isinstance(m, kinds) and m.training and m.track_running_stats]
+
+def tracking(model: nn.Module) -> list[Norm]:
+    """The layers that keep statistics."""
+    return [m for m in submodules(model) if isinstance(m, Norm) and m.running_mean is not None]
+
+
+def counting(model: nn.Module) -> list[Norm]:
+    """Those in train mode: a forward pass changes their statistics."""
+    return [m for m in tracking(model) if m.training]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the layers that keep statistics have seen last."""
+
+    inputs: tuple[Any, ...] = ()  # of batches,
+    training: tuple[nn.Module, ...] = ()  # and the modules that were in train mode then
+
+    @staticmethod
+    def of(model: nn.Module, batches: Iterable[Batch]) -> Seen:
+        """The first of these batches, if a layer counts it"""
+        if not counting(model):
+            return NOTHING
+        return Seen(tuple(b.inputs for b in islice(batches, 1)), tuple(m for m in submodules(model) if m.training))
+
+
+NOTHING = Seen()
 
 
 @contextmanager
-def estimated(model: nn.Module, inputs: list[Any]) -> Iterator[None]:
-    """The statistics of these batches at the weights that the model has now; afterwards those from before.
+def estimated(model: nn.Module, seen: Seen) -> Iterator[None]:
+    """The statistics of what was seen, at the weights that the model has now; afterwards those from before.
 
-    As torch.optim.swa_utils.update_bn has it: all batches weigh the same, in train mode.
+    As torch.optim.swa_utils.update_bn has it: all batches weigh the same, in the modes of training.
     """
-    layers = counting(model) if inputs else []
-    kept = [({k: b.clone() for k, b in layer.named_buffers()}, layer.momentum) for layer in layers]
+    kept = [(layer, {k: b.clone() for k, b in layer.named_buffers(recurse=False)}) for layer in tracking(model)]
     try:
-        for layer in layers:
-            layer.reset_running_stats()
-            layer.momentum = None  # the mean of all batches
-        _pass(model, inputs if layers else [])
-        for layer, (_, momentum) in zip(layers, kept, strict=True):
-            layer.momentum = momentum
+        if seen.inputs:
+            _estimate(model, seen)
         yield
     finally:
-        for layer, (buffers, momentum) in zip(layers, kept, strict=True):
-            layer.momentum = momentum
-            with torch.no_grad():
-                for key, b in layer.named_buffers():
+        with torch.no_grad():
+            for layer, buffers in kept:
+                for key, b in layer.named_buffers(recurse=False):
                     b.copy_(buffers[key])
 
 
-def _pass(model: nn.Module, inputs: list[Any]) -> None:
-    """Forward passes that leave random numbers as they were."""
+def _estimate(model: nn.Module, seen: Seen) -> None:
+    there = {id(m) for m in seen.training}
+    modes = [(m, m.training) for m in submodules(model)]
+    layers = [m for m in tracking(model) if id(m) in there]
+    momenta = [layer.momentum for layer in layers]
+    try:
+        for m, _ in modes:
+            m.training = id(m) in there
+        for layer in layers:
+            layer.reset_running_stats()
+        _pass(model, seen.inputs, layers)
+    finally:
+        for m, mode in modes:
+            m.training = mode
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+
+
+def _pass(model: nn.Module, inputs: Iterable[Any], layers: list[Norm]) -> None:
+    """Forward passes that leave random numbers, and the buffers of all other modules, as they were."""
     device = next(model.parameters()).device
     before, own = torch.get_rng_state(), rng_state(device)
-    others = {id(b) for layer in counting(model) for b in layer.buffers()}
+    others = {id(b) for layer in layers for b in layer.buffers()}
     kept = [(b, b.clone()) for b in model.buffers() if id(b) not in others]
     try:
         with torch.no_grad():
-            for batch in inputs:
+            for i, batch in enumerate(inputs):
+                for layer in layers:  # the mean of all batches: None has it, which InstanceNorm does not know
+                    layer.momentum = None if isinstance(layer, nn.modules.batchnorm._BatchNorm) else 1 / (i + 1)
                 forward(model, batch)
+    finally:
+        with torch.no_grad():
             for b, value in kept:
                 b.copy_(value)
-    finally:
         torch.set_rng_state(before)
         if own is not None:
             set_rng_state(device, own)
