@@ -296,15 +296,15 @@ FAILED = Judgement(None, True, -math.inf, math.inf, 1.0)
 
 def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: bool, unjudged: int) -> float:
     """λ ← smaller after a good step, larger after a bad one; in doubt of the batch it stays. After a step that was cut
-    back to the radius it does not fall: a smaller λ asks for a longer step. `over_batches`: whether G is a running
-    average."""
+    back to the radius, or was too long and saved by the line search, it does not fall: a smaller λ asks for a longer
+    step. `over_batches`: whether G is a running average."""
     if start.doubt > 1:
         return lam
     full_loss = math.nan if end.found is None else end.found.new_loss
     _, _, gain, _, share, lag = end.judgement
     outcome = Outcome(start.level.f, full_loss, gain, end.rule, start.same_data, over_batches, unjudged, share, lag)
     found = parts.schedule.update(lam, outcome)
-    return max(found, lam) if end.cut else found
+    return max(found, lam) if end.cut or end.rule == "search" else found
 
 
 def concluded(

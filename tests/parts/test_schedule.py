@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 import marquardt as mq
 from marquardt.parts.schedule import Outcome
@@ -71,6 +74,8 @@ def test_paper_schedule_where_the_loss_is_not_positive(f, f_new, rule, expected)
         (1.0, "decrease", 0.1),
         (1.0, "uphill", 0.1),
         (1.0, "rejected", 10.0),
+        (1.0, "return", 10.0),
+        (1.0, "search", 10.0),  # the full step failed
         (5e-10, "decrease", 1e-10),
         (1e-10, "decrease", 1e-10),
         (5e9, "rejected", 1e10),
@@ -130,6 +135,57 @@ def test_the_floor_is_for_changing_batches():
 def test_a_trial_that_is_not_finite_raises_lambda(part, f_new, gain, same_data):
     """Or else the same step would fail in the same way for ever."""
     assert part.update(1.0, outcome(1.0, f_new, gain, "rejected", same_data)) > 1
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A schedule of a user, to which every step is a success that was not rejected"""
+
+    initial: float = 1.0
+
+    def update(self, lam: float, outcome: Outcome) -> float:
+        return 2 * lam if outcome.rule == "rejected" else lam / 2
+
+
+class Never:
+    """An acceptance to which no full step is good enough"""
+
+    looks_back = False
+
+    def judge(self, trial):
+        return None
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [mq.TenFold(), mq.GainRatio(floor=1e-9), mq.RelativeDecrease(), mq.Balanced(), mq.Constant(1.0), Halved()],
+    ids=lambda s: type(s).__name__,
+)
+@pytest.mark.parametrize("same_data", [True, False], ids=["same data", "batches"])
+def test_lambda_does_not_fall_after_a_step_that_the_line_search_saved(schedule, same_data):
+    """However good the gain ratio is: the full step was not accepted, and a smaller λ asks for a longer one."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 1, bias=False), torch.randn(20, 2)
+    opt = mq.LM(model, "mse", schedule=schedule, acceptance=Never())
+    for _ in range(5):
+        x = x if same_data else torch.randn(20, 2)
+        before = opt.lam
+        assert opt.step(x, x.sum(1, keepdim=True)).rule == "search"
+        assert opt.lam >= before
+
+
+@pytest.mark.usefixtures("double")
+def test_ten_fold_learns_with_a_line_search():
+    """A smooth target: if λ falls or stays after a step that is too long, all others are too long as well."""
+    x = torch.linspace(-3, 3, 100)[:, None]
+    y, losses = torch.sin(2 * x), []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1))
+        parts = {"damping": mq.MaxDiagonal(), "momentum": mq.AdaptiveMomentum(dP=0.6, cap=True)}
+        opt = mq.presets.vanilla(model, "mse", line_search=mq.Grid(), **parts)
+        losses.append(min(opt.step(x, y).new_loss for _ in range(40)))
+    assert sorted(losses)[1] < 0.02  # 1e-7 here; 0.18 if λ falls
 
 
 # ---- by the averaged weights

@@ -28,7 +28,10 @@ class Schedule(Protocol):
         """λ₀"""
         ...
 
-    def update(self, lam: float, outcome: Outcome) -> float: ...
+    def update(self, lam: float, outcome: Outcome) -> float:
+        """The next λ. It does not fall after a step that only the line search saved, rule "search", whatever this says:
+        with this λ the full step was too long."""
+        ...
 
 
 FAILED = ("rejected", "return")
@@ -87,6 +90,9 @@ class Constant:
 class TenFold:
     """λ/10 after success, 10λ after failure: the authors' vanilla LM.
 
+    A step that only the line search saved is a failure, which vanilla LM does not know: with a λ that falls, or stays,
+    the full step would be too long every time, and hardly any would be taken.
+
     Args:
         initial: λ₀.
         factor: by which λ falls and rises.
@@ -110,7 +116,7 @@ class TenFold:
         if outcome.unjudged:
             lam = unjudged(lam, 1 / self.factor, self.initial, outcome)
         else:
-            lam = lam * self.factor if outcome.rule in FAILED else lam / self.factor
+            lam = lam * self.factor if outcome.rule in (*FAILED, "search") else lam / self.factor
         return min(max(lam, self.minimum), self.maximum)
 
 
