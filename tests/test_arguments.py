@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 import pytest
@@ -118,3 +119,40 @@ def test_parameters_that_are_no_longer_those_of_the_model():
     ready(model, [model.weight])
     with pytest.raises(ValueError, match="'bias' was frozen"):
         ready(model)
+
+
+MAKES = {
+    "LM": lambda model, lr: mq.LM(model, "mse", lr=lr),
+    "a preset": lambda model, lr: mq.presets.paper(model, "mse", lr=lr),
+    "groups": lambda model, lr: mq.LM(model, "mse", params=[{"params": [p], "lr": lr} for p in model.parameters()]),
+    "fit": lambda model, lr: mq.fit(model, (torch.randn(5, 2), torch.randn(5, 1)), "mse", lr=lr, steps=1),
+}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_a_learning_rate_of_first_order_methods_is_told(make):
+    """1e-3 is the habit from Adam; here it is a thousandth of every step."""
+    with pytest.warns(UserWarning, match="lr=0.001 makes every step 1e.03 times shorter.*leave lr at 1") as told:
+        make(nn.Linear(2, 1), 1e-3)
+    assert [w.filename for w in told] == [__file__]
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("lr", [1, 0.3, 0.05, 0.0])
+def test_learning_rates_without_a_word(make, lr):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(nn.Linear(2, 1), lr)
+
+
+def test_schedulers_may_go_as_low_as_they_like():
+    """A warm-up begins with 0, and annealing ends there."""
+    model, x, y = nn.Linear(2, 1), torch.randn(5, 2), torch.randn(5, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = mq.LM(model, "mse")
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: k * 1e-3)
+        for _ in range(3):
+            opt.step(x, y)
+            scheduler.step()
+    assert opt.lr == pytest.approx(3e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -19,6 +20,9 @@ from .model.parameters import named_parameters
 from .model.shards import let_go, sharded
 from .model.walk import held
 from .ranks import Ranks
+
+# Learning rates below this one are hardly meant: those of Adam and SGD, and not the length of a step over that of LM.
+SMALL = 0.05
 
 
 class Unscaled:
@@ -70,6 +74,16 @@ def check_rate(lr: Any) -> None:
         raise TypeError(f"lr={lr!r}: the learning rate must be a number; LM's natural one is 1")
     if not 0 <= lr < math.inf:
         raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
+
+
+def warn_of_small(lr: float) -> None:
+    """A learning rate from the habits of first-order methods, given by hand; schedulers change it afterwards."""
+    if 0 < lr < SMALL:
+        warnings.warn(
+            f"lr={lr:g} makes every step {1 / lr:.3g} times shorter than the step of LM, which has the right length "
+            "already: leave lr at 1; λ controls the step length. A scheduler of torch may lower lr later on",
+            stacklevel=users(),
+        )
 
 
 def check_options(attempts: Any, capture: Any, radius: Any, ranks: Ranks) -> None:

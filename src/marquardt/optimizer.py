@@ -95,7 +95,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         loss: Any,
         *,
         params: Iterable[Any] | None = None,
-        lr: float = 1.0,  # the step is lr·d
+        lr: float = 1.0,  # the step is lr·d; 1 is the right length
         weight_decay: float | WeightDecay = 0.0,
         radius: float | None = None,  # the length ‖lr·d‖ of a step, at most
         curvature: Representation = Auto(),  # how G is represented
@@ -133,6 +133,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
         self._seen: Seen | None = None  # what BatchNorm has seen in the last step; None if there was none since
         super().__init__(groups, options)
+        arguments.warn_of_small(self.lr)
         self._state = State(lam=schedule.initial, towards=towards)  # last: `add_param_group` asks for it
 
     @property

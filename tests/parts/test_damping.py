@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.curvature import Curvature
-from marquardt.metric import Diagonal
+from marquardt.metric import Diagonal, Metric
 from marquardt.model.parameters import Parameters
 from support.parts import Always, Never, batch, decades, entries, flat, lm, mlp, seeds
 from support.reference import error
@@ -78,6 +78,46 @@ def test_mean_eigenvalue_is_one_number(seed, n, steps):
         assert D.parts is None
         assert D.scale.shape == ()
         assert D.scale.item() == pytest.approx(max(t.sum().item() / 3 for t in diagonals[: k + 1]), rel=1e-14)
+
+
+class Followed:
+    """MeanEigenvalue without a memory, and what it was given and has returned in every step"""
+
+    def __init__(self) -> None:
+        self.traces: list[float] = []
+        self.taus: list[float] = []
+
+    def update(self, D: Metric | None, G: Curvature) -> Metric:
+        found = mq.MeanEigenvalue(memory=1.0).update(D, G)
+        self.traces.append(float(G.trace()))
+        self.taus.append(float(found.entries(G.parameters.sizes)[0]))
+        return found
+
+
+@pytest.mark.parametrize("batches", [(3, 40, 5), (40, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("curvature", "rows", "per_sample"),
+    [
+        (mq.Dense(), mq.Exact(), 2),
+        (mq.Gram(), mq.Exact(), 2),
+        (mq.Gram(), mq.Sampled(1), 1),
+        (mq.MatrixFree(), mq.Exact(), 2),
+        (mq.Hessian(), mq.Exact(), 0),
+    ],
+    ids=str,
+)
+def test_what_the_mean_eigenvalue_divides_by(curvature, rows, per_sample, batches):
+    """min(n, m), with the rows of the largest batch so far, whatever rank G has; n for a Hessian"""
+    torch.manual_seed(0)
+    model, damping = nn.Linear(4, 2).double(), Followed()
+    model.weight.data[:, 1:] = 0
+    opt = mq.LM(model, "mse", curvature=curvature, rows=rows, damping=damping, schedule=mq.Constant(1.0), average=None)
+    n, most = 10, 0
+    for N in batches:
+        x = torch.randn(N, 1, dtype=f64).expand(N, 4)  # the columns are the same: G has a rank of 4 at most
+        opt.step(x, torch.randn(N, 2, dtype=f64))
+        most = max(most, per_sample * N)
+        assert damping.taus[-1] == pytest.approx(damping.traces[-1] / (min(n, most) if per_sample else n), rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, f64])

@@ -151,7 +151,8 @@ class Exact(Rows):
 
 @dataclass(frozen=True)
 class Empirical(Rows):
-    """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: the paper's curvature for cross-entropy.
+    """The gradients of the samples, G = (1/N) Σ ∇fᵢ∇fᵢᵀ: what the paper's formula for cross-entropy comes to, and what
+    `presets.authors_code` has. `presets.paper` takes `Exact` rows, which reach the paper's figures.
 
     >>> opt = mq.LM(classifier, "cross_entropy", rows=mq.Empirical())
     """

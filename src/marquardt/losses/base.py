@@ -238,7 +238,7 @@ class Loss(ABC):
         return S.shape[1] * S.shape[3]
 
     def empirical(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
-        """The paper's rows: S = √w ∂ℓ/∂z, u = √w, so that SSᵀ = w ∇ℓ∇ℓᵀ and Su = ∂value/∂z."""
+        """The gradients of the samples as rows: S = √w ∂ℓ/∂z, u = √w, so that SSᵀ = w ∇ℓ∇ℓᵀ and Su = ∂value/∂z."""
         root_w = None if weight is None else weight.sqrt()
         S, u = self._shaped("empirical_factors", self.empirical_factors(z, y), len(z))
         return Root(weighted(S, root_w), weighted(u, root_w))

@@ -45,11 +45,12 @@ def check_memory(part: MeanEigenvalue | LayerMeanEigenvalue) -> None:
 
 @dataclass(frozen=True)
 class MeanEigenvalue:
-    """D = τI with τ = tr G / rank G, the largest of late: all parameters alike, in the units of the loss.
+    """D = τI with τ = tr G / min(n, m), the largest of late: all parameters alike, in the units of the loss.
 
-    λ = 1 stands for the mean of the eigenvalues that are not zero, whatever the loss and the number of parameters:
-    multiplying the loss by a constant changes nothing. What is remembered of earlier steps is at most `memory` times
-    the present: one batch with an outlier costs a few steps, not the run.
+    n are the parameters and m the rows of the largest batch so far; of `mq.Hessian()`, which is not made of rows, it is
+    Σ|∂²f/∂θᵢ²| / n. G has at most min(n, m) eigenvalues that are not zero, and λ = 1 stands for their mean, whatever
+    the loss and the number of parameters: multiplying the loss by a constant changes nothing. What is remembered of
+    earlier steps is at most `memory` times the present: one batch with an outlier costs a few steps, not the run.
 
     Args:
         memory: how much larger than the present τ the past one may be, at least 1.
@@ -70,7 +71,7 @@ class MeanEigenvalue:
 
 @dataclass(frozen=True)
 class LayerMeanEigenvalue:
-    """D = τₗI in every layer l, with τₗ = tr Gₗ / rank Gₗ of its block of G, the largest of late, as in MeanEigenvalue.
+    """D = τₗI in every layer l, with τₗ = tr Gₗ / min(nₗ, m) of its block of G, the largest of late: MeanEigenvalue.
 
     One number per layer: the dual solve stays as cheap as with one for all. A τₗ below eps times the largest of all
     layers may be rounding, and is taken for as much.
@@ -139,7 +140,7 @@ class FactoredMaxDiagonal:
     At least every diagonal so far, and covariant to rescaling any unit, as far as its u is not below eps times that of
     another one, where it may be rounding. Dividing a by √v and δ by √u keeps the dual
     solve exact without J̃: this is the max-diagonal damping for large networks. There G has many more columns than its
-    rank, and D is multiplied by their ratio: λ = 1 stands for the mean eigenvalue, as in MeanEigenvalue.
+    rank, and D is multiplied by n / min(n, m): λ = 1 stands for the mean eigenvalue, as in MeanEigenvalue.
 
     >>> opt = mq.LM(model, "mse", damping=mq.FactoredMaxDiagonal())
     """
@@ -154,7 +155,7 @@ class KroneckerMetric:
 
         A = Σ JᵀJ, B = Σ JJᵀ      over the rows of J̃, each a matrix J (O × I) with the bias as a last input
         t = tr A = tr B           the trace of the layer's block of G; A and B are its partial traces
-        γ = c·τ, τ = Σt / rank    one number for all layers, rank that of G with all exact rows, at most
+        γ = c·τ, τ = Σt / min(n, m)      one number for all layers, m all exact rows of the largest batch so far
         π² = O/I                  the mean eigenvalues of both sides are then the same
 
     A and B are running averages, in which the past has the weight min(1 − 1/k, decay) in batch k. (G + λD) is solved
