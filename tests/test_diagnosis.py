@@ -131,3 +131,33 @@ def test_over_batches():
         if step.converged:
             break
     assert f"a constant has the same loss, {float(y.var(correction=0)):.4g}" in step.note
+
+
+def test_outputs_that_are_too_many_to_keep(monkeypatch):
+    """Then they are not compared with a constant; what the first batch shows is said all the same."""
+    monkeypatch.setattr("marquardt.diagnosis.ROOM", 60)
+    x, opt = 1e6 * X.double(), mq.LM(network(), "mse")
+    for _ in range(300):
+        step = opt.step_over([(x[:50], Y[:50].double()), (x[50:], Y[50:].double())])
+        if step.converged:
+            break
+    assert "constant" not in step.note
+    assert "100% of the outputs of tanh are saturated" in step.note
+
+
+def test_a_model_that_differentiates_itself():
+    """It needs a graph of its own, also to be asked."""
+
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.inner(x).sum(), x, create_graph=True)
+            return slope
+
+    note = ended(Slope(), 1e6 * X.double(), Y.double(), acceptance=mq.Decrease()).note
+    assert "the inputs are of the size 6.1e+05" in note
+    assert "of the outputs of tanh are saturated" in note

@@ -32,6 +32,9 @@ FLAT = {"tanh": 4.15, "sigmoid": 8.29}
 # and how far from 0 one that bends there is straight.
 STRAIGHT = {"relu": 0.0, "leaky_relu": 0.0, "elu": 5.0, "gelu": 4.0, "silu": 7.0, "softplus": 7.0}
 
+# Numbers at the outputs of all batches together that are compared with a constant: they are in memory.
+ROOM = 1 << 26
+
 STANDARDISE = {
     "inputs": "standardise the inputs, x = (x - x.mean(0)) / x.std(0)",
     "targets": "standardise the targets, y = (y - y.mean(0)) / y.std(0)",
@@ -46,7 +49,7 @@ class Activations(Draws):
         self.counts: dict[str, list[int]] = {}  # [that hardly respond, all]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        name = getattr(func, "_opname", "").rstrip("_")
+        name = getattr(func, "overloadpacket", func).__name__.rstrip("_")
         if name in FLAT or name in STRAIGHT:
             self._count(name, args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -121,32 +124,37 @@ class Diagnosis:
         return "" if good or not self.sizes or not self.saturated else data
 
 
-def diagnosed(objective: Objective, batches: Iterable[Batch]) -> Diagnosis:
-    """The model as it is, on all data together; outputs and targets of all batches are in memory. Buffers and random
-    numbers are then as before. If the model cannot be asked in this way, nothing is found."""
+def diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None = None) -> Diagnosis:
+    """The model as it is, on all data together, which may be gone through twice, at most `chunk` samples at once.
+    Buffers and random numbers are then as before. If the model cannot be asked in this way, nothing is found."""
     try:
         try:
-            return _diagnosed(objective, batches, grad=False)
+            return _diagnosed(objective, batches, chunk, grad=False)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
-        return _diagnosed(objective, batches, grad=True)  # the model differentiates itself
+        return _diagnosed(objective, batches, chunk, grad=True)  # the model differentiates itself
     except Exception:  # this must not end what it explains
         return Diagnosis()
 
 
-def _diagnosed(objective: Objective, batches: Iterable[Batch], grad: bool) -> Diagnosis:
-    found, activations, sizes, chance = [], Activations(), (0.0, 0.0), Chance()
+def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None, *, grad: bool) -> Diagnosis:
+    found: list[tuple[Loss, Tensor, Batch]] = []
+    activations, sizes, numbers, chance = Activations(), (0.0, 0.0), 0, Chance()
     before = Moment(objective.model, objective.parameters.device, chance)
     try:
         with torch.set_grad_enabled(grad):
-            for i, batch in enumerate(batches):
+            for i, batch in enumerate(part for whole in batches for part in whole.split(chunk)):
                 with activations if i == 0 else nullcontext():  # one batch shows how large things are
                     raw = objective.called(batch.inputs)
                 bound, z = objective.taken(raw, batch)
-                found.append((bound.loss, z.detach(), batch))
                 if i == 0:
                     sizes = size(tensors(batch.inputs)), size(tensors(batch.targets))
+                numbers += z.numel()
+                if numbers > ROOM and i:  # those of one batch are in memory in every step
+                    found.clear()
+                    break
+                found.append((bound.loss, z.detach(), Batch(None, batch.targets, batch.weight)))
     finally:
         chance.drawn = activations.drew
         before.restore()
@@ -164,7 +172,8 @@ def size(items: Iterable[Tensor]) -> float:
 
 
 def norms(t: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(t, dim=0, dtype=torch.float64)
+    found: Tensor = torch.linalg.vector_norm(t, dim=0, dtype=torch.float64)
+    return found
 
 
 def far(rms: float) -> bool:
@@ -173,9 +182,9 @@ def far(rms: float) -> bool:
 
 def compared(given: Loss, found: list[tuple[Loss, Tensor, Batch]]) -> tuple[float, float, float]:
     """The loss of all outputs, that of a constant in their place, and the lower bound."""
-    loss = found[0][0]
-    if given.surveys or not all(isinstance(b.targets, Tensor) for _, _, b in found):
+    if not found or given.surveys or not all(isinstance(b.targets, Tensor) for _, _, b in found):
         return math.nan, math.nan, 0.0
+    loss = found[0][0]
     z, y = torch.cat([z for _, z, _ in found]), torch.cat([b.targets for _, _, b in found])
     weights = [b.weight for _, _, b in found]
     w = None if any(each is None for each in weights) else torch.cat([each for each in weights if each is not None])

@@ -269,7 +269,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         if self._diagnosis is None:
             plan = self._state.plan
             chunk = self.curvature.needs.chunk if plan is None or plan.kind is None else plan.chunk
-            self._diagnosis = str(diagnosed(self._objective(), (b for batch in batches for b in batch.split(chunk))))
+            self._diagnosis = str(diagnosed(self._objective(), batches, chunk))
         return replace(step, note=f"{step.note}; {self._diagnosis}") if self._diagnosis else step
 
     @property
