@@ -141,6 +141,7 @@ class LMTrainer(Trainer):
             found = torch.load(path, map_location="cpu", weights_only=True)
             loop.last = found.pop(LAST, None)
             lm.load_state_dict(found)
+            lm._seen = None  # the statistics of BatchNorm that were saved are those of these weights
         elif best is not None:
             return  # these weights are not those that LM has left
         self._sums = sums(lm)

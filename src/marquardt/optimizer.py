@@ -367,7 +367,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         parameters, outer = Parameters(self.model, self.params), self._averaged
         theta = parameters.vector()
         mean = None if self._state.behind or self.average is None else self._state.mean
-        if mean is not None and self._seen is None and tracking(self.model):
+        if mean is not None and self._seen is None and tracking(self.model) and not torch.equal(mean.to(theta), theta):
             warnings.warn(
                 "no step was taken since this state was loaded, so that the running statistics of BatchNorm cannot be "
                 "found for the averaged weights: they are those that the model has, of the last weights; take a step "
