@@ -29,7 +29,7 @@ def test_the_lock_of_windows(out: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
-    spec = importlib.util.spec_from_file_location("windows", locks.__file__)
+    spec = importlib.util.spec_from_file_location("marquardt.windows", locks.__file__)
     windows = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(windows)
     with windows.held(out, "logs"), pytest.raises(windows.Held, match=f"process {os.getpid()} on "):

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+
+from . import archives
 
 if sys.platform == "win32":
     import msvcrt
@@ -49,9 +51,9 @@ def held(out: Path, what: str) -> Iterator[None]:
     file stays, since whoever removed it could remove the lock of the next one.
     """
     path = out / f".{what}.lock"
-    with _told(path):
+    with told(path):
         out.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
     try:
         try:
             _lock(file)
@@ -62,7 +64,9 @@ def held(out: Path, what: str) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise Held(f"{path} cannot be locked ({error.strerror}): choose another --out, on a local disk") from error
-        with _told(path):
+        if not os.read(file, len(HOLDER)) == HOLDER[: os.fstat(file).st_size]:
+            raise Held(f"{path} is no lock of marquardt: move it, or choose another --out")
+        with told(path):
             os.ftruncate(file, 0)
             os.lseek(file, 0, os.SEEK_SET)
             os.write(file, _self().encode())
@@ -74,34 +78,67 @@ def held(out: Path, what: str) -> Iterator[None]:
         os.close(file)
 
 
+HOLDER = b"process "  # what a lock begins with, if it is not empty
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
 def _self() -> str:
     since = datetime.now().astimezone().isoformat(" ", timespec="seconds")
-    return f"process {os.getpid()} on {platform.node()} ({shlex.join(sys.argv)}, since {since})"
+    return f"{HOLDER.decode()}{os.getpid()} on {platform.node()} ({shlex.join(sys.argv)}, since {since})"
+
+
+def lock(file: int) -> bool:
+    """Whether no living process holds it; where the file system has no locks nobody can tell, and it is so."""
+    try:
+        _lock(file)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Callable[[str | bytes], None]]:
     """What is written gets the name `path` at the end; until then, and after an error, `path` is what it was."""
-    part = path.with_name(f"{path.stem}.{secrets.token_hex(4)}.part")  # no other process has this name
-    with _told(path):
+    with _part(path) as file:
+        yield lambda content: _write(path, file, content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def _write(path: Path, file: BinaryIO, content: bytes) -> None:
+    with told(path):
+        file.write(content)
+        file.flush()
+
+
+@contextmanager
+def _part(path: Path) -> Iterator[BinaryIO]:
+    """Under a name that no other process has, and that nobody can have linked to another file."""
+    part = path.with_name(f"{path.stem}.{secrets.token_hex(4)}.part")
+    with told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = part.open("xb")
-
-    def write(content: str | bytes) -> None:
-        with _told(path):
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-
+        file = part.open("x+b")
     try:
-        yield write
-        with _told(path):
+        yield file
+        with told(path):
             os.fsync(file.fileno())  # some file systems notice only here that they are full
             file.close()
             os.replace(part, path)
+            settle(path.parent)
     finally:
         with suppress(OSError):  # closing writes again what could not be written before
             file.close()
         part.unlink(missing_ok=True)
+
+
+def settle(folder: Path) -> None:
+    """The names in it are on the disk, too; some systems have no such thing."""
+    with suppress(OSError):
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
 
 # Archives of torch.save carry the SHA-256 of their bytes as the comment of the zip file, which torch.load passes over:
@@ -115,16 +152,21 @@ class _Sealing:
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self.pass_on, self.sum, self.held_back = write, hashlib.sha256(), b""
+        self.failed: OSError | None = None
 
     def write(self, content: bytes) -> int:
         both = self.held_back + bytes(content)
         body, self.held_back = both[:-2], both[-2:]
         self.sum.update(body)
-        self.pass_on(body)
+        try:
+            self.pass_on(body)
+        except OSError as error:
+            self.failed = error
+            raise
         return len(content)
 
     def flush(self) -> None:
-        """`whole` does that with every part."""
+        """`_write` does that with every part."""
 
     def end(self) -> None:
         assert self.held_back == bytes(2), "torch.save wrote an archive that has a comment"
@@ -132,45 +174,66 @@ class _Sealing:
 
 
 def save(path: Path, content: Any) -> None:
-    """Tensors and plain values by torch.save, whole or not at all, and sealed."""
-    with whole(path) as write:
-        sealing = _Sealing(write)
-        torch.save(content, sealing)  # type: ignore[arg-type]  # writes, and needs no more
+    """Tensors and plain values by torch.save, whole or not at all, and sealed; refused if `load` would not take it."""
+    with _part(path) as file:
+        sealing = _Sealing(lambda part: _write(path, file, part))
+        try:
+            torch.save(content, sealing)  # type: ignore[arg-type]  # writes, and needs no more
+        except RuntimeError:  # what torch makes of an error while it writes
+            if sealing.failed is not None:
+                raise sealing.failed from None
+            raise
         sealing.end()
+        check_plain(file, path)
+
+
+def check_plain(file: BinaryIO, what: object) -> None:
+    try:
+        archives.check(file)
+    except Exception as error:
+        raise TypeError(f"{what} holds tensors, numbers, strings, lists and dicts alone: {error}") from None
 
 
 def load(path: Path) -> tuple[Any, bool]:
     """What `save` wrote, on the CPU, and whether it is sealed: files of earlier versions are not, and one of this
     version that is not has lost its seal. Runs no code of the file."""
-    is_sealed = check_seal(path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True), is_sealed
-    except Exception as error:  # torch raises many kinds
-        raise Damaged(f"{path} is damaged, or no file of marquardt ({type(error).__name__})") from error
+    with path.open("rb") as file:  # the same one to the end, whatever takes its name meanwhile
+        is_sealed = _is_sealed(path, file)
+        try:
+            return archives.read(file), is_sealed
+        except MemoryError:
+            raise
+        except Exception as error:  # of many kinds
+            words = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise Damaged(f"{path} is damaged, or no file of marquardt ({words})") from error
 
 
 def check_seal(path: Path) -> bool:
     """Whether there is a seal; `Damaged` if the file is not what was sealed."""
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END) - SEALED - 2
-        if size < 0:
-            return False
-        file.seek(size + 2)
-        seal = file.read(SEALED)
-        if not seal.startswith(SEAL):
-            return False
-        file.seek(0)
-        found, left = hashlib.sha256(), size
-        while left and (part := file.read(min(left, 2**20))):
-            found.update(part)
-            left -= len(part)
-        if SEAL + found.hexdigest().encode() != seal or file.read(2) != SEALED.to_bytes(2, "little"):
-            raise Damaged(f"{path} is damaged: its checksum is another one than when it was written")
-        return True
+        return _is_sealed(path, file)
+
+
+def _is_sealed(path: Path, file: BinaryIO) -> bool:
+    size = file.seek(0, os.SEEK_END) - SEALED - 2
+    if size < 0:
+        return False
+    file.seek(size + 2)
+    seal = file.read(SEALED)
+    if not seal.startswith(SEAL):
+        return False
+    file.seek(0)
+    found, left = hashlib.sha256(), size
+    while left and (part := file.read(min(left, 2**20))):
+        found.update(part)
+        left -= len(part)
+    if SEAL + found.hexdigest().encode() != seal or file.read(2) != SEALED.to_bytes(2, "little"):
+        raise Damaged(f"{path} is damaged: its checksum is another one than when it was written")
+    return True
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
