@@ -1,9 +1,12 @@
 """mq.save_checkpoint and mq.load_checkpoint: whole or not there, by any number of ranks, for the same model alone."""
 
 import os
+import pickle
 import random
 import re
+import resource
 import shutil
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import marquardt as mq
-from marquardt import checkpoints, generators
+from marquardt import checkpoints, files, generators
 from marquardt.ranks import ALONE, of
 from support.fits import net, noisy_sine, weights
 from support.ranks import outcomes, run, shard
@@ -93,12 +96,26 @@ def test_the_last_one_stays_until_the_next_is_complete(tmp_path, monkeypatch):
     model, opt = made()
     mq.save_checkpoint(tmp_path, model, opt, n=1)
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            mq.save_checkpoint(tmp_path, model, opt, n=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "2.part"}
-    assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 1}
+    true = files.save
+
+    def interrupted(path, content):
+        if path.name == checkpoints.CONTENTS:
+            raise KeyboardInterrupt
+        true(path, content)
+
+    for last, left in ((interrupted, {"1"}), (lambda *_: os._exit(9), {"1", "2"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "save", last)
+            child = os.fork() if len(left) > 1 else None
+            if child is None:
+                with pytest.raises(KeyboardInterrupt):
+                    mq.save_checkpoint(tmp_path, model, opt, n=2)
+            elif child == 0:
+                mq.save_checkpoint(tmp_path, model, opt, n=2)
+            else:
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert {path.name for path in tmp_path.iterdir()} == left
+        assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 1}
     mq.save_checkpoint(tmp_path, model, opt, n=3)
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
     assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 3}
@@ -117,16 +134,15 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path):
         assert torch.equal(weights(other), before)
         assert optimizer.lam == mq.LM(net(), "mse", **{**PARTS, **options}).lam
 
-    place = re.escape(str(tmp_path))
+    place = re.escape(str(tmp_path / "1"))
     refused(rf"{place} is of another model: '0.weight' is \(9, 1\) in this one, and was \(8, 1\)", hidden=9)
     refused(rf"{place} is of another optimizer: .*damping=MaxDiagonal", damping=mq.MeanEigenvalue())
     refused("holds no checkpoint that is complete", folder=tmp_path / "nothing", kind=FileNotFoundError)
     damaged = tmp_path / "damaged"
     shutil.copytree(tmp_path / "1", damaged / "1")
-    (damaged / "1" / "__0_0.distcp").write_bytes(b"")
-    refused("is no checkpoint, or damaged", folder=damaged)
-    (damaged / "1" / checkpoints.CONTENTS).write_bytes(b"")
-    refused("is no checkpoint, or damaged", folder=damaged)
+    for name in ("tensors-0.pt", checkpoints.CONTENTS):
+        (damaged / "1" / name).write_bytes(b"")
+        refused(f"1 is no checkpoint, or damaged .*{name}", folder=damaged)
     checkpoints.write(tmp_path / "other", {"weights": torch.ones(2)}, None, ALONE)
     refused("is no checkpoint of mq.save_checkpoint", folder=tmp_path / "other")
 
@@ -148,19 +164,19 @@ def faults(folder):
     said = []
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):  # of all ranks, for all begin anew then
         mq.load_checkpoint(folder / "nothing", model, opt)
-    true = torch.distributed.checkpoint.FileSystemWriter.write_data
+    true = files.save
     if rank == 1:
 
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        torch.distributed.checkpoint.FileSystemWriter.write_data = full
+        files.save = full
     for more in ({"n": 2}, {"n": nn.Tanh() if rank == 0 else 2}):
         try:
             mq.save_checkpoint(folder, model, opt, **more)
         except (OSError, RuntimeError, TypeError) as error:
             said.append(str(error))
-        torch.distributed.checkpoint.FileSystemWriter.write_data = true
+        files.save = true
     left = mq.load_checkpoint(folder, model, opt)["n"]
     mq.save_checkpoint(folder, model, opt, n=3)
     return said, left, mq.load_checkpoint(folder, model, opt)["n"]
@@ -171,7 +187,7 @@ def sharded(folder, rows):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     t = distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [Shard(0)])
     checkpoints.write(folder, {"model": {"t": t}, "state": [None, t * 2]}, None, of(None))
-    mine, _ = checkpoints.read(
+    _, mine, _ = checkpoints.read(
         folder, of(None), {"model": {"t": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(1)])}}
     )
     assert mine["model"]["t"].placements == (Shard(1),)
@@ -186,12 +202,12 @@ def both(folder):
 
 def test_ranks_save_together_or_not_at_all_and_shards_are_put_together(tmp_path):
     for (said, left, last), (t, state) in run(both, 2, tmp_path):
-        assert "could not be written by rank 1 (OSError: [Errno 28] No space left on device)" in said[0]
+        assert "rank 1 cannot save: [Errno 28] No space left on device" in said[0]
         assert "lists and dicts alone" in said[1]
         assert (left, last) == (1, 3)
         assert torch.equal(t, torch.arange(12.0).reshape(6, 2))
         assert torch.equal(state, 2 * t)
-    content, _ = checkpoints.read(tmp_path / "shards", ALONE)
+    _, content, _ = checkpoints.read(tmp_path / "shards", ALONE)
     assert torch.equal(content["model"]["t"], torch.arange(12.0).reshape(6, 2))
 
 
@@ -209,3 +225,293 @@ def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(tmp_path):
     assert waiting.kind == "RankError"
     model, opt = made()
     assert mq.load_checkpoint(tmp_path, model, opt)["n"] == 1
+
+
+# What is in the folder, and was not written by marquardt.
+
+
+def furnished(folder):
+    """Names that look like those of checkpoints, and what each of them holds"""
+    outside = folder.parent / "outside"
+    for name in ("2024", "3.part", "x.part", "²", "٣", "1", "results", "0007"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "thesis.txt").write_text(name)
+    for name in ("y.part", "12", "run.pt.tmp", "contents.pt", ".marquardt"):
+        (folder / name).write_text(name)
+    shutil.copytree(folder / "results", outside / "9")
+    (folder / "9").symlink_to(outside / "9")
+    (folder / "z.part").symlink_to(outside / "9")
+    (folder / "2").symlink_to(folder / "nowhere")
+    (folder / "1" / ".marquardt").symlink_to(outside / "9" / "thesis.txt")
+    return folder, outside
+
+
+def held_by(*folders):
+    found = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            link = os.readlink(path) if path.is_symlink() else None
+            found[path] = link or (path.read_bytes() if path.is_file() else "folder")
+    return found
+
+
+@pytest.mark.parametrize("how", ["loop", "fit"])
+def test_what_is_the_users_stays(how, tmp_path):
+    places = furnished(tmp_path / "run")
+    before = held_by(*places)
+    model, opt = made()
+    for n in range(3):
+        if how == "fit":
+            mq.fit(net(), noisy_sine(), "mse", steps=2, checkpoint=places[0], resume=False)
+        else:
+            mq.save_checkpoint(places[0], model, opt, n=n)
+            assert mq.load_checkpoint(places[0], model, opt) == {"n": n}
+    after = held_by(*places)
+    assert {path: after.get(path) for path in before} == before
+    assert len({path.relative_to(places[0]).parts[0] for path in set(after) - set(before)}) == 1
+
+
+@pytest.mark.parametrize("name", ["2024", "x.part"])
+@pytest.mark.parametrize("how", ["loop", "fit"])
+def test_a_folder_of_the_user_stays(how, name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.txt").write_text("mine")
+    model, opt = made()
+    for _ in range(2):
+        if how == "fit":
+            mq.fit(net(), noisy_sine(), "mse", steps=2, checkpoint=tmp_path, resume=False)
+        else:
+            mq.save_checkpoint(tmp_path, model, opt)
+    assert (tmp_path / name / "thesis.txt").read_text() == "mine"
+
+
+def test_a_file_of_the_user_within_a_checkpoint_stays(tmp_path):
+    model, opt = made()
+    mq.save_checkpoint(tmp_path, model, opt, n=1)
+    (tmp_path / "1" / "notes.txt").write_text("mine")
+    shutil.copytree(tmp_path / "1", tmp_path / "5")  # to keep it: the mark is that of another number
+    kept = held_by(tmp_path / "5")
+    for n in range(2, 4):
+        mq.save_checkpoint(tmp_path, model, opt, n=n)
+        assert mq.load_checkpoint(tmp_path, model, opt) == {"n": n}
+    assert (tmp_path / "1" / "notes.txt").read_text() == "mine"
+    assert held_by(tmp_path / "5") == kept
+
+
+def test_links_are_not_followed(tmp_path):
+    model, opt = made()
+    for name in ("run", "other"):
+        mq.save_checkpoint(tmp_path / name, model, opt)
+    before = weights(model)
+    (tmp_path / "run" / "7").symlink_to(tmp_path / "other" / "1")
+    with pytest.raises(ValueError, match="7 is a symbolic link: a checkpoint is read from its own folder alone"):
+        mq.load_checkpoint(tmp_path / "run", model, opt)
+    (tmp_path / "run" / "7").unlink()
+    for name in ("contents.pt", "tensors-0.pt"):
+        folder = tmp_path / name
+        shutil.copytree(tmp_path / "run", folder)
+        (folder / "1" / name).unlink()
+        (folder / "1" / name).symlink_to(tmp_path / "run" / "1" / name)
+        with pytest.raises(ValueError, match=f"{name} is a symbolic link"):
+            mq.load_checkpoint(folder, model, opt)
+    assert torch.equal(weights(model), before)
+
+
+class Canary:
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.place),)
+
+
+@pytest.mark.parametrize("name", ["contents.pt", "tensors-0.pt", "__0_0.distcp", ".metadata", "__0.metadata"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_nothing_in_a_checkpoint_runs(name, version, tmp_path):
+    """Neither a pickle in the place of a file, nor one beside the files."""
+    model, opt = made()
+    folder, canary = tmp_path / "run", tmp_path / "canary"
+    (first_version if version == 1 else mq.save_checkpoint)(folder, model, opt)
+    for protocol in (2, 4):
+        (folder / "1" / name).write_bytes(pickle.dumps(Canary(canary), protocol))
+        before = weights(model)
+        read = name in (("contents.pt", "__0_0.distcp", ".metadata"), ("contents.pt", "tensors-0.pt"))[version - 1]
+        with pytest.raises(ValueError, match=re.escape(str(folder / "1"))) if read else nullcontext():
+            mq.load_checkpoint(folder, model, opt)
+        assert not canary.exists()
+        assert torch.equal(weights(model), before)
+
+
+# Folders of the first version, as torch.distributed.checkpoint wrote them.
+
+
+def first_version(folder, model, opt, **more):
+    content = {"model": model.state_dict(), "optimizer": opt.state_dict(), "more": more}
+    tensors, plain = checkpoints.taken_apart(content)
+    part = folder / "1"
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=part, no_dist=True)
+    torch.save({"marquardt": 1, "content": plain, "ranks": [generators.states()]}, part / "contents.pt")
+
+
+def test_a_folder_of_the_first_version_is_read_and_kept(tmp_path):
+    model, opt = made()
+    steps(model, opt, 4)
+    first_version(tmp_path, model, opt, epoch=3, curve=torch.arange(3.0))
+    steps(model, opt, 4)
+    want = weights(model)
+    _, after, more, _ = resumed(tmp_path)
+    assert torch.equal(after, want)
+    assert more["epoch"] == 3
+    assert torch.equal(more["curve"], torch.arange(3.0))
+    before = held_by(tmp_path)
+    mq.save_checkpoint(tmp_path, model, opt, epoch=4)
+    assert {path: held_by(tmp_path)[path] for path in before} == before
+    assert mq.load_checkpoint(tmp_path, model, opt) == {"epoch": 4}
+
+
+@pytest.mark.parametrize("name", ["../{}", "/{}", "a/../../{}", "..", "", "x.distcp", "__0_0.distcp/../__0_0.distcp"])
+def test_a_path_out_of_the_folder_is_refused(name, tmp_path):
+    model, opt = made()
+    first_version(tmp_path / "run", model, opt)
+    part = tmp_path / "run" / "1"
+    shutil.copy(part / "__0_0.distcp", tmp_path / "__0_0.distcp")
+    metadata = pickle.loads((part / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = name.format(f"{tmp_path}/__0_0.distcp" if name.startswith("/") else "../__0_0.distcp")
+    (part / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="which is none of a checkpoint"):
+        mq.load_checkpoint(tmp_path / "run", model, opt)
+
+
+# Damage.
+
+
+def test_every_damaged_byte_is_noticed(tmp_path):
+    """A changed byte in every file, here and there; another part of the same checkpoint; one of another checkpoint."""
+    model, opt = made()
+    steps(model, opt, 2)
+    mq.save_checkpoint(tmp_path / "other", model, opt, n=1)
+    steps(model, opt, 2)
+    mq.save_checkpoint(tmp_path / "run", model, opt, n=2)
+    drawn = random.Random(0)
+    part = tmp_path / "run" / "1"
+    for path in sorted(part.iterdir()):
+        true = path.read_bytes()
+        changed = [(true[:k] + bytes([true[k] ^ 1 << drawn.randrange(8)]) + true[k + 1 :])
+                   for k in drawn.sample(range(len(true)), min(len(true), 40))]  # fmt: skip
+        of_another = (tmp_path / "other" / "1" / path.name).read_bytes()
+        changed += [true[: len(true) // 2], b"", true + b"\0", of_another]
+        for content in changed:
+            path.write_bytes(content)
+            other, optimizer = made()
+            start, state = weights(other), torch.get_rng_state()
+            if path.name == ".marquardt" or content == true:
+                assert mq.load_checkpoint(tmp_path / "run", other, optimizer) == {"n": 2}
+                assert torch.equal(weights(other), weights(model))
+                continue
+            words = "is of another checkpoint" if content == of_another else re.escape(path.name)
+            with pytest.raises(ValueError, match=words):
+                mq.load_checkpoint(tmp_path / "run", other, optimizer)
+            assert torch.equal(weights(other), start)
+            assert torch.equal(torch.get_rng_state(), state)
+            assert optimizer.lam == made()[1].lam
+        path.write_bytes(true)
+        path.unlink()
+        if path.name != ".marquardt":
+            with pytest.raises((ValueError, FileNotFoundError), match="run"):
+                mq.load_checkpoint(tmp_path / "run", model, opt)
+        path.write_bytes(true)
+
+
+DAMAGED = {
+    "torch": torch.zeros(7, dtype=torch.uint8),
+    "python": [3, [1, 2], None],
+    "numpy": ["MT19937", [0] * 624, 10**6, 0, 0.0],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_random_numbers_change_nothing(name, tmp_path, monkeypatch):
+    model, opt = made()
+    steps(model, opt, 3)
+    true = generators.states
+    with monkeypatch.context() as patch:
+        patch.setattr(generators, "states", lambda: {**true(), name: DAMAGED[name]})
+        mq.save_checkpoint(tmp_path, model, opt)
+    other, optimizer = made()
+    before, lam, now = weights(other), optimizer.lam, true()
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        mq.load_checkpoint(tmp_path, other, optimizer)
+    assert torch.equal(weights(other), before)
+    assert optimizer.lam == lam
+    assert torch.equal(true()["torch"], now["torch"])
+    assert (true()["python"], true()["numpy"]) == (now["python"], now["numpy"])
+    steps(other, optimizer, 3)  # as if nothing had been tried
+    assert torch.equal(weights(other), weights(model))
+
+
+class Wary(nn.Linear):
+    """Takes its bias, and then raises"""
+
+    def set_extra_state(self, state):
+        raise RuntimeError("not today")
+
+    def get_extra_state(self):
+        return 1
+
+
+def test_a_model_that_refuses_half_way_stays_as_it_was(tmp_path):
+    def wary(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(1, 4), Wary(4, 1)).double()
+        return model, mq.LM(model, "mse")
+
+    mq.save_checkpoint(tmp_path, *wary(0))
+    model, opt = wary(1)
+    before, state = weights(model), torch.get_rng_state()
+    Wary.set_extra_state, refused = lambda self, state: None, Wary.set_extra_state
+    mq.load_checkpoint(tmp_path, *wary(1))
+    Wary.set_extra_state = refused
+    torch.set_rng_state(state)
+    with pytest.raises((ValueError, RuntimeError), match="not today"):
+        mq.load_checkpoint(tmp_path, model, opt)
+    assert torch.equal(weights(model), before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_tensor_that_is_larger_than_its_file_is_not_made(tmp_path):
+    model, opt = made()
+    mq.save_checkpoint(tmp_path, model, opt, curve=torch.ones(3))
+    path = tmp_path / "1" / "contents.pt"
+    content = torch.load(path, weights_only=True)
+    content["content"]["more"]["curve"]["shape"] = [10**13]
+    getattr(files, "save", lambda path, item: torch.save(item, path))(path, content)
+    with pytest.raises(ValueError, match=r"tensors of 40,000,000,\d+,\d+ bytes are to be in tensors-0.pt"):
+        mq.load_checkpoint(tmp_path, model, opt)
+
+
+# A disk that is full.
+
+
+@contextmanager
+def room(size):
+    """No file of more bytes than this can be written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_by_name_and_leaves_the_last_checkpoint(tmp_path):
+    model, opt = made()
+    mq.save_checkpoint(tmp_path / "run", model, opt, n=1)
+    for size in (10, 3000, 9000):
+        with room(size), pytest.raises(OSError, match=r"run/2/.* could not be written \(File too large\): free some"):
+            mq.save_checkpoint(tmp_path / "run", model, opt, n=2)
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"]
+        assert mq.load_checkpoint(tmp_path / "run", model, opt) == {"n": 1}
+        with room(size), pytest.raises(OSError, match=r"fit.pt could not be written \(File too large\): free some"):
+            mq.fit(net(), noisy_sine(), "mse", steps=2, checkpoint=tmp_path / "fit.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,18 +1,21 @@
 """Checkpoints by torch.distributed.checkpoint, which any number of ranks can go on from.
 
-    folder/12/        the last one: what torch.distributed.checkpoint has written, and contents.pt for all but tensors
-    folder/13.part/   one that is being written, or that a killed process has left: never read
+    folder/12/.marquardt     says that marquardt has made the folder 12, and may remove it
+    folder/12/tensors-0.pt   what rank 0 has written of the tensors; and so on
+    folder/12/contents.pt    the rest, and which tensor is where: written last, without it the folder counts for nothing
 
-A checkpoint gets its name when it is complete, and only then the one before it is removed.
+Only when a checkpoint is complete those before it are removed; and what a killed process has left with the next one. A
+folder without the mark, and whatever else is beside these files, is the user's and stays.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import shutil
-import warnings
-from collections.abc import Mapping
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,14 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
-from . import generators
+from . import files, generators
 from .model.checks import unwrapped
 from .model.shards import sharded
 from .optimizer import LM
-from .ranks import Ranks
+from .ranks import RankError, Ranks
 
-VERSION = 1
-CONTENTS = "contents.pt"
+# Version 1 had no checksums, no mark, and the pickle of torch.distributed.checkpoint in the place of an index.
+VERSION = 2
+CONTENTS, MARK = "contents.pt", ".marquardt"
 
 # Marks the place of a tensor among what is plain.
 STORED = "torch.distributed.checkpoint"
@@ -83,17 +87,50 @@ def load_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM) -> d
     with ranks.together():
         ranks.same(f"the checkpoint in {folder}")
         own = inner.state_dict()
-        content, random = read(Path(folder), ranks, {"model": own})
-        path = Path(folder)
+        path, content, random = read(Path(folder), ranks, {"model": own})
         check_model(path, content.get("model"), own)
         ranks.same(f"the checkpoint {path} is read")  # by all, or none of them changes
-        try:
-            opt.load_state_dict(content["optimizer"])
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"the checkpoint {path} is of another optimizer: {error}") from None
-        inner.load_state_dict(content["model"])
-        generators.set_states(generators.of_rank(random, ranks.rank))
+        with unchanged_by_errors(inner, opt):
+            apply(path, content, random, inner, opt)
+            ranks.same(f"the checkpoint {path} is loaded")
         return dict(content["more"])
+
+
+def apply(path: Path, content: dict[str, Any], random: Any, model: nn.Module, opt: LM) -> None:
+    try:
+        opt.load_state_dict(content["optimizer"])
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the checkpoint {path} is of another optimizer: {error}") from None
+    except Exception as error:  # of many kinds
+        raise unreadable(path, error) from error
+    try:
+        model.load_state_dict(content["model"])
+        generators.set_states(generators.of_rank(random, opt._ranks.rank))
+        dict(content["more"])
+    except RankError:
+        raise
+    except Exception as error:
+        raise unreadable(path, error) from error
+
+
+@contextmanager
+def unchanged_by_errors(model: nn.Module, opt: LM) -> Iterator[None]:
+    """Model, optimizer and random numbers are afterwards as they were, if something is raised within it."""
+    before = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    extra = {name: item for name, item in model.state_dict().items() if not isinstance(item, Tensor)}
+    held, random = dict(vars(opt)), generators.states()
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for t, value in before:
+                t.copy_(value)
+        vars(opt).clear()
+        vars(opt).update(held)
+        generators.set_states(random)
+        if extra:
+            model.load_state_dict(extra, strict=False)
+        raise
 
 
 def check_optimizer(opt: Any) -> None:
@@ -130,90 +167,178 @@ def shape(item: Any) -> str:
 # A folder of checkpoints.
 
 
+def numbered(folder: Path) -> dict[int, Path]:
+    """Folders that may be checkpoints, by number: no links, and no digits but 0 to 9."""
+    found = {int(path.name): path for path in entries(folder) if path.is_dir() and not path.is_symlink()}
+    return dict(sorted(found.items()))
+
+
+def entries(folder: Path) -> list[Path]:
+    """Those with a number for a name"""
+    return [path for path in folder.iterdir() if NUMBER.fullmatch(path.name)] if folder.is_dir() else []
+
+
+NUMBER = re.compile("[1-9][0-9]{0,17}")
+
+
+def complete(path: Path) -> bool:
+    return os.path.lexists(path / CONTENTS)
+
+
 def latest(folder: Path) -> Path | None:
     """The last one that is complete."""
-    numbers = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
-    return folder / str(max(numbers)) if numbers else None
+    for path in entries(folder):
+        if path.is_symlink() and complete(path):
+            raise ValueError(
+                f"{path} is a symbolic link: a checkpoint is read from its own folder alone; remove the link, or name "
+                "another folder"
+            )
+    found = [path for path in numbered(folder).values() if complete(path)]
+    return found[-1] if found else None
+
+
+def words(number: int) -> bytes:
+    """That a copy of the folder under another number has as well, and which is no mark there"""
+    return f"Checkpoint {number} of marquardt, which removes this folder when a later one is complete.\n".encode()
+
+
+@contextmanager
+def begun(folder: Path) -> Iterator[Path]:
+    """A new folder with the mark, which no other process removes meanwhile; it is gone again if it is not completed."""
+    for path in numbered(folder).values():
+        if not complete(path):
+            remove(path)  # what a killed process has left
+    last = max((number for number, path in numbered(folder).items() if complete(path) or ours(path)), default=0)
+    path = made(folder, last + 1)
+    try:
+        with files.told(path / MARK):
+            mark = os.open(path / MARK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            files.lock(mark)  # before it is a mark
+            with files.told(path / MARK):
+                os.write(mark, words(int(path.name)))
+            yield path
+        finally:
+            os.close(mark)
+    finally:
+        if not complete(path):
+            remove(path, here=True)
+            with suppress(OSError):
+                path.rmdir()  # if there was no room for the mark
+
+
+def made(folder: Path, number: int) -> Path:
+    """The first folder from this number on that is not there."""
+    while True:
+        path = folder / str(number)
+        try:
+            with files.told(path):
+                folder.mkdir(parents=True, exist_ok=True)
+                path.mkdir()
+        except files.Unwritable as error:
+            if not (isinstance(error.__cause__, FileExistsError) and folder.is_dir()):
+                raise
+            number += 1
+        else:
+            return path
+
+
+def ours(path: Path) -> bool:
+    """Whether it has the mark of this number."""
+    mark = path / MARK
+    if mark.is_symlink() or not mark.is_file():
+        return False
+    with mark.open("rb") as file:
+        return file.read(200) == words(int(path.name))
+
+
+# What a checkpoint has, also half-written.
+NAMES = re.compile(r"(contents|tensors-[0-9]+)\.(pt|[0-9a-f]{8}\.part)")
+
+
+def remove(path: Path, here: bool = False) -> None:
+    """Only what has the mark (or was made `here`), and no process writes; of that only what marquardt has written, and
+    the folder if nothing else is in it. Before all else it is no complete checkpoint any more, and up to the end it has
+    the mark."""
+    with suppress(FileNotFoundError):  # another process removes it, too
+        if not (here or ours(path)):
+            return
+        with opened(path / MARK) as mark:
+            if not files.lock(mark):
+                return
+            for name in sorted(os.listdir(path), key=lambda name: name != CONTENTS):
+                if NAMES.fullmatch(name) and not (path / name).is_dir():
+                    os.unlink(path / name)
+        if os.listdir(path) == [MARK]:
+            os.unlink(path / MARK)
+            os.rmdir(path)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | files.NO_LINK)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def write(folder: Path, content: Any, own: Any, ranks: Ranks) -> None:
     """`content` is the same on all ranks, but for DTensors, of which each has its shard; `own` is that of this rank."""
+    from .chunks import written  # which takes a while, and few need it
+
     ranks.same(f"a checkpoint in {folder}")
-    last = latest(folder) if ranks.rank == 0 else None
-    number = ranks.agreed(1 if last is None else int(last.name) + 1)
-    part, path = folder / f"{number}.part", folder / str(number)
-    if ranks.rank == 0:
-        for old in folder.glob("*.part"):
-            shutil.rmtree(old)
-        part.mkdir(parents=True)
-    ranks.same(f"the checkpoint {path}")
-    if not part.is_dir():
-        raise OSError(
-            f"rank {ranks.rank} does not see {part}, which rank 0 has made: name a folder that all ranks share"
-        )
     tensors, plain = taken_apart(content)
-    packed = pack({"marquardt": VERSION, "content": plain, "ranks": ranks.every(own)})
-    ranks.through(f"the tensors of {path}", lambda group: dump(tensors, part, group))
-    if ranks.rank == 0:
-        put(part / CONTENTS, packed)
-        os.rename(part, path)
-        settle(folder)
-        if last is not None:
-            old = last.rename(last.with_name(f"{last.name}.part"))  # half of it must not be taken for a whole one
-            shutil.rmtree(old)
+    shared = {"marquardt": VERSION, "content": plain, "ranks": ranks.every(own), "checkpoint": secrets.token_hex(16)}
+    check_plain(shared, len(tensors))
+    with ExitStack() as stack:
+        path = ranks.agreed(stack.enter_context(begun(folder)) if ranks.rank == 0 else folder)
+        shared["checkpoint"] = ranks.agreed(shared["checkpoint"])
+        if not path.is_dir():
+            raise OSError(
+                f"rank {ranks.rank} does not see {path}, which rank 0 has made: name a folder that all ranks share"
+            )
+        index = ranks.through(
+            f"the tensors of {path}", lambda group: written(tensors, path, shared["checkpoint"], group)
+        )
+        if ranks.rank == 0:
+            files.save(path / CONTENTS, {**shared, "index": index})
+            files.settle(folder)
+            for number, old in numbered(folder).items():
+                if number < int(path.name):
+                    remove(old)
     ranks.same(f"the checkpoint {path} is complete")
 
 
-def read(folder: Path, ranks: Ranks, like: Any = None) -> tuple[Any, list[Any]]:
-    """What was written, and what each rank had of its own. DTensors come as the tensors of the same name in `like`, or
-    as they were; as plain tensors if there are none now."""
+def read(folder: Path, ranks: Ranks, like: Any = None) -> tuple[Path, dict[str, Any], list[Any]]:
+    """Where it was, what was written, and what each rank had of its own. DTensors come as the tensors of the same name
+    in `like`, or as they were; as plain tensors if there are none now. All of it is checked."""
     path = ranks.agreed(latest(folder))
     if path is None:
         raise FileNotFoundError(f"{folder} holds no checkpoint that is complete: begin anew, or name another folder")
     try:
-        found = torch.load(path / CONTENTS, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
+        return path, *put_together(path, placed(like))
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of many kinds
         raise unreadable(path, error) from error
-    if not isinstance(found, dict) or found.get("marquardt") != VERSION:
-        raise ValueError(f"{path} is no checkpoint of this version of marquardt: name another folder")
-    return put_together(path, found["content"], placed(like)), found["ranks"]
 
 
-def unreadable(path: Path, error: BaseException) -> ValueError:
-    return ValueError(
-        f"{path} is no checkpoint, or damaged ({type(error).__name__}: {error}): remove it, or name another folder"
-    )
+def unreadable(path: Path, error: BaseException) -> files.Damaged:
+    reason = str(error) if isinstance(error, files.Damaged) else f"{type(error).__name__}: {error}"
+    return files.Damaged(f"{path} is no checkpoint, or damaged ({reason}): remove it, or name another folder")
 
 
-def pack(plain: Any) -> bytes:
-    """As it can be loaded without running code, which is tried at once."""
+def check_plain(content: Any, tensors: int) -> None:
+    """That it can be loaded, where `files.load` will find so many tensors"""
     file = io.BytesIO()
-    torch.save(plain, file)
     try:
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        torch.save(content, file)
     except Exception as error:
         raise TypeError(f"a checkpoint holds tensors, numbers, strings, lists and dicts alone: {error}") from None
-    return file.getvalue()
-
-
-def put(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    settle(path.parent)
-
-
-def settle(folder: Path) -> None:
-    """The names in it are on the disk, too; some systems have no such thing."""
-    try:
-        file = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    files.check_plain(file, "a checkpoint")
+    if sum(map(is_stored, tree_leaves(content, is_leaf=is_stored))) != tensors:
+        raise ValueError(f"a dict with the entry {STORED!r}: name it otherwise, it marks the place of a tensor")
 
 
 # Tensors.
@@ -233,23 +358,31 @@ def stored(key: str, t: Any) -> dict[str, Any]:
     return {STORED: key, "shape": list(t.shape), "dtype": t.dtype, "cuts": cuts}
 
 
-def put_together(path: Path, plain: Any, like: dict[str, Any]) -> Any:
-    def is_stored(item: Any) -> bool:
-        return isinstance(item, dict) and STORED in item
+def is_stored(item: Any) -> bool:
+    return isinstance(item, dict) and STORED in item
 
-    from torch.distributed.checkpoint.api import CheckpointException  # which takes a while, and few need it
-    from torch.distributed.checkpoint.state_dict_loader import load
 
+def put_together(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    from . import chunks  # which takes a while, and few need it
+
+    found, is_sealed = files.load(chunks.regular(path / CONTENTS))
+    version = found.get("marquardt") if isinstance(found, dict) else None
+    if version not in (1, VERSION):
+        raise files.Damaged(f"its version is {version!r}, this marquardt reads 1 to {VERSION}")
+    old = version == 1
+    if not (old or is_sealed):
+        raise files.Damaged(f"{path / CONTENTS} has lost its checksum")
+    index = chunks.old_index(path) if old else found["index"]
+    items = [item for item in tree_leaves(found["content"], is_leaf=is_stored) if is_stored(item)]
+    forms = {item[STORED]: (item["shape"], item["dtype"]) for item in items}
+    if set(forms) != set(index):
+        raise files.Damaged("the tensors in it are others than it lists")
+    chunks.check_size(forms, path, index, old)
     mesh = next((t.device_mesh for t in like.values() if hasattr(t, "device_mesh")), None)
-    asked = [item for item in tree_leaves(plain, is_leaf=is_stored) if is_stored(item)]
-    tensors = {item[STORED]: empty(item, like.get(item[STORED]), mesh) for item in asked}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this rank reads by itself, which is meant
-            load(tensors, checkpoint_id=path, no_dist=True)
-    except (Exception, CheckpointException) as error:
-        raise unreadable(path, error) from error
-    return tree_map(lambda item: tensors[item[STORED]] if is_stored(item) else item, plain, is_leaf=is_stored)
+    tensors = {item[STORED]: empty(item, like.get(item[STORED]), mesh) for item in items}
+    chunks.read_into(tensors, forms, path, index, None if old else found["checkpoint"])
+    content = tree_map(lambda i: tensors[i[STORED]] if is_stored(i) else i, found["content"], is_leaf=is_stored)
+    return dict(content), list(found["ranks"])
 
 
 def empty(item: dict[str, Any], like: Any, mesh: Any) -> Tensor:
@@ -266,20 +399,3 @@ def empty(item: dict[str, Any], like: Any, mesh: Any) -> Tensor:
 
 def placed(like: Any) -> dict[str, Any]:
     return {keystr(place): leaf for place, leaf in tree_flatten_with_path(like)[0]}
-
-
-def dump(tensors: dict[str, Any], path: Path, group: Any) -> None:
-    """By all ranks of the group, or by one process."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process, which is so
-            save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        rank, (first, _) = next(iter(error.failures.items()))
-        raise OSError(
-            f"{path} could not be written by rank {rank} ({type(first).__name__}: {first}): free some space or choose "
-            "another folder; the checkpoint before it is kept"
-        ) from error

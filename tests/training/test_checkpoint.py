@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt.training import checkpoint
+from marquardt import generators
+from marquardt.training import checkpoint, randomness
 from support import fit_program
 from support.fits import KINDS, net, noisy_sine, weights
 
@@ -149,6 +151,101 @@ def test_it_is_whole_or_not_there(tmp_path, monkeypatch):
         assert os.listdir(file.parent) == ["fit.pt"]
 
 
+def test_files_beside_it_are_the_users(tmp_path):
+    """Also one with a name that a file under way might have, and one that such a name links to."""
+    (tmp_path / "thesis.txt").write_text("mine")
+    for name in ("fit.pt.tmp", "fit.part", "fit.1a2b3c4d.part"):
+        (tmp_path / name).write_text("mine, too")
+    for link in ("link.pt.tmp", "link.part"):
+        (tmp_path / link).symlink_to("thesis.txt")
+    for file in ("fit.pt", "link.pt"):
+        fitted("whole", checkpoint=tmp_path / file, steps=2)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    assert {(tmp_path / name).read_text() for name in ("fit.pt.tmp", "fit.part", "fit.1a2b3c4d.part")} == {"mine, too"}
+    assert os.readlink(tmp_path / "link.part") == os.readlink(tmp_path / "link.pt.tmp") == "thesis.txt"
+    assert len(os.listdir(tmp_path)) == 8
+
+
+def test_a_link_stays_one_and_its_file_is_written(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "fit.pt").symlink_to(tmp_path / "scratch" / "fit.pt")
+    fitted("whole", checkpoint=tmp_path / "fit.pt", steps=2)
+    assert (tmp_path / "fit.pt").is_symlink()
+    assert len(fitted("whole", checkpoint=tmp_path / "scratch" / "fit.pt").history) == 9
+
+
+def test_two_fits_may_write_one_file(tmp_path, monkeypatch):
+    """The second one begins and ends while the first one writes."""
+    file, true, under_way = tmp_path / "fit.pt", os.fsync, []
+
+    def fsync(number):
+        true(number)
+        if not under_way:
+            under_way.append(1)
+            fitted("whole", checkpoint=file, steps=2, resume=False)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    fitted("whole", checkpoint=file, steps=3)
+    assert len(fitted("whole", checkpoint=file, steps=4).history) == 4
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder"])
+def test_damage_is_noticed_before_anything_changes(what, tmp_path):
+    place = tmp_path / "fit.pt"
+    if what == "a folder":
+        place.mkdir()
+    fitted("mini", checkpoint=place, steps=3)
+    drawn = random.Random(0)
+    for path in [place] if what == "a file" else [p for p in place.glob("1/*") if p.suffix == ".pt"]:
+        true = path.read_bytes()
+        for k in (*drawn.sample(range(len(true)), 40), len(true) - 1):
+            path.write_bytes(true[:k] + bytes([true[k] ^ 1 << drawn.randrange(8)]) + true[k + 1 :])
+            model, arguments = KINDS["mini"]()
+            before, state = weights(model), torch.get_rng_state()
+            with pytest.raises(ValueError, match=re.escape(path.name)):
+                mq.fit(model, loss="mse", **arguments, checkpoint=place)
+            assert torch.equal(weights(model), before)
+            assert torch.equal(torch.get_rng_state(), state)
+        path.write_bytes(true)
+
+
+DAMAGED = {
+    "torch": torch.zeros(7, dtype=torch.uint8),
+    "python": [3, [1, 2], None],
+    "numpy": ["MT19937", [0] * 624, 10**6, 0, 0.0],
+}
+
+
+@pytest.mark.parametrize("kind", ["mini", "loader", "whole"])
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_random_numbers_change_nothing(name, kind, tmp_path, monkeypatch):
+    file, true = tmp_path / "fit.pt", generators.states
+    with monkeypatch.context() as patch:
+        patch.setattr(randomness, "states", lambda: {**true(), name: DAMAGED[name]})
+        patch.setattr(randomness, "set_states", lambda found: None)
+        fitted(kind, checkpoint=file, steps=3)
+    model, arguments = KINDS[kind]()
+    before, now = weights(model), true()
+    with pytest.raises(ValueError, match=re.escape(f"{file} cannot be gone on with")):
+        mq.fit(model, loss="mse", **arguments, checkpoint=file)
+    assert torch.equal(weights(model), before)
+    assert torch.equal(true()["torch"], now["torch"])
+    assert (true()["python"], true()["numpy"]) == (now["python"], now["numpy"])
+
+
+def test_what_replaces_a_file_of_an_earlier_version(tmp_path):
+    """It has no checksum, and is gone on with."""
+    file = tmp_path / "fit.pt"
+    fitted("whole", checkpoint=file, steps=3)
+    content = torch.load(file, weights_only=True)
+    torch.save({**content, "marquardt.fit": 4}, file)
+    assert len(fitted("whole", checkpoint=file).history) == 9
+    assert torch.load(file, weights_only=True)["marquardt.fit"] > 4
+    torch.save(torch.load(file, weights_only=True), file)
+    with pytest.raises(ValueError, match="it has lost its checksum"):
+        fitted("whole", checkpoint=file)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The arguments of a fit whose checkpoint is there."""
@@ -245,11 +342,18 @@ def test_models_that_cannot_be_compared_go_on(kind, tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None], ids=["empty", "text", "other"])
 def test_files_that_are_no_checkpoint(content, tmp_path):
+    """They are not read, and not replaced unless there is nothing in them."""
     file = tmp_path / "fit.pt"
     if content is None:
         torch.save({"weights": 1}, file)
     else:
         file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"is no checkpoint.*begin anew with resume=False"):
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match=r"no checkpoint.*name another file"):
         mq.fit(net(), (X, Y), "mse", checkpoint=file)
-    assert mq.fit(net(), (X, Y), "mse", checkpoint=file, resume=False, steps=2).best_step == 2
+    if content == b"":
+        assert mq.fit(net(), (X, Y), "mse", checkpoint=file, resume=False, steps=2).best_step == 2
+        return
+    with pytest.raises(ValueError, match=r"is no checkpoint of mq\.fit, or a damaged one, and would be replaced"):
+        mq.fit(net(), (X, Y), "mse", checkpoint=file, resume=False)
+    assert file.read_bytes() == before

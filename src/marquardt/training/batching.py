@@ -21,6 +21,7 @@ from ..model.checks import coupled
 from ..optimizer import LM
 from ..ranks import ALONE, Ranks
 from ..sources import Arrays, Indexed, Items, Source, Stream
+from .history import check_count
 from .randomness import generators, set_generators
 from .sharing import apart, parcels
 
@@ -186,6 +187,8 @@ class Order:
 
     def resume(self, state: dict[str, Any], began: dict[str, Any]) -> None:
         """Goes to where it was: the epoch begins as it did, and what was seen of it is passed over."""
+        for name in ("epoch", "index"):
+            check_count(name, state[name])
         self.epoch, self.index = state["epoch"], state["index"]
         set_generators(began, self.data)
         if self.index:

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .. import checkpoints
+from .. import checkpoints, files
 from ..arguments import brief
 from ..generators import of_rank
 from ..model.parameters import named_parameters
-from ..ranks import ALONE, Ranks
+from ..ranks import ALONE, RankError, Ranks
 from ..sources import Arrays, Items, Source, Stream
 from .regularisation import decays
 from .run import Training
 from .sharing import sharded
 
-VERSION = 4
+# Files of version 4 carry no checksum, and are otherwise the same.
+VERSIONS, VERSION = (4, 5), 5
 
 # Seconds between two checkpoints at least, and how many times longer than writing one: a step may be much shorter.
 SECONDS, SHARE = 1.0, 20.0
@@ -63,47 +64,71 @@ class Saver:
         self.last = time.monotonic()
         self.took = self.last - began
 
-    def load(self) -> dict[str, Any]:
+    def resume(self, run: Training) -> None:
+        """All ranks, or an error that names the file, and nothing has changed."""
+        found, random = self.load()
+        with run.unchanged_by_errors():
+            try:
+                check_same(self.path, found["identity"], self.identity)
+                rank = self.ranks.rank
+                run.resume({**found, **{k: of_rank([one[k] for one in random], rank) for k in random[0]}})
+            except (RankError, Other, MemoryError):
+                raise
+            except Exception as error:  # of many kinds
+                words = (
+                    str(error) if isinstance(error, ValueError) else f"it is damaged ({type(error).__name__}: {error})"
+                )
+                raise ValueError(
+                    f"the checkpoint {self.path} cannot be gone on with: {words}. Begin anew with resume=False, or "
+                    "name another file"
+                ) from error
+            self.ranks.same(f"a fit goes on from {self.path}")
+
+    def load(self) -> tuple[dict[str, Any], list[Any]]:
         if self.ranks.agreed(self.path.is_dir()):
-            found, random = checkpoints.read(self.path, self.ranks)
-        else:
-            found = read(self.path)
-            random = found.pop("ranks", [])
-        check_version(self.path, found)
-        check_same(self.path, found["identity"], self.identity)
-        return {**found, **{name: of_rank([one[name] for one in random], self.ranks.rank) for name in random[0]}}
+            _, found, random = checkpoints.read(self.path, self.ranks)
+            check_version(self.path, found)
+            return found, random
+        found = read(self.path)
+        return found, found.pop("ranks", [])
+
+    def check_replaceable(self) -> None:
+        """What is there when a fit begins anew: a folder that marquardt writes its own folders in, or a file that it
+        has written. Others would be lost."""
+        path = self.path
+        if path.is_dir() or not path.exists() or (path.is_file() and path.stat().st_size == 0):
+            return
+        try:
+            theirs = not path.is_file() or "marquardt.fit" not in files.load(path)[0]
+        except (files.Damaged, TypeError):
+            theirs = True
+        if theirs:
+            raise ValueError(
+                f"{path} is no checkpoint of mq.fit, or a damaged one, and would be replaced: name another file, or "
+                "remove this one"
+            )
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Atomically: a reader finds the last file or this one, whatever happens meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")  # what a killed process has left is written over
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Atomically: a reader finds the last file or this one, whatever happens meanwhile. Where a link leads it stays."""
+    files.save(Path(os.path.realpath(path)), content)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """By torch.load(weights_only=True), which runs no code of the file."""
+    """Runs no code of the file, and notices damage."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
-        raise ValueError(
-            f"{path} is no checkpoint, or a part of one (torch.load: {type(error).__name__}): begin anew with "
-            "resume=False, or name another file"
-        ) from error
+        found, is_sealed = files.load(path)
+    except files.Damaged as error:
+        raise files.Damaged(f"{error}; it is no checkpoint to go on with: remove it, or name another file") from error
     check_version(path, found)
+    if not is_sealed and found["marquardt.fit"] == VERSION:
+        raise files.Damaged(f"{path} is damaged: it has lost its checksum. Remove it, or name another file")
     return dict(found)
 
 
 def check_version(path: Path, found: Any) -> None:
     version = found.get("marquardt.fit") if isinstance(found, dict) else None
-    if version != VERSION:
+    if version not in VERSIONS:
         raise ValueError(
             f"{path} is no checkpoint of mq.fit of this version: begin anew with resume=False, or name another file"
         )
@@ -164,6 +189,10 @@ def checksums(item: Any) -> list[float]:
     return found
 
 
+class Other(ValueError):
+    """A checkpoint is of another fit."""
+
+
 OTHER = {"model": "another model", "data": "other data", "options": "other options"}
 
 
@@ -173,7 +202,7 @@ def check_same(path: Path, there: dict[str, dict[str, Any]], here: dict[str, dic
             before = there.get(what, {}).get(name)
             if not same(before, value):
                 before, value = differing(before, value), differing(value, before)
-                raise ValueError(
+                raise Other(
                     f"the checkpoint {path} is of {OTHER[what]}: {name} is {short(value)} now, and was "
                     f"{short(before)}. Begin anew with resume=False, or name another file"
                 )

@@ -182,8 +182,10 @@ def fit(
         run = Training(opt, train, held, plan, stops, seed, evidence)
         saver = None if checkpoint is None else Saver(Path(checkpoint), identity(run, seed), ranks)
         if saver is not None and resume and saver.there:
-            run.resume(saver.load())
+            saver.resume(run)
         else:
+            if saver is not None:
+                saver.check_replaceable()
             run.begin()
     reason = "an error ended it"
     try:

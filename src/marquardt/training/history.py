@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from os import PathLike
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
+
+Record = TypeVar("Record")
 
 
 class Entry(NamedTuple):
@@ -33,6 +36,31 @@ class Entry(NamedTuple):
         return self.rule not in ("rejected", "return")
 
 
+def restored(kind: Callable[..., Record], values: dict[str, Any]) -> Record:
+    """A record from plain values that were saved, if these are of its types."""
+    types = hints(kind)
+    for name, value in values.items():
+        wanted = types.get(name, ())
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+            raise ValueError(f"it is damaged: {name} is {value!r}")
+        if isinstance(value, dict) and not all(type(k) is str and type(v) is float for k, v in value.items()):
+            raise ValueError(f"it is damaged: {name} holds other things than numbers")
+    return kind(**values)
+
+
+def check_count(name: str, value: Any, below: int | None = None) -> None:
+    if type(value) is not int or value < 0 or (below is not None and value >= below):
+        raise ValueError(f"it is damaged: {name} is {value!r}")
+
+
+@cache
+def hints(kind: Any) -> dict[str, tuple[type, ...]]:
+    """Types by the names of its fields; whole numbers may stand for others."""
+    found = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
+    found = {name: (dict,) if get_origin(get_type_hints(kind)[name]) is dict else each for name, each in found.items()}
+    return {name: (*each, int) if float in each else each for name, each in found.items()}
+
+
 SHOWN = ("step", "loss", "validation", "lam", "gradient", "rule", "gamma", "seconds")
 ROWS = 20  # that are printed
 
@@ -53,7 +81,8 @@ class History:
 
     @staticmethod
     def restored(columns: dict[str, list[Any]]) -> History:
-        return History([Entry(*row) for row in zip(*(columns[name] for name in Entry._fields), strict=True)])
+        rows = zip(*(columns[name] for name in Entry._fields), strict=True)
+        return History([restored(Entry, dict(zip(Entry._fields, row, strict=True))) for row in rows])
 
     def columns(self) -> dict[str, list[Any]]:
         """Plain lists by name"""

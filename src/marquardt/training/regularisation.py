@@ -16,6 +16,7 @@ from ..sources import Source
 from ..uncertainty.build import laplace
 from ..uncertainty.evidence import Evidence, grouped_names, reestimate
 from ..uncertainty.precision import SINGULAR
+from .history import check_count, restored
 
 # Relative changes of α, β and γ, and of −log p(θ|y) in nats for each effective parameter, from one estimate to the next
 # that are none; and how many times in a row. An α counts as much as there are parameters that the data determine in its
@@ -153,9 +154,16 @@ class Regularisation:
         return {**found, **counts}
 
     def resume(self, state: dict[str, Any]) -> None:
-        self.last, self.since = (None if state[k] is None else Regularised(**state[k]) for k in ("last", "since"))
-        self.waited, self.close, self.still = state["waited"], state["close"], state["still"]
-        self.descent = state["descent"]
+        self.last, self.since = (None if state[k] is None else self.restored(state[k]) for k in ("last", "since"))
+        for name, most in (("waited", None), ("close", None), ("still", None), ("descent", len(self.evidence.starts))):
+            check_count(name, state[name], most)
+            setattr(self, name, state[name])
+
+    def restored(self, values: dict[str, Any]) -> Regularised:
+        found = restored(Regularised, values)
+        if any(set(each) != set(self.names) for each in (found.alpha, found.gammas, found.weight_decay)):
+            raise ValueError("it is damaged: the evidence is of other parameters")
+        return found
 
 
 def decays(opt: LM) -> list[Any]:

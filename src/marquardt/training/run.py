@@ -24,7 +24,7 @@ from ..sources import Arrays, Indexed, Source
 from ..uncertainty.evidence import Evidence
 from .batching import Batching, Order
 from .evaluation import evaluated, outputs
-from .history import Entry, History
+from .history import Entry, History, restored
 from .randomness import generators, set_generators, unchanged
 from .regularisation import Regularisation, Regularised
 from .sharing import apart, own
@@ -302,6 +302,9 @@ class Training:
     def check(self, state: dict[str, Any]) -> None:
         """The model must compute from the saved weights what it did, whatever its code says; nothing changes by it."""
         before, then = changing(self.model, self.opt.params), state["outputs"]
+        for name in ("weights", "best", "first"):
+            if name == "weights" or state[name] is not None:
+                check_weights(name, state[name], before)
         try:
             put(self.model, state["weights"])
             now = self._outputs()
@@ -310,10 +313,7 @@ class Training:
         if now is None or then is None:
             return
         if any(not abs(a - b) <= SAME * then[0] for a, b in zip(now, then, strict=True)):
-            raise ValueError(
-                "the checkpoint is of another model: with the saved weights its outputs are not what they were. Begin "
-                "anew with resume=False, or name another file"
-            )
+            raise ValueError("it is of another model: with the saved weights its outputs are not what they were")
 
     def _outputs(self) -> list[float] | None:
         """Of the first samples, if these are the same in every process."""
@@ -329,15 +329,36 @@ class Training:
         self.opt.load_state_dict(state["optimizer"])
         put(self.model, state["weights"])
         self.best, self.first, known = state["best"], state["first"], state["best_evidence"]
-        self.best_evidence = None if known is None else Regularised(**known)
-        self.history, self.seen = History.restored(state["history"]), Seen(**state["seen"])
-        self._validated, self.elapsed = state["validated"], state["seconds"]
+        found = self.regularisation
+        self.best_evidence = None if known is None or found is None else found.restored(known)
+        self.history, self.seen = History.restored(state["history"]), restored(Seen, state["seen"])
+        self._validated, self.elapsed = float(state["validated"]), float(state["seconds"])
         self.words += f"; goes on after step {len(self.history)}"
         if self.regularisation is not None:
             self.regularisation.resume(state["evidence"])
         if self.order is not None:
             self.order.resume(state["order"], state["began"])
+        if found is not None and found.more and self.first is None:
+            raise ValueError("it is damaged: it lacks the weights that the next descent begins from")
         set_generators(state["generators"], self.data)
+
+    @contextmanager
+    def unchanged_by_errors(self) -> Iterator[None]:
+        """The model and the random numbers are afterwards as they were, if something is raised within it."""
+        before, random = changing(self.model, self.opt.params), generators(self.data)
+        try:
+            yield
+        except BaseException:
+            put(self.model, before)
+            set_generators(random, self.data)
+            raise
+
+
+def check_weights(what: str, found: Any, here: dict[str, Tensor]) -> None:
+    """Whether they are those of this model."""
+    form = {name: (t.shape, t.dtype) for name, t in here.items()}
+    if {name: (t.shape, t.dtype) for name, t in found.items()} != form:
+        raise ValueError(f"it is damaged: {what} are none of this model")
 
 
 def put(model: nn.Module, weights: dict[str, Tensor]) -> None:
