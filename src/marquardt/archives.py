@@ -7,6 +7,8 @@ a file holds tensors and plain values, and none of them is larger than the file.
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import pickle
 import zipfile
@@ -36,8 +38,8 @@ def check(file: BinaryIO) -> None:
         if len(names) < len(entries) or sum(entry.file_size for entry in entries) > size:
             raise ValueError("its entries overlap")
         root = entries[0].filename.partition("/")[0]
-        with archive.open(f"{root}/data.pkl") as pickled:
-            Trial(pickled, lambda key: archive.getinfo(f"{root}/data/{key}").file_size).load()
+        pickled = io.BytesIO(archive.read(f"{root}/data.pkl"))
+        Trial(pickled, lambda key: archive.getinfo(f"{root}/data/{key}").file_size).load()
 
 
 class Standin:
@@ -100,6 +102,10 @@ class Trial(pickle._Unpickler):
         return count, each
 
 
+# Numbers of a tensor that may be one and the same in its storage.
+REPEATED = 2**20
+
+
 def tensor(storage: tuple[int, int], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *more: Any) -> Any:
     """Whether it lies within its storage: not all versions of torch look."""
     count, each = storage
@@ -107,7 +113,8 @@ def tensor(storage: tuple[int, int], offset: int, size: tuple[int, ...], stride:
     if each == 1 and dtypes:  # a storage without a type
         count //= dtypes[0].itemsize
     last = offset + sum((s - 1) * step for s, step in zip(size, stride, strict=True))
-    if min((offset, *size, *stride)) < 0 or (0 not in size and last >= count):
+    repeated = math.prod(size) > max(count, REPEATED)
+    if min((offset, *size, *stride)) < 0 or (0 not in size and last >= count) or repeated:
         raise ValueError(f"it has {count} numbers for a tensor of {tuple(size)}")
     return Standin()
 

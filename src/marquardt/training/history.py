@@ -81,6 +81,8 @@ class History:
 
     @staticmethod
     def restored(columns: dict[str, list[Any]]) -> History:
+        if not all(isinstance(columns[name], list) for name in Entry._fields):
+            raise ValueError("it is damaged: the history is none")
         rows = zip(*(columns[name] for name in Entry._fields), strict=True)
         return History([restored(Entry, dict(zip(Entry._fields, row, strict=True))) for row in rows])
 
