@@ -22,7 +22,7 @@ from .deferred import floats
 from .diagnosis import diagnosed
 from .groups import check_same_rate, grouped, weights
 from .iteration import CONVERGED, Parts, begin, concluded, damped, first_notes, kept, next_lam, reweighted, rows_of
-from .jacobian.known import Known
+from .jacobian.known import Coupled, Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective
 from .jacobian.rows import Rows
@@ -209,7 +209,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         return self._pace.end(step)
 
     def _taken(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
-        """By a recording, or without; if memory runs out, or rows turn out to be too dear, with another plan."""
+        """By a recording, or without; if memory runs out, or rows turn out to be too dear, or samples cannot be taken
+        apart, with another plan."""
         if self._records and isinstance(batches, list) and (step := self._replayed(batches[0])) is not None:
             return step
         plan = self._state.plan
@@ -218,7 +219,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             try:
                 with ranks.together(), ranks.deciding(), self._recordings.plain():
                     return self._try(batches, ranks, plan)
-            except RuntimeError as error:
+            except (RuntimeError, Coupled) as error:
                 # Everything is as it was before the step: again, with the next smaller plan, if there is one.
                 plan = self.curvature.smaller(self._planned, cause(error))
                 if plan is None:

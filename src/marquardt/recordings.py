@@ -24,7 +24,7 @@ from .jacobian.objective import Objective, Totals
 from .jacobian.proof import EVERY
 from .memory import out_of_memory
 from .model.batch import Batch, modes
-from .model.walk import held, submodules
+from .model.walk import held, hooks, submodules
 from .recorded import RecordedStep, Unlike, carried, on_same_data
 from .state import State
 
@@ -192,7 +192,7 @@ def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, k
 
 def watched(model: nn.Module) -> bool:
     """Whether somebody looks at what the modules do: hooks are not called in a replay."""
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in submodules(model))
+    return bool(hooks(model))
 
 
 def room(state: State, device: torch.device) -> bool:
@@ -209,7 +209,7 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     leaves, spec = tree_flatten([vars(batch), carried(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
     places = tuple(t.data_ptr() for t in held(objective.model))
-    mode = modes(objective.model), torch.get_float32_matmul_precision(), objective.autocast
+    mode = modes(objective.model), hooks(objective.model), torch.get_float32_matmul_precision(), objective.autocast
     plan = None if state.plan is None else state.plan.choice
     decay = objective.penalty
     penalty = None if decay is None else (decay.weights.shape, seen(decay.towards))

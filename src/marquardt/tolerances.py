@@ -17,6 +17,13 @@ def of_rules(dtype: torch.dtype) -> float:
     return 1e-6 if dtype == torch.float64 else max(1e-2, 8 * torch.finfo(dtype).eps)
 
 
+def of_parts(dtype: torch.dtype, cuda: bool) -> float:
+    """Outputs of the same samples in batches of different sizes; on a GPU kernels may be others, in TF32."""
+    if dtype == torch.float64:
+        return 1e-8
+    return max(1e-2 if cuda else 1e-4, 8 * torch.finfo(dtype).eps)
+
+
 def of_functions(dtype: torch.dtype) -> float:
     """A user's function of a batch against the same of its parts, in this precision and not in float64."""
     return max(FORMULA[torch.float32], 8 * torch.finfo(dtype).eps)

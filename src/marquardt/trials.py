@@ -73,7 +73,7 @@ class Trials:
         size, proven = self._together(), self.known.batched_trials
         # Which random numbers a batched pass draws depends on the modes and the strides, and so on the sizes.
         sizes = tuple(batch.samples for batch in lin.batches) if lin.single and lin.chance.drawn else None
-        key = modes(self.objective.model), sizes, self.objective.autocast
+        key = modes(self.objective.model), sizes, self.objective.autocast, frozenset(lin.structures)
         batched = len(rates) > 1 and size > 1 and proven.get(key, True) and not self.known.differentiates
         batched = batched and lin.parameters.shards is None  # weights are gathered in ordinary passes alone
         if lin.ranks.all(batched):

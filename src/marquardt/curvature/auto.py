@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..jacobian.known import RowByRow
+from ..jacobian.known import Coupled, RowByRow
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.rows import Rows, Sampled
 from ..memory import Exhausted, out_of_memory
@@ -153,11 +153,13 @@ class Auto(Interchangeable):
         plan = Plan(self._options) if plan is None else plan
         if isinstance(error, RowByRow):
             return replace(plan, kind=None, shapes=None, joined=True)
+        if isinstance(error, Coupled) and self.chunk is None and not plan.whole:
+            return replace(plan, kind=None, shapes=None, whole=True)
         if not out_of_memory(error) or isinstance(error, Exhausted) or plan.squeeze >= PLANS:
             return None
         return Plan(
             self._options, shapes=plan.shapes, steady=plan.steady, couples=plan.couples, joined=plan.joined,
-            squeeze=plan.squeeze + 1,
+            whole=plan.whole, squeeze=plan.squeeze + 1,
         )  # fmt: skip
 
     def restored(self, plan: Plan, device: torch.device) -> Plan | None:
@@ -195,9 +197,9 @@ class Auto(Interchangeable):
         if plan.kind is None or budget is None or lin.share.input_size > plan.input_size:
             budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
         cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
-        cut = cut and lin.parameters.shards is None
+        cut = cut and lin.parameters.shards is None and not plan.whole
         fewer = free_rows and lin.single and not plan.couples
-        every = list(_fewer(plan.shapes, self.chunk, plan.joined)) if fewer else [_Share(plan.shapes)]
+        every = list(_fewer(plan.shapes, self.chunk, plan.joined, plan.whole)) if fewer else [_Share(plan.shapes)]
         free_hand = self.work is not None or lin.objective.loss.sum_of_squares
         most = self._most if free_hand else self._work_of_rows(every, plan)
         ways: list[_Way] = []
@@ -313,9 +315,9 @@ class _Share:
     why: str = ""
 
 
-def _fewer(s: Shapes, chunk: int | None = None, joined: bool = False) -> Iterator[_Share]:
+def _fewer(s: Shapes, chunk: int | None = None, joined: bool = False, whole: bool = False) -> Iterator[_Share]:
     """All rows, then fewer and fewer of them. Every chunk that is given has a row at least, so that it takes as long
-    with a part of its samples."""
+    with a part of its samples; and of samples that depend on each other there are no parts."""
     yield _Share(s)
     k = 1 << (s.R - 1).bit_length() >> 1 if s.R > 1 else 0  # the largest power of two below R
     while k:
@@ -323,7 +325,7 @@ def _fewer(s: Shapes, chunk: int | None = None, joined: bool = False) -> Iterato
         yield _Share(replace(s, R=k), k, None, f": {k} of {s.R:,} rows{whose}")
         k //= 2
     part = 2
-    while s.N // part >= FEWEST and s.divisible and chunk is None:
+    while s.N // part >= FEWEST and s.divisible and chunk is None and not whole:
         words = f": 1 of {s.R:,} rows of" if s.R > 1 else ": those of"
         share = replace(s, R=1, N=s.N // part)
         yield _Share(share, 1 if s.R > 1 else None, 1 / part, f"{words} one sample in {part}")

@@ -24,6 +24,7 @@ class Plan:
     steady: bool | None = None  # whether it is for the same data in every step; None: not known yet
     couples: bool = False  # whether it is for samples that depend on each other
     joined: bool = False  # whether rows are of all samples together: those of one take a backward pass each
+    whole: bool = False  # whether a part of the samples is never taken alone: they depend on each other
     name: str = ""  # in words
     bytes: int = 0  # predicted for a step, beside the parameters themselves
     budget: int | None = None

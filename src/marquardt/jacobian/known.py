@@ -36,7 +36,9 @@ class Proof:
     map: Map | None = None  # for those whose path is "graph"
     inert: dict[int, float] = field(default_factory=dict)  # parameters without influence, and a bound on their rounding
     unused: dict[Hashable, bool] = field(default_factory=dict)  # edges, and whether the outputs do not depend on them
-    sizes: set[int] = field(default_factory=set)  # numbers of samples that it was compared on
+    # By what shows of the passes that it was compared on: whether it holds there whatever numbers are in the graph.
+    seen: dict[int, bool] = field(default_factory=dict)
+    noise: dict[int, float] = field(default_factory=dict)  # what rounding may leave of a parameter's gradient, in all
     alarms: int = 0  # how often a proof was repeated for nothing
     quiet: int = 0  # pieces that need not be compared with autograd: some after a success, more after such an alarm
 
@@ -50,6 +52,10 @@ class Proof:
 
 class RowByRow(RuntimeError):
     """Rows of single samples take a backward pass each, through all samples, and those of all together would do."""
+
+
+class Coupled(ValueError):
+    """Samples of a batch that cannot go through the model in parts."""
 
 
 @dataclass
@@ -73,3 +79,5 @@ class Known:
     differentiates: bool = False  # the model differentiates itself: trial points need a graph too
     # Whether forward passes of all trial points at once are right, by how the model is called; missing while unproven.
     batched_trials: dict[object, bool] = field(default_factory=dict)
+    # By what shows of a pass through part of a batch: whether the structure of its graph keeps the samples apart.
+    parts: dict[object, bool] = field(default_factory=dict)

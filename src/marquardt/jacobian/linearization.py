@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..deferred import floats
+from ..deferred import floats, recording
 from ..model.batch import Batch
 from ..model.checks import check_coupling
 from ..model.decay import Penalty
@@ -19,6 +19,7 @@ from ..model.kernels import twice_differentiable
 from ..model.parameters import Position
 from ..model.randomness import Chance, Moment, Slopes
 from ..ranks import ALONE, Ranks
+from .cut import Cut
 from .known import Known
 from .objective import Level, Objective, Totals
 from .passes import Pass
@@ -70,6 +71,7 @@ class Linearization:
         self.end = self.start
         self.slopes: list[list[Slopes]] = []  # of RReLU, by piece
         self.objectives: list[Objective] = []  # for the outputs of each piece
+        self.structures: set[int] = set()  # of the graphs of the pieces
         self.checksum: Any = 0.0  # of the targets
         self._most = most  # rows in an earlier step
         self._m = 0  # rows of this one, on this rank,
@@ -125,6 +127,14 @@ class Linearization:
         """The batches, at most `chunk` samples each."""
         for batch in self.batches:
             yield from batch.split(self.needs.chunk)
+
+    def _parts(self, look: bool) -> Iterator[tuple[Batch, Cut | None, bool]]:
+        """The same; with what has to be looked at where a batch was cut, and whether a part is the last one of it."""
+        for number, batch in enumerate(self.batches):
+            parts = batch.split(self.needs.chunk)
+            cut = Cut(batch, self.needs.chunk or 0, self.known, self.seed + number) if look and parts[1:] else None
+            for part in parts:
+                yield part, cut, part is parts[-1]
 
     def piece(self, batch: Batch, number: int, rows: Rows | None = None, *, graph: bool | None = None) -> Piece:
         """A part of the batch linearised at θ, with the random numbers that come next."""
@@ -189,14 +199,15 @@ class Linearization:
         self.rewind()
         self._survey()
         totals, h = Totals(0.0, 0.0, 0.0, 0.0), None
-        for i, batch in enumerate(self.cut()):
+        for i, (batch, cut, last) in enumerate(self._parts(first)):
             piece = self.piece(batch, i)
-            whole = self.single and any(batch is b for b in self.batches)
-            if self.needs.chunk is not None and not (whole or piece.divisible or batch.opaque):  # it was cut
-                raise ValueError(
-                    f"chunk={self.needs.chunk}: {batch.samples} samples gave {piece.N} outputs, so the batch cannot be "
-                    "cut into samples; leave chunk out, or pass inputs and outputs with one row per sample"
-                )
+            if cut is not None:
+                if not piece.divisible:
+                    raise ValueError(
+                        f"chunk={self.needs.chunk}: {batch.samples} samples gave {piece.N} outputs, so the batch cannot be "
+                        "cut into samples; leave chunk out, or pass inputs and outputs with one row per sample"
+                    )
+                cut.saw(piece.whole)
             if first:
                 totals = Totals(*map(sum, zip(totals, piece.totals, strict=True)))
                 self._remember(piece)
@@ -204,6 +215,10 @@ class Linearization:
             self._gather_inert(piece)
             if first and piece.h is not None:
                 h = piece.h if h is None else h + piece.h
+            if cut is not None and last:
+                cut.check(
+                    f"chunk={self.needs.chunk}", "leave chunk out, so that the batch goes through the model whole"
+                )
         if first:
             self._h = h
             self._conclude(totals)
@@ -240,6 +255,8 @@ class Linearization:
             self._moments.append(piece.whole.before)
             self.slopes.append(list(piece.whole.slopes))
             self.objectives.append(piece.objective)
+            if not recording():
+                self.structures.add(piece.whole.walk.structure)
         else:
             self.checksum = self.checksum + piece.batch.checksum()
 
@@ -277,6 +294,7 @@ class Linearization:
         self._moments.clear()
         self.slopes.clear()
         self.objectives.clear()
+        self.structures.clear()
         self._m, self._seen, self._rows, self.checksum = 0, 0, 0, 0.0
 
     # What they add up to.

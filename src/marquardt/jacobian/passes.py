@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ..model.batch import modes as modes_of
 from ..model.kernels import open_cells
 from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
+from ..model.walk import hooks
 from ..ranks import RankError
 from .known import Known
 from .objective import Objective
@@ -68,8 +70,7 @@ class Pass:
         try:
             model, params = self.objective.model, self.objective.parameters.whole.tensors
             with open_cells(model), torch.enable_grad():
-                with Watch(params, slopes, once, self.batch.samples) as watch:
-                    watch.reorders = self.batch.opaque  # where the samples are in an object, no operation may tell
+                with Watch(params, slopes, once) as watch:
                     raw = self.objective.called(self.batch.inputs)
                 self.objective, z = self.objective.taken(raw, self.batch)
                 return z, watch
@@ -95,11 +96,10 @@ class Pass:
     def _notice_chance(self) -> None:
         """Whether it was the model that drew random numbers. The state of a generator does not tell, for other threads
         draw from the same: if it has changed, the model is called again and its operations are asked."""
-        modes = modes_of(self.objective.model)
         alike = self.objective.parameters.ranks.all  # ranks that share the weights make the same passes
         if self.chance.drawn or alike(not self.before.drew_since()):
             return
-        here = self.moment()
+        here, modes = self.moment(), modes_of(self.objective.model)
         self.chance.drawn = True  # even if the look is interrupted
         self.chance.drawn = modes in self.known.random or not alike(not self._draws())
         if self.chance.drawn:
@@ -129,6 +129,11 @@ class Pass:
             model = self.objective.model
             self._walk = Walk(self.graph, self.objective.parameters.whole.tensors, model.parameters())
         return self._walk
+
+    @property
+    def seen(self) -> int:
+        """A number for what shows of this pass beside the structure of its graph: sizes, functions, hooks."""
+        return hash((self.N, self.walk.sizes, *self.watch.functions, *hooks(self.objective.model)))
 
     def nodes(self) -> int:
         """Operations that the graph holds, those within functions and within gradients among them."""
@@ -166,14 +171,9 @@ class Pass:
 
         On copies of the buffers: restoring them in place would spoil the graph.
         """
-        model = self.objective.model
-        before = {id(b): value for _, saved in self.before.buffers for b, value in saved.values() if b is not None}
-        buffers = {id(b): before[id(b)].clone() for b in model.buffers() if id(b) in before}
-        others = {**buffers, **replaced}
         self.before.restore(buffers=False)
         try:
-            with SameSlopes(self.slopes):
-                return self.objective.outputs(self.batch.inputs, call_with(model, others) if others else model)
+            return again(self.objective, self.batch.inputs, self.before, self.slopes, replaced)
         finally:
             self.after.restore(buffers=False)
 
@@ -184,3 +184,22 @@ class Pass:
                 return tolerances.same_outputs(self.repeated({}), self.z)
         except Exception:  # whatever the model says to a forward pass without gradients
             return False
+
+
+def again(
+    objective: Objective,
+    inputs: Any,
+    moment: Moment,
+    slopes: Sequence[Slopes],
+    replaced: dict[int, Tensor] | None = None,
+) -> Tensor:
+    """Another forward pass, on copies of the buffers of a moment and with slopes that were drawn: (N, *out)"""
+    model = objective.model
+    others = {
+        id(now): value.clone()
+        for module, saved in moment.buffers
+        for name, (_, value) in saved.items()
+        if value is not None and (now := module._buffers.get(name)) is not None
+    } | (replaced or {})
+    with SameSlopes(slopes):
+        return objective.outputs(inputs, call_with(model, others) if others else model)

@@ -18,6 +18,7 @@ from ..model.checks import check_coupling
 from ..model.parameters import named_parameters
 from ..model.randomness import Chance
 from ..model.shards import own_part
+from .cut import check_picked
 from .jacobian import Jacobian
 from .known import Known
 from .objective import Objective, Totals
@@ -101,6 +102,8 @@ class Piece:
         batch, chance = self.batch.take(index), self.whole.chance
         once = self._unrolls(self.known.rows_per_sample)
         part = Pass(self.objective, batch, self.known, chance, once=once, slopes=slopes)
+        if not none or self.objective.parameters.ranks.several:
+            check_picked(self.whole, part, index, self.known, int(seed), type(rows).__name__)
         with torch.no_grad():
             S = drawn(rows, self.objective.loss, part.z, batch, seed.picked(index)).S
         return Jacobian(part, S * (0.0 if none else rows.stands_for(part.N, self.N, seed)) ** 0.5)

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import tolerances
 from ..deferred import recording
 from ..layers import Block, Explicit, Misfit, Nothing, assemble
+from ..layers.apart import in_layout, sample_axes
 from ..layers.graph import Use
 from ..layers.unrolled import Refused
 from ..layers.uses import Glimpse, block_of
@@ -33,8 +34,8 @@ EVERY = 8
 # Of sharded parameters this part of all their gradients is compared at once, or that of the largest layer.
 SHARE = 8
 
-# Ways of calling the model whose proofs are kept.
-KEPT = 64
+# Ways of calling the model whose proofs are kept, and of each kinds of passes that were compared.
+KEPT, SEEN = 64, 1024
 
 Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by these
 
@@ -46,7 +47,7 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     J.shorten()
     groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
     base = _signature(J, groups)
-    signature = _with_graph(J, base)
+    signature = _with_uses(J, base)
     if not recording():
         known.only_slopes = not J.forward.chance.drawn or _draws_slopes_only(J)
     proven = recording() or J.ranks.all(signature in known.proofs)
@@ -79,17 +80,18 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
 
 
 def _signature(J: Jacobian, groups: Groups) -> object:
-    """All that decides which code finds the rows. In a batch of one sample every layout is right: what is proven
-    there holds for no other."""
+    """All that decides which code finds the rows: the calls of layers, and the graph. In a batch of one sample every
+    layout is right: what is proven there holds for no other."""
     watch, N = J.forward.watch, J.N
     fits = tuple(call.fits(N) for call in watch.calls)
     pooled = tuple(call.kept is not None for call in watch.calls)
     kind = (N == 1, J.R == 1, watch.unrolled, pooled, J.forward.coarsest, J.parameters.dtype)
-    return tuple(groups), fits, kind, modes(J.forward.objective.model), J.forward.chance.drawn
+    modes_of = modes(J.forward.objective.model)
+    return J.forward.walk.structure, tuple(groups), fits, kind, modes_of, J.forward.chance.drawn
 
 
-def _with_graph(J: Jacobian, base: object) -> object:
-    """Beside the calls of layers, what the graph is made of, if rows come from it."""
+def _with_uses(J: Jacobian, base: object) -> object:
+    """And the uses in the graph, if rows come from these."""
     return (base, J.forward.walk.signature(J.N)) if base in J.forward.known.walks else base
 
 
@@ -183,20 +185,25 @@ def _without_inert(J: Jacobian, blocks: list[Block]) -> tuple[list[Block], bool]
 
 
 def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
-    """Whether a proof on earlier data still holds, for J̃ᵀw with a random w.
-
-    Layers that see the samples in another order for other data (sorted by length, routed to experts) fail here.
+    """Whether a proof on earlier data still holds, for J̃ᵀw with a random w: in every pass that shows anything new, and
+    in all where the numbers in the graph decide (samples sorted by length, routed to experts, multiplied by a matrix).
     """
     proof, index = J.forward.known.proof, J.parameters.index
-    new = not J.ranks.all(J.N in proof.sizes)
-    some = [b for b in blocks if new or b.columns <= GUARDED]
-    if (proof.quiet and not new) or not some:
+    seen = J.forward.seen
+    new = not J.ranks.all(seen in proof.seen)
+    doubtful = new or not J.ranks.all(proof.seen[seen])
+    some = [b for b in blocks if doubtful or b.columns <= GUARDED]
+    if (proof.quiet and not doubtful) or not some:
         proof.quiet = max(0, proof.quiet - 1)
         return True
-    proof.sizes.add(J.N)
-    proof.quiet = EVERY - 1 if J.ranks.all(not J.forward.watch.reorders) else 0
+    if new:
+        if len(proof.seen) >= SEEN:
+            proof.seen.clear()
+        proof.seen[seen] = _sure(J)
+    proof.quiet = EVERY - 1
     w, tolerance = J.random(), tolerances.of_rules(J.forward.coarsest)
-    wrong = []
+    wrong: list[Tensor] = []
+    pairs: list[tuple[Tensor, Tensor, float]] = []  # how far off, how large, and what may be noise
     for part in _parts(J, [b.columns for b in some]):
         pulled = iter(J.forward.pull(J.cotangent(w), [p for k in part for p in some[k].params]))
         for b in (some[k] for k in part):
@@ -206,8 +213,32 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
                 wrong += [t.norm() > limit for t, limit in zip(true, limits, strict=True)]
             else:
                 whole = torch.cat(true)
-                wrong.append((b.pull(w.flatten()) - whole).norm() > tolerance * whole.norm())
+                noise = sum(proof.noise.get(index[id(p)], 0.0) for p in b.params)
+                pairs.append(((b.pull(w.flatten()) - whole).norm(), whole.norm(), noise))
+    if pairs:
+        total = torch.stack([size for _, size, _ in pairs]).norm()
+        wrong += [~(off <= tolerance * size + noise * total) for off, size, noise in pairs]
     return J.ranks.all(not bool(torch.stack(wrong).any()))
+
+
+def _sure(J: Jacobian) -> bool:
+    """Whether the samples are where the proof has them by the structure of the graph alone."""
+    proof, forward = J.forward.known.proof, J.forward
+    if J.N == 1:
+        return True
+    if not {"vmap", "parts"}.isdisjoint(proof.general.values()):  # these take single samples for all that there is
+        return False
+    axes = sample_axes(forward.walk, J.N)
+    for group in grouped(forward.watch.calls):
+        calls = [forward.watch.calls[i] for i in group]
+        layout = proof.layouts.get(tuple(sorted({i for c in calls for i in J.parameters.members(c.params)})))
+        for edge in (call.edge for call in calls):
+            place = edge.node, edge.output_nr
+            if layout is not None and place in axes and not in_layout(layout, axes[place], edge, J.N):
+                return False
+    indices = {i for i, path in proof.general.items() if path == "graph"}
+    uses = [] if proof.map is None else _uses(J, proof.map, indices)
+    return all(axes.get((use.node, 0)) is not None for use in uses)
 
 
 def _parts(J: Jacobian, sizes: Sequence[int]) -> list[list[int]]:
@@ -245,9 +276,9 @@ def _prove(J: Jacobian, base: object) -> None:
     that starts at zero: there a wrong rule could pass.
     """
     known = J.forward.known
-    proof = known.proof = Proof(sizes={J.N})
+    proof = known.proof = Proof()
     known.proven = None
-    known.proofs.pop(_with_graph(J, base), None)
+    known.proofs.pop(_with_uses(J, base), None)
     comparison = Comparison(J, any(other.inert for other in known.proofs.values()))
     _prove_rules(J, proof, comparison)
     covered = {i for key in proof.layouts for i in key}
@@ -265,13 +296,16 @@ def _prove(J: Jacobian, base: object) -> None:
     _prove_graph(J, proof, comparison, rest)
     _prove_paths(J, proof, comparison, [i for i in rest if i not in proof.general])
     comparison.end()
-    proof.inert = comparison.inert
+    proof.inert, proof.seen[J.forward.seen] = comparison.inert, _sure(J)
+    if comparison.noise is not None and not J.ranks.several:
+        total = float(torch.stack([t.norm() for t in comparison.true.values()]).norm())
+        proof.noise = {i: float(noise) / total for i, noise in comparison.noise.items() if total}
     if J.ranks.all(not comparison.zeros):
         if proof.map is not None:
             known.walks.add(base)
         if len(known.proofs) >= KEPT:
             known.proofs.clear()
-        known.proven = signature = _with_graph(J, base)
+        known.proven = signature = _with_uses(J, base)
         known.proofs[signature] = proof
 
 

@@ -3,10 +3,11 @@ samples is a use of it, with the rule of its kind."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -68,22 +69,55 @@ class Walk:
     def __init__(self, z: Tensor, params: Sequence[Tensor], others: Iterable[Tensor] = ()) -> None:
         self.index = {id(p): i for i, p in enumerate(params)}
         self.others = {id(p) for p in others}  # leaves that depend on no sample either
+        self.root: tuple[Node, int] = (z.grad_fn, z.output_nr)
         self.nodes: list[Node] = []
-        started: set[Node] = set()
-        stack: list[tuple[Node, bool]] = [(z.grad_fn, False)]
+        self._read()
+
+    def _read(self) -> None:
+        """Every step reads the whole graph: so this is one loop."""
+        index, nodes = self.index, self.nodes
+        kinds: list[object] = [self.root[1]]  # what each node does, with what, in their order
+        sizes: list[object] = []  # dimensions and sizes that they have noted
+        edges_of: dict[Node, Any] = {}
+        numbers: dict[Node | None, int] = {None: -1}
+        stack = [node for node in self.root[:1] if node is not None]  # the outputs may be a parameter itself
         while stack:
-            node, done = stack.pop()
-            if done:
-                self.nodes.append(node)
-            elif node not in started:
-                started.add(node)
-                stack.append((node, True))
-                stack += [(child, False) for child, _ in node.next_functions if child is not None]
+            node = stack[-1]
+            edges = edges_of.get(node)
+            if edges is None:
+                edges = edges_of[node] = node.next_functions
+                if edges:
+                    stack += [child for child, _ in edges if child is not None and child not in edges_of]
+                    continue
+            stack.pop()
+            if node in numbers:
+                continue
+            numbers[node] = len(nodes)
+            nodes.append(node)
+            kind = node.__class__
+            noted = NOTED.get(kind)
+            if noted is None:
+                kind, noted = _noted(node)
+            kinds.append(kind)
+            for child, k in edges:
+                kinds.append((numbers[child], k) if k else numbers[child])
+            for name in noted:
+                value = getattr(node, name)
+                if value.__class__ is not float:
+                    sizes.append(repr(value) if value.__class__ is list else value)
+            if not edges and node.name() == LEAF:
+                kinds.append(index.get(id(node.variable), -1))
+        # Numbers for all of it: of the sizes without what is in the tensors.
+        self.structure, self.sizes = hash(tuple(kinds)), hash(tuple(sizes))
+
+    def leaves(self) -> set[int]:
+        """The ids of the parameters that z depends on"""
+        found = {id(node.variable) for node in self.nodes if node.name() == LEAF}
+        return found & self.index.keys()
 
     def signature(self, N: int) -> object:
-        """All that decides what the uses are and where in them the samples."""
-        uses = [(u.number, u.slot, tuple("N" if d == N else d for d in u.shape)) for u in self.uses()]
-        return tuple(node.name() for node in self.nodes), tuple(uses)
+        """All that decides what the uses are and where in them the samples, beside the structure."""
+        return tuple((u.number, u.slot, tuple("N" if d == N else d for d in u.shape)) for u in self.uses())
 
     def uses(self, stops: Collection[int] | None = None, blind: Collection[int] = ()) -> list[Use]:
         """The uses, if of the nodes that need not see samples `stops` do, and `blind` do not though they seem to. None:
@@ -118,6 +152,21 @@ class Walk:
 
 
 LEAF = "torch::autograd::AccumulateGrad"
+
+# By the class of a node: what it has noted beside tensors, which to read would unpack, and beside factors.
+NOTED: dict[type, list[str]] = {}
+FACTORS = ("_alpha", "_beta", "_dtype", "_layout", "_options", "_scale", "_strides")
+
+
+def _noted(node: Node) -> tuple[object, list[str]]:
+    """Its kind, and the names of that; classes of functions of one's own may be made anew in every step."""
+    kind = type(node)
+    if issubclass(kind, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction":
+        return node.name(), []
+    names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
+    plain = (name for name in names if isinstance(getattr(node, name), (Hashable, list)))
+    NOTED[kind] = [name for name in plain if not name.endswith(FACTORS)]
+    return kind, NOTED[kind]
 
 
 def _chain(node: Node) -> tuple[bool, bool]:

@@ -129,16 +129,14 @@ class Watch(TorchFunctionMode):
         params: Iterable[Tensor],
         known: Sequence[Slopes] | None = None,
         once: bool = False,
-        samples: int = 0,
     ) -> None:
         super().__init__()
-        self.samples = samples
         self.once = once  # the graph is differentiated once only, for several rows of a sample
         self.known = None if known is None else iter(known)  # slopes to take instead of drawing some
         self.trainable = {id(p) for p in params}
         self.calls: list[Call] = []
         self.slopes: list[Slopes] = []
-        self.reorders = False  # whether the model indexes by data: then samples may come in another order next time
+        self.functions: list[object] = []  # that were called, those of what is not differentiated among them
         self.convolves = False  # whether there is a convolution that might have a backward pass of our own,
         self.unrolled = False  # and whether one has
         self.pools = False  # whether there is a max-pool
@@ -149,7 +147,7 @@ class Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.reorders = self.reorders or _by_data(func, args, self.samples)
+        self.functions.append(func)
         if func is F.multi_head_attention_forward:
             with self:
                 return _attention(*args, **kwargs)
@@ -208,21 +206,6 @@ def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         name, found = getattr(func, "__name__", func), type(operand).__name__
         raise TypeError(f"the layer rule of {name} returned {found}: it returns an Operand, or None")
     return operand
-
-
-def _by_data(func: Callable[..., Any], args: Sequence[Any], samples: int) -> bool:
-    """Operations that can bring the samples into another order for other data."""
-    if func in (Tensor.__getitem__, Tensor.__setitem__):
-        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-        one = bool(keys) and isinstance(keys[0], int) and len(args[0]) == samples  # a single sample
-        return one or any(isinstance(k, (Tensor, list)) for k in keys)
-    return getattr(func, "__name__", "").rstrip("_") in REORDERING
-
-
-REORDERING = {
-    "gather", "index_add", "index_copy", "index_put", "index_select", "masked_scatter", "masked_select", "scatter",
-    "scatter_add", "sort", "take", "take_along_dim", "topk", "_pack_padded_sequence", "pack_padded_sequence", "unbind",
-}  # fmt: skip
 
 
 class Layout:

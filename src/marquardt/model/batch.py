@@ -196,9 +196,10 @@ def forward(model: Callable[..., Any], inputs: Any) -> Any:
     return model(inputs)
 
 
-def modes(model: nn.Module) -> tuple[bool, ...]:
-    """Of its modules: training or not. A model may take other ways, and draw other numbers, in another mode."""
-    return tuple(m.training for m in submodules(model))
+def modes(model: nn.Module) -> tuple[object, ...]:
+    """Of its modules: what they do, and whether in training. A model may take other ways, and draw other numbers, in
+    another mode."""
+    return tuple((m.training, type(m).forward) for m in submodules(model))
 
 
 def unlike(inputs: Any, p: Tensor) -> str | None:

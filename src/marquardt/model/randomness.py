@@ -75,6 +75,16 @@ class Moment:
             return False
         return not pairs or bool(torch.stack([(a == b).all().to(self.device) for a, b in pairs]).all())
 
+    def changed(self, other: Moment, model: nn.Module) -> str | None:
+        """The name of the first buffer that has another value at another moment."""
+        names = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+        for (module, here), (_, there) in zip(self.buffers, other.buffers, strict=False):
+            for name, (_, value) in here.items():
+                now = there.get(name, (None, None))[1]
+                if now is not None and value is not None and not torch.equal(value, now):
+                    return names[id(module)] + name
+        return None
+
     def restore(self, *, buffers: bool = True, gently: bool = False) -> None:
         """As it was; gently where a graph may hold the buffers, which then must not be touched for nothing."""
         if self.cpu is None:

@@ -4,6 +4,12 @@ which make names: every step asks several times, and a GPU waits."""
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+EVERYWHERE = [
+    torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks, torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+]  # fmt: skip
 
 
 def submodules(model: nn.Module) -> list[nn.Module]:
@@ -15,6 +21,18 @@ def submodules(model: nn.Module) -> list[nn.Module]:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 found.append(child)
+    return found
+
+
+def hooks(model: nn.Module) -> list[int]:
+    """Of its modules and parameters, and of all modules there are: torch gives every hook a number."""
+    found = [number for some in EVERYWHERE for number in some]
+    for m in submodules(model):
+        if m._forward_pre_hooks or m._forward_hooks or m._backward_hooks or m._backward_pre_hooks:
+            found += [*m._forward_pre_hooks, *m._forward_hooks, *m._backward_hooks, *m._backward_pre_hooks]
+        for p in m._parameters.values():
+            if p is not None and p._backward_hooks:
+                found += p._backward_hooks
     return found
 
 

@@ -1,0 +1,202 @@
+"""Whether a batch may go through the model in parts: what comes out for a sample must not depend on the others that go
+with it, nor on how many these are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import tolerances
+from ..layers.apart import sample_axes
+from ..memory import out_of_memory
+from ..model.batch import Batch
+from ..model.randomness import Draws, Moment, Slopes
+from .known import Coupled, Known
+from .objective import Objective
+from .passes import Pass, again
+
+# Samples that are looked at in every step, and kinds of passes of which is known whether that will do.
+FEW, KEPT = 8, 1024
+
+# Halves of the samples that stay where they are while others take the places beside them, where random numbers are drawn.
+MASKS = 4
+
+
+class Cut:
+    """A batch whose parts go through the model one after the other.
+
+    Some of its samples are sent through the model once more, in other company: in every step a few of them, and all of
+    them if the model does anything that it has not done before, or if numbers decide in it what a sample sees.
+    """
+
+    def __init__(self, batch: Batch, size: int, known: Known, seed: int) -> None:
+        self.batch, self.size, self.known = batch, size, known
+        self.chosen = random.Random(seed)
+        self.z: list[Tensor] = []  # by part
+        self.new = self.thorough = False
+
+    def saw(self, piece: Pass) -> None:
+        """The next part, while it has its graph."""
+        if not self.z:
+            self.objective, self.before, self.after = piece.objective, piece.before, piece.after
+            self.slopes, self.chance, self.coarsest = piece.slopes, piece.chance, piece.coarsest
+        self.z.append(piece.z)
+        new, sure = familiar(piece, self.known, self.size)
+        self.new, self.thorough = self.new or new, self.thorough or new or not sure
+
+    def check(self, what: str, way_out: str) -> None:
+        """A Coupled error if parts are another function than the batch: `what` asked for parts, and what would not."""
+        self.what, self.way_out = what, way_out
+        N = sum(map(len, self.z))
+        if N < 2 or N != self.batch.samples:
+            return
+        here = Moment(self.objective.model, self.objective.parameters.device, self.chance)
+        try:
+            if self.chance.drawn or self._in_other_company(torch.cat(self.z), here):
+                self._beside_others(N)
+        finally:
+            here.restore(gently=True)
+
+    def check_picked(self, part: Pass, index: Tensor, what: str, way_out: str) -> None:
+        self.what, self.way_out = what, way_out
+        here = part.moment()
+        try:
+            if self.chance.drawn:
+                self._beside_others(len(self.z[0]))
+            elif not self._alike(part.z, self.z[0][index]):
+                again = outputs(part.objective, part.batch.inputs, part.before, part.before, ())
+                self._check_buffers(list(range(len(self.z[0]))))
+                if self._alike(part.z, again):
+                    raise self._error(COUPLED)
+        finally:
+            here.restore(gently=True)
+
+    def _in_other_company(self, z: Tensor, here: Moment) -> bool:
+        """Compares outputs of samples of different parts that go together; True if that cannot tell, because the model
+        takes no such batch, or draws random numbers in it."""
+        N, size = len(z), max(2, self.size)
+        groups = [self.chosen.sample(range(N), min(N, size, FEW))]
+        if self.thorough:
+            K = -(-N // size)
+            groups = [list(range(k, N, K)) for k in range(K)]
+        for group in groups:
+            try:
+                found = self._outputs(group, self.before)
+            except Exception as error:  # only of this number of samples, perhaps
+                if out_of_memory(error):
+                    raise
+                return True
+            if found.shape != z[group].shape or self._drew(here, group):
+                return True
+            if not self._alike(found, z[group]) and self._alike(found, self._outputs(group, self.before)):
+                self._check_buffers(list(range(len(self.z[0]))))
+                raise self._error(COUPLED)
+        return False
+
+    def _drew(self, here: Moment, group: Sequence[int]) -> bool:
+        """Whether the model has drawn random numbers, and not another thread."""
+        if not here.drew_since():
+            return False
+        with Draws() as draws:  # type: ignore[no-untyped-call]
+            self._outputs(group, self.before)
+        self.chance.drawn = bool(draws.drew)
+        return self.chance.drawn
+
+    def _beside_others(self, N: int) -> None:
+        """With the same random numbers: the same samples in the same places, beside others."""
+        size = min(N, max(2, self.size))
+        group = list(range(size if self.thorough else min(size, FEW)))
+        try:
+            first = self._outputs(group, self.before)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            if self.size == 1:  # a model of single samples has no other batch
+                return
+            group = list(range(size))
+            first = self._outputs(group, self.before)
+        rank = dict(zip(self.chosen.sample(group, len(group)), group, strict=True))
+        bits = min(MASKS, (len(group) - 1).bit_length()) if self.new else 1  # with all of them any two are apart once
+        for bit, side in [(bit, side) for bit in range(bits) for side in (0, 1)][: None if self.thorough else 1]:
+            kept = [i for i in group if rank[i] >> bit & 1 == side]
+            beside = [i if rank[i] >> bit & 1 == side else (i + max(1, len(group) // 2)) % N for i in group]
+            if not self._alike(self._outputs(beside, self.before)[kept], first[kept]):
+                raise self._error(COUPLED)
+        self._check_buffers(group)
+
+    def _check_buffers(self, group: list[int]) -> None:
+        if self.after.same_buffers(self.before):
+            return
+        before, after = (self._outputs(group, moment) for moment in (self.before, self.after))
+        if not self._alike(before, after):
+            name = self.before.changed(self.after, self.objective.model)
+            raise self._error(MOVING.format(name))
+
+    def _alike(self, found: Tensor, z: Tensor) -> bool:
+        return alike(found, z, self.coarsest)
+
+    def _error(self, why: str) -> Coupled:
+        return Coupled(f"{self.what}: {why}: {self.way_out}")
+
+    def _outputs(self, group: Sequence[int], moment: Moment) -> Tensor:
+        n = len(self.z[0])
+        slopes = [s.take(torch.arange(len(group)) % n, n) for s in self.slopes]
+        inputs = self.batch.take(torch.tensor(group)).inputs
+        return outputs(self.objective, inputs, self.before, moment, slopes)
+
+
+def check_picked(whole: Pass, part: Pass, index: Tensor, known: Known, seed: int, what: str) -> None:
+    """The same of some samples that went through the model by themselves, after all of them."""
+    ranks = whole.objective.parameters.ranks
+    if ranks.several:  # they make the same passes, and these are enough unless the model draws random numbers
+        if not ranks.all(whole.chance.drawn or alike(part.z, whole.z[index], whole.coarsest)):
+            raise Coupled(f"{what}: {COUPLED}: {ALL_ROWS}")
+        return
+    cut = Cut(whole.batch, whole.N, known, seed)
+    cut.saw(whole)
+    cut.check_picked(part, index, what, ALL_ROWS)
+
+
+ALL_ROWS = "take the rows of all samples, such as rows=mq.Sampled(1)"
+COUPLED = (
+    "the outputs of a sample depend on the other samples of its batch, so that a part of the batch is another loss"
+)
+MOVING = (
+    "every forward pass changes buffers that the outputs depend on, such as {!r}, so that the next part of the batch "
+    "sees another model, as under spectral_norm in train mode"
+)
+
+
+def outputs(objective: Objective, inputs: object, start: Moment, buffers: Moment, slopes: Sequence[Slopes]) -> Tensor:
+    """z of these inputs, with the random numbers of one moment and the buffers of another"""
+    start.restore(buffers=False)
+    with torch.enable_grad():
+        return again(objective, inputs, buffers, slopes).detach()
+
+
+def alike(found: Tensor, z: Tensor, dtype: torch.dtype) -> bool:
+    """Whether these are the outputs of the same samples, up to rounding; what is not finite in both is the same."""
+    found, z = (torch.nan_to_num(t.double(), 0.0, 0.0, 0.0).flatten(1) for t in (found, z))
+    return bool((found - z).norm(dim=1).max() <= tolerances.of_parts(dtype, z.is_cuda) * z.norm(dim=1).max())
+
+
+def familiar(forward: Pass, known: Known, size: int = 2) -> tuple[bool, bool]:
+    """Whether there was no such pass before, and whether the structure of its graph keeps samples apart."""
+    key = forward.walk.structure, forward.seen
+    if key in known.parts:
+        return False, known.parts[key]
+    if len(known.parts) >= KEPT:
+        known.parts.clear()
+    known.parts[key] = _keeps_apart(forward) if forward.N > 1 else size > 1
+    return True, known.parts[key]
+
+
+def _keeps_apart(forward: Pass) -> bool:
+    """Whether all parameters are those of layers whose outputs each belong to one sample."""
+    axes = sample_axes(forward.walk, forward.N)
+    edges = [(call.edge.node, call.edge.output_nr) for call in forward.watch.calls]
+    ruled = {id(p) for call in forward.watch.calls for p in call.params}
+    return forward.walk.leaves() <= ruled and all(axes.get(edge, True) is not None for edge in edges)
