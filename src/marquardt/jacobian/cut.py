@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tolerances
-from ..layers.apart import sample_axes
-from ..memory import out_of_memory
+from ..layers.apart import keeps_apart
 from ..model.batch import Batch
 from ..model.randomness import Draws, Moment, Slopes
 from .known import Coupled, Known
@@ -21,7 +20,7 @@ from .passes import Pass, again
 # Samples that are looked at in every step, and kinds of passes of which is known whether that will do.
 FEW, KEPT = 8, 1024
 
-# Halves of the samples that stay where they are while others take the places beside them, where random numbers are drawn.
+# Where random numbers are drawn: halves of the samples that stay while others take the places beside them.
 MASKS = 4
 
 
@@ -34,9 +33,10 @@ class Cut:
 
     def __init__(self, batch: Batch, size: int, known: Known, seed: int) -> None:
         self.batch, self.size, self.known = batch, size, known
+        self.together = max(3, size + 1)  # another number of samples: two that change places twice are where they were
         self.chosen = random.Random(seed)
         self.z: list[Tensor] = []  # by part
-        self.new = self.thorough = False
+        self.thorough = False
 
     def saw(self, piece: Pass) -> None:
         """The next part, while it has its graph."""
@@ -44,14 +44,14 @@ class Cut:
             self.objective, self.before, self.after = piece.objective, piece.before, piece.after
             self.slopes, self.chance, self.coarsest = piece.slopes, piece.chance, piece.coarsest
         self.z.append(piece.z)
-        new, sure = familiar(piece, self.known, self.size)
-        self.new, self.thorough = self.new or new, self.thorough or new or not sure
+        self.thorough = self.thorough or not familiar(piece, self.known, self.size)
 
-    def check(self, what: str, way_out: str) -> None:
+    def check(self, what: str, way_out: str, thorough: bool = True) -> None:
         """A Coupled error if parts are another function than the batch: `what` asked for parts, and what would not."""
         self.what, self.way_out = what, way_out
+        self.thorough = self.thorough and thorough
         N = sum(map(len, self.z))
-        if N < 2 or N != self.batch.samples:
+        if N < 2 or self.batch.samples != N:
             return
         here = Moment(self.objective.model, self.objective.parameters.device, self.chance)
         try:
@@ -77,17 +77,17 @@ class Cut:
     def _in_other_company(self, z: Tensor, here: Moment) -> bool:
         """Compares outputs of samples of different parts that go together; True if that cannot tell, because the model
         takes no such batch, or draws random numbers in it."""
-        N, size = len(z), max(2, self.size)
-        groups = [self.chosen.sample(range(N), min(N, size, FEW))]
+        N, size = len(z), min(len(z), self.together)
+        groups = [self.chosen.sample(range(N), min(size, FEW))]
         if self.thorough:
             K = -(-N // size)
-            groups = [list(range(k, N, K)) for k in range(K)]
+            order = [i for k in range(K) for i in range(k, N, K)]  # neighbours are far apart
+            order += order[: K * size - N]
+            groups = [order[k * size : (k + 1) * size] for k in range(K)]
         for group in groups:
             try:
                 found = self._outputs(group, self.before)
-            except Exception as error:  # only of this number of samples, perhaps
-                if out_of_memory(error):
-                    raise
+            except Exception:  # only of this number of samples, perhaps
                 return True
             if found.shape != z[group].shape or self._drew(here, group):
                 return True
@@ -107,19 +107,18 @@ class Cut:
 
     def _beside_others(self, N: int) -> None:
         """With the same random numbers: the same samples in the same places, beside others."""
-        size = min(N, max(2, self.size))
-        group = list(range(size if self.thorough else min(size, FEW)))
+        if N < 2:
+            return
+        group = list(range(min(N, self.together if self.thorough else min(self.together, FEW))))
         try:
             first = self._outputs(group, self.before)
-        except Exception as error:
-            if out_of_memory(error):
-                raise
+        except Exception:
             if self.size == 1:  # a model of single samples has no other batch
                 return
-            group = list(range(size))
+            group = list(range(min(N, self.size)))
             first = self._outputs(group, self.before)
         rank = dict(zip(self.chosen.sample(group, len(group)), group, strict=True))
-        bits = min(MASKS, (len(group) - 1).bit_length()) if self.new else 1  # with all of them any two are apart once
+        bits = min(MASKS, (len(group) - 1).bit_length())  # with all of them any two are apart once
         for bit, side in [(bit, side) for bit in range(bits) for side in (0, 1)][: None if self.thorough else 1]:
             kept = [i for i in group if rank[i] >> bit & 1 == side]
             beside = [i if rank[i] >> bit & 1 == side else (i + max(1, len(group) // 2)) % N for i in group]
@@ -173,30 +172,22 @@ MOVING = (
 def outputs(objective: Objective, inputs: object, start: Moment, buffers: Moment, slopes: Sequence[Slopes]) -> Tensor:
     """z of these inputs, with the random numbers of one moment and the buffers of another"""
     start.restore(buffers=False)
-    with torch.enable_grad():
+    with torch.enable_grad():  # the model may differentiate itself
         return again(objective, inputs, buffers, slopes).detach()
 
 
 def alike(found: Tensor, z: Tensor, dtype: torch.dtype) -> bool:
     """Whether these are the outputs of the same samples, up to rounding; what is not finite in both is the same."""
-    found, z = (torch.nan_to_num(t.double(), 0.0, 0.0, 0.0).flatten(1) for t in (found, z))
+    found, z = (torch.nan_to_num(t.double(), 0.0, 0.0, 0.0).reshape(len(t), -1) for t in (found, z))
     return bool((found - z).norm(dim=1).max() <= tolerances.of_parts(dtype, z.is_cuda) * z.norm(dim=1).max())
 
 
-def familiar(forward: Pass, known: Known, size: int = 2) -> tuple[bool, bool]:
-    """Whether there was no such pass before, and whether the structure of its graph keeps samples apart."""
+def familiar(forward: Pass, known: Known, size: int) -> bool:
+    """Whether there was such a pass before, and the structure of its graph keeps samples apart."""
     key = forward.walk.structure, forward.seen
     if key in known.parts:
-        return False, known.parts[key]
+        return known.parts[key]
     if len(known.parts) >= KEPT:
         known.parts.clear()
-    known.parts[key] = _keeps_apart(forward) if forward.N > 1 else size > 1
-    return True, known.parts[key]
-
-
-def _keeps_apart(forward: Pass) -> bool:
-    """Whether all parameters are those of layers whose outputs each belong to one sample."""
-    axes = sample_axes(forward.walk, forward.N)
-    edges = [(call.edge.node, call.edge.output_nr) for call in forward.watch.calls]
-    ruled = {id(p) for call in forward.watch.calls for p in call.params}
-    return forward.walk.leaves() <= ruled and all(axes.get(edge, True) is not None for edge in edges)
+    known.parts[key] = keeps_apart(forward.walk, forward.N) if forward.N > 1 else size > 1
+    return False

@@ -204,8 +204,9 @@ class Linearization:
             if cut is not None:
                 if not piece.divisible:
                     raise ValueError(
-                        f"chunk={self.needs.chunk}: {batch.samples} samples gave {piece.N} outputs, so the batch cannot be "
-                        "cut into samples; leave chunk out, or pass inputs and outputs with one row per sample"
+                        f"chunk={self.needs.chunk}: {batch.samples} samples gave {piece.N} outputs, so the batch "
+                        "cannot be cut into samples; leave chunk out, or pass inputs and outputs with one row per "
+                        "sample"
                     )
                 cut.saw(piece.whole)
             if first:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch.autograd.graph import GradientEdge
 
 from .graph import LEAF, Node, Walk
+from .nodes import PICKING
 from .unrolled import ToInput
 from .watch import Layout
 
@@ -53,6 +54,22 @@ def sample_axes(walk: Walk, N: int) -> dict[tuple[Node, int], Axis | None]:
     return found
 
 
+def keeps_apart(walk: Walk, N: int) -> bool:
+    """Whether all that may hold samples has each of them in a place of its own."""
+    axes = sample_axes(walk, N)
+    shared: set[Node] = set()  # nodes that hold none: made of leaves, or with too few numbers beside them
+    for node in walk.nodes:
+        edges = node.next_functions
+        known = bool(edges) and all(child is not None for child, _ in edges) and node.name() not in PICKING
+        if not edges:
+            alone = node.name() == LEAF and (node.variable.numel() % N != 0 or id(node.variable) in walk.index)
+        else:
+            alone = known or all(math.prod(m.shape) % N for m in node._input_metadata)
+        if alone and all(child is None or child in shared for child, _ in edges):
+            shared.add(node)
+    return all(axis is not None or node in shared for (node, _), axis in axes.items())
+
+
 def in_layout(layout: Layout, axis: Axis | None, edge: GradientEdge, N: int) -> bool:
     """Whether all samples are where a layout has them."""
     shape = _shape(edge.node, edge.output_nr)
@@ -63,7 +80,7 @@ def in_layout(layout: Layout, axis: Axis | None, edge: GradientEdge, N: int) -> 
     outer = shape[dim] == inner * N
     return {
         "first": dim == 0 and inner == 1 and outer, "time": dim == 1 and inner == 1 and outer,
-        "flat": dim == 0 and outer, "flat-time": dim == 0 and inner == 1,
+        "flat": dim == 0 and inner > 1 and outer, "flat-time": dim == 0 and inner == 1 and not outer,
     }[layout.name]  # fmt: skip
 
 
@@ -343,24 +360,25 @@ def _unfolded(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
     return [None if s.dim in (dim, len(s.out) - 1) else s.at(inputs[0], s.dim)]
 
 
-ACTIVATIONS = """Celu Elu Gelu Hardshrink Hardsigmoid Hardswish Hardtanh LeakyRelu LogSigmoid Mish PreluKernel Relu Selu
-    Sigmoid Silu Softplus Softshrink Tanh Threshold"""
-ELEMENTWISE = """Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Ceil Clamp ClampMax ClampMin Copysign Copy
-    Cos Cosh Deg2Rad Digamma Div Erf Erfc Erfinv Exp Exp2 Expand Expm1 Floor Fmax Fmin Fmod Frac FusedDropout Hypot Ldexp
-    Lerp Lgamma Log Log10 Log1P Log2 Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum Mul NanToNum NativeDropout Neg
-    Pow Rad2Deg Reciprocal Remainder Repeat Round RreluWithNoise Rsqrt Rsub Sgn Sign Sin Sinc Sinh Sqrt Square Sub Tan
-    ToCopy Tril Triu Trunc Where Xlogy"""
+ACTIVATIONS = """Celu Elu Gelu Hardshrink Hardsigmoid Hardswish Hardtanh LeakyRelu LogSigmoid Mish PreluKernel Relu
+    Selu Sigmoid Silu Softplus Softshrink Tanh Threshold"""
+ELEMENTWISE = """Abs Acos Acosh Add Addcdiv Addcmul Asin Asinh Atan Atan2 Atanh Ceil Clamp ClampMax ClampMin Copysign
+    Copy Cos Cosh Deg2Rad Digamma Div Erf Erfc Erfinv Exp Exp2 Expand Expm1 Floor Fmax Fmin Fmod Frac FusedDropout
+    Hypot Ldexp Lerp Lgamma Log Log10 Log1P Log2 Logaddexp Logaddexp2 Logit MaskedFill Maximum Minimum Mul NanToNum
+    NativeDropout Neg Pow Rad2Deg Reciprocal Remainder Repeat Round RreluWithNoise Rsqrt Rsub Sgn Sign Sin Sinc Sinh
+    Sqrt Square Sub Tan ToCopy Tril Triu Trunc Where Xlogy"""
 IN_ORDER = """Alias Clone Detach LazyClone ReshapeAlias ReshapeCopy Squeeze UnsafeView Unsqueeze View"""
 REDUCED = """Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max Mean Median Min Mode Nansum Norm Prod Std Sum Var"""
 ALONG = """Cumprod Cumsum Flip Gather Glu IndexSelect LogSoftmax LogSoftmaxBackwardData Logcumsumexp Roll SafeSoftmax
     SliceBackward Softmax SoftmaxBackwardData Sort Topk"""
 CONVOLUTIONS = """ConvDepthwise2D ConvDepthwise3D Convolution ConvolutionBackward ConvolutionOverrideable
-    CudnnConvolution CudnnConvolutionTranspose MiopenConvolution MkldnnConvolution SlowConv2D SlowConv3D ToInputBackward"""
+    CudnnConvolution CudnnConvolutionTranspose MiopenConvolution MkldnnConvolution SlowConv2D SlowConv3D
+    ToInputBackward"""
 NORMS = """FusedRmsNorm NativeLayerNorm NativeLayerNormBackward"""
 ATTENTIONS = """ScaledDotProductCudnnAttention ScaledDotProductEfficientAttention ScaledDotProductFlashAttention
     ScaledDotProductFlashAttentionForCpu"""
-POOLS = """AdaptiveAvgPool AdaptiveMaxPool AvgPool MaxPool ReflectionPad ReplicationPad UpsampleBicubic UpsampleBilinear
-    UpsampleLinear UpsampleNearest UpsampleNearestExact UpsampleTrilinear"""
+POOLS = """AdaptiveAvgPool AdaptiveMaxPool AvgPool MaxPool ReflectionPad ReplicationPad UpsampleBicubic
+    UpsampleBilinear UpsampleLinear UpsampleNearest UpsampleNearestExact UpsampleTrilinear"""
 
 
 def _normalised(s: Seen) -> int:

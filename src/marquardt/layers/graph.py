@@ -110,11 +110,6 @@ class Walk:
         # Numbers for all of it: of the sizes without what is in the tensors.
         self.structure, self.sizes = hash(tuple(kinds)), hash(tuple(sizes))
 
-    def leaves(self) -> set[int]:
-        """The ids of the parameters that z depends on"""
-        found = {id(node.variable) for node in self.nodes if node.name() == LEAF}
-        return found & self.index.keys()
-
     def signature(self, N: int) -> object:
         """All that decides what the uses are and where in them the samples, beside the structure."""
         return tuple((u.number, u.slot, tuple("N" if d == N else d for d in u.shape)) for u in self.uses())

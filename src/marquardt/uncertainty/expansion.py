@@ -15,7 +15,8 @@ from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.auto import free
 from ..curvature.cost import Shapes, Work
 from ..curvature.plan import look
-from ..jacobian.known import Known
+from ..jacobian.cut import Cut
+from ..jacobian.known import Coupled, Known
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Objective
 from ..jacobian.rows import Exact
@@ -120,7 +121,14 @@ class Expansion:
             if not self.shapes.divisible:
                 self.chunk = None
             self.written = self._written()
-            self._survey(self.linearization(self.loss), kind)
+            try:
+                self._survey(self.linearization(self.loss), kind)
+            except Coupled as error:
+                raise ValueError(
+                    f"the outputs of {type(self.model).__name__} for a sample depend on the other samples of its "
+                    "batch also in eval mode, and a posterior is that of a function of single samples: take out what "
+                    "mixes them"
+                ) from error
             if lin.chance.drawn:
                 raise ValueError(
                     f"{type(self.model).__name__} draws random numbers also in eval mode, so that its outputs are no "
@@ -162,6 +170,10 @@ class Expansion:
         constant, squares, weights, samples = 0.0, None, [], 0
         gradient: Tensor | None = None
         for piece in lin.pieces():
+            if self.chunk is None and piece.divisible:  # in chunks they have been compared
+                cut = Cut(piece.batch, -(-piece.N // 2), self.known, samples)
+                cut.saw(piece.whole)
+                cut.check("a posterior", "", thorough=False)
             loss, y, w = piece.objective.loss, piece.batch.targets, piece.batch.weight
             self.likelihood = kind(loss)
             constant += float(self.likelihood.constant(y, w))
