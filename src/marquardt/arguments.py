@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .curvature.contract import Representation
 from .jacobian.rows import Rows
-from .model.checks import check_coupling
+from .model.checks import check_coupling, check_usable
 from .model.parameters import named_parameters
 from .model.shards import let_go, sharded
 from .model.walk import held
@@ -48,7 +48,8 @@ def check_ready(model: nn.Module, params: Sequence[Tensor], lr: float, by_sample
     check_rate(lr)
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a step needs gradients: call it outside torch.inference_mode()")
-    own = {id(p) for p in held(model)}
+    check_usable(model, tensors := held(model), params)
+    own = {id(p) for p in tensors}
     if not all(id(p) in own for p in params):
         raise ValueError("the model's parameters were replaced since this LM was made: make a new one")
     frozen = {id(p) for p in params if not p.requires_grad}

@@ -192,7 +192,7 @@ def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, k
 
 def watched(model: nn.Module) -> bool:
     """Whether somebody looks at what the modules do: hooks are not called in a replay."""
-    return bool(hooks(model))
+    return any(hooks(model))
 
 
 def room(state: State, device: torch.device) -> bool:

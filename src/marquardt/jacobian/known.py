@@ -66,6 +66,7 @@ class Known:
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     proofs: dict[object, Proof] = field(default_factory=dict)  # by how the model is called
     walks: set[object] = field(default_factory=set)  # ways of calling it in which the graph decides too
+    linear: set[object] = field(default_factory=set)  # hooks and functions whose backward passes are linear
     random: set[object] = field(default_factory=set)  # modes of the modules in which the model draws random numbers
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
     steady: bool = False  # a forward pass leaves the buffers as they are

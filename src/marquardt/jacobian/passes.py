@@ -18,10 +18,16 @@ from ..model.batch import modes as modes_of
 from ..model.kernels import open_cells
 from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
-from ..model.walk import hooks
+from ..model.walk import held, hooks
 from ..ranks import RankError
 from .known import Known
 from .objective import Objective
+
+UNRELATED = "the outputs do not depend on the trainable parameters: nothing to optimise"
+REENTRANT = (
+    "the model calls torch.utils.checkpoint with use_reentrant=True, which hides its layers and allows no gradients "
+    "but those of .backward(): pass use_reentrant=False"
+)
 
 
 class Pass:
@@ -48,9 +54,11 @@ class Pass:
                 "the model changes its inputs in place, so it cannot be called on them again: clone them first"
             )
         if not z.requires_grad:
-            raise ValueError("the outputs do not depend on the trainable parameters: nothing to optimise")
+            raise ValueError(UNRELATED)
         # RReLU draws for negative inputs only: there may be some at a trial point though there are none here.
         chance.drawn = chance.drawn or bool(self.watch.slopes)
+        self.forward_hooks, backward = hooks(objective.model)
+        self.hooks = (*backward, *self.watch.hooks)  # that backward passes call
         self.after = self.moment()
         self.slopes = self.watch.slopes if slopes is None else slopes
         self.z, self.N = z.detach(), len(z)
@@ -126,14 +134,14 @@ class Pass:
     def walk(self) -> Walk:
         """The nodes of that graph."""
         if self._walk is None:
-            model = self.objective.model
-            self._walk = Walk(self.graph, self.objective.parameters.whole.tensors, model.parameters())
+            params = self.objective.parameters.whole.tensors
+            self._walk = Walk(self.graph, params, held(self.objective.model))
         return self._walk
 
     @property
     def seen(self) -> int:
         """A number for what shows of this pass beside the structure of its graph: sizes, functions, hooks."""
-        return hash((self.N, self.walk.sizes, *self.watch.functions, *hooks(self.objective.model)))
+        return hash((self.N, self.walk.sizes, *self.watch.functions, *self.forward_hooks, *self.hooks))
 
     def nodes(self) -> int:
         """Operations that the graph holds, those within functions and within gradients among them."""
@@ -155,10 +163,7 @@ class Pass:
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            raise ValueError(
-                "the model calls torch.utils.checkpoint with use_reentrant=True, which hides its layers and allows no "
-                "gradients but those of .backward(): pass use_reentrant=False"
-            ) from error
+            raise ValueError(REENTRANT) from error
         return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
 
     def vjp(self, w: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ..model.shards import own_part
 from .cut import check_picked
 from .jacobian import Jacobian
 from .known import Known
+from .linearity import check_backward
 from .objective import Objective, Totals
 from .passes import Pass
 from .products import adjoint, apply, dense
@@ -41,6 +42,7 @@ class Piece:
         once = self._unrolls(known.rows_per_sample)
         self.whole = Pass(objective, batch, known, chance, once=once, joined=rows.joined)
         self.objective = objective = self.whole.objective
+        check_backward(self.whole)
         self.z, self.N = self.whole.z, self.whole.N
         objective.loss.check(self.z, batch.targets, batch.weight, part=True)
         seed = seed if batch.samples == self.N else seed.apart()

@@ -23,6 +23,7 @@ from ..model.parameters import flat
 from .comparison import Comparison
 from .jacobian import PATHS, Jacobian
 from .known import Map, Proof, RowByRow
+from .linearity import check_backward
 from .mapping import find
 
 # Blocks of up to this many columns are watched; for larger ones the proof on first use has to do.
@@ -30,9 +31,6 @@ GUARDED = 1_000_000
 
 # To compare a piece with autograd once more costs a backward pass: one piece in so many is compared.
 EVERY = 8
-
-# Of sharded parameters this part of all their gradients is compared at once, or that of the largest layer.
-SHARE = 8
 
 # Ways of calling the model whose proofs are kept, and of each kinds of passes that were compared.
 KEPT, SEEN = 64, 1024
@@ -68,6 +66,7 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
             raise
         doubtful = True
     if doubtful:
+        check_backward(J.forward, again=True)
         old = known.proof
         _prove(J, base)
         if known.proof.same(old):  # near a minimum the gradient is all rounding
@@ -87,7 +86,7 @@ def _signature(J: Jacobian, groups: Groups) -> object:
     pooled = tuple(call.kept is not None for call in watch.calls)
     kind = (N == 1, J.R == 1, watch.unrolled, pooled, J.forward.coarsest, J.parameters.dtype)
     modes_of = modes(J.forward.objective.model)
-    return J.forward.walk.structure, tuple(groups), fits, kind, modes_of, J.forward.chance.drawn
+    return J.forward.walk.structure, tuple(groups), fits, kind, modes_of, J.forward.chance.drawn, J.forward.hooks
 
 
 def _with_uses(J: Jacobian, base: object) -> object:
@@ -199,7 +198,7 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
     if new:
         if len(proof.seen) >= SEEN:
             proof.seen.clear()
-        proof.seen[seen] = _sure(J)
+        proof.seen[seen] = not J.forward.hooks and _sure(J)  # a hook may do something else the next time
     proof.quiet = EVERY - 1
     w, tolerance = J.random(), tolerances.of_rules(J.forward.coarsest)
     wrong: list[Tensor] = []
@@ -242,18 +241,8 @@ def _sure(J: Jacobian) -> bool:
 
 
 def _parts(J: Jacobian, sizes: Sequence[int]) -> list[list[int]]:
-    """What is compared at once: all of it, but no rank holds all gradients of parameters that are sharded."""
-    if not J.ranks.several:
-        return [list(range(len(sizes)))]
-    parts: list[list[int]] = []
-    most, total = max(max(sizes, default=0), J.parameters.n // SHARE), 0
-    for k, size in enumerate(sizes):
-        if not parts or total + size > most:
-            parts.append([])
-            total = 0
-        parts[-1].append(k)
-        total += size
-    return parts
+    """What is compared at once."""
+    return J.forward.objective.parameters.portions(sizes)
 
 
 def _draws_slopes_only(J: Jacobian) -> bool:

@@ -38,8 +38,9 @@ def of_rows(X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_matrix(p: Tensor, rows: Tensor) -> Traces:
-    """Of one parameter by itself, as a matrix of its first dimension and the rest: (m, size)"""
-    if p.ndim < 2:
+    """Of one parameter by itself, as a matrix of its first dimension and the rest: (m, size). As a vector if it has a
+    hook: of a gradient that the hook masks, a matrix would couple what is masked with the rest."""
+    if p.ndim < 2 or p._backward_hooks:
         return Traces([p], rows.square().sum(0)[None], None)
     return Traces([p], *of_rows(rows.view(len(rows), 1, len(p), -1)))
 

@@ -140,6 +140,7 @@ class Watch(TorchFunctionMode):
         self.convolves = False  # whether there is a convolution that might have a backward pass of our own,
         self.unrolled = False  # and whether one has
         self.pools = False  # whether there is a max-pool
+        self.hooks: list[object] = []  # of tensors, which the forward pass has set, and of nodes, which it may have set
         self.coarsest = torch.float64  # of all dtypes that the model computes with
         self.numbers = 0  # at the outputs of all functions
 
@@ -153,6 +154,8 @@ class Watch(TorchFunctionMode):
                 return _attention(*args, **kwargs)
         if func is F.rrelu:
             return self._rrelu(*args, **kwargs)
+        if func in HOOKING and (name := _hook(func, *args, **kwargs)) is not None:
+            self.hooks.append(name)
         out = unrolled(*args, **kwargs) if self.once and func is F.conv2d else None
         self.convolves = self.convolves or func is F.conv2d
         self.unrolled = self.unrolled or out is not None
@@ -206,6 +209,17 @@ def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         name, found = getattr(func, "__name__", func), type(operand).__name__
         raise TypeError(f"the layer rule of {name} returned {found}: it returns an Operand, or None")
     return operand
+
+
+# What a forward pass sets a hook with: that of a tensor, or that of its node.
+HOOKING = {Tensor.register_hook, Tensor.grad_fn.__get__}  # type: ignore[attr-defined]
+
+
+def _hook(func: Callable[..., Any], tensor: Tensor, hook: object = None, *_: object) -> object:
+    """What is the same in every pass that sets this hook: a function is made anew, its code is not. Those of FSDP2
+    change no gradient."""
+    own = str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+    return None if own else getattr(hook, "__code__", type(hook))
 
 
 class Layout:

@@ -66,7 +66,13 @@ class Batch:
                 object.__setattr__(self, name, dict(item))
 
     def check(self) -> None:
-        """Inputs that no model can take a batch from."""
+        """Inputs that no model can take a batch from, and tensors that autograd refuses."""
+        for name in ("inputs", "targets", "weight"):
+            if any(t.is_inference() for t in tensors(getattr(self, name))):
+                raise ValueError(
+                    f"the {name} were made under torch.inference_mode(), and autograd does not take them: make them "
+                    "outside of it, or clone them there: .clone()"
+                )
         if isinstance(self.inputs, (tuple, list, dict)):
             found = leaves(self.inputs)
             if found and not any(isinstance(t, Tensor) or opaque(t) for t in found):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..ranks import of
 from .precision import wide
 from .shards import check_sharded, let_go, sharded
-from .walk import submodules
+from .walk import held, submodules
 
 # What keeps several copies or parts of a model, on devices or ranks.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -59,6 +59,7 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
     if not chosen:
         raise ValueError("no trainable parameters: set requires_grad=True on some, or pass others as params=")
     check_sharded(model, chosen)
+    check_usable(model, held(model), chosen)
     wides = {wide(p.dtype) for p in chosen}  # bfloat16 and float16 are the rounding of float32
     dtypes = {p.dtype for p in chosen} if len(wides) > 1 else wides
     for what, found in (("dtypes", dtypes), ("devices", {p.device for p in chosen})):
@@ -79,6 +80,30 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
             "the parameters are on the meta device, without values: model.to_empty(device=...) and load some"
         )
     return chosen
+
+
+def check_usable(model: nn.Module, tensors: Iterable[Tensor], params: Sequence[Tensor]) -> None:
+    """Of what the model holds: parameters that no step can change, and buffers that none can put back."""
+    for t in [t for t in tensors if t.is_inference()]:
+        if not isinstance(t, nn.Parameter) or any(t is p for p in params):
+            raise ValueError(
+                f"{_called(model, t)} was made under torch.inference_mode(), so that nothing can change it: make or "
+                "load the model outside of it, or under torch.no_grad()"
+            )
+    for p in params:
+        if p.layout is not torch.strided and not sharded(p):
+            raise TypeError(
+                f"{_called(model, p)} is sparse ({p.layout}), and a step changes all numbers of a parameter: make it "
+                "dense by .to_dense(), or train the values and make the sparse tensor of them in forward"
+            )
+
+
+def _called(model: nn.Module, t: Tensor) -> str:
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, own in named:
+            if own is t:
+                return f"{kind} {name!r}"
+    return "a tensor of the model"
 
 
 def check_whole(model: nn.Module) -> None:

@@ -12,6 +12,9 @@ from ..ranks import ALONE, Ranks
 from .precision import wide, widened
 from .shards import Shards, sharded
 
+# Of sharded parameters this part of all their gradients is formed at once, or that of the largest layer.
+SHARE = 8
+
 Range = tuple[slice, slice]  # columns of θ, columns of some blocks side by side
 
 
@@ -148,6 +151,20 @@ class Parameters:
         for i in inert:
             v[self.slice_of(i)] = 0
         return v
+
+    def portions(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Of which gradients of these sizes are asked for at once: of all, but no rank holds all of sharded ones."""
+        if not self.ranks.several:
+            return [list(range(len(sizes)))]
+        found: list[list[int]] = []
+        most, total = max(max(sizes, default=0), self.whole.n // SHARE), 0
+        for k, size in enumerate(sizes):
+            if not found or total + size > most:
+                found.append([])
+                total = 0
+            found[-1].append(k)
+            total += size
+        return found
 
     # Products.
 

@@ -4,12 +4,7 @@ which make names: every step asks several times, and a GPU waits."""
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-
-EVERYWHERE = [
-    torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks, torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-]  # fmt: skip
+from torch.nn.modules import module as every_module
 
 
 def submodules(model: nn.Module) -> list[nn.Module]:
@@ -24,16 +19,20 @@ def submodules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def hooks(model: nn.Module) -> list[int]:
-    """Of its modules and parameters, and of all modules there are: torch gives every hook a number."""
-    found = [number for some in EVERYWHERE for number in some]
+def hooks(model: nn.Module) -> tuple[list[int], list[int]]:
+    """Those that forward passes call and those that backward passes call, of its modules and parameters, and of all
+    modules there are: torch has a number for every hook, and none comes twice."""
+    forward = [*every_module._global_forward_pre_hooks, *every_module._global_forward_hooks]
+    backward = [*every_module._global_backward_pre_hooks, *every_module._global_backward_hooks]
     for m in submodules(model):
-        if m._forward_pre_hooks or m._forward_hooks or m._backward_hooks or m._backward_pre_hooks:
-            found += [*m._forward_pre_hooks, *m._forward_hooks, *m._backward_hooks, *m._backward_pre_hooks]
+        if m._forward_pre_hooks or m._forward_hooks:
+            forward += [*m._forward_pre_hooks, *m._forward_hooks]
+        if m._backward_pre_hooks or m._backward_hooks:
+            backward += [*m._backward_pre_hooks, *m._backward_hooks]
         for p in m._parameters.values():
             if p is not None and p._backward_hooks:
-                found += p._backward_hooks
-    return found
+                backward += p._backward_hooks
+    return forward, backward
 
 
 def held(model: nn.Module) -> list[Tensor]:
