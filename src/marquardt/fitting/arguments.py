@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arrays import has_numpy, tensor
+from .arrays import floating, has_numpy, kind, tensor
 from .bounds import Box
 
 EVALUATIONS = 400  # for each parameter and one more, by default
@@ -23,13 +23,25 @@ def check_choices(method: str, jac: Any, verbose: int) -> None:
         raise ValueError(f"verbose={verbose!r}: pass 0, 1 or 2")
 
 
+def check_function(fun: Any, args: Any, kwargs: Any, dtype: Any) -> None:
+    if not callable(fun):
+        raise TypeError(f"fun is {kind(fun)}: it must be a function, the first argument of least_squares(fun, x0)")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args must be a tuple of what fun takes after x, not {kind(args)}: for one, args=(data,)")
+    if not isinstance(kwargs, dict):
+        raise TypeError(f"kwargs must be a dict, not {kind(kwargs)}")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype={dtype!r}: pass torch.float64 or torch.float32, in which LAPACK works")
+
+
 def start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool, float]:
     """x0 as (B, n), whether the results are NumPy arrays, and its relative rounding where that is coarser."""
     numpy = not isinstance(x0, Tensor) and has_numpy()
     try:
         x = tensor(x0)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"x0={x0!r}: the start must be a vector of real numbers") from error
+        given = kind(x0) if callable(x0) else f"x0={x0!r}"
+        raise TypeError(f"{given}: the start must be a vector of real numbers, as in least_squares(fun, x0)") from error
     if x.is_complex():
         raise TypeError("x0 is complex: fit the real and imaginary parts as separate real parameters")
     if x.ndim == 0 and not batched:
@@ -104,7 +116,7 @@ def limits(bounds: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fitted(name: str, value: Any, x: Tensor) -> Tensor:
     """A number, one for each parameter, or one for each parameter of each problem, as (B, n)."""
-    given = tensor(value).to(x)
+    given = floating(name, value).to(x)
     try:
         return given.expand_as(x)
     except RuntimeError:

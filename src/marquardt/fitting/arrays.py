@@ -11,11 +11,13 @@ from torch import Tensor
 
 def tensor(value: Any) -> Tensor:
     """Without a gradient; plain numbers in float64, where torch would take its default."""
-    if hasattr(value, "strides"):  # NumPy: torch takes neither foreign byte orders nor negative strides
-        value = value.astype(value.dtype.newbyteorder("="), order="C")
-    plain = not hasattr(value, "dtype")
-    t = torch.as_tensor(value, dtype=None if not plain else torch.complex128 if _complex(value) else torch.float64)
-    return t.detach()
+    if isinstance(value, Tensor):
+        return value.detach()
+    if hasattr(value, "__array__"):  # torch takes neither foreign byte orders nor negative strides
+        value = value.__array__()
+        value = value.astype("f8" if value.dtype == "O" else value.dtype.newbyteorder("="), order="C")
+        return torch.as_tensor(value)
+    return torch.as_tensor(value, dtype=torch.complex128 if _complex(value) else torch.float64)
 
 
 @cache
@@ -33,19 +35,41 @@ def _complex(value: Any) -> bool:
 
 
 def floating(name: str, data: Any) -> Tensor:
-    t = gathered(data)
+    """Real numbers in float64; `name` is that of the argument in errors."""
+    try:
+        t = gathered(data)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"{name} must hold real numbers, not {kind(data)}") from error
     if t.is_complex():
         raise TypeError(f"{name} is complex: fit real and imaginary parts as one real vector")
     return t.to(torch.float64)
 
 
+def kind(data: Any) -> str:
+    """What somebody gave instead of numbers, in words."""
+    name, dtype = type(data).__name__, str(getattr(data, "dtype", ""))
+    if "datetime" in dtype or "timedelta" in dtype:
+        return f"a {name} of {dtype}: pass the time since the first in seconds or days"
+    if callable(data):
+        return "a function"
+    if isinstance(data, (list, tuple)):
+        if len({len(part) for part in data if hasattr(part, "__len__") and not isinstance(part, str)}) > 1:
+            return f"a {name} of rows of different length"
+        odd = next((part for part in _leaves(data) if not isinstance(part, (int, float, complex))), None)
+        return f"a {name}" if odd is None else f"a {name} with {odd!r}, a {type(odd).__name__}"
+    return f"{data!r}" if data is None or isinstance(data, str) else f"a {name}{f' of {dtype}' if dtype else ''}"
+
+
+def _leaves(data: Any) -> Any:
+    for part in data:
+        yield from _leaves(part) if isinstance(part, (list, tuple)) else (part,)
+
+
 def gathered(data: Any) -> Tensor:
-    """A tensor of arrays in the machine's byte order and with strides that torch takes, or of lists of such."""
+    """A tensor of arrays, or of lists of such."""
     if isinstance(data, (list, tuple)) and any(getattr(part, "ndim", 0) for part in data):
         return torch.stack([gathered(part) for part in data])
-    if isinstance(data, Tensor) or not hasattr(data, "dtype"):
-        return tensor(data)
-    return tensor(data.__array__().astype(data.dtype.newbyteorder("="), order="C"))
+    return tensor(data)
 
 
 def array(data: Any) -> Any:

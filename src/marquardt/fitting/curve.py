@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arrays import array, gathered, like
+from .arrays import array, floating, gathered, like
 
 
-def independent(x: Any, kind: Tensor) -> Any:
-    """x as a tensor of this kind if it is an array or numbers; whatever else f takes stays as it is."""
-    typed = hasattr(x, "dtype") or isinstance(x, (list, tuple, int, float))
-    return gathered(x).to(kind) if typed else x
+def independent(x: Any, like: Tensor) -> Any:
+    """x as a tensor like this one if it is an array or numbers; whatever else f takes stays as it is."""
+    typed = hasattr(x, "dtype") or isinstance(x, (list, tuple, int, float, str))
+    return floating("xdata", x).to(like) if typed else x
 
 
 class Curve:
@@ -37,10 +37,15 @@ def values(model: Any, p: Any) -> Any:
     if model is None:
         raise TypeError("f returned None: it must return the curve at x")
     if isinstance(model, (list, tuple)) and any(isinstance(value, Tensor) for value in model):
+        shapes = {tuple(getattr(value, "shape", ())) for value in model}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"f returned a {type(model).__name__} of shapes {sorted(shapes)}: it must return the curve"
+            )
         return torch.stack([torch.as_tensor(value, dtype=p.dtype, device=p.device) for value in model])
     if isinstance(p, Tensor) and not isinstance(model, Tensor):
         raise TypeError(f"f returned {type(model).__name__} for tensors: it must return the curve at x, a tensor")
-    return model if hasattr(model, "ndim") else array(gathered(model))
+    return model if hasattr(model, "ndim") else array(floating("the curve that f returns", model))
 
 
 def shape(f: Callable[..., Any], x: Tensor, p: Tensor) -> tuple[int, ...] | None:

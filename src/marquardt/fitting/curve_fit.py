@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arrays import gathered, has_numpy, like, tensor
+from .arguments import limits
+from .arrays import gathered, has_numpy, kind, like, tensor
+from .covariance import covariance
 from .curve import fed, values
 from .fit import CurveFit
-from .guess import guess
+from .guess import guess, names
 from .least_squares import least_squares
-from .observations import Observations, observed, points, require_finite, without_nan
+from .observations import Observations, mismatch, observed, points, require_finite, without_nan
 from .result import Result
+from .tracked import refuse
 
 
 def curve_fit(
@@ -70,7 +73,8 @@ def curve_fit(
     >>> fit.popt
     tensor([2.5000, 1.3000], dtype=torch.float64)
     """
-    _check(full_output, nan_policy, kwargs)
+    _check(f, full_output, nan_policy, kwargs)
+    refuse(xdata=xdata, ydata=ydata, p0=p0, sigma=sigma, bounds=bounds)
     tensors = [a for a in (xdata, ydata, p0) if isinstance(a, Tensor)]
     device = next((t.device for t in tensors if t.device.type != "cpu"), None)
     x, y = points(xdata, ydata, device, batched)
@@ -90,7 +94,16 @@ def curve_fit(
     )  # fmt: skip
     if not batched and not result.success:
         raise RuntimeError(f"no fit: {result.message}")
-    return _fit(result, f, data, absolute_sigma)
+    return _fit(result, f, data, Given(absolute_sigma, bounds, kwargs.get("weights")))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What of the arguments the standard errors depend on."""
+
+    absolute_sigma: bool
+    bounds: Any
+    weights: Any
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ class Deviations:
         x, y, root = self.data.split(p, args)
         model = values(self.f(x, *p), p)
         if model.ndim and tuple(model.shape) != tuple(y.shape):
-            raise ValueError(f"f returned shape {tuple(model.shape)} for ydata of shape {tuple(y.shape)}")
+            raise ValueError(mismatch(tuple(model.shape), x, tuple(y.shape)))
         return self.data.white(model - like(y, p), root)
 
     def slopes(self, p: Any, *args: Any) -> Any:
@@ -113,7 +126,11 @@ class Deviations:
         return self.data.white(gathered(self.jac(x, *p)), root)
 
 
-def _check(full_output: bool, nan_policy: str | None, kwargs: dict[str, Any]) -> None:
+def _check(f: Any, full_output: bool, nan_policy: str | None, kwargs: dict[str, Any]) -> None:
+    if not callable(f):
+        raise TypeError(f"f is {kind(f)}: it must be the function, the first of curve_fit(f, xdata, ydata)")
+    if "args" in kwargs or "kwargs" in kwargs:
+        raise TypeError("curve_fit takes no args or kwargs for f: pass lambda x, a, b: f(x, a, b, …) with them inside")
     if full_output:
         raise ValueError("full_output=True: curve_fit returns popt and pcov; the rest is in curve_fit(…).result")
     if nan_policy not in (None, "raise", "omit"):
@@ -129,29 +146,28 @@ def _deviations(f: Callable[..., Any], jac: Any, data: Observations, start: Tens
     return Deviations(fed(f, x, start, data.batched), fed(jac, x, start, data.batched), data)
 
 
-def _fit(result: Result, f: Callable[..., Any], data: Observations, absolute_sigma: bool) -> CurveFit:
-    J, cost = tensor(result.jac), tensor(result.cost)
-    m, n = J.shape[-2:]
-    noise = torch.ones_like(cost) if absolute_sigma else (2 * cost / max(m - n, 1)).sqrt()
-    cov = _covariance(J, noise.to(J))
-    if m <= n and not absolute_sigma:
-        cov = torch.full_like(cov, math.inf)
-    unknown = ~cov.isfinite().flatten(-2).all(-1)
-    if bool((unknown & torch.as_tensor(result.success)).any()):  # of the others `success` tells
-        warnings.warn("the covariance of the parameters could not be estimated; infinite", stacklevel=3)
+def _fit(result: Result, f: Callable[..., Any], data: Observations, given: Given) -> CurveFit:
+    x, J, cost, r = (tensor(part) for part in (result.x, result.jac, result.cost, result.fun))
+    if not data.batched:
+        x, J, cost, r = (part.unsqueeze(0) for part in (x, J, cost, r))
+    lower, upper = limits(given.bounds, x)
+    size = torch.ones_like(r) if given.weights is None else tensor(given.weights).to(r).sqrt().expand_as(r)
+    light = size if data.whitening is None else size * data.whitening.reciprocal.to(r)
+    found = covariance(J, cost, r * size, light, lower == upper, given.absolute_sigma)
+    missing = found.unknown & torch.as_tensor(result.success)  # of the others `success` tells
+    if bool(missing.any()):
+        i = int(missing.int().argmax())
+        which = f" of {int(missing.sum())} of {len(x)} data sets" if data.batched else ""
+        first = f"in data set {i} " if data.batched else ""
+        reason = found.reason(i, names(f, x.shape[-1]), given.absolute_sigma)
+        warnings.warn(
+            f"the covariance of the parameters{which} could not be estimated; infinite: {first}{reason}", stacklevel=3
+        )
+    one = lambda part: part if data.batched else part[0]  # noqa: E731
+    weighted = data.whitening is not None or given.weights is not None
     return CurveFit(
-        result.x, like(cov, result.x), result, f, m - n, noise if data.batched else float(noise),
-        absolute_sigma, data.whitening is not None, data.batched, data.x_ndim,
+        result.x, like(one(found.matrix), result.x), result, f,
+        like(found.dof, result.x) if data.batched else int(found.dof),
+        found.noise if data.batched else float(found.noise),
+        given.absolute_sigma, weighted, data.batched, data.x_ndim,
     )  # fmt: skip
-
-
-def _covariance(J: Tensor, noise: Tensor) -> Tensor:
-    """noise²(JᵀJ)⁻¹ by an SVD of J with columns of length 1; infinite where it does not exist."""
-    length = J.norm(dim=-2)
-    unit = torch.where(length > 0, length, 1)
-    _, s, Vh = torch.linalg.svd(J / unit.unsqueeze(-2), full_matrices=False)
-    V = Vh.mT / s.unsqueeze(-2) / unit.unsqueeze(-1)
-    cov = V @ V.mT * noise[..., None, None] ** 2
-    rank = (s > max(J.shape[-2:]) * torch.finfo(J.dtype).eps * s[..., :1]).sum(-1)
-    full = rank == J.shape[-1]
-    return torch.where(full[..., None, None], cov, math.inf)

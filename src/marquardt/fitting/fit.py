@@ -15,6 +15,7 @@ from .curve import Curve, independent
 from .problems import build
 from .result import MESSAGES, Result
 from .student import quantile
+from .tracked import refuse
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,10 +26,10 @@ class CurveFit:
     pcov: Any  # (n, n), or (B, n, n)
     result: Result
     f: Callable[..., Any]
-    dof: int  # points less parameters
+    dof: Any  # points with weight less free parameters; of many fits (B,)
     noise: Any  # standard deviation of a point with sigma = 1; estimated unless absolute_sigma
     known: bool  # sigma is absolute
-    weighted: bool  # sigma was given
+    weighted: bool  # sigma or weights were given
     batched: bool
     x_ndim: int | None  # dimensions of the x that f takes; None where x is no array
 
@@ -79,7 +80,10 @@ class CurveFit:
     def prediction_band(self, x: Any, level: float = 0.95, sigma: Any = None) -> tuple[Any, Any]:
         """Lower and upper limit of a new observation at x. `sigma` is its own, in the units of the fit's sigma."""
         if sigma is None and self.weighted:
-            raise ValueError("the fit has sigma: pass that of the new observations, prediction_band(x, sigma=…)")
+            raise ValueError(
+                "the fit has sigma or weights: pass sigma of the new observations, or 1/√weight, as "
+                "prediction_band(x, sigma=…)"
+            )
         y, variance = self._curve(x)
         noise = tensor(self.noise).to(y).unsqueeze(-1) if self.batched else tensor(self.noise).to(y)
         own = noise * (1.0 if sigma is None else gathered(sigma).to(y))
@@ -88,13 +92,21 @@ class CurveFit:
     def _band(self, y: Tensor, variance: Tensor, level: float) -> tuple[Any, Any]:
         if not 0 < level < 1:
             raise ValueError(f"level={level!r}: a probability between 0 and 1, such as 0.95")
-        if not self.known and self.dof < 1:
+        dof = tensor(self.dof).to(y)
+        if not self.known and bool((dof < 1).all()):
             raise ValueError("no band: as many parameters as points leave nothing to estimate the noise from")
-        half = quantile((1 + level) / 2, math.inf if self.known else self.dof) * variance.sqrt()
+        half = self._factor((1 + level) / 2, dof) * variance.sqrt()
         return like(y - half, self.popt), like(y + half, self.popt)
+
+    def _factor(self, p: float, dof: Tensor) -> Tensor:
+        """The quantile that a band is standard deviations wide: a number, or (B, 1). Where there is no dof its variance
+        is infinite."""
+        of = {nu: quantile(p, math.inf if self.known else max(nu, 1)) for nu in set(dof.flatten().tolist())}
+        return dof.new_tensor([of[nu] for nu in dof.flatten().tolist()]).reshape(*dof.shape, -1)
 
     def _curve(self, x: Any) -> tuple[Tensor, Tensor]:
         """f and diag(J·pcov·Jᵀ): (k,) or (B, k)."""
+        refuse("Call f(x, *popt) itself, which has one, or pass x.detach()", x=x)
         p, cov = tensor(self.popt), tensor(self.pcov)
         p, cov = (p, cov) if self.batched else (p.unsqueeze(0), cov.unsqueeze(0))
         at = independent(x, p)
@@ -109,5 +121,6 @@ class CurveFit:
         with torch.no_grad():
             problems, _ = build(curve, p, "auto", own, {}, self.batched, -far, far, not isinstance(self.popt, Tensor))
             y, J = problems.raw(p), problems.jacobian(p)
-        variance = ((J @ cov) * J).sum(-1).clamp(min=0)
+        unknown = ~cov.isfinite().flatten(1).all(-1, keepdim=True)
+        variance = torch.where(unknown, math.inf, ((J @ cov) * J).sum(-1).clamp(min=0))
         return (y, variance) if self.batched else (y[0], variance[0])

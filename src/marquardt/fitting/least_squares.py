@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import arguments
-from .arrays import tensor
+from .arrays import floating
 from .options import Options
 from .problems import Problems, build
 from .progress import BAD
@@ -20,6 +20,7 @@ from .report import Report
 from .result import Result
 from .robust import resolve
 from .search import search
+from .tracked import refuse
 
 
 def least_squares(
@@ -74,6 +75,9 @@ def least_squares(
     >>> mq.least_squares(rosenbrock, torch.tensor([-1.2, 1.0], dtype=torch.float64)).x
     tensor([1., 1.], dtype=torch.float64)
     """
+    arguments.check_function(fun, args, {} if kwargs is None else kwargs, dtype)
+    refuse(x0=x0, bounds=bounds, x_scale=x_scale, args=args, kwargs=kwargs, f_scale=f_scale, weights=weights)
+    differentiated = torch.is_grad_enabled()
     x, numpy, rounding = arguments.start(x0, batched, dtype)
     arguments.check_choices(method, jac, verbose)
     limit = arguments.evaluations(max_nfev, x.shape[-1])
@@ -86,7 +90,7 @@ def least_squares(
     x = x.clamp(lower, upper)
     report = Report(rho, batched, numpy, verbose, callback)
     with torch.no_grad():
-        problems, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy)
+        problems, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy, differentiated)
         problems = _weighted(problems, weights, x)
         s = search(problems, x, rho, box, options, report)
         if not batched and int(s.status) == BAD:
@@ -97,7 +101,7 @@ def least_squares(
 def _weighted(problems: Problems, weights: Any, x: Tensor) -> Problems:
     if weights is None:
         return problems
-    w = tensor(weights).to(x)
+    w = floating("weights", weights).to(x)
     shapes = [(problems.m,), *([(len(x), problems.m)] if problems.batched else [])]
     if tuple(w.shape) not in shapes:
         raise ValueError(f"weights have shape {tuple(w.shape)}: they must be {' or '.join(map(str, shapes))}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arrays import floating, gathered, like
+from .arrays import floating, gathered, kind, like
 from .curve import independent, shape
 
 
@@ -27,6 +27,11 @@ class Whitening:
         columns = r.to(root) if r.ndim == 2 else r.to(root).unsqueeze(-1)
         white = torch.linalg.solve_triangular(root, columns, upper=False)
         return white if r.ndim == 2 else white.squeeze(-1)  # type: ignore[no-any-return]
+
+    @property
+    def reciprocal(self) -> Tensor:
+        """1/σ of each point; with a covariance σ given the points before it."""
+        return 1 / (self.root.diagonal(dim1=-2, dim2=-1) if self.matrix else self.root)
 
 
 @dataclass(frozen=True)
@@ -65,17 +70,39 @@ class Observations:
 
 def points(xdata: Any, ydata: Any, device: torch.device | None, batched: bool) -> tuple[Any, Tensor]:
     """x and y in float64."""
+    for name, data in (("xdata", xdata), ("ydata", ydata)):
+        if data is None or callable(data):
+            raise TypeError(f"{name} is {kind(data)}: the arguments are f, xdata and ydata, in this order")
     y = floating("ydata", ydata)
     y = y if device is None else y.to(device)
     x = independent(xdata, y)
     if y.ndim == 0 and isinstance(x, Tensor) and x.ndim:  # one number for all points
         y = y.expand(x.shape[-1])
     if y.ndim != 1 + batched or not y.numel():
-        raise ValueError(
-            f"ydata has shape {tuple(y.shape)}: it must be {'(data sets, points)' if batched else '(points,)'}; "
-            "see batched" if y.ndim > 1 else f"ydata has shape {tuple(y.shape)}: it must be (points,)"
-        )  # fmt: skip
+        shape = f"ydata has shape {tuple(y.shape)}: it must be"
+        if batched:
+            raise ValueError(f"{shape} (data sets, points), with batched=True")
+        if y.numel() == max(y.shape, default=0) > 0:
+            raise ValueError(f"{shape} (points,): pass it flat, as ydata.reshape(-1)")
+        rows = "; for a data set in each row pass batched=True" if y.ndim == 2 and y.numel() else ""
+        raise ValueError(f"{shape} (points,){rows}")
     return x, y
+
+
+def mismatch(model: tuple[int, ...], x: Any, y: tuple[int, ...]) -> str:
+    """What to say of a curve that has another shape than the data, by the shape of the x that f got."""
+    text = f"f returned shape {model} for ydata of shape {y}"
+    if not hasattr(x, "shape"):
+        return text
+    of_x, m = tuple(x.shape), y[-1]
+    text += f" and xdata of shape {of_x}"
+    if len(of_x) == 2 and of_x[0] == m != of_x[1]:
+        return f"{text}: the points are the last dimension of xdata; pass " + (
+            "xdata.reshape(-1)" if of_x[1] == 1 else "xdata.T, of which f gets the variables as x[0], x[1], …"
+        )
+    if of_x[-1:] != (m,) and of_x:
+        return f"{text}: pass as many points in both"
+    return f"{text}: f must return a value for each point"
 
 
 def require_finite(x: Any, y: Tensor) -> None:
@@ -128,8 +155,8 @@ def _whitening(sigma: Any, y: Tensor, batched: bool) -> Whitening:
     if s.ndim > 2 + batched or tuple(s.shape) != shapes[s.ndim]:
         raise ValueError(f"sigma has shape {tuple(s.shape)} for ydata of shape {tuple(y.shape)}")
     if s.ndim <= 1 + batched:
-        if not bool(((s > 0) & s.isfinite()).all()):
-            raise ValueError("sigma must be finite and positive")
+        if not bool((s > 0).all()) or bool(s.isinf().expand_as(y).all(-1).any()):
+            raise ValueError("sigma must be positive; inf leaves a point out, but not all of them")
         return Whitening(s.expand_as(y), matrix=False)
     L, info = torch.linalg.cholesky_ex(s)
     if bool(info.any()) or not torch.allclose(s, s.mT, rtol=1e-8):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd, jacrev, jvp, vmap
 
-from . import derivatives
+from . import derivatives, tracked
 from .arrays import tensor
 from .derivatives import Function
 
@@ -103,16 +104,36 @@ class Problems:
     def knowing(self, J: Tensor) -> Problems:
         return self if self.batched else replace(self, seen=(*self.seen, J))
 
-    def _each(self, function: Function, *x: Tensor) -> Tensor:
-        """The function of every problem; x and what else has a leading dimension B."""
+    def first(self, x: Tensor, differentiated: bool) -> Tensor:
+        """The residuals at the start; an error where they carry a derivative that the fit would lose.
+
+        `differentiated`: whether the caller is in grad mode, in which alone it shows what fun has captured.
+        """
+        before = tracked.last_node()
+        try:
+            with torch.set_grad_enabled(differentiated):
+                return self._each(self.fun, x, look=lambda f: tracked.refuse_captured(f, before))
+        except tracked.DerivativeLost:
+            raise
+        except Exception:  # such as of a function that writes to parameters, which only takes no_grad
+            return self._each(self.fun, x)
+
+    def _each(self, function: Function, *x: Tensor, look: Callable[[Any], None] = lambda f: None) -> Tensor:
+        """The function of every problem, looked at; x and what else has a leading dimension B."""
         if not self.batched:
-            return self.tensor(function(*(t[0] for t in x), *self.args)).unsqueeze(0)
+            value = function(*(t[0] for t in x), *self.args)
+            look(value)
+            return self.tensor(value).unsqueeze(0)
         if not self.loop:
-            return tensor(vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args)).to(self.like)
+            value = vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args)
+            look(value)
+            return tensor(value).to(self.like)
         values = []
         for i in range(len(x[0])):
             args = [a if d is None else a[i] for a, d in zip(self.args, self.cut, strict=True)]
-            values.append(self.tensor(function(*(t[i] for t in x), *args)))
+            value = function(*(t[i] for t in x), *args)
+            look(value)
+            values.append(self.tensor(value))
         return torch.stack(values)
 
     def tensor(self, value: Any) -> Tensor:
@@ -161,9 +182,12 @@ class UserFunction:
 
 def build(
     fun: Function, x: Tensor, jac: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: bool,
-    lower: Tensor, upper: Tensor, numpy: bool,
+    lower: Tensor, upper: Tensor, numpy: bool, differentiated: bool = False,
 ) -> tuple[Problems, str]:  # fmt: skip
-    """The problems at their start x (B, n), and how their Jacobian comes about where that is worth a word."""
+    """The problems at their start x (B, n), and how their Jacobian comes about where that is worth a word.
+
+    `differentiated`: whether the caller is in grad mode, where a derivative that the fit would lose is an error.
+    """
     cut: list[int | None] = []
     for i, a in enumerate(args):
         arraylike = hasattr(a, "shape") and hasattr(a, "dtype")
@@ -183,8 +207,10 @@ def build(
             with warnings.catch_warnings():
                 if not as_numpy:  # NumPy deprecates what it does with tensors
                     warnings.simplefilter("ignore", DeprecationWarning)
-                base, i = _sized(base, x)
+                base, i = _sized(base, x, differentiated)
                 problems, note = _with_jacobian(base, x, jac, lower, upper, i)
+        except tracked.DerivativeLost:
+            raise
         except Exception as error:  # a function of NumPy arrays may raise anything on a tensor, and the reverse
             failures[as_numpy] = error
             continue
@@ -207,16 +233,18 @@ def _only(i: int, x: Tensor) -> Tensor:
     return torch.tensor([i], device=x.device)
 
 
-def _sized(base: Problems, x: Tensor) -> tuple[Problems, int]:
+def _sized(base: Problems, x: Tensor, differentiated: bool) -> tuple[Problems, int]:
     """With the number of residuals, without vmap where it cannot take the function; and a problem to look at."""
     one = base[_only(0, x)]
     try:
-        f = one._each(base.fun, x[:1])
+        f = one.first(x[:1], differentiated)
+    except tracked.DerivativeLost:
+        raise
     except Exception:
         if not base.batched or base.loop:
             raise
         base = replace(base, loop=True)
-        f = replace(one, loop=True)._each(base.fun, x[:1])
+        f = replace(one, loop=True).first(x[:1], differentiated)
     if f.shape[-1] == 0:
         raise ValueError("fun returned no residuals")
     base = replace(base, m=f.shape[-1], seen=() if base.batched else (x, f))

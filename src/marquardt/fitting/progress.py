@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from .factor import QRFactor, Subset, replaced
@@ -72,3 +73,11 @@ class Progress(Point):
 def mapped(of: Callable[..., Any], kind: type[P], *points: Point) -> P:
     """A point or progress of what `of` makes of each field of the others."""
     return kind(*(of(*(getattr(point, k.name) for point in points)) for k in fields(kind)))
+
+
+def better_of(old: Progress, new: Progress, limit: Tensor, which: Tensor) -> Progress:
+    """The new one where its scale is within the limit, with the evaluations of both."""
+    index = (new.scale <= limit).nonzero().squeeze(-1)  # no NaN is
+    kept = old.merge(index, new[index])
+    status = torch.where(new.status == STOPPED, STOPPED, kept.status)  # the callback's word counts for all attempts
+    return replace(kept, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)

@@ -37,8 +37,9 @@ class Report:
     def end(self, s: Progress, box: Box | None, problems: Problems, note: str) -> Result:
         """`note` says how the Jacobian comes about, if that is worth a word."""
         n, notes = s.x.shape[-1], [note] if note else []
-        if problems.m < n:
-            notes.append(f"There are fewer residuals ({problems.m}) than parameters ({n}): the minimum is not unique.")
+        m = problems.m if problems.weight is None else int((problems.weight != 0).sum(-1).min())
+        if m < n:
+            notes.append(f"There are fewer residuals ({m}) than parameters ({n}): the minimum is not unique.")
         result = describe(s, self.loss, box, problems.raw(s.x), notes, self.batched, self.numpy)
         if self.verbose:
             cost, nfev, njev = map(_brief, (s.scale**2 / 2, s.nfev, s.njev))

@@ -61,6 +61,10 @@ class RobustLoss:
         before, after = (self.rho((r / self.C) ** 2)[0] for r in (f, new))
         return ((before - after) * (self.C / unit) ** 2).sum(-1)
 
+    def pull(self, f: Tensor) -> Tensor:
+        """ρ'f: ∇cost = Jᵀρ'f."""
+        return f if self.rho is None else f * self.rho((f / self.C) ** 2)[1]
+
     def corrected(self, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
         """f̃, J̃ with J̃ᵀf̃ = ∇cost and J̃ᵀJ̃ ≈ ∇²cost (Triggs et al. 2000), the curvature ρ' + 2zρ'' kept positive."""
         if self.rho is None:

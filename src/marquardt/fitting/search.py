@@ -1,8 +1,7 @@
-"""What comes around the solver: Newton's method where Gauss-Newton cannot finish, saddle points, further attempts."""
+"""What comes around the solver: Newton's method where Gauss-Newton cannot finish, and further attempts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,17 +12,15 @@ from .bounds import Box
 from .factor import QRFactor, Subset, norm
 from .options import Options
 from .problems import NoSecondDerivative, Problems
-from .progress import BAD, FTOL, LIMIT, STOPPED, STUCK, Progress
+from .progress import BAD, FTOL, LIMIT, STOPPED, STUCK, Progress, better_of
 from .robust import RobustLoss
+from .saddles import ALIKE, NOUGHT, escape, scaled_hessian
 from .solve import STALE, STATIONARY, Watcher, linearised, relative_change, solve
 
 # Further attempts: the first radius in units of ‖Dx₀‖, and what the parameters that lost their influence are multiplied
 # by at the start. Found by trying, docs/least_squares.md.
 ATTEMPTS = ((0.1, 1.0), (1.0, 0.1), (0.01, 1.0), (1.0, 1e-3))
-SADDLES = 3  # most saddle points to leave
-ALIKE = 1e8  # condition of J, its columns of one length, from which on some of them are taken for the same
 NEWTON = 5  # most Newton steps of a finish
-NOUGHT = 1e-6  # residuals this much smaller than at the start count as zero: nothing lower is worth a search
 FADED = 1e-6  # a column of J this much shorter than it was: its parameter has lost its influence
 
 
@@ -35,21 +32,23 @@ def search(
     def attempt(problems: Problems, x: Tensor, box: Box | None, options: Options) -> Progress:
         return finish(problems, solve(problems, x, loss, box, options, watch), loss, box, options)
 
-    if not options.restarts or options.max_nfev < 20 * len(ATTEMPTS):
+    if not options.restarts:
         return attempt(problems, x, box, options)
-    best = attempt(problems, x, box, replace(options, max_nfev=options.max_nfev // 2))
-    if box is None and loss.rho is None and problems.exact:
-        best = escape(problems, best, attempt, replace(options, max_nfev=options.max_nfev // 4 // SADDLES))
+    few = options.max_nfev < 20 * len(ATTEMPTS)
+    best = attempt(problems, x, box, options if few else replace(options, max_nfev=options.max_nfev // 2))
+    best, dead = escape(problems, x, best, loss, box, attempt, options)
+    if few:
+        return put_back(problems, x, best)
     share = options.max_nfev // 4 // len(ATTEMPTS)
     for factor, shift in ATTEMPTS:
-        again = doubtful(problems, x, best, loss, box, options).nonzero().squeeze(-1)
+        again = doubtful(problems, x, best, dead, loss, box, options).nonzero().squeeze(-1)
         if not len(again) or bool((best.status == STOPPED).any()):
             break
         old, part = best[again], box and box[again]
-        x0 = torch.where(faded(old, loss, options), shift * x[again], x[again])
+        x0 = torch.where(faded(old, loss, options) & ~dead[again], shift * x[again], x[again])
         x0 = x0 if part is None else x0.clamp(part.lower, part.upper)
         new = attempt(problems[again], x0, part, replace(options, max_nfev=share, factor=factor))
-        still = doubtful(problems[again], x[again], new, loss, part, options)
+        still = doubtful(problems[again], x[again], new, dead[again], loss, part, options)
         limit = torch.where(still, 1 - 1e-9, 1 + 1e-9) * old.scale
         best = best.merge(again, better_of(old, new, limit, again))
     # What ran out of its share goes on from where it is, with what is left. So does what is stuck with a D that is that
@@ -63,15 +62,17 @@ def search(
         old, part, left = best[again], box and box[again], options.max_nfev - int(best.nfev[again].max())
         new = attempt(problems[again], old.x, part, replace(options, max_nfev=left))
         best = best.merge(again, better_of(old, new, old.scale, again))
-    return best
+    return put_back(problems, x, best)
 
 
-def better_of(old: Progress, new: Progress, limit: Tensor, which: Tensor) -> Progress:
-    """The new one where its scale is within the limit, with the evaluations of both."""
-    index = (new.scale <= limit).nonzero().squeeze(-1)  # no NaN is
-    kept = old.merge(index, new[index])
-    status = torch.where(new.status == STOPPED, STOPPED, kept.status)  # the callback's word counts for all attempts
-    return replace(kept, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
+def put_back(problems: Problems, x0: Tensor, s: Progress) -> Progress:
+    """With parameters that change no residual where they were at the start: an attempt may have moved them."""
+    idle = (s.J == 0).all(1) & (s.x != x0)
+    for j in idle.any(0).nonzero().flatten().tolist():
+        x = torch.where(idle & (torch.arange(x0.shape[-1], device=x0.device) == j), x0, s.x)
+        same = (problems.residuals(x) == s.f).all(-1, keepdim=True)
+        s = replace(s, x=torch.where(same, x, s.x), nfev=s.nfev + idle[:, j])
+    return s
 
 
 def faded(s: Progress, loss: RobustLoss, options: Options, share: float = FADED) -> Tensor:
@@ -82,10 +83,10 @@ def faded(s: Progress, loss: RobustLoss, options: Options, share: float = FADED)
 
 
 def doubtful(
-    problems: Problems, x0: Tensor, s: Progress, loss: RobustLoss, box: Box | None, options: Options
+    problems: Problems, x0: Tensor, s: Progress, dead: Tensor, loss: RobustLoss, box: Box | None, options: Options
 ) -> Tensor:
     """No minimum, or one at infinity, or one where parameters have become alike and J has lost its rank: (B,)."""
-    found = (s.status != BAD) & ((s.status <= 0) | faded(s, loss, options).any(-1))
+    found = (s.status != BAD) & ((s.status <= 0) | (faded(s, loss, options) & ~dead).any(-1))
     index = (~found & (s.factor.condition > ALIKE) & (s.f.shape[-1] >= s.x.shape[-1])).nonzero().squeeze(-1)
     if len(index):
         found[index] = lost_rank(problems[index], x0[index], s[index], loss, box)
@@ -99,7 +100,7 @@ def lost_rank(problems: Problems, x0: Tensor, s: Progress, loss: RobustLoss, box
     lost = (first.condition <= ALIKE) & (s.scale > NOUGHT * loss.scale(f))
     if box is None and loss.rho is None and problems.exact:
         with suppress(NoSecondDerivative):
-            value = torch.linalg.eigvalsh(hessian(problems, s).nan_to_num(0.0, 0.0, 0.0))
+            value = torch.linalg.eigvalsh(scaled_hessian(problems, s, loss).nan_to_num(0.0, 0.0, 0.0))
             lost &= value[:, 0] <= 1e-9 * value[:, -1]
     return lost
 
@@ -136,47 +137,9 @@ def finish(problems: Problems, s: Progress, loss: RobustLoss, box: Box | None, o
     return s
 
 
-def escape(problems: Problems, s: Progress, attempt: Callable[..., Progress], options: Options) -> Progress:
-    """Leave saddle points along the most negative curvature, both ways, where J has lost rank and cannot see it.
-
-    Two terms of a sum that have become alike, such as exponentials of one rate, are such a point.
-    """
-    for _ in range(SADDLES):
-        flat = (s.factor.slope < 1e-3) & (s.cosine > 1e-3) & (s.scale > 0) & (s.status != STOPPED)
-        index = flat.nonzero().squeeze(-1)
-        if not len(index):
-            break
-        old = s[index]
-        try:
-            value, vector = torch.linalg.eigh(hessian(problems[index], old).nan_to_num(0.0, 0.0, 0.0))
-        except NoSecondDerivative:
-            break
-        down = value[:, 0] < -1e-9 * value[:, -1]
-        index, old, v = index[down], old[down], (vector[..., 0] / old.D)[down]
-        if not len(index):
-            break
-        some, length = problems[index], norm(old.D * old.x).unsqueeze(-1)
-        trials = [old.x + sign * 10.0**-k * length * v for k in range(5) for sign in (1, -1)]
-        costs = torch.stack([norm(some.residuals(x)).nan_to_num(torch.inf, torch.inf) for x in trials])  # (10, B)
-        x0 = torch.stack(trials)[costs.argmin(0), torch.arange(len(index), device=old.x.device)]
-        new = attempt(some, x0, None, options)
-        limit = (1 - 1e-9) * old.scale
-        kept = better_of(old, new, limit, index)
-        s = s.merge(index, replace(kept, nfev=kept.nfev + len(trials), njev=kept.njev + 1))
-        if not bool((new.scale <= limit).any()) or bool((s.status == STOPPED).any()):
-            break
-    return s
-
-
-def hessian(problems: Problems, s: Progress) -> Tensor:
-    """D⁻¹(JᵀJ + Σfᵢ∇²fᵢ)D⁻¹: (B, n, n)."""
-    d = s.D.unsqueeze(-1)
-    return (s.J.mT @ s.J + problems.curvature(s.x, s.f)) / d / d.mT
-
-
 def newton(problems: Problems, s: Progress) -> Tensor:
     """−(JᵀJ + Σfᵢ∇²fᵢ)⁻¹Jᵀf, zero where that is not positive definite: (B, n)."""
-    d, H = s.D.unsqueeze(-1), hessian(problems, s)
+    d, H = s.D.unsqueeze(-1), scaled_hessian(problems, s, RobustLoss())
     L, failed = torch.linalg.cholesky_ex(H)
     p = -torch.cholesky_solve(s.J.mT @ s.f.unsqueeze(-1) / d, L) / d
     return torch.where(failed.unsqueeze(-1) > 0, 0, p.squeeze(-1))

@@ -1,0 +1,165 @@
+"""Stationary points that are no minimum, where J has lost rank and cannot see the way down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .bounds import Box
+from .factor import norm
+from .options import Options
+from .problems import NoSecondDerivative, Problems
+from .progress import STOPPED, Progress, better_of
+from .robust import RobustLoss
+
+SADDLES = 3  # most saddle points to leave, one after the other
+ALIKE = 1e8  # condition of J, its columns of one length, from which on some of them are taken for the same
+NOUGHT = 1e-6  # residuals this much smaller than at the start count as zero: nothing lower is worth a search
+NEGATIVE = -1e-9  # of the largest eigenvalue of the Hessian: below it is not rounding
+NEAR = tuple(10.0**-k for k in range(5))  # parts of the way along which the cost would fall to nothing
+# Of a parameter of which nothing says on which scale it counts.
+ANYWHERE = tuple(10.0**k for k in (*range(-16, -8, 2), *range(-8, 9), *range(10, 17, 2)))
+NEARLY_ALL = (0.9, 0.99, 0.999, 1 - 1e-6)  # of the way from a parameter to zero
+SIGNS = 4  # most sets of signs with which parameters are moved together
+
+Attempt = Callable[[Problems, Tensor, Box | None, Options], Progress]
+
+
+def escape(
+    problems: Problems, x0: Tensor, s: Progress, loss: RobustLoss, box: Box | None, attempt: Attempt, options: Options
+) -> tuple[Progress, Tensor]:
+    """Leave saddle points; and which parameters change nothing, wherever they are: (B, n).
+
+    A parameter at its maximum has a column of zeros, and two terms of a sum that have become alike, such as
+    exponentials of one rate, have columns that are.
+    """
+    dead = torch.zeros_like(s.x, dtype=torch.bool)
+    going = (s.scale > 0) & (s.status != STOPPED)
+    for _ in range(SADDLES):
+        flat = (s.factor.slope < 1e-3) & (s.cosine > 1e-3)
+        blind = flat | ((s.factor.length == 0) & ~dead).any(-1) | (s.factor.condition > ALIKE)
+        index = (going & blind & (s.nfev < options.max_nfev)).nonzero().squeeze(-1)
+        if len(index):
+            index = index[s.scale[index] > NOUGHT * loss.scale(problems[index].residuals(x0[index]))]
+        if not len(index):
+            break
+        old, part, left = s[index], box and box[index], options.max_nfev - int(s.nfev[index].max())
+        trials = Trials(problems[index], old, loss, part, options, min(left, options.max_nfev // 4))
+        dead[index] |= trials.made(~dead[index])
+        s = s.merge(index, replace(old, nfev=old.nfev + trials.nfev, njev=old.njev + trials.njev))
+        lower = trials.scale <= (1 - 1e-9) * old.scale
+        down, left = index[lower], left - trials.nfev
+        if not len(down) or left < 1:
+            break
+        part, more = box and box[down], replace(options, max_nfev=min(left, max(options.max_nfev // 4 // SADDLES, 20)))
+        new, limit = attempt(problems[down], trials.x[lower], part, more), (1 - 1e-9) * s.scale[down]
+        s = s.merge(down, better_of(s[down], new, limit, down))
+        going = torch.zeros_like(going)
+        going[down] = (new.scale <= limit) & (new.status != STOPPED)
+    return s, dead
+
+
+class Trials:
+    """The lowest points found around those of s: x (B, n), of this scale (B,)."""
+
+    def __init__(
+        self, problems: Problems, s: Progress, loss: RobustLoss, box: Box | None, options: Options, most: int
+    ) -> None:
+        self.problems, self.s, self.loss, self.box, self.most = problems, s, loss, box, most
+        self.x, self.f, self.scale, self.nfev, self.njev = s.x, s.f, s.scale, 0, 0
+        self.size = torch.where(s.x == 0, 1.0 if options.x_scale is None else options.x_scale, s.x.abs())
+        f, J = loss.corrected(s.f, s.J)
+        self.zero = (J == 0).all(1)  # columns (B, n)
+        self.free = torch.ones_like(self.zero) if box is None else ~box.held(s.x, (f.unsqueeze(-2) @ J).squeeze(-2))
+
+    def made(self, unknown: Tensor) -> Tensor:
+        """Try what may lead down; which of the unknown parameters nothing shows an influence of: (B, n)."""
+        flat = self.zero & self.free & unknown
+        try:
+            curved = self.follow_curvature()
+        except NoSecondDerivative:
+            self.follow_null_space()
+        else:
+            flat &= ~curved
+        most, number = int(flat.sum(-1).max()), flat.cumsum(-1) - 1
+        still = flat.any(-1)
+        for k in range(SIGNS if most > 1 else min(most, 1)):
+            signs = 1 - 2 * ((number >> (k - 1)) & 1) if k else torch.ones_like(number)
+            still &= ~self.along(torch.where(flat, signs * self.size, 0), ANYWHERE)
+        still &= ~self.along(torch.where(flat, -self.s.x, 0), NEARLY_ALL)
+        alone = flat & ~still.unsqueeze(-1)
+        for j in alone.any(0).nonzero().flatten().tolist() if most > 1 else ():
+            column = torch.arange(flat.shape[-1], device=flat.device) == j
+            self.along(torch.where(alone & column, self.size, 0), ANYWHERE)
+        return flat & still.unsqueeze(-1)
+
+    def follow_curvature(self) -> Tensor:
+        """Along directions in which the Hessian is negative, to where it promises no cost at all, and less far.
+
+        Its rows and columns are brought to one size first, so that units of the parameters change nothing. Returns
+        which of them are not zero: (B, n).
+        """
+        H = hessian(self.problems, self.s, self.loss).nan_to_num(0.0, 0.0, 0.0)
+        self.njev += 1
+        H = torch.where(self.free.unsqueeze(-1) & self.free.unsqueeze(-2), H, 0)
+        unit = torch.ones_like(self.x)
+        for _ in range(8):
+            row = (H * unit.unsqueeze(-1) * unit.unsqueeze(-2)).abs().amax(-1)
+            unit = torch.where(row > 0, unit / row.sqrt(), unit)
+        value, vector = torch.linalg.eigh(H * unit.unsqueeze(-1) * unit.unsqueeze(-2))
+        for k in range(value.shape[-1]):
+            down = value[:, k] < NEGATIVE * value.abs().amax(-1)
+            if not bool(down.any()):
+                break
+            length = self.s.scale / torch.where(down, -value[:, k], 1).sqrt()
+            self.along(torch.where(down, length, 0).unsqueeze(-1) * unit * vector[..., k], NEAR)
+        return H.abs().amax(-1) > 0
+
+    def follow_null_space(self) -> None:
+        """Along the directions that J does not see, where no Hessian says how far."""
+        length = self.s.factor.length
+        seen = self.free & ~self.zero
+        unit = torch.where(length > 0, length, 1)
+        R = torch.where(seen.unsqueeze(-2), self.s.factor.R / unit.unsqueeze(-2), 0).nan_to_num(0.0, 0.0, 0.0)
+        _, value, vector = torch.linalg.svd(torch.cat([R, torch.diag_embed(~seen).to(R)], 1), full_matrices=False)
+        far = norm(self.s.D * self.s.x)
+        for k in range(value.shape[-1]):
+            none = ALIKE * value[:, -1 - k] < value[:, 0]
+            if not bool(none.any()):
+                break
+            self.along(torch.where(none, far, 0).unsqueeze(-1) * vector[:, -1 - k] / unit, NEAR)
+
+    def along(self, d: Tensor, parts: tuple[float, ...]) -> Tensor:
+        """Try x ± parts of d, x the lowest so far, and whether that changes any residual: (B,)."""
+        x0, f0 = self.x, self.f
+        seen = torch.zeros_like(self.scale, dtype=torch.bool)
+        if not bool((d != 0).any()):
+            return seen
+        for step in (way * part for part in parts for way in (1, -1)):
+            if self.nfev >= self.most:
+                return torch.ones_like(seen)  # nobody knows
+            x = x0 + step * d
+            x = x if self.box is None else x.clamp(self.box.lower, self.box.upper)
+            f = self.problems.residuals(x)
+            self.nfev += 1
+            seen |= (f != f0).any(-1)
+            scale = self.loss.scale(f).nan_to_num(torch.inf, torch.inf)
+            lower = scale < self.scale
+            self.x, self.f = (torch.where(lower.unsqueeze(-1), *pair) for pair in ((x, self.x), (f, self.f)))
+            self.scale = torch.where(lower, scale, self.scale)
+        return seen
+
+
+def hessian(problems: Problems, s: Progress, loss: RobustLoss) -> Tensor:
+    """Of the cost, ρ″ < 0 left out: JᵀJ + Σρ′fᵢ∇²fᵢ (B, n, n)."""
+    _, J = loss.corrected(s.f, s.J)
+    return J.mT @ J + problems.curvature(s.x, loss.pull(s.f))
+
+
+def scaled_hessian(problems: Problems, s: Progress, loss: RobustLoss) -> Tensor:
+    """D⁻¹HD⁻¹: (B, n, n)."""
+    d = s.D.unsqueeze(-1)
+    return hessian(problems, s, loss) / d / d.mT
