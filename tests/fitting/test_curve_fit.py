@@ -109,8 +109,65 @@ def test_a_fit_that_fails_says_so():
         ({"xdata": 2.0, "ydata": Y * np.nan, "nan_policy": "omit"}, ValueError, "last dimension"),
         ({"maxfev": 9, "max_nfev": 9}, TypeError, "one of them"),
         ({"xdata": [math.nan, *X[1:]]}, ValueError, "xdata contains NaN"),
+        ({"f": X, "xdata": decay}, TypeError, r"f is a ndarray of float64.*curve_fit\(f, xdata, ydata\)"),
+        ({"f": "a * x"}, TypeError, "f is 'a \\* x'"),
+        ({"xdata": decay}, TypeError, "xdata is a function: the arguments are f, xdata and ydata"),
+        ({"ydata": decay}, TypeError, "ydata is a function"),
+        ({"ydata": None}, TypeError, "ydata is None"),
+        ({"ydata": Y[:, None]}, ValueError, r"\(40, 1\).*ydata.reshape\(-1\)"),
+        ({"ydata": Y[None]}, ValueError, r"\(1, 40\).*ydata.reshape\(-1\)"),
+        ({"xdata": X[:, None]}, ValueError, r"xdata of shape \(40, 1\).*xdata.reshape\(-1\)"),
+        ({"f": lambda x, a, b: a * x[0] + b * x[1], "xdata": np.stack([X, X], 1)}, ValueError, r"\(40, 2\).*xdata.T"),
+        ({"xdata": X[:39]}, ValueError, r"\(39,\) for ydata of shape \(40,\).*as many points in both"),
+        ({"f": lambda x, a, b, c: decay(x, a, b, c)[:, None]}, ValueError, r"\(40, 1\).*a value for each point"),
+        ({"f": lambda x, a: (a * x, a)}, ValueError, r"tuple of shapes \[\(\), \(40,\)\]"),
+        ({"f": lambda x, a: "a curve"}, TypeError, "the curve that f returns must hold real numbers, not 'a curve'"),
+        ({"f": lambda x, p: x * p[0], "p0": [1.0, 1.0]}, ValueError, r"lambda x, \*p: f\(x, p\)"),
+        ({"f": lambda p, x: x * p[0], "p0": [1.0, 1.0]}, ValueError, r"lambda x, \*p: f\(x, p\)"),
+        ({"ydata": ["1.5"] * 40}, TypeError, "ydata must hold real numbers, not a list with '1.5'"),
+        ({"ydata": np.array(["1.5"] * 40)}, TypeError, "ydata must hold real numbers, not a ndarray of <U3"),
+        ({"ydata": [None, *Y[1:]]}, TypeError, "ydata must hold real numbers, not a list with None"),
+        ({"ydata": [[1.0, 2.0], [3.0]]}, TypeError, "rows of different length"),
+        ({"xdata": ["1.5"] * 40}, TypeError, "xdata must hold real numbers"),
+        ({"xdata": np.arange("2020-01-01", 40, dtype="datetime64[D]")}, TypeError, "datetime64.*time since the first"),
+        ({"sigma": "small"}, TypeError, "sigma must hold real numbers, not 'small'"),
+        ({"sigma": np.full(40, np.inf)}, ValueError, "not all of them"),
+        ({"sigma": np.where(X > 3, np.nan, SIGMA)}, ValueError, "positive"),
+        ({"p0": "abc"}, TypeError, "p0 must hold real numbers, not 'abc'"),
+        ({"p0": {"a": 1.0}}, TypeError, "p0 must hold real numbers, not a dict"),
+        ({"p0": [[1.0, 1.0, 1.0]]}, ValueError, r"p0 has shape \(1, 3\)"),
+        ({"p0": [1.0, math.nan, 1.0]}, ValueError, "p0 is not finite"),
+        ({"args": (2.0,)}, TypeError, "curve_fit takes no args"),
+        ({"weights": "many"}, TypeError, "weights must hold real numbers"),
+        ({"bounds": ("low", 9)}, TypeError, "the lower bound must hold real numbers"),
     ],
 )
 def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], words: str):
     with pytest.raises(error, match=words):
         curve_fit(**{"f": decay, "xdata": X, "ydata": Y, **change})
+
+
+def test_an_error_of_f_says_how_f_was_called():
+    """It stays what it is, with a note where Python has them."""
+    with pytest.raises(TypeError) as caught:
+        curve_fit(lambda x, a, b: a * math.exp(-b * x), X, Y)
+    if hasattr(caught.value, "add_note"):
+        assert any("f(x, a, b)" in note and "(40,)" in note for note in caught.value.__notes__)
+
+
+def test_columns_of_tables_are_arrays():
+    pandas = pytest.importorskip("pandas")
+    known = curve_fit(decay, X, Y).popt
+    table = pandas.DataFrame({"x": X, "y": Y})
+    assert curve_fit(decay, table["x"], table["y"]).popt == pytest.approx(known, rel=1e-12)
+    turned = table[::-1]
+    assert curve_fit(decay, turned["x"], turned["y"], sigma=pandas.Series(np.ones(40))).popt == pytest.approx(known)
+    objects = table.astype(object)
+    assert curve_fit(decay, objects["x"], objects["y"]).popt == pytest.approx(known, rel=1e-12)
+    nullable = table.astype("Float64")
+    assert curve_fit(decay, nullable["x"], nullable["y"]).popt == pytest.approx(known, rel=1e-12)
+    nullable.loc[3, "y"] = pandas.NA
+    with pytest.raises(ValueError, match="ydata contains NaN"):
+        curve_fit(decay, nullable["x"], nullable["y"])
+    with pytest.raises(ValueError, match=r"ydata has shape \(40, 1\)"):
+        curve_fit(decay, table["x"], table[["y"]])

@@ -55,8 +55,8 @@ def kind(data: Any) -> str:
     if isinstance(data, (list, tuple)):
         if len({len(part) for part in data if hasattr(part, "__len__") and not isinstance(part, str)}) > 1:
             return f"a {name} of rows of different length"
-        odd = next((part for part in _leaves(data) if not isinstance(part, (int, float, complex))), None)
-        return f"a {name}" if odd is None else f"a {name} with {odd!r}, a {type(odd).__name__}"
+        odd = [part for part in _leaves(data) if part is None or isinstance(part, (str, bytes, dict))]
+        return f"a {name} with {odd[0]!r}" if odd else f"a {name}"
     return f"{data!r}" if data is None or isinstance(data, str) else f"a {name}{f' of {dtype}' if dtype else ''}"
 
 

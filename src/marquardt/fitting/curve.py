@@ -36,12 +36,13 @@ def values(model: Any, p: Any) -> Any:
     """What f returned, as a tensor where p is one and as an array where not."""
     if model is None:
         raise TypeError("f returned None: it must return the curve at x")
-    if isinstance(model, (list, tuple)) and any(isinstance(value, Tensor) for value in model):
+    if isinstance(model, (list, tuple)):
         shapes = {tuple(getattr(value, "shape", ())) for value in model}
         if len(shapes) > 1:
             raise ValueError(
                 f"f returned a {type(model).__name__} of shapes {sorted(shapes)}: it must return the curve"
             )
+    if isinstance(model, (list, tuple)) and any(isinstance(value, Tensor) for value in model):
         return torch.stack([torch.as_tensor(value, dtype=p.dtype, device=p.device) for value in model])
     if isinstance(p, Tensor) and not isinstance(model, Tensor):
         raise TypeError(f"f returned {type(model).__name__} for tensors: it must return the curve at x, a tensor")

@@ -54,10 +54,10 @@ def curve_fit(
         xdata: where the curve is observed: (m,), (k, m), or anything that f takes.
         ydata: observations, (m,).
         p0: where the fit starts; None for ones, or the middle of finite bounds.
-        sigma: standard deviations (m,), or the covariance (m, m) of ydata.
+        sigma: standard deviations (m,), or the covariance (m, m) of ydata; inf leaves a point out.
         absolute_sigma: whether sigma is known; otherwise pcov is scaled by the residuals.
         check_finite: whether NaN and infinities are refused; None unless there is a `nan_policy`.
-        bounds: (lower, upper), numbers or one for each parameter.
+        bounds: (lower, upper), numbers or one for each parameter; equal ones fix it, with an error of 0.
         method: as in least_squares; None for "lm".
         jac: jac(x, *p) → (m, n), or as in least_squares; None for exact derivatives.
         full_output: SciPy's, refused: what it asks for is in `.result`.
@@ -116,7 +116,14 @@ class Deviations:
 
     def residuals(self, p: Any, *args: Any) -> Any:
         x, y, root = self.data.split(p, args)
-        model = values(self.f(x, *p), p)
+        try:
+            model = values(self.f(x, *p), p)
+        except Exception as error:  # of f, and so it stays
+            if hasattr(error, "add_note"):  # Python 3.11
+                shape = f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else ""
+                call = f"f(x, {', '.join(names(self.f, len(p)))})"
+                error.add_note(f"f was called as {call}: x is a {type(x).__name__}{shape}, the others are numbers")
+            raise
         if model.ndim and tuple(model.shape) != tuple(y.shape):
             raise ValueError(mismatch(tuple(model.shape), x, tuple(y.shape)))
         return self.data.white(model - like(y, p), root)
@@ -159,7 +166,10 @@ def _fit(result: Result, f: Callable[..., Any], data: Observations, given: Given
         i = int(missing.int().argmax())
         which = f" of {int(missing.sum())} of {len(x)} data sets" if data.batched else ""
         first = f"in data set {i} " if data.batched else ""
-        reason = found.reason(i, names(f, x.shape[-1]), given.absolute_sigma)
+        called = names(f, x.shape[-1])
+        reason = found.reason(i, called, given.absolute_sigma)
+        if "x" in called:
+            reason += f". Note that f is called with xdata first, and x is fitted: f(xdata, {', '.join(called)})"
         warnings.warn(
             f"the covariance of the parameters{which} could not be estimated; infinite: {first}{reason}", stacklevel=3
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import jacfwd, jacrev, jvp, vmap
 
 from . import derivatives, tracked
-from .arrays import tensor
+from .arrays import floating, tensor
 from .derivatives import Function
 
 
@@ -168,11 +168,17 @@ class UserFunction:
         if not isinstance(f, Tensor):
             if not self.numpy:
                 raise TypeError(f"fun returned {type(f).__name__} for a tensor: it must return a tensor of residuals")
-            f = tensor(f)
+            f = floating("what fun returns", f)
         if f.is_complex():
             raise TypeError("fun returned complex residuals: return their real and imaginary parts as one real vector")
         if f.ndim > 1:
-            raise ValueError(f"fun returned shape {tuple(f.shape)}: the residuals of one problem must be a vector")
+            way = "return it flat, .reshape(-1)"
+            if f.ndim == 2 and f.shape[0] == f.shape[1] > 1:
+                m = f.shape[0]
+                way = f"a column {(m, 1)} less a vector {(m,)} gives such a square; make both vectors"
+            raise ValueError(
+                f"fun returned shape {tuple(f.shape)}: the residuals of one problem must be a vector; {way}"
+            )
         return f.reshape(-1).to(x.dtype)
 
     def own(self, x: Tensor) -> Any:
