@@ -40,8 +40,8 @@ def start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool, flo
     try:
         x = tensor(x0)
     except (TypeError, ValueError, RuntimeError) as error:
-        given = kind(x0) if callable(x0) else f"x0={x0!r}"
-        raise TypeError(f"{given}: the start must be a vector of real numbers, as in least_squares(fun, x0)") from error
+        what = kind(x0) if callable(x0) else f"x0={x0!r}"
+        raise TypeError(f"{what}: the start must be a vector of real numbers, as in least_squares(fun, x0)") from error
     if x.is_complex():
         raise TypeError("x0 is complex: fit the real and imaginary parts as separate real parameters")
     if x.ndim == 0 and not batched:

@@ -31,16 +31,16 @@ class Covariance:
     def reason(self, i: int, names: list[str], known: bool) -> str:
         """Why that of fit i is infinite, and the way out."""
         m, n = int(self.points[i]), int(self.points[i] - self.dof[i])
-        named = lambda which: _listed([names[j] for j in which[i].nonzero().flatten().tolist()])  # noqa: E731
+        still, alike = ([names[j] for j in which[i].nonzero().flatten().tolist()] for which in (self.still, self.alike))
         if m < n:
             return f"{m} points do not determine {n} parameters. Take more points, or fix parameters by equal bounds"
-        if bool(self.still[i].any()):
+        if still:
             return (
-                f"the curve does not depend on {named(self.still)} there. Start elsewhere (p0), or fix what has no "
+                f"the curve does not depend on {_listed(still)} there. Start elsewhere (p0), or fix what has no "
                 "influence by equal bounds"
             )
-        if bool(self.alike[i].any()):
-            return f"the points do not tell {named(self.alike)} apart. Leave one out, or fix it by equal bounds"
+        if alike:
+            return f"the points do not tell {_listed(alike)} apart. Leave one out, or fix it by equal bounds"
         if m == n and not known:
             return (
                 f"as many points as parameters, {n}, leave nothing to estimate the noise from. Take more points, or "

@@ -173,10 +173,9 @@ def _fit(result: Result, f: Callable[..., Any], data: Observations, given: Given
         warnings.warn(
             f"the covariance of the parameters{which} could not be estimated; infinite: {first}{reason}", stacklevel=3
         )
-    one = lambda part: part if data.batched else part[0]  # noqa: E731
     weighted = data.whitening is not None or given.weights is not None
     return CurveFit(
-        result.x, like(one(found.matrix), result.x), result, f,
+        result.x, like(found.matrix if data.batched else found.matrix[0], result.x), result, f,
         like(found.dof, result.x) if data.batched else int(found.dof),
         found.noise if data.batched else float(found.noise),
         given.absolute_sigma, weighted, data.batched, data.x_ndim,
