@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from .curvature.contract import Representation
 from .jacobian.rows import Rows
@@ -68,6 +69,29 @@ def check_batch(inputs: Any, targets: Any) -> None:
             "take marquardt.lightning.LMModule with Lightning, marquardt.huggingface.LMTrainer with transformers, and "
             "prepared.optimizer.step(inputs, targets) with accelerate"
         )
+
+
+def check_places(call: str, model: Any, loss: Any, data: Any) -> None:
+    """Arguments that have changed places, or a class or inputs alone in the place of one."""
+    if isinstance(model, type):
+        raise TypeError(f"{call} takes a model and not its class: make one, {model.__name__}(…)")
+    if not isinstance(model, nn.Module):
+        swapped = next((name for name, other in (("data", data), ("loss", loss)) if isinstance(other, nn.Module)), None)
+        hint = "" if swapped is None else f"; the model seems to be in the place of the {swapped}"
+        raise TypeError(f"{call} takes an nn.Module as its model, not a {type(model).__name__}{hint}")
+    if holds_data(loss):
+        given = "both are tensors" if holds_data(data) else f"and the data are {data!r}"[:80]
+        raise TypeError(
+            f"{call}: the loss is a {type(loss).__name__}, {given}. Inputs and targets are one argument, the loss "
+            'another: data=(x, y), loss="mse"'
+        )
+
+
+def holds_data(item: Any) -> bool:
+    """Whether it is what data are made of, and no loss: a name with its option is a tuple too."""
+    if isinstance(item, (tuple, list)):
+        return any(map(holds_data, item))
+    return isinstance(item, (Tensor, Dataset, DataLoader)) or hasattr(item, "__array__")
 
 
 def check_rate(lr: Any) -> None:

@@ -85,10 +85,12 @@ def fitted(model: nn.Module, loss: Any, x: Any, y: Any, weight_decay: float, wei
     return model
 
 
-def regression(N: int = 40, outputs: int = 1, hidden: int = 5, weight_decay: float = 1e-2, bias: bool = True):
-    """A fitted network, its inputs and its targets."""
+def regression(
+    N: int = 40, outputs: int = 1, hidden: int = 5, weight_decay: float = 1e-2, bias: bool = True, quiet: float = 0.1
+):
+    """A fitted network, its inputs and its targets; `quiet` is the noise of the first output."""
     x = 2 * torch.rand(N, 2, dtype=torch.float64) - 1
-    noise = torch.tensor([0.1, 0.4, 0.2][:outputs], dtype=torch.float64)
+    noise = torch.tensor([quiet, 0.4, 0.2][:outputs], dtype=torch.float64)
     y = torch.stack([(2 * x[:, 0] + k).sin() + x[:, 1] for k in range(outputs)], 1) + noise * torch.randn(N, outputs)
     return fitted(network(2, hidden, outputs, bias=bias), "mse", x, y, weight_decay), x, y
 

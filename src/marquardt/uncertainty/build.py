@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..arguments import users
+from ..arguments import brief, check_places, users
 from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.kronecker import NoFactors
 from ..losses import Elementwise, resolve
@@ -24,8 +25,9 @@ from .likelihood import likelihood_of
 from .posterior import Posterior
 
 # −log p(θ|y) that a step would take off θ, in nats, beyond which the posterior is said to be of another θ; or this
-# share of γ, for a sample of the posterior is γ/2 above the minimum.
-NATS, SHARE = 1.0, 0.1
+# share of γ: a sample of the posterior is γ/2 above the minimum, and a θ that is no further from it than samples are
+# has errors of the size that they say.
+NATS, SHARE = 1.0, 0.5
 
 # How many times more or less than samples there are weights may add up to, if they are no whole numbers.
 FAR = 1.5
@@ -61,10 +63,11 @@ def posterior(
 
     `curvature`: mq.Dense(), mq.Gram() or mq.Kronecker(); None is exact (Dense, or Gram with fewer rows than parameters)
     if there is memory and time for that, otherwise Kronecker, or the last linear layer alone if the layers have no such
-    factors; `Posterior.plan` says what was taken. `params` are the parameters that are uncertain, the others are taken
+    factors; `Posterior.plan` says what was taken. Their `chunk` is kept to; other options are for steps. `params` are the parameters that are uncertain, the others are taken
     as known: some of model.parameters(), or "last" for the last linear layer.
 
-    The model is taken in eval mode, and left as it was. If θ̂ is no minimum of the loss, a warning says so.
+    The model is taken in eval mode, and left as it was. If θ̂ is further from a minimum of the loss than samples of the
+    posterior are, a warning says so.
 
     Args:
         model: trained, in any mode.
@@ -82,6 +85,7 @@ def posterior(
     >>> posterior = mq.posterior(model, "mse", (x, y), weight_decay=0.01)
     >>> low, high = posterior.predict(x).interval(0.95)
     """
+    check_places("mq.posterior(model, loss, data)", model, loss, data)
     found = laplace(model, loss, data, weight_decay, noise, curvature, params)
     if noise is None or isinstance(noise, str):
         check_counts(found.at.mean_weight)
@@ -129,8 +133,7 @@ def laplace(
     training, for `reestimate`."""
     loss = resolve(loss)
     kind = likelihood_of(loss)
-    if curvature is not None and not isinstance(curvature, (Dense, Gram, Kronecker)):
-        raise TypeError(f"curvature={curvature!r}: mq.Dense(), mq.Gram(), mq.Kronecker(), or None to choose")
+    check_curvature(curvature)
     if not kind.noisy and noise is not None:
         raise ValueError(
             f"noise={noise!r}: {loss.display_name} has no noise beside what the model returns, leave it out"
@@ -139,7 +142,8 @@ def laplace(
     refuse_sharded(chosen, "mq.posterior")
     parameters = Parameters(model, chosen)
     weights, towards = decays(model, parameters, weight_decay)
-    at = Expansion(model, loss, parameters, source(data, device=parameters.device, dtype=chosen[0].dtype))
+    given = source(data, device=parameters.device, dtype=chosen[0].dtype)
+    at = Expansion(model, loss, parameters, given, getattr(curvature, "chunk", None))
     known = known_noise(at, noise)
     if kind.noisy and known is None and not any(weights) and weight_decay is not None:
         check_left(at)
@@ -158,6 +162,24 @@ def laplace(
     if not first.learns:
         return first
     return first.scaled(first.noise_given(first.gamma))  # α goes with β, and so γ does not depend on it
+
+
+def check_curvature(given: Any) -> None:
+    """H is that of all data at once, by one of three representations: what is about steps alone has no meaning here."""
+    if given is None:
+        return
+    if type(given) not in (Dense, Gram, Kronecker):
+        words = repr(given) if isinstance(given, (str, type)) else brief(given)
+        raise TypeError(
+            f"curvature={words}: a posterior is made of mq.Dense(), mq.Gram(), which are exact, or mq.Kronecker(), "
+            "which has factors of each layer; None chooses"
+        )
+    for option in fields(given):
+        if option.repr and option.name != "chunk" and getattr(given, option.name) != option.default:
+            raise ValueError(
+                f"curvature={brief(given)}: {option.name} is about steps that follow each other, and H is that of all "
+                "data at once: leave it out"
+            )
 
 
 def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[float], Tensor | None]:

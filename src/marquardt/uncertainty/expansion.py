@@ -104,6 +104,7 @@ class Expansion:
     loss: Loss
     parameters: Parameters
     source: Source
+    chunk: int | None = None  # samples that are linearised at once; None for what has room
     known: Known = field(default_factory=Known)
 
     def __post_init__(self) -> None:
@@ -113,12 +114,14 @@ class Expansion:
         whole = self.source.whole
         self.batches: Iterable[Batch] = self.source.batches() if whole is None else [whole]
         self.single = whole is not None
-        self.chunk = LOOK if whole is not None and whole.samples > LOOK and not whole.opaque else None
+        chosen = self.chunk is None
+        if chosen and whole is not None and whole.samples > LOOK and not whole.opaque:
+            self.chunk = LOOK
         with self.at_rest():
             check_coupling(self.model)
             lin = self.linearization(self.loss)
             self.shapes = look(lin, None)
-            if not self.shapes.divisible:
+            if chosen and not self.shapes.divisible:
                 self.chunk = None
             self.written = self._written()
             try:
