@@ -65,6 +65,14 @@ def test_every_form_has_the_same_samples(form):
         assert torch.equal(found.whole.inputs, x.double())
 
 
+def test_columns_of_several_kinds_of_numbers():
+    frame = pd.DataFrame({"flag": [True, False], "size": [0.5, 2.0], "count": pd.array([3, 4], dtype="Int64")})
+    found = source((frame, y[:2])).whole
+    assert found.inputs.tolist() == [[1.0, 0.5, 3.0], [0.0, 2.0, 4.0]]
+    with pytest.raises(ValueError, match=re.escape("inputs[1, 1] is nan")):
+        source((frame.assign(size=pd.array([3, None], dtype="Int64")), y[:2]))
+
+
 def test_a_source_is_one_already():
     found = source((x, y), batch_size=3)
     assert source(found) is found
@@ -134,6 +142,14 @@ class Endless(IterableDataset):
         ((x / 0, y), "inputs[0, 0] is nan"),
         (((x, nan(y, 1, 0)), y), "inputs[1, 0] is nan"),
         ((x, y[:5]), "have the shape (8, 3), and there are 5 samples"),
+        (
+            (x.T, y),
+            "(3, 8), and there are 8 samples, by targets of the shape (8, 1): both need one row for each sample, "
+            "as inputs.T has",
+        ),
+        ((x, y.T), "by targets of the shape (1, 8): both need one row for each sample, as targets.T has"),
+        ((x.T, y.T), "both need one row for each sample, as inputs.T and targets.T have"),
+        ((x.to("meta"), y), "the inputs are on the meta device"),
         ((x, y, w[:5]), "the weights have the shape (5,), and there are 8 samples"),
         ((x, y, -w), "the weights must be one number of at least 0"),
         ((x, y, 0 * w), "the weights of all samples are 0"),
@@ -141,6 +157,8 @@ class Endless(IterableDataset):
         ((x,), "1 entries in the place of (inputs, targets)"),
         ((x, y, w, w), "4 entries in the place of"),
         (x, "data of the type Tensor: pass a tuple"),
+        (pd.DataFrame(x.numpy()), "data of the type DataFrame: pass a tuple"),
+        (x.numpy(), "data of the type ndarray: pass a tuple"),
         ({"x": x}, "data of the type dict"),
         ("data.csv", "data of the type str"),
         (3, "data of the type int"),
@@ -149,6 +167,10 @@ class Endless(IterableDataset):
         (Endless(), "Endless is an IterableDataset"),
         ((np.array([["a", "b"]]), y[:1]), "the inputs are no numbers"),
         ((pd.DataFrame({"town": ["Ulm", "Bonn"]}), y[:2]), "the inputs are no numbers (object"),
+        (
+            (pd.DataFrame({"size": [1.0, 2.0], "town": ["Ulm", "Bonn"]}), y[:2]),
+            "the inputs are no numbers (object), in the columns 'town'",
+        ),
     ],
 )
 def test_refused_at_once(data, message):
@@ -161,6 +183,8 @@ def test_refused_at_once(data, message):
     [
         ([(x, y), (nan(x, 5, 2), y)], "inputs[5, 2] is nan"),
         ([x, y], "Tensor in the place of (inputs, targets)"),
+        ([x, y], "a list is one of batches"),
+        (list(zip(x, y, strict=True)), "a torch Dataset has single samples"),
         ([], "list has no batches"),
         (DataLoader(TensorDataset(x), batch_size=4), "1 entries in the place of"),
     ],

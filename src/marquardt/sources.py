@@ -178,7 +178,8 @@ class Stream(Source):
                 f"{type(data).__name__} is used up when it was gone through once, and a fit does so many times: pass "
                 "a list or a DataLoader"
             )
-        if not isinstance(data, Iterable) or isinstance(data, (Tensor, Mapping, str)):
+        alone = isinstance(data, (Tensor, Mapping, str)) or hasattr(data, "__array__")
+        if not isinstance(data, Iterable) or alone:
             raise TypeError(f"data of the type {type(data).__name__}: pass {FORMS}")
         self.data: Any = data
         self.place = place
@@ -246,7 +247,8 @@ class Destination:
         if not isinstance(item, (tuple, list)) or len(item) not in (2, 3):
             found = f"{len(item)} entries" if isinstance(item, (tuple, list)) else type(item).__name__
             raise TypeError(
-                f"data with {found} in the place of (inputs, targets) or (inputs, targets, weight): pass {FORMS}"
+                f"data with {found} in the place of (inputs, targets) or (inputs, targets, weight): pass {FORMS}; a "
+                "list is one of batches"
             )
         names = ("inputs", "targets", "weight")
         return Batch(*(self._moved(part, name) for part, name in zip(item, names, strict=False)))
@@ -260,6 +262,8 @@ class Destination:
                 t = tensor(t, name)
             if not isinstance(t, Tensor):
                 return t
+            if t.is_meta:
+                raise ValueError(f"the {name} are on the meta device, without values")
             return t.to(self.device, self.dtype if t.is_floating_point() else None)
 
         return tree_map(moved, item)
@@ -270,12 +274,42 @@ def tensor(item: Any, name: str) -> Tensor:
     if isinstance(item, Tensor):
         return item
     values = item.to_numpy() if hasattr(item, "to_numpy") else item
+    strange = columns_without_numbers(item)
+    if strange == [] and values.dtype == object:  # columns of several kinds, each of them numbers or flags
+        values = item.to_numpy(dtype="float64", na_value=float("nan"))
     try:
         frozen = hasattr(values, "flags") and not values.flags.writeable  # which a tensor must not share
         return torch.tensor(values) if frozen else torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = getattr(values, "dtype", type(item).__name__)
-        raise TypeError(f"the {name} are no numbers ({kind}): {error}") from None
+        where = f", in the columns {', '.join(map(repr, strange))}" if strange else ""
+        raise TypeError(f"the {name} are no numbers ({kind}){where}: {error}") from None
+
+
+def columns_without_numbers(item: Any) -> list[Any] | None:
+    """Of a data frame: the names of those that hold something else; None for anything that is none"""
+    dtypes = getattr(item, "dtypes", None)
+    if not hasattr(item, "to_numpy") or not hasattr(dtypes, "items"):
+        return None
+    return [name for name, dtype in dtypes.items() if getattr(dtype, "kind", "O") not in "biuf"]
+
+
+def rows_of(batch: Batch, t: Tensor) -> str:
+    """What to say of data that do not have their samples first"""
+    x, y = batch.inputs, batch.targets
+    if isinstance(y, Tensor) and isinstance(x, Tensor) and t is x:
+        if x.ndim == y.ndim == 1:
+            return ": data have batches, with one row for each sample; a torch Dataset has single samples"
+        turn = ", as inputs.T has" if turned(x, y) else ", as targets.T has" if turned(y, x) else ""
+        if x.ndim == y.ndim == 2 and x.shape[1] == y.shape[1]:
+            turn = ", as inputs.T and targets.T have"
+        return f", by targets of the shape {tuple(y.shape)}: both need one row for each sample{turn}"
+    return ": one row for each sample"
+
+
+def turned(t: Tensor, other: Tensor) -> bool:
+    """Whether t would have as many rows as the other if it were transposed"""
+    return t.ndim == 2 and other.ndim > 0 and t.shape[1] == len(other) != len(t)
 
 
 def check(batch: Batch) -> None:
@@ -286,7 +320,9 @@ def check(batch: Batch) -> None:
         for t in leaves:
             if isinstance(t, Tensor) and (t.ndim == 0 or len(t) != N):
                 some = "weights" if name == "weight" else name
-                raise ValueError(f"the {some} have the shape {tuple(t.shape)}, and there are {N} samples")
+                raise ValueError(
+                    f"the {some} have the shape {tuple(t.shape)}, and there are {N} samples{rows_of(batch, t)}"
+                )
     for name, item in [("inputs", batch.inputs), ("targets", batch.targets), ("weight", batch.weight)]:
         for t in tree_leaves(item):
             if isinstance(t, Tensor) and t.is_floating_point():

@@ -129,7 +129,10 @@ def test_samples_that_cannot_be_told_apart():
     x = torch.zeros(7, 1).double()
     data = ((x[:3], x), None)
     found = planned(Pair(), data, loss=mq.losses.Residual())
-    assert (found.kind, found.words) == ("whole", "all samples in every step: they cannot be told apart")
+    assert (found.kind, found.words) == (
+        "whole",
+        "all data in every step: without a row of the inputs for each sample they cannot be cut into batches",
+    )
     with pytest.raises(ValueError, match="batch_size=2, and the inputs have no row for each sample"):
         planned(Pair(), data, 2, loss=mq.losses.Residual())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import marquardt as mq
@@ -326,8 +328,16 @@ def spoilt(t, *where):
         ({"data": (X, spoilt(Y, 39))}, "targets[39, 0] is nan"),
         ({"data": (X, Y[:, 0])}, "broadcasting would pair the wrong elements"),
         ({"data": (X[:30], Y)}, "there are 40 samples"),
-        ({"validation": (X, Y[:, 0])}, "broadcasting would pair the wrong elements"),
-        ({"validation": (spoilt(X, 0), Y)}, "inputs[0, 0] is nan"),
+        ({"validation": (X, Y[:, 0])}, "the validation set: outputs have shape (40, 1), targets (40,): broadcasting"),
+        ({"validation": (spoilt(X, 0), Y)}, "the validation set: inputs[0, 0] is nan"),
+        ({"validation": X}, "the validation set: data of the type Tensor"),
+        (
+            {"validation": (torch.cat([X, X], 1), Y)},
+            "the validation set: the model failed, since layer Linear '0' takes (N, 1), and the inputs have the shape",
+        ),
+        ({"data": (X[:, 0], Y)}, "takes (N, 1), and the inputs have the shape (40,): pass one row for each sample"),
+        ({"data": "mse", "loss": (X, Y)}, "the loss is a tuple, and the data are 'mse'. Inputs and targets are one"),
+        ({"data": X, "loss": Y}, "the loss is a Tensor, both are tensors. Inputs and targets are one argument"),
         ({"validation": 0.001}, "a fraction of 0.001 of 40 samples"),
         ({"validation": 1.5}, "validation=1.5: a fraction of the samples, between 0 and 1"),
         ({"validation": 20}, "validation=20: a fraction"),
@@ -376,6 +386,19 @@ def test_refused(arguments, message):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        ((X, Y), net(), "takes an nn.Module as its model, not a tuple; the model seems to be in the place of the data"),
+        (nn.Tanh, (X, Y), "takes a model and not its class: make one, Tanh(…)"),
+        ([net()], (X, Y), "takes an nn.Module as its model, not a list"),
+    ],
+)
+def test_models_that_are_none(model, data, message):
+    with pytest.raises(TypeError, match=re.escape(f"mq.fit(model, data, loss) {message}")):
+        mq.fit(model, data, "mse")
+
+
 def test_a_bad_batch_later_on_ends_it_with_the_last_weights():
     model, twin = net(), net()
     batches = [(X[:20], Y[:20]), (X[20:], spoilt(Y[20:], 2))]
@@ -385,15 +408,159 @@ def test_a_bad_batch_later_on_ends_it_with_the_last_weights():
     assert torch.equal(weights(model), weights(twin))
 
 
-def test_a_fit_that_learnt_nothing_says_so():
-    """Inputs in pascal and kelvin saturate the first layer; standardised they do not."""
+def physical() -> tuple[Tensor, Tensor]:
+    """The density of air at kelvin and pascal"""
     torch.manual_seed(0)
     x = torch.stack([250 + 80 * torch.rand(100), 8e4 + 4e4 * torch.rand(100)], 1)
-    y = x[:, 1:] / (287 * x[:, :1])
-    words = []
-    for inputs in (x, (x - x.mean(0)) / x.std(0)):
-        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-        words.append(mq.fit(model, (inputs, y), "mse", steps=30, progress=False).reason)
-    assert "a constant has the same loss" in words[0]
-    assert "standardise" in words[0]
-    assert "constant" not in words[1]
+    return x, x[:, 1:] / (287 * x[:, :1])
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("options", [{"steps": 30}, {"weight_decay": mq.Evidence(), "steps": 60}, {"validation": 0.2}])
+@pytest.mark.parametrize("classes", [False, True])
+def test_a_fit_that_learnt_nothing_says_so(options, classes):
+    """Inputs in pascal and kelvin saturate the first layer; standardised they do not. It is seen without a look at the
+    result."""
+    x, y = physical()
+    loss, targets = ("cross_entropy", (y[:, 0] > y.median()).long()) if classes else ("mse", y)
+    for inputs, told in ((x, True), ((x - x.mean(0)) / x.std(0), False)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2 if classes else 1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = mq.fit(model, (inputs, targets), loss, progress=False, **options)
+        found = [str(w.message) for w in caught if str(w.message).startswith("mq.fit: ")]
+        assert len(found) == told, found
+        if told:
+            assert re.search(
+                r"the inputs are of the size (9.\d|1)e\+0[45], \d+% of the outputs of tanh are saturated", found[0]
+            )
+            assert "standardise the inputs, x = (x - x.mean(0)) / x.std(0)" in found[0]
+            assert found[0].removeprefix("mq.fit: ") in result.reason
+            assert result.reason in str(result)
+            assert caught[-1].filename == __file__
+
+
+@pytest.mark.usefixtures("double")
+def test_evidence_that_takes_all_for_noise_says_so():
+    torch.manual_seed(0)
+    x, y = torch.randn(300, 1), torch.randn(300, 1)
+    with pytest.warns(
+        UserWarning, match=r"a constant has the same loss.*or mq.Evidence\(\) has taken all for noise: pass"
+    ):
+        mq.fit(net(hidden=10), (x, y), "mse", weight_decay=mq.Evidence(), steps=200)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, True),
+        ({"validation": 0.2}, False),
+        ({"weight_decay": mq.Evidence()}, False),
+        ({"weight_decay": 1e-2}, False),
+        ({"steps": 3}, False),
+    ],
+)
+def test_a_model_that_passes_through_all_points_says_so(options, told):
+    torch.manual_seed(3)
+    x = 2 * torch.rand(10, 1) - 1
+    y = torch.sin(3 * x) + 0.2 * torch.randn(10, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = mq.fit(net(hidden=33), (x, y), "mse", **{"steps": 200, **options})
+    words = "the model passes through all 10 targets, as 100 parameters can through any"
+    assert [str(w.message).startswith(f"mq.fit: {words}") for w in caught] == [True] * told
+    assert (words in str(result)) == told
+
+
+# BatchNorm.
+
+
+def normalised(N: int = 300):
+    """A network with BatchNorm, and data that are not standardised, in two parts"""
+    torch.manual_seed(1)
+    x = torch.randn(N, 3) * torch.tensor([1.0, 3.0, 0.3]) + torch.tensor([0.0, 2.0, 5.0])
+    y = torch.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:] / 5 + 0.1 * torch.randn(N, 1)
+    model = nn.Sequential(nn.Linear(3, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 1))
+    return model, (x[:200], y[:200]), (x[200:], y[200:])
+
+
+def with_statistics_of(model, x):
+    """A copy in eval mode, with the statistics of these samples"""
+    found = copy.deepcopy(model).train()
+    for layer in found:
+        if isinstance(layer, nn.BatchNorm1d):
+            layer.reset_running_stats()
+            layer.momentum = None
+    with torch.no_grad():
+        found(x)
+    return found.eval()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("options", [{}, {"average": None}, {"weight_decay": mq.Evidence(every=2)}], ids=str)
+def test_the_statistics_of_batch_norm_are_those_of_the_weights_that_stay(options, held):
+    """Not those of the last ten steps, which other weights have taken."""
+    model, (x, y), validation = normalised()
+    data = {"validation": validation} if held else {}
+    result = mq.fit(model, (x, y), "mse", steps=25, **data, **options)
+    assert model.training
+    loss = mse(with_statistics_of(model, x), *(validation if held else (x, y)))
+    assert mse(model.eval(), *(validation if held else (x, y))) == pytest.approx(loss, rel=1e-3)
+    assert result.loss == pytest.approx(loss, rel=1e-3)
+    assert loss < 0.3 * float(y.var())
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("loader", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_the_statistics_of_batch_norm_on_mini_batches(loader, held):
+    model, (x, y), validation = normalised()
+    data = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True) if loader else (x, y)
+    options = {"validation": validation} if held else {}
+    result = mq.fit(model, data, "mse", steps=30, **({} if loader else {"batch_size": 50}), **options)
+    here = validation if held else (x, y)
+    loss = mse(with_statistics_of(model, x), *here)
+    assert mse(model.eval(), *here) == pytest.approx(result.loss, rel=1e-9)
+    assert result.loss == pytest.approx(loss, rel=0.2)  # of four batches by themselves
+
+
+@pytest.mark.usefixtures("double")
+def test_the_statistics_of_batch_norm_stay_with_weights_that_stay():
+    model, (x, y), _ = normalised()
+    with_statistics_of(model, x)
+    model[1].running_mean.add_(0.1)
+    before = {k: t.clone() for k, t in model.state_dict().items()}
+    mq.fit(model, (x, y), "mse", steps=0)
+    mq.fit(model, (x, -y), "mse", validation=(x, model.eval()(x).detach()), steps=3)
+    assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
+    frozen = copy.deepcopy(model[1].running_mean)
+    model[1].eval()
+    mq.fit(model, (x, y), "mse", steps=5)
+    assert torch.equal(model[1].running_mean, frozen)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_fit_with_batch_norm_goes_on_as_if_it_had_not_stopped(tmp_path):
+    ends = []
+    for parts in ([24], [7, 24]):
+        model, (x, y), validation = normalised()
+        for steps in parts:
+            mq.fit(model, (x, y), "mse", steps=steps, batch_size=50, validation=validation,
+                   checkpoint=tmp_path / f"{len(parts)}.pt")  # fmt: skip
+        again = mq.fit(model, (x, y), "mse", steps=24, batch_size=50, validation=validation,
+                       checkpoint=tmp_path / f"{len(parts)}.pt")  # fmt: skip
+        ends.append((again.loss, [t.clone() for t in model.state_dict().values()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+
+
+@pytest.mark.usefixtures("double")
+def test_few_parameters_pass_through_points_for_a_reason():
+    x = torch.linspace(-1, 1, 40)[:, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = mq.fit(nn.Linear(1, 1), (x, 2 * x + 1), "mse")
+    assert result.loss < 1e-10

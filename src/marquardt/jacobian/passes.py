@@ -12,14 +12,13 @@ from .. import tolerances
 from ..layers.graph import Walk
 from ..layers.unrolled import Refused
 from ..layers.watch import Watch
-from ..memory import out_of_memory
-from ..model.batch import Batch, unlike
+from ..model.batch import Batch
 from ..model.batch import modes as modes_of
 from ..model.kernels import open_cells
+from ..model.misfit import FAILURES, explained
 from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
 from ..model.walk import held, hooks
-from ..ranks import RankError
 from .known import Known
 from .objective import Objective
 
@@ -44,11 +43,11 @@ class Pass:
         versions = batch.versions()
         try:
             z, self.watch = self._forward(slopes, once)
-        except RuntimeError as error:
-            reason = unlike(batch.inputs, objective.parameters.whole.tensors[0])
-            if reason is None or out_of_memory(error) or isinstance(error, RankError):
+        except FAILURES as error:
+            reason = explained(error, objective.model, batch, objective.parameters.whole.tensors[0])
+            if reason is None:
                 raise
-            raise ValueError(f"the model failed: {error} (Note that {reason})") from error
+            raise reason from error
         if batch.versions() != versions:
             raise ValueError(
                 "the model changes its inputs in place, so it cannot be called on them again: clone them first"

@@ -206,13 +206,3 @@ def modes(model: nn.Module) -> tuple[object, ...]:
     """Of its modules: what they do, and whether in training. A model may take other ways, and draw other numbers, in
     another mode."""
     return tuple((m.training, type(m).forward) for m in submodules(model))
-
-
-def unlike(inputs: Any, p: Tensor) -> str | None:
-    """Why a model with parameters like p may have failed on these inputs."""
-    for t in tensors(inputs):
-        if t.device != p.device:
-            return f"the inputs are on {t.device}, the parameters on {p.device}: move them with .to()"
-        if t.dtype != p.dtype:
-            return f"the inputs are {t.dtype}, the parameters {p.dtype}: convert the inputs with .to({p.dtype})"
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,8 @@ def trained_wide(
     for i in range(k):
         model = module_of(network, start[i])
         seen: Any = None if watch is None else lambda running, i=i: watch(progress(running, i), found, False)
-        with torch.enable_grad():
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "mq.fit: ")  # a member that learns nothing counts for little
             result = fit(
                 model, batch(data, i, law), loss, validation=None if held is None else batch(held, i, law),
                 steps=limits.steps, patience=limits.patience, weight_decay=DECAY, curvature=Kronecker(), seed=i,

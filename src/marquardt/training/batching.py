@@ -67,7 +67,8 @@ def batching(opt: LM, data: Source, batch_size: int | str | None) -> Batching:
     if isinstance(batch_size, int) and batch_size < N:
         return Batching("mini", batch_size, f"mini-batches of {batch_size:,} of {N:,} samples, as asked for")
     if batch_size == "all" or isinstance(batch_size, int):
-        return Batching(kind, part, f"all {N:,} samples in every step")
+        more = f": there are no more than batch_size={batch_size}" if isinstance(batch_size, int) else ""
+        return Batching(kind, part, f"all {N:,} samples in every step{more}")
     s = shapes(opt, data)
     took = seconds(opt, s, N)
     usual = f"a step with all {N:,} samples takes about {duration(took)} on a usual machine"
@@ -83,7 +84,8 @@ def undivided(batch_size: int | str | None) -> Batching:
             f"batch_size={batch_size}, and the inputs have no row for each sample, so that they cannot be cut into "
             "batches: leave it out, or pass a list of batches"
         )
-    return Batching("whole", None, "all samples in every step: they cannot be told apart")
+    words = "all data in every step: without a row of the inputs for each sample they cannot be cut into batches"
+    return Batching("whole", None, words)
 
 
 def own_batches(data: Source, batch_size: int | str | None) -> Batching:

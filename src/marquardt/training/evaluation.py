@@ -9,14 +9,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..diagnosis import Diagnosis, diagnosed
 from ..jacobian.known import Known
 from ..jacobian.objective import Objective
 from ..jacobian.passes import Pass
 from ..losses import Loss
 from ..model.batch import Batch
+from ..model.misfit import FAILURES, explained
 from ..model.randomness import Chance, rng_state, set_rng_state
 from ..ranks import ALONE, Ranks
-from ..sources import Arrays, Source
 
 T = TypeVar("T")
 
@@ -26,16 +27,21 @@ def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ran
     return _in_eval_mode(model, lambda: _value(model, loss, batches, ranks))
 
 
-def of_a_constant(loss: Loss, data: Source) -> float | None:
-    """The least squared error of outputs that are the same for all samples; None for other losses, and for targets that
-    are not at hand."""
-    if not loss.sum_of_squares or not isinstance(data, Arrays) or not isinstance(data.whole.targets, Tensor):
-        return None
-    y, weight = data.whole.targets, data.whole.weight
-    mean = y.mean(0, keepdim=True) if weight is None else torch.tensordot(weight.to(y), y, 1)[None] / weight.sum()
-    z = mean.expand_as(y)
-    normaliser = float(loss.normaliser(z, y, weight))
-    return loss.report(float(loss.value(z, y, weight)) * loss.scale(normaliser), normaliser)
+def diagnosis(objective: Objective, batches: Iterable[Batch]) -> Diagnosis:
+    """Of the model in eval mode."""
+    with evaluating(objective.model):
+        return diagnosed(objective, batches)
+
+
+@contextmanager
+def of_validation() -> Iterator[None]:
+    """What is wrong with the validation set is said of it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if type(error) not in (TypeError, ValueError):  # others may take something else than words
+            raise
+        raise type(error)(f"the validation set: {error}") from error
 
 
 def outputs(model: nn.Module, loss: Loss, batch: Batch) -> list[float] | None:
@@ -86,7 +92,14 @@ def _value(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks)
 
 def _totals(objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
     """Σwℓ and what the mean divides by: (), ()"""
-    bound, z = objective.taken(objective.called(batch.inputs), batch)
+    try:
+        raw = objective.called(batch.inputs)
+    except FAILURES as error:
+        reason = explained(error, objective.model, batch, objective.parameters.tensors[0])
+        if reason is None:
+            raise
+        raise reason from error
+    bound, z = objective.taken(raw, batch)
     z = z.detach()
     bound.loss.check(z, batch.targets, batch.weight, part=True)
     return bound.value(z, batch).double(), bound.loss.normaliser(z, batch.targets, batch.weight)

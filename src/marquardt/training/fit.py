@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..arguments import check_places, users
+from ..diagnosis import Diagnosis
 from ..losses import resolve
 from ..model.checks import unwrapped
 from ..model.decay import WeightDecay
@@ -20,13 +23,13 @@ from ..model.parameters import Parameters
 from ..model.shards import refuse_sharded
 from ..optimizer import LM
 from ..ranks import OtherRank, cause, check_joined, of
-from ..sources import Indexed, Source, Stream, source
+from ..sources import Arrays, Indexed, Source, Stream, source
 from ..uncertainty import Evidence, Posterior, posterior
 from ..uncertainty.build import last_layer
 from ..uncertainty.likelihood import likelihood_of
 from .batching import Batching, batching, cut
 from .checkpoint import Saver, described, identity, same
-from .evaluation import of_a_constant
+from .evaluation import of_validation
 from .history import Entry, History
 from .progress import Shown, shown
 from .regularisation import Regularised, decayed_params, decays, grouped_params
@@ -34,8 +37,9 @@ from .run import Training
 from .sharing import check_batches, check_same, check_shared, interrupts
 from .stops import CALLBACK, INTERRUPTED, Stops
 
-# A loss that is lower than that of a constant by this share or less has learnt nothing.
-CONSTANT = 0.01
+# A model whose loss is lower than that of a constant by this share or more passes through the targets: what is left of
+# them is a hundredth of their deviation.
+BY_HEART = 1 - 1e-4
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ def fit(
     Returns:
         What came of it: the model with its best weights, the history, and why it ended.
     """
+    check_places("mq.fit(model, data, loss)", model, loss, data)
     group = unwrapped(model, options.get("group"))[1]
     check_joined(group)
     ranks = of(group)
@@ -200,20 +205,33 @@ def fit(
         bar.end(reason)
     with ranks.together():
         run.end()
-        words, found = f"{run.words}; {opt.plan}", run.loss()
-        reason += learnt_nothing(found, of_a_constant(opt.loss, train if held is None else held))
-        return Fit(model, run.history, reason, words, run.seen.best_step, found, opt, train, run.evidence)
+        words, found, told = f"{run.words}; {opt.plan}", run.loss(), remark(run, run.diagnosis())
+        reason += f". But {told}" if told else ""
+        result = Fit(model, run.history, reason, words, run.seen.best_step, found, opt, train, run.evidence)
+    if told and ranks.rank == 0:
+        warnings.warn(f"mq.fit: {told}", stacklevel=users())
+    return result
 
 
-def learnt_nothing(loss: float, constant: float | None) -> str:
-    """What is to be said beside the reason if a constant would be as good."""
-    if constant is None or not loss >= (1 - CONSTANT) * constant > 0:
+def remark(run: Training, found: Diagnosis) -> str:
+    """What the reason for the end does not tell: that little was learnt, or all by heart."""
+    told, noise = str(found), run.regularisation is not None
+    if told:
+        suspect = noise and found.learnt_nothing and found.standardised
+        return told + ("; or mq.Evidence() has taken all for noise: pass validation=0.2 instead" if suspect else "")
+    n, m = sum(p.numel() for p in run.opt.params), targets(run.data)
+    if noise or run.validation is not None or m is None or n < m or not found.explained >= BY_HEART:
         return ""
     return (
-        f". But a constant has the same loss, {constant:.4g}: the inputs may be of a size that saturates the first "
-        "layer; standardise inputs and targets, x = (x - x.mean(0)) / x.std(0). If they are, and weight_decay= is "
-        "mq.Evidence(), it may have taken all for noise: pass validation=0.2 instead"
+        f"the model passes through all {m:,} targets, as {n:,} parameters can through any: how good it is between them "
+        "is unknown. Pass validation=0.2 to see it, or weight_decay=mq.Evidence() against it"
     )
+
+
+def targets(data: Source) -> int | None:
+    """Numbers that the outputs are compared with; None if these are not at hand"""
+    whole = data.whole if isinstance(data, Arrays) else None
+    return whole.targets.numel() if whole is not None and isinstance(whole.targets, Tensor) else None
 
 
 def loop(
@@ -321,4 +339,5 @@ def sets(opt: LM, data: Any, validation: Any, seed: int) -> tuple[Source, Source
                 "out if nothing is to be held out"
             )
         return train.split(validation, seed)
-    return train, source(validation, device=p.device, dtype=dtype)
+    with of_validation():
+        return train, source(validation, device=p.device, dtype=dtype)

@@ -5,25 +5,29 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..agreement import take_buffers
+from ..diagnosis import Diagnosis
 from ..model.batch import Batch
 from ..model.parameters import changing
-from ..model.statistics import counting
+from ..model.statistics import NOTHING, counting, estimated
+from ..model.statistics import Seen as Shown
+from ..model.walk import submodules
 from ..optimizer import LM
 from ..ranks import OtherRank, RankError
 from ..report import Step
-from ..sources import Arrays, Indexed, Source
+from ..sources import Arrays, Indexed, Source, Stream
 from ..uncertainty.evidence import Evidence
-from .batching import Batching, Order
-from .evaluation import evaluated, outputs
+from .batching import Batching, Order, cut
+from .evaluation import diagnosis, evaluated, of_validation, outputs
 from .history import Entry, History, restored
 from .randomness import generators, set_generators, unchanged
 from .regularisation import Regularisation, Regularised
@@ -59,6 +63,7 @@ class Training:
         self.words = plan.words
         self._validated = math.nan  # the last loss of the validation set
         self._whole: Batch | None = None  # this rank's part of all samples
+        self._seen = self._samples(seed)  # from which the statistics of BatchNorm are found
 
     @property
     def model(self) -> nn.Module:
@@ -81,7 +86,8 @@ class Training:
         if self.regularisation is not None and self.regularisation.more:
             self.first = changing(self.model, self.opt.params)
         if self.validation is not None:
-            self.seen.found(self._validation_loss(), 0)
+            with of_validation():
+                self.seen.found(self._validation_loss(), 0)
             self.keep()
 
     def step(self) -> Entry:
@@ -206,15 +212,42 @@ class Training:
 
     def _shown(self) -> Any:
         """The averaged weights on changing batches; on the same data the last ones."""
-        return self._averaged() if self.plan.mini and self.opt.average is not None else nullcontext()
+        return self._averaged() if self.plan.mini and self.opt.average is not None else self._counted()
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """With the same statistics of BatchNorm on all ranks, each of which has seen other samples"""
-        with self.opt.averaged():
-            if self.ranks.several and counting(self.model):
+        with self.opt.averaged(), self._counted():
+            yield
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """The statistics of BatchNorm at the weights that are shown, which those of the last steps lag far behind: the
+        same on all ranks, each of which has seen other samples. Before the first step they are those of the model."""
+        if not (self._seen.inputs and len(self.history)):
+            yield
+            return
+        with estimated(self.model, self._seen):
+            if self.ranks.several:
                 take_buffers(self.ranks, self.model)
             yield
+
+    def _samples(self, seed: int) -> Shown:
+        """What BatchNorm in train mode is shown: all samples if they are one batch, otherwise of some batches, the same
+        ones in every process that goes on with the fit."""
+        if not counting(self.model):
+            return NOTHING
+        before = generators(self.data)
+        try:
+            if isinstance(self.data, Indexed) and self.plan.size is not None:
+                order = torch.randperm(self.data.samples, generator=torch.Generator().manual_seed(seed))
+                parts = cut(order[: EVERY * self.plan.size], self.plan.size)
+                batches: Iterable[Batch] = map(self.data.take, parts)
+            else:
+                whole = self.data.whole
+                batches = islice(self.data.batches(), EVERY) if whole is None else [whole]
+            return Shown(tuple(b.inputs for b in batches), tuple(m for m in submodules(self.model) if m.training))
+        finally:
+            set_generators(before, self.data)
 
     def _compare(self, entry: Entry) -> None:
         loss = entry.objective if self.validation is None else entry.validation
@@ -233,7 +266,7 @@ class Training:
         from before uphill moves that have not paid; if weight decay is found, they take part in what is compared."""
         last, found = len(self.history), self.regularisation
         if self.validation is None and found is not None and last and (found.waited or found.last is None):
-            with nullcontext() if self.opt.average is None else self._averaged():
+            with self._counted() if self.opt.average is None else self._averaged():
                 self._estimate(found, self.history[-1].objective, last)
         elif self.validation is None and found is None and self.plan.mini and last:
             self.keep(last=True)
@@ -242,6 +275,10 @@ class Training:
             put(self.model, self.best)
             if self.regularisation is not None:
                 self.regularisation.put(self.best_evidence)
+        if self.best is None or self.seen.best_step:
+            with self._counted():
+                found = changing(self.model, self.opt.params)
+            put(self.model, found)
 
     def loss(self) -> float:
         """Of the model as it is now, in eval mode and without weight decay: of the validation set if there is one,
@@ -265,6 +302,16 @@ class Training:
             return self._late()
         finally:
             set_generators(before, self.data)
+
+    def diagnosis(self) -> Diagnosis:
+        """Why the model as it is now may have learnt little, from the data that have trained it; nothing is found if a
+        pass through them is long beside the fit, or if no rank has them all."""
+        apart = self.ranks.several and isinstance(self.data, Stream)
+        if not len(self.history) or apart or (self.plan.mini and not self._soon_through):
+            return Diagnosis()
+        size = self.plan.size if isinstance(self.data, Indexed) else None
+        with unchanged(self.data):
+            return self.ranks.agreed(diagnosis(self.opt._objective(), self.data.batches(size)))
 
     @property
     def _soon_through(self) -> bool:
@@ -327,6 +374,7 @@ class Training:
     def resume(self, state: dict[str, Any]) -> None:
         self.check(state)
         self.opt.load_state_dict(state["optimizer"])
+        self.opt._seen = NOTHING  # what BatchNorm is shown is known here
         put(self.model, state["weights"])
         self.best, self.first, known = state["best"], state["first"], state["best_evidence"]
         found = self.regularisation
