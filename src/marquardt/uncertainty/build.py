@@ -63,8 +63,9 @@ def posterior(
 
     `curvature`: mq.Dense(), mq.Gram() or mq.Kronecker(); None is exact (Dense, or Gram with fewer rows than parameters)
     if there is memory and time for that, otherwise Kronecker, or the last linear layer alone if the layers have no such
-    factors; `Posterior.plan` says what was taken. Their `chunk` is kept to; other options are for steps. `params` are the parameters that are uncertain, the others are taken
-    as known: some of model.parameters(), or "last" for the last linear layer.
+    factors; `Posterior.plan` says what was taken. Their `chunk` is kept to; other options are for steps. `params` are
+    the parameters that are uncertain, the others are taken as known: some of model.parameters(), or "last" for the last
+    linear layer.
 
     The model is taken in eval mode, and left as it was. If θ̂ is further from a minimum of the loss than samples of the
     posterior are, a warning says so.
