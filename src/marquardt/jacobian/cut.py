@@ -20,8 +20,8 @@ from .passes import Pass, again
 # Samples that are looked at in every step, and kinds of passes of which is known whether that will do.
 FEW, KEPT = 8, 1024
 
-# Where random numbers are drawn: halves of the samples that stay while others take the places beside them.
-MASKS = 4
+# Where random numbers are drawn: how often a half of the samples stays while others take the places beside them.
+ROUNDS = 4
 
 
 class Cut:
@@ -53,7 +53,7 @@ class Cut:
         N = sum(map(len, self.z))
         if N < 2 or self.batch.samples != N:
             return
-        here = Moment(self.objective.model, self.objective.parameters.device, self.chance)
+        here = self._now()
         try:
             if self.chance.drawn or self._in_other_company(torch.cat(self.z), here):
                 self._beside_others(N)
@@ -111,19 +111,24 @@ class Cut:
             return
         group = list(range(min(N, self.together if self.thorough else min(self.together, FEW))))
         try:
-            first = self._outputs(group, self.before)
+            self._outputs(group, self.before)
         except Exception:
             if self.size == 1:  # a model of single samples has no other batch
                 return
             group = list(range(min(N, self.size)))
-            first = self._outputs(group, self.before)
         rank = dict(zip(self.chosen.sample(group, len(group)), group, strict=True))
-        bits = min(MASKS, (len(group) - 1).bit_length())  # with all of them any two are apart once
-        for bit, side in [(bit, side) for bit in range(bits) for side in (0, 1)][: None if self.thorough else 1]:
-            kept = [i for i in group if rank[i] >> bit & 1 == side]
-            beside = [i if rank[i] >> bit & 1 == side else (i + max(1, len(group) // 2)) % N for i in group]
-            if not self._alike(self._outputs(beside, self.before)[kept], first[kept]):
-                raise self._error(COUPLED)
+        bits = (len(group) - 1).bit_length()  # with all of them any two are apart once
+        numbers = self.before
+        for k in range(ROUNDS if self.thorough else 1):
+            bit = k % bits
+            first = self._outputs(group, self.before, numbers)
+            later = self._now()
+            for side in (0, 1) if self.thorough else (0,):
+                kept = [i for i in group if rank[i] >> bit & 1 == side]
+                beside = [i if i in kept else (i + max(1, len(group) // 2)) % N for i in group]
+                if not self._alike(self._outputs(beside, self.before, numbers)[kept], first[kept]):
+                    raise self._error(COUPLED)
+            numbers = later  # others for the next: a permutation may leave the samples where they are
         self._check_buffers(group)
 
     def _check_buffers(self, group: list[int]) -> None:
@@ -140,11 +145,15 @@ class Cut:
     def _error(self, why: str) -> Coupled:
         return Coupled(f"{self.what}: {why}: {self.way_out}")
 
-    def _outputs(self, group: Sequence[int], moment: Moment) -> Tensor:
+    def _now(self) -> Moment:
+        return Moment(self.objective.model, self.objective.parameters.device, self.chance)
+
+    def _outputs(self, group: Sequence[int], buffers: Moment, numbers: Moment | None = None) -> Tensor:
+        """With the buffers of a moment, and the random numbers that came then or at another one"""
         n = len(self.z[0])
         slopes = [s.take(torch.arange(len(group)) % n, n) for s in self.slopes]
         inputs = self.batch.take(torch.tensor(group)).inputs
-        return outputs(self.objective, inputs, self.before, moment, slopes)
+        return outputs(self.objective, inputs, numbers or self.before, buffers, slopes)
 
 
 def check_picked(whole: Pass, part: Pass, index: Tensor, known: Known, seed: int, what: str) -> None:

@@ -1,0 +1,336 @@
+"""A model that does something else with its samples from one step on: the step is that of the model as it is."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import marquardt as mq
+from support import reference
+from support.reference import error
+from support.steps import lm, theta
+from support.unchanged import changes, refused, world
+
+pytestmark = pytest.mark.usefixtures("double")
+
+N, BEFORE, AFTER = 8, 3, 2  # samples, and steps
+
+
+class Flipped(torch.autograd.Function):
+    on = False
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.on = Flipped.on
+        return h.flip(0) if ctx.on else h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].flip(0) if ctx.on else grads[0]
+
+
+class Net(nn.Module):
+    """`between` is what happens between two layers."""
+
+    def __init__(self, between: Callable[[Net, Tensor], Tensor] = lambda net, h: h) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(3, 6), nn.Linear(6, 5), nn.Linear(5, 2)
+        self.between, self.on = between, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.between(self, self.first(x).tanh())).tanh())
+
+
+def order(h: Tensor, on: bool) -> Tensor:
+    return torch.arange(len(h)).roll(int(on))
+
+
+def mixing(h: Tensor, on: bool) -> Tensor:
+    return torch.eye(len(h)).roll(int(on), 0)
+
+
+def viewed(net: Net, h: Tensor) -> Tensor:
+    h = h.reshape(len(h), 2, -1)
+    return h.transpose(0, 1).reshape(len(h), -1) if net.on else h.transpose(1, 2).reshape(len(h), -1)
+
+
+FLAGS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    # other operations,
+    "rolled": lambda net, h: h.roll(1, 0) if net.on else h,
+    "centred": lambda net, h: h - h.mean(0) if net.on else h,
+    "manifold mixup": lambda net, h: 0.6 * h + 0.4 * h[order(h, True)] if net.on else h,
+    "summed up": lambda net, h: h.cumsum(0) if net.on else h,
+    # the same ones along other dimensions,
+    "softmax over samples": lambda net, h: h.softmax(0 if net.on else 1),
+    "means of samples": lambda net, h: h - h.mean(0 if net.on else 1, keepdim=True),
+    "rolled by a number": lambda net, h: h.roll(int(net.on), 0),
+    "another view": viewed,
+    # and the same ones with other numbers.
+    "centred by a factor": lambda net, h: h - float(net.on) * h.mean(0),
+    "times a matrix": lambda net, h: mixing(h, net.on) @ h,
+    "picked": lambda net, h: h[order(h, net.on)],
+    "added up": lambda net, h: torch.zeros_like(h).index_add(0, order(h, net.on), h),
+    "attention among samples": lambda net, h: (h @ h.T - 1e9 * (1 - mixing(h, net.on))).softmax(1) @ h,
+    "a branch by the data": lambda net, h: h.flip(0) if h.sum() > 1e3 or (net.on and h.isfinite().all()) else h,
+}
+
+
+def flag(net: Net, _: ExitStack) -> None:
+    net.on = True
+
+
+def own_function(net: Net, stack: ExitStack) -> None:
+    Flipped.on = True
+    stack.callback(setattr, Flipped, "on", False)
+
+
+def forward_hook(net: Net, stack: ExitStack) -> None:
+    stack.callback(net.first.register_forward_hook(lambda module, args, out: out.roll(1, 0)).remove)
+
+
+def pre_hook(net: Net, stack: ExitStack) -> None:
+    stack.callback(net.inner.register_forward_pre_hook(lambda module, args: (args[0] - args[0].mean(0),)).remove)
+
+
+def global_hook(net: Net, stack: ExitStack) -> None:
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+        return out.flip(0) if getattr(module, "marked", False) else None
+
+    net.first.marked = True
+    stack.callback(nn.modules.module.register_module_forward_hook(hook).remove)
+
+
+def method(net: Net, _: ExitStack) -> None:
+    net.inner.forward = types.MethodType(lambda self, h: F.linear(h.flip(0), self.weight, self.bias), net.inner)
+
+
+def layer(net: Net, _: ExitStack) -> None:
+    class Centred(nn.Linear):
+        def forward(self, h: Tensor) -> Tensor:
+            return super().forward(h - h.mean(0))
+
+    new = Centred(6, 5)
+    new.weight, new.bias = net.inner.weight, net.inner.bias
+    net.inner = new
+
+
+CHANGES: dict[str, tuple[Callable[..., Tensor], Callable[[Net, ExitStack], None]]] = {
+    **{name: (between, flag) for name, between in FLAGS.items()},
+    "a function of one's own": (lambda net, h: Flipped.apply(h), own_function),
+    "forward hook": (lambda net, h: h, forward_hook),
+    "pre-hook": (lambda net, h: h, pre_hook),
+    "global hook": (lambda net, h: h, global_hook),
+    "method": (lambda net, h: h, method),
+    "layer": (lambda net, h: h, layer),
+}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def batch(k: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(k)
+    return torch.randn(N, 3, generator=generator), torch.randn(N, 2, generator=generator)
+
+
+def compared(opt: mq.LM, model: nn.Module, k: int) -> None:
+    """A step beside −(G + λI)⁻¹g from one backward pass for every output."""
+    x, y = batch(k)
+    J, z = reference.jacobian_by_rows(model, dict(model.named_parameters()), x)
+    r, scale, before = (z - y).flatten(), 2 / y.numel(), theta(model)
+    d = -torch.linalg.solve(scale * J.T @ J + opt.lam * torch.eye(len(before)), scale * J.T @ r)
+    step = opt.step(x, y)
+    assert step.loss == pytest.approx(float(r.square().mean()), rel=1e-10)
+    assert step.accepted
+    assert error(theta(model) - before, d) < 1e-6
+
+
+EXACT = {"tolerance": 0.0, "warm": 0.0, "backtrack": False, "iterations": 500}
+WAYS = {"dense": mq.Dense(), "gram": mq.Gram(), "products": mq.MatrixFree(**EXACT)}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_step_after_a_change(way, name, stack):
+    between, change = CHANGES[name]
+    torch.manual_seed(0)
+    model = Net(between)
+    opt = lm(model, curvature=WAYS[way], schedule=mq.Constant(1.0))
+    for k in range(BEFORE):
+        opt.step(*batch(k))
+    change(model, stack)
+    for k in range(BEFORE, BEFORE + AFTER):
+        compared(opt, model, k)
+
+
+def test_models_that_take_turns():
+    """Two ways of calling a model, as in an adversarial game: each keeps its proof."""
+    torch.manual_seed(0)
+    model = Net(FLAGS["rolled"])
+    opt = lm(model, curvature=mq.Dense(), schedule=mq.Constant(1.0))
+    for k in range(8):
+        model.on = k % 2 == 1
+        compared(opt, model, k)
+
+
+# ---- parts of a batch
+
+CURVATURES = {
+    "dense": mq.Dense, "gram": mq.Gram, "products": mq.MatrixFree, "auto": mq.Auto, "factors": mq.Kronecker,
+}  # fmt: skip
+
+
+class First(nn.Module):
+    """Something happens to the inputs, of which no graph tells."""
+
+    def __init__(self, at_first: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.at_first, self.net = at_first, Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.at_first(x))
+
+
+def switched(name: str) -> Net:
+    model = Net(FLAGS[name])
+    model.on = True
+    return model
+
+
+def drawn_mixup(h: Tensor) -> Tensor:
+    return 0.5 * h + 0.5 * h[torch.randperm(len(h))]
+
+
+SEEING_OTHERS: dict[str, Callable[[], nn.Module]] = {
+    **{name: lambda name=name: switched(name) for name in ("rolled", "centred", "summed up", "softmax over samples")},
+    "inputs rolled": lambda: First(lambda x: x.roll(1, 0)),
+    "inputs centred": lambda: First(lambda x: x - x.mean(0)),
+    "inputs centred, with Dropout": lambda: First(lambda x: F.dropout(x - x.mean(0), 0.3)),
+    "by the number of samples": lambda: First(lambda x: x / len(x)),
+    "mixed up at random": lambda: Net(lambda net, h: drawn_mixup(h)),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("name", SEEING_OTHERS)
+def test_parts_of_a_batch_whose_samples_see_each_other(name, curvature, chunk):
+    torch.manual_seed(0)
+    model = SEEING_OTHERS[name]()
+    opt = mq.LM(model, "mse", curvature=CURVATURES[curvature](chunk=chunk))
+    before = world(model, opt)
+    # Kronecker meets layers that have no factors, which is true as well.
+    with refused("" if curvature == "factors" else f"chunk={chunk}"):
+        opt.step(*batch(0))
+    assert changes(before, world(model, opt)) == []
+
+
+@pytest.mark.parametrize("curvature", [mq.Dense(chunk=3), mq.MatrixFree(chunk=3), mq.Dense(chunk=1)], ids=str)
+@pytest.mark.parametrize("name", [*CHANGES])
+def test_parts_of_a_batch_after_a_change(name, curvature, stack):
+    """Refused in the very step, with the way out; and without chunk the step is right."""
+    between, change = CHANGES[name]
+    torch.manual_seed(0)
+    model = Net(between)
+    opt = lm(model, curvature=curvature, schedule=mq.Constant(1.0))
+    for k in range(BEFORE):
+        opt.step(*batch(k))
+    change(model, stack)
+    before = world(model, opt)
+    with refused("leave chunk out"):
+        opt.step(*batch(BEFORE))
+    assert changes(before, world(model, opt)) == []
+    whole = lm(model, curvature=mq.Dense(), schedule=mq.Constant(1.0))
+    compared(whole, model, BEFORE)
+
+
+@pytest.mark.parametrize("name", ["spectral norm", "with Dropout"])
+@pytest.mark.parametrize("curvature", [mq.Dense, mq.Gram, mq.MatrixFree, mq.Auto])
+def test_weights_that_every_pass_changes(curvature, name):
+    """The vectors of spectral_norm advance with every forward pass in train mode: each part would see another weight."""
+    torch.manual_seed(0)
+    wide = parametrizations.spectral_norm(nn.Linear(3, 40))
+    model = nn.Sequential(wide, nn.Tanh(), nn.Dropout(0.2 if "Dropout" in name else 0.0), nn.Linear(40, 2))
+    opt = mq.LM(model, "mse", curvature=curvature(chunk=3))
+    before = world(model, opt)
+    with refused("0.parametrizations.weight.0._u", "leave chunk out"):
+        opt.step(*batch(0))
+    assert changes(before, world(model, opt)) == []
+    model.eval()
+    opt.step(*batch(0))
+
+
+HARMLESS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "Dropout": lambda: First(lambda x: F.dropout(x, 0.3)),
+    "RReLU": lambda: nn.Sequential(nn.Linear(3, 5), nn.RReLU(), nn.Dropout(0.2), nn.Linear(5, 2)),
+    "running statistics": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(),
+        nn.Linear(4, 2),
+    ),
+    "single samples": lambda: First(lambda x: x.view(1, 3) * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("name", HARMLESS)
+def test_parts_that_are_the_same_function(name, curvature):
+    torch.manual_seed(0)
+    opt = mq.LM(HARMLESS[name](), "mse", curvature=CURVATURES[curvature](chunk=1 if name == "single samples" else 3))
+    for k in range(3):
+        opt.step(*batch(k))
+
+
+@pytest.mark.parametrize("rows", [mq.Fraction(0.5), mq.Fraction(0.5, mq.Sampled(1))], ids=str)
+@pytest.mark.parametrize("name", SEEING_OTHERS)
+def test_rows_of_some_samples_that_see_the_others(name, rows):
+    torch.manual_seed(0)
+    model = SEEING_OTHERS[name]()
+    opt = mq.LM(model, "mse", curvature=mq.Dense(), rows=rows)
+    before = world(model, opt)
+    with refused("Fraction", "rows=mq.Sampled(1)"):
+        opt.step(*batch(0))
+    assert changes(before, world(model, opt)) == []
+
+
+def test_chunks_that_were_chosen():
+    """Where memory would have the batch cut, and its samples see each other, it goes through the model whole."""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 3), torch.randn(64, 2)
+    plain, coupled = Net(), First(lambda x: x.roll(1, 0))
+    options = {"schedule": mq.Constant(1.0), "curvature": mq.Auto(memory="200KB")}
+    opt = lm(plain, **options)
+    opt.step(x, y)
+    assert "chunk=16" in opt.plan
+    opt = lm(coupled, **options)
+    q, before = reference.quadratic(coupled, "mse", x, y), theta(coupled)
+    step = opt.step(x, y)
+    assert "MatrixFree(chunk=None" in opt.plan
+    assert step.loss == pytest.approx(float(q.f), rel=1e-10)
+    assert error(theta(coupled) - before, q.step(1.0)) < 0.1  # to the tolerance of the iteration
+
+
+def test_linearize_in_parts():
+    model = switched("centred")
+    assert mq.linearize(model, "mse", *batch(0)).loss > 0
+    with refused("chunk=2", "leave chunk out"):
+        _ = mq.linearize(model, "mse", *batch(0), chunk=2).loss
+
+
+@pytest.mark.parametrize("many", [N, 2000])
+def test_a_posterior_of_samples_that_see_each_other(many):
+    torch.manual_seed(0)
+    x, y = torch.randn(many, 3), torch.randn(many, 2)
+    with refused("depend on the other samples", "single samples"):
+        mq.posterior(switched("centred"), "mse", [(x, y)])
