@@ -196,7 +196,26 @@ def sharded(folder, rows):
     return mine["model"]["t"].full_tensor(), mine["state"][1].full_tensor()
 
 
+def damaged(folder):
+    """What only one rank finds out changes nothing on the others"""
+    rank, (model, opt) = dist.get_rank(), made()
+    steps(model, opt, 2)
+    true = generators.states
+    if rank == 1:
+        generators.states = lambda: {**true(), "python": [3, [1, 2], None]}
+    mq.save_checkpoint(folder, model, opt)
+    generators.states = true
+    other, optimizer = made()
+    before, drawn, lam = weights(other), torch.get_rng_state(), optimizer.lam
+    with pytest.raises(ValueError, match="is no checkpoint, or damaged"):
+        mq.load_checkpoint(folder, other, optimizer)
+    assert torch.equal(weights(other), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert optimizer.lam == lam
+
+
 def both(folder):
+    damaged(folder / "damaged")
     return faults(folder / "faults"), sharded(folder / "shards", 3)
 
 
@@ -296,6 +315,26 @@ def test_a_file_of_the_user_within_a_checkpoint_stays(tmp_path):
         assert mq.load_checkpoint(tmp_path, model, opt) == {"n": n}
     assert (tmp_path / "1" / "notes.txt").read_text() == "mine"
     assert held_by(tmp_path / "5") == kept
+
+
+def test_two_processes_may_save_in_one_folder(tmp_path, monkeypatch):
+    """The second one begins and ends while the first one writes."""
+    model, opt = made()
+    true, under_way = os.fsync, []
+
+    def fsync(number):
+        true(number)
+        if not under_way:
+            under_way.append(1)
+            mq.save_checkpoint(tmp_path, model, opt, n=2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        mq.save_checkpoint(tmp_path, model, opt, n=1)
+    assert mq.load_checkpoint(tmp_path, model, opt)["n"] in (1, 2)
+    mq.save_checkpoint(tmp_path, model, opt, n=3)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 3}
 
 
 def test_links_are_not_followed(tmp_path):

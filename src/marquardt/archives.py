@@ -102,10 +102,6 @@ class Trial(pickle._Unpickler):
         return count, each
 
 
-# Numbers of a tensor that may be one and the same in its storage.
-REPEATED = 2**20
-
-
 def tensor(storage: tuple[int, int], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *more: Any) -> Any:
     """Whether it lies within its storage: not all versions of torch look."""
     count, each = storage
@@ -113,8 +109,7 @@ def tensor(storage: tuple[int, int], offset: int, size: tuple[int, ...], stride:
     if each == 1 and dtypes:  # a storage without a type
         count //= dtypes[0].itemsize
     last = offset + sum((s - 1) * step for s, step in zip(size, stride, strict=True))
-    repeated = math.prod(size) > max(count, REPEATED)
-    if min((offset, *size, *stride)) < 0 or (0 not in size and last >= count) or repeated:
+    if min((offset, *size, *stride)) < 0 or (0 not in size and last >= count) or math.prod(size) > count:
         raise ValueError(f"it has {count} numbers for a tensor of {tuple(size)}")
     return Standin()
 

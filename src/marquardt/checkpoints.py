@@ -43,7 +43,8 @@ def save_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM, **mo
 
     All ranks of the optimizer's group call it, unlike `if rank == 0: torch.save(...)`; `more` is that of rank 0.
     The folder is on a file system that all of them see. It is written whole or not at all: until the new one is
-    complete, the last one stays. One process without torch.distributed can save and load as well.
+    complete, the last one stays. What else is in the folder stays, too. One process without torch.distributed can save
+    and load as well.
 
     Args:
         folder: of the checkpoints, which is made if it is not there.
@@ -66,8 +67,8 @@ def load_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM) -> d
     """Loads the last checkpoint of `save_checkpoint` into model and optimizer, and returns what was saved beside them.
 
     The number of ranks may be another one. Each rank gets the random numbers that it had; one that was not there
-    begins with a seed of its own. If the checkpoint is of another model or optimizer nothing changes. All ranks of the
-    optimizer's group call it.
+    begins with a seed of its own. Nothing in a checkpoint runs, and if it is damaged, or of another model or optimizer,
+    nothing changes. All ranks of the optimizer's group call it.
 
     Args:
         folder: that `save_checkpoint` has written to.

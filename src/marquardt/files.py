@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import archives
 
@@ -175,6 +176,8 @@ class _Sealing:
 
 def save(path: Path, content: Any) -> None:
     """Tensors and plain values by torch.save, whole or not at all, and sealed; refused if `load` would not take it."""
+    if any(_own(item) is not item for item in tree_leaves(content)):
+        content = tree_map(_own, content)
     with _part(path) as file:
         sealing = _Sealing(lambda part: _write(path, file, part))
         try:
@@ -185,6 +188,12 @@ def save(path: Path, content: Any) -> None:
             raise
         sealing.end()
         check_plain(file, path)
+
+
+def _own(item: Any) -> Any:
+    """A tensor has a number in its storage for each of its elements; `load` takes no others, which ask for memory."""
+    strided = isinstance(item, torch.Tensor) and item.layout == torch.strided
+    return item.clone() if strided and item.numel() * item.itemsize > item.untyped_storage().nbytes() else item
 
 
 def check_plain(file: BinaryIO, what: object) -> None:

@@ -240,8 +240,9 @@ def leaves(item: Any) -> list[Any]:
 
 def state(model: torch.nn.Module, opt: mq.LM | None = None) -> str:
     """All that loading may change"""
-    found = [dict(model.state_dict()), None if opt is None else opt.state_dict(), generators.states()]
-    return repr(leaves(found))
+    found = generators.states()
+    rest = [found["torch"].tolist(), found["python"], found["numpy"]]
+    return repr([leaves([dict(model.state_dict()), None if opt is None else opt.state_dict()]), rest])
 
 
 @contextmanager

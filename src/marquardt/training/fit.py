@@ -141,7 +141,8 @@ def fit(
     settle; the weights with the highest evidence are the best ones.
 
     `checkpoint` names a file that the fit is saved in about every second. The same call goes on with it, exactly, if
-    the file is there; `resume=False` begins anew. All other `options` are those of `mq.LM`.
+    the file is there; `resume=False` begins anew. A file that is none of mq.fit's is not replaced. All other `options`
+    are those of `mq.LM`.
 
     Under `torchrun` all ranks make the same call with the same data: every batch is shared among them, and on any
     number of ranks the steps are the same. A DataLoader has this rank's samples, by a DistributedSampler. One rank's
