@@ -217,7 +217,7 @@ def one(seed: int) -> str:
     finally:
         handle.remove()
     step_and_compare(model, opt, x, y, lam, f"{label}: after the hook")
-    return f"{kind} and right" if kind != "bent" else f"bent without effect"
+    return f"{kind} and right" if kind != "bent" else "bent without effect"
 
 
 def hidden(rng: Random, model: Net, x: Any, y: Tensor) -> str:
@@ -240,7 +240,7 @@ def hidden(rng: Random, model: Net, x: Any, y: Tensor) -> str:
             raise Fault(f"{how} at {k}: {words} is not in: {error}") from error
         return "hidden and refused"
     inside = list((model.head if k < 0 else model.body[k]).parameters())
-    reached = x.requires_grad or k < 0 and len(model.body) or any(p.requires_grad for p in before(model, k))
+    reached = x.requires_grad or (k < 0 and len(model.body)) or any(p.requires_grad for p in before(model, k))
     if reached and any(p.requires_grad for p in inside):
         raise Fault(f"{how} at {k}: accepted, and its parameters get no gradient")
     return "hidden, as in torch"

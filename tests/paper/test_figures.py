@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from marquardt.documents import typed
 from marquardt.paper import curves, figures, logs, panels, styles
 from marquardt.paper.styles import DARK, FAMILIES, LIGHT, LINES, REFERENCE, STYLES
 from support import made_logs
@@ -49,7 +50,7 @@ def test_a_line_ends_in_a_cross_when_half_of_the_runs_have_diverged(tmp_path):
 def test_figures_come_back_from_json(tmp_path):
     made_logs.everything(tmp_path, range(2))
     for figure in figures.figures(logs.read_all(tmp_path)):
-        assert figures.Figure.read(json.loads(json.dumps(asdict(figure)))) == figure
+        assert typed(json.loads(json.dumps(asdict(figure))), figures.Figure) == figure
 
 
 def chart(*methods, ends=None):

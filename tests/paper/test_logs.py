@@ -53,8 +53,9 @@ def test_accuracies_are_reached_from_below(tmp_path):
 def test_runs_in_progress_are_left_out(tmp_path):
     made_logs.write(tmp_path, made_logs.head("mnist", "sgd"), digits([0.1, 0.9]))
     made_logs.write(tmp_path, made_logs.head("mnist", "lm"), digits([0.1, 0.9]))
-    part = tmp_path / "logs" / "mnist" / "adam.default.0.part"
-    part.write_text("{")
+    part = tmp_path / "logs" / "mnist" / "adam.default.0.0123abcd.part"
+    part.write_text(json.dumps(made_logs.head("mnist"))[:40])
+    (part.parent / "adam.part").write_text("of somebody else")
     assert [log.method for log in logs.read_all(tmp_path)] == ["lm", "sgd"]  # in the order of tables
     assert logs.unfinished(tmp_path) == [part]
 
@@ -164,9 +165,7 @@ def test_quantiles_know_infinity():
 def test_csv_has_a_line_per_run(tmp_path):
     made_logs.write(tmp_path, made_logs.head("mnist", steps=2), digits([0.1, 0.5, 0.9]))
     made_logs.write(tmp_path, made_logs.head("sine", "kfac"), losses([0.5, None]), "failed", "no, 2\nlines")
-    logs.write_csv(logs.read_all(tmp_path), tmp_path / "results.csv")
-    with (tmp_path / "results.csv").open(newline="") as file:
-        first, second = csv.DictReader(file)
+    first, second = csv.DictReader(logs.as_csv(logs.read_all(tmp_path)).splitlines(keepends=True))
     assert (first["method"], first["status"]) == ("adam", "finished")
     assert (first["steps_to_90"], first["seconds_to_90"]) == ("2.0", "1.0")
     assert (first["test_accuracy"], first["data"], first["hyper"]) == ("0.9", "MNIST", '{"lr": 0.05}')

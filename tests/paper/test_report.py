@@ -52,7 +52,7 @@ def test_the_page_is_drawn_again_without_logs(full, tmp_path):
 
 def test_content_of_another_version_is_refused(tmp_path):
     (tmp_path / "report.json").write_text('{"format": 0}')
-    with pytest.raises(ValueError, match=r"report\.json has the format 0, this version reads 1: write it again"):
+    with pytest.raises(ValueError, match=r"report\.json has the format 0, this version reads 2: move it away"):
         report.write(tmp_path)
 
 
@@ -87,7 +87,7 @@ def test_what_lines_and_bands_are_is_said_once(full):
 
 def test_a_claim_has_one_row_for_all_values(full):
     rows = re.findall(r'<tr><th scope="row">(.*?) <small>', full.read_text(encoding="utf-8"))
-    judged = report.Content.read(full.parent / "report.json").verdicts
+    judged = report.Kept.read(full.parent / "report.json").content.verdicts
     assert len(rows) == len(set(rows)) == len({verdict.claim for some in judged.values() for verdict in some})
     longest = max(len(verdict.finding) for some in judged.values() for verdict in some)
     assert longest < 130  # all numbers are in the evidence

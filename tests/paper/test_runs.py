@@ -52,7 +52,7 @@ def test_log_of_the_sine(tmp_path):
     summary = runs.execute(run, tmp_path, watch=seen.append)
     head, body, steps = check_frame(lines_of(run.log(tmp_path)), summary, 21)
     said = {
-        "format": 1, "experiment": "sine", "problem": "sine", "method": "adam", "label": "Adam", "column": "default",
+        "format": 2, "experiment": "sine", "problem": "sine", "method": "adam", "label": "Adam", "column": "default",
         "seed": 2, "steps": 21, "seconds": 0.001, "batch": 1000, "parameters": 31, "device": "cpu",
         "hyper": {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "average": 0.9},
     }  # fmt: skip

@@ -286,12 +286,14 @@ def test_what_was_found_can_be_saved_and_planned(tmp_path):
     [
         ("{", "expected the JSON that `marquardt paper tune` writes"),
         ("", "expected the JSON"),
-        ("[]", "expected {problem: {optimizer: hyper-parameters}}"),
+        ("[]", "not a JSON object"),
         ('{"sine": 3}', "expected {problem: {optimizer: hyper-parameters}}"),
         ('{"sine": {"sgd": 3}}', "sgd"),
         ('{"sine": {"sdg": {}}}', "no optimizer 'sdg' in 'sine': choose from"),
         ('{"cosine": {"sgd": {"lr": 0.1}}}', "cosine"),
         ('{"sine": {"sgd": {"rate": 0.1}}}', "rate"),
+        ('{"sine": {"sgd": {"lr": [0.1]}}}', "sgd.lr is [0.1]"),
+        ('{"sine": {"sgd": {"lr": NaN}}}', "not JSON"),
     ],
 )
 def test_file_that_is_no_search(tmp_path, content, message):

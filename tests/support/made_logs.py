@@ -151,5 +151,5 @@ def everything(out: Path, seeds=range(3)) -> None:
                 write(out, head("ablation-sine", method, seed=seed, steps=200, seconds=2.0), steps)
             if method != "paper+uphill":
                 write(out, head("ablation-mnist", method, seed=seed), digit_steps(decay, 0.01, seed))
-    part = out / "logs" / "mnist" / "adam.default.99.part"
+    part = out / "logs" / "mnist" / "adam.default.99.0123abcd.part"
     part.write_text(json.dumps(head("mnist", seed=99)) + "\n")

@@ -60,7 +60,10 @@ def lines_of(path):
     def refuse(name):
         raise AssertionError(f"{name} in the log")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+    if lines and lines[-1]["kind"] == "end":
+        assert len(lines[-1].pop("sha256")) == 64
+    return lines
 
 
 def steps_of(path):

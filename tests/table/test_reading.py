@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pandas as pd
@@ -180,10 +181,103 @@ def test_free_memory_is_a_number_of_bytes():
     assert reading.available_memory() > 1e6
 
 
-def test_the_digest_is_that_of_the_bytes(tmp_path):
-    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # of FIPS 180-4's examples
-    assert reading.digest(written(tmp_path, b"")) == empty
-    assert reading.digest(written(tmp_path, b"x" * (2 << 20))) != reading.digest(written(tmp_path, b"x" * (3 << 20)))
+# --- files that are small and become large ---
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """As if 100 MB were free; a table that is read in spite of it would still do no harm"""
+    monkeypatch.setattr(reading, "available_memory", lambda: 10**8)
+
+
+def test_short_rows_have_a_cell_for_every_name(tmp_path, little_memory):
+    path = written(tmp_path, ",".join(f"c{i}" for i in range(500)) + "\n" + "1\n" * 40_000)
+    assert path.stat().st_size < 90_000
+    with pytest.raises(BadTable, match=r"needs about 0\.4 GB of memory, and 0\.1 GB are free: --rows N"):
+        read(path)
+    assert read(path, rows=3).frame.shape == (3, 500)
+    with pytest.raises(BadTable, match="of memory"):
+        read(path, rows=20_000)
+
+
+def test_too_many_columns_are_counted_before_they_are_read(tmp_path, monkeypatch):
+    path = written(tmp_path, "," * 30_000 + "\n1\n")
+    monkeypatch.setattr(pd, "read_csv", None)
+    with pytest.raises(BadTable, match="has 30,001 columns, more than the 20,000 that can be read"):
+        read(path)
+
+
+def test_a_first_line_without_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "NAMES", 1_000)
+    with pytest.raises(BadTable, match=r"the first line of .* has more than 1,000 bytes: it must have the names"):
+        read(written(tmp_path, "a" * 5_000))
+
+
+def test_a_zero_behind_what_is_looked_at_first(tmp_path):
+    path = written(tmp_path, b"a,b\n" + b"1,2\n" * 50_000 + b"3,\0\n")
+    with pytest.raises(BadTable, match="is not text: it has a zero at byte 200,007"):
+        read(path)
+
+
+def test_what_is_named_as_if_it_were_packed_is_not_unpacked(tmp_path, monkeypatch):
+    path = written(tmp_path, b"a,b\n1,2\n", "data.csv.gz")
+    assert read(path).frame["b"].tolist() == ["2"]
+
+
+def test_memory_of_a_container_counts(tmp_path):
+    for name, text in {
+        "memory.max": "1000",
+        "memory.current": "700",
+        "memory.stat": "anon 5\ninactive_file 50\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert reading._free_in_group(tmp_path) == 350
+    (tmp_path / "memory.max").write_text("max\n")
+    assert reading._free_in_group(tmp_path) is None
+
+
+def dictionary(path, rows, text):
+    """One text in many rows, which Parquet writes down once"""
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, "int32"), pyarrow.array([text]))
+    table = pyarrow.table({"text": texts, "y": pyarrow.array(range(rows))})
+    pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=False)
+    return path
+
+
+def test_a_text_that_is_written_down_once_counts_in_every_row(tmp_path, little_memory):
+    path = dictionary(tmp_path / "data.parquet", 5_000, "a" * 100_000)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(BadTable, match=r"needs about 2\.5 GB of memory, and 0\.1 GB are free: --rows N"):
+        read(path)
+    assert read(path, rows=2).frame["text"].str.len().tolist() == [100_000] * 2
+
+
+def test_a_number_that_is_written_down_once_counts_in_every_row(tmp_path, little_memory):
+    import pyarrow
+    import pyarrow.parquet
+
+    numbers = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 5_000_000, "int32"), pyarrow.array([1.5]))
+    pyarrow.parquet.write_table(pyarrow.table({"a": numbers}), tmp_path / "data.parquet", store_schema=False)
+    assert (tmp_path / "data.parquet").stat().st_size < 30_000
+    with pytest.raises(BadTable, match=r"needs about 0\.12 GB"):
+        read(tmp_path / "data.parquet")
+
+
+def test_lists_and_objects_are_left_out(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"a": [1, 2], "many": [["x" * 1000] * 50] * 2, "both": [{"a": 3}] * 2})
+    pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
+    sheet = read(tmp_path / "data.parquet")
+    assert list(sheet.frame.columns) == ["a"]
+    assert sheet.says == ["Columns 'many', 'both' of data.parquet hold lists or objects: they are left out."]
+    pyarrow.parquet.write_table(table.select(["many"]), tmp_path / "data.parquet")
+    with pytest.raises(BadTable, match="no column of single values"):
+        read(tmp_path / "data.parquet")
 
 
 # --- Parquet ---
@@ -226,8 +320,24 @@ def test_of_parquet_only_the_first_rows_are_read(tmp_path, monkeypatch):
     assert read(path, rows=25).frame["a"].tolist() == list(range(25))
 
 
-def test_a_parquet_table_larger_than_memory(parquet, monkeypatch):
-    monkeypatch.setattr(reading, "available_memory", lambda: 10)
+def test_a_parquet_table_larger_than_memory(tmp_path, monkeypatch):
+    path = tmp_path / "data.parquet"
+    pd.DataFrame({"a": range(10_000)}).to_parquet(path)
+    monkeypatch.setattr(reading, "available_memory", lambda: 200_000)
     with pytest.raises(BadTable, match="--rows N"):
+        read(path)
+    assert len(read(path, rows=2).frame) == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_parquet_file_is_named(parquet, seed):
+    draw, whole = random.Random(seed), parquet.read_bytes()
+    at = draw.randrange(4, len(whole))
+    parquet.write_bytes(whole[:at] if seed % 4 == 0 else whole[:at] + draw.randbytes(20) + whole[at + 20 :])
+    found = ""
+    try:
         read(parquet)
-    assert len(read(parquet, rows=2).frame) == 2
+    except BadTable as error:
+        found = str(error)
+    assert not found or found.startswith(f"{parquet} ")
+    assert "\n" not in found

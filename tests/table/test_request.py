@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from marquardt import documents
 from marquardt.table import request
 from marquardt.table.request import CHECKPOINT, RUN, BadFolder, Request, begin, check, end, finished
 
@@ -72,9 +73,10 @@ def test_a_folder_of_something_else(asked, out):
 
 def test_what_a_killed_process_left_is_no_obstacle(asked, out):
     (out / ".run.lock").touch()
-    (out / "run.0123.part").touch()
+    (out / "run.0123abcd.part").touch()
     [said] = begin(out, asked, resume=True)
     assert "has no run to go on with" in said
+    assert {path.name for path in out.iterdir()} == {".run.lock", RUN}
     assert not finished(out)
 
 
@@ -88,9 +90,9 @@ def test_a_damaged_run_file(asked, out, content):
 def test_a_run_goes_on_with_its_threads_and_tells_other_versions(asked, out, monkeypatch):
     begin(out, asked, resume=False)
     threads = torch.get_num_threads()
-    found = json.loads((out / RUN).read_text())
+    found, _ = documents.read(out / RUN)
     found["versions"] |= {"threads": threads + 1, "torch": "1.0"}
-    (out / RUN).write_text(json.dumps(found))
+    documents.write(out / RUN, found)
     try:
         [said] = begin(out, asked, resume=True)
         assert torch.get_num_threads() == threads + 1
@@ -103,4 +105,4 @@ def test_every_option_is_kept(asked):
     kept = asked.options()
     assert set(kept) == set(Request.__dataclass_fields__) - {"data"}
     assert json.loads(json.dumps(kept)) == kept
-    assert request.identity(asked)["data"]["bytes"] == asked.data.stat().st_size
+    assert request.identity(asked).data.bytes == asked.data.stat().st_size

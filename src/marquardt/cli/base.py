@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import rich.console
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from ..texts import short, visible
+
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+MOST = 5000  # characters of a message
+
+
+class Console(rich.console.Console):
+    """Shows names, cells and messages without the control characters in them; those that rich writes are its own."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterator[Any]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text, keep="\n"))
 
 
 @contextmanager
@@ -53,8 +67,22 @@ def superfluous() -> bool:
     return not first
 
 
+def say(console: rich.console.Console, sentence: str, style: str = "", *, whole: bool = True) -> None:
+    """`whole` leaves a path or a command in one piece; otherwise lines have the width of the terminal."""
+    words = visible(short(sentence, MOST))
+    console.print(words, style=style, markup=False, highlight=False, soft_wrap=whole)
+
+
 def complain(message: str) -> None:
-    Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+    """On one line."""
+    words = visible(short(" ".join(message.split("\n")), MOST))
+    Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), words), soft_wrap=True)
+
+
+def put_out(text: str) -> None:
+    """To standard output as it is, and at once: a disk that is full is noticed here."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def make_folder(out: Path) -> None:

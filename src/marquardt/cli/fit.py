@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 import time
@@ -11,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .. import files
-from .base import Debug, told
+from .base import Console, Debug, put_out, say, told
 
 if TYPE_CHECKING:
     from ..table.request import Request
@@ -126,7 +126,7 @@ class FitScreen:
     def say(self, sentence: str, style: str = "", *, whole: bool = False) -> None:
         """In lines of the terminal's width, broken between words; `whole` leaves a path or a command in one piece."""
         whole = whole or not self.console.is_terminal
-        self.console.print(sentence, style=style, markup=False, highlight=False, soft_wrap=whole)
+        say(self.console, sentence, style, whole=whole)
 
     def see(self, event: Mapping[str, Any]) -> None:
         """A step of networks of one kind, which are trained together."""
@@ -176,8 +176,7 @@ def predict(
     """Predict the target for new rows: with intervals if it is a number, with probabilities if it is a class."""
     if not 0 < interval < 1:
         raise typer.BadParameter(f"{interval:g} is not between 0 and 1", param_hint="--interval")
-    if out is not None and out.exists():
-        raise typer.BadParameter(f"{str(out)!r} is there already: choose another file", param_hint="--out")
+    check_new(out)
     with told(debug, EXTRA):
         from ..table import predictions
         from ..table.reading import counted
@@ -185,12 +184,16 @@ def predict(
         table, notes = predictions.predict(model, data, interval)
         errors = Console(stderr=True)
         for note in notes:
-            errors.print(note, markup=False, highlight=False, soft_wrap=True)
+            say(errors, note)
         if out is None:
-            sys.stdout.write(predictions.to_csv(table))
+            put_out(predictions.to_csv(table))
             return
+        check_new(out)  # it may have come meanwhile
         with files.whole(out) as write:
             write(predictions.to_csv(table))
-        errors.print(
-            f"Predictions of {counted(len(table), 'row')}: {out}", markup=False, highlight=False, soft_wrap=True
-        )
+        say(errors, f"Predictions of {counted(len(table), 'row')}: {out}")
+
+
+def check_new(out: Path | None) -> None:
+    if out is not None and os.path.lexists(out):
+        raise typer.BadParameter(f"{str(out)!r} is there already: choose another file", param_hint="--out")

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from typer.core import TyperGroup
 
@@ -24,7 +23,7 @@ from ..paper import tune as tuning
 from ..paper.screen import Screen
 from ..paper.trainers import Unavailable
 from ..paper.vocabulary import CONTENT, EXPERIMENTS, LOGS, OPTIMIZERS, OUT, TUNED
-from .base import Debug, complain, make_folder, told
+from .base import Console, Debug, complain, make_folder, say, told
 
 EXTRA = "paper"
 
@@ -127,8 +126,7 @@ def run(
         make_folder(out)
         with runs.held(out):
             failed = execute(plan, out, found)
-        console = Console()
-        console.print("Report:", str(report.write(out)), highlight=False, soft_wrap=True)
+        say(Console(), f"Report: {report.write(out)}")
         if failed:
             complain(f"{failed} of {len(plan)} runs failed; the same command tries them again")
             raise typer.Exit(1)
@@ -253,12 +251,12 @@ def tune(
                 else:
                     tuning.save(out / TUNED, problem, found)
                     result = json.dumps(found[method]) if found else "not available"
-                console.print(f"{problem}/{method}: {result}", markup=False, highlight=False, soft_wrap=True)
+                say(console, f"{problem}/{method}: {result}")
                 bars.update(bar, completed=number * trials)
         if failed:
             complain(f"{failed} of {len(jobs)} searches found nothing; more --trials may help")
             raise typer.Exit(1)
-        console.print("Winners:", str(out / TUNED), highlight=False, soft_wrap=True)
+        say(console, f"Winners: {out / TUNED}")
 
 
 @paper.command("report")
@@ -271,4 +269,4 @@ def write_report(out: Out = OUT, debug: Debug = False) -> None:
             raise typer.BadParameter(
                 f"{str(out / LOGS)!r} holds no run: marquardt paper makes them", param_hint="--out"
             )
-        Console().print("Report:", str(report.write(out)), highlight=False, soft_wrap=True)
+        say(Console(), f"Report: {report.write(out)}")

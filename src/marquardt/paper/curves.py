@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -50,12 +49,6 @@ class Chart:
     ylim: tuple[float, float]
     level: float | None  # a dotted line
     lines: list[Line]
-
-    @staticmethod
-    def read(content: dict[str, Any]) -> Chart:
-        lines = [Line(**line) for line in content["lines"]]
-        ends = {key: (float(content[key][0]), float(content[key][1])) for key in ("xlim", "ylim")}
-        return Chart(**{**content, **ends, "lines": lines})
 
 
 @dataclass(frozen=True)

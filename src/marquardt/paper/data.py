@@ -9,7 +9,6 @@ import math
 import os
 import queue
 import socket
-import tempfile
 import threading
 import time
 import zlib
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..files import whole
 from .idx import read_idx, read_idx_stream
 
 NAMES = ("mnist", "mnist-5k", "digits")
@@ -270,10 +270,10 @@ def _open(url: str, timeout: float) -> io.BufferedIOBase:
 
 def _store(path: Path, content: bytes) -> None:
     """Writes the file whole or not at all: other processes may read the cache, or fill it too."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        part = Path(scratch) / path.name
-        part.write_bytes(content)
-        os.replace(part, path)
+    if os.path.lexists(path):  # a link to nothing, or a folder: no file was found there
+        raise FileExistsError(f"{path} is there already, and no file of MNIST's: move it away")
+    with whole(path) as write:
+        write(content)
 
 
 # --- digits that packages carry -------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from . import panels
 from .curves import Chart, Fit, Group, accuracy_over_seconds, fits, groups, loss_over_seconds, over_steps
@@ -23,11 +22,6 @@ class Figure:
     charts: list[Chart] = field(default_factory=list)
     fits: list[Fit] = field(default_factory=list)
     folded: bool = False  # on the page
-
-    @staticmethod
-    def read(content: dict[str, Any]) -> Figure:
-        charts, fitted = [*map(Chart.read, content["charts"])], [Fit(**fit) for fit in content["fits"]]
-        return Figure(**{**content, "charts": charts, "fits": fitted})
 
     def panels(self) -> list[str]:
         """As SVG."""

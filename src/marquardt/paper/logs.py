@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import reprlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import files
+from .. import documents, files
+from ..texts import cell
 from .vocabulary import COLUMNS, LOGS, MEASURES, METHODS, SINE_READINGS, TARGET
 
-FORMAT = 1  # of the logs
+FORMAT, OLDEST = 2, 1  # of the logs; the first had no checksum
 TEXT, WHOLE, NUMBER, LIST, OBJECT = "text", "a whole number", "a number or null", "a list", "an object"
 TYPES: dict[str, tuple[type, ...]] = {  # of JSON's values; null stands for NaN, for infinity and for none
     TEXT: (str,), WHOLE: (int,), NUMBER: (int, float, type(None)), LIST: (list,), OBJECT: (dict,),
@@ -33,6 +35,9 @@ POINTS = {"x": LIST, "y": LIST}
 END = {"status": TEXT, "step": WHOLE, "message": TEXT}
 STATUSES = ("finished", "diverged", "failed", "unavailable")
 WAY_OUT = "delete the file, and `marquardt paper` runs it again"
+
+PART = re.compile(r"[^.]+\.[^.]+\.\d+\.[0-9a-f]{8}\.part")  # what `files.whole` makes of the name of a log
+HEADED = b'{"kind": "run"'
 
 Curve = tuple[list[float], list[float]]  # x, y
 
@@ -113,34 +118,43 @@ def read(path: Path) -> Log:
     curves: dict[int, Curve] = {}
     data: Curve | None = None
     number = 0
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = _parsed(text)
-                kind = line["kind"]
-                if end is not None:
-                    raise ValueError("a line after the end of the run")
-                if (head is None) != (kind == "run"):
-                    raise ValueError("the head of the run stands in the first line, and there alone")
-                if kind == "run":
-                    head = _checked_head(line)
-                elif kind == "step":
-                    records.append(_checked_step(line, records))
-                elif kind == "curve":
-                    curves[_checked(line, {"step": WHOLE})["step"]] = _points(line)
-                elif kind == "data":
-                    data = _points(line)
-                elif kind == "end":
-                    end = _checked(line, END)
-                    if end["status"] not in STATUSES:
-                        raise ValueError(f"the status {end['status']!r} is none of {', '.join(STATUSES)}")
-                else:
-                    raise ValueError(f"unknown kind {kind!r}")
-            except (ValueError, KeyError, OverflowError) as error:
-                what = f"no {error}" if isinstance(error, KeyError) else str(error)
-                raise ValueError(f"{path}, line {number}: {what}; {WAY_OUT}") from error
+    content = documents.content_of(path)
+    for number, text in enumerate(io.BytesIO(content), 1):
+        try:
+            line = _parsed(text)
+            kind = line["kind"]
+            if end is not None:
+                raise ValueError("a line after the end of the run")
+            if (head is None) != (kind == "run"):
+                raise ValueError("the head of the run stands in the first line, and there alone")
+            if kind == "run":
+                head = _checked_head(line)
+            elif kind == "step":
+                records.append(_checked_step(line, records))
+            elif kind == "curve":
+                curves[_checked(line, {"step": WHOLE})["step"]] = _points(line)
+            elif kind == "data":
+                data = _points(line)
+            elif kind == "end":
+                line.pop("sha256", None)
+                end = _checked(line, END)
+                if len(end) > 1 + len(END):
+                    raise ValueError("the end of the run has more entries than are known here")
+                if end["status"] not in STATUSES:
+                    raise ValueError(f"the status {end['status']!r} is none of {', '.join(STATUSES)}")
+            else:
+                raise ValueError(f"unknown kind {kind!r}")
+        except (ValueError, KeyError, OverflowError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}, line {number}: {what}; {WAY_OUT}") from error
     if head is None or end is None:
         raise ValueError(f"{path}, line {number}: the log breaks off; {WAY_OUT}")
+    try:
+        is_sealed = documents.check_seal(path, content)
+    except files.Damaged as error:
+        raise files.Damaged(f"{error}; {WAY_OUT}") from None
+    if not is_sealed and head["format"] != OLDEST:
+        raise files.Damaged(f"{path} is damaged: it has lost its checksum; {WAY_OUT}")
     steps = {key: [record.get(key, math.nan) for record in records] for key in (records[0] if records else ())}
     return Log(path, head, steps, curves, data, end["status"], end["step"], end["message"])
 
@@ -160,8 +174,15 @@ def read_all(out: Path) -> list[Log]:
 
 
 def unfinished(out: Path) -> list[Path]:
-    """Logs of runs that have not ended."""
-    return sorted(Path(out, LOGS).glob("*/*.part"))
+    """Logs of runs that have not ended: they are named so, and have a head or nothing yet."""
+    return sorted(path for path in Path(out, LOGS).glob("*/*.part") if PART.fullmatch(path.name) and _has_begun(path))
+
+
+def _has_begun(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(HEADED)) in (b"", HEADED)
 
 
 def run_of(part: Path) -> str:
@@ -226,14 +247,14 @@ def quantile(values: Sequence[float], q: float) -> float:
     return low if low in (high, -math.inf) else low + (rank - math.floor(rank)) * (high - low)
 
 
-def write_csv(logs: Iterable[Log], path: Path) -> None:
+def as_csv(logs: Iterable[Log]) -> str:
     """One line per run."""
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_FIELDS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_csv_row(log) for log in logs)
-    with files.whole(path) as write:
-        write(text.getvalue())
+    for log in logs:
+        writer.writerow({key: cell(v) if isinstance(v, str) else v for key, v in _csv_row(log).items()})
+    return text.getvalue()
 
 
 CSV_FIELDS = (
@@ -258,19 +279,16 @@ def _csv_row(log: Log) -> dict[str, Any]:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        line = json.loads(text.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8, at byte {error.start + 1} of the line") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError("not JSON" if text.endswith(b"\n") else "the line breaks off") from error
-    if not isinstance(line, dict):
-        raise ValueError("not a JSON object")
-    return line
+        return documents.loads(text)
+    except ValueError as error:
+        broken = str(error) == "not JSON" and not text.endswith(b"\n")
+        where = " of the line" if str(error).startswith("not UTF-8") else ""
+        raise ValueError("the line breaks off" if broken else f"{error}{where}") from error
 
 
 def _checked_head(line: dict[str, Any]) -> dict[str, Any]:
-    if line["format"] != FORMAT:
-        raise ValueError(f"format {line['format']!r} where this version reads {FORMAT}")
+    if type(line["format"]) is not int or not OLDEST <= line["format"] <= FORMAT:
+        raise ValueError(f"format {reprlib.repr(line['format'])} where this version reads {OLDEST} to {FORMAT}")
     missing = [key for key in HEAD if key not in line]
     if missing:
         raise ValueError(f"the head has no {', '.join(missing)}")

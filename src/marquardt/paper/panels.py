@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from ..texts import visible
 from .curves import Chart, Fit, Line
 from .problems import SINE_ENDS, SINE_NOISE
 from .styles import CSS, FAMILIES, REFERENCE, SHORT, STYLES, UNKNOWN, Style
@@ -114,7 +115,8 @@ def _x_ticks(chart: Chart) -> list[float]:
     if chart.seconds:
         return _powers(low, high)
     every = next(step for power in range(9) for k in (1, 2, 5) if (step := k * 10**power) * 5.5 >= high - low)
-    return [float(tick) for tick in range(0, math.floor(high) + 1, every)]
+    first = max(0, math.ceil(low / every) * every)
+    return [float(tick) for tick in range(first, math.floor(high) + 1, every)]
 
 
 def _y_ticks(chart: Chart) -> list[float]:
@@ -265,8 +267,8 @@ def alone(drawn: Sequence[str]) -> str:
 def _text(x: float, y: float, words: str, anchor: str = "middle", style: str = "") -> str:
     kind = f' class="{style}"' if style else ""
     where = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text{kind} x="{x:.0f}" y="{y:.0f}"{where}>{escape(words)}</text>'
+    return f'<text{kind} x="{x:.0f}" y="{y:.0f}"{where}>{escape(visible(words))}</text>'
 
 
 def _whole(title: str, inside: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{inside}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(visible(title))}">{inside}</svg>'

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import documents
+from ..documents import typed
 from .methods import METHODS, Method, ablation
 from .vocabulary import COLUMNS, EXPERIMENTS, LOGS, PROBLEMS, TUNED, problem_of
 
@@ -134,12 +135,12 @@ def plan(
 def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """{problem: {method: hyper-parameters}}, as `marquardt paper tune` wrote it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = documents.loads(documents.content_of(path))
     except ValueError as error:
         raise ValueError(
             f"{path}: expected the JSON that `marquardt paper tune` writes ({error}); delete the file"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(methods, dict) for methods in found.values()):
+    if not all(isinstance(methods, dict) for methods in found.values()):
         raise ValueError(
             f"{path}: expected {{problem: {{optimizer: hyper-parameters}}}}, as `marquardt paper tune` writes it"
         )
@@ -153,4 +154,6 @@ def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
             if not isinstance(hyper, dict) or (unknown := [key for key in hyper if key not in known]):
                 wrong = hyper if not isinstance(hyper, dict) else unknown[0]
                 raise ValueError(f"{path}: {name} has no hyper-parameter {wrong!r}: choose from {', '.join(known)}")
+            for key, value in hyper.items():
+                typed(value, float | str | bool | None, f"{path}: {name}.{key}")
     return found

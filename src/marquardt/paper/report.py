@@ -5,8 +5,9 @@ What the page shows is written beside it as report.json, from which it can be dr
 
 from __future__ import annotations
 
-import json
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from .. import files
+from .. import documents, files
+from ..documents import typed
+from ..texts import on_page, quoted
 from . import logs, panels, styles, tables
 from .figures import Figure, figures
 from .logs import Log, horizon, select
@@ -25,7 +28,8 @@ from .tables import Table
 from .verdicts import HELD, LM_ITSELF, THE_OTHERS, UNKNOWN, Verdict, verdicts
 from .vocabulary import COLUMNS, CONTENT, LOGS, OPTIMIZERS, TARGET_LABEL, TITLES, WHAT_THEY_ARE
 
-FORMAT = 1  # of report.json
+FORMAT = 2  # of report.json; the first had no checksum
+PAGE = "report.html"
 MNIST_SIZE = 70_000
 TABLES = {"sine": ("sine",), "mnist": ("table1", "table1-variance")}  # of an experiment; else the one of its name
 FOLDED = ("table1-variance", "hyperparameters", "endings")  # tables to look something up in
@@ -49,55 +53,86 @@ class Content:
     figures: list[Figure]
     note: str = ""  # where the numbers come from, if not from logs
 
-    @staticmethod
-    def read(path: Path) -> Content:
-        with path.open(encoding="utf-8") as file:
-            content = json.load(file)
-        found = content.pop("format", None)
-        if found != FORMAT:
-            raise ValueError(f"{path} has the format {found!r}, this version reads {FORMAT}: write it again from logs")
-        judged = {column: [Verdict(**verdict) for verdict in some] for column, some in content["verdicts"].items()}
-        made = [Table.read(table) for table in content["tables"]]
-        return Content(
-            **{**content, "verdicts": judged, "tables": made, "figures": [*map(Figure.read, content["figures"])]}
-        )
+    def __post_init__(self) -> None:
+        """They are names of files too, and a report.json may have been made by anybody."""
+        for made in (*self.tables, *self.figures):
+            if not re.fullmatch(r"[a-z0-9-]+", made.name):
+                raise ValueError(f"{quoted(made.name)} is no name of a table or a figure")
 
-    def text(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+@dataclass(frozen=True)
+class Kept:
+    """report.json: the content of the page, and the checksums of the files that were drawn from it."""
+
+    content: Content
+    written: list[str]
+
+    @staticmethod
+    def read(path: Path) -> Kept:
+        way = "move it away, and `marquardt paper report` writes it again from logs"
+        try:
+            if path.is_symlink():
+                raise files.Damaged(f"{path} is a link, which marquardt has not made")
+            found, is_sealed = documents.read(path)
+            version = found.pop("format", None)
+            if version != FORMAT:
+                raise files.Damaged(f"{path} has the format {version!r}, this version reads {FORMAT}")
+            if not is_sealed:
+                raise files.Damaged(f"{path} is damaged: it has lost its checksum")
+            return typed(found, Kept)
+        except files.Damaged as error:
+            raise files.Damaged(f"{error}: {way}") from None
+        except ValueError as error:
+            raise files.Damaged(f"{path} is damaged ({error}): {way}") from None
+
+    def text(self) -> bytes:
+        return documents.sealed({"format": FORMAT, **asdict(self)})
 
 
 def write(out: Path) -> Path:
     """Everything that can be made from the logs under `out`: results.csv, figures, tables, report.json, report.html.
 
-    If there are no logs but a report.json, the page and the figures are drawn again from that.
+    If there are no logs but a report.json, the page and the figures are drawn again from that. What is there under one
+    of these names and was not written here is refused by name.
     """
     out = Path(out)
     found = logs.read_all(out)
-    if not found:
-        if (out / CONTENT).exists():
-            with files.held(out, "report"):
-                return _draw(Content.read(out / CONTENT), out)
+    before = Kept.read(out / CONTENT) if os.path.lexists(out / CONTENT) else None
+    if not found and before is None:
         raise ValueError(f"{out / LOGS} has no log of a run that has ended: run `marquardt paper` first")
     with files.held(out, "report"):
-        logs.write_csv(found, out / "results.csv")
-        content = _gathered(found, logs.unfinished(out))
-        for table in content.tables:
-            with files.whole(out / "tables" / f"{table.name}.md") as write:
-                write(table.markdown())
-        with files.whole(out / CONTENT) as write:
-            write(content.text())
-        return _draw(content, out)
+        made: dict[str, str] = {}
+        if found:
+            content = _gathered(found, logs.unfinished(out))
+            made["results.csv"] = logs.as_csv(found)
+            made |= {f"tables/{table.name}.md": table.markdown() for table in content.tables}
+        elif before is not None:
+            content = before.content
+        made |= _drawn(content, out)
+        _put(out, content, {name: text.encode() for name, text in made.items()}, before)
+    return out / PAGE
 
 
-def _draw(content: Content, out: Path) -> Path:
-    drawn = {figure.name: figure.panels() for figure in content.figures}
-    for name, svgs in drawn.items():
-        with files.whole(out / "figures" / f"{name}.svg") as write:
-            write(panels.alone(svgs))
-    page = out / "report.html"
-    with files.whole(page) as write:
-        write(_page(content, drawn))
-    return page
+def _put(out: Path, content: Content, made: dict[str, bytes], before: Kept | None) -> None:
+    """report.json comes first: also if the process is killed in between, what it has written is known for its own."""
+    new = {out / name: documents.digest(text) for name, text in made.items()}
+    way = "move it away, or choose another --out"
+    there = documents.own(dict(new), before.written if before else (), way)
+    with files.whole(out / CONTENT) as put:
+        put(Kept(content, sorted(there | {*new.values()})).text())
+    for name, text in made.items():
+        with files.whole(out / name) as put:
+            put(text)
+
+
+def _drawn(content: Content, out: Path) -> dict[str, str]:
+    try:
+        drawn = {figure.name: figure.panels() for figure in content.figures}
+        pictures = {f"figures/{name}.svg": panels.alone(svgs) for name, svgs in drawn.items()}
+        return pictures | {PAGE: _page(content, drawn)}
+    except (ValueError, LookupError, ArithmeticError, StopIteration, jinja2.TemplateError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{out / CONTENT} holds what cannot be drawn ({reason}): move it away") from error
 
 
 def _gathered(found: Sequence[Log], parts: Sequence[Path]) -> Content:
@@ -122,6 +157,7 @@ def _page(content: Content, drawn: dict[str, list[str]]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        finalize=on_page,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -11,6 +11,7 @@ import argparse
 import copy
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import files
+from .. import documents, files
 from . import logs, plans, problems, tasks
 from .data import NAMES, Digits, find
 from .machine import machine, versions
@@ -49,6 +50,7 @@ def done(run: Run, out: Path, data: Digits | None = None) -> bool:
     wanted = json.loads(json.dumps(_config(run, tasks.about(run, data))))
     for line in (wanted, log.head):
         line["data"].pop("source", None)  # the same digits may lie elsewhere
+    wanted.pop("format")  # of the log, and not of the run
     return log.status in ("finished", "diverged") and all(log.head.get(key) == wanted[key] for key in wanted)
 
 
@@ -117,10 +119,24 @@ def execute(
     """Train, and write the log: it gets its name when the run has ended, so an interrupted run leaves none.
 
     `watch` is called with every line of a step. An error of the method ends the run as "failed", with its message;
-    a log that cannot be written is an error of its own. One process at a time: see `held`.
+    a log that cannot be written is an error of its own, and so is another file of that name, which stays. One process
+    at a time: see `held`.
     """
+    check_free(run.log(out))
     with files.whole(run.log(out)) as write:
         return _Recording(run, data, write, watch).run()
+
+
+def check_free(path: Path) -> None:
+    """Only a log is replaced, and it is whole."""
+    if not os.path.lexists(path):
+        return
+    try:
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link; {logs.WAY_OUT}")
+        logs.read(path)
+    except ValueError as error:
+        raise documents.Foreign(f"no log can be written: {error}") from None
 
 
 class _Recording:
@@ -130,10 +146,10 @@ class _Recording:
         self,
         run: Run,
         data: Digits | None,
-        append: Callable[[str], None],
+        append: Callable[[bytes], None],
         watch: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        self.spec, self.append, self.watch = run, append, watch
+        self.spec, self.lines, self.watch = run, documents.Sealing(append), watch
         self.task = tasks.build(run, data)
         self.steps = tasks.length(run, self.task.data)
         self.clock = Clock(run.device)
@@ -211,7 +227,7 @@ class _Recording:
             self.watch(self.last)
 
     def write(self, line: dict[str, Any]) -> None:
-        self.append(json.dumps(_finite(line), ensure_ascii=False, allow_nan=False) + "\n")
+        self.lines.add(_finite(line), last=line["kind"] == "end")
 
 
 # --- what a log says of itself ---

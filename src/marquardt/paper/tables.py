@@ -7,8 +7,9 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ..texts import visible
 from .logs import Log, attempted, equal_seconds, groups, horizon, or_worst, place, quantile, select
 from .problems import SINE_NOISE_FLOOR
 from .vocabulary import PARTS, RULE, SINE_READINGS, TARGET, TARGET_LABEL, compared, problem_of
@@ -46,11 +47,6 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str
-
-    @staticmethod
-    def read(content: dict[str, Any]) -> Table:
-        rows = tuple(tuple(row) for row in content["rows"])
-        return Table(**{**content, "header": tuple(content["header"]), "rows": rows})
 
     def markdown(self) -> str:
         lines = [self.header, ("---",) * len(self.header), *self.rows]
@@ -395,4 +391,5 @@ def _plain(value: object) -> str:
 
 
 def _escaped(cell: str) -> str:
-    return " ".join(cell.replace("|", "\\|").split())
+    """Text in a cell of Markdown, where a sign of HTML is none"""
+    return visible(" ".join(cell.replace("|", "\\|").replace("<", "&lt;").split()))

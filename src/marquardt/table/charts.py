@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TypeVar
 
+from ..texts import visible
+
 WIDTH, HEIGHT = 480, 340  # in units of the drawing; text of 13 of them can be read on a phone
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 46
 HEIGHT_OF_BAR = 24
@@ -180,8 +182,8 @@ def ranking(rows: Sequence[tuple[str, float, float]], xlabel: str, title: str) -
 
 def _text(x: float, y: float, words: str, anchor: str = "middle", style: str = "") -> str:
     kind = f' class="{style}"' if style else ""
-    return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(visible(words))}</text>'
 
 
 def _whole(title: str, inside: str, height: float = HEIGHT) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">{inside}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(visible(title))}">{inside}</svg>'

@@ -13,7 +13,7 @@ that is different in nearly every row are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +22,8 @@ import pandas as pd  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from ..documents import typed
+from ..texts import quoted
 from . import kinds
 from .reading import BadTable, counted, listed
 
@@ -29,6 +31,7 @@ RARE = 3  # rows that a level must be in to have an input
 LEVELS = 50  # inputs of a column of categories, beside the one for the others
 UNIQUE = 0.5  # text with more different values than this part of the rows names rows rather than describing them
 EPOCH = pd.Timestamp("2000-01-01")
+CYCLES = ("days", *(f"{turn}, {wave}" for turn in ("year", "week", "time") for wave in ("sin", "cos")))
 
 
 class Encoded(NamedTuple):
@@ -153,6 +156,12 @@ class DateColumn:
     indicator: bool
     kind: ClassVar[str] = "date"
 
+    def __post_init__(self) -> None:
+        """A file may have been made by anybody."""
+        middle = pd.Timestamp(self.middle)
+        if self.form not in kinds.FORMATS or not set(self.parts) <= set(CYCLES) or middle.tz or pd.isna(middle):
+            raise ValueError(f"no dates have the form {self.form!r}, the middle {self.middle!r} and such parts")
+
     @classmethod
     def of(cls, name: str, column: pd.Series, form: str) -> DateColumn:
         dates = kinds.dates(name, column, form)
@@ -231,14 +240,26 @@ class Columns:
         return [{"kind": column.kind, **asdict(column)} for column in self.columns]
 
     @classmethod
-    def from_json(cls, found: list[Mapping[str, Any]]) -> Columns:
-        known: dict[str, Any] = {column.kind: column for column in (NumberColumn, CategoryColumn, DateColumn)}
-        return cls(tuple(_restored(known[column["kind"]], column) for column in found))
+    def from_json(cls, found: Any) -> Columns:
+        """What `to_json` has made. Anything else is a ValueError."""
+        columns = tuple(
+            _restored(column, f"columns[{i}]") for i, column in enumerate(typed(found, list[Any], "columns"))
+        )
+        if not columns or len({column.name for column in columns}) < len(columns):
+            raise ValueError("columns: there are none, or two of one name")
+        return cls(columns)
 
 
-def _restored(kind: Any, saved: Mapping[str, Any]) -> Any:
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items() if key != "kind"}
-    return kind(**lists)
+def _restored(saved: Any, place: str) -> Column:
+    known: dict[Any, Any] = {column.kind: column for column in (NumberColumn, CategoryColumn, DateColumn)}
+    entries = typed(saved, dict[str, Any], place)
+    kind = typed(entries.pop("kind", None), str, f"{place}.kind")
+    if kind not in known:
+        raise ValueError(f"{place}.kind is {quoted(kind)}, none of {', '.join(known)}")
+    found: Column = typed(entries, known[kind], place)
+    if not found.names:
+        raise ValueError(f"{place} has no inputs")
+    return found
 
 
 def learn(
@@ -284,7 +305,7 @@ def _learnt(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple
         return None, f"it has {different:,} different texts in {text.notna().sum():,} rows, too many for categories"
     category = CategoryColumn.of(name, text)
     if len(category.names) < 2:
-        return None, f"it is always {text.dropna().iloc[0]!r}" if different == 1 else "every level is rare"
+        return None, f"it is always {quoted(text.dropna().iloc[0])}" if different == 1 else "every level is rare"
     return category, ""
 
 

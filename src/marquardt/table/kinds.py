@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
+from ..texts import quoted
 from .reading import MOST, BadTable, counted
 
 Kind = Literal["empty", "number", "date", "category"]
@@ -110,7 +111,7 @@ def _refuse(name: str, column: pd.Series, bad: pd.Series, what: str) -> None:
     if not bad.any():
         return
     places = np.flatnonzero(bad.to_numpy())
-    shown = ", ".join(f"{str(column.iloc[i])!r} in row {column.index[i] + 1}" for i in places[:SHOWN])
+    shown = ", ".join(f"{quoted(column.iloc[i])} in row {column.index[i] + 1}" for i in places[:SHOWN])
     more = f" and in {counted(len(places) - SHOWN, 'more row')}" if len(places) > SHOWN else ""
     raise BadTable(
         f"the column {name!r} {what}: {shown}{more}; correct them",

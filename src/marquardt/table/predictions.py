@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +9,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
-import torch
 from torch import Tensor
 
+from .. import documents, files
+from ..documents import digest, digest_of, sealed, typed
 from ..tabular import Committee
+from ..texts import cell, short
 from . import metrics, targets
 from .columns import Columns
 from .reading import BadTable, Sheet, counted, read
 from .request import MODEL, PREPROCESSING, BadFolder
-from .targets import NumberTarget, Target
+from .targets import ClassTarget, NumberTarget, Target
 
-FORMAT = 1  # of model.pt and preprocessing.json
+FORMAT = 2  # of model.pt and preprocessing.json; the first had no checksums
+OLDEST = 1
 
 
 class Predicted(NamedTuple):
@@ -70,7 +71,16 @@ def _numbers(names: Sequence[str], found: Predicted, level: float, true: Tensor 
 
 
 def to_csv(table: pd.DataFrame) -> str:
-    return str(table.to_csv(index=False, float_format="%.10g", lineterminator="\n"))
+    """Text in it is no formula to a spreadsheet: see `texts.cell`."""
+    shown = pd.DataFrame({place: _cells(column) for place, (_, column) in enumerate(table.items())})
+    shown.columns = [cell(str(name)) for name in table.columns]
+    return str(shown.to_csv(index=False, float_format="%.10g", lineterminator="\n"))
+
+
+def _cells(column: pd.Series) -> pd.Series:
+    if pd.api.types.is_numeric_dtype(column):
+        return column
+    return column.map(lambda value: cell(value) if isinstance(value, str) else value)
 
 
 # --- a model in a folder ---
@@ -82,13 +92,13 @@ class Model(NamedTuple):
     committee: Committee
     missing: tuple[str, ...]
     commas: bool  # whether the numbers it was trained with had decimal commas
+    says: tuple[str, ...] = ()  # what is to be told of its files
 
 
-def weights(committee: Committee) -> bytes:
+def weights(committee: Committee, scratch: Path) -> bytes:
     """The file model.pt; equal values give equal bytes, also if some of them were read from a checkpoint."""
-    content = io.BytesIO()  # the name of a file would be part of what torch writes
-    torch.save(_own({"format": FORMAT, "committee": committee.state()}), content)
-    return content.getvalue()
+    files.save(scratch, _own({"format": FORMAT, "committee": committee.state()}))
+    return scratch.read_bytes()
 
 
 def _own(value: Any) -> Any:
@@ -102,10 +112,11 @@ def _own(value: Any) -> Any:
     return sys.intern(value) if isinstance(value, str) else value
 
 
-def preprocessing(columns: Columns, target: Target, missing: Sequence[str], commas: bool) -> dict[str, Any]:
+def preprocessing(columns: Columns, target: Target, missing: Sequence[str], commas: bool, model: bytes) -> bytes:
+    """The file preprocessing.json, which belongs to this model."""
     reading = {"missing": list(missing), "decimal_commas": commas}
     found = {"target": targets.to_json(target), **reading, "columns": columns.to_json()}
-    return {"format": FORMAT, **found, "inputs": columns.names}
+    return sealed({"format": FORMAT, **found, "inputs": columns.names, "model": digest(model)}, indent=1)
 
 
 def load(folder: Path) -> Model:
@@ -114,20 +125,47 @@ def load(folder: Path) -> Model:
         raise BadFolder(
             f"{folder} has no {MODEL} and {PREPROCESSING}: name the --out of a `marquardt fit` that has ended"
         )
+    way = f"train it again, or bring back the files that marquardt fit has written in {folder}"
     try:
-        saved = torch.load(folder / MODEL, weights_only=True)
-        words = json.loads((folder / PREPROCESSING).read_text(encoding="utf-8"))
-        newest = max(saved["format"], words["format"])
-        if newest > FORMAT:
-            raise BadFolder(f"{folder} was written by a newer marquardt (format {newest}): install that")
-        columns, target = Columns.from_json(words["columns"]), targets.from_json(words["target"])
-        reading = tuple(words["missing"]), words.get("decimal_commas", False)
-        return Model(columns, target, Committee.from_state(saved["committee"]), *reading)
+        return _loaded(folder)
     except BadFolder:
         raise
-    except Exception as error:  # torch has many for a file that is not whole
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise BadFolder(f"the model in {folder} is damaged ({reason}): train it again") from None
+    except files.Damaged as error:
+        raise BadFolder(f"{error}: {way}") from None
+    except OSError as error:
+        raise BadFolder(f"{error.filename or folder} cannot be read ({error.strerror or error})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadFolder(f"the model in {folder} is damaged ({_reason(error)}): {way}") from None
+
+
+def _loaded(folder: Path) -> Model:
+    saved, *is_sealed = files.load(folder / MODEL)
+    words, sealed_too = documents.read(folder / PREPROCESSING)
+    formats = [content.get("format") if isinstance(content, dict) else None for content in (saved, words)]
+    if newer := [found for found in formats if type(found) is int and found > FORMAT]:
+        raise BadFolder(f"{folder} was written by a newer marquardt (format {newer[0]}): install that")
+    if formats[0] != formats[1] or formats[0] not in range(OLDEST, FORMAT + 1):
+        raise ValueError(f"{MODEL} and {PREPROCESSING} are not of one version")
+    says: tuple[str, ...] = ()
+    if formats[0] == OLDEST:
+        says = (f"The model in {folder} is of an earlier version, without checksums: damage would not be noticed.",)
+    elif not all([*is_sealed, sealed_too]):
+        raise files.Damaged(f"the model in {folder} is damaged: a checksum is missing")
+    elif words["model"] != digest_of(folder / MODEL):
+        raise files.Damaged(f"{MODEL} and {PREPROCESSING} in {folder} are of two models")
+    columns, target = Columns.from_json(words["columns"]), targets.from_json(words["target"])
+    committee = Committee.from_state(saved["committee"])
+    outputs = len(target.classes) if isinstance(target, ClassTarget) else len(target.names)
+    known = len(committee.floor) if committee.frequencies is None else len(committee.frequencies)
+    if committee.settings.task != target.task or committee.features != len(columns.names) or outputs != known:
+        raise ValueError(f"{MODEL} and {PREPROCESSING} do not belong together")
+    missing = typed(words["missing"], tuple[str, ...], "missing")
+    return Model(columns, target, committee, missing, typed(words.get("decimal_commas", False), bool, "commas"), says)
+
+
+def _reason(error: Exception) -> str:
+    words = str(error).splitlines()[:1]
+    return f"there is no {error}" if isinstance(error, KeyError) else short(words[0] if words else type(error).__name__)
 
 
 def predict(folder: Path, data: Path, level: float) -> tuple[pd.DataFrame, list[str]]:
@@ -142,7 +180,7 @@ def predict(folder: Path, data: Path, level: float) -> tuple[pd.DataFrame, list[
     found = predicted(model.committee, X)
     table = frame(model.target, found, level)
     table.insert(0, "row", np.arange(1, len(table) + 1))
-    return table, [*sheet.says, *notes, *_quality(model.target, sheet, found, level)]
+    return table, [*model.says, *sheet.says, *notes, *_quality(model.target, sheet, found, level)]
 
 
 def _quality(target: Target, sheet: Sheet, found: Predicted, level: float) -> list[str]:

@@ -6,23 +6,31 @@ What a column holds is decided by `columns` and not by the reader: a value that 
 from __future__ import annotations
 
 import csv
-import hashlib
+import math
 import os
 import re
 import shlex
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
 
+from ..texts import quoted, short
+
 MISSING = ("", "na", "n/a", "#n/a", "nan", "null", "none", "?")  # in lower case: what stands for no value in a cell
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 HEAD = 1 << 16  # bytes that are looked at before a file is read
 PER_BYTE, PER_CELL = 4, 20  # bytes of memory for a byte and a cell of CSV, as text and as numbers (measured: at most)
+PER_NUMBER, PER_OBJECT = 24, 250  # for a value in Parquet, and for one that is neither a number nor text (measured)
+PER_TEXT, PER_LETTER = 650, 5  # for a text of Parquet, which may stand in many rows, and for a byte of it in each row
+ESCAPED = 4  # letters for a byte that is no text
+COLUMNS = 20_000  # more are refused: each takes a moment
+NAMES = 1 << 26  # bytes of the first line at most
 LARGE = 100e6  # bytes: what is larger is announced
 DECIMAL_COMMA = r"[+-]?\d*,\d+(?:[eE][+-]?\d+)?"
 DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.")
@@ -70,7 +78,6 @@ def read(path: Path, *, rows: int | None = None, missing: tuple[str, ...] = (), 
     parquet = head.startswith(b"PAR1")
     if not parquet:
         _check_text(path, head)
-    _check_memory(path, head, rows)
     try:
         table = _read_parquet(path, rows, missing) if parquet else _read_csv(path, head, rows, missing, commas)
     except MemoryError:
@@ -78,15 +85,6 @@ def read(path: Path, *, rows: int | None = None, missing: tuple[str, ...] = (), 
     if not len(table.frame):
         raise BadTable(f"{path} has names of columns, but no row below them")
     return table
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
 
 
 def announce(path: Path) -> str | None:
@@ -97,7 +95,7 @@ def announce(path: Path) -> str | None:
 
 def listed(names: list[str], most: int = 8) -> str:
     """'a', 'b' and 3 more"""
-    shown = ", ".join(repr(name) for name in names[:most])
+    shown = ", ".join(map(quoted, names[:most]))
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
@@ -129,20 +127,27 @@ def _check_text(path: Path, head: bytes) -> None:
         raise BadTable(f"{path} is not text, and so no CSV file: unpack it, or save the table as CSV or Parquet")
 
 
-def _check_memory(path: Path, head: bytes, rows: int | None) -> None:
+def _check_memory(path: Path, need: float) -> None:
     free = available_memory()
-    if rows is not None or free is None:
-        return
-    need = _parquet_bytes(path) if head.startswith(b"PAR1") else _csv_bytes(path, head)
-    if need > free:
+    if free is not None and need > free:
         raise BadTable(
             f"{path} needs about {need / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are free",
             ": --rows N reads the first N rows",
         )
 
 
+def _check_columns(path: Path, count: int) -> None:
+    if count > COLUMNS:
+        raise BadTable(f"{path} has {count:,} columns, more than the {COLUMNS:,} that can be read: leave some out")
+
+
 def available_memory() -> int | None:
-    """Bytes that are free, if the system tells."""
+    """Bytes that are free, if the system tells: of the machine, and of the group of processes that this one is in."""
+    known = [found for found in (_free_here(), _free_in_group()) if found is not None]
+    return min(known, default=None)
+
+
+def _free_here() -> int | None:
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -153,27 +158,32 @@ def available_memory() -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def _csv_bytes(path: Path, head: bytes) -> int:
-    cells = sum(map(head.count, (b",", b";", b"\t", b"|", b"\n"))) / len(head)  # in a byte
-    return int(path.stat().st_size * (PER_BYTE + PER_CELL * cells))
-
-
-def _parquet_bytes(path: Path) -> int:
-    meta = _parquet(path).metadata
-    cells = meta.num_rows * meta.num_columns
-    return int(2 * sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)) + 16 * cells)
+def _free_in_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Of a container; what its files have in the cache is given back when it is needed."""
+    try:
+        most, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+        cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+    except (OSError, ValueError):  # no such group, or one without a limit
+        return None
+    return max(most - used + (int(cached[1]) if cached else 0), 0)
 
 
 # --- CSV ---
 
 
 def _read_csv(path: Path, head: bytes, rows: int | None, missing: tuple[str, ...], commas: bool) -> Sheet:
-    encodings = ["utf-16"] if head.startswith((b"\xff\xfe", b"\xfe\xff")) else ["utf-8-sig", "cp1252", "latin-1"]
+    wide = head.startswith((b"\xff\xfe", b"\xfe\xff"))
+    encodings = ["utf-16"] if wide else ["utf-8-sig", "cp1252", "latin-1"]
+    lines, size = _counted_lines(path, wide), path.stat().st_size if rows is None else 0
+    _check_memory(path, PER_BYTE * size)
     says = []
     for encoding in encodings:
         try:
             separator = _separator(head.decode(encoding, errors="ignore"))
-            frame = _blanked(_parsed(path, encoding, separator, rows), missing)
+            names = _first_line(path, encoding, separator)
+            cells = len(names) * (lines if rows is None else min(rows, lines))
+            _check_memory(path, PER_CELL * cells + PER_BYTE * size)
+            frame = _blanked(_parsed(path, encoding, separator, rows, names), missing)
         except UnicodeDecodeError:
             continue
         if encoding != encodings[0]:
@@ -185,13 +195,29 @@ def _read_csv(path: Path, head: bytes, rows: int | None, missing: tuple[str, ...
     raise BadTable(f"{path} is text in no encoding that is known here: save it as UTF-8")
 
 
+def _counted_lines(path: Path, wide: bool) -> int:
+    """How many there are at most: a short one has a cell for every name, too."""
+    ends, nul, at = 0, -1, 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            ends += max(block.count(b"\n"), block.count(b"\r"))
+            nul = block.find(b"\0")
+            if nul >= 0 and not wide:
+                raise BadTable(f"{path} is not text: it has a zero at byte {at + nul + 1:,}; save it as CSV again")
+            at += len(block)
+    return ends + 1
+
+
 def _separator(text: str) -> str:
     """The one that gives most columns, the same number in nearly every line of the head."""
     lines = text.splitlines()[:100]
     lines = lines[:-1] if len(lines) > 2 else lines  # the last may be cut off
     widths = {}
     for separator in SEPARATORS:
-        found = [len(cells) for cells in csv.reader(lines, delimiter=separator) if cells]
+        try:
+            found = [len(cells) for cells in csv.reader(lines, delimiter=separator) if cells]
+        except csv.Error:  # a cell that is longer than all others, such as one whose quotes do not end
+            continue
         if found and found[0] > 1 and found.count(found[0]) >= 0.9 * len(found):
             widths[separator] = found[0]
     return max(widths, key=lambda separator: widths[separator]) if widths else ","
@@ -216,21 +242,42 @@ def nameless(names: list[str]) -> str:
     return "; the first line must have the names of the columns" if numbers else ""
 
 
-def _parsed(path: Path, encoding: str, separator: str, rows: int | None) -> pd.DataFrame:
-    options: dict[str, Any] = {"encoding": encoding, "sep": separator, "dtype": str, "keep_default_na": False}
-    names: list[str] = []
+def _first_line(path: Path, encoding: str, separator: str) -> list[str]:
+    with path.open("rb") as file:
+        line = b"\n"
+        while line and not line.strip():
+            line = file.readline(NAMES)
+    if len(line) == NAMES:
+        raise BadTable(f"the first line of {path} has more than {NAMES:,} bytes: it must have the names of the columns")
+    _check_columns(path, line.count(separator.encode()) + 1)
+    with _no_table(path):
+        return _names(path, pd.read_csv(path, header=None, nrows=1, **_options(encoding, separator)).iloc[0])
+
+
+def _options(encoding: str, separator: str) -> dict[str, Any]:
+    """`compression`: pandas would unpack what is named as if it were packed, whatever size that has."""
+    text = {"dtype": str, "keep_default_na": False}
+    return {"encoding": encoding, "sep": separator, "compression": None, **text}
+
+
+def _parsed(path: Path, encoding: str, separator: str, rows: int | None, names: list[str]) -> pd.DataFrame:
+    with _no_table(path, names), warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)  # cells that no column has a name for
+        frame = pd.read_csv(path, nrows=rows, index_col=False, **_options(encoding, separator))
+    frame.columns = names
+    return frame
+
+
+@contextmanager
+def _no_table(path: Path, names: Iterable[str] = ()) -> Iterator[None]:
+    """What pandas says of text that is no table, in a sentence"""
     try:
-        names = _names(path, pd.read_csv(path, header=None, nrows=1, **options).iloc[0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # cells that no column has a name for
-            frame = pd.read_csv(path, nrows=rows, index_col=False, **options)
+        yield
     except (pd.errors.ParserError, pd.errors.ParserWarning, pd.errors.EmptyDataError) as error:
         reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
         if isinstance(error, pd.errors.ParserWarning):
-            reason = f"its rows have more cells than the {len(names)} names in the first line"
-        raise BadTable(f"{path} is no table ({reason}): correct that line") from None
-    frame.columns = names
-    return frame
+            reason = f"its rows have more cells than the {len([*names])} names in the first line"
+        raise BadTable(f"{path} is no table ({short(reason)}): correct that line") from None
 
 
 def _with_points(sheet: Sheet) -> Sheet:
@@ -244,7 +291,7 @@ def _with_points(sheet: Sheet) -> Sheet:
         if dotted.any() and _numeric(column):
             others = dotted & ~_are(column, rf"{DOTS}(?:,\d+)?")
             if others.any():
-                mixed[str(name)] = f"{column[others].iloc[0]!r} in row {column.index[others][0] + 1}"
+                mixed[str(name)] = f"{quoted(column[others].iloc[0])} in row {column.index[others][0] + 1}"
                 continue
             dots.append(f"{name!r} ({column[dotted].iloc[0]})")
             column = column.where(~dotted, column.str.replace(".", "", regex=False))
@@ -302,43 +349,90 @@ def _blanked(frame: pd.DataFrame, missing: tuple[str, ...]) -> pd.DataFrame:
 # --- Parquet ---
 
 
-def _parquet(path: Path) -> Any:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """What pyarrow says of a file that is not as it was written, in a sentence; it has many kinds of errors."""
     try:
-        return pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise BadTable(f"{path} is a damaged Parquet file ({reason})") from None
+        yield
+    except (BadTable, MemoryError):
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise BadTable(f"{path} is a damaged Parquet file ({short(reason)}): write it again") from None
 
 
 def _read_parquet(path: Path, rows: int | None, missing: tuple[str, ...]) -> Sheet:
-    import pyarrow
+    import pyarrow.parquet  # type: ignore[import-untyped]
 
-    file = _parquet(path)
-    names = _names(path, file.schema_arrow.names)
-    try:
-        found = file.read() if rows is None else _first(file, rows)
+    with path.open("rb") as raw, _damaged(path):  # pyarrow cannot open names that are no UTF-8
+        file = pyarrow.parquet.ParquetFile(raw)
+        _check_columns(path, file.metadata.num_columns)
+        nested = [field.name for field in file.schema_arrow if pyarrow.types.is_nested(field.type)]
+        flat = [name for name in file.schema_arrow.names if name not in nested]
+        names = _names(path, flat)
+        if not names:
+            raise BadTable(f"{path} has no column of single values: its columns are lists or objects")
+        leaves = [j for j in range(len(file.schema)) if file.schema.column(j).path in flat]
+        _check_memory(path, _parquet_bytes(file, leaves, rows))
+        # Texts are read as the different ones and which of them stands where: a short file may have a long one a
+        # million times, and how long they all are is known before they are written out.
+        texts = [flat[k] for k, j in enumerate(leaves) if file.schema.column(j).physical_type == "BYTE_ARRAY"]
+        file = pyarrow.parquet.ParquetFile(raw, read_dictionary=texts, page_checksum_verification=True)
+        found = file.read(flat) if rows is None else _first(file, flat, rows)
+        _check_memory(path, sum(map(_text_bytes, found.columns)) + PER_NUMBER * found.num_rows * len(names))
         frame = found.to_pandas(ignore_metadata=True)
-    except (OSError, pyarrow.ArrowException) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise BadTable(f"{path} is a damaged Parquet file ({reason})") from None
-    frame.columns = names
-    return Sheet(path, _blanked(pd.DataFrame({name: _plain(frame[name]) for name in names}), missing))
+        frame.columns = names
+        plain = pd.DataFrame({name: _plain(frame[name]) for name in names})
+    says = [f"Columns {listed(nested)} of {path.name} hold lists or objects: they are left out."] if nested else []
+    return Sheet(path, _blanked(plain, missing), says)
 
 
-def _first(file: Any, rows: int) -> Any:
+def _text_bytes(column: Any) -> int:
+    """Of the texts in a column, if each of them is written out where it stands"""
+    import pyarrow
+    import pyarrow.compute
+
+    need = 0
+    for part in column.chunks if pyarrow.types.is_dictionary(column.type) else ():
+        lengths = pyarrow.compute.binary_length(part.dictionary).cast("int64")
+        letters = pyarrow.compute.sum(lengths.take(part.indices)).as_py() or 0
+        each = PER_LETTER * (ESCAPED if pyarrow.types.is_binary(part.dictionary.type) else 1)
+        need += PER_TEXT * len(lengths) + each * letters
+    return need
+
+
+def _parquet_bytes(file: Any, leaves: list[int], rows: int | None) -> int:
+    """Of all that is decoded to read so many rows. A value that is written down once for many rows counts in each."""
+    meta, need, left = file.metadata, 0.0, math.inf if rows is None else rows
+    for i in range(meta.num_row_groups):
+        group = meta.row_group(i)
+        if group.num_rows < 0:
+            raise ValueError("a number of rows is negative")
+        taken = min(left, group.num_rows)
+        for j in leaves if taken else ():
+            need += 2 * max(group.column(j).total_uncompressed_size, 0) + taken * _width(file.schema.column(j))
+        left -= taken
+    return int(need)
+
+
+def _width(column: Any) -> int:
+    """Bytes of one value; the letters of texts are counted apart"""
+    if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        return int(PER_OBJECT + ESCAPED * PER_LETTER * column.length)
+    return PER_OBJECT if column.logical_type.type in ("DECIMAL", "TIME", "DATE") else PER_NUMBER
+
+
+def _first(file: Any, names: list[str], rows: int) -> Any:
     """The others are not read."""
     import pyarrow
 
     batches = []
-    for batch in file.iter_batches(batch_size=rows):
+    for batch in file.iter_batches(batch_size=min(rows, 1 << 16), columns=names):
         batches.append(batch.slice(0, rows))
         rows -= len(batches[-1])
         if rows == 0:
             break
-    return pyarrow.Table.from_batches(batches, schema=file.schema_arrow)
+    return pyarrow.Table.from_batches(batches) if batches else file.schema_arrow.empty_table().select(names)
 
 
 def _plain(column: pd.Series) -> pd.Series:

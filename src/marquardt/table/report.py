@@ -13,6 +13,7 @@ import jinja2
 from torch import Tensor
 
 from .. import __version__
+from ..texts import on_page, short
 from ..training import History
 from . import metrics
 from .charts import Points, chart, ranking, thinned
@@ -38,6 +39,7 @@ def page(findings: Findings) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        finalize=on_page,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -253,6 +255,9 @@ def _worst(
     body = []
     for i in places.tolist():
         values = [(frame[name].iloc[i], name in numbers) for name in names]
-        shown = ["–" if value != value else _number(float(value)) if number else str(value) for value, number in values]
+        shown = [
+            "–" if value != value else _number(float(value)) if number else short(str(value))
+            for value, number in values
+        ]
         body.append([f"{frame.index[i] + 1:,}", *cells(i), *shown])
     return ["row", *head, *names], body

@@ -1,23 +1,30 @@
-"""What was asked for, and the folder of a run: `run.json` says of which data and options it is."""
+"""What was asked for, and the folder of a run: `run.json` says of which data and options it is, and holds the checksums
+of what the run has written: nothing else in the folder is replaced or removed."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import os
+import re
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import __version__, files
-from .reading import digest
+from .. import __version__, documents, files
+from ..documents import typed
+from ..tabular.storing import KEPT
+from ..texts import quoted
 
 RUN, CHECKPOINT = "run.json", "checkpoint"
 MODEL, PREPROCESSING, PREDICTIONS, METRICS, REPORT = (
     "model.pt", "preprocessing.json", "predictions.csv", "metrics.json", "report.html",
 )  # fmt: skip
+OUTPUTS = (MODEL, PREPROCESSING, PREDICTIONS, METRICS, REPORT)
+FORMAT = 2  # of run.json; the first had no number and no checksum
+THREADS = 1024  # more of them than any machine has cores are no help, and may end the process
 
 
 class BadFolder(ValueError):
@@ -45,65 +52,144 @@ class Request:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
 
 
-def identity(request: Request) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Data:
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Versions:
+    marquardt: str
+    torch: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of run.json."""
+
+    format: int
+    data: Data
+    options: dict[str, Any]  # of a Request
+    versions: Versions
+    finished: bool = False
+    written: tuple[str, ...] = ()  # checksums
+
+    def __post_init__(self) -> None:
+        typed({**self.options, "data": self.data.path}, Request, "options")
+        sums = [self.data.sha256, *self.written]
+        if self.data.bytes < 0 or not all(re.fullmatch("[0-9a-f]{64}", found) for found in sums):
+            raise ValueError("it has a size or a checksum that is none")
+        if not 1 <= self.versions.threads <= THREADS:
+            raise ValueError(f"versions.threads is {self.versions.threads}, not 1 to {THREADS}")
+
+
+def identity(request: Request) -> Run:
     """What decides the model, bit for bit."""
-    data = {"path": str(request.data.absolute()), "bytes": request.data.stat().st_size, "sha256": digest(request.data)}
-    versions = {"marquardt": __version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    return {"data": data, "options": request.options(), "versions": versions}
+    path = request.data
+    data = Data(str(path.absolute()), path.stat().st_size, documents.digest_of(path))
+    versions = Versions(__version__, str(torch.__version__), torch.get_num_threads())
+    return Run(FORMAT, data, request.options(), versions)
 
 
 def finished(out: Path) -> bool:
-    return bool(_read(out).get("finished"))
+    return _read(out).finished
 
 
 def check(out: Path, request: Request, *, resume: bool) -> None:
-    """Refuses a folder that holds something else, before it is touched and before the table is read."""
-    if (out / RUN).exists():
-        there = _read(out)
-        if not resume:
-            name = Path(there["data"]["path"]).name
-            raise BadFolder(f"{out} holds a run already ({name}): --resume goes on with it, or choose another --out")
-        if request.data.is_file():
-            _check_same(out, there, identity(request))
-    elif out.exists():
+    """Refuses a folder that holds something else, before it is touched."""
+    if out.exists() and not out.is_dir():
+        raise BadFolder(f"{out} is a file: choose another --out")
+    if not os.path.lexists(out / RUN):
         _check_empty(out)
+        return
+    there = _read(out)
+    if not resume:
+        name = Path(there.data.path).name
+        raise BadFolder(f"{out} holds a run already ({name}): --resume goes on with it, or choose another --out")
+    _check_same(out, there, identity(request))
+    if there.finished:
+        gone = [name for name in OUTPUTS if not (out / name).is_file()]
+        if gone:
+            raise BadFolder(f"{out} holds this run, finished, but without {gone[0]}: choose another --out")
+    else:
+        own(out, dict.fromkeys(OUTPUTS), there.written)
+        if os.path.lexists(out / CHECKPOINT) and ((out / CHECKPOINT).is_symlink() or not (out / CHECKPOINT).is_dir()):
+            raise BadFolder(f"{out / CHECKPOINT} is no folder that marquardt has made: move it away, and --resume")
+
+
+def own(out: Path, new: Mapping[str, str | None], known: Collection[str]) -> set[str]:
+    way = "move it away, and --resume goes on; or choose another --out"
+    return documents.own({out / name: found for name, found in new.items()}, known, way)
 
 
 def begin(out: Path, request: Request, *, resume: bool) -> list[str]:
     """Makes `out` the folder of this run, or goes on with it if it is; sentences on what is unusual."""
     check(out, request, resume=resume)
     here = identity(request)
-    for left in out.glob("*.part"):  # by a process that was killed: nobody else writes here now
+    stems = "|".join(re.escape(Path(name).stem) for name in (RUN, *OUTPUTS))
+    for left in documents.left_over(out, stems):  # by a process that was killed: nobody else writes here now
         left.unlink()
     if not (out / RUN).exists():
-        write_json(out / RUN, {**here, "finished": False})
+        write_run(out, here)
         return [f"{out} has no run to go on with: this one starts."] if resume else []
-    return _go_on(_read(out)["versions"], here["versions"])
+    return _go_on(_read(out).versions, here.versions)
+
+
+def put(out: Path, contents: Mapping[str, bytes]) -> None:
+    """The outputs of the run. run.json has their checksums before they are there: also if the process is killed in
+    between, what it has written is known for its own."""
+    new = {name: documents.digest(content) for name, content in contents.items()}
+    there = _read(out)
+    before = own(out, new, there.written)  # by an earlier attempt, which was killed here
+    write_run(out, replace(there, written=tuple(sorted(before | {*new.values()}))))
+    for name, content in contents.items():
+        with files.whole(out / name) as write:
+            write(content)
 
 
 def end(out: Path) -> None:
-    """Only now is the run whole; what was kept for going on is not needed any more."""
-    write_json(out / RUN, {**_read(out), "finished": True})
-    shutil.rmtree(out / CHECKPOINT, ignore_errors=True)
+    """Only now is the run whole."""
+    write_run(out, replace(_read(out), finished=True))
+    clear(out)
+
+
+def clear(out: Path) -> None:
+    """What was kept for going on is not needed by a run that is whole."""
+    folder = out / CHECKPOINT
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for path in documents.left_over(folder, rf"{KEPT}|{Path(MODEL).stem}"):
+        path.unlink()
+    for path in sorted(folder.iterdir()):
+        with suppress(files.Damaged):
+            ours = re.fullmatch(rf"({KEPT}|{Path(MODEL).stem})\.pt", path.name) and not path.is_symlink()
+            if ours and path.is_file() and files.check_seal(path):
+                path.unlink()
+    with suppress(OSError):  # there is something else in it, which stays
+        folder.rmdir()
 
 
 def _check_empty(out: Path) -> None:
     """Locks and what a killed process left half-written do not count."""
     if not out.is_dir():
-        raise BadFolder(f"{out} is a file: choose another --out")
-    others = sorted(p.name for p in out.iterdir() if not p.name.startswith(".") and p.suffix != ".part")
+        return
+    left = documents.left_over(out, Path(RUN).stem)
+    others = sorted(p.name for p in out.iterdir() if not p.name.startswith(".") and p not in left)
     if others:
         raise BadFolder(f"{out} is no folder of a run, and not empty ({others[0]}, …): choose another --out")
 
 
-def _check_same(out: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    if there["data"]["sha256"] != here["data"]["sha256"]:
+def _check_same(out: Path, there: Run, here: Run) -> None:
+    if there.data.sha256 != here.data.sha256:
         raise BadFolder(
-            f"{out} is a run on other data: {here['data']['path']} has changed since, or is another file than "
-            f"{there['data']['path']}; choose another --out"
+            f"{out} is a run on other data: {here.data.path} has changed since, or is another file than "
+            f"{there.data.path}; choose another --out"
         )
-    for name, before in there["options"].items():
-        now = here["options"].get(name)
+    for name, now in here.options.items():
+        before = there.options.get(name)
         if now != before:
             raise BadFolder(
                 f"{out} is a run with other options: {name} was {_word(before)} and is {_word(now)}; give the same, or "
@@ -111,28 +197,43 @@ def _check_same(out: Path, there: Mapping[str, Any], here: Mapping[str, Any]) ->
             )
 
 
-def _go_on(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _go_on(before: Versions, now: Versions) -> list[str]:
     """The threads of before, since sums are rounded by them; other versions are told."""
-    torch.set_num_threads(before["threads"])
-    names = [name for name in ("marquardt", "torch") if before[name] != now[name]]
-    changed = "; ".join(f"{name} was {before[name]} and is {now[name]}" for name in names)
+    torch.set_num_threads(before.threads)
+    was, now_is = asdict(before), asdict(now)
+    names = [name for name in ("marquardt", "torch") if was[name] != now_is[name]]
+    changed = "; ".join(f"{name} was {was[name]} and is {now_is[name]}" for name in names)
     return [f"{changed}: the model may differ in its last digits from that of an undisturbed run."] if names else []
 
 
 def _word(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value, ensure_ascii=False)
+    return "not given" if value is None else documents.dumps(value)
 
 
-def _read(out: Path) -> dict[str, Any]:
+def _read(out: Path) -> Run:
     path = out / RUN
+    way = "choose another --out"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found["data"]["sha256"], found["options"], found["versions"]["threads"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BadFolder(f"{path} is damaged: choose another --out") from None
-    return dict(found)
+        if path.is_symlink():
+            raise files.Damaged(f"{path} is a link, which marquardt has not made")
+        found, is_sealed = documents.read(path)
+        if "format" not in found and {"data", "options", "versions"} <= set(found):
+            raise BadFolder(
+                f"{out} holds a run of an earlier version of marquardt, whose files have no checksums: {way}; "
+                "`marquardt predict` uses its model still, if the run has ended"
+            )
+        if not is_sealed:
+            raise files.Damaged(f"{path} is damaged, or no file of marquardt: it has no checksum")
+        if found.get("format") != FORMAT:
+            raise BadFolder(f"{path} has the format {quoted(found.get('format'))}, this version reads {FORMAT}: {way}")
+        return typed(found, Run)
+    except files.Damaged as error:
+        raise BadFolder(f"{error}: {way}") from None
+    except BadFolder:
+        raise
+    except (OSError, ValueError) as error:
+        raise BadFolder(f"{path} is damaged ({error}): {way}") from None
 
 
-def write_json(path: Path, content: Any) -> None:
-    with files.whole(path) as write:
-        write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+def write_run(out: Path, run: Run) -> None:
+    documents.write(out / RUN, asdict(run))

@@ -15,7 +15,7 @@ import pandas as pd  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from .. import files, memory, tabular
+from .. import documents, files, memory, tabular
 from . import columns, importance, metrics, predictions, reading, report, request, targets
 from .columns import Columns
 from .findings import LEVEL, Findings, Prepared
@@ -31,17 +31,18 @@ Say = Callable[[str], None]
 
 def fit(asked: Request, out: Path, *, resume: bool = False, say: Say, watch: Callable[[Any], None]) -> Findings | None:
     """Trains and writes; None if the run in the folder is finished already."""
-    request.check(out, asked, resume=resume)
     announced = reading.announce(asked.data)
     if announced:
         say(announced)
     prepared = prepare(asked)
+    request.check(out, asked, resume=resume)
     for sentence in prepared.says:
         say(sentence)
     with files.held(out, "run"):
         for sentence in request.begin(out, asked, resume=resume):
             say(sentence)
         if request.finished(out):
+            request.clear(out)  # what a process was killed before
             return None
         began = time.monotonic()
         committee = train(asked, prepared, out / request.CHECKPOINT, watch)
@@ -183,15 +184,18 @@ def _error(prepared: Prepared, committee: tabular.Committee, judged: Tensor) -> 
 
 def write(findings: Findings, out: Path) -> None:
     prepared = findings.prepared
-    with files.whole(out / request.MODEL) as put:
-        put(predictions.weights(findings.committee))
-    kept = predictions.preprocessing(prepared.columns, prepared.target, findings.request.missing, prepared.commas)
-    request.write_json(out / request.PREPROCESSING, kept)
-    with files.whole(out / request.PREDICTIONS) as put:
-        put(predictions.to_csv(_predictions(findings)))
-    request.write_json(out / request.METRICS, _metrics(findings))
-    with files.whole(out / request.REPORT) as put:
-        put(report.page(findings))
+    model = predictions.weights(findings.committee, out / request.CHECKPOINT / request.MODEL)
+    kept = (prepared.columns, prepared.target, findings.request.missing, prepared.commas, model)
+    request.put(
+        out,
+        {
+            request.MODEL: model,
+            request.PREPROCESSING: predictions.preprocessing(*kept),
+            request.PREDICTIONS: predictions.to_csv(_predictions(findings)).encode(),
+            request.METRICS: (documents.dumps(_metrics(findings), indent=1) + "\n").encode(),
+            request.REPORT: report.page(findings).encode(),
+        },
+    )
 
 
 def _predictions(findings: Findings) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -12,6 +12,8 @@ import pandas as pd  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from ..documents import typed
+from ..texts import quoted
 from . import kinds
 from .columns import as_text
 from .reading import BadTable, listed, nameless
@@ -49,9 +51,17 @@ def to_json(target: Target) -> dict[str, Any]:
     return {"task": target.task, **asdict(target)}
 
 
-def from_json(found: Mapping[str, Any]) -> Target:
-    names = tuple(found["names"])
-    return NumberTarget(names) if found["task"] == "regression" else ClassTarget(names, tuple(found["classes"]))
+def from_json(found: Any) -> Target:
+    """What `to_json` has made. Anything else is a ValueError."""
+    entries = typed(found, dict[str, Any], "target")
+    kinds_of: dict[Any, Any] = {kind.task: kind for kind in (NumberTarget, ClassTarget)}
+    task = typed(entries.pop("task", None), str, "target.task")
+    if task not in kinds_of:
+        raise ValueError(f"target.task is {quoted(task)}, none of {', '.join(kinds_of)}")
+    target: Target = typed(entries, kinds_of[task], "target")
+    if not target.names or (isinstance(target, ClassTarget) and (len(target.names) > 1 or len(target.classes) < 2)):
+        raise ValueError("target: there is no target, or one class only")
+    return target
 
 
 def check_names(frame: pd.DataFrame, names: Sequence[str], option: str) -> None:
@@ -116,7 +126,7 @@ def _few(column: pd.Series) -> bool:
 def _classes(frame: pd.DataFrame, name: str) -> ClassTarget:
     classes = _levels(frame[name])
     if len(classes) == 1:
-        raise BadTable(f"the target {name!r} has one class only, {classes[0]!r}: there is nothing to tell apart")
+        raise BadTable(f"the target {name!r} has one class only, {quoted(classes[0])}: there is nothing to tell apart")
     if len(classes) > min(CLASSES, len(frame) / 2):
         _refuse_disguised(name, frame[name])
         raise BadTable(
@@ -129,9 +139,8 @@ def _classes(frame: pd.DataFrame, name: str) -> ClassTarget:
 def _refuse_disguised(name: str, column: pd.Series) -> None:
     looks = kinds.disguised(column)
     if looks:
-        raise BadTable(
-            f"the target {name!r} is text ({str(column.dropna().iloc[0])!r}), but looks like {looks} to predict numbers"
-        )
+        shown = quoted(column.dropna().iloc[0])
+        raise BadTable(f"the target {name!r} is text ({shown}), but looks like {looks} to predict numbers")
 
 
 def _levels(column: pd.Series) -> list[str]:

@@ -31,7 +31,7 @@ from .settings import (
     Division,
     Settings,
 )
-from .storing import load_part, save_part
+from .storing import load_parts, save_part
 from .wide import trained_wide
 
 Watch = Callable[[dict[str, Any]], Any]
@@ -117,6 +117,7 @@ class Rounds:
         self.mark = "" if self.kept is None else fingerprint(table, found.settings)
         self.number = 0  # of trainings so far
         self.count = len(self.configurations) * (bool(division.choosing) + bool(division.final))
+        self.before = load_parts(self.kept, self.count, self.mark, self.law)
 
     def chosen(self, share: float) -> list[Members]:
         """Each member without a fold, by which it stops"""
@@ -172,7 +173,7 @@ class Rounds:
         if wide:
             plan, once = settings.wide_plan(network, members, samples, law.rank, work)
         own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
-        part = load_part(self.kept, self.number, self.mark, law)
+        part = self.before.pop(self.number, None)
         if part is None:
             seen = watcher(one, self.number, self.count, plan.steps, self.watch)
             with threads(once / members):

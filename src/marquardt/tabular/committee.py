@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..documents import typed
 from ..training import Entry, History
 from .law import Classes, Law, Numbers, TwoClasses, probabilities, softened
 from .members import Members
 from .scaling import Inputs, Scale
 from .settings import Settings
-from .storing import part_from, part_state
+from .storing import entries, part_from, part_state, tensor
+
+F64 = torch.float64
 
 # Fields that are stored as they are
 PLAIN = ("frequencies", "weights", "floor", "factor", "says")
@@ -109,15 +112,49 @@ class Committee:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Committee:
-        centre, spread, *others = state["inputs"]
-        plain = {name: state[name] for name in PLAIN}
-        targets, law = state["targets"], law_of(plain["frequencies"], len(plain["floor"]))[0]
+    def from_state(cls, state: Any) -> Committee:
+        """What `state` has made. Anything else is a ValueError: a file may have been made by anybody."""
+        entries(state, {"settings", "inputs", "targets", "parts", *PLAIN}, "a committee")
+        settings, inputs = typed(state["settings"], Settings, "settings"), inputs_from(state["inputs"])
+        floor = tensor(state["floor"], "floor", F64, (None,))
+        targets, frequencies = state["targets"], state["frequencies"]
+        if (settings.task == "regression") != (frequencies is None) or (targets is None) == (frequencies is None):
+            raise ValueError(f"the targets are not those of {settings.task}")
+        if frequencies is not None and float(tensor(frequencies, "frequencies", F64, (None,)).min()) < 0:
+            raise ValueError("a frequency is negative")
+        law, outputs = law_of(frequencies, len(floor))
+        parts = [part_from(part, law) for part in typed(state["parts"], list[Any], "parts")]
+        if any(part.network.sizes[:: len(part.network.sizes) - 1] != (inputs.width, outputs) for part in parts):
+            raise ValueError("a network has other inputs or outputs than the committee")
+        weights = tensor(state["weights"], "weights", F64, (len(parts),))
+        if bool((weights < 0).any()) or (parts and not bool((weights > 0).any())):
+            raise ValueError("the weights of the networks are not positive")
+        factor = tensor(state["factor"], "factor", F64, (len(floor),))
         return cls(
-            settings=Settings(**state["settings"]), inputs=Inputs(Scale(centre, spread), *others),
-            targets=None if targets is None else Scale(*targets),
-            parts=[part_from(part, law) for part in state["parts"]], **plain,
+            settings, inputs, None if targets is None else scale_from(targets, "targets", len(floor)), frequencies,
+            parts, weights, floor, factor, typed(state["says"], list[str], "says"),
         )  # fmt: skip
+
+
+def scale_from(state: Any, name: str, size: int | None) -> Scale:
+    centre, spread = typed(state, tuple[Any, Any], name)
+    found = Scale(tensor(centre, name, F64, (size,)), tensor(spread, name, F64, (size,)))
+    if len(found.spread) != len(found.centre) or bool((found.spread < 0).any()):
+        raise ValueError(f"{name} have no spread")
+    return found
+
+
+def inputs_from(state: Any) -> Inputs:
+    centre, spread, columns, low, high, rotation = typed(state, tuple[(Any,) * 6], "inputs")
+    scale = scale_from([centre, spread], "inputs", None)
+    used = int(tensor(columns, "columns", torch.bool, (len(scale.spread),)).sum())
+    for name, t in (("low", low), ("high", high)):
+        tensor(t, name, F64, (used,))
+    if bool((low > high).any()):
+        raise ValueError("the range of an input is negative")
+    if rotation is not None:
+        tensor(rotation, "rotation", F64, (used, None))
+    return Inputs(scale, columns, low, high, rotation)
 
 
 def history_of(steps: list[tuple[float, float, float, bool]]) -> History:

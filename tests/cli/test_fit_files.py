@@ -1,0 +1,336 @@
+"""The files of `marquardt fit` and `predict`: whose they are, and what is noticed when they are not as they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from marquardt import documents
+from marquardt import files as archives
+from marquardt.tabular import building
+from support.command_line import invoked
+from support.made_runs import room_for
+from support.tables import houses, write
+
+QUICK = ("--target", "price", "--hidden", "3", "--steps", "3")
+
+
+def files(out: Path) -> dict[str, bytes | str]:
+    """Contents by name; of a link where it leads."""
+    return {
+        str(path.relative_to(out)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in out.rglob("*")
+        if (path.is_symlink() or path.is_file()) and path.name != ".run.lock"
+    }
+
+
+def refused(result: Any, *words: str) -> None:
+    """One clear sentence, and nothing of a traceback."""
+    assert result.exit_code == 1, result.output
+    assert result.output.strip().count("\n") == 0, result.output
+    assert result.output.startswith("Error: ")
+    assert "Traceback" not in result.output
+    assert "--debug" not in result.output
+    for word in words:
+        assert word in result.output, result.output
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write(tmp_path / "data.csv", houses(40), without=("rent", "sold", "name", "built", "country"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model, another one, and a run that was stopped when the first of its two networks was there"""
+    folder = tmp_path_factory.mktemp("models")
+    data = write(folder / "data.csv", houses(40), without=("rent", "sold", "name", "built", "country"))
+    assert invoked("fit", data, *QUICK, "--out", folder / "whole").exit_code == 0
+    assert invoked("fit", data, *QUICK, "--out", folder / "other", "--seed", "5").exit_code == 0
+    save = building.save_part
+
+    def stopped(*given: Any) -> None:
+        save(*given)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "save_part", stopped)
+        assert invoked("fit", data, *QUICK, "--out", folder / "stopped").exit_code == 130
+    assert set(files(folder / "stopped")) == {"run.json", "checkpoint/configuration-1.pt"}
+    return folder
+
+
+@pytest.fixture
+def stopped(models: Path, data: Path, tmp_path: Path) -> Path:
+    shutil.copytree(models / "stopped", tmp_path / "out")
+    return tmp_path / "out"
+
+
+# --- whose files they are ---
+
+
+@pytest.mark.parametrize(
+    "name", ["x.part", "model.part", "run.part", "report.html", "predictions.csv", "run.json", "checkpoint/a"]
+)
+def test_a_folder_with_files_of_the_user_is_refused_and_left_as_it_is(data: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("mine")
+    for more in ((), ("--resume",)):
+        refused(invoked("fit", data, *QUICK, "--out", out, *more), str(out), "choose another --out")
+        assert files(out) == {name: b"mine"}
+
+
+@pytest.mark.parametrize("name", ["model.pt", "preprocessing.json", "predictions.csv", "metrics.json", "report.html"])
+@pytest.mark.parametrize("kind", ["file", "link", "dangling"])
+def test_a_file_of_the_user_is_not_replaced_by_a_run_that_goes_on(
+    data: Path, stopped: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    if kind == "file":
+        (stopped / name).write_text("mine")
+    else:
+        (stopped / name).symlink_to(tmp_path / ("mine" if kind == "link" else "nowhere"))
+    before = files(stopped)
+    result = invoked("fit", data, *QUICK, "--out", stopped, "--resume")
+    refused(result, str(stopped / name), "is there already", "move it")
+    assert files(stopped) == before
+    assert (tmp_path / "mine").read_text() == "mine"
+    (stopped / name).unlink()
+    assert invoked("fit", data, *QUICK, "--out", stopped, "--resume").exit_code == 0
+
+
+def test_what_comes_while_a_network_is_trained_is_not_replaced(
+    data: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = building.save_part
+
+    def meanwhile(*given: Any) -> None:
+        save(*given)
+        (stopped / "report.html").write_text("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "save_part", meanwhile)
+        refused_late = invoked("fit", data, *QUICK, "--out", stopped, "--resume")
+    assert refused_late.exit_code == 1
+    assert "report.html is there already" in refused_late.stderr
+    assert (stopped / "report.html").read_text() == "mine"
+    assert not (stopped / "model.pt").exists()
+    (stopped / "report.html").unlink()
+    assert invoked("fit", data, *QUICK, "--out", stopped, "--resume").exit_code == 0
+
+
+def test_files_of_the_user_in_the_folder_of_a_run_stay(data: Path, stopped: Path) -> None:
+    (stopped / "thesis.part").write_text("mine")
+    (stopped / "notes").mkdir()
+    (stopped / "notes/a.part").write_text("mine")
+    (stopped / "checkpoint/notes.txt").write_text("mine")
+    torch.save({"mine": 1}, stopped / "checkpoint/configuration-77.pt")
+    (stopped / "model.0123abcd.part").write_text("what a killed process has left")
+    (stopped / "checkpoint/configuration-2.0123abcd.part").write_text("what a killed process has left")
+    assert invoked("fit", data, *QUICK, "--out", stopped, "--resume").exit_code == 0
+    mine = {"thesis.part", "notes/a.part", "checkpoint/notes.txt", "checkpoint/configuration-77.pt"}
+    written = {"run.json", "model.pt", "preprocessing.json", "predictions.csv", "metrics.json", "report.html"}
+    assert set(files(stopped)) == mine | written
+
+
+def test_a_link_in_the_place_of_the_checkpoint_is_not_followed(data: Path, stopped: Path, tmp_path: Path) -> None:
+    shutil.move(stopped / "checkpoint", tmp_path / "elsewhere")
+    (stopped / "checkpoint").symlink_to(tmp_path / "elsewhere")
+    before = files(tmp_path / "elsewhere")
+    refused(invoked("fit", data, *QUICK, "--out", stopped, "--resume"), f"{stopped / 'checkpoint'} is no folder")
+    assert files(tmp_path / "elsewhere") == before
+
+
+def test_a_link_that_leads_nowhere_is_not_replaced_by_predictions(models: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.csv").symlink_to(tmp_path / "nowhere")
+    result = invoked("predict", models / "whole", data, "--out", tmp_path / "p.csv")
+    assert result.exit_code == 2
+    assert "is there already" in result.output
+    assert (tmp_path / "p.csv").is_symlink()
+
+
+def test_the_words_and_the_data_are_checked_before_the_folder(models: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(models / "whole", out)
+    misspelt = [word.replace("price", "prize") for word in QUICK]
+    for more in ((), ("--resume",)):
+        refused(invoked("fit", data, *misspelt, "--out", out, *more), "no column 'prize'", "'price'")
+    refused(invoked("fit", data, *QUICK, "--ignore", "color", "--out", out), "--ignore", "no column 'color'")
+    refused(invoked("fit", tmp_path / "dta.csv", *QUICK, "--out", out), "dta.csv cannot be read")
+    refused(invoked("fit", data, *QUICK, "--out", out), "holds a run already")
+
+
+def test_a_finished_run_that_has_lost_a_file_is_not_called_whole(models: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(models / "whole", out)
+    again = ("fit", models / "data.csv", *QUICK, "--out", out, "--resume")
+    assert "finished: there is nothing to do" in invoked(*again).output
+    (out / "model.pt").unlink()
+    refused(invoked(*again), "finished, but without model.pt", "choose another --out")
+
+
+# --- damage ---
+
+
+@pytest.mark.parametrize("name", ["model.pt", "preprocessing.json"])
+def test_a_changed_bit_of_a_model_is_noticed(models: Path, data: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(models / "whole", out)
+    whole, draw = (out / name).read_bytes(), random.Random(0)
+    for _ in range(40):
+        at = draw.randrange(len(whole))
+        (out / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
+        refused(invoked("predict", out, data), "damaged", "train it again")
+
+
+def test_files_of_two_models_are_not_taken_for_one(models: Path, data: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "whole", tmp_path / "out")
+    shutil.copy(models / "other/model.pt", tmp_path / "out")
+    refused(invoked("predict", tmp_path / "out", data), "are of two models")
+
+
+def test_a_damaged_checkpoint_is_named_before_anything_is_trained(
+    data: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = stopped / "checkpoint/configuration-1.pt"
+    shutil.copy(path, path.with_name("configuration-2.pt"))  # the second of the two
+    whole, draw = path.read_bytes(), random.Random(0)
+    monkeypatch.setattr(building.Descent, "run", None)
+    words = ("is damaged", "delete it, and the same command trains these networks again")
+    for number in (1, 2):
+        path = stopped / f"checkpoint/configuration-{number}.pt"
+        for _ in range(10):
+            at = draw.randrange(len(whole))
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
+            result = invoked("fit", data, *QUICK, "--out", stopped, "--resume")
+            assert result.exit_code == 1
+            assert all(word in result.stderr for word in (f"Error: {path} ", *words)), result.stderr
+        path.write_bytes(whole)
+
+
+def forged_run(out: Path, changes: dict[str, Any]) -> None:
+    found, _ = documents.read(out / "run.json")
+    for place, value in changes.items():
+        *way, last = place.split(".")
+        holder = found
+        for name in way:
+            holder = holder[name]
+        holder[last] = value
+    documents.write(out / "run.json", found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"versions.threads": 100_000}, "versions.threads is 100000, not 1 to 1024"),
+        ({"versions.threads": 0}, "versions.threads is 0"),
+        ({"versions.threads": "2"}, "versions.threads is '2', not a whole number"),
+        ({"versions.threads": True}, "versions.threads is True, not a whole number"),
+        ({"versions.torch": 2}, "versions.torch is 2, not text"),
+        ({"data.path": ["a"]}, "data.path is ['a'], not text"),
+        ({"data.bytes": -1}, "a size or a checksum that is none"),
+        ({"data.sha256": "x"}, "a size or a checksum that is none"),
+        ({"options.steps": "many"}, "options.steps is 'many'"),
+        ({"options.hidden": [3.5]}, "options.hidden[0] is 3.5"),
+        ({"options.more": 1}, "options has an entry 'more'"),
+        ({"options": []}, "options is [], not an object"),
+        ({"finished": "no"}, "finished is 'no', not true or false"),
+        ({"written": ["../../x"]}, "a size or a checksum that is none"),
+        ({"format": 3}, "the format '3', this version reads 2"),
+        ({"more": 1}, "an entry 'more'"),
+    ],
+)
+def test_every_entry_of_a_run_is_checked(data: Path, stopped: Path, changes: dict[str, Any], words: str) -> None:
+    forged_run(stopped, changes)
+    before, threads = files(stopped), torch.get_num_threads()
+    refused(invoked("fit", data, *QUICK, "--out", stopped, "--resume"), "run.json", words, "choose another --out")
+    assert files(stopped) == before
+    assert torch.get_num_threads() == threads
+
+
+# --- files of an earlier version, which had no checksums ---
+
+
+def unsealed(path: Path, **changes: Any) -> None:
+    if path.suffix == ".pt":
+        torch.save({**archives.load(path)[0], **changes}, path)
+    else:
+        found, _ = documents.read(path)
+        found |= changes
+        path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}, indent=1))
+
+
+def test_a_model_of_an_earlier_version_predicts_and_says_so(models: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(models / "whole", out)
+    expected = invoked("predict", out, data).stdout
+    unsealed(out / "model.pt", format=1)
+    refused(invoked("predict", out, data), "not of one version")
+    unsealed(out / "preprocessing.json", format=1, model=None)
+    result = invoked("predict", out, data)
+    assert result.stdout == expected
+    assert "of an earlier version, without checksums: damage would not be noticed" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["model.pt", "preprocessing.json"])
+def test_a_model_of_this_version_without_its_checksum_is_refused(
+    models: Path, data: Path, tmp_path: Path, name
+) -> None:
+    shutil.copytree(models / "whole", tmp_path / "out")
+    unsealed(tmp_path / "out" / name)
+    refused(invoked("predict", tmp_path / "out", data), "damaged", "checksum is missing")
+
+
+def test_a_run_of_an_earlier_version_is_refused(data: Path, stopped: Path) -> None:
+    unsealed(stopped / "run.json", format=None, written=None)
+    before = files(stopped)
+    for more in ((), ("--resume",)):
+        refused(invoked("fit", data, *QUICK, "--out", stopped, *more), "earlier version", "choose another --out")
+    assert files(stopped) == before
+
+
+# --- a disk that is full, and names that are no UTF-8 ---
+
+
+@pytest.mark.parametrize("size", [0, 200, 1_000, 3_000])
+def test_a_full_disk_is_told_with_the_file_and_the_way_out(data: Path, tmp_path: Path, size: int) -> None:
+    out = tmp_path / "out"
+    with room_for(size):
+        result = invoked("fit", data, *QUICK, "--out", out)
+    assert result.exit_code == 1, result.output
+    [sentence] = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert f"Error: {out}/" in sentence
+    assert "could not be written (File too large): free some space or choose another folder" in sentence
+    assert not list(out.rglob("*.part"))
+    assert invoked("fit", data, *QUICK, "--out", out, "--resume").exit_code == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_names_that_are_no_utf8_and_hold_control_characters(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9\x1b[31m.csv"))
+    data.rename(odd)
+    model, words = odd.with_name(f"{odd.stem}-model"), ("fit", odd, *QUICK)
+    monkeypatch.setattr(sys, "argv", ["marquardt", *map(str, words)])  # the lock tells whose it is
+    shown = str(tmp_path / "caf\\xe9\\x1b[31m")
+    result = invoked(*words)
+    assert result.exit_code == 0, result.output
+    assert f"Report: {shown}-model/report.html" in result.output
+    refused(invoked(*words), f"{shown}-model holds a run already")
+    assert "finished" in invoked(*words, "--resume").output
+    assert invoked("predict", model, odd).exit_code == 0
+    assert "\x1b" not in (model / "report.html").read_text(encoding="utf-8")
+    parquet = odd.with_suffix(".parquet")
+    __import__("pandas").read_csv(odd).to_parquet(tmp_path / "plain.parquet")
+    (tmp_path / "plain.parquet").rename(parquet)
+    assert invoked("predict", model, parquet).exit_code == 0
+    os.truncate(parquet, 300)
+    refused(invoked("predict", model, parquet), f"{shown}.parquet is a damaged Parquet file", "write it again")
