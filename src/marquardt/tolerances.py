@@ -24,6 +24,11 @@ def of_parts(dtype: torch.dtype, cuda: bool) -> float:
     return max(1e-2 if cuda else 1e-4, 8 * torch.finfo(dtype).eps)
 
 
+def of_noise(dtype: torch.dtype) -> float:
+    """A gradient that is nothing but rounding, as a share of all gradients together"""
+    return max(torch.finfo(dtype).eps ** 0.5, of_rules(dtype))
+
+
 def of_functions(dtype: torch.dtype) -> float:
     """A user's function of a batch against the same of its parts, in this precision and not in float64."""
     return max(FORMULA[torch.float32], 8 * torch.finfo(dtype).eps)

@@ -1,13 +1,13 @@
-"""Backward hooks and functions of one's own in random networks: a step is refused by name, or it is that of brute force.
+"""Backward hooks and functions in random networks: a step is refused by name, or it is that of brute force.
 
     python tests/fuzz/hooks.py --cases 3000 --seed 0
     python tests/fuzz/hooks.py --only 1234
 
 A hook changes gradients linearly (twice, masked, reversed), not linearly (clipped, signs, noise), by rounding alone, or
-it only looks. It is set on a parameter, a module, a tensor or a node that a forward pass makes, or on all modules; or it
-is the backward pass of a function; before the first step, or between two. Rows of J by brute force are backward passes
-of plain autograd with these hooks: where they are linear, the step must be theirs; where they are not, it must be
-refused by the name of who carries them, and nothing may have changed.
+it only looks. It is set on a parameter, a module, a tensor or a node that a forward pass makes, or on all modules; or
+it is the backward pass of a function; before the first step, or between two. Rows of J by brute force are backward
+passes of plain autograd with these hooks: where they are linear, the step must be theirs; where they are not, it must
+be refused by the name of who carries them, and nothing may have changed.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from fuzz.attacks import Fault
 from fuzz.drawn import START, Net, build, draw
 
 Change = Callable[[Tensor], "Tensor | None"]
-DRAWING = ("dropout", "rrelu", "encoder", "attention")  # pieces with random numbers
+LEFT_OUT = ("dropout", "rrelu", "encoder", "attention", "unused")  # random numbers, and parameters without a use
 
 LINEAR: dict[str, Change] = {
     "twice": lambda g: 2 * g,
     "a thousandth": lambda g: 1e-3 * g,
     "reversed": lambda g: -g,
-    "masked": lambda g: g * (torch.arange(g.numel()).view(g.shape) % 3 > 0),
+    "masked": lambda g: g * (torch.arange(g.shape[-1]) % 3 > 0),
     "nothing": lambda g: 0 * g,
     "in place": lambda g: g.clone().mul_(0.5),
 }
 LOOKING: dict[str, Change] = {
     "looks": lambda g: None,
     "returns it": lambda g: g,
-    "measures": lambda g: [None for _ in [g.norm()]][0],
+    "measures": lambda g: None if g.norm() >= 0 else g,
 }
 ROUNDING: dict[str, Change] = {
     "to bfloat16": lambda g: g.bfloat16().to(g.dtype),
@@ -120,12 +120,8 @@ def all_of(change: Change) -> Callable[[Any], Any]:
     """The same for every one of several gradients"""
 
     def changed(gradients: Any) -> Any:
-        found = [None if g is None else change(g) for g in gradients]
-        return (
-            None
-            if all(f is None for f in found)
-            else tuple(f if f is not None else g for f, g in zip(found, gradients))
-        )
+        found = tuple(None if g is None else change(g) for g in gradients)
+        return None if all(f is None for f in found) else found
 
     return changed
 
@@ -205,13 +201,13 @@ def one(seed: int) -> str:
     try:
         for number in range(2):
             try:
-                step_and_compare(model, opt, x, y, lam, f"{label}, {curvature}", 3e-2 if kind == "rounding" else None)
+                step_and_compare(model, opt, x, y, lam, f"{label}, {curvature}", kind == "rounding")
             except ValueError as error:
-                if kind != "bent":
+                if kind != "bent" and what != "to bfloat16":  # which may be more than rounding, of a small gradient
                     raise Fault(f"{label}: refused, {error}") from error
                 if not all(name in str(error) for name in names):
                     raise Fault(f"{label}: the name {names} is not in: {error}") from error
-                if number:
+                if number and kind == "bent":
                     raise Fault(f"{label}: refused in the second step only, {error}") from error
                 return "refused"
     finally:
@@ -235,12 +231,14 @@ def hidden(rng: Random, model: Net, x: Any, y: Tensor) -> str:
     try:
         step_and_compare(model, opt, x, y, 1.0, f"{how} at {k}")
     except ValueError as error:
-        words = "use_reentrant=True" if how == "reentrant" else "Hiding"
-        if words not in str(error):
-            raise Fault(f"{how} at {k}: {words} is not in: {error}") from error
+        words = ["use_reentrant=True" if how == "reentrant" else "Hiding"]
+        if not x.requires_grad and not any(p.requires_grad for p in before(model, k)):
+            words.append("do not depend on the trainable parameters")  # there is no graph at all
+        if not any(word in str(error) for word in words):
+            raise Fault(f"{how} at {k}: {words[0]} is not in: {error}") from error
         return "hidden and refused"
     inside = list((model.head if k < 0 else model.body[k]).parameters())
-    reached = x.requires_grad or (k < 0 and len(model.body)) or any(p.requires_grad for p in before(model, k))
+    reached = x.requires_grad or any(p.requires_grad for p in before(model, k))
     if reached and any(p.requires_grad for p in inside):
         raise Fault(f"{how} at {k}: accepted, and its parameters get no gradient")
     return "hidden, as in torch"
@@ -256,7 +254,7 @@ def before(model: Net, k: int) -> Iterator[nn.Parameter]:
 def drawn(rng: Random) -> tuple[Net, Tensor, Tensor]:
     """A network without random numbers, inputs and targets"""
     case = draw(rng.randrange(10**6))
-    names = tuple((name, own) for name, own in case.pieces if name not in DRAWING)
+    names = tuple((name, own) for name, own in case.pieces if name not in LEFT_OUT)
     case = replace(case, pieces=names, loss="mse", head="vector", frozen=0, training=False, chosen=False)
     model = build(case)
     for module in model.modules():
@@ -283,7 +281,7 @@ def plain(model: nn.Module, curvature: Any, lam: float) -> mq.LM:
 
 
 def step_and_compare(
-    model: nn.Module, opt: mq.LM, x: Any, y: Tensor, lam: float, label: str, tolerance: float | None = None
+    model: nn.Module, opt: mq.LM, x: Any, y: Tensor, lam: float, label: str, rounds: bool = False
 ) -> None:
     """The step, and the same by brute force; after an error everything is as it was."""
     params = list(opt.params)
@@ -297,15 +295,22 @@ def step_and_compare(
     if any(p.grad is not None for p in model.parameters()):
         raise Fault(f"{label}: .grad is set")
     d = flat(params) - theta
-    wanted = brute(model, params, x, y, lam, theta)
-    limit = (1e-5 if tolerance is None else tolerance) * (wanted.norm() + 1e-9)
-    right = bool((d - wanted).norm() <= limit) if step.accepted else not bool(d.any())
+    J, r = linearised(model, params, x, y, theta)
+    G, g = 2 / len(r) * J.T @ J, 2 / len(r) * J.T @ r
+    wanted = -torch.linalg.solve(G + lam * torch.eye(len(g), dtype=G.dtype), g)
+    if not step.accepted:
+        right = not bool(d.any())
+    elif rounds:  # as much of J and g as is left then: g may be a difference of large numbers
+        size = 2 / len(r) * J.norm() * r.norm() + (G.norm() + lam) * d.norm()
+        right = bool((G @ d + lam * d + g).norm() <= 3e-2 * size)
+    else:
+        right = bool((d - wanted).norm() <= 1e-4 * (wanted.norm() + 1e-9))
     if not right:
         raise Fault(f"{label}: the step is {float((d - wanted).norm() / wanted.norm()):.2g} off, {step}")
 
 
-def brute(model: nn.Module, params: list[Tensor], x: Any, y: Tensor, lam: float, theta: Tensor) -> Tensor:
-    """−(G + λI)⁻¹g at θ by one backward pass for every output"""
+def linearised(model: nn.Module, params: list[Tensor], x: Any, y: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
+    """J at θ by one backward pass for every output, and z − y"""
     now = flat(params)
     assign(params, theta)
     z = model(x)
@@ -313,10 +318,8 @@ def brute(model: nn.Module, params: list[Tensor], x: Any, y: Tensor, lam: float,
         torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(params, grads, strict=True)])
         for grads in (torch.autograd.grad(e, params, retain_graph=True, allow_unused=True) for e in z.flatten())
     ]
-    J, r = torch.stack(rows), (z - y).detach().flatten()
     assign(params, now)
-    G, g = 2 / len(r) * J.T @ J, 2 / len(r) * J.T @ r
-    return -torch.linalg.solve(G + lam * torch.eye(len(g), dtype=G.dtype), g)
+    return torch.stack(rows), (z - y).detach().flatten()
 
 
 def flat(params: list[Tensor]) -> Tensor:

@@ -97,6 +97,10 @@ class Comparison:
             for i, other in self._pull(c * self.w).items():
                 squares[i] += (other / c - self.true[i]).square().sum() / 3
         self.noise = {i: self.bound * square.sqrt() for i, square in squares.items()}
+        if not self.J.ranks.several and self.noise:  # a hook may round too, or draw: more than that is no rounding
+            share, all_of_them = tolerances.of_noise(self.J.forward.coarsest), list(self.true.values())
+            most = share * torch.stack([t.norm() for t in all_of_them]).norm()
+            self.noise = {i: noise.minimum(most) for i, noise in self.noise.items()}
         again = self._pull(self.J.random(1))
         for i, noise in self.noise.items():
             small = bool((noise > 0) & (self.true[i].norm() <= noise) & (again[i].norm() <= noise))

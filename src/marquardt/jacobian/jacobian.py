@@ -57,7 +57,10 @@ class Jacobian:
     def gradients(self, edges: Sequence[GradientEdge], w: Tensor) -> tuple[Tensor | None, ...]:
         """Of z·w at these edges, None if z does not depend on one: (N, *out)"""
         self.ranks.same("a backward pass")
-        return torch.autograd.grad(self.forward.graph, edges, w, retain_graph=True, allow_unused=True)
+        # Where a pass ends, torch takes the gradient after the tensor's hook, and where it goes on before it: with the
+        # parameters it goes on behind all edges, whichever they are.
+        wanted = [*edges, *self.parameters.tensors] if self.forward.watch.hooks else edges
+        return torch.autograd.grad(self.forward.graph, wanted, w, retain_graph=True, allow_unused=True)[: len(edges)]
 
     def deltas(self, edges: Mapping[Key, GradientEdge], samples: Sequence[slice] = ()) -> dict[Key, Tensor | None]:
         """δ: gradients of the R rows of every sample at each of these edges, (R, *output), or of some samples only."""
@@ -75,7 +78,7 @@ class Jacobian:
         if len(S) == 1:
             return [None if d is None else d[None] for d in self.gradients(wanted, S[0])]
         # On a CPU one backward pass after the other is faster, and weights are gathered in ordinary ones alone.
-        if known.batched_rows and S.is_cuda and not self.ranks.several:
+        if known.batched_rows and S.is_cuda and not self.ranks.several and not self.forward.watch.hooks:
             try:
                 unused = known.proof.unused
                 if not unused.keys() >= edges.keys():

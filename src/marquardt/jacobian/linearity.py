@@ -34,7 +34,7 @@ FAR = (-1.0, 2.0**40, 2.0**-20)
 # A part of a gradient that may differ all the same: rounding by a hook, to bfloat16 for example, does no harm.
 LEAST = 1e-2
 
-# Rounding of a gradient that is nothing else, in multiples of what it is seen to be.
+# Rounding of a gradient that is nothing else, in multiples of what it is seen to be, and of eps times all gradients.
 NOISE = 50.0
 
 NOT_LINEAR = "is not linear"
@@ -56,9 +56,10 @@ def check_backward(forward: Pass, again: bool = False) -> None:
         return
     ranks, known = forward.objective.parameters.ranks, forward.known
     nodes, index = forward.walk.nodes, forward.walk.index
-    if not any(type(node) is Leaf and id(node.variable) in index for node in nodes):
-        raise ValueError(UNRELATED)
     functions = _functions(nodes)
+    if not any(type(node) is Leaf and id(node.variable) in index for node in nodes):
+        _check_reach(forward, functions)
+        raise ValueError(UNRELATED)
     if ranks.all(not (forward.hooks or functions)):
         return
     key = modes(forward.objective.model), forward.hooks, tuple(node.name() for node in functions)
@@ -147,7 +148,8 @@ def _judge(pull: Pull, forward: Pass) -> Verdict:
     another order may change all of it, as on a GPU: what is not the same twice is not compared, if it is so small."""
     generator = torch.Generator("cpu").manual_seed(0)
     w, v = (torch.randn(forward.z.shape, generator=generator, dtype=torch.float64).to(forward.z) for _ in "wv")
-    tolerance, info = max(LEAST, tolerances.of_rules(forward.coarsest)), torch.finfo(forward.coarsest)
+    coarsest, info = forward.coarsest, torch.finfo(forward.coarsest)
+    tolerance = max(LEAST, tolerances.of_rules(coarsest))
 
     def at(w: Tensor) -> dict[int, Tensor]:
         return {i: g for i, g in enumerate(pull(w)) if g is not None}
@@ -160,17 +162,19 @@ def _judge(pull: Pull, forward: Pass) -> Verdict:
     first = at(w)
     sizes = {i: float(g.norm()) for i, g in first.items()}
     total = math.sqrt(sum(size**2 for size in sizes.values()))
+    least, most = NOISE * info.eps * total, tolerances.of_noise(coarsest) * total  # of rounding alone
     unsure = {i: d for i, d in apart().items() if d > tolerance * sizes[i]}
-    reasons = {i: "is another one in every backward pass" for i, d in unsure.items() if d > info.eps**0.5 * total}
-    for c in SCALES.get(forward.coarsest, FAR):
-        seen = {i: d for i, d in apart(c).items() if i not in unsure and abs(c) * sizes[i] > info.tiny / info.eps}
-        reasons |= {i: NOT_LINEAR for i, d in seen.items() if tolerance * sizes[i] < d < math.inf}
+    reasons = {i: "is another one in every backward pass" for i, d in unsure.items() if d > most}
+    for c in SCALES.get(coarsest, FAR):
+        smallest = 0.0 if abs(c) >= 1 else info.tiny / info.eps / abs(c)  # that does not underflow
+        seen = {i: d for i, d in apart(c).items() if i not in unsure and sizes[i] >= smallest}
+        reasons |= {i: NOT_LINEAR for i, d in seen.items() if (tolerance * sizes[i] or most) < d < math.inf}
     other, both = at(v), at(w + v)
     for i, g in first.items():
         d = float((both[i] - other[i] - g).norm())
-        if i not in unsure and tolerance * (sizes[i] + float(other[i].norm())) < d < math.inf:
+        if i not in unsure and max(tolerance * (sizes[i] + float(other[i].norm())), least) < d < math.inf:
             noise = math.sqrt(sum(apart(c)[i] ** 2 / 3 for c in (3, 5, 7)))
-            reasons |= {i: NOT_LINEAR} if d > NOISE * noise else {}
+            reasons |= {i: NOT_LINEAR} if d > min(NOISE * noise, most) else {}
     where = min(reasons, default=0)
     return Verdict(reasons.get(where), where, 0.0 in sizes.values())
 
@@ -182,19 +186,18 @@ def _blame(forward: Pass, reason: str) -> str:
     """The first whose hook, alone, makes it so; otherwise a node of the graph."""
     carriers = list(_carriers(forward.objective.model))
     places = [place for _, own in carriers for place in own]
-    if forward.objective.parameters.ranks.several:
-        found = ", ".join(words for words, _ in carriers) or "the forward pass"
-        return f"the gradient of the model {reason}, and {found} has a backward hook: {HOOKS}"
-    with _silent(places):
-        forward.again(forward.watch.once)
-        if _judged(forward).reason is not None:
-            return _node(forward, reason)
-    for words, own in carriers:
-        with _silent([place for place in places if not any(place is one for one in own)]):
+    if not forward.objective.parameters.ranks.several:
+        with _silent(places):
             forward.again(forward.watch.once)
             if _judged(forward).reason is not None:
-                return f"{words} has a backward hook, and what it returns {reason}: {HOOKS}"
-    return f"the gradient of the model {reason}: {HOOKS}"
+                return _node(forward, reason)
+        for words, own in carriers:
+            with _silent([place for place in places if not any(place is one for one in own)]):
+                forward.again(forward.watch.once)
+                if _judged(forward).reason is not None:
+                    return f"{words} has a backward hook, and what it returns {reason}: {HOOKS}"
+    found = " or ".join(words for words, _ in carriers) or "the forward pass"
+    return f"the gradient of the model {reason}, and {found} has a backward hook: {HOOKS}"
 
 
 def _carriers(model: nn.Module) -> Iterator[tuple[str, list[dict[int, Any]]]]:
@@ -239,9 +242,10 @@ def _node(forward: Pass, reason: str) -> str:
         return f"the gradient of the model {reason}: {HOOKS}"
     node, k = places[verdict.where]
     users = [user for user in forward.walk.nodes if (node, k) in user.next_functions]
-    functions = _functions(users)
+    functions = _functions(users) or ([] if forward.watch.hooks else _functions(forward.walk.nodes))
     if functions:
-        return f"what the backward pass of {_name(functions[0])} returns {verdict.reason}: {FUNCTIONS}"
+        names = " or ".join(sorted({_name(node) for node in functions}))
+        return f"what the backward pass of {names} returns {verdict.reason}: {FUNCTIONS}"
     leaves = {id(p): f"parameter {name!r}" for name, p in named_parameters(forward.objective.model)}
     here = leaves.get(id(node.variable), "a leaf") if type(node) is Leaf else node.name()
     where = " and ".join([*dict.fromkeys(user.name() for user in users), here])

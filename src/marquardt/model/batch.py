@@ -141,7 +141,7 @@ class Batch:
         def part(item: Any, first: int) -> Any:
             whole = [isinstance(t, Tensor) and t.ndim > 0 and len(t) == N for t in tree_leaves(item)]
             flags = iter(whole)
-            return tree_map(lambda t: t[first : first + size] if next(flags) else t, item)
+            return tree_map(lambda t: _cut(t, first, size) if next(flags) else t, item)
 
         return [
             Batch(*(part(item, first) for item in (self.inputs, self.targets, self.weight)))
@@ -165,6 +165,12 @@ class Batch:
             return t[index.to(t.device)] if isinstance(t, Tensor) and t.ndim and len(t) == N else t
 
         return Batch(*(tree_map(part, item) for item in (self.inputs, self.targets, self.weight)))
+
+
+def _cut(t: Tensor, first: int, size: int) -> Tensor:
+    """Some of the samples, a leaf as t may be: what no_grad takes of a leaf is none, though it requires a gradient."""
+    found = t.detach()[first : first + size]
+    return found.requires_grad_() if t.requires_grad else found
 
 
 class Batches:
