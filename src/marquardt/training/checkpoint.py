@@ -99,10 +99,10 @@ class Saver:
         if path.is_dir() or not path.exists() or (path.is_file() and path.stat().st_size == 0):
             return
         try:
-            theirs = not path.is_file() or "marquardt.fit" not in files.load(path)[0]
-        except (files.Damaged, TypeError):
-            theirs = True
-        if theirs:
+            found = files.load(path)[0] if path.is_file() else None
+        except files.Damaged:
+            found = None
+        if not (isinstance(found, dict) and "marquardt.fit" in found):
             raise ValueError(
                 f"{path} is no checkpoint of mq.fit, or a damaged one, and would be replaced: name another file, or "
                 "remove this one"
@@ -128,7 +128,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def check_version(path: Path, found: Any) -> None:
     version = found.get("marquardt.fit") if isinstance(found, dict) else None
-    if version not in VERSIONS:
+    if type(version) is not int or version not in VERSIONS:
         raise ValueError(
             f"{path} is no checkpoint of mq.fit of this version: begin anew with resume=False, or name another file"
         )
