@@ -72,7 +72,7 @@ class Auto(Interchangeable):
     whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that runs that are resumed and
     processes that work together agree. If the first step finds that a row of one sample takes a backward pass through
     all of them, as for the nodes of a graph, they are `Sampled(k, together=True)`. Samples that BatchNorm in train mode
-    couples have no rows: MatrixFree then.
+    couples have no rows: MatrixFree then. Samples that see each other in another way stay together, without chunks.
 
     Args:
         chunk: samples that are linearised at once; None for all, or as many as memory allows.
