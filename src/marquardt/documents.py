@@ -12,12 +12,10 @@ import reprlib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .files import Damaged, Unwritable, whole
 from .texts import quoted
-
-T = TypeVar("T")
 
 # The last entry of the outermost object is the SHA-256 of all the bytes before it: what is written stays JSON.
 SEAL = b', "sha256": "'
@@ -160,14 +158,9 @@ def digest_of(path: Path) -> str:
 # --- types ---
 
 
-def typed(value: Any, wanted: type[T], place: str = "") -> T:
+def typed(value: Any, wanted: Any, place: str = "") -> Any:
     """The value as `wanted`, a type of dataclasses, lists, tuples, dicts and plain values; a list becomes a tuple and
     an object a dataclass. What has another type, or is not finite, is a ValueError that names its place."""
-    found: T = _typed(value, wanted, place)
-    return found
-
-
-def _typed(value: Any, wanted: Any, place: str) -> Any:
     origin, inner = get_origin(wanted), get_args(wanted)
     if wanted is Any:
         return value
@@ -181,7 +174,7 @@ def _typed(value: Any, wanted: Any, place: str) -> Any:
         return _list(value, origin, inner, place)
     if origin in (dict, Mapping):
         _is(value, dict, "an object", place)
-        return {_typed(k, inner[0], place): _typed(v, inner[1], f"{place}[{quoted(k)}]") for k, v in value.items()}
+        return {typed(k, inner[0], place): typed(v, inner[1], f"{place}[{quoted(k)}]") for k, v in value.items()}
     return _plain(value, wanted, place)
 
 
@@ -202,7 +195,7 @@ def _one_of(value: Any, kinds: Sequence[Any], place: str) -> Any:
     errors = []
     for kind in kinds:
         try:
-            return _typed(value, kind, place)
+            return typed(value, kind, place)
         except ValueError as error:
             errors.append(error)
     raise errors[0]
@@ -221,7 +214,7 @@ def _dataclass(value: Any, wanted: Any, place: str) -> Any:
     if missing:
         raise ValueError(f"{place or 'it'} has no {missing[0]!r}")
     before = f"{place}." if place else ""
-    return wanted(**{name: _typed(item, hints[name], f"{before}{name}") for name, item in value.items()})
+    return wanted(**{name: typed(item, hints[name], f"{before}{name}") for name, item in value.items()})
 
 
 def _list(value: Any, kind: Any, inner: tuple[Any, ...], place: str) -> Any:
@@ -230,7 +223,7 @@ def _list(value: Any, kind: Any, inner: tuple[Any, ...], place: str) -> Any:
     each = inner if kind is tuple and inner[-1] is not Ellipsis else (inner[0],) * len(value)
     if len(each) != len(value):
         _wrong(value, f"a list of {len(each)}", place)
-    found = [_typed(item, one, f"{place}[{i}]") for i, (item, one) in enumerate(zip(value, each, strict=True))]
+    found = [typed(item, one, f"{place}[{i}]") for i, (item, one) in enumerate(zip(value, each, strict=True))]
     return found if kind is list else tuple(found)
 
 

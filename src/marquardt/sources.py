@@ -288,7 +288,7 @@ def tensor(item: Any, name: str) -> Tensor:
 
 def columns_without_numbers(item: Any) -> list[Any] | None:
     """Of a data frame: the names of those that hold something else; None for anything that is none"""
-    dtypes = getattr(item, "dtypes", None)
+    dtypes: Any = getattr(item, "dtypes", None)
     if not hasattr(item, "to_numpy") or not hasattr(dtypes, "items"):
         return None
     return [name for name, dtype in dtypes.items() if getattr(dtype, "kind", "O") not in "biuf"]

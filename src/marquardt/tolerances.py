@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def of_parts(dtype: torch.dtype, cuda: bool) -> float:
 
 def of_noise(dtype: torch.dtype) -> float:
     """A gradient that is nothing but rounding, as a share of all gradients together"""
-    return max(torch.finfo(dtype).eps ** 0.5, of_rules(dtype))
+    return max(math.sqrt(torch.finfo(dtype).eps), of_rules(dtype))
 
 
 def of_functions(dtype: torch.dtype) -> float:

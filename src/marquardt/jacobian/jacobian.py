@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Jacobian:
         self.ranks.same("a backward pass")
         # Where a pass ends, torch takes the gradient after the tensor's hook, and where it goes on before it: with the
         # parameters it goes on behind all edges, whichever they are.
-        wanted = [*edges, *self.parameters.tensors] if self.forward.watch.hooks else edges
+        wanted: Sequence[Any] = [*edges, *self.parameters.tensors] if self.forward.watch.hooks else edges
         return torch.autograd.grad(self.forward.graph, wanted, w, retain_graph=True, allow_unused=True)[: len(edges)]
 
     def deltas(self, edges: Mapping[Key, GradientEdge], samples: Sequence[slice] = ()) -> dict[Key, Tensor | None]:

@@ -83,7 +83,7 @@ def _functions(nodes: Sequence[Node]) -> list[Node]:
 
 def _foreign(kind: type) -> bool:
     if issubclass(kind, BackwardCFunction):
-        home = kind._forward_cls.__module__
+        home: str = kind._forward_cls.__module__  # type: ignore[attr-defined]
         return not home.startswith(("marquardt.", "torch.distributed."))
     return kind.__name__ == "CppFunction"  # registered by an extension
 

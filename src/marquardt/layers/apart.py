@@ -26,7 +26,7 @@ class Axis(NamedTuple):
     influence on the output of no other sample."""
 
     start: int  # the first sample,
-    count: int  # and how many there are
+    count: int  # type: ignore[assignment]  # and how many there are
     stride: int  # 0 if there is one
 
 

@@ -212,7 +212,7 @@ def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 
 # What a forward pass sets a hook with: that of a tensor, or that of its node.
-HOOKING = {Tensor.register_hook, Tensor.grad_fn.__get__}  # type: ignore[attr-defined]
+HOOKING = {Tensor.register_hook, Tensor.grad_fn.__get__}  # type: ignore[union-attr]
 
 
 def _hook(func: Callable[..., Any], tensor: Tensor, hook: object = None, *_: object) -> object:

@@ -115,8 +115,8 @@ def takes(layer: nn.Module, x: Tensor) -> tuple[str, str] | None:
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
         return (f"{layer.num_features} channels in dimension 1", got) if differs(x, 1, layer.num_features) else None
     if isinstance(layer, nn.LayerNorm):
-        wanted = tuple(layer.normalized_shape)
-        return (f"the last dimensions {wanted}", got) if tuple(x.shape[-len(wanted) :]) != wanted else None
+        last = tuple(layer.normalized_shape)
+        return (f"the last dimensions {last}", got) if tuple(x.shape[-len(last) :]) != last else None
     if isinstance(layer, nn.RNNBase):
         return (f"{layer.input_size} features in the last dimension", got) if differs(x, -1, layer.input_size) else None
     if isinstance(layer, nn.Embedding):
@@ -124,8 +124,8 @@ def takes(layer: nn.Module, x: Tensor) -> tuple[str, str] | None:
         if x.is_floating_point():
             return wanted, f"the dtype {x.dtype}"
         low, high = (int(v) for v in x.aminmax()) if x.numel() else (0, 0)
-        wrong = low if low < 0 else high
-        return (wanted, f"the entry {wrong}") if not 0 <= wrong < layer.num_embeddings else None
+        entry = low if low < 0 else high
+        return (wanted, f"the entry {entry}") if not 0 <= entry < layer.num_embeddings else None
     return None
 
 

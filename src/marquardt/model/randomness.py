@@ -82,7 +82,7 @@ class Moment:
             for name, (_, value) in here.items():
                 now = there.get(name, (None, None))[1]
                 if now is not None and value is not None and not torch.equal(value, now):
-                    return names[id(module)] + name
+                    return f"{names[id(module)]}{name}"
         return None
 
     def restore(self, *, buffers: bool = True, gently: bool = False) -> None:

@@ -55,9 +55,9 @@ class Content:
 
     def __post_init__(self) -> None:
         """They are names of files too, and a report.json may have been made by anybody."""
-        for made in (*self.tables, *self.figures):
-            if not re.fullmatch(r"[a-z0-9-]+", made.name):
-                raise ValueError(f"{quoted(made.name)} is no name of a table or a figure")
+        for name in (*(t.name for t in self.tables), *(f.name for f in self.figures)):
+            if not re.fullmatch(r"[a-z0-9-]+", name):
+                raise ValueError(f"{quoted(name)} is no name of a table or a figure")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Kept:
                 raise files.Damaged(f"{path} has the format {version!r}, this version reads {FORMAT}")
             if not is_sealed:
                 raise files.Damaged(f"{path} is damaged: it has lost its checksum")
-            return typed(found, Kept)
+            kept: Kept = typed(found, Kept)
+            return kept
         except files.Damaged as error:
             raise files.Damaged(f"{error}: {way}") from None
         except ValueError as error:

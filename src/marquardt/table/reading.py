@@ -390,7 +390,7 @@ def _read_parquet(path: Path, rows: int | None, missing: tuple[str, ...]) -> She
 def _text_bytes(column: Any) -> int:
     """Of the texts in a column, if each of them is written out where it stands"""
     import pyarrow
-    import pyarrow.compute
+    import pyarrow.compute  # type: ignore[import-untyped]
 
     need = 0
     for part in column.chunks if pyarrow.types.is_dictionary(column.type) else ():

@@ -226,7 +226,8 @@ def _read(out: Path) -> Run:
             raise files.Damaged(f"{path} is damaged, or no file of marquardt: it has no checksum")
         if found.get("format") != FORMAT:
             raise BadFolder(f"{path} has the format {quoted(found.get('format'))}, this version reads {FORMAT}: {way}")
-        return typed(found, Run)
+        run: Run = typed(found, Run)
+        return run
     except files.Damaged as error:
         raise BadFolder(f"{error}: {way}") from None
     except BadFolder:

@@ -145,7 +145,7 @@ def scale_from(state: Any, name: str, size: int | None) -> Scale:
 
 
 def inputs_from(state: Any) -> Inputs:
-    centre, spread, columns, low, high, rotation = typed(state, tuple[(Any,) * 6], "inputs")
+    centre, spread, columns, low, high, rotation = typed(state, tuple[Any, Any, Any, Any, Any, Any], "inputs")
     scale = scale_from([centre, spread], "inputs", None)
     used = int(tensor(columns, "columns", torch.bool, (len(scale.spread),)).sum())
     for name, t in (("low", low), ("high", high)):
