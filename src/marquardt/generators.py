@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
+WAY_OUT = "the random numbers of this state are damaged: load another one"
 
 
 def states() -> dict[str, Any]:
@@ -26,45 +29,20 @@ def states() -> dict[str, Any]:
 
 
 def set_states(found: dict[str, Any]) -> None:
-    """Nothing changes if one of them is damaged."""
-    version, numbers, gauss = found["python"]
-    python, cuda = (version, tuple(numbers), gauss), []
-    random.Random().setstate(python)
-    torch.Generator().set_state(found["torch"].cpu())
-    if not isinstance(gauss, (float, type(None))):
-        raise ValueError(f"the state of Python's random numbers has {gauss!r}")
-    if found["cuda"] and torch.cuda.is_available():
-        cuda = [state.cpu() for state in found["cuda"][: torch.cuda.device_count()]]
-        for state in cuda:
-            torch.Generator("cuda").set_state(state)
-    numpy = None if "numpy" not in found else of_numpy(*found["numpy"])
-    seed = found.get("seed")
-    if seed is not None and not (type(seed) is int and 0 <= seed < 2**32):
-        raise ValueError(f"the seed is {seed!r}")
+    """All of them, or none if one is damaged"""
+    check(found)
     torch.set_rng_state(found["torch"].cpu())
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python)
-    if numpy is not None:
-        import numpy as np
-
-        np.random.set_state(numpy)  # noqa: NPY002
-    if seed is not None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if numpy is not None:
-            np.random.seed(seed)  # noqa: NPY002
-
-
-def of_numpy(kind: str, keys: Sequence[int], place: int, has_gauss: int, gauss: float) -> Any:
-    """As NumPy takes it, which would read numbers from elsewhere in the memory at a place that is none of its own."""
-    import numpy as np
-
-    found = np.array(keys, dtype=np.uint32)
-    fits = kind == "MT19937" and found.shape == (624,) and type(place) is int and 0 <= place <= 624
-    if not fits or has_gauss not in (0, 1) or type(gauss) is not float:
-        raise ValueError("the state of NumPy's random numbers is none")
-    return kind, found, place, has_gauss, gauss
+    if found["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([state.cpu() for state in found["cuda"][: torch.cuda.device_count()]])
+    version, numbers, gauss = found["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in found:
+        _set_numpy(found["numpy"])
+    if "seed" in found:
+        torch.manual_seed(found["seed"])
+        random.seed(found["seed"])
+        if "numpy" in found and (numpy := _numpy()) is not None:
+            numpy.random.seed(found["seed"])
 
 
 def of_rank(saved: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
@@ -74,3 +52,84 @@ def of_rank(saved: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
     drawn = torch.Generator()
     drawn.set_state(saved[0]["torch"].cpu())
     return {**saved[0], "seed": (int(torch.randint(2**31, (), generator=drawn)) + rank) % 2**32}
+
+
+# What was read from outside, tried on generators of which nothing is drawn.
+
+
+def check(found: Any) -> None:
+    """Raises ValueError, with the entry by name, if these are no states that `set_states` could set."""
+    if not isinstance(found, dict):
+        raise ValueError(f"the states of the random numbers are {type(found).__name__}, not a dict: {WAY_OUT}")
+    for name in ("torch", "cuda", "python"):
+        if name not in found:
+            raise ValueError(f"the states of the random numbers have no entry {name!r}: {WAY_OUT}")
+    check_state(found["torch"], "torch")
+    if not isinstance(found["cuda"], list):
+        raise ValueError(f"the random state 'cuda' is {type(found['cuda']).__name__}, not a list: {WAY_OUT}")
+    for i, state in enumerate(found["cuda"]):
+        check_state(state, f"cuda:{i}", torch.device("cuda", i))
+    _check_python(found["python"])
+    if "numpy" in found:
+        _check_numpy(found["numpy"])
+    seed = found.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"the seed of the random numbers is {seed!r}, not an integer below 2³²: {WAY_OUT}")
+
+
+def check_state(state: Any, name: str, device: torch.device = torch.device("cpu")) -> None:
+    """Of one of torch's generators"""
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+        what = f"{state.dtype} of {state.ndim} dimensions" if isinstance(state, Tensor) else type(state).__name__
+        raise ValueError(f"the random state {name!r} is {what}, not a row of bytes: {WAY_OUT}")
+    if device.type == "cuda" and not (torch.cuda.is_available() and device.index < torch.cuda.device_count()):
+        return
+    try:
+        torch.Generator(device).set_state(state.cpu())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"the random state {name!r} is none of torch ({error}): {WAY_OUT}") from error
+
+
+def _check_python(found: Any) -> None:
+    try:
+        version, numbers, gauss = found
+        random.Random().setstate((version, tuple(numbers), gauss))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"the random state 'python' is none of Python ({error}): {WAY_OUT}") from error
+    _check_gauss(gauss, "python")
+
+
+def _check_numpy(found: Any) -> None:
+    """NumPy itself looks neither at the place among the keys nor at the number that is kept."""
+    try:
+        kind, keys, place, has_gauss, gauss = found
+        whole = [*keys, place, has_gauss]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the random state 'numpy' is none of NumPy ({error}): {WAY_OUT}") from error
+    if kind != "MT19937" or len(whole) != 626 or any(type(k) is not int or not 0 <= k < 2**32 for k in whole):
+        raise ValueError(f"the random state 'numpy' is none of a Mersenne Twister: {WAY_OUT}")
+    if place > 624 or has_gauss > 1 or not any(keys):
+        raise ValueError(f"the random state 'numpy' has the place {place} of 624 and {has_gauss} kept: {WAY_OUT}")
+    _check_gauss(gauss, "numpy")
+
+
+def _check_gauss(gauss: Any, name: str) -> None:
+    """The second of two normal numbers, which is kept for the next draw"""
+    if gauss is not None and not (type(gauss) is float and abs(gauss) < 100):
+        raise ValueError(f"the random state {name!r} keeps {gauss!r}, no normal number: {WAY_OUT}")
+
+
+def _numpy() -> Any:
+    """None if there is none: then nothing draws from it either"""
+    try:
+        import numpy as np
+    except ImportError:
+        return None
+    return np
+
+
+def _set_numpy(found: Any) -> None:
+    numpy = _numpy()
+    if numpy is not None:
+        kind, keys, *rest = found
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

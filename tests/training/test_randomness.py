@@ -6,6 +6,7 @@ import io
 import random
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -48,3 +49,16 @@ def test_an_order_that_is_the_same_every_time():
 
 def test_tensors_have_none_of_their_own():
     assert generators(source((torch.zeros(4, 1), torch.zeros(4, 1))))["loader"] == []
+
+
+@pytest.mark.parametrize("loader", [[], None, [torch.zeros(3)], [torch.zeros(8, dtype=torch.uint8)]], ids=repr)
+def test_damaged_states_of_a_loader_change_nothing(loader):
+    items = TensorDataset(torch.zeros(4, 1), torch.zeros(4, 1))
+    data = source(DataLoader(items, shuffle=True, generator=torch.Generator().manual_seed(1)))
+    found = {**generators(data), "loader": loader}
+    drawn()
+    before = generators(data)
+    with pytest.raises(ValueError, match="'loader'.*load another one"):
+        set_generators(found, data)
+    assert torch.equal(torch.get_rng_state(), before["torch"])
+    assert random.getstate()[1] == tuple(before["python"][1])

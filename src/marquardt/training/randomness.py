@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..generators import set_states, states
+from ..generators import WAY_OUT, check, check_state, set_states, states
 from ..sources import Source, Stream
 
 
@@ -17,7 +17,20 @@ def generators(data: Source) -> dict[str, Any]:
     return {**states(), "loader": [g.get_state() for g in _own(data)]}
 
 
+def check_generators(found: Any, data: Source) -> None:
+    """Raises ValueError, with the entry by name, if `set_generators` could not set them."""
+    check(found)
+    loader, own = found.get("loader"), list(_own(data))
+    if not isinstance(loader, list) or len(loader) != len(own):
+        there = len(loader) if isinstance(loader, list) else type(loader).__name__
+        raise ValueError(f"the random states 'loader' are {there}, the data have {len(own)} generators: {WAY_OUT}")
+    for g, state in zip(own, loader, strict=True):
+        check_state(state, "loader", g.device)
+
+
 def set_generators(found: dict[str, Any], data: Source) -> None:
+    """All of them, or none if one is damaged"""
+    check_generators(found, data)
     set_states(found)
     for g, state in zip(_own(data), found["loader"], strict=True):
         g.set_state(state.cpu())
