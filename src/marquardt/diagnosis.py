@@ -14,8 +14,10 @@ from torch import Tensor
 
 from .jacobian.objective import Objective
 from .losses import Loss
+from .memory import unless_interrupted
 from .model.batch import Batch, tensors
 from .model.randomness import Chance, Draws, Moment
+from .surroundings import back_afterwards, undisturbed
 
 # A loss that is lower than that of a constant by this share or less has learnt nothing. One that is lower by all but
 # this share is good, however it came about.
@@ -124,6 +126,7 @@ class Diagnosis:
         return "" if good or not self.sizes or not self.saturated else data
 
 
+@undisturbed
 def diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None = None) -> Diagnosis:
     """The model as it is, on all data together, which may be gone through twice, at most `chunk` samples at once.
     Buffers and random numbers are then as before. If the model cannot be asked in this way, nothing is found."""
@@ -134,7 +137,8 @@ def diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None 
             if "does not require grad" not in str(error):
                 raise
         return _diagnosed(objective, batches, chunk, grad=True)  # the model differentiates itself
-    except Exception:  # this must not end what it explains
+    except Exception as error:  # this must not end what it explains
+        unless_interrupted(error)
         return Diagnosis()
 
 
@@ -142,22 +146,23 @@ def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None
     found: list[tuple[Loss, Tensor, Batch]] = []
     activations, sizes, numbers, chance = Activations(), (0.0, 0.0), 0, Chance()
     before = Moment(objective.model, objective.parameters.device, chance)
-    try:
-        with torch.set_grad_enabled(grad):
-            for i, batch in enumerate(part for whole in batches for part in whole.split(chunk)):
-                with activations if i == 0 else nullcontext():  # one batch shows how large things are
-                    raw = objective.called(batch.inputs)
-                bound, z = objective.taken(raw, batch)
-                if i == 0:
-                    sizes = size(tensors(batch.inputs)), size(tensors(batch.targets))
-                numbers += z.numel()
-                if numbers > ROOM and i:  # those of one batch are in memory in every step
-                    found.clear()
-                    break
-                found.append((bound.loss, z.detach(), Batch(None, batch.targets, batch.weight)))
-    finally:
+
+    def back() -> None:
         chance.drawn = activations.drew
         before.restore()
+
+    with back_afterwards(back), torch.set_grad_enabled(grad):
+        for i, batch in enumerate(part for whole in batches for part in whole.split(chunk)):
+            with activations if i == 0 else nullcontext():  # one batch shows how large things are
+                raw = objective.called(batch.inputs)
+            bound, z = objective.taken(raw, batch)
+            if i == 0:
+                sizes = size(tensors(batch.inputs)), size(tensors(batch.targets))
+            numbers += z.numel()
+            if numbers > ROOM and i:  # those of one batch are in memory in every step
+                found.clear()
+                break
+            found.append((bound.loss, z.detach(), Batch(None, batch.targets, batch.weight)))
     inputs, targets = sizes
     of_values = {"inputs": inputs} | ({"targets": targets} if objective.given.sum_of_squares else {})  # not of labels
     unusual = {name: rms for name, rms in of_values.items() if far(rms)}

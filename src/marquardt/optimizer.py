@@ -42,11 +42,12 @@ from .parts.line_search import Backtracking, LineSearch
 from .parts.momentum import AdaptiveMomentum, Momentum
 from .parts.schedule import Balanced, Schedule
 from .ranks import Ranks, cause, check_joined, of
-from .recorded import RECORDERS
+from .recorded import RECORDERS, RecordedStep
 from .recordings import Recordings
 from .report import Step, described, report
 from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .state import State
+from .surroundings import Surroundings, back_afterwards
 from .weights import Weights
 
 
@@ -204,21 +205,20 @@ class LM(Unscaled, torch.optim.Optimizer):
             others = {"lr": self.lr, "weight decay": self._weights, "attempts": self.attempts, "loss": brief(self.loss)}
             check_alike(ranks, self.model, Parameters(self.model, self.params), self.parts, self._state, others)
         self._pace.begin()
-        step = self._explained(self._taken(batches, ranks), batches, ranks)
-        self._seen = Seen.of(self.model, batches)
-        return self._pace.end(step)
+        return self._pace.end(self._explained(self._taken(batches, ranks), batches, ranks))
 
     def _taken(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
         """By a recording, or without; if memory runs out, or rows turn out to be too dear, or samples cannot be taken
         apart, with another plan."""
-        if self._records and isinstance(batches, list) and (step := self._replayed(batches[0])) is not None:
+        here = Surroundings()
+        if self._records and isinstance(batches, list) and (step := self._replayed(batches, here)) is not None:
             return step
         plan = self._state.plan
         while True:
             self._planned = plan
             try:
                 with ranks.together(), ranks.deciding(), self._recordings.plain():
-                    return self._try(batches, ranks, plan)
+                    return self._try(batches, ranks, plan, here)
             except (RuntimeError, Coupled) as error:
                 # Everything is as it was before the step: again, with the next smaller plan, if there is one.
                 plan = self.curvature.smaller(self._planned, cause(error))
@@ -227,8 +227,8 @@ class LM(Unscaled, torch.optim.Optimizer):
             if self.params[0].is_cuda:
                 torch.cuda.empty_cache()
 
-    def _try(self, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None) -> Step:
-        """The step, or everything as it was before it."""
+    def _try(self, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None, here: Surroundings) -> Step:
+        """The step, or everything as it was before it, whatever is raised and at whatever moment."""
         old, parts = self._state, self.parts
         lin = Linearization(
             self._objective(), batches, rows_of(parts, plan), parts.curvature.needs,
@@ -236,6 +236,13 @@ class LM(Unscaled, torch.optim.Optimizer):
             ranks=ranks,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
+
+        def undo() -> None:
+            if self._state is old:
+                lin.parameters.recover(theta)
+                before.restore()
+                self._known = Known()  # the fault may have struck while this was written
+
         try:
             with torch.no_grad(), without_autocast(lin.parameters.device.type):
                 representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, old.steady)
@@ -251,12 +258,14 @@ class LM(Unscaled, torch.optim.Optimizer):
                 take_buffers(ranks, self.model)
             ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
             self._known.totals, self._known.steady = lin.totals(), self._records and lin.steady
-            self._state = replace(state, master=lin.parameters.unrounded())  # what is raised before it undoes all
-        except BaseException:
-            if self._state is old:
-                lin.parameters.recover(theta)
-                before.restore()
-                self._known = Known()  # the fault may have struck while this was written
+            state, seen = replace(state, master=lin.parameters.unrounded()), Seen.of(self.model, batches)
+            self._state, self._seen = state, seen  # what is raised before it undoes all
+        except BaseException as error:
+            try:
+                here.undone(error, undo)
+            except BaseException:  # a moment before this has begun, or after it
+                here.undone(error, undo)
+                raise
             raise
         finally:
             lin.close()
@@ -323,26 +332,37 @@ class LM(Unscaled, torch.optim.Optimizer):
     def _records(self) -> bool:
         return self.params[0].device.type in RECORDERS and self.capture is not False and not self._ranks.several
 
-    def _replayed(self, batch: Batch) -> Step | None:
+    def _replayed(self, batches: list[Batch], here: Surroundings) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
         old, device, forced = self._state, self.params[0].device, self.capture is True
-        objective = self._objective()
+        objective, batch = self._objective(), batches[0]
         recording = self._recordings.of(self.parts, objective, batch, old, self._known, self.lr, forced)
         if recording is None:
             return None
         begun, rng, step = self._recordings.clock(), rng_state(device), None
+        seen = Seen.of(self.model, batches)
+
+        def undo(recording: RecordedStep = recording) -> None:
+            if step is None:
+                self._state = recording.undo(old)
+                if rng is not None:
+                    set_rng_state(device, rng)
+
         try:
             self._pace.expect(old.plan, device, True)
             recording.run(batch, old, objective)
             concluded = recording.concluded(old) if self._recordings.confirmed(objective) else None
             if concluded is not None and not self._recordings.looks:
-                step, self._state = concluded
-        finally:
-            if step is None and self._state is old:  # also if something was raised
-                self._state = recording.undo(old)
-                if rng is not None:
-                    set_rng_state(device, rng)
-        del recording  # or its memory would not be free
+                (step, self._state), self._seen = concluded, seen
+            undo()
+        except BaseException as error:
+            try:
+                here.undone(error, undo)
+            except BaseException:
+                here.undone(error, undo)
+                raise
+            raise
+        del recording, undo  # or its memory would not be free
         self._recordings.replayed(begun, step is not None, forced)
         return step
 
@@ -375,15 +395,17 @@ class LM(Unscaled, torch.optim.Optimizer):
                 "first, or call torch.optim.swa_utils.update_bn(loader, model) inside the block",
                 stacklevel=users(),
             )
-        self._averaged = True
-        try:
+
+        def back() -> None:
+            parameters.assign(theta)
+            self._averaged = outer
+
+        with back_afterwards(back):
+            self._averaged = True
             if mean is not None:
                 parameters.assign(mean)
             with estimated(self.model, self._seen or NOTHING):
                 yield
-        finally:
-            self._averaged = outer
-            parameters.assign(theta)
 
     def state_dict(self) -> dict[str, Any]:
         # Beside torch's own entries: torch casts those to the dtype of the parameters.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,14 +57,7 @@ def test_attention_can_be_differentiated_twice():
 def test_a_shared_setting_is_made_once():
     """By the first who enters; the last who leaves takes it back, and the next one makes it again."""
     told: list[str] = []
-
-    @contextmanager
-    def setting() -> Iterator[None]:
-        told.append("made")
-        yield
-        told.append("taken back")
-
-    shared = Shared(setting)
+    shared = Shared(lambda: "taken back", told.append, "made")
     with shared():
         with shared():
             assert told == ["made"]

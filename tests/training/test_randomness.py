@@ -58,7 +58,7 @@ def test_damaged_states_of_a_loader_change_nothing(loader):
     found = {**generators(data), "loader": loader}
     drawn()
     before = generators(data)
-    with pytest.raises(ValueError, match="'loader'.*load another one"):
+    with pytest.raises(ValueError, match=r"'loader'.*load another one"):
         set_generators(found, data)
     assert torch.equal(torch.get_rng_state(), before["torch"])
     assert random.getstate()[1] == tuple(before["python"][1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 from .. import tolerances
 from ..jacobian.piece import Piece
 from ..model.parameters import joined
+from ..surroundings import LEVEL
 from .hessian import again, slope_with_graph
-
-# The level of forward mode is one number for the whole program, and torch refuses a second one: a thread at a time.
-LEVEL = threading.RLock()
 
 
 class Products(ABC):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..surroundings import undisturbed
 from .arguments import limits
 from .arrays import gathered, has_numpy, kind, like, tensor
 from .covariance import covariance
@@ -23,6 +24,7 @@ from .result import Result
 from .tracked import refuse
 
 
+@undisturbed
 def curve_fit(
     f: Callable[..., Any],
     xdata: Any,
@@ -171,7 +173,7 @@ def _fit(result: Result, f: Callable[..., Any], data: Observations, given: Given
         if "x" in called:
             reason += f". Note that f is called with xdata first, and x is fitted: f(xdata, {', '.join(called)})"
         warnings.warn(
-            f"the covariance of the parameters{which} could not be estimated; infinite: {first}{reason}", stacklevel=3
+            f"the covariance of the parameters{which} could not be estimated; infinite: {first}{reason}", stacklevel=4
         )
     weighted = data.whitening is not None or given.weights is not None
     return CurveFit(

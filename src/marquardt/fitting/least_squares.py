@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..surroundings import undisturbed
 from . import arguments
 from .arrays import floating
 from .options import Options
@@ -23,6 +24,7 @@ from .search import search
 from .tracked import refuse
 
 
+@undisturbed
 def least_squares(
     fun: Callable[..., Any], x0: Any, jac: Any = "auto", bounds: Any = (-math.inf, math.inf), method: str = "lm",
     ftol: float | None = None, xtol: float | None = 1e-10, gtol: float | None = 1e-10, x_scale: Any = "jac",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd, jacrev, jvp, vmap
 
+from ..memory import unless_interrupted
 from . import derivatives, tracked
 from .arrays import floating, tensor
 from .derivatives import Function
@@ -99,6 +100,7 @@ class Problems:
         try:
             return self._each(function, *x)
         except Exception as error:  # torch has many
+            unless_interrupted(error)
             raise NoSecondDerivative(f"{needed}: {_first_line(error)}") from error
 
     def knowing(self, J: Tensor) -> Problems:
@@ -218,6 +220,7 @@ def build(
         except tracked.DerivativeLost:
             raise
         except Exception as error:  # a function of NumPy arrays may raise anything on a tensor, and the reverse
+            unless_interrupted(error)
             failures[as_numpy] = error
             continue
         if not note:
@@ -246,7 +249,8 @@ def _sized(base: Problems, x: Tensor, differentiated: bool) -> tuple[Problems, i
         f = one.first(x[:1], differentiated)
     except tracked.DerivativeLost:
         raise
-    except Exception:
+    except Exception as error:
+        unless_interrupted(error)
         if not base.batched or base.loop:
             raise
         base = replace(base, loop=True)
@@ -276,7 +280,8 @@ def _with_jacobian(
         problems = replace(base, jac=given)
         try:
             J = problems[which].jacobian(xi)
-        except Exception:  # as in _sized
+        except Exception as error:  # as in _sized
+            unless_interrupted(error)
             if not base.batched or base.loop:
                 raise
             problems = replace(problems, loop=True)
@@ -292,6 +297,7 @@ def _with_jacobian(
             try:
                 J = one.jacobian(xi)
             except Exception as error:  # no such derivative, in-place code, data-dependent branches
+                unless_interrupted(error)
                 reason = f"torch cannot differentiate fun: {_first_line(error)}"
                 continue
             if not bool(J.isfinite().all()) or derivatives.agrees(one, xi[0], J[0], lower[i], upper[i]):
@@ -314,7 +320,8 @@ def _derived(one: Problems, x: Tensor, J: Tensor) -> bool:
     """Whether torch finds the Jacobian that was given, so that second derivatives are those of fun."""
     try:
         found = replace(one, jac=derivatives.forward(one.fun)).jacobian(x)
-    except Exception:  # any that torch, or fun on its kind of tensor, may raise
+    except Exception as error:  # any that torch, or fun on its kind of tensor, may raise
+        unless_interrupted(error)
         return False
     return bool((found - J).norm() <= 1e-3 * J.norm())
 

@@ -12,6 +12,7 @@ from .. import tolerances
 from ..layers.graph import Walk
 from ..layers.unrolled import Refused
 from ..layers.watch import Watch
+from ..memory import unless_interrupted
 from ..model.batch import Batch
 from ..model.batch import modes as modes_of
 from ..model.kernels import open_cells
@@ -74,20 +75,20 @@ class Pass:
 
     def _forward(self, slopes: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Watch]:
         """`once`: for several rows of a sample, which are differentiated once only"""
+        self.chance.untold = not self.chance.drawn
         try:
             model, params = self.objective.model, self.objective.parameters.whole.tensors
             with open_cells(model), torch.enable_grad():
                 with Watch(params, slopes, once) as watch:
                     raw = self.objective.called(self.batch.inputs)
                 self.objective, z = self.objective.taken(raw, self.batch)
-                return z, watch
         except Refused:
             self.known.unrolls = False
             self._notice_chance()
             self.before.restore()
             return self._forward(slopes, False)
-        finally:
-            self._notice_chance()
+        self._notice_chance()  # after a pass that failed there is nothing to look for: what it drew is taken back
+        return z, watch
 
     def again(self, once: bool) -> None:
         """The graph in the other form."""
@@ -104,14 +105,13 @@ class Pass:
         """Whether it was the model that drew random numbers. The state of a generator does not tell, for other threads
         draw from the same: if it has changed, the model is called again and its operations are asked."""
         alike = self.objective.parameters.ranks.all  # ranks that share the weights make the same passes
-        if self.chance.drawn or alike(not self.before.drew_since()):
-            return
-        here, modes = self.moment(), modes_of(self.objective.model)
-        self.chance.drawn = True  # even if the look is interrupted
-        self.chance.drawn = modes in self.known.random or not alike(not self._draws())
-        if self.chance.drawn:
-            self.known.random.add(modes)
-            here.restore(buffers=False)
+        if not (self.chance.drawn or alike(not self.before.drew_since())):
+            here, modes = self.moment(), modes_of(self.objective.model)
+            self.chance.drawn = modes in self.known.random or not alike(not self._draws())
+            if self.chance.drawn:
+                self.known.random.add(modes)
+                here.restore(buffers=False)
+        self.chance.untold = False
 
     def _draws(self) -> bool:
         """Whether a forward pass draws random numbers; it is made on copies of the buffers, which a graph may hold."""
@@ -119,7 +119,8 @@ class Pass:
         with torch.enable_grad(), Draws() as draws:  # type: ignore[no-untyped-call]
             try:
                 self.objective.called(self.batch.inputs, call_with(model, {id(b): b.clone() for b in model.buffers()}))
-            except Exception:  # the model fails, or cannot be watched
+            except Exception as error:  # the model fails, or cannot be watched
+                unless_interrupted(error)
                 return True
         return bool(draws.drew)
 
@@ -186,7 +187,8 @@ class Pass:
         try:
             with torch.no_grad():
                 return tolerances.same_outputs(self.repeated({}), self.z)
-        except Exception:  # whatever the model says to a forward pass without gradients
+        except Exception as error:  # whatever the model says to a forward pass without gradients
+            unless_interrupted(error)
             return False
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..memory import unless_interrupted
 from ..tolerances import FORMULA, coarser
 from . import Elementwise, Loss
 from .base import part
@@ -72,7 +73,8 @@ def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None)
                 if found != "":
                     beside = _fault(loss, empirical, at + 0.01 * (1 + at.abs()) * _random(at, 1), *data)
                     found = beside if beside == "" else found or beside
-        except Exception:  # whatever a loss says to a few samples in another precision
+        except Exception as error:  # whatever a loss says to a few samples in another precision
+            unless_interrupted(error)
             continue
         # Differences of values that were rounded tell nothing, and otherwise the outputs' own precision decides.
         if found and coarser(seen.dtype, dtype) != dtype and (loss.automatic or dtype != z.dtype):
@@ -167,7 +169,8 @@ def _derivatives(loss: Loss, z: Tensor, y: Any, weight: Tensor | None, v: Tensor
             (g,) = torch.autograd.grad(loss.value(x, y, weight), x, create_graph=True)
             (Hv,) = torch.autograd.grad((g * v).sum(), x)
         return _by_sample(g.detach() * v), _by_sample(Hv * v)
-    except RuntimeError:
+    except RuntimeError as error:
+        unless_interrupted(error)
         if z.dtype != torch.float64:
             raise
     h = 1e-5

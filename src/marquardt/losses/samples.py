@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..memory import unless_interrupted
 from ..tolerances import SAME_LOSS, coarser, of_functions
 from .base import Target, part
 
@@ -73,7 +74,8 @@ class Samples(NamedTuple):
             at, data = (part(item, torch.arange(len(z), device=z.device), len(z), torch.float64) for item in (z, y))
             fault = self._fault(at, data, firsts, SAME_LOSS[torch.float64])
             own = bool(fault) and self._precision(at, data) != torch.float64
-        except Exception:  # whatever fn says to another precision
+        except Exception as error:  # whatever fn says to another precision
+            unless_interrupted(error)
             own = True
         if own:
             allowed = of_functions(self._precision(z, y))

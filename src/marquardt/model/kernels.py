@@ -6,50 +6,82 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..surroundings import back_afterwards
 
 
 class Shared:
     """A setting of the whole program: the first thread that enters makes it, the last one that leaves takes it back."""
 
-    def __init__(self, setting: Callable[[], AbstractContextManager[object]]) -> None:
-        self.setting = setting
-        self.lock, self.inside = threading.Lock(), 0
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], object], value: Any) -> None:
+        self.get, self.put, self.value = get, put, value
+        self.lock, self.held = threading.Lock(), set[object]()  # by those who are inside
+        self.before: Any = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with self.lock:
-            if not self.inside:
-                self.made = self.setting()
-                self.made.__enter__()
-            self.inside += 1
-        try:
+        entry = object()
+        with back_afterwards(partial(self.leave, entry)):
+            self.enter(entry)
             yield
-        finally:
-            with self.lock:
-                self.inside -= 1
-                if not self.inside:
-                    self.made.__exit__(None, None, None)
+
+    def enter(self, entry: object) -> None:
+        with self.lock:
+            first = not self.held
+            if first:
+                self.before = self.get()
+            self.held.add(entry)
+            if first:
+                self.put(self.value)
+
+    def leave(self, entry: object) -> None:
+        """As often as one likes, also after an interrupt amid `enter` or amid this"""
+        with self.lock:
+            if self.held == {entry}:
+                self.put(self.before)
+            self.held.discard(entry)
 
 
-@contextmanager
-def _without(backend: Any) -> Iterator[None]:
-    enabled = backend.enabled
-    backend.enabled = False
-    try:
-        yield
-    finally:
-        backend.enabled = enabled
+def _enabled(backend: Any) -> Shared:
+    return Shared(lambda: backend.enabled, lambda value: setattr(backend, "enabled", value), False)
 
 
-PLAIN_ATTENTION = Shared(lambda: sdpa_kernel(SDPBackend.MATH))
-PLAIN_RECURRENCE = Shared(lambda: _without(torch.backends.cudnn))
-OPEN_CELLS = Shared(lambda: _without(torch.backends.mkldnn))
-UNCOMPILED = Shared(lambda: torch.compiler.set_stance("force_eager"))
+def _attention() -> list[bool]:
+    """Which kernels may be used"""
+    of = torch.backends.cuda
+    return [
+        of.math_sdp_enabled(), of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.cudnn_sdp_enabled()
+    ]  # fmt: skip
+
+
+def _set_attention(each: list[bool]) -> None:
+    of = torch.backends.cuda
+    kinds = of.enable_math_sdp, of.enable_flash_sdp, of.enable_mem_efficient_sdp, of.enable_cudnn_sdp
+    for enable, value in zip(kinds, each, strict=True):
+        enable(value)
+
+
+def _stance() -> Any:
+    from torch._dynamo import eval_frame
+
+    return eval_frame._stance
+
+
+def _set_stance(stance: Any) -> None:
+    from torch._dynamo import eval_frame
+
+    eval_frame._set_stance(eval_frame.DynamoStance(stance) if isinstance(stance, str) else stance)
+
+
+PLAIN_ATTENTION = Shared(_attention, _set_attention, [True, False, False, False])
+PLAIN_RECURRENCE = _enabled(torch.backends.cudnn)
+OPEN_CELLS = _enabled(torch.backends.mkldnn)
+UNCOMPILED = Shared(_stance, _set_stance, "force_eager")
 
 
 @contextmanager

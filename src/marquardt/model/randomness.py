@@ -33,6 +33,7 @@ class Chance:
     """Whether the model draws random numbers. If not, the generators are left to the other threads of the program."""
 
     drawn: bool = False
+    untold: bool = False  # amid a forward pass, before it is known
 
 
 class Moment:
@@ -97,7 +98,7 @@ class Moment:
                         if buffer is not None and value is not None and not (gently and torch.equal(buffer, value)):
                             buffer.copy_(value)
                         module._buffers[name] = buffer
-        if self.chance.drawn:
+        if self.chance.drawn or self.chance.untold:
             torch.set_rng_state(self.cpu)
             if self.cuda is not None:
                 torch.cuda.set_rng_state(self.cuda, self.device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..surroundings import back_afterwards
 from .batch import Batch, forward
 from .randomness import rng_state, set_rng_state
 from .walk import submodules
@@ -53,15 +54,17 @@ def estimated(model: nn.Module, seen: Seen) -> Iterator[None]:
     As torch.optim.swa_utils.update_bn has it: all batches weigh the same, in the modes of training.
     """
     kept = [(layer, {k: b.clone() for k, b in layer.named_buffers(recurse=False)}) for layer in tracking(model)]
-    try:
-        if seen.inputs:
-            _estimate(model, seen)
-        yield
-    finally:
+
+    def back() -> None:
         with torch.no_grad():
             for layer, buffers in kept:
                 for key, b in layer.named_buffers(recurse=False):
                     b.copy_(buffers[key])
+
+    with back_afterwards(back):
+        if seen.inputs:
+            _estimate(model, seen)
+        yield
 
 
 def _estimate(model: nn.Module, seen: Seen) -> None:
@@ -69,17 +72,19 @@ def _estimate(model: nn.Module, seen: Seen) -> None:
     modes = [(m, m.training) for m in submodules(model)]
     layers = [m for m in tracking(model) if id(m) in there]
     momenta = [layer.momentum for layer in layers]
-    try:
+
+    def back() -> None:
+        for m, mode in modes:
+            m.training = mode
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+
+    with back_afterwards(back):
         for m, _ in modes:
             m.training = id(m) in there
         for layer in layers:
             layer.reset_running_stats()
         _pass(model, seen.inputs, layers)
-    finally:
-        for m, mode in modes:
-            m.training = mode
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
 
 
 def _pass(model: nn.Module, inputs: Iterable[Any], layers: list[Norm]) -> None:
@@ -88,16 +93,17 @@ def _pass(model: nn.Module, inputs: Iterable[Any], layers: list[Norm]) -> None:
     before, own = torch.get_rng_state(), rng_state(device)
     others = {id(b) for layer in layers for b in layer.buffers()}
     kept = [(b, b.clone()) for b in model.buffers() if id(b) not in others]
-    try:
-        with torch.no_grad():
-            for i, batch in enumerate(inputs):
-                for layer in layers:  # the mean of all batches: None has it, which InstanceNorm does not know
-                    layer.momentum = None if isinstance(layer, nn.modules.batchnorm._BatchNorm) else 1 / (i + 1)
-                forward(model, batch)
-    finally:
+
+    def back() -> None:
         with torch.no_grad():
             for b, value in kept:
                 b.copy_(value)
         torch.set_rng_state(before)
         if own is not None:
             set_rng_state(device, own)
+
+    with back_afterwards(back), torch.no_grad():
+        for i, batch in enumerate(inputs):
+            for layer in layers:  # the mean of all batches: None has it, which InstanceNorm does not know
+                layer.momentum = None if isinstance(layer, nn.modules.batchnorm._BatchNorm) else 1 / (i + 1)
+            forward(model, batch)

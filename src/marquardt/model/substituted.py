@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..surroundings import back_afterwards
+
 
 @contextmanager
 def substituted(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
@@ -17,7 +19,12 @@ def substituted(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None
     By identity and not by name as torch.func.functional_call has it: that restores a module with two names wrongly.
     """
     kept: list[tuple[dict[str, Any], str, Any]] = []
-    try:
+
+    def back() -> None:
+        for place, name, value in kept:
+            place[name] = value
+
+    with back_afterwards(back):
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise RuntimeError("the tensors of a scripted module cannot be replaced")
@@ -31,9 +38,6 @@ def substituted(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None
                         kept.append((tensors, name, t))
                         tensors[name] = others[id(t)]
         yield
-    finally:
-        for place, name, value in kept:
-            place[name] = value
 
 
 def call_with(model: nn.Module, others: Mapping[int, Tensor]) -> Callable[..., Any]:

@@ -14,10 +14,12 @@ from ..jacobian.known import Known
 from ..jacobian.objective import Objective
 from ..jacobian.passes import Pass
 from ..losses import Loss
+from ..memory import unless_interrupted
 from ..model.batch import Batch
 from ..model.misfit import FAILURES, explained
 from ..model.randomness import Chance, rng_state, set_rng_state
 from ..ranks import ALONE, Ranks
+from ..surroundings import back_afterwards
 
 T = TypeVar("T")
 
@@ -55,7 +57,8 @@ def outputs(model: nn.Module, loss: Loss, batch: Batch) -> list[float] | None:
 
     try:
         values = _in_eval_mode(model, called).detach().double().flatten()
-    except Exception:
+    except Exception as error:
+        unless_interrupted(error)
         return None
     places = torch.arange(len(values), dtype=torch.float64, device=values.device)
     return [float(values.norm()), float(values @ places.cos())]
@@ -111,12 +114,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     device = next(model.parameters()).device
     modes = [(m, m.training) for m in model.modules()]
     cpu, own = torch.get_rng_state(), rng_state(device)
-    try:
-        model.eval()
-        yield
-    finally:
+
+    def back() -> None:
         for m, mode in modes:
             m.training = mode
         torch.set_rng_state(cpu)
         if own is not None:
             set_rng_state(device, own)
+
+    with back_afterwards(back):
+        model.eval()
+        yield

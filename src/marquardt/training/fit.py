@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from torch import Tensor, nn
 from ..arguments import check_places, users
 from ..diagnosis import Diagnosis
 from ..losses import resolve
+from ..memory import interrupt_of
 from ..model.checks import unwrapped
 from ..model.decay import WeightDecay
 from ..model.parameters import Parameters
 from ..model.shards import refuse_sharded
 from ..optimizer import LM
-from ..ranks import OtherRank, cause, check_joined, of
+from ..ranks import cause, check_joined, of
 from ..sources import Arrays, Indexed, Source, Stream, source
+from ..surroundings import Surroundings, surely, undisturbed
 from ..uncertainty import Evidence, Posterior, posterior
 from ..uncertainty.build import last_layer
 from ..uncertainty.likelihood import likelihood_of
@@ -100,6 +103,7 @@ class Fit:
         return f"Fit of {type(self.model).__name__}: {steps}\n  {self.plan}\n  ended: {self.reason}"
 
 
+@undisturbed
 def fit(
     model: nn.Module,
     data: Any,
@@ -172,7 +176,7 @@ def fit(
         What came of it: the model with its best weights, the history, and why it ended.
     """
     check_places("mq.fit(model, data, loss)", model, loss, data)
-    group = unwrapped(model, options.get("group"))[1]
+    here, group = Surroundings(), unwrapped(model, options.get("group"))[1]
     check_joined(group)
     ranks = of(group)
     with ranks.together():
@@ -198,9 +202,10 @@ def fit(
         with ranks.together(), interrupts(ranks) as interrupted:
             bar.begin(run.words)
             reason = loop(run, bar, calls, saver, interrupted)
-    except (KeyboardInterrupt, OtherRank) as error:
-        if not isinstance(cause(error), KeyboardInterrupt):
+    except BaseException as error:
+        if not isinstance(interrupt_of(cause(error)), KeyboardInterrupt):
             raise
+        surely(partial(here.restore, error))
         reason = INTERRUPTED
     finally:
         bar.end(reason)

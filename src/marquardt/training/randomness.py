@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..generators import WAY_OUT, check, check_state, set_states, states
 from ..sources import Source, Stream
+from ..surroundings import back_afterwards
 
 
 def generators(data: Source) -> dict[str, Any]:
@@ -40,9 +42,8 @@ def set_generators(found: dict[str, Any], data: Source) -> None:
 def unchanged(data: Source) -> Iterator[None]:
     """Batches of their own come in the same order every time: the generators are afterwards as they were."""
     before = generators(data) if isinstance(data, Stream) else None
-    yield
-    if before is not None:
-        set_generators(before, data)
+    with nullcontext() if before is None else back_afterwards(partial(set_generators, before, data)):
+        yield
 
 
 def _own(data: Source) -> Iterator[torch.Generator]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..agreement import take_buffers
+from ..arguments import users
 from ..diagnosis import Diagnosis
+from ..memory import unless_interrupted
 from ..model.batch import Batch
 from ..model.parameters import changing
 from ..model.statistics import NOTHING, counting, estimated
@@ -25,6 +28,7 @@ from ..optimizer import LM
 from ..ranks import OtherRank, RankError
 from ..report import Step
 from ..sources import Arrays, Indexed, Source, Stream
+from ..surroundings import back_afterwards, surely
 from ..uncertainty.evidence import Evidence
 from .batching import Batching, Order, cut
 from .evaluation import diagnosis, evaluated, of_validation, outputs
@@ -87,8 +91,9 @@ class Training:
             self.first = changing(self.model, self.opt.params)
         if self.validation is not None:
             with of_validation():
-                self.seen.found(self._validation_loss(), 0)
-            self.keep()
+                loss, kept = self._validation_loss(), self._kept()
+            self.seen.found(loss, 0)
+            self.best, self.best_evidence = kept
 
     def step(self) -> Entry:
         """One step, judged on the validation set, and written down."""
@@ -149,8 +154,10 @@ class Training:
         others that take all for noise, or nothing."""
         known = found.update(objective) and self.validation is None
         self.seen.settled = found.settled
-        if known and found.last is not None and self.seen.judged(found.last.log_evidence, number):
-            self.keep()
+        if known and found.last is not None:
+            kept = self._kept()
+            if self.seen.judged(found.last.log_evidence, number):
+                self.best, self.best_evidence = kept
 
     def _taken(self) -> Step:
         if self.order is not None:
@@ -251,15 +258,16 @@ class Training:
 
     def _compare(self, entry: Entry) -> None:
         loss = entry.objective if self.validation is None else entry.validation
-        if self.seen.found(loss, entry.step):
-            self.keep()
+        kept = self._kept() if loss < self.seen.least else (self.best, self.best_evidence)
+        if self.seen.found(loss, entry.step):  # no interrupt comes between this and the weights
+            self.best, self.best_evidence = kept
         if self.validation is None:
             self.seen.fails = 0  # the loss of the data has stops of its own
 
-    def keep(self, last: bool = False) -> None:
+    def _kept(self, last: bool = False) -> tuple[dict[str, Tensor], Regularised | None]:
+        """The weights that count, and what is known with them"""
         with self._averaged() if last and self.opt.average is not None else self._shown():
-            self.best = changing(self.model, self.opt.params)
-        self.best_evidence = self.evidence
+            return changing(self.model, self.opt.params), self.evidence
 
     def end(self) -> None:
         """The best weights to the model. Without a validation set, on changing batches, the last ones: averaged, or
@@ -269,10 +277,10 @@ class Training:
             with self._counted() if self.opt.average is None else self._averaged():
                 self._estimate(found, self.history[-1].objective, last)
         elif self.validation is None and found is None and self.plan.mini and last:
-            self.keep(last=True)
+            self.best, self.best_evidence = self._kept(last=True)
             self.seen.best_step = last
         if self.best is not None:
-            put(self.model, self.best)
+            surely(partial(put, self.model, self.best))
             if self.regularisation is not None:
                 self.regularisation.put(self.best_evidence)
         if self.best is None or self.seen.best_step:
@@ -292,12 +300,13 @@ class Training:
             with self.ranks.together():
                 return self._evaluated(self.data, self.plan.size)
         except Exception as error:  # the fit is not lost by it
+            unless_interrupted(error)
             if isinstance(error, RankError) and not isinstance(error, OtherRank):
                 raise
             if self.ranks.rank == 0:
                 warnings.warn(
                     f"the loss of the model in eval mode cannot be found ({type(error).__name__}: {error}): the loss "
-                    "of the fit is that of its last steps", stacklevel=3,
+                    "of the fit is that of its last steps", stacklevel=users(),
                 )  # fmt: skip
             return self._late()
         finally:
@@ -352,11 +361,9 @@ class Training:
         for name in ("weights", "best", "first"):
             if name == "weights" or state[name] is not None:
                 check_weights(name, state[name], before)
-        try:
+        with back_afterwards(partial(put, self.model, before)):
             put(self.model, state["weights"])
             now = self._outputs()
-        finally:
-            put(self.model, before)
         if now is None or then is None:
             return
         if any(not abs(a - b) <= SAME * then[0] for a, b in zip(now, then, strict=True)):

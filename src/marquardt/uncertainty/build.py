@@ -19,6 +19,7 @@ from ..model.decay import WeightDecay, check_weight
 from ..model.parameters import Parameters, named_parameters
 from ..model.shards import refuse_sharded
 from ..sources import source
+from ..surroundings import undisturbed
 from .evidence import unit
 from .expansion import Expansion
 from .likelihood import likelihood_of
@@ -39,6 +40,7 @@ ONE_NOISE = (
 )
 
 
+@undisturbed
 def posterior(
     model: nn.Module,
     loss: Any,

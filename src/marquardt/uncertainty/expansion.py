@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from ..model.parameters import Parameters
 from ..model.randomness import Chance, Moment
 from ..model.walk import submodules
 from ..sources import Source
+from ..surroundings import back_afterwards
 from .likelihood import Likelihood, likelihood_of
 from .precision import DataCurvature, DenseData, KroneckerData, RowsData
 
@@ -85,15 +87,16 @@ def evaluated(model: nn.Module, device: torch.device) -> Iterator[None]:
     """The model as it predicts, in eval mode; its modes, buffers and the random numbers are afterwards as before."""
     modes = [(module, module.training) for module in submodules(model)]
     before = Moment(model, device, Chance(drawn=True))
-    try:
-        for module, _ in modes:
-            module.training = False
-        with torch.enable_grad():
-            yield
-    finally:
+
+    def back() -> None:
         for module, training in modes:
             module.training = training
         before.restore(gently=True)
+
+    with back_afterwards(back), torch.enable_grad():
+        for module, _ in modes:
+            module.training = False
+        yield
 
 
 @dataclass
@@ -143,14 +146,11 @@ class Expansion:
         """θ is where it was, for as long as this is looked at."""
         held = self.parameters.vector()
         moved = not torch.equal(held, self.theta)
-        with evaluated(self.model, self.parameters.device):
-            try:
-                if moved:
-                    self.parameters.assign(self.theta)
-                yield
-            finally:
-                if moved:
-                    self.parameters.assign(held)
+        back = partial(self.parameters.assign, held) if moved else int
+        with evaluated(self.model, self.parameters.device), back_afterwards(back):
+            if moved:
+                self.parameters.assign(self.theta)
+            yield
 
     def _written(self) -> int | None:
         """Samples at once whose rows are written out; None for all of a batch"""

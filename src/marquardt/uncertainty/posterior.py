@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..arguments import users
 from ..curvature import Representation
 from ..sources import source
+from ..surroundings import undisturbed
 from .evidence import alone, noise_precision, reestimate, unit
 from .expansion import Expansion, fits
 from .left_out import Temper, held_out, predicted
@@ -249,6 +250,7 @@ class Posterior:
             Temper(temperature, sharpness),
         )  # fmt: skip
 
+    @undisturbed
     def calibrated(self, data: Any = None) -> Posterior:
         """Of classes: with the temperature and the sharpness at which every sample is best predicted by the others, or
         those of `data` that have not trained the model. What θ̂ would be without a sample is one Newton step from here,
@@ -347,6 +349,7 @@ class Posterior:
             half = self.precision.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
             yield z, mean, self.temperature * half @ half.mT
 
+    @undisturbed
     def predict(self, inputs: Any) -> Prediction:
         """Targets of other inputs, by the model linearised in θ: the mean is the model's own output (of counts and
         sizes, whose logarithm that is, the mean of a log-normal), the variance JH⁻¹Jᵀ and that of the noise."""
@@ -361,6 +364,7 @@ class Posterior:
         )
         return Prediction(mean, (model + own).sqrt(), model.sqrt(), own.sqrt())
 
+    @undisturbed
     def probabilities(self, inputs: Any, *, joint: bool = True) -> Tensor:
         """Of the classes of other inputs, like the logits, or of 1: the mean over θ, by MacKay's approximation.
         `joint` takes account of what the logits of a sample have in common; otherwise each is softened by itself."""

@@ -1,0 +1,234 @@
+"""What torch and Python have set in this thread, as it was before something that was interrupted.
+
+Python raises KeyboardInterrupt wherever a function begins and wherever a call into C returns: also within the
+`__enter__` of a context manager, which has done its work then and will not be left, within `__exit__`, and amid what a
+`finally` undoes. What undoes is therefore done `surely`, and what a context manager has left behind is found by
+comparing with what there was: at no cost but these looks while nothing happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+from . import deferred
+from .memory import unless_interrupted
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What `catch_warnings(record=True)` puts others in the place of.
+SHOWING = ("showwarning", "_showwarnmsg_impl")
+
+# Whether there is another attempt, should one be interrupted or fail.
+ATTEMPTS = (True, True, True, True, False)
+
+# Forward AD has one level for the whole program: one thread at a time.
+LEVEL = threading.RLock()
+
+
+def surely(undo: Callable[[], object]) -> None:
+    """Does this until it has gone through. It may begin several times: what was raised meanwhile is raised after it.
+
+    Where not even a moment may be missed, it is called once more for what is raised as this function begins:
+
+        except BaseException:
+            try:
+                surely(undo)
+            except BaseException:
+                surely(undo)
+                raise
+            raise
+    """
+    raised: BaseException | None = None
+    for more in ATTEMPTS:
+        try:
+            undo()
+            break
+        except BaseException as error:
+            if not more:
+                raise
+            raised = error if raised is None or isinstance(raised, Exception) else raised
+    if raised is not None:
+        raise raised
+
+
+class Surroundings:
+    """The settings of this thread, and of the program as far as steps change them."""
+
+    def __init__(self) -> None:
+        self.tape, self.agree = deferred._current.tape, deferred._current.agree
+        self.filters, self.showing = warnings.filters, {k: vars(warnings).get(k) for k in SHOWING}
+        self.functions = _function_modes()
+        self.dispatch = _dispatch_modes()
+        self.functorch = torch._C._functorch.get_dynamic_layer_stack_depth()
+        self.level = forward_ad._current_level
+        self.nesting = getattr(sys.modules.get(TRANSFORMS), "JVP_NESTING", 0)
+        self.grad, self.forward = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        self.autocast = _autocast()
+        self.hooks = _top()
+        self.refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+
+    def restore(self, error: BaseException | None = None) -> None:
+        """As it was. `error` is what ended the work: the context managers that it came through are left first."""
+        _left(error)
+        deferred._current.tape, deferred._current.agree = self.tape, self.agree
+        if warnings.filters is not self.filters:
+            warnings.filters = self.filters
+            getattr(warnings, "_filters_mutated", int)()  # forgets what was decided by the others
+        vars(warnings).update(self.showing)
+        if _function_modes() != self.functions:
+            for _ in _function_modes():
+                torch._C._pop_torch_function_stack()
+            for mode in self.functions:
+                torch._C._push_on_torch_function_stack(mode)
+        if _dispatch_modes() != self.dispatch:
+            for _ in _dispatch_modes():
+                torch._C._pop_torch_dispatch_stack(None)
+            for mode in self.dispatch:
+                torch._C._push_on_torch_dispatch_stack(mode)
+        for name in DISPATCH_FLAGS:
+            if not self.dispatch and getattr(torch.utils._python_dispatch, name, False):
+                setattr(torch.utils._python_dispatch, name, False)
+        if torch._C._functorch.get_dynamic_layer_stack_depth() > self.functorch:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self.functorch)
+        if getattr(sys.modules.get(TRANSFORMS), "JVP_NESTING", 0) != self.nesting:
+            sys.modules[TRANSFORMS].JVP_NESTING = self.nesting  # type: ignore[attr-defined]
+        self._leave_level()
+        torch._C._set_grad_enabled(self.grad)
+        torch._C._set_fwd_grad_enabled(self.forward)
+        self._leave_autocast()
+        while _top() not in (None, self.hooks):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() != self.refused:
+            _refuse_hooks(self.refused)
+
+    def undone(self, error: BaseException, undo: Callable[[], object]) -> None:
+        """Everything as it was, first the settings, then by `undo` what else there is. If an interrupt has become
+        `error`, it is raised in its place."""
+
+        def back() -> None:
+            self.restore(error)
+            undo()
+
+        surely(back)
+        unless_interrupted(error)
+
+    def _leave_level(self) -> None:
+        if self.level >= 0:
+            return
+        with LEVEL:
+            with contextlib.suppress(RuntimeError):  # there is one, which is to be left
+                torch._C._enter_dual_level()
+            torch._C._exit_dual_level(level=0)
+            forward_ad._current_level = -1
+
+    def _leave_autocast(self) -> None:
+        *each, cache, depth = self.autocast
+        for device, enabled, dtype in each:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        for _ in range(_autocast()[-1] - depth):
+            torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def back_afterwards(undo: Callable[[], object]) -> Iterator[None]:
+    """`undo` after the block, whatever ends it"""
+    try:
+        yield
+    finally:
+        try:
+            surely(undo)
+        except BaseException:
+            surely(undo)
+            raise
+
+
+def undisturbed(call: Callable[P, T]) -> Callable[P, T]:
+    """A function that leaves the settings as they were, also if it is interrupted."""
+
+    @functools.wraps(call)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        here = Surroundings()
+        try:
+            return call(*args, **kwargs)
+        except BaseException as error:
+            try:
+                here.undone(error, int)
+            except BaseException:
+                here.undone(error, int)
+                raise
+            raise
+
+    return guarded
+
+
+def _left(error: BaseException | None) -> None:
+    """An interrupt within contextlib leaves a generator amid its block, for the garbage collector to end at some time:
+    now, the innermost first."""
+    errors: list[BaseException] = []
+    while error is not None and error not in errors:
+        errors.append(error)
+        error = error.__context__
+    for each in reversed(errors):
+        trace = each.__traceback__
+        while trace is not None:
+            frame, trace = trace.tb_frame, trace.tb_next
+            if frame.f_code.co_filename == contextlib.__file__ and frame.f_code.co_name in ("__enter__", "__exit__"):
+                manager = frame.f_locals.get("self")
+                if isinstance(manager, contextlib._GeneratorContextManager):
+                    with contextlib.suppress(Exception):
+                        manager.gen.close()
+
+
+# Of torch. Much of it has no public name; tests/test_surroundings.py looks for it in the torch at hand.
+
+TRANSFORMS = "torch._functorch.eager_transforms"
+DISPATCH_FLAGS = (
+    "_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)  # fmt: skip
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _dispatch_modes() -> list[Any]:
+    """Those of users; torch's own are kept apart from them"""
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
+
+
+def _autocast() -> tuple[Any, ...]:
+    """By kinds of devices, whether weights that it has converted are kept, and how deep in it this is"""
+    kinds = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    each = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    try:
+        depth = torch.autocast_increment_nesting() - 1
+    finally:
+        torch.autocast_decrement_nesting()
+    return (*each, torch.is_autocast_cache_enabled(), depth)
+
+
+def _top() -> Any:
+    """The hooks of saved tensors that are in force"""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _refuse_hooks(words: str | None) -> None:
+    if words is None:
+        torch._C._autograd._saved_tensors_hooks_enable()
+    else:
+        torch._C._autograd._saved_tensors_hooks_disable(words)

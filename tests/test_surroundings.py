@@ -1,0 +1,137 @@
+"""What is set in this thread is as it was, whatever was interrupted at whatever moment."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fuzz.settings import settings
+from marquardt.surroundings import Surroundings, back_afterwards, surely, undisturbed
+
+
+def left_open() -> list[Callable[[], object]]:
+    functorch = torch._C._functorch
+    return [
+        lambda: BaseTorchFunctionMode().__enter__(),
+        lambda: TorchDispatchMode().__enter__(),
+        lambda: functorch._vmap_increment_nesting(3, "error"),
+        lambda: functorch._jvp_increment_nesting(),
+        lambda: functorch._grad_increment_nesting(),
+        lambda: forward_ad.enter_dual_level(),
+        lambda: torch._C._enter_dual_level(),
+        lambda: torch.no_grad().__enter__(),
+        lambda: torch._C._set_fwd_grad_enabled(False),
+        lambda: torch.autocast("cpu").__enter__(),
+        lambda: torch.autograd.graph.saved_tensors_hooks(torch.neg, torch.neg).__enter__(),
+        lambda: torch._C._autograd._saved_tensors_hooks_disable("not now"),
+        lambda: warnings.catch_warnings(record=True).__enter__(),
+    ]
+
+
+WHAT = range(len(left_open()))
+
+
+@pytest.mark.parametrize("which", [*([i] for i in WHAT), [i for i in WHAT if i not in (6, 11)]], ids=str)
+def test_what_was_left_open_is_found(which):
+    before, here = settings(), Surroundings()
+    for i in which:
+        left_open()[i]()
+    assert settings() != before
+    here.restore()
+    assert settings() == before
+    x = torch.arange(3.0)
+    assert torch.equal(torch.func.vmap(torch.neg)(x), -x)
+    assert torch.equal(torch.func.jacfwd(torch.sin)(x), x.cos().diag())
+    assert torch.func.hessian(lambda x: x.sin().sum())(x).isfinite().all()
+
+
+def test_what_the_caller_has_set_stays():
+    mode = BaseTorchFunctionMode()
+    with mode, torch.no_grad(), torch.autocast("cpu"), forward_ad.dual_level(), warnings.catch_warnings():
+        before, here = settings(), Surroundings()
+        with torch.enable_grad():
+            BaseTorchFunctionMode().__enter__()
+            here.restore()
+        assert settings() == before
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_generators_that_an_interrupt_has_left_amid_their_block_are_ended():
+    """As at the moment when `__exit__` begins: the garbage collector would do it at any time later."""
+    told: list[str] = []
+
+    @contextmanager
+    def block(name: str) -> Iterator[None]:
+        yield
+        told.append("too late")
+
+    @contextmanager
+    def outer() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            told.append("left")
+
+    def interrupt(frame: object, event: str, arg: object) -> None:
+        if event == "call" and getattr(frame, "f_code", None) is contextmanager_exit:
+            raise KeyboardInterrupt
+
+    def call() -> None:
+        with outer():
+            sys.setprofile(interrupt)
+
+    contextmanager_exit = type(outer()).__exit__.__code__
+    here = Surroundings()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call()
+    sys.setprofile(None)
+    assert told == []
+    here.restore(caught.value)
+    assert told == ["left"]
+
+
+def test_what_undoes_is_begun_again():
+    done: list[int] = []
+
+    def undo() -> None:
+        done.append(len(done))
+        if len(done) < 3:
+            raise KeyboardInterrupt if len(done) == 1 else ValueError("once more")
+
+    with pytest.raises(KeyboardInterrupt):
+        surely(undo)
+    assert done == [0, 1, 2]
+
+
+def test_what_cannot_be_undone_says_so():
+    def undo() -> None:
+        raise ValueError("no way back")
+
+    with pytest.raises(ValueError, match="no way back"), back_afterwards(undo):
+        pass
+
+
+def test_an_interrupt_is_raised_in_the_place_of_what_it_has_become():
+    class Failing:
+        def __enter__(self) -> None:
+            torch.no_grad().__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            raise RuntimeError("this was not entered")
+
+    @undisturbed
+    def call() -> None:
+        with Failing():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert torch.is_grad_enabled()
