@@ -20,6 +20,7 @@ from .model.checks import check_coupling, check_usable
 from .model.parameters import named_parameters
 from .model.shards import let_go, sharded
 from .model.walk import held
+from .plain import MAX, short
 from .ranks import Ranks
 
 # Learning rates below this one are hardly meant: those of Adam and SGD, and not the length of a step over that of LM.
@@ -95,9 +96,11 @@ def holds_data(item: Any) -> bool:
 
 
 def check_rate(lr: Any) -> None:
-    if not isinstance(lr, (int, float, Tensor)) or (isinstance(lr, Tensor) and lr.numel() != 1):
-        raise TypeError(f"lr={lr!r}: the learning rate must be a number; LM's natural one is 1")
-    if not 0 <= lr < math.inf:
+    number = isinstance(lr, (int, float)) and not isinstance(lr, bool)
+    one = isinstance(lr, Tensor) and lr.numel() == 1 and not (lr.is_meta or lr.is_complex() or lr.dtype == torch.bool)
+    if not (number or one):
+        raise TypeError(f"lr={short(lr)}: the learning rate must be a number; LM's natural one is 1")
+    if not 0 <= lr <= MAX:
         raise ValueError(f"lr={lr!r}: the learning rate must be finite and at least 0; LM's natural one is 1")
 
 

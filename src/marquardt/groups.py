@@ -42,16 +42,16 @@ def grouped(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, An
     ]  # fmt: skip
 
 
+SAME_RATE = "LM solves for all parameters together, and lr is the length of that step; give all groups the same"
+
+
 def check_same_rate(groups: Sequence[dict[str, Any]]) -> None:
     """All groups have the same lr, and a weight decay of their own."""
     rates = [group["lr"] for group in groups]
     for lr in rates:
         check_rate(lr)
     if any(float(lr) != float(rates[0]) for lr in rates):
-        raise ValueError(
-            f"the groups have the learning rates {[float(lr) for lr in rates]}: LM solves for all parameters together, "
-            "and lr is the length of that step; give all groups the same"
-        )
+        raise ValueError(f"the groups have the learning rates {[float(lr) for lr in rates]}: {SAME_RATE}")
     for i, group in enumerate(groups):
         check_decay(group["weight_decay"], i, group)
 
@@ -61,7 +61,7 @@ def check_decay(w: Any, i: int, group: dict[str, Any]) -> None:
     if not isinstance(w, Tensor):
         return check_weight(w)
     name = f"weight_decay of group {group.get('name', i)!r}, a tensor of the shape {tuple(w.shape)},"
-    if w.dtype == torch.bool or w.is_complex() or w.layout != torch.strided:
+    if w.dtype == torch.bool or w.is_complex() or w.layout != torch.strided or w.is_meta:
         raise TypeError(f"{name} is of {w.dtype} and {w.layout}: real numbers in a dense tensor")
     for p in group["params"]:
         if not _broadcasts(w.shape, p.shape):

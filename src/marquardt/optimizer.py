@@ -47,8 +47,11 @@ from .recordings import Recordings
 from .report import Step, described, report
 from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .state import State
-from .surroundings import Surroundings, back_afterwards
+from .surroundings import Surroundings, back_afterwards, settled
 from .weights import Weights
+
+# What was found out about the model, and whether it holds the averaged weights: no part of the state.
+OF_THE_MODEL = ("_known", "_recordings", "_pace", "_averaged", "_seen")
 
 
 class LM(Unscaled, torch.optim.Optimizer):
@@ -400,7 +403,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             parameters.assign(theta)
             self._averaged = outer
 
-        with back_afterwards(back):
+        with settled(), back_afterwards(back):
             self._averaged = True
             if mean is not None:
                 parameters.assign(mean)
@@ -413,19 +416,26 @@ class LM(Unscaled, torch.optim.Optimizer):
         return copied(super().state_dict()) | {"marquardt": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "marquardt" not in state_dict:
-            raise ValueError(f"this state_dict has no entry 'marquardt': {FOREIGN}")
-        towards = self._state.towards
-        state = loaded(state_dict["marquardt"], self.schedule, self.damping, self.curvature, self.params, towards)
-        check_groups(state_dict, self.param_groups)
+        state, before = self._checked(state_dict), dict(self.__dict__)
+        of_the_model = {k: before[k] for k in OF_THE_MODEL}
         decays = [group["weight_decay"] for group in self.param_groups]
-        # Of the model, not of the state.
-        found = self._known, self._recordings, self._pace, self._averaged, self._seen
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
-        self._known, self._recordings, self._pace, self._averaged, self._seen = found
-        for group, w in zip(self.param_groups, decays, strict=True):
-            group.setdefault("weight_decay", w)  # of which a state of marquardt 0.1.0 does not tell
-        self._state = state
+        try:
+            super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
+            for group, w in zip(self.param_groups, decays, strict=True):
+                group.setdefault("weight_decay", w)  # of which a state of marquardt 0.1.0 does not tell
+            self.__dict__.update(of_the_model | {"_state": state})
+        except BaseException:
+            self.__dict__.update(before)
+            raise
+
+    def _checked(self, state_dict: Any) -> State:
+        """What `load_state_dict` takes of it, if it can be the state of this optimizer; nothing changes."""
+        if not isinstance(state_dict, dict) or "marquardt" not in state_dict:
+            raise ValueError(f"this state_dict has no entry 'marquardt': {FOREIGN}")
+        parameters, towards = Parameters(self.model, self.params), self._state.towards
+        state = loaded(state_dict["marquardt"], self.schedule, self.damping, self.curvature, parameters, towards)
+        check_groups(state_dict, self.param_groups)
+        return state
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and the wrapper that schedulers put in the place of `step`.

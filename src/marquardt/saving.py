@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from .arguments import check_rate
 from .curvature.contract import Representation
 from .curvature.plan import Plan
-from .groups import check_decay
-from .metric import restored
-from .model.shards import own_part, shard_of
+from .groups import SAME_RATE, check_decay
+from .metric import check_saved, restored
+from .model.parameters import Parameters
+from .model.shards import shard_of
 from .parts.damping import Damping
 from .parts.schedule import Schedule
-from .state import State
+from .plain import WAY_OUT, check_fields, check_tensor, check_value, is_count, is_number, short
+from .state import VECTORS, State
 
 FOREIGN = (
     "it was not made by marquardt.LM. To begin with what another optimizer has trained, load the weights alone, "
@@ -47,24 +49,23 @@ def copied(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def loaded(
-    saved: Any, schedule: Schedule, damping: Damping, curvature: Representation, params: Sequence[Tensor],
+    saved: Any, schedule: Schedule, damping: Damping, curvature: Representation, parameters: Parameters,
     towards: Tensor | None = None,
 ) -> State:  # fmt: skip
     """The state again, on the device of these parameters, if it can be theirs and that of these parts. `towards` is
     what their weights decay towards now."""
-    device = params[0].device
-    found = _made_with(_of_this_version(saved), damping, curvature, params)
-    found = check_state(found, schedule, curvature, [own_part(p).numel() for p in params])
+    device = parameters.device
+    found = _made_with(_of_this_version(saved), damping, curvature, parameters)
+    check_state(found, schedule, damping, curvature, parameters)
     if (found.get("towards") is None) != (towards is None):
         here, there = ("0", "other weights") if towards is None else ("other weights", "0")
         raise ValueError(
             f"the state is of weights that decay towards {there}, those of this optimizer towards {here}: make it with "
             "the same weight_decay=mq.WeightDecay(w, towards=…)"
         )
-    found = tree_map(lambda v: v.clone().to(device) if isinstance(v, Tensor) else v, found)
-    D, plan = found.get("D"), found.get("plan")
-    found["D"] = None if D is None else restored(D)
-    plan = None if plan is None else Plan.restored(plan)
+    plan = None if found.get("plan") is None else Plan.restored(found["plan"], parameters.n)
+    found = tree_map(lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, found)
+    found["D"] = None if found.get("D") is None else restored(found["D"])
     found["plan"] = None if plan is None else curvature.restored(plan, device)
     return State(**found)
 
@@ -73,9 +74,10 @@ def _of_this_version(saved: Any) -> dict[str, Any]:
     if not isinstance(saved, dict):
         raise TypeError(f"the entry 'marquardt' of this state_dict is {type(saved).__name__}, not a dict of LM's state")
     version = saved.get("version", 1)
-    if version not in (1, VERSION):
+    if isinstance(version, bool) or not isinstance(version, int) or version not in (1, VERSION):
         raise ValueError(
-            f"the state is of version {version!r}, this marquardt knows 1 to {VERSION}: load it in a newer marquardt"
+            f"the state is of version {short(version)}, this marquardt knows 1 to {VERSION}: load it in a newer "
+            "marquardt"
         )
     found = {k: v for k, v in saved.items() if k != "version"}
     if version == 1 and "rows" in found:
@@ -84,22 +86,32 @@ def _of_this_version(saved: Any) -> dict[str, Any]:
 
 
 def _made_with(
-    state: dict[str, Any], damping: Damping, curvature: Representation, params: Sequence[Tensor]
+    state: dict[str, Any], damping: Damping, curvature: Representation, parameters: Parameters
 ) -> dict[str, Any]:
     """Without what it was made with, which a state of version 1 does not say."""
     made = {key: state.pop(key) for key in ("damping", "curvature", "shapes", "shard") if key in state}
-    own, others = shard_of(params[0]), made.get("shard")
+    for key in ("damping", "curvature"):
+        if key in made:
+            check_value(made[key], "str", None, f"the state {key!r}")
+    own, others = shard_of(parameters.given[0]), made.get("shard")
+    if others is not None and not (
+        isinstance(others, (list, tuple)) and len(others) == 2 and all(map(is_count, others))
+    ):
+        raise ValueError(f"the state 'shard' is {short(others)}, not a rank and how many there are: {WAY_OUT}")
     if own != (None if others is None else tuple(others)):
         said = ["all parameters" if s is None else f"shard {s[0]} of {s[1]}" for s in (others, own)]
         raise ValueError(
             f"the state is of {said[0]}, this optimizer has {said[1]}: every rank loads the state that it saved, on "
             "as many ranks (docs/sharded.md)"
         )
-    shapes = [list(p.shape) for p in params]
-    if made.get("shapes", shapes) != shapes:
-        n, here = (sum(math.prod(shape) for shape in some) for some in (made["shapes"], shapes))
+    shapes = [list(p.shape) for p in parameters.given]
+    there = made.get("shapes", shapes)
+    if not isinstance(there, list) or not all(isinstance(s, list) and all(map(is_count, s)) for s in there):
+        raise ValueError(f"the state 'shapes' is {short(there)}, not a list of shapes: {WAY_OUT}")
+    if there != shapes:
+        n, here = (sum(math.prod(shape) for shape in some) for some in (there, shapes))
         raise ValueError(
-            f"the state is of {n} parameters of the shapes {made['shapes']}, this optimizer has {here} of the shapes "
+            f"the state is of {n} parameters of the shapes {there}, this optimizer has {here} of the shapes "
             f"{shapes}: load the state of this model"
         )
     if state.get("D") is not None and made.get("damping", _name(damping)) != _name(damping):
@@ -120,50 +132,35 @@ def _name(part: object) -> str:
 
 
 def check_state(
-    state: dict[str, Any], schedule: Schedule, curvature: Representation, sizes: list[int]
-) -> dict[str, Any]:
-    """A loaded State, as a dict, of parameters of these sizes; entries with a default may be missing."""
-    entries = {f.name: f for f in fields(State)}
-    for key in state:
-        if key not in entries:
-            raise ValueError(f"the state has an entry {key!r} that this version does not know: load it in a newer one")
-    for key, entry in entries.items():
-        if key not in state and entry.default is MISSING:
-            raise ValueError(f"the state has no entry {key!r}: it is not one that marquardt.LM saved")
-        if key in state:
-            check_entry(key, state[key], entry.default)
+    state: dict[str, Any], schedule: Schedule, damping: Damping, curvature: Representation, parameters: Parameters
+) -> None:
+    """A loaded State, as a dict; entries with a default may be missing."""
+    check_fields(State, state, "the state")
     check_lam(state["lam"], schedule)
-    n = sum(sizes)
+    for key in VECTORS:
+        if state.get(key) is not None:
+            check_tensor(state[key], f"the state {key!r}", (parameters.n,), parameters.dtype)
     past = state.get("past")
     if not isinstance(past, (dict, type(None))):
         raise ValueError(f"the state 'past' is {type(past).__name__}: it must be a dict of tensors, or None")
-    vectors = [(key, state.get(key)) for key in ("master", "previous", "mean", "haven", "towards")]
-    for key, t in [*vectors, *(("past", t) for t in (past or {}).values())]:
-        if not isinstance(t, (Tensor, type(None))):
-            raise ValueError(f"the state {key!r} is {type(t).__name__}: it must be a tensor, or None")
-        if key != "past" and t is not None and len(t) != n:
-            raise ValueError(f"the state {key!r} is of {len(t)} parameters, this optimizer has {n}")
-    curvature.check(past or {}, n)
-    D = state.get("D")
-    if D is not None and not (isinstance(D, list) and len(D) == 2 and restored(D).fits(sizes)):
-        raise ValueError("the damping D in this state is that of another model: load the state of this one")
-    return dict(state)
-
-
-def check_entry(key: str, value: Any, default: Any) -> None:
-    """Counters count, and nothing is NaN."""
-    if isinstance(default, int) and (not isinstance(value, int) or value < 0):
-        raise ValueError(f"the state {key!r} is {value!r}: it must be an integer of at least 0, load an earlier one")
-    for t in tree_leaves(value):
-        if isinstance(t, float) and math.isnan(t):
-            raise ValueError(f"the state {key!r} is {value!r}: load an earlier one")
-        if isinstance(t, Tensor) and not bool(t.isfinite().all()):
-            raise ValueError(f"the state {key!r} holds NaN or infinite values: load an earlier one")
+    for key, t in (past or {}).items():
+        if not isinstance(key, str):
+            raise ValueError(f"the state 'past' has an entry {short(key)}, which is no name: {WAY_OUT}")
+        check_tensor(t, f"the state 'past' {key!r}")
+    curvature.check(past or {}, dict(zip(parameters.names, parameters.sizes, strict=True)))
+    if state.get("D") is None:
+        return
+    D, takes = check_saved(state["D"], parameters.sizes, parameters.dtype), getattr(damping, "takes", None)
+    if takes is not None and not takes(D):
+        raise ValueError(
+            f"the damping D in this state is none of {_name(damping)}, which this optimizer has: make it with the same "
+            "damping, or load an earlier state"
+        )
 
 
 def check_lam(lam: Any, schedule: Schedule) -> None:
-    if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not 0 <= lam < math.inf:
-        raise ValueError(f"the state has λ = {lam!r}: it must be finite and at least 0, load an earlier one")
+    if not is_number(lam) or lam < 0:
+        raise ValueError(f"the state 'lam' has λ = {short(lam)}: it must be finite and at least 0, load an earlier one")
     if is_dataclass(schedule) and "initial" in {f.name for f in fields(schedule)}:
         try:
             replace(schedule, initial=lam)
@@ -172,12 +169,30 @@ def check_lam(lam: Any, schedule: Schedule) -> None:
 
 
 def check_groups(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """torch's own part of a state_dict for these groups, as far as torch does not look at it."""
-    for key in ("state", "param_groups"):
+    """torch's own part of a state_dict for these groups, of which torch looks at little."""
+    for key, kind in (("state", dict), ("param_groups", list)):
         if key not in state_dict:
             raise ValueError(f"this state_dict has no entry {key!r}: {FOREIGN}")
-    for i, (group, here) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):  # torch counts them
+        if not isinstance(state_dict[key], kind):
+            raise ValueError(f"the entry {key!r} of this state_dict is {short(state_dict[key])}, no {kind.__name__}")
+    found = state_dict["param_groups"]
+    if len(found) != len(groups) or not all(isinstance(group, dict) for group in found):
+        raise ValueError(f"this state_dict has {len(found)} parameter groups, this optimizer {len(groups)}: {FOREIGN}")
+    for i, (group, here) in enumerate(zip(found, groups, strict=True)):
         if "lr" not in group:
             raise ValueError(f"this state_dict has a parameter group without 'lr': {FOREIGN}")
         check_rate(group["lr"])
-        check_decay(group.get("weight_decay", 0.0), i, here)
+        check_decay(group.get("weight_decay", here["weight_decay"]), i, here)
+        members = group.get("params")
+        if not isinstance(members, list) or len(members) != len(here["params"]):
+            raise ValueError(
+                f"parameter group {i} of this state_dict has the parameters {short(members)}, and that of this "
+                f"optimizer has {len(here['params'])}: load the state of this model"
+            )
+        if not all(isinstance(m, str) or is_count(m) for m in members):
+            raise ValueError(f"parameter group {i} of this state_dict has the parameters {short(members)}: {WAY_OUT}")
+    rates = {float(group["lr"]) for group in found}
+    if len(rates) > 1:
+        raise ValueError(
+            f"the parameter groups of this state_dict have the learning rates {sorted(rates)}: {SAME_RATE}"
+        )

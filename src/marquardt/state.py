@@ -30,9 +30,14 @@ FADE = 0.95
 BELOW = 0.1
 
 
+# What is as long as θ.
+VECTORS = ("previous", "master", "mean", "haven", "towards")
+
+
 @dataclass(frozen=True)
 class State:
-    """Everything a step leaves for the next one; replaced whole when a step is over."""
+    """Everything a step leaves for the next one; replaced whole when a step is over. What is loaded is held against
+    these fields, see plain.py."""
 
     lam: float
     steps: int = 0

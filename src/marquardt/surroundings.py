@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import deferred
-from .memory import unless_interrupted
+from .memory import interrupt_of, unless_interrupted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -153,6 +153,22 @@ def back_afterwards(undo: Callable[[], object]) -> Iterator[None]:
         except BaseException:
             surely(undo)
             raise
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """A block that an interrupt leaves with the settings that there were before it"""
+    here = Surroundings()
+    try:
+        yield
+    except BaseException as error:
+        try:
+            if interrupt_of(error) is not None:
+                here.undone(error, int)
+        except BaseException:
+            here.undone(error, int)
+            raise
+        raise
 
 
 def undisturbed(call: Callable[P, T]) -> Callable[P, T]:

@@ -373,7 +373,7 @@ class Attack:
         return "ended before"
 
     def _compare(self, words: str, found: dict[str, Any], *starts: int) -> None:
-        own = ("identity", "grad", "hooks", "warnings", "showing of warnings")  # objects, of which the twin has others
+        own = ("identity", "grad", "hooks", *settings())  # what is always the same
         there = undisturbed(self.name, *starts) | {k: self.before[k] for k in own}
         wrong = changes(there, found)
         if wrong:

@@ -170,10 +170,10 @@ def without(key: str) -> Any:
 
 STATES: dict[str, tuple[Any, list[str]]] = {
     "λ NaN": (edited(lam=math.nan), ["'lam'", "nan"]),
-    "λ infinite": (edited(lam=math.inf), ["λ = inf"]),
+    "λ infinite": (edited(lam=math.inf), ["'lam'", "inf"]),
     "λ negative": (edited(lam=-1.0), ["λ = -1.0"]),
     "λ zero": (edited(lam=0.0), ["λ = 0.0", "TenFold", "positive"]),
-    "λ a string": (edited(lam="1"), ["λ = '1'"]),
+    "λ a string": (edited(lam="1"), ["'lam'", "'1'"]),
     "λ missing": (without("lam"), ["'lam'"]),
     "an unknown entry": (edited(temperature=1.0), ["'temperature'", "newer"]),
     "steps negative": (edited(steps=-1), ["'steps'", "-1"]),
@@ -181,7 +181,7 @@ STATES: dict[str, tuple[Any, list[str]]] = {
     "steps half": (edited(steps=2.5), ["'steps'", "2.5", "integer"]),
     "best NaN": (edited(best=math.nan), ["'best'", "nan"]),
     "expected NaN": (edited(expected=math.nan), ["'expected'", "nan"]),
-    "NaN in D": (nan_in("D"), ["'D'", "NaN"]),
+    "NaN in D": (nan_in("D"), ["damping D", "NaN"]),
     "NaN in previous": (nan_in("previous"), ["'previous'", "NaN"]),
     "NaN in mean": (nan_in("mean"), ["'mean'", "NaN"]),
     "NaN in past": (nan_in("past"), ["'past'", "NaN"]),

@@ -15,6 +15,7 @@ from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.rows import Rows, Sampled
 from ..memory import Exhausted, out_of_memory
 from ..model.checks import coupled
+from ..plain import WAY_OUT, short
 from .contract import Curvature, Interchangeable, Representation, check_chunk, check_inertia
 from .cost import Cost, Shapes, in_gradients, step
 from .dense import Dense
@@ -165,7 +166,11 @@ class Auto(Interchangeable):
     def restored(self, plan: Plan, device: torch.device) -> Plan | None:
         budget = parse(self.memory) if self.memory is not None else free(device)
         fits = budget is None or plan.bytes <= budget
-        return plan if plan.options == self._options and fits else None
+        if plan.options != self._options or not fits:
+            return None
+        if plan.kind not in (None, "Dense", "Gram", "MatrixFree"):
+            raise ValueError(f"the plan in this state has picked {short(plan.kind)}, which Auto never does: {WAY_OUT}")
+        return plan
 
     def _shapes(self, lin: Linearization, plan: Plan, free_rows: bool) -> Shapes:
         if not plan.squeeze:

@@ -12,7 +12,7 @@ To add one, write two classes in one file. The first is a frozen dataclass with 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,10 +25,12 @@ from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.rows import Exact, Rows
 from ..jacobian.statistics import Moments, PartialTraces
 from ..metric import Metric
+from ..plain import MOST, WAY_OUT, check_keys, check_square, check_tensor, short
 from .cost import NOTHING, Cost, Shapes
 from .plan import Plan, look
 
 Past = dict[str, Tensor]  # what a representation keeps from step to step
+KEPT = "the state 'past'"
 
 FASTER = "curvature=mq.Auto() picks what is faster"
 
@@ -286,8 +288,9 @@ class Representation(ABC):
         """Whether it goes on with what another representation, of this name, has kept."""
         return name == type(self).__name__
 
-    def check(self, past: Past, n: int) -> None:
-        """Raises ValueError if what an earlier step kept cannot be that of n parameters."""
+    def check(self, past: Past, sizes: Mapping[str, int]) -> None:
+        """Raises ValueError if what an earlier step kept, tensors of finite numbers, cannot be that of parameters of
+        these names and sizes."""
         return None
 
 
@@ -299,10 +302,23 @@ class Interchangeable(Representation):
     def takes(self, name: str) -> bool:
         return name in ("Auto", "Dense", "Gram", "MatrixFree")
 
-    def check(self, past: Past, n: int) -> None:
-        G = past.get("G")  # Dense's running average
-        if G is not None and len(G) != n:
-            raise ValueError(f"the state 'past' is of {len(G)} parameters, this optimizer has {n}")
+    def check(self, past: Past, sizes: Mapping[str, int]) -> None:
+        n = sum(sizes.values())
+        check_keys(past, ("G", "batches", "x"), KEPT)
+        if "x" in past:  # MatrixFree's last step
+            check_tensor(past["x"], f"{KEPT} 'x'", (n,))
+        if ("G" in past) != ("batches" in past):
+            raise ValueError(f"{KEPT} has {' and '.join(past)}, and 'G' goes with 'batches': {WAY_OUT}")
+        if "G" in past:  # Dense's running average
+            check_tensor(past["G"], f"{KEPT} 'G'", (n, n))
+            check_square(past["G"], f"{KEPT} 'G'")
+            check_count(past["batches"], "batches")
+
+
+def check_count(t: Tensor, name: str, least: int = 1) -> None:
+    """A number of steps or batches, as a tensor"""
+    if t.ndim or not least <= float(t) <= MOST:
+        raise ValueError(f"{KEPT} {name!r} is {short(t.tolist())}, and a number of at least {least} is due: {WAY_OUT}")
 
 
 def check_chunk(chunk: int | None) -> None:

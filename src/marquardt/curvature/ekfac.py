@@ -12,6 +12,7 @@ from torch import Tensor
 from ..deferred import ask
 from ..jacobian.linearization import Linearization
 from ..metric import Diagonal, Metric
+from ..plain import check_above, check_tensor
 from ..ranks import Ranks
 from .contract import Past, trusted
 from .cost import Shapes, gathered, sides
@@ -56,6 +57,13 @@ class EKFAC(Kronecker):
 
     def form(self, lin: Linearization) -> EKFACCurvature:
         return EKFACCurvature(lin, self.decay)
+
+    def check_part(self, part: str, t: Tensor, sides: Sequence[Tensor | None], size: int, where: str) -> None:
+        left, right = sides
+        if part != "s" or left is None or right is None:
+            return super().check_part(part, t, sides, size, where)
+        check_tensor(t, where, (len(left), left.shape[-1], right.shape[-1]))
+        check_above(t, where)
 
 
 class Basis:

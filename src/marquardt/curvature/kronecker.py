@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +13,9 @@ from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.statistics import Moments
 from ..layers.block import Sums
 from ..metric import Diagonal, Metric, Part
+from ..plain import ROUNDING, WAY_OUT, check_above, check_square, check_tensor, short
 from ..ranks import owners
-from .contract import Curvature, Past, Representation, check_chunk, trusted
+from .contract import KEPT, Curvature, Past, Representation, check_chunk, check_count, trusted
 from .cost import Shapes, gathered, reduced, sides
 from .factors import (
     DiagonalFactor,
@@ -99,6 +100,51 @@ class Kronecker(Representation):
 
     def form(self, lin: Linearization) -> KroneckerCurvature:
         return KroneckerCurvature(lin, self.decay, self.every)
+
+    def check(self, past: Past, sizes: Mapping[str, int]) -> None:
+        if not past:
+            return
+        if "count" not in past:
+            raise ValueError(f"{KEPT} has no entry 'count': {WAY_OUT}")
+        for key, t in past.items():
+            if key in ("count", "age"):
+                check_count(t, key, key == "count")
+                continue
+            part, found, names = key.rpartition(" of ") if key.count(" of ") else ("", "", "")
+            where = f"{KEPT} {key!r}"
+            size = sum(sizes.get(name, 0) for name in names.split(","))
+            if not found or any(name not in sizes for name in names.split(",")):
+                raise ValueError(f"{KEPT} has an entry {short(key)}, which no layer of this model has: {WAY_OUT}")
+            self.check_part(part, t, [past.get(f"{side} of {names}") for side in ("left", "right")], size, where)
+
+    def check_part(self, part: str, t: Tensor, sides: Sequence[Tensor | None], size: int, where: str) -> None:
+        """A factor of a layer with parameters of this size, beside the other one, or something made of them"""
+        left, right = sides
+        if left is None or right is None or min(left.ndim, right.ndim) < 2 or len(left) != len(right):
+            raise ValueError(f"{where} is without a left and a right factor that belong together: {WAY_OUT}")
+        if part not in ("left", "right"):
+            return check_kept(part, t, sides, where)
+        d = t.shape[-1]
+        check_tensor(t, where, (None, d, d) if t.ndim == 3 else (None, d))
+        (check_above if t.ndim == 2 else check_square)(t, where)
+        if len(left) * left.shape[-1] * right.shape[-1] != size:
+            shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+            raise ValueError(f"{where}: factors {shapes} are not those of a layer of {size} parameters: {WAY_OUT}")
+
+
+def check_kept(part: str, t: Tensor, sides: Sequence[Tensor | None], where: str) -> None:
+    """Q, e or w of the decomposition of a factor"""
+    name, _, side = part.partition(" of ")
+    if name not in ("Q", "e", "w") or side not in ("left", "right"):
+        raise ValueError(f"{where} is nothing that this version knows: {WAY_OUT}")
+    M = sides[side == "right"]
+    assert M is not None
+    check_tensor(t, where, (len(M), *[M.shape[-1]] * (2 if name == "Q" else 1)))
+    if name != "Q":
+        return check_above(t, where, strictly=name == "w")
+    Q = t.double()
+    if bool(((Q.mT @ Q) - torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)).abs().max() > ROUNDING):
+        raise ValueError(f"{where} is not orthogonal: {WAY_OUT}")
 
 
 class KroneckerCurvature(Curvature):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..jacobian.linearization import Linearization
 from ..jacobian.rows import Exact, Fraction, Rows, Sampled
+from ..plain import WAY_OUT, check_fields, short
 from .cost import Cost, Layer, Shapes, in_gradients, proof, step
 
 
@@ -52,14 +53,33 @@ class Plan:
         return {**asdict(self), "options": list(self.options)}
 
     @staticmethod
-    def restored(state: dict[str, Any]) -> Plan | None:
-        """None if an earlier version has made it: then there will be another one."""
-        if "work" not in state:
+    def restored(state: Any, n: int) -> Plan | None:
+        """From a saved state, if it can be one of n parameters. None if an earlier version has made it: then there will
+        be another one."""
+        where = "the plan in this state"
+        if isinstance(state, dict) and "work" not in state:
             return None
-        shapes = state["shapes"]
+        check_fields(Plan, state, where)
+        if not isinstance(state["options"], (list, tuple)):
+            raise ValueError(f"{where} has the options {short(state['options'])}, not a list: {WAY_OUT}")
+        shapes = state.get("shapes")
         if shapes is not None:
-            shapes = Shapes(**{**shapes, "layers": tuple(Layer(**layer) for layer in shapes["layers"])})
-        return Plan(**{**state, "options": tuple(state["options"]), "shapes": shapes})
+            shapes = _shapes(shapes, f"{where}, its shapes,")
+            if shapes.n != n:
+                raise ValueError(f"{where} is for {shapes.n} parameters, this optimizer has {n}: {WAY_OUT}")
+        found = Plan(**{**state, "options": tuple(state["options"]), "shapes": shapes})
+        found.check(where)
+        return found
+
+    def check(self, where: str) -> None:
+        """Raises ValueError if it is none that was ever made"""
+        if self.kind is not None and self.shapes is None:
+            raise ValueError(f"{where} has picked {short(self.kind)} for no shapes: {WAY_OUT}")
+        for name in ("chunk", "iterations", "sampled"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{where}: {name} is 0, and must be at least 1: {WAY_OUT}")
+        if self.fraction is not None and not 0 < self.fraction < 1:
+            raise ValueError(f"{where}: a fraction of {self.fraction} of the samples: {WAY_OUT}")
 
     def with_cost(self, s: Shapes, cost: Cost | None) -> Plan:
         """With the cost of rows of these shapes."""
@@ -73,6 +93,15 @@ class Plan:
         limit = "" if self.budget is None else f" of {readable(self.budget)}"
         work = f"{counted(self.work)} a step, " if self.work else ""
         return f"{self.name}: {self.why}; about {work}{readable(self.bytes)}{limit}"
+
+
+def _shapes(state: Any, where: str) -> Shapes:
+    check_fields(Shapes, state, where)
+    if not isinstance(state["layers"], (list, tuple)):
+        raise ValueError(f"{where} have {short(state['layers'])} where the layers are due: {WAY_OUT}")
+    for layer in state["layers"]:
+        check_fields(Layer, layer, f"{where} of a layer,")
+    return Shapes(**{**state, "layers": tuple(Layer(**layer) for layer in state["layers"])})
 
 
 def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:

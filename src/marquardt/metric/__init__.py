@@ -3,6 +3,9 @@
 from .base import Dot, Metric, Part, Turn, Whitenable
 from .diagonal import Diagonal
 from .layered import Layered, LayerSides
-from .restore import KINDS, restored
+from .restore import KINDS, check_saved, restored
 
-__all__ = ["KINDS", "Diagonal", "Dot", "LayerSides", "Layered", "Metric", "Part", "Turn", "Whitenable", "restored"]
+__all__ = [
+    "KINDS", "Diagonal", "Dot", "LayerSides", "Layered", "Metric", "Part", "Turn", "Whitenable", "check_saved",
+    "restored",
+]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..plain import check_above
 from ..ranks import ALONE, Ranks
 from ..weights import Weights
 
@@ -40,6 +41,19 @@ class Part(NamedTuple):
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Part:
         return Part(*(None if t is None else change(t) for t in self))
+
+    @property
+    def sizes(self) -> Sequence[int] | range:
+        """The sizes of parameters that it can be of"""
+        if self.entries is not None:
+            numbers = self.entries.numel()
+            return range(1 << 62) if numbers == 1 else [numbers] * (self.entries.ndim == 1)
+        u, v = self.u, self.v
+        if u is None or u.ndim != 3 or u.shape[2] != 1:
+            return []
+        if v is None:
+            return [u.numel()]
+        return [u.numel() * v.shape[2]] if v.ndim == 3 and v.shape[:2] == (u.shape[0], 1) else []
 
     @staticmethod
     def of(factors: Sequence[Tensor]) -> Part:
@@ -141,6 +155,10 @@ class Metric(ABC):
     @abstractmethod
     def fits(self, sizes: Sequence[int]) -> bool:
         """Whether it can be that of parameters of these sizes."""
+
+    def check(self, where: str) -> None:
+        """Raises ValueError if its numbers, all of which are finite, can be those of no D: one that was saved."""
+        check_above(self.scale, f"{where}, its scale,")
 
     @abstractmethod
     def state(self) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..plain import check_above
 from ..weights import Weights
 from .base import B, Dot, Metric, Part, Whitenable
 
@@ -137,13 +138,13 @@ class Diagonal(Metric):
     def fits(self, sizes: Sequence[int]) -> bool:
         if self._parts is None:
             return True
-        try:
-            shapes = [torch.broadcast_shapes(*(f.shape for f in part.factors)) for part in self._parts]
-        except RuntimeError:  # u and v of unlike groups
-            return False
-        return len(shapes) == len(sizes) and all(
-            math.prod(shape) in (1, size) for shape, size in zip(shapes, sizes, strict=True)
-        )
+        each = [part.sizes for part in self._parts]
+        return len(each) == len(sizes) and all(size in known for known, size in zip(each, sizes, strict=True))
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        for factor in (f for part in self._parts or () for f in part.factors):
+            check_above(factor, where)
 
     # From step to step: what dampings remember.
 
@@ -155,9 +156,13 @@ class Diagonal(Metric):
         """This, but at most `memory` times the present; nothing at present is no reason to forget."""
         return self._with(present, lambda past, now: torch.minimum(past, (memory * now).where(now > 0, math.inf)))
 
-    def _with(self, other: Diagonal, join: Callable[[Tensor, Tensor], Tensor]) -> Diagonal:
+    def like(self, other: Diagonal) -> bool:
+        """Whether both have the same factors, of the same shapes"""
         mine, theirs = ([[f.shape for f in part.factors] for part in d._parts or ()] for d in (self, other))
-        if mine != theirs:
+        return mine == theirs
+
+    def _with(self, other: Diagonal, join: Callable[[Tensor, Tensor], Tensor]) -> Diagonal:
+        if not self.like(other):
             raise ValueError("D is that of another damping: load a state that was saved with the same one")
         if self._parts is None or other._parts is None:
             return Diagonal(join(self.scale, other.scale))

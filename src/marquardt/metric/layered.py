@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask_here
+from ..plain import check_above, check_square, is_count, short
 from ..ranks import ALONE, Ranks, completed, owned
 from ..weights import Weights
 from .base import B, Metric, Turn, Whitenable, between
@@ -219,6 +220,22 @@ class Layered(Metric):
             and all(sizes[i] % math.prod(layer.shape[:2]) == 0 for i in layer.members)
             for layer in self.layers
         )
+
+    def check(self, where: str) -> None:
+        check_above(self.scale, f"{where}, its scale,", strictly=True)
+        check_above(self.gamma, f"{where}, its γ,")
+        check_above(self.batches, f"{where}, the number of its batches,", 1)
+        for name, count in (("rank", self.rank), ("every", self.every)):
+            if not is_count(count) or count < 1:
+                raise ValueError(f"{where}: {name} is {short(count)}, and an integer of at least 1 is needed")
+        if not isinstance(self.early, bool):
+            raise ValueError(f"{where}: early is {short(self.early)}, neither True nor False")
+        for layer, pair in zip(self.layers, self.roots, strict=True):
+            for side, root in zip((layer.left, layer.right), pair, strict=True):
+                if side is not None:
+                    (check_above if side.ndim == 2 else check_square)(side, where)
+                if root is not None:
+                    check_above(diagonal_of(root), f"{where}, a root of it,", strictly=True)
 
     def state(self) -> list[Any]:
         layers = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..deferred import floats
+from ..plain import MAX
 from ..weights import Weights
 from .parameters import Parameters, named_parameters
 
@@ -131,7 +131,7 @@ def check_weight(w: Any) -> None:
         )
     if isinstance(w, bool) or not isinstance(w, (int, float)):
         raise TypeError(f"weight_decay={w!r}: a number of at least 0, or mq.WeightDecay(w, exclude=…) made of one")
-    if not 0 <= w < math.inf:
+    if not 0 <= w <= MAX:
         raise ValueError(f"weight_decay={w!r}: it must be finite and at least 0; 0 for none")
 
 

@@ -30,9 +30,9 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module, params: Sequence[Tensor], master: Tensor | None = None) -> None:
-        self._model, self._given = model, list(params)
-        self.shards = Shards(model, self._given) if sharded(self._given[0]) else None
-        self.tensors = self._given if self.shards is None else self.shards.local
+        self._model, self.given = model, list(params)
+        self.shards = Shards(model, self.given) if sharded(self.given[0]) else None
+        self.tensors = self.given if self.shards is None else self.shards.local
         self.index = {id(p): i for i, p in enumerate(self.tensors)}
         self.sizes = [p.numel() for p in self.tensors]
         self.n = sum(self.sizes)

@@ -18,7 +18,8 @@ from ..metric import Diagonal, Layered, LayerSides, Metric, Part
 class Damping(Protocol):
     def update(self, D: Metric | None, G: Curvature) -> Metric:
         """The next D, from the last one (None at first) and the curvature of this step. One that says `shares = True`
-        takes what it adds up over n through G.parameters.total, and so works with sharded parameters."""
+        takes what it adds up over n through G.parameters.total, and so works with sharded parameters. One that has a
+        method `takes(D)` says whether a D that was saved can be its own."""
         ...
 
 
@@ -31,8 +32,21 @@ class Identity:
 
     shares: ClassVar[bool] = True
 
+    def takes(self, D: Metric) -> bool:
+        return is_number(D)
+
     def update(self, D: Metric | None, G: Curvature) -> Diagonal:
         return Diagonal(one(G))
+
+
+def is_number(D: Metric) -> bool:
+    """Whether all parameters have the same number"""
+    return isinstance(D, Diagonal) and D.parts is None
+
+
+def by_entries(D: Metric) -> bool:
+    """Whether each parameter has numbers of its own, or factors of them"""
+    return isinstance(D, Diagonal) and D.parts is not None
 
 
 def check_memory(part: MeanEigenvalue | LayerMeanEigenvalue) -> None:
@@ -64,9 +78,11 @@ class MeanEigenvalue:
     def __post_init__(self) -> None:
         check_memory(self)
 
+    def takes(self, D: Metric) -> bool:
+        return is_number(D)
+
     def update(self, D: Metric | None, G: Curvature) -> Diagonal:
-        tau, past = Diagonal(G.trace() / G.rank), earlier(D)
-        return tau if past is None else past.recent(tau, self.memory).maximum(tau)
+        return largest_of_late(D, Diagonal(G.trace() / G.rank), self.memory)
 
 
 @dataclass(frozen=True)
@@ -88,13 +104,21 @@ class LayerMeanEigenvalue:
     def __post_init__(self) -> None:
         check_memory(self)
 
+    def takes(self, D: Metric) -> bool:
+        return by_entries(D) and all(f.ndim == 0 for part in D.parts or () for f in part.factors)
+
     def update(self, D: Metric | None, G: Curvature) -> Diagonal:
         means = [torch.zeros_like(one(G))] * len(G.parameters)  # where the outputs do not depend on a parameter
         for members, trace, rank in G.traces():
             for i in members:
                 means[i] = trace / rank
-        tau, past = Diagonal(one(G), [Part(mean) for mean in known(torch.stack(means))]), earlier(D)
-        return tau if past is None else past.recent(tau, self.memory).maximum(tau)
+        return largest_of_late(D, Diagonal(one(G), [Part(mean) for mean in known(torch.stack(means))]), self.memory)
+
+
+def largest_of_late(D: Metric | None, tau: Diagonal, memory: float) -> Diagonal:
+    """τ, or the last D if that is larger; of another damping, which has taken turns with this one, nothing is kept"""
+    past = earlier(D)
+    return tau if past is None or not past.like(tau) else past.recent(tau, memory).maximum(tau)
 
 
 @dataclass(frozen=True)
@@ -118,16 +142,16 @@ class MaxDiagonal:
         if not 0 <= self.floor < float("inf"):
             raise ValueError(f"MaxDiagonal(floor={self.floor!r}): D₀ must be finite and at least 0")
 
+    def takes(self, D: Metric) -> bool:
+        return by_entries(D)
+
     def update(self, D: Metric | None, G: Curvature) -> Diagonal:
         if G.separable:
             return factored_maximum(earlier(D), G, self.floor)
         diagonal, past = G.diagonal().abs(), earlier(D)  # only that of a Hessian may be negative
-        parts = G.parameters.split(diagonal.clamp(min=self.floor) if past is None else diagonal)
-        found = Diagonal(one(G), [Part(part) for part in parts])
-        found = found if past is None else past.maximum(found)
-        pairs = zip(found.parts or (), G.parameters.tensors, strict=True)
-        entries = [known_entries(part.flat(p.numel()), p, G.parameters.largest) for part, p in pairs]
-        return Diagonal(found.scale, [Part(each) for each in entries])
+        least = self.floor if past is None else past.entries(G.parameters.sizes)
+        pairs = zip(G.parameters.split(diagonal.clamp(min=least)), G.parameters.tensors, strict=True)
+        return Diagonal(one(G), [Part(known_entries(part, p, G.parameters.largest)) for part, p in pairs])
 
 
 @dataclass(frozen=True)
@@ -144,6 +168,9 @@ class FactoredMaxDiagonal:
 
     >>> opt = mq.LM(model, "mse", damping=mq.FactoredMaxDiagonal())
     """
+
+    def takes(self, D: Metric) -> bool:
+        return by_entries(D)
 
     def update(self, D: Metric | None, G: Curvature) -> Metric:
         return (G.parameters.n / G.rank) * factored_maximum(earlier(D), G, 0.0)
@@ -204,6 +231,10 @@ class KroneckerMetric:
     @property
     def shares(self) -> bool:
         return self.steady is None or getattr(self.steady, "shares", False)
+
+    def takes(self, D: Metric) -> bool:
+        steady = getattr(self.steady, "takes", None)
+        return isinstance(D, Layered) or is_number(D) or (self.steady is not None and (steady is None or steady(D)))
 
     def update(self, D: Metric | None, G: Curvature) -> Metric:
         past, before = (D, None) if isinstance(D, Layered) else (None, D)
@@ -276,12 +307,14 @@ def factored_maximum(D: Diagonal | None, G: Curvature, floor: float) -> Diagonal
 def _larger_factors(layer: Moments, old: Part, floor: float) -> tuple[Tensor, Tensor]:
     """u (G, O, 1) and v (G, 1, I) of a weight, after one more batch"""
     assert layer.inputs is not None
-    v = layer.inputs.clamp(min=floor**0.5) if old.v is None else torch.maximum(old.v, layer.inputs)
+    known_v = old.v is not None and old.v.shape == layer.inputs.shape  # a loaded one may be cut into other groups
+    v = torch.maximum(old.v, layer.inputs) if known_v else layer.inputs.clamp(min=floor**0.5)
     ratio = layer.diagonals[0].view(len(v), -1, v.shape[2]) / v  # (G, O, I)
     u = ratio.where(v > 0, 0).amax(2, keepdim=True)  # (G, O, 1)
     for bias in layer.diagonals[1:]:  # its input is 1
         u = torch.maximum(u, bias.view_as(u))
-    return known(u.clamp(min=floor**0.5) if old.u is None else torch.maximum(old.u, u), 1), v
+    known_u = old.u is not None and old.u.shape == u.shape
+    return known(torch.maximum(old.u, u) if known_u else u.clamp(min=floor**0.5), 1), v
 
 
 def _larger_entries(old: Part, new: Tensor, floor: float, p: Tensor) -> Tensor:

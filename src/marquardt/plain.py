@@ -1,0 +1,140 @@
+"""Values that were read from outside, held against what they are for: before anything changes, with the entry by name.
+
+A dataclass says in its annotations what its fields may hold:
+
+    int      a count, from 0 on; True is none
+    float    a number; NaN or infinite only if the default is
+    bool, str, dict[str, float], and None beside another
+
+What else a field may be is for its owner to check.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What a count may reach: beyond it floats no longer tell one from the next.
+MOST = 2**53
+
+WAY_OUT = "it is damaged, load an earlier one"
+
+
+def check_fields(kind: Any, found: Any, where: str) -> None:
+    """A dict that has a value for every field of a dataclass that has no default, and no others"""
+    if not isinstance(found, dict):
+        raise ValueError(f"{where} is {type(found).__name__}, not a dict: {WAY_OUT}")
+    entries = {f.name: f for f in fields(kind)}
+    for name in found:
+        if name not in entries:
+            raise ValueError(f"{where} has an entry {name!r} that this version does not know: load it in a newer one")
+    for name, entry in entries.items():
+        if name in found:
+            check_value(found[name], str(entry.type), entry.default, f"{where} {name!r}")
+        elif entry.default is MISSING and entry.default_factory is MISSING:
+            raise ValueError(f"{where} has no entry {name!r}: {WAY_OUT}")
+
+
+def check_value(value: Any, annotation: str, default: Any, where: str) -> None:
+    """One value; an annotation that is not known here says nothing"""
+    kinds = annotation.split(" | ")
+    if value is None and "None" in kinds:
+        return
+    words = []
+    for kind in kinds:
+        if kind == "None":
+            continue
+        if kind not in RULES:
+            return
+        rule, says = RULES[kind]
+        if rule(value, default):
+            return
+        words.append(says)
+    raise ValueError(f"{where} is {short(value)}: it must be {' or '.join(words)}; {WAY_OUT}")
+
+
+def is_count(value: Any, default: Any = None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def is_number(value: Any, default: Any = None) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    if isinstance(default, float) and not math.isfinite(default) and str(value) == str(default):
+        return True
+    return abs(value) < MAX
+
+
+def is_numbers(value: Any, default: Any = None) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and is_number(v) for k, v in value.items())
+
+
+MAX = torch.finfo(torch.float64).max
+RULES = {
+    "int": (is_count, "an integer of at least 0"),
+    "float": (is_number, "a finite number"),
+    "bool": (lambda value, _: isinstance(value, bool), "True or False"),
+    "str": (lambda value, _: isinstance(value, str), "words"),
+    "dict[str, float]": (is_numbers, "a dict of finite numbers"),
+}
+
+
+def short(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else reprlib.repr(value)
+
+
+def check_tensor(
+    t: Any, where: str, shape: Sequence[int | None] | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Real numbers, all of them finite, also in another precision; None in a shape is any length. Without a shape they
+    may be integers too."""
+    if not isinstance(t, Tensor):
+        raise ValueError(f"{where} is {type(t).__name__}: it must be a tensor; {WAY_OUT}")
+    real = t.is_floating_point() or (shape is None and t.dtype in (torch.int64, torch.int32))
+    if not real or t.layout != torch.strided or t.is_meta or t.is_quantized:
+        raise ValueError(
+            f"{where} is of {t.dtype}, {t.layout} on {t.device}: real numbers in a dense tensor; {WAY_OUT}"
+        )
+    fits = shape is None or (t.ndim == len(shape) and all(b in (None, a) for a, b in zip(t.shape, shape, strict=True)))
+    if not fits:
+        wanted = f"({', '.join('any' if size is None else str(size) for size in shape or ())})"
+        raise ValueError(
+            f"{where} has the shape {tuple(t.shape)}, and {wanted} is needed: load the state of this model"
+        )
+    if not bool((t if dtype is None or not t.is_floating_point() else t.to(dtype)).isfinite().all()):
+        raise ValueError(f"{where} holds NaN or infinite values: load an earlier one")
+
+
+def check_above(t: Tensor, where: str, least: float = 0.0, *, strictly: bool = False) -> None:
+    """Of numbers that were checked before"""
+    if not bool((t > least if strictly else t >= least).all()):
+        words = "above" if strictly else "at least"
+        raise ValueError(f"{where} holds {float(t.min()):.3g}, and all must be {words} {least:g}: {WAY_OUT}")
+
+
+def check_square(M: Tensor, where: str) -> None:
+    """Symmetric and positive semidefinite, up to rounding: (…, d, d)"""
+    check_above(M.diagonal(dim1=-2, dim2=-1), f"{where} on its diagonal")
+    M = M.double()
+    size = M.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    if bool(((M - M.mT).abs() > ROUNDING * size[..., None]).any()):
+        raise ValueError(f"{where} is not symmetric: {WAY_OUT}")
+    raised = M + torch.diag_embed((ROUNDING * size).where(size > 0, 1).expand(M.shape[:-1]))
+    if bool(torch.linalg.cholesky_ex(raised).info.any()):
+        raise ValueError(f"{where} has negative eigenvalues: {WAY_OUT}")
+
+
+# Of a symmetric matrix in float32 or coarser, over its trace.
+ROUNDING = 1e-3
+
+
+def check_keys(found: Mapping[Any, Any], known: Sequence[str], where: str) -> None:
+    for key in found:
+        if key not in known:
+            raise ValueError(f"{where} has an entry {short(key)} that this version does not know: {WAY_OUT}")
