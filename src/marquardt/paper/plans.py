@@ -17,6 +17,7 @@ from .vocabulary import COLUMNS, EXPERIMENTS, LOGS, PROBLEMS, TUNED, problem_of
 SINE_STEPS = 200
 FIRST_SEED = 1000  # of those that are reported: what is chosen, by hand or by a search, is chosen on seeds below
 TRAIN_SAMPLE = 1000  # of the training set, evaluated after each step
+VALUE: Any = float | str | bool | None  # of a hyper-parameter
 WINNERS = Path(__file__).with_name(TUNED)  # of 20 trials each, on MNIST and on the sine
 
 
@@ -155,5 +156,5 @@ def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
                 wrong = hyper if not isinstance(hyper, dict) else unknown[0]
                 raise ValueError(f"{path}: {name} has no hyper-parameter {wrong!r}: choose from {', '.join(known)}")
             for key, value in hyper.items():
-                typed(value, float | str | bool | None, f"{path}: {name}.{key}")
+                typed(value, VALUE, f"{path}: {name}.{key}")
     return found
