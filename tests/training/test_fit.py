@@ -432,10 +432,7 @@ def test_a_fit_that_learnt_nothing_says_so(options, classes):
         found = [str(w.message) for w in caught if str(w.message).startswith("mq.fit: ")]
         assert len(found) == told, found
         if told:
-            assert re.search(
-                r"the inputs are of the size (9.\d|1)e\+0[45](, \d+% of the outputs of tanh are saturated)?; stand",
-                found[0],
-            )
+            assert re.search(r"the inputs are of the size (9.9e\+04|1e\+05)", found[0])
             assert "standardise the inputs, x = (x - x.mean(0)) / x.std(0)" in found[0]
             assert found[0].removeprefix("mq.fit: ") in result.reason
             assert result.reason in str(result)

@@ -125,7 +125,7 @@ def takes(layer: nn.Module, x: Tensor) -> tuple[str, str] | None:
             return wanted, f"the dtype {x.dtype}"
         low, high = (int(v) for v in x.aminmax()) if x.numel() else (0, 0)
         entry = low if low < 0 else high
-        return (wanted, f"the entry {entry}") if not 0 <= entry < layer.num_embeddings else None
+        return None if 0 <= entry < layer.num_embeddings else (wanted, f"the entry {entry}")
     return None
 
 

@@ -285,8 +285,8 @@ class Training:
                 self.regularisation.put(self.best_evidence)
         if self.best is None or self.seen.best_step:
             with self._counted():
-                last_weights = changing(self.model, self.opt.params)
-            put(self.model, last_weights)
+                stays = changing(self.model, self.opt.params)
+            put(self.model, stays)
 
     def loss(self) -> float:
         """Of the model as it is now, in eval mode and without weight decay: of the validation set if there is one,
