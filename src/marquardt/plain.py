@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -76,7 +76,7 @@ def is_numbers(value: Any, default: Any = None) -> bool:
 
 
 MAX = torch.finfo(torch.float64).max
-RULES = {
+RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "int": (is_count, "an integer of at least 0"),
     "float": (is_number, "a finite number"),
     "bool": (lambda value, _: isinstance(value, bool), "True or False"),

@@ -258,11 +258,7 @@ def test_parts_of_a_batch_after_a_change(name, curvature, stack):
 @pytest.mark.parametrize("name", ["spectral norm", "with Dropout"])
 @pytest.mark.parametrize("curvature", [mq.Dense, mq.Gram, mq.MatrixFree, mq.Auto])
 def test_weights_that_every_pass_changes(curvature, name):
-<<<<<<< HEAD
-    """The vectors of spectral_norm advance with every pass in train mode: each part would see another weight."""
-=======
     """Those of spectral_norm in train mode: each part of a batch would see another one."""
->>>>>>> d5b4e81 (What is compared in every step and when a batch may be cut, in the documentation; a budget of changing models)
     torch.manual_seed(0)
     wide = parametrizations.spectral_norm(nn.Linear(3, 40))
     model = nn.Sequential(wide, nn.Tanh(), nn.Dropout(0.2 if "Dropout" in name else 0.0), nn.Linear(40, 2))

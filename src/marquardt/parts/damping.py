@@ -307,14 +307,15 @@ def factored_maximum(D: Diagonal | None, G: Curvature, floor: float) -> Diagonal
 def _larger_factors(layer: Moments, old: Part, floor: float) -> tuple[Tensor, Tensor]:
     """u (G, O, 1) and v (G, 1, I) of a weight, after one more batch"""
     assert layer.inputs is not None
-    known_v = old.v is not None and old.v.shape == layer.inputs.shape  # a loaded one may be cut into other groups
-    v = torch.maximum(old.v, layer.inputs) if known_v else layer.inputs.clamp(min=floor**0.5)
+    # a loaded one may be cut into other groups
+    old_v = old.v if old.v is not None and old.v.shape == layer.inputs.shape else None
+    v = layer.inputs.clamp(min=floor**0.5) if old_v is None else torch.maximum(old_v, layer.inputs)
     ratio = layer.diagonals[0].view(len(v), -1, v.shape[2]) / v  # (G, O, I)
     u = ratio.where(v > 0, 0).amax(2, keepdim=True)  # (G, O, 1)
     for bias in layer.diagonals[1:]:  # its input is 1
         u = torch.maximum(u, bias.view_as(u))
-    known_u = old.u is not None and old.u.shape == u.shape
-    return known(torch.maximum(old.u, u) if known_u else u.clamp(min=floor**0.5), 1), v
+    old_u = old.u if old.u is not None and old.u.shape == u.shape else None
+    return known(u.clamp(min=floor**0.5) if old_u is None else torch.maximum(old_u, u), 1), v
 
 
 def _larger_entries(old: Part, new: Tensor, floor: float, p: Tensor) -> Tensor:
