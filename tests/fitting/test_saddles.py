@@ -35,6 +35,7 @@ HIDDEN = {
     "five": (lambda lib, p: [p[j] ** 2 - 1 - j for j in range(5)], 5),
     "a product": (lambda lib, p: [p[0] * p[1] - 1, p[2] - 4], 3),
     "a negative product": (lambda lib, p: [p[0] * p[1] + 1, p[2] - 4], 3),
+    "a difference of squares": (lambda lib, p: [p[0] ** 2 - p[1] ** 2 - 1, p[2] - 4], 3),
     "a product of three": (lambda lib, p: [p[0] * p[1] * p[2] + 1], 3),
     "a cube": (lambda lib, p: [p[0] ** 3 + 8, p[1] - 4], 2),
     "a fourth power": (lambda lib, p: [p[0] ** 4 - 1, p[1] - 4], 2),
@@ -124,6 +125,18 @@ def test_parameters_without_influence_stay_where_they_are(dead: str, bounds: Any
         lambda p: vector(lib, *DEAD[dead](lib, p)), np.array([[0.5, 7, -0.3]] * 2), bounds=bounds, batched=True
     )
     assert many.x[:, 1:].tolist() == [[7.0, -0.3]] * 2
+
+
+@KINDS
+@pytest.mark.parametrize("bounds", [(0.0, 9.0), (-9.0, 7.0)])
+@pytest.mark.parametrize("side", [0, 1])
+def test_parameters_without_influence_stay_on_their_bound(side: int, bounds: tuple[float, float], lib: Any):
+    """Differences are one-sided there, and rounding in them is no slope."""
+    noise = np.sin(np.arange(40.0) ** 2) / 3
+    noise = torch.tensor(noise) if lib is torch else noise
+    fit = least_squares(lambda p: p[0] ** 2 / 3 + noise + 0 * p[1] - 0.3, [0.7, bounds[side]], bounds=bounds)
+    assert fit.success
+    assert fit.x[1] == bounds[side]
 
 
 def test_what_has_no_influence_takes_few_evaluations():

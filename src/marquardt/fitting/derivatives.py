@@ -90,7 +90,7 @@ def _slope(
     elif lower[j] <= x[j] - h.abs() and x[j] + h.abs() <= upper[j]:
         slope = (one - f(x - step)) / 2
     else:
-        slope = (-3 * f0 + 4 * one - f(x + 2 * step)) / 2
+        slope = 2 * (one - f0) - (f(x + 2 * step) - f0) / 2  # exactly 0 where nothing changes
     return slope / step[j]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ SADDLES = 3  # most saddle points to leave, one after the other
 ALIKE = 1e8  # condition of J, its columns of one length, from which on some of them are taken for the same
 NOUGHT = 1e-6  # residuals this much smaller than at the start count as zero: nothing lower is worth a search
 NEGATIVE = -1e-9  # of the largest eigenvalue of the Hessian: below it is not rounding
-NEAR = tuple(10.0**-k for k in range(5))  # parts of the way along which the cost would fall to nothing
+NEAR = (2.0, 1.0, 0.5, 0.2, 0.1, 1e-2, 1e-3, 1e-4)  # parts of the way along which the cost would fall to nothing
 # Of a parameter of which nothing says on which scale it counts.
 ANYWHERE = tuple(10.0**k for k in (*range(-16, -8, 2), *range(-8, 9), *range(10, 17, 2)))
 NEARLY_ALL = (0.9, 0.99, 0.999, 1 - 1e-6)  # of the way from a parameter to zero
@@ -30,8 +31,8 @@ Attempt = Callable[[Problems, Tensor, Box | None, Options], Progress]
 
 def escape(
     problems: Problems, x0: Tensor, s: Progress, loss: RobustLoss, box: Box | None, attempt: Attempt, options: Options
-) -> tuple[Progress, Tensor]:
-    """Leave saddle points; and which parameters change nothing, wherever they are: (B, n).
+) -> tuple[Progress, Tensor, Tensor]:
+    """Leave saddle points. Also where the start is off them, (B, n), and which parameters change nothing there, (B, n).
 
     A parameter at its maximum has a column of zeros, and two terms of a sum that have become alike, such as
     exponentials of one rate, have columns that are.
@@ -47,7 +48,7 @@ def escape(
         if not len(index):
             break
         old, part, left = s[index], box and box[index], options.max_nfev - int(s.nfev[index].max())
-        trials = Trials(problems[index], old, loss, part, options, min(left, options.max_nfev // 4))
+        trials = Trials(problems[index], old, loss, part, options, min(left, options.max_nfev // 2))
         dead[index] |= trials.made(~dead[index])
         s = s.merge(index, replace(old, nfev=old.nfev + trials.nfev, njev=old.njev + trials.njev))
         lower = trials.scale <= (1 - 1e-9) * old.scale
@@ -55,11 +56,13 @@ def escape(
         if not len(down) or left < 1:
             break
         part, more = box and box[down], replace(options, max_nfev=min(left, max(options.max_nfev // 4 // SADDLES, 20)))
+        # Parameters that have not moved would begin another attempt on the same saddle.
+        x0 = x0.index_copy(0, down, torch.where(x0[down] == s.x[down], trials.x[lower], x0[down]))
         new, limit = attempt(problems[down], trials.x[lower], part, more), (1 - 1e-9) * s.scale[down]
         s = s.merge(down, better_of(s[down], new, limit, down))
         going = torch.zeros_like(going)
         going[down] = (new.scale <= limit) & (new.status != STOPPED)
-    return s, dead
+    return s, x0, dead
 
 
 class Trials:
@@ -85,16 +88,28 @@ class Trials:
         else:
             flat &= ~curved
         most, number = int(flat.sum(-1).max()), flat.cumsum(-1) - 1
+        size = (1 + 0.618 * number % 1) * self.size  # of one size, they might cancel
         still = flat.any(-1)
         for k in range(SIGNS if most > 1 else min(most, 1)):
             signs = 1 - 2 * ((number >> (k - 1)) & 1) if k else torch.ones_like(number)
-            still &= ~self.along(torch.where(flat, signs * self.size, 0), ANYWHERE)
+            still &= ~self.along(torch.where(flat, signs * size, 0), ANYWHERE)
         still &= ~self.along(torch.where(flat, -self.s.x, 0), NEARLY_ALL)
-        alone = flat & ~still.unsqueeze(-1)
-        for j in alone.any(0).nonzero().flatten().tolist() if most > 1 else ():
-            column = torch.arange(flat.shape[-1], device=flat.device) == j
-            self.along(torch.where(alone & column, self.size, 0), ANYWHERE)
+        apart = flat & ~still.unsqueeze(-1)
+        columns = apart.any(0).nonzero().flatten().tolist()
+        for j in columns if most > 1 else ():
+            self.along(self.of(apart, j), ANYWHERE)
+        for i, j in itertools.combinations(columns, 2) if most > 2 else ():  # others spoil what two do together
+            one, other = self.of(apart, i), self.of(apart, j)
+            both = ((one != 0) & (other != 0).any(-1, keepdim=True)).any(-1, keepdim=True)
+            for sign in (1, -1):
+                self.along(torch.where(both, one + sign * other, 0), ANYWHERE[::2])
         return flat & still.unsqueeze(-1)
+
+    def of(self, which: Tensor, j: int) -> Tensor:
+        """Parameter j alone, by its size, where it is one of these: (B, n)."""
+        d = torch.zeros_like(self.x)
+        d[:, j] = torch.where(which[:, j], self.size[:, j], 0)
+        return d
 
     def follow_curvature(self) -> Tensor:
         """Along directions in which the Hessian is negative, to where it promises no cost at all, and less far.

@@ -36,9 +36,10 @@ def search(
         return attempt(problems, x, box, options)
     few = options.max_nfev < 20 * len(ATTEMPTS)
     best = attempt(problems, x, box, options if few else replace(options, max_nfev=options.max_nfev // 2))
-    best, dead = escape(problems, x, best, loss, box, attempt, options)
+    given = x
+    best, x, dead = escape(problems, given, best, loss, box, attempt, options)
     if few:
-        return put_back(problems, x, best)
+        return put_back(problems, given, best)
     share = options.max_nfev // 4 // len(ATTEMPTS)
     for factor, shift in ATTEMPTS:
         again = doubtful(problems, x, best, dead, loss, box, options).nonzero().squeeze(-1)
@@ -62,7 +63,7 @@ def search(
         old, part, left = best[again], box and box[again], options.max_nfev - int(best.nfev[again].max())
         new = attempt(problems[again], old.x, part, replace(options, max_nfev=left))
         best = best.merge(again, better_of(old, new, old.scale, again))
-    return put_back(problems, x, best)
+    return put_back(problems, given, best)
 
 
 def put_back(problems: Problems, x0: Tensor, s: Progress) -> Progress:
