@@ -162,6 +162,70 @@ def test_refused_when_made(case):
     assert changes(before, world(model) if before else {}) == []
 
 
+def made_in_inference(model: nn.Module, name: str) -> nn.Module:
+    """With a copy of one tensor that was made under inference_mode"""
+    module, last = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    with torch.inference_mode():
+        if last in module._parameters:
+            setattr(module, last, nn.Parameter(getattr(module, last).clone()))
+        else:
+            setattr(module, last, getattr(module, last).clone())
+    return model
+
+
+@pytest.mark.parametrize(("name", "late"), [("inner.0.bias", False), ("count", False), ("count", True)])
+def test_tensors_of_the_model_made_in_inference_mode(name, late):
+    model = Returning()
+    opt = lm(model) if late else None
+    made_in_inference(model, name)
+    with refused(repr(name), "torch.inference_mode()", "torch.no_grad()"):
+        (lm(model) if opt is None else opt).step(X, Y)
+
+
+@pytest.mark.parametrize("what", ["inputs", "targets", "weight"])
+@pytest.mark.parametrize("curvature", [mq.Auto(), mq.Dense(chunk=2), mq.Hessian()])
+def test_data_made_in_inference_mode(what, curvature):
+    model = network()
+    opt = lm(model, curvature=curvature)
+    data = {"inputs": X, "targets": Y, "weight": ONES}
+    with torch.inference_mode():
+        made = data[what].clone()
+    before = world(model, opt)
+    with refused(what, "torch.inference_mode()", ".clone()"):
+        opt.step(**{**data, what: made})
+    assert changes(before, world(model, opt)) == []
+    opt.step(**{**data, what: made.clone()})
+
+
+def test_a_frozen_part_made_in_inference_mode():
+    """As long as autograd need not keep it, it does no harm."""
+    model = network()
+    model[0].requires_grad_(False)
+    with torch.inference_mode():
+        model[0].weight = nn.Parameter(model[0].weight.clone(), requires_grad=False)
+    assert lm(model).step(X, Y).accepted
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_sparse_parameters(layout):
+    model = network()
+    model[0].weight = nn.Parameter(getattr(model[0].weight.detach(), layout)())
+    with refused("'0.weight'", "sparse", ".to_dense()"):
+        mq.LM(model, "mse")
+
+
+@pytest.mark.parametrize("curvature", [mq.Auto(), mq.Gram(), mq.MatrixFree(), mq.Hessian()])
+def test_sparse_gradients(curvature):
+    """nn.Embedding(sparse=True) has dense parameters, and the step is that of a dense gradient."""
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Tanh(), nn.Linear(3, 3))
+        lm(model, curvature=curvature).step(LABELS, Y)
+        found.append(theta(model))
+    torch.testing.assert_close(*found)
+
+
 def test_integer_parameters():
     """They cannot require a gradient, so they are frozen: kept as they are, and refused where they are asked for."""
     model = Mixed(dtype=torch.float64)

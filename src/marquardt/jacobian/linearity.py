@@ -65,12 +65,13 @@ def check_backward(forward: Pass, again: bool = False) -> None:
     key = modes(forward.objective.model), forward.hooks, tuple(node.name() for node in functions)
     if ranks.all(key in known.linear and not again):
         return
-    if not ranks.several:
-        _check_reach(forward, functions)
-    verdict = _judged(forward)
-    if verdict.reason is not None:
-        raise ValueError(_blame(forward, verdict.reason))
-    forward.after.restore(gently=True)  # a backward pass may draw random numbers, and call a part of the model again
+    with torch.random.fork_rng([forward.z.device] if forward.z.is_cuda else []):
+        if not ranks.several:
+            _check_reach(forward, functions)
+        verdict = _judged(forward)
+        if verdict.reason is not None:
+            raise ValueError(_blame(forward, verdict.reason))
+    forward.after.restore(gently=True)  # a backward pass may call a part of the model again
     if not verdict.zeros:  # of a gradient that is zero, as behind a layer that starts at zero, nothing is known
         known.linear.add(key)
 
