@@ -277,6 +277,41 @@ def test_hooks_and_deterministic_runs_are_left_alone(made):
     assert recorder.recordings == 1
 
 
+def another_class(model: nn.Module) -> list:
+    model[1] = nn.ReLU()
+    return []
+
+
+def another_method(model: nn.Module) -> list:
+    class Scaled(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model.__class__ = Scaled
+    return []
+
+
+def global_hook(model: nn.Module) -> list:
+    return [nn.modules.module.register_module_forward_hook(lambda module, args, out: None)]
+
+
+@pytest.mark.parametrize("forced", [True, None])
+@pytest.mark.parametrize("change", [another_class, another_method, global_hook])
+def test_a_model_of_another_make_is_not_replayed(made, change, forced):
+    """What a module is shows in none of its attributes, nor does a hook of all modules."""
+    opt, recorder = made(Model(), capture=forced)
+    train(opt, 2 * BEFORE)
+    before = recorder.replays
+    assert before
+    hooks = change(opt.model)
+    try:
+        train(opt, 1, first=100)
+        assert recorder.replays == before
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def test_kinds_that_take_turns_are_not_recorded_over_and_over(made):
     opt, recorder = made(Model())
     for i in range(120):

@@ -159,7 +159,7 @@ def _noted(node: Node) -> tuple[object, list[str]]:
     if issubclass(kind, torch.autograd.function.BackwardCFunction) or kind.__name__ == "CppFunction":
         return node.name(), []
     names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
-    plain = (name for name in names if isinstance(getattr(node, name), (Hashable, list)))
+    plain = (name for name in names if isinstance(getattr(node, name, set()), (Hashable, list)))
     NOTED[kind] = [name for name in plain if not name.endswith(FACTORS)]
     return kind, NOTED[kind]
 
