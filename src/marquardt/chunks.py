@@ -117,16 +117,22 @@ def alone(t: Any) -> Tensor:
 def written(tensors: dict[str, Any], folder: Path, token: str, group: Any) -> Index:
     """By all ranks of the group, or by one process; the index is that of the first rank."""
     writer = Writer(folder, token)
+    failures = failed(lambda: save(tensors, storage_writer=writer, process_group=group, no_dist=group is None))
+    for rank, failure in failures:
+        raise files.Unwritable(f"rank {rank} cannot save: {failure}") if isinstance(failure, OSError) else failure
+    return writer.index
+
+
+def failed(call: Callable[[], object]) -> list[tuple[int, BaseException]]:
+    """What the ranks have raised, if any has. torch's CheckpointException, which is no Exception and would be taken for
+    an interrupt, is left behind."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process, which is so
-            save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+            warnings.simplefilter("ignore")  # that one process does it by itself, which is meant
+            call()
     except CheckpointException as error:
-        rank, (first, _) = next(iter(error.failures.items()))
-        if not isinstance(first, OSError):
-            raise first from None
-        raise files.Unwritable(f"rank {rank} cannot save: {first}") from error
-    return writer.index
+        return [(rank, failure) for rank, (failure, _) in error.failures.items()]
+    return []
 
 
 # Reading.
@@ -186,13 +192,8 @@ def read_into(
             raise files.Damaged(f"{folder} is damaged: a tensor in it is not the one that is listed")
         return found
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this rank reads by itself, which is meant
-            load(tensors, storage_reader=Reader(metadata, places, checked), no_dist=True)
-    except CheckpointException as error:
-        _, (first, _) = next(iter(error.failures.items()))
-        raise first from None
+    for _, failure in failed(lambda: load(tensors, storage_reader=Reader(metadata, places, checked), no_dist=True)):
+        raise failure
 
 
 def check_size(forms: Mapping[str, tuple[list[int], torch.dtype]], folder: Path, index: Index, old: bool) -> None:

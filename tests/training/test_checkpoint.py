@@ -222,7 +222,8 @@ def test_damaged_random_numbers_change_nothing(name, kind, tmp_path, monkeypatch
     file, true = tmp_path / "fit.pt", generators.states
     with monkeypatch.context() as patch:
         patch.setattr(randomness, "states", lambda: {**true(), name: DAMAGED[name]})
-        patch.setattr(randomness, "set_states", lambda found: None)
+        for setter in ("check", "check_state", "set_states"):
+            patch.setattr(randomness, setter, lambda *_: None)
         fitted(kind, checkpoint=file, steps=3)
     model, arguments = KINDS[kind]()
     before, now = weights(model), true()
@@ -357,3 +358,69 @@ def test_files_that_are_no_checkpoint(content, tmp_path):
     with pytest.raises(ValueError, match=r"is no checkpoint of mq\.fit, or a damaged one, and would be replaced"):
         mq.fit(net(), (X, Y), "mse", checkpoint=file, resume=False)
     assert file.read_bytes() == before
+
+
+# What a file under a checksum that is right may hold, and the word of the error that names it.
+UNFIT = {
+    "weights of another shape": (lambda state: state["weights"].update({"0.weight": torch.zeros(2, 2)}), "weights"),
+    "weights missing": (lambda state: state["weights"].pop("0.bias"), "weights"),
+    "weights of integers": (lambda state: state["weights"].update({"0.bias": torch.zeros(6, dtype=int)}), "weights"),
+    "weights that are NaN": (lambda state: state["weights"]["0.bias"].fill_(float("nan")), "NaN"),
+    "best weights that are NaN": (lambda state: state["best"]["0.bias"].fill_(float("nan")), "NaN"),
+    "best weights that are none": (lambda state: state.update(best=[1]), "best"),
+    "history cut": (lambda state: state["history"]["loss"].pop(), "history"),
+    "history without a column": (lambda state: state["history"].pop("lam"), "history"),
+    "history of words": (lambda state: state["history"]["lam"].__setitem__(0, "1"), "lam"),
+    "steps that are negative": (lambda state: state["seen"].update(best_step=-1), "best_step"),
+    "a loss that is a string": (lambda state: state["seen"].update(least="1"), "least"),
+    "an optimizer of words": (lambda state: state["optimizer"]["marquardt"].update(steps="3"), "steps"),
+    "a rate that is NaN": (lambda state: state["optimizer"]["param_groups"][0].update(lr=float("nan")), "lr=nan"),
+    "an order that is none": (lambda state: state.update(order={"epoch": 0, "index": 0.5}), "index"),
+    "random numbers cut": (lambda state: state["generators"].update(torch=torch.zeros(3)), "torch"),
+    "those before the epoch cut": (lambda state: state["began"].update(python=[3, [1], None]), "python"),
+    "seconds that are none": (lambda state: state.update(seconds=None), "seconds"),
+    "without an entry": (lambda state: state.pop("seen"), "seen"),
+}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_damaged_checkpoint_changes_nothing(case, tmp_path, monkeypatch):
+    file, (edit, says) = tmp_path / "fit.pt", UNFIT[case]
+    with pytest.raises(Killed):
+        fitted("mini", checkpoint=file, callbacks=kill_at(4))
+    read = checkpoint.read
+
+    def damaged(path):
+        found = read(path)
+        edit({**found, **found["ranks"][0]} if case.startswith(("random", "those")) else found)
+        return found
+
+    monkeypatch.setattr(checkpoint, "read", damaged)
+    model, arguments = KINDS["mini"]()
+    before, drawn = weights(model), torch.get_rng_state()
+    with pytest.raises(ValueError, match=rf"fit\.pt cannot be gone on with: .*{says}"):
+        mq.fit(model, loss="mse", **arguments, checkpoint=file)
+    assert torch.equal(weights(model), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    monkeypatch.undo()
+    assert "goes on after step" in fitted("mini", checkpoint=file).plan
+
+
+@pytest.mark.usefixtures("always")
+def test_what_ends_a_fit_while_it_is_taken_up_is_taken_back(tmp_path, monkeypatch):
+    file = tmp_path / "fit.pt"
+    with pytest.raises(Killed):
+        fitted("mini", checkpoint=file, callbacks=kill_at(4))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    model, arguments = KINDS["mini"]()
+    before, drawn = weights(model), torch.get_rng_state()
+    monkeypatch.setattr(mq.training.run, "set_generators", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mq.fit(model, loss="mse", **arguments, checkpoint=file)
+    monkeypatch.undo()
+    assert torch.equal(weights(model), before)
+    assert torch.equal(torch.get_rng_state(), drawn)

@@ -43,6 +43,8 @@ def restored(kind: Callable[..., Record], values: dict[str, Any]) -> Record:
         wanted = types.get(name, ())
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             raise ValueError(f"it is damaged: {name} is {value!r}")
+        if wanted == (int,):
+            check_count(name, value)
         if isinstance(value, dict) and not all(type(k) is str and type(v) is float for k, v in value.items()):
             raise ValueError(f"it is damaged: {name} holds other things than numbers")
     return kind(**values)
@@ -81,7 +83,8 @@ class History:
 
     @staticmethod
     def restored(columns: dict[str, list[Any]]) -> History:
-        if not all(isinstance(columns[name], list) for name in Entry._fields):
+        found = [columns.get(name) for name in Entry._fields]
+        if not all(isinstance(column, list) and len(column) == len(found[0] or []) for column in found):
             raise ValueError("it is damaged: the history is none")
         rows = zip(*(columns[name] for name in Entry._fields), strict=True)
         return History([restored(Entry, dict(zip(Entry._fields, row, strict=True))) for row in rows])

@@ -358,9 +358,11 @@ class Training:
     def check(self, state: dict[str, Any]) -> None:
         """The model must compute from the saved weights what it did, whatever its code says; nothing changes by it."""
         before, then = changing(self.model, self.opt.params), state["outputs"]
+        known, mine = self.model.state_dict(keep_vars=True), {id(p) for p in self.opt.params}
+        trained = [name for name in before if id(known[name]) in mine]
         for name in ("weights", "best", "first"):
             if name == "weights" or state[name] is not None:
-                check_weights(name, state[name], before)
+                check_weights(name, state[name], before, trained)
         with back_afterwards(partial(put, self.model, before)):
             put(self.model, state["weights"])
             now = self._outputs()
@@ -387,6 +389,9 @@ class Training:
         found = self.regularisation
         self.best_evidence = None if known is None or found is None else found.restored(known)
         self.history, self.seen = History.restored(state["history"]), restored(Seen, state["seen"])
+        for name in ("validated", "seconds"):
+            if type(state[name]) not in (float, int):
+                raise ValueError(f"it is damaged: {name} is {state[name]!r}")
         self._validated, self.elapsed = float(state["validated"]), float(state["seconds"])
         self.words += f"; goes on after step {len(self.history)}"
         if self.regularisation is not None:
@@ -404,16 +409,21 @@ class Training:
         try:
             yield
         except BaseException:
-            put(self.model, before)
-            set_generators(random, self.data)
+            with back_afterwards(partial(put, self.model, before)):
+                set_generators(random, self.data)
             raise
 
 
-def check_weights(what: str, found: Any, here: dict[str, Tensor]) -> None:
-    """Whether they are those of this model."""
+def check_weights(what: str, found: Any, here: dict[str, Tensor], trained: Iterable[str]) -> None:
+    """Whether they are those of this model; buffers may be infinite."""
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise ValueError(f"it is damaged: {what} are no weights")
     form = {name: (t.shape, t.dtype) for name, t in here.items()}
     if {name: (t.shape, t.dtype) for name, t in found.items()} != form:
         raise ValueError(f"it is damaged: {what} are none of this model")
+    for name in trained:
+        if not bool(found[name].isfinite().all()):
+            raise ValueError(f"it is damaged: {what} hold NaN or infinite values in {name}")
 
 
 def put(model: nn.Module, weights: dict[str, Tensor]) -> None:
