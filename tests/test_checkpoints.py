@@ -345,6 +345,9 @@ def test_links_are_not_followed(tmp_path):
     (tmp_path / "run" / "7").symlink_to(tmp_path / "other" / "1")
     with pytest.raises(ValueError, match="7 is a symbolic link: a checkpoint is read from its own folder alone"):
         mq.load_checkpoint(tmp_path / "run", model, opt)
+    with pytest.raises(ValueError, match="7 is a symbolic link"):  # before hours of a run that could not be read
+        mq.save_checkpoint(tmp_path / "run", model, opt)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["1", "7"]
     (tmp_path / "run" / "7").unlink()
     for name in ("contents.pt", "tensors-0.pt"):
         folder = tmp_path / name

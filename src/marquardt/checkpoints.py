@@ -188,14 +188,19 @@ def complete(path: Path) -> bool:
 
 def latest(folder: Path) -> Path | None:
     """The last one that is complete."""
+    check_links(folder)
+    found = [path for path in numbered(folder).values() if complete(path)]
+    return found[-1] if found else None
+
+
+def check_links(folder: Path) -> None:
+    """Before one is read, and before one is written that could not be read then"""
     for path in entries(folder):
         if path.is_symlink() and complete(path):
             raise ValueError(
                 f"{path} is a symbolic link: a checkpoint is read from its own folder alone; remove the link, or name "
                 "another folder"
             )
-    found = [path for path in numbered(folder).values() if complete(path)]
-    return found[-1] if found else None
 
 
 def words(number: int) -> bytes:
@@ -206,6 +211,7 @@ def words(number: int) -> bytes:
 @contextmanager
 def begun(folder: Path) -> Iterator[Path]:
     """A new folder with the mark, which no other process removes meanwhile; it is gone again if it is not completed."""
+    check_links(folder)
     for path in numbered(folder).values():
         if not complete(path):
             remove(path)  # what a killed process has left

@@ -70,7 +70,7 @@ def held(out: Path, what: str) -> Iterator[None]:
         with told(path):
             os.ftruncate(file, 0)
             os.lseek(file, 0, os.SEEK_SET)
-            os.write(file, _self().encode())
+            os.write(file, _self().encode(errors="backslashreplace"))  # names of files may be no UTF-8
         try:
             yield
         finally:
