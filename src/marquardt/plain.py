@@ -103,7 +103,8 @@ def check_tensor(
         )
     fits = shape is None or (t.ndim == len(shape) and all(b in (None, a) for a, b in zip(t.shape, shape, strict=True)))
     if not fits:
-        wanted = f"({', '.join('any' if size is None else str(size) for size in shape or ())})"
+        sizes = ["any" if size is None else str(size) for size in shape or ()]
+        wanted = f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
         raise ValueError(
             f"{where} has the shape {tuple(t.shape)}, and {wanted} is needed: load the state of this model"
         )

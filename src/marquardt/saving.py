@@ -63,7 +63,7 @@ def loaded(
             f"the state is of weights that decay towards {there}, those of this optimizer towards {here}: make it with "
             "the same weight_decay=mq.WeightDecay(w, towards=…)"
         )
-    plan = None if found.get("plan") is None else Plan.restored(found["plan"], parameters.n)
+    plan = None if found.get("plan") is None else Plan.restored(found["plan"], parameters.whole.n)
     found = tree_map(lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, found)
     found["D"] = None if found.get("D") is None else restored(found["D"])
     found["plan"] = None if plan is None else curvature.restored(plan, device)

@@ -230,7 +230,8 @@ def test_ragged_batch(build, rows):
 
 
 def test_chunks_all_the_way():
-    """Once the plan is known, nothing sees more samples than it says: not even a forward pass."""
+    """Once the plan is known, nothing sees more samples than it says; but for the few forward passes that compare
+    samples in other company, which may have two more."""
     model, x, y = wide()
     opt = make(model, mq.Auto(work=math.inf, memory="200KiB"))
     opt.step(x, y)
@@ -239,7 +240,8 @@ def test_chunks_all_the_way():
     model.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     assert opt.step(x, y).accepted
     assert opt.step(x[:20], y[:20]).accepted
-    assert max(seen) == 2
+    assert max(seen) <= 4
+    assert seen.count(2) > 0.6 * len(seen)
     seen.clear()
     opt.step(torch.cat([x, x]), torch.cat([y, y]))  # larger: planned anew
     assert max(seen) > 2

@@ -245,7 +245,10 @@ def test_a_step_in_float32_is_refined_before_g_is_formed_again(formed):
 
 
 def test_what_an_earlier_step_kept_of_other_parameters():
-    mq.Dense().check({"G": torch.zeros(3, 3)}, 3)
-    mq.Dense().check({}, 3)
-    with pytest.raises(ValueError, match="of 4 parameters, this optimizer has 3"):
-        mq.Dense().check({"G": torch.zeros(4, 4)}, 3)
+    kept = {"G": torch.zeros(3, 3), "batches": torch.ones(())}
+    mq.Dense().check(kept, {"weight": 2, "bias": 1})
+    mq.Dense().check({}, {"weight": 3})
+    with pytest.raises(ValueError, match=r"'past' 'G' has the shape \(3, 3\), and \(4, 4\) is needed"):
+        mq.Dense().check(kept, {"weight": 4})
+    with pytest.raises(ValueError, match="'G' goes with 'batches'"):
+        mq.Dense().check({"G": torch.zeros(4, 4)}, {"weight": 4})

@@ -7,8 +7,10 @@ from typing import Any
 
 from ..jacobian.linearization import Linearization
 from ..jacobian.rows import Exact, Fraction, Rows, Sampled
-from ..plain import WAY_OUT, check_fields, short
+from ..plain import MOST, WAY_OUT, check_fields, short
 from .cost import Cost, Layer, Shapes, in_gradients, proof, step
+
+PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class Plan:
         if isinstance(state, dict) and "work" not in state:
             return None
         check_fields(Plan, state, where)
-        if not isinstance(state["options"], (list, tuple)):
-            raise ValueError(f"{where} has the options {short(state['options'])}, not a list: {WAY_OUT}")
+        options = state["options"]
+        if not isinstance(options, (list, tuple)) or not all(isinstance(v, PLAIN) for v in options):
+            raise ValueError(f"{where} has the options {short(options)}, and a list of plain values is due: {WAY_OUT}")
         shapes = state.get("shapes")
         if shapes is not None:
             shapes = _shapes(shapes, f"{where}, its shapes,")
@@ -78,6 +81,11 @@ class Plan:
         for name in ("chunk", "iterations", "sampled"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{where}: {name} is 0, and must be at least 1: {WAY_OUT}")
+        layers = () if self.shapes is None else self.shapes.layers
+        for part in (self, *(() if self.shapes is None else (self.shapes,)), *layers):
+            for name, value in vars(part).items():
+                if isinstance(value, (int, float)) and not 0 <= value <= MOST:
+                    raise ValueError(f"{where}: {name} is {value:g}, and must be from 0 to {MOST:.3g}: {WAY_OUT}")
         if self.fraction is not None and not 0 < self.fraction < 1:
             raise ValueError(f"{where}: a fraction of {self.fraction} of the samples: {WAY_OUT}")
 
