@@ -314,6 +314,17 @@ def test_hidden_parameters_are_refused(case, curvature, place):
     assert all(p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True))
 
 
+@EVERY_CURVATURE
+def test_a_first_layer_that_is_recomputed_for_plain_inputs_is_refused(curvature):
+    """The graph does not hold it at all, and nothing else would tell that it never moves."""
+    model, (x, y) = By(reentrant, 0), batch()
+    opt = lm(model, curvature=curvature)
+    before = world(model, opt)
+    with refused("use_reentrant=False"):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+
+
 def test_no_parameter_is_reached():
     """The outputs require a gradient, but not one of a parameter."""
     model, (x, y) = network(), batch()

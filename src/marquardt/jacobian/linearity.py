@@ -4,6 +4,7 @@ of other sizes than the gradient of the loss, and a function that calls .backwar
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,7 +58,10 @@ def check_backward(forward: Pass, again: bool = False) -> None:
     ranks, known = forward.objective.parameters.ranks, forward.known
     nodes, index = forward.walk.nodes, forward.walk.index
     functions = _functions(nodes)
-    if not any(type(node) is Leaf and id(node.variable) in index for node in nodes):
+    reached = {id(node.variable) for node in nodes if type(node) is Leaf} & index.keys()
+    if len(reached) < len(index):
+        _check_recomputed(forward)
+    if not reached:
         _check_reach(forward, functions)
         raise ValueError(UNRELATED)
     if ranks.all(not (forward.hooks or functions)):
@@ -74,6 +78,23 @@ def check_backward(forward: Pass, again: bool = False) -> None:
     forward.after.restore(gently=True)  # a backward pass may call a part of the model again
     if not verdict.zeros:  # of a gradient that is zero, as behind a layer that starts at zero, nothing is known
         known.linear.add(key)
+
+
+def _check_recomputed(forward: Pass) -> None:
+    """Layers behind torch.utils.checkpoint with inputs that need no gradient, as the first ones have: if it is the
+    reentrant one they are not in the graph at all, and nothing tells but its warning."""
+    known, key = forward.known, ("recomputed", modes(forward.objective.model), forward.walk.structure)
+    if key in known.linear or forward.objective.parameters.ranks.several:
+        return
+    with warnings.catch_warnings(record=True) as told, torch.enable_grad():  # the model may differentiate itself
+        warnings.simplefilter("always")
+        forward.repeated({})
+    if any(HIDES in str(warning.message) for warning in told):
+        raise ValueError(REENTRANT)
+    known.linear.add(key)
+
+
+HIDES = "None of the inputs have requires_grad=True"  # torch.utils.checkpoint
 
 
 def _functions(nodes: Sequence[Node]) -> list[Node]:
