@@ -289,6 +289,8 @@ class Changing(Run):
             self.active[-1].couples = None if place.kind in COUPLING else False
 
     def hook(self) -> None:
+        if not self.places():  # another layer is in the place of the only one
+            return
         module, kind = self.random.choice(self.places()), self.random.choice([*KINDS])
         before = self.random.random() < 0.3
         add = module.register_forward_pre_hook if before else module.register_forward_hook
@@ -297,6 +299,8 @@ class Changing(Run):
         self.happened("hook", kind, handle.remove)
 
     def global_hook(self) -> None:
+        if not self.places():
+            return
         kind = self.random.choice([*KINDS])
         place = self.random.choice(self.places())
         place.marked = True
@@ -305,6 +309,8 @@ class Changing(Run):
         self.happened("global hook", kind, handle.remove)
 
     def method(self) -> None:
+        if not self.places():
+            return
         module, kind = self.random.choice(self.places()), self.random.choice([*KINDS])
         if "forward" not in vars(module):
             module.forward = types.MethodType(Replaced(kind), module)
@@ -357,7 +363,7 @@ class Changing(Run):
         self.undo.append(lambda: p.requires_grad_(True))
 
     def another_curvature(self) -> None:
-        self.lm.curvature = curvature(self.random)
+        self.lm.curvature = curvature(self.random, norms(self.case))
         self.case = replace(self.case, curvature=self.lm.curvature)
         self.lm._state = replace(self.lm._state, past=None)  # what another has kept may be of no use
 
@@ -384,13 +390,19 @@ REASON = "so that"
 WAYS_OUT = ("leave chunk out", "rows=mq.Sampled(1)")
 
 
-def curvature(rng: Random) -> Any:
+def norms(case: drawn.Case) -> bool:
+    return any(name == "batch_norm" for name, _ in case.pieces[:3])
+
+
+def curvature(rng: Random, couples: bool) -> Any:
+    """One whose step is exact: of samples that BatchNorm couples, Auto ends its conjugate gradients early."""
     exact = {"iterations": 1000, "warm": 0.0, "tolerance": 0.0, "backtrack": False}
     chunk = rng.choice([None, None, 1, 2, 3])
-    return rng.choice([
+    found = rng.choice([
         mq.Dense(chunk=chunk), mq.Dense(chunk=chunk), mq.Gram(chunk=chunk), mq.Auto(chunk=chunk),
         mq.MatrixFree(chunk=chunk, **exact), mq.Kronecker(chunk=chunk),
     ])  # fmt: skip
+    return mq.MatrixFree(chunk=chunk, **exact) if couples and isinstance(found, mq.Auto) else found
 
 
 def draw(seed: int) -> drawn.Case:
@@ -399,10 +411,11 @@ def draw(seed: int) -> drawn.Case:
     sizes = tuple(rng.choice([4, 4, 5, 6]) for _ in range(STEPS))
     rows = rng.choice([mq.Exact(), mq.Exact(), mq.Exact(), mq.Sampled(2), mq.Empirical(), mq.Fraction(0.5)])
     return replace(
-        case, pieces=case.pieces[:3], curvature=curvature(rng), rows=rows, damping=mq.Identity(), momentum=None,
-        schedule=mq.Constant(rng.choice([0.3, 1.0, 3.0])), acceptance=mq.Decrease(), line_search=None, attempts=1,
-        sizes=sizes, same=rng.random() < 0.3, over=False, inputs="tensor", training=False, weights="none", lr=1.0,
-        frozen=0, chosen=False, loss=rng.choice(["mse", "mse", "huber", "cross_entropy"]), average=None,
+        case, pieces=case.pieces[:3], curvature=curvature(rng, norms(case)), rows=rows, damping=mq.Identity(),
+        momentum=None, schedule=mq.Constant(rng.choice([0.3, 1.0, 3.0])), acceptance=mq.Decrease(),
+        line_search=None, average=None, attempts=1, sizes=sizes, same=rng.random() < 0.3, over=False, inputs="tensor",
+        training=False, weights="none", lr=1.0, frozen=0, chosen=False,
+        loss=rng.choice(["mse", "mse", "huber", "cross_entropy"]),
     )  # fmt: skip
 
 

@@ -278,7 +278,7 @@ def _places(state: Any) -> Any:
 def _other(draw: random.Random, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and draw.random() < 0.7:
         return draw.choice(
-            (value.new_zeros(()), value.flatten(), value[:0], value.new_zeros(1).expand(10**7, 1000), value.to_sparse(),
+            (value.new_zeros(()), value.flatten(), value[:0], value.new_zeros(1).expand(10**5, 100), value.to_sparse(),
              value.float().mul(float("nan")), value.double().mul(1e308), value.long(), value.half(), -value.long())
         )  # fmt: skip
     if isinstance(value, list) and value and draw.random() < 0.5:

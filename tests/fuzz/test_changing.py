@@ -8,7 +8,7 @@ from fuzz import attacks, changing
 from marquardt.jacobian import cut
 from marquardt.layers.graph import Walk
 
-CHUNKS, CASES = 4, 50
+CHUNKS, CASES = 5, 52  # of which more than 200 are compared with brute force
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -16,7 +16,7 @@ def test_steps_are_those_of_the_model_as_it_is(chunk):
     found, faults = attacks.run(changing.one, range(chunk * CASES, (chunk + 1) * CASES))
     assert faults == []
     # a program that refuses everything would pass too
-    assert found["compared"] + found["compared and refused"] > 0.7 * CASES
+    assert found["compared"] + found["compared and refused"] >= 40
     assert found["compared and refused"] + found["refused"] > 0.2 * CASES
 
 
@@ -27,7 +27,7 @@ def test_finds_a_graph_that_is_not_read(monkeypatch):
 
     read = Walk._read
     monkeypatch.setattr(Walk, "_read", unread)
-    _, faults = attacks.run(changing.one, range(30))
+    _, faults = attacks.run(changing.one, [435, 464, 535, 649])  # where nothing else gives it away
     assert faults
 
 

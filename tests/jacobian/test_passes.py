@@ -128,9 +128,9 @@ def test_what_no_pass_can_be_made_of():
 
     with pytest.raises(ValueError, match="nothing to optimise"):
         passed(Detached(3, 2), torch.randn(4, 3))
-    with pytest.raises(ValueError, match=r"the model failed.*Note that"):
+    with pytest.raises(ValueError, match=r"the inputs are torch\.float32, the parameters torch\.float64: convert"):
         passed(nn.Linear(3, 2), torch.randn(4, 3, dtype=torch.float32))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(ValueError, match="shapes cannot be multiplied"):
         passed(nn.Linear(3, 2), torch.randn(4, 2))
 
 

@@ -138,7 +138,7 @@ def test_rows_of_partial_traces_are_all_exact_ones(rows, count):
 
 
 class ByWays(nn.Module):
-    """Chunks with a large first input use the weight without its layer."""
+    """Chunks with a large first input use the weight without its layer: the same function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class ByWays(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if bool((x[:, 0] > 100).any()):
-            return self.head((1e-2 * x @ self.layer.weight.T).tanh())
+            return self.head((x @ self.layer.weight.T + self.layer.bias).tanh())
         return self.head(self.layer(x).tanh())
 
 

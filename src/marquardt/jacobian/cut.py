@@ -33,7 +33,10 @@ class Cut:
 
     def __init__(self, batch: Batch, size: int, known: Known, seed: int) -> None:
         self.batch, self.size, self.known = batch, size, known
-        self.together = max(3, size + 1)  # another number of samples: two that change places twice are where they were
+        # Other numbers of samples, two of them: whatever permutes samples is no permutation of one, and two that change
+        # places twice are where they were.
+        self.together = max(3, size + 1)
+        self.others = size - 1 if size > 3 else self.together + 1
         self.chosen = random.Random(seed)
         self.z: list[Tensor] = []  # by part
         self.thorough = False
@@ -82,8 +85,7 @@ class Cut:
         if self.thorough:
             K = -(-N // size)
             order = [i for k in range(K) for i in range(k, N, K)]  # neighbours are far apart
-            order += order[: K * size - N]
-            groups = [order[k * size : (k + 1) * size] for k in range(K)]
+            groups = _in_turn(order, size, min(N, self.others))
         for group in groups:
             try:
                 found = self._outputs(group, self.before)
@@ -154,6 +156,17 @@ class Cut:
         slopes = [s.take(torch.arange(len(group)) % n, n) for s in self.slopes]
         inputs = self.batch.take(torch.tensor(group)).inputs
         return outputs(self.objective, inputs, numbers or self.before, buffers, slopes)
+
+
+def _in_turn(order: list[int], first: int, second: int) -> list[list[int]]:
+    """Groups of two sizes by turns; the last ones begin again at the first sample, so that they are whole."""
+    groups: list[list[int]] = []
+    start = 0
+    while start < len(order) or len(groups) < 2:
+        size = second if len(groups) % 2 else first
+        groups.append([order[i % len(order)] for i in range(start, start + size)])
+        start += size
+    return groups
 
 
 def check_picked(whole: Pass, part: Pass, index: Tensor, known: Known, seed: int, what: str) -> None:

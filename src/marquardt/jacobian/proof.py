@@ -198,7 +198,7 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
     if new:
         if len(proof.seen) >= SEEN:
             proof.seen.clear()
-        proof.seen[seen] = not J.forward.hooks and _sure(J)  # a hook may do something else the next time
+        proof.seen[seen] = _sure(J)
     proof.quiet = EVERY - 1
     w, tolerance = J.random(), tolerances.of_rules(J.forward.coarsest)
     wrong: list[Tensor] = []
@@ -223,6 +223,8 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
 def _sure(J: Jacobian) -> bool:
     """Whether the samples are where the proof has them by the structure of the graph alone."""
     proof, forward = J.forward.known.proof, J.forward
+    if forward.hooks:  # which may do something else the next time
+        return False
     if J.N == 1:
         return True
     if not {"vmap", "parts"}.isdisjoint(proof.general.values()):  # these take single samples for all that there is

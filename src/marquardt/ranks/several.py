@@ -16,6 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if dist.is_available():
+    # Its functions have the default group as an argument, that of when it is first imported: by torch.optim, after
+    # init_process_group(). Then they would keep the group alive when it is destroyed (see Several).
+    import torch.distributed.nn.functional
+
 from ..deferred import agreeing
 from .base import BLOCK_ROWS, Item, Key, OtherRank, RankError, Ranks
 from .sending import packed, unpacked
