@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -90,14 +90,22 @@ def draw(numbers: Callable[[int], Tensor], seed: int, like: Tensor) -> Tensor:
     return place
 
 
+def ungraded() -> AbstractContextManager[None]:
+    """torch.no_grad(), which costs as much as a small operation, where a step is not within it already"""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
 def floats(*tensors: Tensor) -> list[float]:
     """What several 0-dimensional tensors hold, in one synchronisation"""
+    if tensors[0].device.type == "cpu":  # nothing to wait for
+        found = [t.item() for t in tensors]
+        return found if _current.agree is None else agreed(found)
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     order = [i for dtype in dtypes for i, t in enumerate(tensors) if t.dtype == dtype]
     # Tensors of one precision at a time: each conversion by itself would be a kernel.
     parts = [torch.stack([t for t in tensors if t.dtype == dtype]).double() for dtype in dtypes]
-    found = dict(zip(order, torch.cat(parts).tolist(), strict=True))
-    return agreed([found[i] for i in range(len(tensors))])
+    each = dict(zip(order, torch.cat(parts).tolist(), strict=True))
+    return agreed([each[i] for i in range(len(tensors))])
 
 
 def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:

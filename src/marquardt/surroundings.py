@@ -61,6 +61,13 @@ def surely(undo: Callable[[], object]) -> None:
         raise raised
 
 
+class Leavable:
+    """A context manager that leaves its block as often as it is told to, amid its own `__enter__` and `__exit__` too."""
+
+    def leave(self) -> None:
+        raise NotImplementedError
+
+
 class Surroundings:
     """The settings of this thread, and of the program as far as steps change them."""
 
@@ -201,11 +208,13 @@ def _left(error: BaseException | None) -> None:
         trace = each.__traceback__
         while trace is not None:
             frame, trace = trace.tb_frame, trace.tb_next
-            if frame.f_code.co_filename == contextlib.__file__ and frame.f_code.co_name in ("__enter__", "__exit__"):
+            if frame.f_code.co_name in ("__enter__", "__exit__"):
                 manager = frame.f_locals.get("self")
-                if isinstance(manager, contextlib._GeneratorContextManager):
-                    with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):
+                    if isinstance(manager, contextlib._GeneratorContextManager):
                         manager.gen.close()
+                    elif isinstance(manager, Leavable):
+                        manager.leave()
 
 
 # Of torch. Much of it has no public name; tests/test_surroundings.py looks for it in the torch at hand.

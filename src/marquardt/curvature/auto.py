@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 
 import torch
 
@@ -14,7 +15,6 @@ from ..jacobian.known import Coupled, RowByRow
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.rows import Rows, Sampled
 from ..memory import Exhausted, out_of_memory
-from ..model.checks import coupled
 from ..plain import WAY_OUT, short
 from .contract import Curvature, Interchangeable, Representation, check_chunk, check_inertia
 from .cost import Cost, Shapes, in_gradients, step
@@ -133,7 +133,20 @@ class Auto(Interchangeable):
         self, lin: Linearization, plan: Plan | None, rows: Rows | None = None, steady: bool | None = None
     ) -> tuple[Representation, Plan]:
         """The last plan, while the shapes are the same and so are the data, or not; otherwise another one."""
-        kind = lin.single, coupled(lin.objective.model) is not None
+        known, form = lin.known, lin.start.form
+        now = (plan, self, steady, rows, form, lin.form)  # all that was looked at when it was made
+        if known.chosen is not None and lin.form is not None:
+            *before, there, picked = known.chosen
+            if all(map(is_, now[:-1], before)) and there == lin.form:
+                return picked, plan
+        found, made = self._chosen(lin, plan, rows, steady)
+        known.chosen = (made, *now[1:], found)
+        return found, made
+
+    def _chosen(
+        self, lin: Linearization, plan: Plan | None, rows: Rows | None, steady: bool | None
+    ) -> tuple[Representation, Plan]:
+        kind = lin.single, lin.start.form.coupled is not None
         other_kind = plan is not None and plan.shapes is not None and (plan.shapes.single, plan.couples) != kind
         if plan is None or plan.options != self._options or other_kind:
             plan = Plan(self._options)

@@ -101,7 +101,8 @@ class DenseCurvature(Curvature):
         super().__init__(lin)
         self.beta, self.small = inertia, small
         self._past: Tensor | None = None
-        self._weight = torch.zeros(())  # of the past in the average
+        self._weight: Tensor | None = None  # of the past in the average
+        self._batches: Tensor | None = None  # that it is of
         self._keeps = inertia > 0
         self._formed: Callable[[], Tensor] | None = None  # waits for J̃ᵀJ̃ of all ranks
         self._G: Tensor | None = None
@@ -130,21 +131,23 @@ class DenseCurvature(Curvature):
     def _form(self, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Tensor]:
         """ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks and the ranks, in that precision from the same rows. The
         matrix is on its way while this rank goes on."""
-        lin, device = self.lin, self.parameters.device
-        G = torch.zeros(lin.n, lin.n, dtype=dtype, device=device)
-        g = torch.zeros(lin.n, dtype=dtype, device=device)
+        lin, device, n = self.lin, self.parameters.device, self.lin.n
+        G = torch.zeros(n, n, dtype=dtype, device=device)
+        g = torch.zeros(n, dtype=dtype, device=device)
         for piece in lin.pieces():
             u = None if piece.u is None else piece.u.to(dtype)  # (R, N)
-            if lin.n <= self.small:  # one product: there is nothing to save but calls
+            if n <= self.small:  # one product: there is nothing to save but calls
                 rows = piece.dense(dtype)  # (m, n)
                 G.addmm_(rows.T, rows)
                 if u is not None:
                     g.addmv_(rows.T, u.flatten())
             else:
                 self._add_blocks(G, g, piece.blocks, u)
-        whole = lin.ranks.sum_later(G.mul_(lin.scale))
-        g = lin.ranks.sum(g.mul_(lin.scale))
-        return whole, g if lin.remainder is None else g + lin.remainder
+        scale, h = lin.scale, lin.remainder
+        whole, g = lin.ranks.sum_later(G.mul_(scale)), g.mul_(scale)
+        if lin.ranks.several:
+            g = lin.ranks.sum(g)
+        return whole, g if h is None else g + h
 
     @property
     def gradient(self) -> Tensor:
@@ -207,11 +210,14 @@ class DenseCurvature(Curvature):
                     G[q, p] += product[across, along].T
 
     def _mixed(self, G: Tensor) -> Tensor:
-        return G if self._past is None else G.lerp_(self._past.to(G.dtype), self._weight.to(G))
+        if self._past is None or self._weight is None:
+            return G
+        return G.lerp_(self._past.to(G.dtype), self._weight.to(G))
 
     def recall(self, past: Past | None, same_data: bool) -> None:
         self._keeps = self.beta > 0 and not same_data
-        self._batches = torch.ones((), dtype=torch.float64, device=self.parameters.device)
+        if self._keeps:
+            self._batches = torch.ones((), dtype=torch.float64, device=self.parameters.device)
         if self._keeps and past is not None and "G" in past:
             # Short memory at first, so that the very first batch, at weights of no interest, does not linger.
             G, k = self.G, past["batches"]
@@ -221,7 +227,7 @@ class DenseCurvature(Curvature):
         self.averaged = self._keeps
 
     def keep(self) -> Past | None:
-        return {"G": self.G, "batches": self._batches} if self._keeps else None
+        return {"G": self.G, "batches": self._batches} if self._keeps and self._batches is not None else None
 
     @property
     def _by_rows(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from ..memory import out_of_memory
@@ -56,11 +56,16 @@ class Jacobian:
 
     def gradients(self, edges: Sequence[GradientEdge], w: Tensor) -> tuple[Tensor | None, ...]:
         """Of z·w at these edges, None if z does not depend on one: (N, *out)"""
-        self.ranks.same("a backward pass")
+        if self.ranks.several:
+            self.ranks.same("a backward pass")
         # Where a pass ends, torch takes the gradient after the tensor's hook, and where it goes on before it: with the
         # parameters it goes on behind all edges, whichever they are.
         wanted: Sequence[Any] = [*edges, *self.parameters.tensors] if self.forward.watch.hooks else edges
-        return torch.autograd.grad(self.forward.graph, wanted, w, retain_graph=True, allow_unused=True)[: len(edges)]
+        # torch.autograd.grad but for its checks, which cost as much as the backward pass of a small network.
+        found: tuple[Tensor | None, ...] = _engine_run_backward(
+            (self.forward.graph,), (w,), True, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+        )
+        return found[: len(edges)]
 
     def deltas(self, edges: Mapping[Key, GradientEdge], samples: Sequence[slice] = ()) -> dict[Key, Tensor | None]:
         """δ: gradients of the R rows of every sample at each of these edges, (R, *output), or of some samples only."""
@@ -75,7 +80,7 @@ class Jacobian:
 
     def _deltas(self, edges: Mapping[Key, GradientEdge], S: Tensor) -> Sequence[Tensor | None]:
         graph, known, wanted = self.forward.graph, self.forward.known, list(edges.values())
-        if len(S) == 1:
+        if S.shape[0] == 1:
             return [None if d is None else d[None] for d in self.gradients(wanted, S[0])]
         # On a CPU one backward pass after the other is faster, and weights are gathered in ordinary ones alone.
         if known.batched_rows and S.is_cuda and not self.ranks.several and not self.forward.watch.hooks:

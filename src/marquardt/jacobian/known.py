@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
 
 from ..layers.places import Place
 from ..layers.watch import Layout
+from ..model.walk import Anatomy, anatomy
 from .objective import Totals
 
+Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by these
 Site = tuple[int, int]  # a node of the graph by its number, and an input of it
 
 
@@ -62,9 +67,14 @@ class Coupled(ValueError):
 class Known:
     """Of one model, for one optimizer."""
 
+    anatomy: Anatomy | None = None  # of the model when it was last looked at
     proof: Proof = field(default_factory=Proof)  # of the last piece
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     proofs: dict[object, Proof] = field(default_factory=dict)  # by how the model is called
+    # What was made of a plan, with all that was looked at then, see Auto.choose
+    chosen: tuple[Any, ...] | None = None
+    # By all that decides how the rows are found: calls that share parameters, by these, and what proofs are kept by.
+    ways: dict[object, tuple[Groups, object]] = field(default_factory=dict)
     walks: set[object] = field(default_factory=set)  # ways of calling it in which the graph decides too
     linear: set[object] = field(default_factory=set)  # hooks and functions whose backward passes are linear
     random: set[object] = field(default_factory=set)  # modes of the modules in which the model draws random numbers
@@ -82,3 +92,8 @@ class Known:
     batched_trials: dict[object, bool] = field(default_factory=dict)
     # By what shows of a pass through part of a batch: whether the structure of its graph keeps the samples apart.
     parts: dict[object, bool] = field(default_factory=dict)
+
+    def look(self, model: nn.Module) -> Anatomy:
+        """The model as it is now: the same object while nothing has changed."""
+        self.anatomy = found = anatomy(model, self.anatomy)
+        return found

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules import module as every_module
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from .. import tolerances
 from ..deferred import recording
-from ..layers.graph import Node
+from ..layers.graph import LEAF_NODE, Node
 from ..memory import out_of_memory
-from ..model.batch import modes
 from ..model.parameters import named_parameters
 from .passes import REENTRANT, UNRELATED, Pass
 
@@ -46,7 +45,7 @@ FUNCTIONS = (
     f"within needs a tolerance relative to the gradient it is given); {WAY_OUT}"
 )
 
-Leaf: Any = get_gradient_edge(torch.empty(0, requires_grad=True)).node.__class__  # of parameters and inputs
+Leaf = LEAF_NODE  # of parameters and inputs
 Pull = Callable[[Tensor], Sequence[Tensor | None]]
 
 
@@ -56,6 +55,9 @@ def check_backward(forward: Pass, again: bool = False) -> None:
     if recording():
         return
     ranks, known = forward.objective.parameters.ranks, forward.known
+    way = forward.walk.structure, forward.hooks, forward.form.modes
+    if way in known.linear and not again and not ranks.several:
+        return
     nodes, index = forward.walk.nodes, forward.walk.index
     functions = _functions(nodes)
     reached = {id(node.variable) for node in nodes if type(node) is Leaf} & index.keys()
@@ -65,9 +67,11 @@ def check_backward(forward: Pass, again: bool = False) -> None:
         _check_reach(forward, functions)
         raise ValueError(UNRELATED)
     if ranks.all(not (forward.hooks or functions)):
+        known.linear.add(way)
         return
-    key = modes(forward.objective.model), forward.hooks, tuple(node.name() for node in functions)
+    key = forward.form.modes, forward.hooks, tuple(node.name() for node in functions)
     if ranks.all(key in known.linear and not again):
+        known.linear.add(way)
         return
     with torch.random.fork_rng([forward.z.device] if forward.z.is_cuda else []):
         if not ranks.several:
@@ -83,7 +87,7 @@ def check_backward(forward: Pass, again: bool = False) -> None:
 def _check_recomputed(forward: Pass) -> None:
     """Layers behind torch.utils.checkpoint with inputs that need no gradient, as the first ones have: if it is the
     reentrant one they are not in the graph at all, and nothing tells but its warning."""
-    known, key = forward.known, ("recomputed", modes(forward.objective.model), forward.walk.structure)
+    known, key = forward.known, ("recomputed", forward.form.modes, forward.walk.structure)
     if key in known.linear or forward.objective.parameters.ranks.several:
         return
     with warnings.catch_warnings(record=True) as told, torch.enable_grad():  # the model may differentiate itself

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -104,6 +104,11 @@ class Linearization:
         other.share = self.share
         return other
 
+    @cached_property
+    def form(self) -> object:
+        """Of the one batch, if there is one, see Batch.form"""
+        return next(iter(self.batches)).form if self.in_one and not self.share.ranks.several else None
+
     @property
     def n(self) -> int:
         return self.parameters.whole.n
@@ -119,7 +124,8 @@ class Linearization:
         return self.single and self.end.same_buffers(self.start)
 
     def moment(self) -> Moment:
-        return Moment(self.objective.model, self.parameters.device, self.chance)
+        form = self.known.look(self.objective.model)
+        return Moment(self.objective.model, self.parameters.device, self.chance, form)
 
     # The pieces.
 
@@ -136,14 +142,20 @@ class Linearization:
             for part in parts:
                 yield part, cut, part is parts[-1]
 
-    def piece(self, batch: Batch, number: int, rows: Rows | None = None, *, graph: bool | None = None) -> Piece:
-        """A part of the batch linearised at θ, with the random numbers that come next."""
+    def piece(
+        self, batch: Batch, number: int, rows: Rows | None = None, *, graph: bool | None = None,
+        before: Moment | None = None,
+    ) -> Piece:  # fmt: skip
+        """A part of the batch linearised at θ, with the random numbers that come next: `before` is this moment, if that
+        is known."""
         graph = self.needs.graph if graph is None else graph
         seed = self.share.seed(number, self.needs.chunk)
         rows = self.rows_kind if rows is None else rows
         kind = Piece if self.parameters.shards is None else ShardedPiece
-        with twice_differentiable(self.objective.model) if graph else nullcontext():
-            return kind(self.objective, batch, rows, self.known, self.chance, seed, graph)
+        if not graph:
+            return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
+        with twice_differentiable(self.objective.model):
+            return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
 
     def rewind(self) -> None:
         """Parameters, buffers and random numbers as they were before the first piece."""
@@ -159,8 +171,8 @@ class Linearization:
         """The only piece: for representations that come back to the rows."""
         if self._open is None:
             self.rewind()
-            (batch,) = self.cut()
-            self._open = piece = self.piece(batch, 0)
+            (batch,) = self.batches
+            self._open = piece = self.piece(batch, 0, before=self.start)
             if self._totals is None:
                 self._remember(piece)
                 self._conclude(piece.totals)
@@ -246,7 +258,8 @@ class Linearization:
             raise ValueError(
                 "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
             )
-        self._totals, self.end = totals, self.moment()
+        unchanged = self._open is not None and self._open.whole.after is self.start
+        self._totals, self.end = totals, self.start if unchanged else self.moment()
 
     def _remember(self, piece: Piece) -> None:
         """What repeats this piece as it was; for several batches bounded memory comes first."""

@@ -55,14 +55,24 @@ class Objective:
         self.penalty = Penalty(self.parameters, weights, towards) if weights.any else None
         self.autocast = Autocast.of_caller(self.parameters.device)
         self.given = loss
+        self.eager = False  # whether compiled code is called as it was before, see model.kernels.uncompiled
+        self.pools = True  # whether there may be max-pools
         self.sums: Tensor | None = None  # what the loss must know of all data, see Loss.sums
 
     def called(self, inputs: Any, model: Callable[..., Any] | None = None) -> Any:
         """What the model returns, or one that was made of it, in float32 at least."""
-        self._gather(inputs)
-        slow = self.parameters.device.type == "cpu" and not torch.is_grad_enabled() and model is None
-        with Largest() if slow else nullcontext(), self.autocast(), uncompiled():
-            return full(forward(self.model if model is None else model, inputs))
+        return full(self.raw(inputs, model))
+
+    def raw(self, inputs: Any, model: Callable[..., Any] | None = None) -> Any:
+        """What the model returns, as it is"""
+        if self.parameters.shards is not None:
+            self._gather(inputs)
+        slow = self.pools and self.parameters.device.type == "cpu" and not torch.is_grad_enabled() and model is None
+        called = self.model if model is None else model
+        if self.eager and not (slow or self.autocast.enabled or torch.is_autocast_enabled(self.autocast.device)):
+            return forward(called, inputs)
+        with Largest() if slow else nullcontext(), self.autocast(), nullcontext() if self.eager else uncompiled():
+            return forward(called, inputs)
 
     def _gather(self, inputs: Any) -> None:
         """All ranks are about to pass through the modules whose parameters are sharded: there none can be waited for in

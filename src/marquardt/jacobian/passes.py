@@ -14,12 +14,11 @@ from ..layers.unrolled import Refused
 from ..layers.watch import Watch
 from ..memory import unless_interrupted
 from ..model.batch import Batch
-from ..model.batch import modes as modes_of
 from ..model.kernels import open_cells
 from ..model.misfit import FAILURES, explained
+from ..model.precision import full
 from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
-from ..model.walk import held, hooks
 from .known import Known
 from .objective import Objective
 
@@ -35,11 +34,12 @@ class Pass:
 
     def __init__(
         self, objective: Objective, batch: Batch, known: Known, chance: Chance, *, once: bool = False,
-        slopes: Sequence[Slopes] | None = None, joined: bool = False,
+        slopes: Sequence[Slopes] | None = None, joined: bool = False, before: Moment | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.chance = objective, batch, known, chance
         self.joined = joined  # whether all samples are one in the graph
-        self.before = self.moment()
+        self.form = form = known.look(objective.model) if before is None else before.form
+        self.before = self.moment() if before is None else before
         batch.check()
         versions = batch.versions()
         try:
@@ -55,13 +55,15 @@ class Pass:
             )
         if not z.requires_grad:
             raise ValueError(UNRELATED)
+        objective.pools = self.objective.pools = self.watch.pools
         # RReLU draws for negative inputs only: there may be some at a trial point though there are none here.
         chance.drawn = chance.drawn or bool(self.watch.slopes)
-        self.forward_hooks, backward = hooks(objective.model)
-        self.hooks = (*backward, *self.watch.hooks)  # that backward passes call
-        self.after = self.moment()
+        self.form = form = known.look(objective.model)  # which a pass may change
+        self.forward_hooks, self.hooks = form.forward_hooks, (*form.backward_hooks, *self.watch.hooks)
+        # Where nothing was drawn and there are no buffers, all is as before.
+        self.after = self.moment() if chance.drawn or form.buffered or self.before.buffers else self.before
         self.slopes = self.watch.slopes if slopes is None else slopes
-        self.z, self.N = z.detach(), len(z)
+        self.z, self.N = z.detach(), z.shape[0]
         self.coarsest = self.watch.coarsest  # of all dtypes that the model computes with
         self._graph: Tensor | None = self._together(z)
         self._walk: Walk | None = None
@@ -71,17 +73,16 @@ class Pass:
         return self.objective.loss.sums(self.z, self.batch.targets, self.batch.weight)
 
     def moment(self) -> Moment:
-        return Moment(self.objective.model, self.objective.parameters.device, self.chance)
+        return Moment(self.objective.model, self.objective.parameters.device, self.chance, self.form)
 
     def _forward(self, slopes: Sequence[Slopes] | None, once: bool) -> tuple[Tensor, Watch]:
         """`once`: for several rows of a sample, which are differentiated once only"""
         self.chance.untold = not self.chance.drawn
         try:
-            model, params = self.objective.model, self.objective.parameters.whole.tensors
-            with open_cells(model), torch.enable_grad():
-                with Watch(params, slopes, once) as watch:
-                    raw = self.objective.called(self.batch.inputs)
-                self.objective, z = self.objective.taken(raw, self.batch)
+            with torch.enable_grad():
+                with Watch(self.objective.parameters.whole.index, slopes, once) as watch:
+                    raw = self._raw()
+                self.objective, z = self.objective.taken(full(raw), self.batch)
         except Refused:
             self.known.unrolls = False
             self._notice_chance()
@@ -89,6 +90,12 @@ class Pass:
             return self._forward(slopes, False)
         self._notice_chance()  # after a pass that failed there is nothing to look for: what it drew is taken back
         return z, watch
+
+    def _raw(self) -> Any:
+        if not self.form.has_lstm:
+            return self.objective.raw(self.batch.inputs)
+        with open_cells(self.objective.model):
+            return self.objective.raw(self.batch.inputs)
 
     def again(self, once: bool) -> None:
         """The graph in the other form."""
@@ -98,15 +105,17 @@ class Pass:
         self._graph = self._together(z)
 
     def _together(self, z: Tensor) -> Tensor:
+        if not self.joined:
+            return z
         with torch.enable_grad():
-            return z[None] if self.joined else z
+            return z[None]
 
     def _notice_chance(self) -> None:
         """Whether it was the model that drew random numbers. The state of a generator does not tell, for other threads
         draw from the same: if it has changed, the model is called again and its operations are asked."""
         alike = self.objective.parameters.ranks.all  # ranks that share the weights make the same passes
         if not (self.chance.drawn or alike(not self.before.drew_since())):
-            here, modes = self.moment(), modes_of(self.objective.model)
+            here, modes = self.moment(), self.form.modes
             self.chance.drawn = modes in self.known.random or not alike(not self._draws())
             if self.chance.drawn:
                 self.known.random.add(modes)
@@ -134,8 +143,8 @@ class Pass:
     def walk(self) -> Walk:
         """The nodes of that graph."""
         if self._walk is None:
-            params = self.objective.parameters.whole.tensors
-            self._walk = Walk(self.graph, params, held(self.objective.model))
+            whole = self.objective.parameters.whole
+            self._walk = Walk(self.graph, whole.tensors, self.form.tensors, whole.index)
         return self._walk
 
     @property

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..deferred import read, recording
+from ..deferred import read, recording, ungraded
 from ..layers import Block
 from ..layers.watch import grouped
 from ..losses.proof import prove
@@ -16,7 +16,7 @@ from ..memory import out_of_memory
 from ..model.batch import Batch, tensors
 from ..model.checks import check_coupling
 from ..model.parameters import named_parameters
-from ..model.randomness import Chance
+from ..model.randomness import Chance, Moment
 from ..model.shards import own_part
 from .cut import check_picked
 from .jacobian import Jacobian
@@ -36,18 +36,19 @@ class Piece:
     """
 
     def __init__(
-        self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: Seed, keep_graph: bool
-    ) -> None:
+        self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: Seed, keep_graph: bool,
+        before: Moment | None = None,
+    ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
         once = self._unrolls(known.rows_per_sample)
-        self.whole = Pass(objective, batch, known, chance, once=once, joined=rows.joined)
+        self.whole = Pass(objective, batch, known, chance, once=once, joined=rows.joined, before=before)
         self.objective = objective = self.whole.objective
         check_backward(self.whole)
         self.z, self.N = self.whole.z, self.whole.N
         objective.loss.check(self.z, batch.targets, batch.weight, part=True)
         seed = seed if batch.samples == self.N else seed.apart()
         index = rows.pick(self.N, seed)
-        with torch.no_grad():
+        with ungraded():
             if index is None:
                 self.cotangents = drawn(rows, objective.loss, self.z, batch, seed)
             else:
@@ -173,7 +174,7 @@ class Piece:
         if self._blocks is None:
             _ = self.h  # while there is a graph
             forward = self.jacobian.forward
-            with torch.no_grad():
+            with ungraded():
                 try:
                     self._blocks, self.inert = blocks_of(self.jacobian)
                 except Exception as error:

@@ -17,12 +17,11 @@ from ..layers.unrolled import Refused
 from ..layers.uses import Glimpse, block_of
 from ..layers.watch import LAYOUTS, Layout, grouped
 from ..memory import out_of_memory
-from ..model.batch import modes
 from ..model.checks import check_coupling
 from ..model.parameters import flat
 from .comparison import Comparison
 from .jacobian import PATHS, Jacobian
-from .known import Map, Proof, RowByRow
+from .known import Groups, Map, Proof, RowByRow
 from .linearity import check_backward
 from .mapping import find
 
@@ -35,20 +34,18 @@ EVERY = 8
 # Ways of calling the model whose proofs are kept, and of each kinds of passes that were compared.
 KEPT, SEEN = 64, 1024
 
-Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by these
-
-
 def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     """The columns of J̃ by layer, and the parameters without influence; None if these rows cannot tell. Ranks that share
     the weights find the same, for they make the same passes."""
-    known, model, calls = J.forward.known, J.forward.objective.model, J.forward.watch.calls
+    known, model = J.forward.known, J.forward.objective.model
     J.shorten()
-    groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
-    base = _signature(J, groups)
+    groups, base = _grouped(J)
     signature = _with_uses(J, base)
     if not recording():
         known.only_slopes = not J.forward.chance.drawn or _draws_slopes_only(J)
-    proven = recording() or J.ranks.all(signature in known.proofs)
+    proven = recording() or signature in known.proofs
+    if J.ranks.several:
+        proven = J.ranks.all(proven)
     if recording() and known.proof.map is not None and known.proofs.get(signature) is not known.proof:
         raise RuntimeError("the graph of the recorded pass is not the one that was proven")
     if not proven and J.ranks.all(not bool(J.S.any())):  # all weights are zero: that proves nothing
@@ -78,15 +75,23 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     return blocks, set(known.proof.inert)
 
 
-def _signature(J: Jacobian, groups: Groups) -> object:
-    """All that decides which code finds the rows: the calls of layers, and the graph. In a batch of one sample every
-    layout is right: what is proven there holds for no other."""
-    watch, N = J.forward.watch, J.N
-    fits = tuple(call.fits(N) for call in watch.calls)
-    pooled = tuple(call.kept is not None for call in watch.calls)
-    kind = (N == 1, J.R == 1, watch.unrolled, pooled, J.forward.coarsest, J.parameters.dtype)
-    modes_of = modes(J.forward.objective.model)
-    return J.forward.walk.structure, tuple(groups), fits, kind, modes_of, J.forward.chance.drawn, J.forward.hooks
+def _grouped(J: Jacobian) -> tuple[Groups, object]:
+    """Calls that share parameters, by these, and the signature: all that decides which code finds the rows, the calls
+    of layers and the graph. In a batch of one sample every layout is right: what is proven there holds for no other."""
+    forward, watch, known, N = J.forward, J.forward.watch, J.forward.known, J.N
+    walk, kind = forward.walk, (J.R == 1, watch.unrolled, forward.coarsest, J.parameters.dtype)
+    same = kind, forward.form.modes, forward.chance.drawn, forward.hooks
+    way = walk.structure, walk.sizes, N, same, tuple(watch.ways)
+    if way in known.ways:
+        return known.ways[way]
+    calls = watch.calls
+    groups = {tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})): g for g in grouped(calls)}
+    fits = tuple(call.fits(N) for call in calls)
+    pooled = tuple(call.kept is not None for call in calls)
+    if len(known.ways) >= SEEN:
+        known.ways.clear()
+    known.ways[way] = found = groups, (walk.structure, tuple(groups), fits, N == 1, pooled, same)
+    return found
 
 
 def _with_uses(J: Jacobian, base: object) -> object:
@@ -97,6 +102,8 @@ def _with_uses(J: Jacobian, base: object) -> object:
 def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
     """The blocks of all parameters, each by the way that is proven for it."""
     calls, params, proof = J.forward.watch.calls, J.parameters.tensors, J.forward.known.proof
+    if not proof.general and len(proof.layouts) == len(groups):
+        return _by_rules(J, groups)
     wanted = [i for key, members in groups.items() if key in proof.layouts for i in members]
     indices = {i for i, path in proof.general.items() if path == "graph"}
     uses = [] if proof.map is None else _uses(J, proof.map, indices)
@@ -109,6 +116,18 @@ def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
     glimpses = [] if proof.map is None else _glimpses(J, uses, proof.map, seen)
     blocks += [_by_graph(J, i, glimpses) for i in sorted(indices)]
     return blocks + _others(J)
+
+
+def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
+    """The blocks where every parameter has a rule."""
+    calls, proof = J.forward.watch.calls, J.forward.known.proof
+    deltas = J.deltas({("call", i): call.edge for i, call in enumerate(calls)})
+    blocks: list[Block] = []
+    for key, layout in proof.layouts.items():
+        members = groups[key]
+        block = assemble([calls[i] for i in members], [deltas["call", i] for i in members], J.N, layout)
+        blocks += (block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N),)
+    return blocks
 
 
 def _uses(J: Jacobian, where: Map, indices: Collection[int]) -> list[Use]:
@@ -163,6 +182,8 @@ def _without_inert(J: Jacobian, blocks: list[Block]) -> tuple[list[Block], bool]
     """The blocks, with zero in the columns of the parameters without influence, and whether one of them has some
     now: a bias before InstanceNorm may gain it through an activation between the two."""
     index, limits = J.parameters.index, J.forward.known.proof.inert
+    if not limits and not J.ranks.several:
+        return blocks, False
     found: list[Block] = []
     influential: list[Tensor] = []
     for block in blocks:
@@ -189,10 +210,14 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
     """
     proof, index = J.forward.known.proof, J.parameters.index
     seen = J.forward.seen
-    new = not J.ranks.all(seen in proof.seen)
-    doubtful = new or not J.ranks.all(proof.seen[seen])
-    some = [b for b in blocks if doubtful or b.columns <= GUARDED]
-    if (proof.quiet and not doubtful) or not some:
+    new = seen not in proof.seen
+    if J.ranks.several:
+        new = not J.ranks.all(not new)
+    doubtful = new or not proof.seen[seen]
+    if J.ranks.several:
+        doubtful = not J.ranks.all(not doubtful)
+    some = [] if proof.quiet and not doubtful else [b for b in blocks if doubtful or b.columns <= GUARDED]
+    if not some:
         proof.quiet = max(0, proof.quiet - 1)
         return True
     if new:

@@ -53,6 +53,10 @@ class Share:
     def seed(self, piece: int, chunk: int | None) -> Seed:
         """For the random numbers of one piece. Of one batch they belong to the samples, however it is cut."""
         number = self.step + piece * self.ranks.size + self.ranks.rank
+        if self.single and chunk is None and not self.ranks.several:
+            (batch,) = self.batches
+            samples = batch.samples
+            return Seed(number, self.step, 0, samples) if samples else Seed(number)
         if not self.single or not self.own:
             return Seed(number)
         first = sum(self._counts[: self.ranks.rank]) + piece * (chunk or 0)

@@ -54,6 +54,26 @@ class Bilinear(Block):
         return Bilinear(a if weight is not None else a[..., :0], delta, weight, bias, self.one)
 
     def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        if self.P == 1 and self.m * self.G * self.O * self.I <= SLAB:
+            return iter(self._at_once(dtype))
+        return self._one_by_one(dtype)
+
+    def _at_once(self, dtype: torch.dtype) -> list[tuple[slice, Tensor]]:
+        """The rows of one position, if they are few"""
+        a, delta = self.factors
+        delta = delta[:, :, 0].to(dtype)  # (R, N, G, O)
+        found: list[tuple[slice, Tensor]] = []
+        columns = 0
+        if self.weight is not None:
+            piece = (delta[..., None] * a[:, 0, :, None].to(dtype)).reshape(self.m, -1)
+            columns = piece.shape[1]
+            found += ((slice(0, columns), piece),)
+        if self.bias is not None:
+            piece = delta.reshape(self.m, -1)
+            found += ((slice(columns, columns + piece.shape[1]), self._times_one(piece)),)
+        return found
+
+    def _one_by_one(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         start = 0
         for g, o in self._pieces() if self.weight is not None else ():
             piece = self._outer(self.delta[:, :, :, g, o].to(dtype), self.a[:, :, g].to(dtype))

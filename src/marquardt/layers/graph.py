@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..memory import out_of_memory
 from .nodes import COPIES, NODES, PICKING, UNSURE, VIEWS, Form
@@ -66,47 +67,60 @@ class Use:
 class Walk:
     """All nodes behind z, each after those that it leads to."""
 
-    def __init__(self, z: Tensor, params: Sequence[Tensor], others: Iterable[Tensor] = ()) -> None:
-        self.index = {id(p): i for i, p in enumerate(params)}
-        self.others = {id(p) for p in others}  # leaves that depend on no sample either
+    def __init__(
+        self, z: Tensor, params: Sequence[Tensor], others: Iterable[Tensor] = (), index: dict[int, int] | None = None
+    ) -> None:
+        self.index = {id(p): i for i, p in enumerate(params)} if index is None else index
+        self._held = others
         self.root: tuple[Node, int] = (z.grad_fn, z.output_nr)
         self.nodes: list[Node] = []
         self._read()
 
+    @cached_property
+    def others(self) -> set[int]:
+        """Leaves that depend on no sample either"""
+        return {id(p) for p in self._held}
+
     def _read(self) -> None:
-        """Every step reads the whole graph: so this is one loop."""
+        """Every step reads the whole graph: so this is one loop, that calls nothing it need not."""
         index, nodes = self.index, self.nodes
         kinds: list[object] = [self.root[1]]  # what each node does, with what, in their order
         sizes: list[object] = []  # dimensions and sizes that they have noted
         edges_of: dict[Node, Any] = {}
         numbers: dict[Node | None, int] = {None: -1}
+        number = 0
         stack = [node for node in self.root[:1] if node is not None]  # the outputs may be a parameter itself
         while stack:
             node = stack[-1]
-            edges = edges_of.get(node)
-            if edges is None:
+            if node not in edges_of:
                 edges = edges_of[node] = node.next_functions
                 if edges:
-                    stack += [child for child, _ in edges if child is not None and child not in edges_of]
+                    for child, _ in edges:
+                        if child is not None and child not in edges_of:
+                            stack += (child,)
                     continue
-            stack.pop()
+            del stack[-1]
             if node in numbers:
                 continue
-            numbers[node] = len(nodes)
-            nodes.append(node)
+            edges = edges_of[node]
+            numbers[node] = number
+            number += 1
+            nodes += (node,)
             kind = node.__class__
-            noted = NOTED.get(kind)
-            if noted is None:
+            if kind in NOTED:
+                noted = NOTED[kind]
+            else:
                 kind, noted = _noted(node)
-            kinds.append(kind)
+            kinds += (kind,)
             for child, k in edges:
-                kinds.append((numbers[child], k) if k else numbers[child])
+                kinds += ((numbers[child], k) if k else numbers[child],)
             for name in noted:
                 value = getattr(node, name)
                 if value.__class__ is not float:
-                    sizes.append(repr(value) if value.__class__ is list else value)
-            if not edges and node.name() == LEAF:
-                kinds.append(index.get(id(node.variable), -1))
+                    sizes += (repr(value) if value.__class__ is list else value,)
+            if kind is LEAF_NODE:
+                variable = id(node.variable)
+                kinds += (index[variable] if variable in index else -1,)
         # Numbers for all of it: of the sizes without what is in the tensors.
         self.structure, self.sizes = hash(tuple(kinds)), hash(tuple(sizes))
 
@@ -147,6 +161,7 @@ class Walk:
 
 
 LEAF = "torch::autograd::AccumulateGrad"
+LEAF_NODE: Any = get_gradient_edge(torch.empty(0, requires_grad=True)).node.__class__
 
 # By the class of a node: what it has noted beside tensors, which to read would unpack, and beside factors.
 NOTED: dict[type, list[str]] = {}

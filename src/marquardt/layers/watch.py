@@ -37,18 +37,34 @@ class Misfit(Exception):
 class Call:
     """One use of trainable parameters by a layer that has a rule."""
 
+    kept: Kept | None = None  # if δ is taken of a max-pool behind it: which outputs the pool keeps
+
     def __init__(self, operand: Operand, edge: GradientEdge, shape: Sequence[int]) -> None:
         self.operand = operand
-        self.edge = edge  # where δ is taken: of its output, or of a max-pool behind it, and then
-        self.kept: Kept | None = None  # which outputs the pool keeps
+        self.edge = edge  # where δ is taken: of its output, or of a max-pool behind it
         self.shape = shape  # of its output
-        self.outputs = outputs = math.prod(shape)  # numbers at its output
-        self.inputs = operand.x.numel()  # numbers in a
-        if operand.window is not None and operand.weight is not None:
-            self.inputs = outputs // len(operand.weight) * operand.window
         self.version = operand.x._version
-        self.params = [p for p in (operand.weight, operand.bias) if p is not None]
-        self.is_lookup = not operand.x.is_floating_point()
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for p in (self.operand.weight, self.operand.bias) if p is not None]
+
+    @property
+    def is_lookup(self) -> bool:
+        return not self.operand.x.dtype.is_floating_point
+
+    @property
+    def outputs(self) -> int:
+        """Numbers at its output"""
+        return math.prod(self.shape)
+
+    @property
+    def inputs(self) -> int:
+        """Numbers in a"""
+        o = self.operand
+        if o.window is not None and o.weight is not None:
+            return self.outputs // len(o.weight) * o.window
+        return o.x.numel()
 
     def sizes(self, N: int) -> tuple[float, int, int, int, bool]:
         """Positions per sample, groups, inputs and outputs of each: what its work depends on."""
@@ -109,12 +125,15 @@ class Call:
 
 
 def _bilinear(o: Operand, a: Tensor, delta: Tensor, N: int, layout: Layout) -> Bilinear:
-    a, delta = layout(a, o.lead, N, 0), layout(o.delta(delta), o.lead, N, 1)
-    if a.ndim < 4 or delta.ndim < 5:
-        raise Misfit(f"a has {a.ndim} dimensions and δ {delta.ndim}, too few for (N, P, G, I) and (R, N, P, G, O)")
-    # A layer multiplies in the precision of its outputs.
-    a = (a if o.weight is not None else a[..., :0]).to(delta.dtype).flatten(1, -3)  # (N, P, G, I)
-    delta = delta.flatten(2, -3)  # (R, N, P, G, O)
+    delta, plain = o.delta(delta), o.lead == 1 and layout.name == "first"  # then they are as they shall be
+    if not (plain and a.ndim == 4 and delta.ndim == 5):
+        a, delta = layout(a, o.lead, N, 0), layout(delta, o.lead, N, 1)
+        if a.ndim < 4 or delta.ndim < 5:
+            raise Misfit(f"a has {a.ndim} dimensions and δ {delta.ndim}, too few for (N, P, G, I) and (R, N, P, G, O)")
+        a, delta = a.flatten(1, -3), delta.flatten(2, -3)  # (N, P, G, I), (R, N, P, G, O)
+    a = a if o.weight is not None else a[..., :0]
+    if a.dtype is not delta.dtype:
+        a = a.to(delta.dtype)  # a layer multiplies in the precision of its outputs
     numbers = math.prod(a.shape[2:]) * delta.shape[-1]
     if o.weight is not None and (a.shape[:3] != delta.shape[1:4] or numbers != o.weight.numel()):
         raise Misfit("a and δ are not those of a weight of this size")
@@ -126,15 +145,16 @@ class Watch(TorchFunctionMode):
 
     def __init__(
         self,
-        params: Iterable[Tensor],
+        params: Iterable[Tensor] | dict[int, int],
         known: Sequence[Slopes] | None = None,
         once: bool = False,
     ) -> None:
         super().__init__()
         self.once = once  # the graph is differentiated once only, for several rows of a sample
         self.known = None if known is None else iter(known)  # slopes to take instead of drawing some
-        self.trainable = {id(p) for p in params}
+        self.trainable = params if isinstance(params, dict) else {id(p): i for i, p in enumerate(params)}
         self.calls: list[Call] = []
+        self.ways: list[object] = []  # of each call: its parameters, by number, and what its layout depends on
         self.slopes: list[Slopes] = []
         self.functions: list[object] = []  # that were called, those of what is not differentiated among them
         self.convolves = False  # whether there is a convolution that might have a backward pass of our own,
@@ -142,13 +162,29 @@ class Watch(TorchFunctionMode):
         self.pools = False  # whether there is a max-pool
         self.hooks: list[object] = []  # of tensors, which the forward pass has set, and of nodes, which it may have set
         self.coarsest = torch.float64  # of all dtypes that the model computes with
-        self.numbers = 0  # at the outputs of all functions
+        self.shapes: list[Sequence[int]] = []  # of the outputs of all functions
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        self.functions.append(func)
+        kwargs = {} if kwargs is None else kwargs
+        self.functions += (func,)
+        if func in SPECIAL:
+            out = self._special(func, args, kwargs)
+            if func in REPLACED:
+                return out
+        else:
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self.shapes += (out.shape,)
+            if out.dtype is not self.coarsest and out.dtype.is_floating_point:
+                self.coarsest = max(out.dtype, self.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
+            if func in RULES and out.requires_grad:
+                self._called(func, args, kwargs, out)
+        return out
+
+    def _special(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Functions that are entered, replaced, or of which more is noted"""
         if func is F.multi_head_attention_forward:
             with self:
                 return _attention(*args, **kwargs)
@@ -160,20 +196,28 @@ class Watch(TorchFunctionMode):
         self.convolves = self.convolves or func is F.conv2d
         self.unrolled = self.unrolled or out is not None
         self.pools = self.pools or func in MAX_POOLS
-        if out is None:
-            out = func(*args, **kwargs)
-        if isinstance(out, Tensor):
-            self.numbers += out.numel()
-            if out.dtype is not self.coarsest and out.is_floating_point():
-                self.coarsest = max(out.dtype, self.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
-        if func in RULES and isinstance(out, Tensor) and out.requires_grad:
-            operand = _operand(func, args, kwargs)
-            if operand is not None:
-                operand = operand._replace(weight=self._own(operand.weight), bias=self._own(operand.bias))
-                if operand.weight is not None or operand.bias is not None:
-                    # The edge, not the tensor: an in-place activation may overwrite the tensor.
-                    self.calls.append(Call(operand, get_gradient_edge(out), out.shape))
-        return out
+        return func(*args, **kwargs) if out is None else out
+
+    def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> None:
+        """A call of a layer, if a parameter of it trains. The edge, not the tensor: an in-place activation may overwrite
+        the tensor."""
+        operand = _operand(func, args, kwargs)
+        if operand is None:
+            return
+        weight, bias, trainable = operand.weight, operand.bias, self.trainable
+        i = None if weight is None else trainable.get(id(weight))
+        j = None if bias is None else trainable.get(id(bias))
+        if i is None and j is None:
+            return
+        if (i is None and weight is not None) or (j is None and bias is not None):
+            operand = operand._replace(weight=None if i is None else weight, bias=None if j is None else bias)
+        self.calls += (Call(operand, GradientEdge(out.grad_fn, out.output_nr), out.shape),)  # type: ignore[arg-type]
+        self.ways += ((i, j, operand.lead, operand.x.shape),)
+
+    @property
+    def numbers(self) -> int:
+        """At the outputs of all functions"""
+        return sum(map(math.prod, self.shapes))
 
     def shorten(self, result: Tensor) -> None:
         """δ behind a max-pool in the place of δ before it, which is mostly zero."""
@@ -182,9 +226,6 @@ class Watch(TorchFunctionMode):
             for call in self.calls:
                 if call.kept is None and (found := behind(call.edge, call.shape, using)) is not None:
                     call.edge, call.kept = found
-
-    def _own(self, p: Tensor | None) -> Tensor | None:
-        return p if p is not None and id(p) in self.trainable else None
 
     def _rrelu(
         self, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
@@ -213,6 +254,10 @@ def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 # What a forward pass sets a hook with: that of a tensor, or that of its node.
 HOOKING = {Tensor.register_hook, Tensor.grad_fn.__get__}  # type: ignore[union-attr]
+
+# What others stand for, and all of which more is noted than that it was called.
+REPLACED = {F.multi_head_attention_forward, F.rrelu}
+SPECIAL = {*REPLACED, *HOOKING, *MAX_POOLS, F.conv2d}
 
 
 def _hook(func: Callable[..., Any], tensor: Tensor, hook: object = None, *_: object) -> object:
@@ -273,7 +318,7 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, lay
     if not blocks:
         return None
     first, *others = blocks
-    if len({call.kind for call in calls}) == 1:
+    if len(calls) == 1 or len({call.kind for call in calls}) == 1:
         one = first.beside(others) if others else first
         return written(one) if type(one) is Bilinear else one
     # A weight that different layers share: add its columns up.

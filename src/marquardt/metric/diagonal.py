@@ -158,6 +158,8 @@ class Diagonal(Metric):
 
     def like(self, other: Diagonal) -> bool:
         """Whether both have the same factors, of the same shapes"""
+        if self._parts is None or other._parts is None:
+            return self._parts is other._parts
         mine, theirs = ([[f.shape for f in part.factors] for part in d._parts or ()] for d in (self, other))
         return mine == theirs
 

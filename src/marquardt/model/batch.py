@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from .precision import full
-from .walk import submodules
+from .walk import Anatomy
 
 # What holds no samples, whatever the model makes of it.
 PLAIN = (
@@ -30,14 +30,18 @@ def opaque(t: Any) -> bool:
     return not (isinstance(t, (Tensor, *PLAIN)) or hasattr(t, "__array__") or inspect.isroutine(t))
 
 
-def tensors(item: Any, depth: int = 3) -> Iterator[Tensor]:
+def tensors(item: Any, depth: int = 3) -> list[Tensor]:
     """The tensors in it, also those in the attributes of objects, which may hold others (a PyG graph: two levels)."""
+    if isinstance(item, Tensor):
+        return [item]
+    found: list[Tensor] = []
     for t in tree_leaves(item):
         if isinstance(t, Tensor):
-            yield t
+            found.append(t)
         elif depth and opaque(t):
             slots = [getattr(t, name, None) for kind in type(t).__mro__ for name in getattr(kind, "__slots__", ())]
-            yield from tensors([getattr(t, "__dict__", None), slots], depth - 1)
+            found += tensors([getattr(t, "__dict__", None), slots], depth - 1)
+    return found
 
 
 def leaves(item: Any) -> list[Any]:
@@ -58,41 +62,57 @@ class Batch:
     weight: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("targets", "weight"):
-            object.__setattr__(self, name, full(getattr(self, name)))
-        for name in ("inputs", "targets"):
-            item = getattr(self, name)
-            if isinstance(item, (dict, UserDict)):
-                object.__setattr__(self, name, dict(item))
+        for name, item in (("inputs", self.inputs), ("targets", self.targets), ("weight", self.weight)):
+            found = item if name == "inputs" else full(item)
+            if found.__class__ is not Tensor and isinstance(found, (dict, UserDict)):
+                found = dict(found)
+            if found is not item:
+                object.__setattr__(self, name, found)
 
     def check(self) -> None:
         """Inputs that no model can take a batch from, and tensors that autograd refuses."""
-        for name in ("inputs", "targets", "weight"):
-            if any(t.is_inference() for t in tensors(getattr(self, name))):
+        for name, item in (("inputs", self.inputs), ("targets", self.targets), ("weight", self.weight)):
+            if item is not None and any([t.is_inference() for t in tensors(item)]):
                 raise ValueError(
                     f"the {name} were made under torch.inference_mode(), and autograd does not take them: make them "
                     "outside of it, or clone them there: .clone()"
                 )
-        if isinstance(self.inputs, (tuple, list, dict)):
+        if isinstance(self.inputs, Tensor):
+            if self.inputs.ndim == 0:
+                raise ValueError("the inputs have shape (): the first dimension must be the samples, as in (N, …)")
+        elif isinstance(self.inputs, (tuple, list, dict)):
             found = leaves(self.inputs)
             if found and not any(isinstance(t, Tensor) or opaque(t) for t in found):
                 raise TypeError(
                     f"the inputs are a {type(self.inputs).__name__} without a tensor: use torch.as_tensor()"
                 )
-        elif not isinstance(self.inputs, Tensor):
-            if not opaque(self.inputs):
-                raise TypeError(f"the inputs are {type(self.inputs).__name__}, not a tensor: use torch.as_tensor()")
-        elif self.inputs.ndim == 0:
-            raise ValueError("the inputs have shape (): the first dimension must be the samples, as in (N, …)")
+        elif not opaque(self.inputs):
+            raise TypeError(f"the inputs are {type(self.inputs).__name__}, not a tensor: use torch.as_tensor()")
 
     def versions(self) -> list[tuple[int, int]]:
         """What an operation in place would change, or another tensor in the place of an object's attribute."""
         return [(id(t), t._version) for t in tensors(self.inputs)]
 
+    @property
+    def form(self) -> object:
+        """Shapes, dtypes and devices; None if there is an object that may hold more than tensors"""
+        found: list[object] = []
+        for item in (self.inputs, self.targets, self.weight):
+            if isinstance(item, Tensor):
+                found += (item.shape, item.dtype, item.device)
+            elif item is None:
+                found += (None,)
+            else:
+                leaves, spec = tree_flatten(item)
+                if not all(isinstance(t, (Tensor, *PLAIN)) for t in leaves):
+                    return None
+                found += (spec, *((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves))
+        return found
+
     def checksum(self) -> Tensor | float:
         """One number for the targets, or for the inputs where there are none."""
-        found = next(tensors([self.targets, self.inputs]), None)
-        return 0.0 if found is None else found.sum(dtype=torch.float64)
+        found = tensors([self.targets, self.inputs])
+        return found[0].sum(dtype=torch.float64) if found else 0.0
 
     @property
     def opaque(self) -> bool:
@@ -104,7 +124,7 @@ class Batch:
         """0 where it is not known before the model is called."""
         # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
         if isinstance(self.targets, Tensor) and self.targets.ndim:
-            return len(self.targets)
+            return self.targets.shape[0]
         items = [self.targets] if self.opaque else [self.targets, self.inputs]
         return next((len(t) for t in tree_leaves(items) if isinstance(t, Tensor) and t.ndim), 0)
 
@@ -209,6 +229,5 @@ def forward(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def modes(model: nn.Module) -> tuple[object, ...]:
-    """Of its modules: what they do, and whether in training. A model may take other ways, and draw other numbers, in
-    another mode."""
-    return tuple((m.training, type(m).forward) for m in submodules(model))
+    """See Anatomy.modes"""
+    return Anatomy(model).modes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..ranks import of
 from .precision import wide
 from .shards import check_sharded, let_go, sharded
-from .walk import held, submodules
+from .walk import Anatomy, held
 
 # What keeps several copies or parts of a model, on devices or ranks.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
@@ -120,12 +120,7 @@ def check_whole(model: nn.Module) -> None:
 
 def coupled(model: nn.Module) -> str | None:
     """The name of a layer that makes the samples of a batch depend on each other."""
-    found = {id(m) for m in submodules(model) if isinstance(m, nn.modules.batchnorm._BatchNorm) and _couples(m)}
-    return next((name for name, m in model.named_modules() if id(m) in found), None) if found else None
-
-
-def _couples(layer: nn.Module) -> bool:
-    return layer.training or getattr(layer, "running_mean", None) is None
+    return Anatomy(model).coupled
 
 
 def check_coupling(model: nn.Module) -> None:

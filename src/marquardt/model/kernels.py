@@ -6,13 +6,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..surroundings import back_afterwards
+from ..surroundings import Leavable, surely
+from .walk import Anatomy
 
 
 class Shared:
@@ -23,12 +24,8 @@ class Shared:
         self.lock, self.held = threading.Lock(), set[object]()  # by those who are inside
         self.before: Any = None
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        entry = object()
-        with back_afterwards(partial(self.leave, entry)):
-            self.enter(entry)
-            yield
+    def __call__(self) -> Held:
+        return Held(self)
 
     def enter(self, entry: object) -> None:
         with self.lock:
@@ -45,6 +42,30 @@ class Shared:
             if self.held == {entry}:
                 self.put(self.before)
             self.held.discard(entry)
+
+
+class Held(Leavable):
+    """A block within which such a setting is made"""
+
+    def __init__(self, setting: Shared) -> None:
+        self.setting = setting
+
+    def leave(self) -> None:
+        self.setting.leave(self)
+
+    def __enter__(self) -> None:
+        try:
+            self.setting.enter(self)
+        except BaseException:
+            surely(self.leave)
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.leave()
+        except BaseException:
+            surely(self.leave)
+            raise
 
 
 def _enabled(backend: Any) -> Shared:
@@ -67,21 +88,24 @@ def _set_attention(each: list[bool]) -> None:
 
 
 def _stance() -> Any:
-    from torch._dynamo import eval_frame
-
-    return eval_frame._stance
+    return sys.modules[DYNAMO]._stance
 
 
 def _set_stance(stance: Any) -> None:
-    from torch._dynamo import eval_frame
+    dynamo: Any = sys.modules[DYNAMO]
+    dynamo._set_stance(_eager(dynamo) if stance is None else stance)
 
-    eval_frame._set_stance(eval_frame.DynamoStance(stance) if isinstance(stance, str) else stance)
+
+@cache
+def _eager(dynamo: Any) -> Any:
+    return dynamo.DynamoStance("force_eager")
 
 
+DYNAMO = "torch._dynamo.eval_frame"
 PLAIN_ATTENTION = Shared(_attention, _set_attention, [True, False, False, False])
 PLAIN_RECURRENCE = _enabled(torch.backends.cudnn)
 OPEN_CELLS = _enabled(torch.backends.mkldnn)
-UNCOMPILED = Shared(_stance, _set_stance, "force_eager")
+UNCOMPILED = Shared(_stance, _set_stance, None)
 
 
 @contextmanager
@@ -95,11 +119,9 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
 def uncompiled() -> AbstractContextManager[object]:
     """The code of a model or of a part of it as it was before torch.compile. What is compiled hides its layers, can be
     differentiated once only, draws random numbers of its own, and would be compiled anew for every way to call it."""
-    return UNCOMPILED() if "torch._dynamo" in sys.modules else nullcontext()
+    return UNCOMPILED() if DYNAMO in sys.modules else nullcontext()
 
 
-@contextmanager
-def open_cells(model: nn.Module) -> Iterator[None]:
+def open_cells(model: nn.Module) -> AbstractContextManager[object]:
     """LSTMs on a CPU whose products are nodes of the graph: those of oneDNN are one node that says nothing."""
-    with OPEN_CELLS() if any(isinstance(m, nn.LSTM) for m in model.modules()) else nullcontext():
-        yield
+    return OPEN_CELLS() if Anatomy(model).has_lstm else nullcontext()

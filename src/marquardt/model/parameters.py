@@ -7,7 +7,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ..deferred import ungraded
 from ..ranks import ALONE, Ranks
 from .precision import wide, widened
 from .shards import Shards, sharded
@@ -76,7 +78,9 @@ class Parameters:
         return self.master.where(rounded == held, held)
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([t.detach().flatten().to(self.dtype) for t in parts])
+        if self.coarse or len(parts) == 1:
+            return torch.cat([t.detach().flatten().to(self.dtype) for t in parts])
+        return _flatten_dense_tensors(parts).detach()
 
     def unrounded(self) -> Tensor | None:
         """θ, if the parameters cannot hold it: (n,)"""
@@ -87,7 +91,7 @@ class Parameters:
         torch.clear_autocast_cache()  # of other weights
         self.let_go()
         self.master = theta if self.coarse else None
-        with torch.no_grad():
+        with ungraded():
             torch._foreach_copy_(self.tensors, self.shaped(theta))
 
     def shift(self, d: Tensor, lr: float) -> None:
@@ -95,7 +99,7 @@ class Parameters:
         if self.coarse:
             return self.assign(self.vector().add_(d, alpha=lr))
         self.let_go()
-        with torch.no_grad():
+        with ungraded():
             torch._foreach_add_(self.tensors, self.shaped(d), alpha=lr)
 
     def recover(self, theta: Tensor) -> None:
@@ -113,12 +117,13 @@ class Parameters:
 
     def split(self, v: Tensor) -> Sequence[Tensor]:
         """By parameter, flat"""
-        parts: Sequence[Tensor] = v.split(self.sizes)
+        parts: Sequence[Tensor] = v.split_with_sizes(self.sizes)
         return parts
 
-    def shaped(self, v: Tensor) -> list[Tensor]:
+    def shaped(self, v: Tensor) -> Sequence[Tensor]:
         """By parameter, in its shape"""
-        return [t.view_as(p) for p, t in zip(self.tensors, self.split(v), strict=True)]
+        parts: Sequence[Tensor] = _unflatten_dense_tensors(v, self.tensors)
+        return parts
 
     def joined(self, grads: Sequence[Tensor | None]) -> Tensor:
         """One vector from gradients by parameter, None for 0: (n,)"""
@@ -184,7 +189,7 @@ class Parameters:
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         """aᵀb: ()"""
-        return self.total(a @ b)
+        return a @ b if self.shards is None else self.total(a @ b)
 
     def norm(self, a: Tensor) -> Tensor:
         """‖a‖: ()"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -37,12 +37,14 @@ class Autocast(NamedTuple):
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False)
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def full(item: Any) -> Any:
     """Tensors of bfloat16 and float16 in float32, also in a dataclass: losses and their derivatives need its digits."""
-    return _full(item) if item is None or isinstance(item, Tensor) else tree_map(_full, item)
+    if item is None:
+        return None
+    return widened(item) if isinstance(item, Tensor) else tree_map(_full, item)
 
 
 def _full(leaf: Any) -> Any:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..deferred import recording
+from ..deferred import recording, ungraded
+from .walk import Anatomy, anatomy
 
 
 class Draws(TorchDispatchMode):
@@ -37,10 +38,12 @@ class Chance:
 
 
 class Moment:
-    """The state that a forward pass changes: random number generators and buffers."""
+    """The state that a forward pass changes: random number generators and buffers. `form` is the model as it is, if
+    that is known."""
 
-    def __init__(self, model: nn.Module, device: torch.device, chance: Chance) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, chance: Chance, form: Anatomy | None = None) -> None:
         self.buffers: list[Any] = []
+        self.form = form = anatomy(model) if form is None else form
         self.device, self.chance = device, chance
         self.cpu: Tensor | None = None
         self.cuda: Tensor | None = None
@@ -49,10 +52,9 @@ class Moment:
         # By name: a forward pass may put another tensor in the place of a buffer, or a first one.
         self.buffers = [
             (module, {name: (b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()})
-            for module in model.modules()
-            if module._buffers
+            for module in form.buffered
         ]
-        self.cpu = torch.get_rng_state()
+        self.cpu = torch.default_generator.get_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def drew_since(self) -> bool:
@@ -61,7 +63,7 @@ class Moment:
             return False
         if self.cuda is not None and not torch.equal(self.cuda, torch.cuda.get_rng_state(self.device)):
             return True
-        return not torch.equal(self.cpu, torch.get_rng_state())
+        return not torch.equal(self.cpu, torch.default_generator.get_state())
 
     def same_buffers(self, other: Moment) -> bool:
         """Whether the buffers are the same tensors with the same values as at another moment."""
@@ -90,8 +92,8 @@ class Moment:
         """As it was; gently where a graph may hold the buffers, which then must not be touched for nothing."""
         if self.cpu is None:
             return
-        if buffers:
-            with torch.no_grad():
+        if buffers and self.buffers:
+            with ungraded():
                 for module, saved in self.buffers:
                     module._buffers.clear()
                     for name, (buffer, value) in saved.items():

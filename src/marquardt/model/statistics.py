@@ -14,14 +14,11 @@ from torch import nn
 from ..surroundings import back_afterwards
 from .batch import Batch, forward
 from .randomness import rng_state, set_rng_state
-from .walk import submodules
-
-Norm = nn.modules.batchnorm._NormBase  # BatchNorm, SyncBatchNorm and InstanceNorm
-
+from .walk import Anatomy, Norm, submodules
 
 def tracking(model: nn.Module) -> list[Norm]:
     """The layers that keep statistics."""
-    return [m for m in submodules(model) if isinstance(m, Norm) and m.running_mean is not None]
+    return Anatomy(model).tracking
 
 
 def counting(model: nn.Module) -> list[Norm]:
