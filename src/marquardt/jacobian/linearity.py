@@ -54,7 +54,7 @@ def check_backward(forward: Pass, again: bool = False) -> None:
     that are linear and that reach the parameters. `again`: though they had when they were seen first."""
     if recording():
         return
-    ranks, known = forward.objective.parameters.ranks, forward.known
+    known, ranks = forward.known, forward.objective.parameters.ranks
     way = forward.walk.structure, forward.hooks, forward.form.modes
     if way in known.linear and not again and not ranks.several:
         return

@@ -258,6 +258,9 @@ class Linearization:
             raise ValueError(
                 "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
             )
+        self._decay = self.objective.decay(totals.normaliser)
+        self._scale = self.objective.loss.scale(totals.normaliser)
+        self._level: Level | None = None
         unchanged = self._open is not None and self._open.whole.after is self.start
         self._totals, self.end = totals, self.start if unchanged else self.moment()
 
@@ -322,14 +325,18 @@ class Linearization:
 
     @property
     def level(self) -> Level:
-        decay = self.decay
-        at_theta = 0.0 if decay is None else floats(decay.value(self.parameters.shaped(self.theta)))[0]
-        return self.objective.level(self.totals(), at_theta)
+        totals, decay = self.totals(), self._decay
+        if self._level is None:
+            at_theta = 0.0 if decay is None else floats(decay.value(self.parameters.shaped(self.theta)))[0]
+            self._level = self.objective.level(totals, at_theta)
+        return self._level
 
     @property
     def decay(self) -> Penalty | None:
         """Weight decay, in the units of f; None if there is none."""
-        return self.objective.decay(self.totals().normaliser)
+        if self._totals is None:
+            self.totals()
+        return self._decay
 
     @property
     def loss(self) -> float:
@@ -338,7 +345,9 @@ class Linearization:
     @property
     def scale(self) -> float:
         """f = scale · Σwℓ, and so g and G, but for weight decay."""
-        return self.objective.loss.scale(self.totals().normaliser)
+        if self._totals is None:
+            self.totals()
+        return self._scale
 
     @property
     def m(self) -> int:

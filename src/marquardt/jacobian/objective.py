@@ -121,6 +121,6 @@ class Objective:
     def level(self, totals: Totals, decay: float = 0.0) -> Level:
         """`decay` is the value of the penalty in the units of f"""
         scale = self.loss.scale(totals.normaliser)
-        value, low, rounding = (x * scale for x in (totals.value, totals.lower_bound, totals.rounding))
+        value, low, rounding = totals.value * scale, totals.lower_bound * scale, totals.rounding * scale
         rounding += torch.finfo(self.parameters.dtype).eps * decay
         return Level(value + decay, low, rounding, totals.normaliser, decay)

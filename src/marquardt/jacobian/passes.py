@@ -65,7 +65,7 @@ class Pass:
         self.slopes = self.watch.slopes if slopes is None else slopes
         self.z, self.N = z.detach(), z.shape[0]
         self.coarsest = self.watch.coarsest  # of all dtypes that the model computes with
-        self._graph: Tensor | None = self._together(z)
+        self._graph: Tensor | None = self._together(z) if joined else z
         self._walk: Walk | None = None
 
     def sums(self) -> Tensor:
@@ -113,8 +113,10 @@ class Pass:
     def _notice_chance(self) -> None:
         """Whether it was the model that drew random numbers. The state of a generator does not tell, for other threads
         draw from the same: if it has changed, the model is called again and its operations are asked."""
-        alike = self.objective.parameters.ranks.all  # ranks that share the weights make the same passes
-        if not (self.chance.drawn or alike(not self.before.drew_since())):
+        ranks = self.objective.parameters.ranks
+        alike = ranks.all  # ranks that share the weights make the same passes
+        drew = not self.chance.drawn and self.before.drew_since()
+        if not self.chance.drawn and (drew or (ranks.several and not alike(not drew))):
             here, modes = self.moment(), self.form.modes
             self.chance.drawn = modes in self.known.random or not alike(not self._draws())
             if self.chance.drawn:

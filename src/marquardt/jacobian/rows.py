@@ -312,7 +312,7 @@ def drawn(rows: Rows, loss: Loss, z: Tensor, batch: Batch, seed: int) -> Cotange
     """What rows of one's own may get wrong is told by name."""
     found = rows.draw(loss, z, batch.targets, batch.weight, seed)
     name = type(rows).__name__
-    if not isinstance(found, Cotangents):
+    if found.__class__ is not Cotangents and not isinstance(found, Cotangents):
         raise TypeError(f"{name}.draw returned {type(found).__name__}: it returns mq.Cotangents(S, u, v)")
     if found.S.shape[1:] != z.shape:
         raise ValueError(f"{name}.draw: S has the shape {tuple(found.S.shape)}, expected (R, *{tuple(z.shape)})")

@@ -175,7 +175,7 @@ class Watch(TorchFunctionMode):
                 return out
         else:
             out = func(*args, **kwargs)
-        if isinstance(out, Tensor):
+        if out.__class__ is Tensor or isinstance(out, Tensor):
             self.shapes += (out.shape,)
             if out.dtype is not self.coarsest and out.dtype.is_floating_point:
                 self.coarsest = max(out.dtype, self.coarsest, key=lambda dtype: torch.finfo(dtype).eps)
@@ -205,8 +205,8 @@ class Watch(TorchFunctionMode):
         if operand is None:
             return
         weight, bias, trainable = operand.weight, operand.bias, self.trainable
-        i = None if weight is None else trainable.get(id(weight))
-        j = None if bias is None else trainable.get(id(bias))
+        i = None if weight is None or (own := id(weight)) not in trainable else trainable[own]
+        j = None if bias is None or (own := id(bias)) not in trainable else trainable[own]
         if i is None and j is None:
             return
         if (i is None and weight is not None) or (j is None and bias is not None):
@@ -246,7 +246,7 @@ def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     except Exception as error:
         name = getattr(func, "__name__", func)
         raise RuntimeError(f"the layer rule of {name} raised {type(error).__name__}: {error}") from error
-    if not isinstance(operand, (Operand, type(None))):
+    if operand.__class__ is not Operand and not isinstance(operand, (Operand, type(None))):
         name, found = getattr(func, "__name__", func), type(operand).__name__
         raise TypeError(f"the layer rule of {name} returned {found}: it returns an Operand, or None")
     return operand

@@ -183,7 +183,7 @@ class Loss(ABC):
         name = type(self).__name__
         if y is None:
             raise TypeError(f"{name} needs targets, got None (a model that returns residuals takes losses.Residual())")
-        if isinstance(y, Tensor) and not y.is_floating_point():
+        if isinstance(y, Tensor) and not y.dtype.is_floating_point:
             raise TypeError(
                 f"targets are {y.dtype}: {name} needs floating-point targets, y.to({z.dtype}) "
                 "(for class labels use cross_entropy)"
@@ -224,8 +224,8 @@ class Loss(ABC):
     def root(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
         """√w S and √w u: SSᵀ = ∂²value/∂z², Su = ∂value/∂z."""
         root_w = None if weight is None else weight.sqrt()
-        S, u = self._shaped("factors", self.factors(z, y), len(z))
-        return Root(weighted(S, root_w), weighted(u, root_w))
+        S, u = self._shaped("factors", self.factors(z, y), z.shape[0])
+        return Root(S, u) if root_w is None else Root(weighted(S, root_w), weighted(u, root_w))
 
     def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
         """Sε for random signs ε (k, N, P, r), drawn in the shape (N, P, r): (k, N, P, C)"""
@@ -240,18 +240,18 @@ class Loss(ABC):
     def empirical(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
         """The gradients of the samples as rows: S = √w ∂ℓ/∂z, u = √w, so that SSᵀ = w ∇ℓ∇ℓᵀ and Su = ∂value/∂z."""
         root_w = None if weight is None else weight.sqrt()
-        S, u = self._shaped("empirical_factors", self.empirical_factors(z, y), len(z))
-        return Root(weighted(S, root_w), weighted(u, root_w))
+        S, u = self._shaped("empirical_factors", self.empirical_factors(z, y), z.shape[0])
+        return Root(S, u) if root_w is None else Root(weighted(S, root_w), weighted(u, root_w))
 
     def _shaped(self, method: str, found: Any, N: int) -> tuple[Tensor, Tensor]:
         """S and u as a loss of one's own has returned them"""
         name = f"{type(self).__name__}.{method}"
-        if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(t, Tensor) for t in found)):
+        if not (isinstance(found, tuple) and len(found) == 2 and found[0].__class__ is found[1].__class__ is Tensor):
             raise TypeError(
                 f"{name} returned {type(found).__name__}: it returns two tensors, S (N, P, C, r) and u (N, P, r)"
             )
         S, u = found
-        if S.ndim != 4 or u.ndim != 3 or len(S) != N or u.shape != (*S.shape[:2], S.shape[3]):
+        if S.ndim != 4 or u.ndim != 3 or S.shape[0] != N or u.shape != (*S.shape[:2], S.shape[3]):
             shapes = tuple(S.shape), tuple(u.shape)
             raise ValueError(
                 f"{name}: S has the shape {shapes[0]} and u {shapes[1]}, expected ({N}, P, C, r) and ({N}, P, r)"
@@ -301,7 +301,10 @@ class Loss(ABC):
             total = self.normaliser(z, y, weight)
             nothing = "every target has weight 0 or is ignored (ignore_index), leave this batch out"
             faults.append(Fault(~(total > 0), total, "the total weight of the batch", nothing))
-        if faults and not ask_here(~torch.stack([fault.bad.any() for fault in faults]).any()):
+        if not faults:
+            return
+        bad = faults[0].bad.any() if len(faults) == 1 else torch.stack([fault.bad.any() for fault in faults]).any()
+        if not ask_here(~bad):
             raise ValueError(str(next(fault for fault in faults if fault.bad.any())))
 
 
@@ -321,11 +324,12 @@ def spread(loss: Loss, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor | 
 
 def check_like(t: Any, z: Tensor, name: str) -> None:
     """t is a tensor with the dtype and device of the outputs."""
-    if not isinstance(t, Tensor):
+    if t.__class__ is not Tensor and not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
     if t.dtype != z.dtype:
         raise TypeError(f"{name}: dtype {t.dtype}, but the outputs are {z.dtype}: use {name}.to({z.dtype})")
-    same_device(t, z, name)
+    if t.device != z.device:
+        same_device(t, z, name)
 
 
 def check_weight(weight: Any, z: Tensor) -> None:

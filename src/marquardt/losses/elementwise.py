@@ -45,9 +45,9 @@ class Elementwise(Loss):
         return self.group(s)[..., None], self.group(self.slope(z, y) / s)
 
     def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
-        z = t if z is None else z
-        lead = t.shape[: t.ndim - z.ndim]
-        return t.reshape(*lead, z.shape[0], math.prod(z.shape[1:]), 1)
+        shape = t.shape if z is None else z.shape
+        lead = t.shape[: t.ndim - len(shape)]
+        return t.reshape(*lead, shape[0], math.prod(shape[1:]), 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

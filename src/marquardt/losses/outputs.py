@@ -50,6 +50,8 @@ def taken(raw: Any, count: int = 1) -> Tensor:
     """z of a single loss: the tensor that the model returns, its `logits`, or the only floating-point tensor in what it
     returns. If the loss takes several outputs, all of them in their order, flattened and side by side: those of a dict
     have names and no order."""
+    if raw.__class__ is Tensor and raw.ndim:
+        return raw  # type: ignore[no-any-return]
     if isinstance(raw, Tensor) and raw.ndim:
         return raw
     found = named(raw)

@@ -89,8 +89,10 @@ class Batch:
         elif not opaque(self.inputs):
             raise TypeError(f"the inputs are {type(self.inputs).__name__}, not a tensor: use torch.as_tensor()")
 
-    def versions(self) -> list[tuple[int, int]]:
+    def versions(self) -> object:
         """What an operation in place would change, or another tensor in the place of an object's attribute."""
+        if self.inputs.__class__ is Tensor:
+            return self.inputs._version
         return [(id(t), t._version) for t in tensors(self.inputs)]
 
     @property
@@ -123,8 +125,9 @@ class Batch:
     def samples(self) -> int:
         """0 where it is not known before the model is called."""
         # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
-        if isinstance(self.targets, Tensor) and self.targets.ndim:
-            return self.targets.shape[0]
+        targets = self.targets
+        if (targets.__class__ is Tensor or isinstance(targets, Tensor)) and targets.ndim:
+            return targets.shape[0]
         items = [self.targets] if self.opaque else [self.targets, self.inputs]
         return next((len(t) for t in tree_leaves(items) if isinstance(t, Tensor) and t.ndim), 0)
 
@@ -221,6 +224,8 @@ def forward(model: Callable[..., Any], inputs: Any) -> Any:
     """model(inputs), for a tensor or an object, a tuple (positional) or a dict (by name)."""
     # Converted weights are kept until the outermost autocast ends, which may be the caller's: they have changed since.
     torch.clear_autocast_cache()
+    if inputs.__class__ is Tensor:
+        return model(inputs)
     if isinstance(inputs, dict):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):

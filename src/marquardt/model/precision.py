@@ -44,6 +44,8 @@ def full(item: Any) -> Any:
     """Tensors of bfloat16 and float16 in float32, also in a dataclass: losses and their derivatives need its digits."""
     if item is None:
         return None
+    if item.__class__ is Tensor:
+        return item.float() if item.dtype in COARSE else item
     return widened(item) if isinstance(item, Tensor) else tree_map(_full, item)
 
 
