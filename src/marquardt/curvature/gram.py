@@ -157,7 +157,7 @@ class GramCurvature(Curvature):
 
     def _blocks(self, piece: Piece) -> list[Block]:
         """The blocks of a piece; where J̃ is small, as one."""
-        if self.lin.m * self.lin.n > self.whole or not self.lin.in_one:
+        if self.whole == 0 or self.lin.m * self.lin.n > self.whole or not self.lin.in_one:
             return piece.blocks
         if self._whole is None:
             self._whole = [Explicit(self.parameters.tensors, piece.dense(self.u.dtype), piece.N)]

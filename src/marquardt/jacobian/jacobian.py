@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
 
 from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from ..memory import out_of_memory
-from .passes import Pass
+from .passes import Pass, gradients
 
 # Ways to the rows of parameters that the graph does not show, fastest first; the first that is proven right is taken.
 PATHS = ("vmap", "parts", "rows", "loop")
@@ -61,11 +61,7 @@ class Jacobian:
         # Where a pass ends, torch takes the gradient after the tensor's hook, and where it goes on before it: with the
         # parameters it goes on behind all edges, whichever they are.
         wanted: Sequence[Any] = [*edges, *self.parameters.tensors] if self.forward.watch.hooks else edges
-        # torch.autograd.grad but for its checks, which cost as much as the backward pass of a small network.
-        found: tuple[Tensor | None, ...] = _engine_run_backward(
-            (self.forward.graph,), (w,), True, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
-        )
-        return found[: len(edges)]
+        return gradients(self.forward.graph, wanted, w)[: len(edges)]
 
     def deltas(self, edges: Mapping[Key, GradientEdge], samples: Sequence[slice] = ()) -> dict[Key, Tensor | None]:
         """δ: gradients of the R rows of every sample at each of these edges, (R, *output), or of some samples only."""

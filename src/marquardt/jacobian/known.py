@@ -86,6 +86,7 @@ class Known:
     may_join: bool = False  # rows of all samples together would do
     unrolls: bool = True  # convolutions may have a backward pass of our own
     rows_per_sample: int = 0  # on the last step
+    exact_rows: tuple[object, object, int] | None = None  # of a sample, by the loss and the shapes of z and the targets
     totals: Totals | None = None  # of the last step
     differentiates: bool = False  # the model differentiates itself: trial points need a graph too
     # Whether forward passes of all trial points at once are right, by how the model is called; missing while unproven.

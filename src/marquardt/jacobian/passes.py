@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from .. import tolerances
 from ..layers.graph import Walk
@@ -167,10 +168,10 @@ class Pass:
 
     def pull(self, w: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:
         """Jᵀw by parameter, None for those that the outputs do not depend on: (N, *out) → like the parameters"""
-        w = w.view_as(self.graph)
-        self.objective.parameters.ranks.same("a backward pass")
+        if (ranks := self.objective.parameters.ranks).several:
+            ranks.same("a backward pass")
         try:
-            grads = torch.autograd.grad(self.graph, params, w, retain_graph=True, allow_unused=True)
+            grads = gradients(self.graph, params, w.view_as(self.graph))
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
@@ -201,6 +202,15 @@ class Pass:
         except Exception as error:  # whatever the model says to a forward pass without gradients
             unless_interrupted(error)
             return False
+
+
+def gradients(z: Tensor, inputs: Sequence[Any], w: Tensor) -> tuple[Tensor | None, ...]:
+    """∂(z·w), None where z does not depend on an input: torch.autograd.grad but for its checks, which cost as much as
+    the backward pass of a small network; the graph stays."""
+    found: tuple[Tensor | None, ...] = _engine_run_backward(
+        (z,), (w,), True, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
 
 
 def again(

@@ -81,7 +81,7 @@ class Turn(NamedTuple):
     @staticmethod
     def joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """X from the parameters, each flat: (…, size) → (…, G, O, I)"""
-        pieces = [part.unflatten(-1, (*shape, -1)) for part in parts]
+        pieces = [part.view(*part.shape[:-1], *shape, -1) for part in parts]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
     def __call__(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -142,7 +142,12 @@ class Layered(Metric):
     def solve(self, x: Tensor, sizes: Sequence[int], *, scaled: bool = True) -> Tensor:
         if scaled:
             x.div_(self.scale)
-        return x.copy_(self.turned_back(self.turned(x, sizes), sizes))
+        pieces = x.split_with_sizes(sizes)
+        for layer, (left, right) in zip(self.layers, self.roots, strict=True):  # D₀⁻¹ = WᵀW
+            parts = [pieces[i] for i in layer.members]
+            X = between(left, Turn.joined(parts, left.shape[:2]), _transposed(right))
+            _spread(between(transposed(left), X, right), parts)
+        return x
 
     def times(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
         return self._by_layer(v, sizes, self._damped).mul_(self.scale)
@@ -168,7 +173,7 @@ class Layered(Metric):
     def _by_layer(self, x: Tensor, sizes: Sequence[int], sides: Iterable[Pair]) -> Tensor:
         """left·X·right in every layer: (…, n) → (…, n)"""
         found = torch.empty_like(x)
-        there, here = found.split(list(sizes), -1), x.split(list(sizes), -1)
+        there, here = found.split_with_sizes(sizes, -1), x.split_with_sizes(sizes, -1)
         for layer, (left, right) in zip(self.layers, sides, strict=True):
             X = Turn.joined([here[i] for i in layer.members], left.shape[:2])
             _spread(between(left, X, right), [there[i] for i in layer.members])
@@ -333,9 +338,15 @@ def _transposed(side: Tensor | None) -> Tensor | None:
 
 def _spread(X: Tensor, out: Sequence[Tensor]) -> None:
     """out ← the parameters of X (…, G, O, I), each flat (…, size)"""
-    widths = [t.shape[-1] // math.prod(X.shape[-3:-1]) for t in out]
-    for t, piece in zip(out, X.split(widths, -1), strict=True):
-        t.copy_(piece.flatten(-3))
+    shape = X.shape[:-1]
+    views = [t.view(*shape, -1) for t in out]
+    if len(out) == 1:
+        views[0].copy_(X)
+        return
+    start = 0
+    for t in views:
+        t.copy_(X[..., start : start + t.shape[-1]])
+        start += t.shape[-1]
 
 
 def side_of(root: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..deferred import ungraded
 from ..ranks import ALONE, Ranks
-from .precision import wide, widened
+from .precision import COARSE, wide, widened
 from .shards import Shards, sharded
 
 # Of sharded parameters this part of all their gradients is formed at once, or that of the largest layer.
@@ -224,6 +224,9 @@ def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
 
 def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
     """One vector from the gradients of some parameters, None for 0"""
+    plain = len(grads) > 1 and all([g is not None and g.dtype is p.dtype for g, p in zip(grads, params, strict=True)])
+    if plain and params[0].dtype not in COARSE and not any([g.is_sparse for g in grads]):  # type: ignore[union-attr]
+        return _flatten_dense_tensors(grads)
     return torch.cat([flat(g, p) for g, p in zip(grads, params, strict=True)])
 
 
