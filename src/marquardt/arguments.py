@@ -61,6 +61,8 @@ def check_ready(model: nn.Module, params: Sequence[Tensor], lr: float, by_sample
 
 def check_batch(inputs: Any, targets: Any) -> None:
     """A closure in the place of the batch, as other optimizers take it, or nothing."""
+    if inputs.__class__ is Tensor:
+        return
     # Not every callable is a closure: a graph of PyG is one too.
     closure = inspect.isroutine(inputs) or isinstance(inputs, (partial, type))
     if closure or (inputs is None and targets is None):

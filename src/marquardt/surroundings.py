@@ -73,12 +73,12 @@ class Surroundings:
 
     def __init__(self) -> None:
         self.tape, self.agree = deferred._current.tape, deferred._current.agree
-        self.filters, self.showing = warnings.filters, {k: vars(warnings).get(k) for k in SHOWING}
-        self.functions = _function_modes()
-        self.dispatch = _dispatch_modes()
+        self.filters, self.showing = warnings.filters, (warnings.showwarning, _show())
+        self.functions = _function_modes() if torch._C._len_torch_function_stack() else []
+        self.dispatch = _dispatch_modes() if torch._C._len_torch_dispatch_stack() else []
         self.functorch = torch._C._functorch.get_dynamic_layer_stack_depth()
         self.level = forward_ad._current_level
-        self.nesting = getattr(sys.modules.get(TRANSFORMS), "JVP_NESTING", 0)
+        self.nesting = _nesting()
         self.grad, self.forward = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         self.autocast = _autocast()
         self.hooks = _top()
@@ -91,7 +91,7 @@ class Surroundings:
         if warnings.filters is not self.filters:
             warnings.filters = self.filters
             getattr(warnings, "_filters_mutated", int)()  # forgets what was decided by the others
-        vars(warnings).update(self.showing)
+        vars(warnings).update(zip(SHOWING, self.showing, strict=True))
         if _function_modes() != self.functions:
             for _ in _function_modes():
                 torch._C._pop_torch_function_stack()
@@ -107,7 +107,7 @@ class Surroundings:
                 setattr(torch.utils._python_dispatch, name, False)
         if torch._C._functorch.get_dynamic_layer_stack_depth() > self.functorch:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self.functorch)
-        if getattr(sys.modules.get(TRANSFORMS), "JVP_NESTING", 0) != self.nesting:
+        if _nesting() != self.nesting:
             sys.modules[TRANSFORMS].JVP_NESTING = self.nesting  # type: ignore[attr-defined]
         self._leave_level()
         torch._C._set_grad_enabled(self.grad)
@@ -226,6 +226,15 @@ DISPATCH_FLAGS = (
 )  # fmt: skip
 
 
+def _nesting() -> int:
+    """How many forward-mode derivatives of torch.func there are around"""
+    return sys.modules[TRANSFORMS].JVP_NESTING if TRANSFORMS in sys.modules else 0  # type: ignore[attr-defined]
+
+
+def _show() -> Any:
+    return getattr(warnings, SHOWING[1], None)
+
+
 def _function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
@@ -238,8 +247,9 @@ def _dispatch_modes() -> list[Any]:
 
 def _autocast() -> tuple[Any, ...]:
     """By kinds of devices, whether weights that it has converted are kept, and how deep in it this is"""
-    kinds = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    each = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    each = [("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))]
+    if torch.cuda.is_initialized():
+        each += (("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),)
     try:
         depth = torch.autocast_increment_nesting() - 1
     finally:

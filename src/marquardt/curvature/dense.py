@@ -196,7 +196,7 @@ class DenseCurvature(Curvature):
             g[here] += part[there]
 
     def _first(self, block: Block) -> int:
-        return min(self.parameters.members(block.params))
+        return min(self.parameters.of(block))
 
     def _ranges(self, blocks: list[Block]) -> list[Range]:
         return self.parameters.ranges(p for block in blocks for p in block.params)

@@ -107,7 +107,7 @@ class EKFACCurvature(KroneckerCurvature):
             found = {i: basis for x, basis in zip(self.layers, self._bases, strict=True) for i in x.members}
             for piece in self.lin.pieces():
                 for block in (b for b in piece.blocks if not b.empty):
-                    basis = found[self.parameters.members(block.params)[0]]
+                    basis = found[self.parameters.of(block)[0]]
                     basis.s = basis.s + self.lin.scale * block.second_moments(basis.left, basis.right)
             for basis, s in zip(self._bases, self.lin.ranks.sums([basis.s for basis in self._bases]), strict=True):
                 basis.s = s

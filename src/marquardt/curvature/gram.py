@@ -202,7 +202,7 @@ class GramCurvature(Curvature):
         """J̃D₀⁻¹J̃ᵀ: (m, m); None is the identity"""
         if D is not None and D.turns:
             self.whole = 0  # to turn a and δ takes less time than to turn rows
-        m = len(self.u)
+        m = self.u.shape[0]
         K = torch.zeros(m, m, dtype=dtype, device=self.u.device)
         # J̃h is wanted with K, and comes along where K is in one piece and D is no more than a number.
         plain = D is None or D.shape is None
@@ -219,13 +219,18 @@ class GramCurvature(Curvature):
         if Jh is not None:
             self._Jh = self.parameters.total(Jh.mul_(self.root))
         for ranks in (self.lin.ranks, self.parameters.ranks):  # that have other rows, or other columns
-            K = ranks.sum_later(K)()
+            if ranks.several:
+                K = ranks.sum_later(K)()
         return K.mul_(self.lin.scale)
 
     def _pairs(self, D: Metric | None) -> Iterator[tuple[slice, slice, list[Block], list[Block]]]:
         """The blocks of K that this rank forms: their rows and columns, and the blocks of J̃D₀^-½ that they are products
         of. All ranks go through all pieces in the same order, and each is sent by the rank that has it."""
         ranks, layout = self.lin.ranks, self.layout
+        if layout.own_sizes == [len(self.u)] and not ranks.several:
+            all_of_them, blocks = slice(0, len(self.u)), self._piece(0, D)
+            yield all_of_them, all_of_them, blocks, blocks
+            return
         turned = D is not None and D.turns  # before it is sent, for that is much work; other metrics are applied after
         for i in range(layout.most):
             left = self._piece(i, D if turned else None) if i < len(layout.own_sizes) else None
@@ -247,16 +252,17 @@ class GramCurvature(Curvature):
         if D is None:
             return blocks
         blocks = together(blocks, D.coupled, D.scale.dtype, self.parameters)
-        return [D.whiten(b, self.parameters.members(b.params)) or b for b in blocks]
+        return [D.whiten(b, self.parameters.of(b)) or b for b in blocks]
 
     def _add_pairs(self, K: Tensor, left: list[Block], right: list[Block], Jh: Tensor | None) -> None:
         """K += J̃J̃'ᵀ of two pieces, and J̃h if it is asked for"""
-        if all(b.empty for b in left) or all(b.empty for b in right):
+        if all([b.empty for b in left]) or all([b.empty for b in right]):
             return  # zero, as with weights that are all zero
-        if len(left) == len(right) and all(a.pairs_with(b) for a, b in zip(left, right, strict=True)):
+        alike = left is right or len(left) == len(right)
+        if left is right or (alike and all([a.pairs_with(b) for a, b in zip(left, right, strict=True)])):
             h = None if Jh is None or self.h is None else self.parameters.split(self.h)
             for a, b in zip(left, right, strict=True):
-                v = None if h is None else [h[i] for i in self.parameters.members(a.params)]
+                v = None if h is None else [h[i] for i in self.parameters.of(a)]
                 a.gram(K, b, None if v is None or Jh is None else Product(v, Jh))
         else:  # samples that take different ways through the model
             K.addmm_(dense(left, K.dtype, self.parameters), dense(right, K.dtype, self.parameters).T)

@@ -175,7 +175,7 @@ class KroneckerCurvature(Curvature):
                     "every sample, rows=mq.Exact(), or curvature=mq.Gram()"
                 )
             for block in (b for b in piece.blocks if not b.empty):
-                key = tuple(self.parameters.members(block.params))
+                key = tuple(self.parameters.of(block))
                 found = block.sums(weight)
                 if found is None:
                     raise NoFactors(

@@ -83,6 +83,7 @@ class Linearization:
         self._h: Tensor | None = None  # remainder of several pieces, in Σ-units
         self._gradient: Tensor | None = None
         self._remainder: Tensor | None = None
+        self._rest: tuple[set[int], Tensor] | None = None  # without these, and with weight decay
         self._pull: Tensor | None = None
         self._open: Piece | None = None
 
@@ -291,6 +292,8 @@ class Linearization:
 
     def common(self, own: set[int]) -> set[int]:
         """The parameters that every rank has among these"""
+        if not self.ranks.several:
+            return own
         if len(set(self.ranks.numbers(zlib.crc32(repr(sorted(own)).encode())))) == 1:
             return own
         return set.intersection(*self.ranks.every(own))
@@ -308,6 +311,7 @@ class Linearization:
         torch.clear_autocast_cache()  # of weights at a trial point, without a graph
         self.parameters.let_go()
         self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = self._pull = None
+        self._rest = None
         self._moments.clear()
         self.slopes.clear()
         self.objectives.clear()
@@ -394,11 +398,15 @@ class Linearization:
         """h = Jᵀv + W(θ − θ₀), the part of g that is not J̃ᵀu: (n,), None means 0"""
         self.totals()
         h = self._h if self._open is None else self._open.h
-        if h is not None and self._remainder is None:
+        if h is None and self._remainder is None:
+            return self.pull
+        if self._remainder is None:
+            assert h is not None
             self._remainder = self.ranks.sum(h * self.scale)
-        if self._remainder is not None:
-            return self.regularised(self.parameters.without(self._remainder, self.inert))
-        return self.pull
+        inert = self.inert
+        if self._rest is None or self._rest[0] != inert:
+            self._rest = inert, self.regularised(self.parameters.without(self._remainder, inert))
+        return self._rest[1]
 
     # To look at.
 

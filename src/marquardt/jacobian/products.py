@@ -16,10 +16,10 @@ def apply(blocks: Iterable[Block], v: Tensor, parameters: Parameters) -> Tensor:
     parts = parameters.split(v)
     total: Tensor | None = None
     for block in blocks:
-        found = block.apply([parts[i] for i in parameters.members(block.params)])
+        found = block.apply([parts[i] for i in parameters.of(block)])
         total = found if total is None else total.add_(found)
     assert total is not None
-    return parameters.total(total)
+    return total if parameters.shards is None else parameters.total(total)
 
 
 def adjoint(blocks: Iterable[Block], w: Tensor, parameters: Parameters) -> Tensor:
@@ -27,7 +27,7 @@ def adjoint(blocks: Iterable[Block], w: Tensor, parameters: Parameters) -> Tenso
     total = torch.empty(parameters.n, dtype=w.dtype, device=w.device)
     parts = parameters.split(total)
     for block in blocks:
-        block.adjoint(w, [parts[i] for i in parameters.members(block.params)])
+        block.adjoint(w, [parts[i] for i in parameters.of(block)])
     return total
 
 
@@ -45,12 +45,12 @@ def scattered(columns: Iterable[tuple[Block, Tensor]], parameters: Parameters) -
 
 def dense(blocks: Sequence[Block], dtype: torch.dtype, parameters: Parameters) -> Tensor:
     """J̃ itself, with the columns in the order of the parameters: (m, n)"""
-    if [id(p) for block in blocks for p in block.params] == [*parameters.index]:  # they are in that order
+    if [i for block in blocks for i in parameters.of(block)] == [*range(len(parameters.sizes))]:  # in that order
         return torch.cat([piece for block in blocks for _, piece in block.slabs(dtype)], 1)
     columns: list[Tensor] = [torch.empty(0)] * len(parameters)
     for block in blocks:
         pieces = block.rows(dtype).split([p.numel() for p in block.params], 1)
-        for i, piece in zip(parameters.members(block.params), pieces, strict=True):
+        for i, piece in zip(parameters.of(block), pieces, strict=True):
             columns[i] = piece
     return torch.cat(columns, 1)
 
@@ -60,8 +60,9 @@ def together(
 ) -> list[Block]:
     """The blocks, with those that share a group of parameters written out as one"""
     found = list(blocks)
-    for group in groups:
-        some = [b for b in found if not set(group).isdisjoint(parameters.members(b.params))]
+    own = {tuple(parameters.of(b)) for b in blocks}
+    for group in (group for group in groups if tuple(group) not in own):
+        some = [b for b in found if not set(group).isdisjoint(parameters.of(b))]
         if len(some) > 1 and not all(b.empty for b in some):
             one = _as_one(some, [parameters.tensors[i] for i in group], dtype)
             found = [b for b in found if all(b is not c for c in some)] + one

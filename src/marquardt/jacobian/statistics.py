@@ -39,7 +39,7 @@ def diagonal(lin: Linearization) -> Tensor:
 def traces(lin: Linearization) -> list[tuple[list[int], Tensor]]:
     """tr J̃ᵀJ̃ of every layer: (its parameters, by number; ())"""
     found = [
-        (tuple(sorted(lin.parameters.members(block.params))), block.trace())
+        (tuple(sorted(lin.parameters.of(block))), block.trace())
         for piece in lin.pieces()
         for block in piece.blocks
         if not block.empty
@@ -62,7 +62,7 @@ def moments(lin: Linearization) -> Iterator[Moments]:
         yield from _summed(lin)
         return
     for block in (b for b in lin.whole().blocks if not b.empty):
-        members = lin.parameters.members(block.params)
+        members = lin.parameters.of(block)
         diagonals = (block.diagonal() * lin.scale).split([lin.parameters.sizes[i] for i in members])
         yield Moments(members, diagonals, block.inputs())
 
@@ -77,7 +77,7 @@ def _summed(lin: Linearization) -> Iterator[Moments]:
         blocks = [b for b in piece.blocks if not b.empty]
         total += piece.N if blocks else 0
         for block in blocks:
-            key, v = tuple(lin.parameters.members(block.params)), block.inputs()
+            key, v = tuple(lin.parameters.of(block)), block.inputs()
             sizes = [lin.parameters.sizes[i] for i in key]
             for i, column in zip(key, block.diagonal().split(sizes), strict=True):
                 columns[i] = columns[i] + column if i in columns else column
@@ -107,21 +107,23 @@ class PartialTraces(NamedTuple):
 def partial_traces(lin: Linearization, pieces: Callable[[], Iterable[Piece]] | None = None) -> PartialTraces:
     """By layers. Parameters that different pieces have in different forms are matrices by themselves."""
     apart: set[int] = set()
-    all_rows = isinstance(lin.rows_kind, (Exact, Empirical))
+    all_rows = lin.rows_kind.__class__ in (Exact, Empirical)
     while True:
         found: dict[tuple[int, ...], LayerSides] = {}
         rows, unlike = 0, set()
         for piece in lin.pieces() if pieces is None else pieces():
             rows += 0 if all_rows else piece.N * piece.exact_rows()
             for layer in _layers(piece, lin.parameters, apart):
-                others = [key for key in found if set(key) & set(layer.members)]
-                unlike |= {i for key in others if not layer.like(found[key]) for i in (*key, *layer.members)}
                 known = found.get(layer.members)
+                if known is None or not layer.like(known):
+                    others = [key for key in found if set(key) & set(layer.members)]
+                    unlike |= {i for key in others if not layer.like(found[key]) for i in (*key, *layer.members)}
                 found[layer.members] = layer if known is None or unlike else known.each(torch.add, layer)
         unlike = unlike_on(lin.ranks, found, unlike)
         if not unlike:
             total = summed(lin.ranks, found, lin.theta)
-            scaled = [layer.each(lambda t: t * lin.scale) for layer in total]
+            scale = lin.scale
+            scaled = [LayerSides(k.members, k.left * scale, None if k.right is None else k.right * scale) for k in total]
             return PartialTraces(scaled, lin.m if all_rows else sum(lin.ranks.numbers(rows)))
         apart |= unlike
 
@@ -151,7 +153,9 @@ def summed(ranks: Ranks, found: dict[tuple[int, ...], LayerSides], like: Tensor)
 
 
 def _layers(piece: Piece, parameters: Parameters, apart: set[int]) -> Iterator[LayerSides]:
-    for block in (b for b in piece.blocks if not b.empty):
-        own = apart.isdisjoint(parameters.members(block.params))
+    for block in piece.blocks:
+        if block.empty:
+            continue
+        own = not apart or apart.isdisjoint(parameters.of(block))
         for params, left, right in block.partial_traces() if own else block.partial_traces_apart():
             yield LayerSides(tuple(parameters.members(params)), left, right)

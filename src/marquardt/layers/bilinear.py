@@ -232,9 +232,10 @@ class Bilinear(Block):
 
     def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
         """(AAᵀ + 1) ∘ ΔΔᵀ, summed over pairs of positions: J̃ is never built."""
-        other = cast(Bilinear, other)
         if self.G > 1:
             return super().gram(K, other, product)
+        if other is not self:
+            other = cast(Bilinear, other)
         pairs, faster = self.m * self.P * other.m * other.P, FASTER if fast(self.factors[0]) else 1
         # Operations of the pairwise form against those of the explicit rows: take the cheaper one.
         explicit = (self.m * other.m + self.m * self.P / faster) * self.O * self.I
@@ -243,8 +244,10 @@ class Bilinear(Block):
             return self._gram_of_rows(K, other, product)
         if product is not None:
             product.add(self)
-        left, right = (block.factors[1].reshape(-1, block.O) for block in (self, other))
-        A, B = (block.factors[0].reshape(block.N * block.P, block.I) for block in (self, other))
+        left, A = self.factors[1].reshape(-1, self.O), self.factors[0].reshape(self.N * self.P, self.I)
+        right, B = left, A
+        if other is not self:
+            right, B = other.factors[1].reshape(-1, other.O), other.factors[0].reshape(other.N * other.P, other.I)
         deltas = times(left, right.T, K.dtype).view(self.R, self.N, self.P, other.R, other.N, other.P)
         inputs = times(A, B.T, K.dtype)  # (N·P, N'·P'), zero where there is no weight (I = 0)
         if self.bias is not None:
@@ -318,7 +321,7 @@ class Bilinear(Block):
         found = Bilinear(
             _mapped(self._with_one(left.dtype), right), _mapped(self.delta.to(left), left), self.weight, None
         )
-        found.params = self.params
+        found.params, found.members = self.params, self.members
         return found
 
     def _with_one(self, dtype: torch.dtype) -> Tensor:
@@ -413,7 +416,9 @@ class Bilinear(Block):
 
 def _mapped(x: Tensor, side: Tensor) -> Tensor:
     """x·sideᵀ in every group: (…, G, d), by a matrix (G, d, d) or the diagonal of one"""
-    return x * side if side.ndim == 2 else torch.einsum("...gi,gji->...gj", x, side)
+    if side.ndim == 2:
+        return x * side
+    return x @ side[0].mT if len(side) == 1 else torch.einsum("...gi,gji->...gj", x, side)
 
 
 def _equal(u: Tensor | None, other: Tensor | None) -> bool:

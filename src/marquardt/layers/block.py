@@ -58,6 +58,7 @@ class Block(ABC):
     """
 
     params: list[Tensor]
+    members: Sequence[int] | None = None  # the numbers of these, see Parameters.of
     m: int
     N: int
     empty = False  # whether its rows are zero by their nature

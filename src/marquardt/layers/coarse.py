@@ -29,6 +29,8 @@ def kernel(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 def times(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """LR as if both were converted to this dtype, which is at least float32: (M, K) (K, L), or many of them"""
+    if left.dtype is right.dtype is dtype:
+        return left @ right
     if dtype == torch.float32 and left.dtype == right.dtype and fast(left):
         return kernel(left, right)
     if dtype == right.dtype == torch.float32 and _apart(left, left.shape[-2]):

@@ -48,16 +48,21 @@ class LayerSides:
     @property
     def trace(self) -> Tensor:
         """By groups: (G,)"""
-        return diagonal_of(self.left).sum(1)
+        return (self.left if self.left.ndim == 2 else self.left.diagonal(0, 1, 2)).sum(1)
 
     @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The shapes of both sides"""
-        return tuple(self.left.shape), None if self.right is None else tuple(self.right.shape)
+        return self.left.shape, None if self.right is None else self.right.shape
 
     def like(self, other: LayerSides) -> bool:
         """Whether both are of the same parameters in the same form"""
-        return self.members == other.members and self.form == other.form
+        right, its = self.right, other.right
+        return (
+            self.members == other.members
+            and self.left.shape == other.left.shape
+            and (right is its if right is None or its is None else right.shape == its.shape)
+        )
 
     def damped(self, gamma: Tensor) -> Pair:
         """left/√t + √γ/π and right/√t + π√γ with π² = O/I, whose mean eigenvalues have the ratio π² then"""
@@ -71,8 +76,8 @@ class LayerSides:
 
     def each(self, change: Callable[..., Tensor], *others: LayerSides) -> LayerSides:
         """Both sides changed, each with that of others of the same form"""
-        left = change(self.left, *(other.left for other in others))
-        right = None if self.right is None else change(self.right, *(other.right for other in others))
+        left = change(self.left, *[other.left for other in others])
+        right = None if self.right is None else change(self.right, *[other.right for other in others])
         return LayerSides(self.members, left, right)
 
 
@@ -88,13 +93,14 @@ class Layered(Metric):
 
     def __init__(
         self, scale: Tensor, layers: Sequence[LayerSides], gamma: Tensor, roots: Sequence[Pair],
-        *, rank: int = 0, batches: Tensor, every: int = 1, early: bool = True,
+        *, rank: int = 0, batches: Tensor, every: int = 1, early: bool = True, sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.scale, self.layers, self.gamma, self.roots = scale, tuple(layers), gamma, tuple(roots)
         self.rank = rank  # of G, the largest so far
         self.batches = batches  # in the running averages: ()
         self.every = every  # steps from one set of roots to the next
         self.early = early  # whether the next step forms its own
+        self._sizes = sizes  # that it is known to fit
 
     @staticmethod
     def of(
@@ -120,7 +126,14 @@ class Layered(Metric):
     def _with(self, scale: Tensor, early: bool) -> Layered:
         return Layered(
             scale, self.layers, self.gamma, self.roots, rank=self.rank, batches=self.batches, every=self.every,
-            early=early,
+            early=early, sizes=self._sizes,
+        )  # fmt: skip
+
+    def averaged(self, layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, every: int) -> Layered:
+        """With the same roots and sides of the same forms, which are averages over one more batch"""
+        return Layered(
+            torch.ones_like(gamma), layers, gamma, self.roots, rank=rank, batches=batches, every=every, early=False,
+            sizes=self._sizes,
         )  # fmt: skip
 
     @property
@@ -218,6 +231,11 @@ class Layered(Metric):
     # As it is saved.
 
     def fits(self, sizes: Sequence[int]) -> bool:
+        if self._sizes is None and self._fits(sizes):
+            self._sizes = list(sizes)
+        return self._sizes is not None and (self._sizes is sizes or self._sizes == list(sizes))
+
+    def _fits(self, sizes: Sequence[int]) -> bool:
         if sorted(i for layer in self.layers for i in layer.members) != list(range(len(sizes))):
             return False
         return all(

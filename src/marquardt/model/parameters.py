@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,13 @@ from .shards import Shards, sharded
 SHARE = 8
 
 Range = tuple[slice, slice]  # columns of θ, columns of some blocks side by side
+
+
+class HasParameters(Protocol):
+    """Columns of J̃, see layers.Block."""
+
+    params: list[Tensor]
+    members: Sequence[int] | None
 
 
 class Parameters:
@@ -132,6 +140,12 @@ class Parameters:
     def members(self, some: Iterable[Tensor]) -> list[int]:
         """The numbers of some parameters"""
         return [self.index[id(p)] for p in some]
+
+    def of(self, block: HasParameters) -> Sequence[int]:
+        """The numbers of those of a block of columns, looked up once"""
+        if block.members is None:
+            block.members = self.members(block.params)
+        return block.members
 
     def slice_of(self, i: int) -> slice:
         return slice(self.starts[i], self.starts[i] + self.sizes[i])

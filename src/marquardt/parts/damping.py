@@ -246,17 +246,17 @@ class KroneckerMetric:
         rank, batches, layers = min(G.parameters.n, found.rows), one(G), found.layers
         if past is not None:
             rank, batches = max(rank, past.rank), past.batches + 1
-            layers = averaged(past.layers, layers, (1 - 1 / batches).clamp(max=self.decay))
+            layers = averaged(past.layers, layers, batches.reciprocal().neg_().add_(1).clamp_(max=self.decay))
         layers = completed(layers, G)
         gamma = self.c * torch.cat([layer.trace for layer in layers]).sum() / rank
         if past is None or past.early or self.every == 1 or not alike(past.layers, layers):
             return Layered.of(layers, gamma, rank, batches, self.every, G.lin.ranks)
-        return Layered(one(G), layers, gamma, past.roots, rank=rank, batches=batches, every=self.every, early=False)
+        return past.averaged(layers, gamma, rank, batches, self.every)
 
 
 def alike(past: Sequence[LayerSides], present: Sequence[LayerSides]) -> bool:
     """Whether what was formed of one can stand for the other"""
-    return len(past) == len(present) and all(a.like(b) for a, b in zip(past, present, strict=True))
+    return len(past) == len(present) and all([a.like(b) for a, b in zip(past, present, strict=True)])
 
 
 def averaged(past: Sequence[LayerSides], present: Sequence[LayerSides], weight: Tensor) -> list[LayerSides]:
@@ -272,7 +272,8 @@ def mix(old: LayerSides, now: LayerSides, weight: Tensor) -> LayerSides:
     """The running average; far larger than the present, the past has less weight."""
     if not old.like(now):
         return now
-    share = (weight * trusted(old.trace, now.trace)).where(now.trace.sum() > 0, 1)  # zeros say nothing
+    then, trace = old.trace, now.trace
+    share = (weight * trusted(then, trace)).where(trace.sum() > 0, 1)  # zeros say nothing
     return now.each(lambda present, past: torch.lerp(present, past, share), old)
 
 

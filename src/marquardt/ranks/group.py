@@ -11,6 +11,8 @@ import torch.distributed as dist
 from .base import ALONE, Ranks
 from .several import Several
 
+AVAILABLE = dist.is_available()
+
 # Every process group has one, whose control group all ranks have made together; it goes when the group is destroyed.
 _made: WeakKeyDictionary[Any, Several] = WeakKeyDictionary()
 
@@ -18,7 +20,7 @@ _made: WeakKeyDictionary[Any, Several] = WeakKeyDictionary()
 def of(group: Any) -> Ranks:
     """None: the default process group, if it has several ranks. False: this process by itself. A process group or a
     DeviceMesh of one dimension: that one, also if it has one rank alone."""
-    if group is False or not dist.is_available():
+    if group is False or not AVAILABLE:
         return ALONE
     if group is None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -42,7 +44,7 @@ def of(group: Any) -> Ranks:
 
 def check_joined(group: Any) -> None:
     """Processes that torchrun has started, and that do not know of each other."""
-    launched = dist.is_available() and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    launched = AVAILABLE and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1
     if launched and group is None and not dist.is_initialized():
         raise RuntimeError(
             f"torchrun has started {os.environ['WORLD_SIZE']} processes, and each would train by itself: call "
