@@ -17,6 +17,9 @@ from .report import Step
 # A step that is predicted to take more seconds than this is announced.
 LONG = 3.0
 
+# How much slower than usual, or faster, a machine is taken for.
+SLOWEST = 10.0
+
 
 class Pace:
     """Corrects predictions by what earlier steps took. It never enters a choice, and is not saved."""
@@ -39,9 +42,10 @@ class Pace:
         """Before the work of a step begins. If nothing is proven yet, that comes on top. One of the ranks `tells`."""
         if plan is None or not plan.seconds:
             return
-        if self.speed is None:
-            self.speed = 1.0 if device.type == "cuda" else probe()
         self._nominal = plan.seconds + (0.0 if proven else plan.proof)
+        if self.speed is None:
+            # How fast the machine is takes some milliseconds to find out: where that can announce something.
+            self.speed = probe() if device.type != "cuda" and SLOWEST * self._nominal > LONG else 1.0
         self.predicted = self.speed * self._nominal
         if tells and self.predicted > LONG and plan != self._announced:
             self._announced = plan
@@ -70,4 +74,4 @@ def probe() -> float:
         x @ x
         times.append(time.perf_counter() - began)
     usual = 2 * 384**3 / USUAL[False].products
-    return min(max(min(times) / usual, 0.1), 10.0)
+    return min(max(min(times) / usual, 1 / SLOWEST), SLOWEST)
