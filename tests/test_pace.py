@@ -15,7 +15,7 @@ import marquardt as mq
 from marquardt import pace
 from marquardt.curvature.plan import Plan
 from marquardt.pace import LONG, Pace
-from marquardt.report import Step
+from marquardt.step import Step
 from support.unchanged import changes, world
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import nn
 
 import marquardt as mq
 from marquardt.metric.layered import EARLY
-from marquardt.recorded import RECORDERS
+from marquardt.recordings import RECORDERS
 from support.recorder import Repeated
 from support.reference import error
 from support.unchanged import same

@@ -12,8 +12,7 @@ from torch import nn
 
 import marquardt as mq
 from marquardt import recordings
-from marquardt.recorded import RECORDERS
-from marquardt.recordings import BEFORE, SLOW, TRIED, Tally
+from marquardt.recordings import BEFORE, RECORDERS, SLOW, TRIED, Tally
 from support.recorder import Repeated
 from support.reference import error
 

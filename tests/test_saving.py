@@ -131,7 +131,7 @@ def test_the_defaults_go_on_bit_for_bit(dtype):
                 vars(replace(step, seconds=0.0, predicted=0.0)), vars(replace(other, seconds=0.0, predicted=0.0))
             )
         assert same(opt.state_dict(), again.state_dict())
-    assert isinstance(opt._state.lag, float)
+    assert isinstance(opt._state.lag.lag, float)
 
 
 def test_a_state_without_the_lag_of_the_average():
@@ -139,7 +139,7 @@ def test_a_state_without_the_lag_of_the_average():
     opt, again = optimizer(), optimizer()
     for i in range(3):
         opt.step(*batch(i))
-    assert opt._state.lag is not None
+    assert opt._state.lag.lag is not None
     state = opt.state_dict()
     state["marquardt"]["lag"] = math.nan
     with pytest.raises(ValueError, match="'lag' is nan"):
@@ -147,8 +147,8 @@ def test_a_state_without_the_lag_of_the_average():
     assert again._state.steps == 0
     del state["marquardt"]["lag"]
     again.load_state_dict(state)
-    assert again._state.lag is None
-    assert not again._state.behind
+    assert again._state.lag.lag is None
+    assert not again._state.lag.behind
 
 
 @pytest.mark.parametrize("version", [VERSION + 1, 0, "2", None])

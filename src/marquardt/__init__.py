@@ -35,7 +35,7 @@ from .parts.line_search import Backtracking, Bracket, Grid
 from .parts.momentum import AdaptiveMomentum, QuadraticMomentum
 from .parts.schedule import Balanced, Constant, GainRatio, RelativeDecrease, TenFold
 from .ranks import RankError
-from .report import Step
+from .step import Step
 from .training import Fit, History, fit
 from .uncertainty import Evidence, Posterior, posterior
 

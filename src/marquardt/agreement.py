@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import brief, users
-from .iteration import Parts
 from .model.checks import coupled
 from .model.parameters import Parameters
 from .ranks import RankError, Ranks
 from .state import State
+from .step import Parts
 
 # Steps from one look at the weights to the next.
 EVERY = 10

@@ -25,7 +25,7 @@ from .model.batch import Batch, forward
 from .model.parameters import changing
 from .model.precision import full
 from .optimizer import LM
-from .report import Step
+from .step import Step
 
 LAST = "last weights"  # of a state_dict
 

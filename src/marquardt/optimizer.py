@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import arguments, iteration
+from . import arguments
 from .agreement import check_alike, take_buffers
 from .arguments import Unscaled, brief, users
-from .attempt import attempt
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
-from .deferred import floats
 from .diagnosis import diagnosed
 from .groups import check_same_rate, grouped, weights
-from .iteration import CONVERGED, Parts, begin, concluded, damped, first_notes, kept, next_lam, reweighted, rows_of
 from .jacobian.known import Coupled, Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective
@@ -42,16 +38,18 @@ from .parts.line_search import Backtracking, LineSearch
 from .parts.momentum import AdaptiveMomentum, Momentum
 from .parts.schedule import Balanced, Schedule
 from .ranks import Ranks, cause, check_joined, of
-from .recorded import RECORDERS, RecordedStep
-from .recordings import Recordings
-from .report import Step, described, report
+from .recordings import RECORDERS, Recordings
 from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .state import State
+from .step import Parts, Step, changed, described, rows_of, take
 from .surroundings import Surroundings, back_afterwards, settled
 from .weights import Weights
 
 # What was found out about the model, and whether it holds the averaged weights: no part of the state.
 OF_THE_MODEL = ("_known", "_recordings", "_pace", "_averaged", "_seen")
+
+
+T = TypeVar("T")
 
 
 class LM(Unscaled, torch.optim.Optimizer):
@@ -181,7 +179,8 @@ class LM(Unscaled, torch.optim.Optimizer):
             arguments.check_batch(inputs, targets)
             if closure is not None:
                 closure()
-            return self._step(inputs if isinstance(inputs, Batches) else [Batch(inputs, targets, weight)], ranks)
+            batches = inputs if isinstance(inputs, Batches) else [Batch(inputs, targets, weight)]
+            return self._guarded(batches, ranks)
 
     def step_over(self, batches: Iterable[Any]) -> Step:
         """One iteration on all batches together, (inputs, targets) or (inputs, targets, weight) each.
@@ -198,47 +197,75 @@ class LM(Unscaled, torch.optim.Optimizer):
         """How the curvature is represented and why; with Auto, once there was a step."""
         return str(self._state.plan or self.curvature)
 
-    def _step(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
-        arguments.check_shards(self.model, self.parts, self.param_groups, single=not isinstance(batches, Batches))
-        arguments.check_ready(self.model, self.params, self.lr, self.curvature.needs.by_sample, self._averaged)
+    # Around the step: by a recording, with a smaller plan, on several ranks, and back to where it was if it fails.
+
+    def _guarded(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
+        parts, single = self.parts, not isinstance(batches, Batches)
+        arguments.check_shards(self.model, parts, self.param_groups, single=single)
+        arguments.check_ready(self.model, self.params, self.lr, parts.curvature.needs.by_sample, self._averaged)
         check_same_rate(self.param_groups)
-        arguments.check_radius(self.radius)
+        if self.radius is not None:
+            arguments.check_radius(self.radius)
         check_joined(self.group)
         if ranks.several:
             others = {"lr": self.lr, "weight decay": self._weights, "attempts": self.attempts, "loss": brief(self.loss)}
-            check_alike(ranks, self.model, Parameters(self.model, self.params), self.parts, self._state, others)
+            check_alike(ranks, self.model, Parameters(self.model, self.params), parts, self._state, others)
         self._pace.begin()
-        return self._pace.end(self._explained(self._taken(batches, ranks), batches, ranks))
-
-    def _taken(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
-        """By a recording, or without; if memory runs out, or rows turn out to be too dear, or samples cannot be taken
-        apart, with another plan."""
-        here = Surroundings()
-        if self._records and isinstance(batches, list) and (step := self._replayed(batches, here)) is not None:
-            return step
+        here, first, step = Surroundings(), self.param_groups[0]["params"][0], None
+        records = first.device.type in RECORDERS and self.capture is not False and not ranks.several
+        if records and isinstance(batches, list):
+            step = self._replayed(parts, batches, here)
         plan = self._state.plan
-        while True:
+        while step is None:
             self._planned = plan
             try:
-                with ranks.together(), ranks.deciding(), self._recordings.plain():
-                    return self._try(batches, ranks, plan, here)
+                with ranks.together(), ranks.deciding():
+                    step = self._try(parts, batches, ranks, plan, here, records)
             except (RuntimeError, Coupled) as error:
-                # Everything is as it was before the step: again, with the next smaller plan, if there is one.
+                # Memory has run out, or rows turn out to be too dear, or samples cannot be taken apart. Everything is
+                # as it was before the step: again, with the next smaller plan, if there is one.
                 plan = self.curvature.smaller(self._planned, cause(error))
                 if plan is None:
                     raise
-            if self.params[0].is_cuda:
-                torch.cuda.empty_cache()
+                if first.is_cuda:
+                    torch.cuda.empty_cache()
+        return self._pace.end(self._explained(step, batches, ranks))
 
-    def _try(self, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None, here: Surroundings) -> Step:
-        """The step, or everything as it was before it, whatever is raised and at whatever moment."""
-        old, parts = self._state, self.parts
+    def _try(
+        self, parts: Parts, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None, here: Surroundings, records: bool
+    ) -> Step:
+        """The step with this plan, or one that is made of it, or everything as it was before."""
+        old = self._state
         lin = Linearization(
             self._objective(), batches, rows_of(parts, plan), parts.curvature.needs,
             known=self._known, seed=old.steps, single=not isinstance(batches, Batches), most=old.most_rows,
             ranks=ranks,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
+
+        def work() -> Step:
+            nonlocal lin
+            with torch.no_grad(), without_autocast(lin.parameters.device.type):
+                steady = old.same_data.steady(old.steps)
+                representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, steady)
+                arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
+                lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
+                self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
+                step, state = take(parts, lin, representation, self._planned, old, self.lr, self.attempts)
+            # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
+            if not step.accepted:
+                before.restore()
+            lin.end.restore(buffers=step.accepted)
+            if ranks.several:
+                if step.accepted and not ranks.all(lin.steady):
+                    take_buffers(ranks, self.model)
+                ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
+            self._known.totals, self._known.steady = lin.totals(), records and lin.steady
+            master, seen = lin.parameters.unrounded(), Seen.of(self.model, batches)
+            if master is not state.master:
+                state = changed(state, master=master)
+            self._state, self._seen = state, seen  # what is raised before it undoes all
+            return step
 
         def undo() -> None:
             if self._state is old:
@@ -247,32 +274,38 @@ class LM(Unscaled, torch.optim.Optimizer):
                 self._known = Known()  # the fault may have struck while this was written
 
         try:
-            with torch.no_grad(), without_autocast(lin.parameters.device.type):
-                representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, old.steady)
-                arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
-                lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
-                self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
-                step, state = self._iterate(lin, representation, self._planned)
-            # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
-            if not step.accepted:
-                before.restore()
-            lin.end.restore(buffers=step.accepted)
-            if ranks.several and step.accepted and not ranks.all(lin.steady):
-                take_buffers(ranks, self.model)
-            ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
-            self._known.totals, self._known.steady = lin.totals(), self._records and lin.steady
-            state, seen = replace(state, master=lin.parameters.unrounded()), Seen.of(self.model, batches)
-            self._state, self._seen = state, seen  # what is raised before it undoes all
-        except BaseException as error:
-            try:
-                here.undone(error, undo)
-            except BaseException:  # a moment before this has begun, or after it
-                here.undone(error, undo)
-                raise
-            raise
+            return whole(here, work, undo)
         finally:
             lin.close()
-        return step
+
+    def _replayed(self, parts: Parts, batches: list[Batch], here: Surroundings) -> Step | None:
+        """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
+        old, device, known = self._state, self.params[0].device, self._known
+        objective, (batch,) = self._objective(), batches
+        recording = self._recordings.of(parts, objective, batch, old, known, self.lr, self.capture is True)
+        if recording is None:
+            return None
+        rng, seen, step = rng_state(device), Seen.of(self.model, batches), None
+
+        def work() -> Step | None:
+            nonlocal step
+            self._pace.expect(old.plan, device, True)
+            recording.run(batch, old, objective)
+            concluded = recording.concluded(old) if self._recordings.confirmed(objective) else None
+            if recording.looks:
+                self._recordings.looked_at(recording)
+            elif concluded is not None:
+                (step, self._state), self._seen = concluded, seen
+            undo()
+            return step
+
+        def undo() -> None:
+            if step is None:
+                self._state = recording.undo(old)
+                if rng is not None:
+                    set_rng_state(device, rng)
+
+        return whole(here, work, undo)
 
     def _explained(self, step: Step, batches: Iterable[Batch], ranks: Ranks) -> Step:
         """A run that has converged says once what may have kept it from learning; of several ranks none has all data"""
@@ -283,7 +316,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             plan = self._state.plan
             chunk = self.curvature.needs.chunk if plan is None or plan.kind is None else plan.chunk
             self._diagnosis = str(diagnosed(self._objective(), batches, chunk))
-        return replace(step, note=f"{step.note}; {self._diagnosis}") if self._diagnosis else step
+        return changed(step, note=f"{step.note}; {self._diagnosis}") if self._diagnosis else step
 
     @property
     def _weights(self) -> Weights:
@@ -292,82 +325,9 @@ class LM(Unscaled, torch.optim.Optimizer):
     def _objective(self) -> Objective:
         return Objective(self.model, self.loss, self.params, self._weights, self._state.towards, self._state.master)
 
-    def _iterate(self, lin: Linearization, representation: Representation, plan: Plan | None) -> tuple[Step, State]:
-        """The algorithm box: the step and the next state; the model ends at the next θ."""
-        parts, G = self.parts, representation.represent(lin)
-        old = reweighted(self._state.like(lin.theta), lin.level, lin.objective)
-        start = begin(old, lin.level, lin.theta.dtype)
-        matrices = damped(parts, G, old, start.same_data)
-        lam, unjudged, notes = old.lam, old.unjudged, first_notes(start, plan)
-        for _ in range(self.attempts):
-            used = start.doubt * lam
-            end = attempt(parts, lin, matrices, start, used, self.lr, notes)
-            unjudged = 0 if end.judgement.judged else unjudged + 1
-            lam = next_lam(parts, start, lam, end, G.averaged, unjudged)
-            if end.rule != "rejected":
-                break
-            if not end.judgement.judged:
-                notes.append("rejected: rounding of the loss hides what the step would gain")
-                break
-            notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
-        if old.overdue(end.loss, start.same_data):
-            end = end._replace(rule="return", d=None, loss=old.haven_loss)
-            notes.append(f"back to where the loss was {old.away} steps ago")
-
-        lin.position.move(end.d, end.lr)
-        state, converged = concluded(parts, start, end, lam, used, lin.theta, unjudged)
-        state = replace(state, plan=plan, most_rows=lin.most)
-        if end.rule == "return" and old.haven is not None:
-            lin.parameters.assign(old.haven)
-            state = iteration.with_mean(parts, replace(state, previous=None), lin.parameters, start.same_data)
-        if end.d is not None:
-            state = kept(parts, state, matrices, end, start)
-            state = iteration.with_mean(parts, state, lin.parameters, start.same_data)
-        decay = 0.0 if lin.decay is None else floats(lin.decay.value(lin.parameters.tensors))[0]
-        step = report(self.loss, start, end, used, [CONVERGED] if converged else notes, converged, decay)
-        return step, replace(state, decay=decay)
-
     @property
     def _ranks(self) -> Ranks:
         return of(self.group)
-
-    @property
-    def _records(self) -> bool:
-        return self.params[0].device.type in RECORDERS and self.capture is not False and not self._ranks.several
-
-    def _replayed(self, batches: list[Batch], here: Surroundings) -> Step | None:
-        """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
-        old, device, forced = self._state, self.params[0].device, self.capture is True
-        objective, batch = self._objective(), batches[0]
-        recording = self._recordings.of(self.parts, objective, batch, old, self._known, self.lr, forced)
-        if recording is None:
-            return None
-        begun, rng, step = self._recordings.clock(), rng_state(device), None
-        seen = Seen.of(self.model, batches)
-
-        def undo(recording: RecordedStep = recording) -> None:
-            if step is None:
-                self._state = recording.undo(old)
-                if rng is not None:
-                    set_rng_state(device, rng)
-
-        try:
-            self._pace.expect(old.plan, device, True)
-            recording.run(batch, old, objective)
-            concluded = recording.concluded(old) if self._recordings.confirmed(objective) else None
-            if concluded is not None and not self._recordings.looks:
-                (step, self._state), self._seen = concluded, seen
-            undo()
-        except BaseException as error:
-            try:
-                here.undone(error, undo)
-            except BaseException:
-                here.undone(error, undo)
-                raise
-            raise
-        del recording, undo  # or its memory would not be free
-        self._recordings.replayed(begun, step is not None, forced)
-        return step
 
     @property
     def parts(self) -> Parts:
@@ -390,7 +350,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         train mode when it was seen; afterwards they are as before."""
         parameters, outer = Parameters(self.model, self.params), self._averaged
         theta = parameters.vector()
-        mean = None if self._state.behind or self.average is None else self._state.mean
+        mean = None if self._state.lag.behind or self.average is None else self._state.mean
         if mean is not None and self._seen is None and tracking(self.model) and not torch.equal(mean.to(theta), theta):
             warnings.warn(
                 "no step was taken since this state was loaded, so that the running statistics of BatchNorm cannot be "
@@ -455,3 +415,16 @@ class LM(Unscaled, torch.optim.Optimizer):
         more += [self._recordings.note] if self._recordings.note else []
         head = f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}"
         return described(head, self.parts, self._state, [options, decay], more)
+
+
+def whole(here: Surroundings, work: Callable[[], T], undo: Callable[[], object]) -> T:
+    """The work, or everything as it was before it, whatever is raised and at whatever moment."""
+    try:
+        return work()
+    except BaseException as error:
+        try:
+            here.undone(error, undo)
+        except BaseException:  # a moment before this has begun, or after it
+            here.undone(error, undo)
+            raise
+        raise

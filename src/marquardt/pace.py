@@ -12,7 +12,7 @@ import torch
 from .arguments import users
 from .curvature.cost import USUAL
 from .curvature.plan import Plan, duration
-from .report import Step
+from .step import Step
 
 # A step that is predicted to take more seconds than this is announced.
 LONG = 3.0

@@ -27,10 +27,10 @@ WAY_OUT = "it is damaged, load an earlier one"
 
 
 def check_fields(kind: Any, found: Any, where: str) -> None:
-    """A dict that has a value for every field of a dataclass that has no default, and no others"""
+    """A dict that has a value for every field of a dataclass that has no default, and no others; or of these fields"""
     if not isinstance(found, dict):
         raise ValueError(f"{where} is {type(found).__name__}, not a dict: {WAY_OUT}")
-    entries = {f.name: f for f in fields(kind)}
+    entries = kind if isinstance(kind, Mapping) else {f.name: f for f in fields(kind)}
     for name in found:
         if name not in entries:
             raise ValueError(f"{where} has an entry {name!r} that this version does not know: load it in a newer one")

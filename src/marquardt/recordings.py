@@ -1,103 +1,293 @@
-"""Which steps are recorded, and whether that pays: the time of steps with a recording against that without."""
+"""Steps as CUDA graphs: for small networks the GPU waits for the host, which launches hundreds of kernels.
+
+A step is recorded when it comes for the second time in a row, with the same signature, and replayed from then on while
+the signature stays. See step.py: what a replay has measured is judged and concluded as in any other step.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
-import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from . import tolerances
 from .curvature.auto import free
-from .iteration import FAINT, Parts, rows_of
+from .curvature.contract import Damped
+from .deferred import Tape, answers, capturing, recorded
 from .jacobian.known import Known
-from .jacobian.objective import Objective, Totals
-from .jacobian.proof import EVERY
+from .jacobian.linearization import Linearization
+from .jacobian.objective import Level, Objective, Totals
 from .memory import out_of_memory
+from .metric import restored
 from .model.batch import Batch, modes
+from .model.precision import without_autocast
 from .model.walk import held, hooks, submodules
-from .recorded import RecordedStep, Unlike, carried, on_same_data
+from .policies import Found
+from .policies.convergence import FAINT
 from .state import State
+from .step import (
+    Parts,
+    Step,
+    begin,
+    changed,
+    conclude,
+    damped,
+    ended,
+    next_lam,
+    propose,
+    remembered,
+    reweighted,
+    rows_of,
+    tried,
+)
 
-# Plain steps of one kind before they are recorded by themselves. A recording costs about as much as ten of them (two
-# passes of the host, and a garbage collection): a run that ends before loses nothing, any other at most as much again.
-BEFORE = 8
-
-# Seconds of a plain step above which none is recorded by itself. The host launches a thousand kernels in 10 to 25 ms,
-# and no more than that can be gained; the memory of a step that takes longer is better left free.
-SLOW = 0.05
-
-# Replays that are looked at, and how many of them there must be. A recording is dropped for good if the steps that it
-# has saved would have taken less than so many times as long as all replays, undone ones included.
-WINDOW, TRIED, MARGIN = 16, 8, 1.05
+# A model may take numbers from where no signature sees them. So this replay of a recording, and the one of twice the
+# number, and so on, is undone and compared with the plain step in its place.
+LOOK = 8
 
 # Kinds of steps that are remembered.
 KINDS = 64
 
 
-@dataclass
-class Tally:
-    """Steps of one kind: how long they took, without and with a recording."""
+class Recorder(Protocol):
+    """Makes a recording of some work on tensors that stay where they are."""
 
-    plain: int = 0  # how many there were without
-    fastest: float = math.inf  # seconds of the fastest of them
-    replays: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=WINDOW))  # seconds, and if it stood
-    recordings: int = 0  # how many of them were made: others may have taken their place
-    refused: str = ""  # why there shall be no recording
+    def record(self, work: Callable[[], Tensor]) -> Tensor:
+        """Does or records the work; the tensor that it returns is what every replay fills again."""
+        ...
+
+    def replay(self) -> None: ...
+
+
+class CudaGraph:
+    """By a CUDA graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.graph, self.device = torch.cuda.CUDAGraph(), device
+
+    def record(self, work: Callable[[], Tensor]) -> Tensor:
+        # Other threads of the program, such as one that pins memory for a DataLoader, go on as they like.
+        with capturing(self.device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            return work()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+# How a step is recorded on each kind of device; on others it is not.
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraph}
+
+
+class Unlike(Exception):
+    """A step that does not go on as it began, such as the first one after a change of the data."""
+
+
+class RecordedStep:
+    """One step, recorded: linearise, represent, solve, try. The judgement stays with the host.
+
+    All inputs of a step lie in tensors that the recording owns: the batch, λ, what is drawn, weight decay by element,
+    and what one step leaves to the next (D, what the curvature keeps, the step). At the start of a replay `next` is
+    copied to `kept`, at its end the new ones are written to `next`. Questions on the way are assumed to be answered by
+    yes and verified after the replay; if one was not, the caller takes the step back and does it again without the
+    recording.
+    """
+
+    def __init__(
+        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, assumed: Totals, lr: float
+    ) -> None:
+        self.parts, self.objective, self.known, self.lr = parts, objective, known, lr
+        self.same_data, self.replays = on_same_data(state), 0
+        self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), carried(state), carried(state)))
+        self.lam = torch.zeros((), dtype=objective.parameters.dtype, device=objective.parameters.device)
+        self.normaliser = assumed.normaliser
+        tape = self._record(state, Tape(assumed))
+        if tape.drawn:  # again: the graph uses its own memory several times over, what is put there does not last
+            tape = self._record(state, Tape(assumed, [torch.empty_like(place) for place, _, _ in tape.drawn]))
+        self.questions, self.drawn = len(tape.asked), tape.drawn
 
     @property
-    def pays(self) -> bool:
-        """Replays take the median of their times each: one that had to wait for something else says nothing."""
-        if len(self.replays) < TRIED:
-            return True
-        spent = statistics.median(seconds for seconds, _ in self.replays) * len(self.replays)
-        return MARGIN * spent <= self.fastest * sum(stood for _, stood in self.replays)
+    def looks(self) -> bool:
+        """Whether the replay that is next, or under way, is one to look at."""
+        return self.replays >= LOOK and self.replays & (self.replays - 1) == 0
+
+    def _record(self, state: State, tape: Tape) -> Tape:
+        device = self.objective.parameters.device
+        self.recorder = RECORDERS[device.type](device)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            self.answers = self.recorder.record(lambda: self._work(state, tape))
+        return tape
+
+    def _work(self, state: State, tape: Tape) -> Tensor:
+        parts, lr, same = self.parts, self.lr, self.same_data
+        tape.rewind()
+        with recorded(tape), without_autocast(self.objective.parameters.device.type):
+            _copy(self.kept, self.next)
+            old = changed(state, mean=self.kept[3], **_left(self.kept))
+            rows = rows_of(parts, state.plan)
+            lin = Linearization(
+                self.objective, [Batch(**self.batch)], rows, parts.curvature.needs, known=self.known,
+                most=state.most_rows,
+            )  # fmt: skip
+            steady = None if state.plan is None else state.plan.steady
+            representation, _ = parts.curvature.choose(lin, state.plan, parts.rows, steady)
+            lin = lin.made_for(representation.needs)
+            matrices = damped(parts, representation.represent(lin), old, same)
+            H = Damped(matrices.G, self.lam * matrices.A)
+            d, plain, uncut = propose(parts, H, old, lr, same)
+            self.readings, self.d = tried(lin, matrices, H, d, plain, uncut, lr, old, same), d
+            self.theta, self.averaged = lin.theta, matrices.G.averaged
+            _copy(self.next, [matrices.D.state(), matrices.G.keep(), remembered(parts, d, lr), self.kept[3]])
+            lin.close()
+            return answers(tape, *self.readings.tensors())
+
+    def run(self, batch: Batch, state: State, objective: Objective) -> None:
+        """The model one step further, before the host knows whether that is right: see `concluded`."""
+        self.replays += 1
+        _copy(self.batch, vars(batch))
+        _copy(_elements(self.objective), _elements(objective))
+        _copy(self.next, carried(state))
+        self.lam.fill_(state.lam)
+        for place, numbers, seed in self.drawn:
+            place.copy_(numbers(seed + state.steps))
+        self.recorder.replay()
+
+    def _result(self) -> tuple[Level, Found] | None:
+        """None if something was not as assumed."""
+        found: list[float] = self.answers.tolist()
+        asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
+        self.totals = Totals(*totals)
+        read = self.readings.read(rest)
+        if not all(asked) or self.totals.normaliser != self.normaliser:
+            return None
+        level = self.objective.level(self.totals, read.decay or 0.0)
+        return (level, read) if math.isfinite(level.f) else None
+
+    def concluded(self, old: State) -> tuple[Step, State] | None:
+        """What a replay came to, and the next state; None unless it was accepted and went as recorded: then `undo`."""
+        result, parts, lr = self._result(), self.parts, self.lr
+        if result is None:
+            return None
+        level, found = result
+        old = reweighted(old, level, self.objective)
+        start = begin(old, level, self.theta)
+        end = ended(parts, old, start, found, self.d, old.lam, lr, old.convergence.unjudged)
+        usual = start.same_data == self.same_data and start.doubt == 1 and not old.loans.overdue(end.loss, True)
+        if end.d is None or not usual:
+            return None
+        if end.loss > level.f:  # θ may become a haven, and the next replay writes over it
+            start = start._replace(theta=self.theta.clone())
+        with torch.no_grad():
+            left = {**_left(self.next), "decay": found.new_decay or 0.0}
+            left["D"] = None if left["D"] is None else left["D"].settled(start.steps + 1)
+            lam = next_lam(parts, start, old.lam, end, self.averaged)
+            return conclude(parts, self.objective, old, start, end, lam, old.lam, left)
+
+    def undo(self, state: State) -> State:
+        """The model as before the step, and its state."""
+        self.objective.parameters.assign(self.theta)
+        return changed(state, **_left(self.kept))
+
+
+def on_same_data(state: State) -> bool:
+    """Whether the next step will be, if the data stay what they are: see step.begin."""
+    return state.same_data.repeats > 0
+
+
+def carried(state: State) -> list[Any]:
+    """The tensors that one step leaves to the next."""
+    mean = None if on_same_data(state) else state.mean  # of which the loss is asked
+    return [None if state.D is None else state.D.state(), state.past, state.previous, mean]
+
+
+def _left(carried: list[Any]) -> dict[str, Any]:
+    """The same, as fields of the state"""
+    D, past, previous, _ = carried
+    return {"D": None if D is None else restored(D), "past": past, "previous": previous}
+
+
+def _elements(objective: Objective) -> dict[int, Tensor]:
+    return {} if objective.penalty is None else objective.penalty.weights.elements
+
+
+def _clone(item: Any) -> Any:
+    return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, item)
+
+
+def _copy(to: Any, source: Any) -> None:
+    there, here = tree_leaves(to), tree_leaves(source)
+    if [isinstance(t, Tensor) for t in there] != [isinstance(t, Tensor) for t in here]:
+        raise Unlike("the step leaves other tensors for the next one than it was given")
+    pairs = [(a, b) for a, b in zip(there, here, strict=True) if isinstance(a, Tensor) and a is not b]
+    if pairs:
+        with torch.no_grad():  # a model may ask for the gradient of its inputs
+            torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+
+
+# Which steps are recorded.
+
+
+@dataclass
+class Kind:
+    """Steps with the same signature."""
+
+    key: Any
+    needed: int = 2  # how many in a row are recorded; twice as many after each recording, in case kinds take turns
+    refused: str = ""  # why there shall be no recording
 
 
 class Recordings:
-    """The recording in use, if there is one: of the kind of steps that came twice in a row, and took long enough."""
+    """The recording in use, if there is one. A step of another kind, such as the last batch of an epoch, is done
+    without; if others come often enough in a row, theirs takes its place."""
 
     def __init__(self) -> None:
         self.made: tuple[Any, RecordedStep] | None = None  # of this kind
         self.note = ""  # what came of it, in words
-        self.clock: Callable[[], float] = time.perf_counter
-        self.looks = False  # every eighth replay is undone, and compared with the plain step in its place
-        self._expected: Totals | None = None  # what the last one found
-        self._tallies: list[tuple[Any, Tally]] = []  # by kind, the last one at the end
-        self._tally: Tally | None = None  # of the step under way
+        self._expected: Totals | None = None  # what the replay found that was looked at
+        self._kinds: list[Kind] = []  # the last one at the end,
+        self._row = 0  # and how often it came in a row
 
     def of(
         self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float, forced: bool
     ) -> RecordedStep | None:
-        """The recording of such a step; None if there is none. Unless it is forced it must pay."""
-        self._tally, totals = None, known.totals
+        """The recording of such a step; None if there is none."""
+        totals = known.totals
         self._compare(totals, objective.parameters.dtype)
         if totals is None or not recordable(parts, objective, batch, state, known):
             return None
-        if not forced and (watched(objective.model) or torch.are_deterministic_algorithms_enabled()):
-            return None
+        if not forced and (any(hooks(objective.model)) or torch.are_deterministic_algorithms_enabled()):
+            return None  # hooks are not called in a replay
         now = signature(parts, objective, batch, state, known, lr)
         # What the modules hold takes long to look at: that waits until the replay has begun, see `confirmed`.
-        kind = self.made[0] if self.made is not None and self.made[0][0] == now else (now, attributes(objective.model))
-        again = bool(self._tallies) and self._tallies[-1][0] == kind
-        tally = self._tally = self._of_kind(kind)
-        if self.made is None or self.made[0] != kind:
-            if again and not tally.refused and (forced or self._promising(tally, state, objective)):
-                self.made = None  # first: its memory may be needed
-                made = self._tried(lambda: RecordedStep(parts, objective, batch, state, known, totals, lr), forced)
-                self.made = None if made is None else (kind, made)
+        if self.made is not None and self.made[0][0] == now:
+            self._row = 0
+            return self.made[1]
+        kind = self._come((now, attributes(objective.model)))
+        if self._row < kind.needed or kind.refused:
             return None
-        self.looks = state.steps % EVERY == EVERY - 1
-        return self.made[1]
+        if not forced and not room(state, objective.parameters.device):
+            self._refuse(kind, "there is no memory for it")
+            return None
+        self.made = None  # first: its memory may be needed
+        try:
+            made = RecordedStep(parts, objective, batch, state, known, totals, lr)
+        except Unlike as error:
+            self._refuse(kind, str(error))
+            return None
+        except Exception as error:  # CUDA refuses in many ways
+            self._refuse(kind, f"it ran out of memory: {error}" if out_of_memory(error) else str(error))
+            if forced:
+                words = "this step cannot be recorded as a CUDA graph, it goes on without"
+                warnings.warn(f"{words}: {error}", stacklevel=2)
+            return None
+        self.made, self.note, kind.needed = (kind.key, made), "steps are recorded", 2 * kind.needed
+        return None
 
     def confirmed(self, objective: Objective) -> bool:
         """Whether the modules are as they were when the replay that is under way was recorded."""
@@ -106,59 +296,9 @@ class Recordings:
         self.made = None
         return False
 
-    def _of_kind(self, kind: Any) -> Tally:
-        place = next((i for i, (key, _) in enumerate(self._tallies) if key == kind), None)
-        self._tallies.append((kind, Tally()) if place is None else self._tallies.pop(place))
-        del self._tallies[:-KINDS]
-        return self._tallies[-1][1]
-
-    def _promising(self, tally: Tally, state: State, objective: Objective) -> bool:
-        if tally.plain < BEFORE * 2**tally.recordings or tally.fastest > SLOW:
-            return False
-        if not room(state, objective.parameters.device):
-            tally.refused = "there is no memory for it"
-            self.note = f"steps are not recorded: {tally.refused}"
-        return not tally.refused
-
-    def _tried(self, make: Callable[[], RecordedStep], forced: bool) -> RecordedStep | None:
-        """None if the model or a part of the optimizer cannot be recorded."""
-        assert self._tally is not None
-        try:
-            made = make()
-        except Unlike as error:
-            self._tally.refused = str(error)
-        except Exception as error:  # CUDA refuses in many ways
-            self._tally.refused = f"it ran out of memory: {error}" if out_of_memory(error) else str(error)
-            if forced:
-                warnings.warn(
-                    f"this step cannot be recorded as a CUDA graph, it goes on without: {error}", stacklevel=2
-                )
-        else:
-            self._tally.recordings += 1
-            self.note = "steps are recorded"
-            return made
-        self.note = f"steps are not recorded: {self._tally.refused}"
-        return None
-
-    # What it takes.
-
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        """Around a step without a recording; one that fails does not count."""
-        tally, begun = self._tally, self.clock()
-        yield
-        if tally is not None:
-            tally.plain, tally.fastest = tally.plain + 1, min(tally.fastest, self.clock() - begun)
-
-    def replayed(self, begun: float, stood: bool, forced: bool) -> None:
-        """After a replay that began then, and may have been undone. A recording that does not pay is dropped."""
-        tally = self._tally
-        if tally is None or self.made is None:
-            return
-        tally.replays.append((self.clock() - begun, stood))
-        self._expected = self.made[1].totals if self.looks else None
-        if not forced and not tally.pays:
-            self._drop(tally, "replays are not faster")
+    def looked_at(self, recording: RecordedStep) -> None:
+        """That replay was undone, to be compared with the step that takes its place."""
+        self._expected = recording.totals
 
     def _compare(self, totals: Totals | None, dtype: torch.dtype) -> None:
         """A model that takes numbers from elsewhere, such as a global variable, may not do as it did."""
@@ -167,15 +307,23 @@ class Recordings:
             return
         allowed = tolerances.of_trials(dtype) * abs(totals.value) + FAINT * totals.rounding
         if not abs(expected.value - totals.value) <= allowed:
-            self._drop(self._of_kind(self.made[0]), "the model does not do the same in every step")
+            self._refuse(self._come(self.made[0]), "the model does not do the same in every step")
+            self.made = None
             words = "those since the last look were wrong, and capture=False records none"
             warnings.warn(f"{self.note}; {words}", stacklevel=2)
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
 
-    def _drop(self, tally: Tally, why: str) -> None:
-        tally.refused, self.made = why, None
-        self.note = f"steps are no longer recorded: {why}"
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+    def _come(self, key: Any) -> Kind:
+        """One step more of this kind"""
+        place = next((i for i, kind in enumerate(self._kinds) if kind.key == key), -1)
+        self._row = self._row + 1 if 0 <= place == len(self._kinds) - 1 else 1
+        kind = Kind(key) if place < 0 else self._kinds.pop(place)
+        self._kinds = [*self._kinds[1 - KINDS :], kind]
+        return kind
+
+    def _refuse(self, kind: Kind, why: str) -> None:
+        kind.refused, self.note = why, f"steps are not recorded: {why}"
 
 
 def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known) -> bool:
@@ -188,11 +336,6 @@ def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, k
     unlike = parts.remembers and state.previous is None  # the next step will have one
     steady = known.steady or next(objective.model.buffers(), None) is None
     return steady and not unlike and (parts.momentum is None or parts.momentum.recordable)
-
-
-def watched(model: nn.Module) -> bool:
-    """Whether somebody looks at what the modules do: hooks are not called in a replay."""
-    return any(hooks(model))
 
 
 def room(state: State, device: torch.device) -> bool:

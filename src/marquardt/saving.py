@@ -20,7 +20,7 @@ from .model.shards import shard_of
 from .parts.damping import Damping
 from .parts.schedule import Schedule
 from .plain import WAY_OUT, check_fields, check_tensor, check_value, is_count, is_number, short
-from .state import VECTORS, State
+from .state import ENTRIES, VECTORS, State, nested
 
 FOREIGN = (
     "it was not made by marquardt.LM. To begin with what another optimizer has trained, load the weights alone, "
@@ -34,7 +34,7 @@ VERSION = 2
 
 def saved(state: State, damping: Damping, curvature: Representation, params: Sequence[Tensor]) -> dict[str, Any]:
     """Copies of everything, as torch.save and torch.load(weights_only=True) take it, and what it was made with."""
-    found = dict(vars(state))
+    found = state.flat()
     found["D"] = None if state.D is None else state.D.state()
     found["plan"] = None if state.plan is None else state.plan.state()
     made = {"damping": _name(damping), "curvature": _name(curvature), "shapes": [list(p.shape) for p in params]}
@@ -67,7 +67,7 @@ def loaded(
     found = tree_map(lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, found)
     found["D"] = None if found.get("D") is None else restored(found["D"])
     found["plan"] = None if plan is None else curvature.restored(plan, device)
-    return State(**found)
+    return State(**nested(found))
 
 
 def _of_this_version(saved: Any) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def _name(part: object) -> str:
 def check_state(
     state: dict[str, Any], schedule: Schedule, damping: Damping, curvature: Representation, parameters: Parameters
 ) -> None:
-    """A loaded State, as a dict; entries with a default may be missing."""
-    check_fields(State, state, "the state")
+    """A loaded State, as a flat dict; entries with a default may be missing."""
+    check_fields(ENTRIES, state, "the state")
     check_lam(state["lam"], schedule)
     for key in VECTORS:
         if state.get(key) is not None:

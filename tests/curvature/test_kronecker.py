@@ -288,7 +288,7 @@ def test_no_average_on_the_same_data():
         opt.step(x, y)
     here = represent(opt.model, "cross_entropy", x, y)
     assert opt.step(x, y).accepted
-    assert opt._state.repeats > 1
+    assert opt._state.same_data.repeats > 1
     assert error(opt._state.past["right of 2.weight,2.bias"], here.layers[1].right) < 1e-12
 
 

@@ -35,11 +35,10 @@ from fuzz.observed import (
     noise_of,
     structure,
 )
-from marquardt.attempt import attempt
 from marquardt.curvature.contract import trusted
-from marquardt.iteration import ROUNDINGS
 from marquardt.metric import Diagonal
 from marquardt.parts.acceptance import Trial
+from marquardt.step import ROUNDINGS, attempt
 from support.reference import call
 
 SOURCES = str(Path(mq.__file__).parent)
@@ -96,7 +95,7 @@ class Run:
             return
         self.tried: list[tuple[float, bool, float, Any]] = []
         self.looks = structure(self.model)
-        with mock.patch("marquardt.optimizer.attempt", self.watched(attempt)):
+        with mock.patch("marquardt.step.attempt", self.watched(attempt)):
             for k, batch in enumerate(self.batches):
                 try:
                     self.step(k, batch)
@@ -108,8 +107,8 @@ class Run:
     def watched(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Remembers every λ that was tried: whether on the same data, in what doubt of the batch, what came of it."""
 
-        def found(parts: Any, lin: Any, of: Any, begun: Any, lam: float, lr: float, notes: list[str]) -> Any:
-            tried = own(parts, lin, of, begun, lam, lr, notes)
+        def found(parts: Any, lin: Any, of: Any, old: Any, begun: Any, lam: float, *more: Any) -> Any:
+            tried = own(parts, lin, of, old, begun, lam, *more)
             self.tried.append((lam, begun.same_data, begun.doubt, tried))
             return tried
 
@@ -211,7 +210,8 @@ class Run:
         if not b.possible:
             raise Failure("a batch without any weight was taken")
         _, same, doubt, _ = self.tried[0]
-        near("doubt", doubt, old.doubt(b.f, b.low, same), 1e-8, doubt)
+        floor = old.outliers.floor(min(old.best, b.f), b.low)
+        near("doubt", doubt, old.outliers.doubt(b.f, floor, old.steps, same), 1e-8, doubt)
         self.report.doubted += doubt > 1
         near("f", step.loss, b.f, 1e-10, abs(b.f))
         G_lib = self.damping.calls[-1][1]
@@ -364,7 +364,7 @@ class Run:
             lost = 100 * EPS * math.sqrt(max(largest, 0) * 2 * abs(b.f) / float(A.min()))
             allowed = max(allowed, lost / max(float(d.norm()), 1e-300))
         if doubt > 1:
-            d = d * min(1.0, old.stride / doubt**0.5 / float(d.norm()))
+            d = d * min(1.0, old.outliers.stride / doubt**0.5 / float(d.norm()))
         lr = self.lm.lr
         f_new = b.at(b.theta + lr * d)
         predicted = float(-lr * (b.g @ d) - 0.5 * lr**2 * (d @ G @ d))

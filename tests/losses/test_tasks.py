@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt import losses
-from marquardt.recorded import RECORDERS
+from marquardt.recordings import RECORDERS
 from support.recorder import Repeated
 from support.reference import error
 from support.several import FORMS, Heads, data, quadratic

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.recorded import RECORDERS
+from marquardt.recordings import RECORDERS
 from support.coarse import COARSE, Inside
 from support.recorder import Repeated
 from support.reference import error

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
+from marquardt.policies.lag import Lag
 from support.reference import error
 from support.steps import lm, problem, stochastic, theta
 from support.unchanged import changes, same, world
@@ -96,7 +97,7 @@ def test_without_an_average_it_shows_the_weights_as_they_are(name):
 def test_an_average_that_lags_behind_is_not_shown(lag, behind):
     """Then it is the last weights, and nothing changes at all."""
     model, opt, x, y = stochastic()
-    opt._state = replace(opt._state, lag=lag)
+    opt._state = replace(opt._state, lag=Lag(lag))
     before = world(model, opt)
     with opt.averaged():
         assert changes(before, world(model, opt)) == ([] if behind else ["parameters"])
@@ -130,11 +131,11 @@ def test_the_averaged_loss_of_every_step_by_hand(noise, lr):
         assert step.averaged_loss == pytest.approx(loss_at(model, mean, x, y), rel=1e-10)
         ratio = step.averaged_loss / loss_at(model, here, x, y)
         lags = math.log(ratio) if lags is None else 0.8 * lags + 0.2 * math.log(ratio)
-        assert opt._state.lag == pytest.approx(lags, abs=1e-9)
+        assert opt._state.lag.lag == pytest.approx(lags, abs=1e-9)
         expected = lam * min(max(0.95 / ratio, 1 / 1.5), 1.5) * (1 if step.gain >= 0.25 else 1.5)
         assert opt.lam == pytest.approx(expected, rel=1e-9)
         ratios.append(ratio)
-    assert opt._state.behind == (noise == 0)
+    assert opt._state.lag.behind == (noise == 0)
     assert any(ratio < 0.95 for ratio in ratios) == (noise > 0)
     current = theta(model)
     with opt.averaged():
@@ -146,7 +147,7 @@ def test_on_the_same_data_there_is_no_averaged_loss():
     opt = mq.LM(model, "mse")
     steps = [opt.step(x, y) for _ in range(5)]
     assert all(math.isnan(step.averaged_loss) for step in steps[2:])
-    assert opt._state.lag is None
+    assert opt._state.lag.lag is None
     other = opt.step(*problem()[1:])
     assert math.isfinite(other.averaged_loss)
 
@@ -155,7 +156,7 @@ def test_without_an_average_there_is_no_averaged_loss():
     model, x, y = problem(N=24)
     opt = mq.LM(model, "mse", average=None)
     assert all(math.isnan(opt.step(x[6 * t : 6 * t + 6], y[6 * t : 6 * t + 6]).averaged_loss) for t in range(4))
-    assert opt._state.lag is None
+    assert opt._state.lag.lag is None
 
 
 def test_average_after_loading():

@@ -194,7 +194,7 @@ def test_averaged_weights_are_rounded_and_leave_no_trace():
     before, kept = theta(model), opt._state.master.clone()
     with opt.averaged():
         inside = theta(model)
-    assert torch.equal(inside, (kept if opt._state.behind else opt._state.mean).bfloat16())
+    assert torch.equal(inside, (kept if opt._state.lag.behind else opt._state.mean).bfloat16())
     assert torch.equal(theta(model), before)
     assert torch.equal(opt._state.master, kept)
 

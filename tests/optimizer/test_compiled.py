@@ -11,7 +11,7 @@ import torch._dynamo as _dynamo
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.recorded import RECORDERS
+from marquardt.recordings import RECORDERS
 from support.recorder import Repeated
 from support.steps import theta
 

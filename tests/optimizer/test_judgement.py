@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt import optimizer
+from marquardt import optimizer, step
 from marquardt.metric import Diagonal
 from marquardt.parts.schedule import ENOUGH, Outcome
-from marquardt.state import HEARD, PATIENCE, UNHEARD, State
+from marquardt.policies.loans import PATIENCE
 from support.parts import flat
 
 CURVATURES = [mq.Dense(), mq.Gram(), mq.MatrixFree(), mq.Kronecker(), mq.Hessian(), mq.Auto(inertia=0.8)]
@@ -232,25 +232,14 @@ def test_uphill_moves_that_do_not_pay_are_taken_back():
     assert not steps[-1].accepted
     assert steps[-1].new_loss == pytest.approx(start)
     assert torch.equal(flat(model), haven)
-    assert opt._state.expected == steps[-1].new_loss
+    assert opt._state.same_data.expected == steps[-1].new_loss
     with opt.averaged():
         assert torch.equal(flat(model), haven)
     again = [opt.step(x, y) for _ in range(5)]  # from now on a hundredth at most
     assert all(s.rule == "rejected" for s in again)
     opt.param_groups[0]["lr"] = 0.1
     assert opt.step(x, y).rule == "decrease"
-    assert opt._state.ceiling == math.inf
-
-
-def test_uphill_moves_that_pay_go_on():
-    state = State(lam=1.0)
-    theta = torch.zeros(1)
-    up = state.settled(2.0, 5.0, 0.0, theta, same_data=True)
-    assert up.haven is theta
-    assert up.haven_loss == 2.0
-    assert up.settled(5.0, 4.0, 0.0, theta + 1, same_data=True).haven is theta
-    assert up.settled(5.0, 1.9, 0.0, theta + 1, same_data=True).haven is None
-    assert up.settled(5.0, 4.0, 0.0, theta + 1, same_data=False).haven is None
+    assert opt._state.loans.ceiling == math.inf
 
 
 def test_the_loss_stays_with_the_best_after_convergence():
@@ -304,21 +293,6 @@ def test_one_corrupt_batch_does_not_end_the_run(curvature, kind):
     assert bad.loss < 10 or "times those of late" in bad.note or not bad.accepted
 
 
-def test_doubt():
-    """In proportion to the loss above its bound; two such batches in a row are no accident."""
-    state = State(lam=1.0, steps=HEARD).after(3.0, 2.0, 1.0, 1.0)  # a height of 2
-    assert state.doubt(1.0 + 2 * UNHEARD, 1.0, False) == pytest.approx(1)
-    assert state.doubt(1.0 + 50 * UNHEARD, 1.0, False) == pytest.approx(25)
-    assert state.doubt(1.0 + 50 * UNHEARD, 1.0, True) == 1
-    doubted = state.after(1e6, 1e6, 1.0, 1.0, doubt=25.0)
-    assert doubted.height == state.height
-    assert doubted.doubt(1e6, 1.0, False) == 1
-    assert doubted.after(1e6, 1e6, 0.0, 1.0).height == 1e6
-    assert State(lam=1.0).doubt(1e30, 0.0, False) == 1
-    assert State(lam=1.0).after(3.0, 2.0, 1.0, 1.0).doubt(1e30, 0.0, False) == 1  # of one batch there is no "of late"
-    assert state.after(1.0, 1.0, 1.0, 1.0).height == pytest.approx(1.8)  # the largest, fading
-
-
 @pytest.mark.parametrize("part", [mq.MeanEigenvalue(), mq.LayerMeanEigenvalue()], ids=name)
 def test_what_a_damping_remembers(part):
     old = Diagonal(torch.tensor(1e12))
@@ -352,7 +326,7 @@ class Interrupt:
         self.k = k
 
     def __call__(self, frame, event, arg):
-        if frame.f_globals.get("__name__") != optimizer.__name__:
+        if frame.f_globals.get("__name__") not in (optimizer.__name__, step.__name__):
             return None
         if event == "line":
             self.k -= 1

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.recorded import RECORDERS
+from marquardt.jacobian.objective import Level
+from marquardt.policies.loans import Loans
+from marquardt.recordings import RECORDERS
+from marquardt.step import reweighted
 from support.cases import mlp
 from support.recorder import Repeated
 from support.reference import error
@@ -46,7 +49,7 @@ def test_small_changes_change_little(w, loss):
     for k in range(12):
         weigh(other, w * (1 + 1e-6 * (k % 3)))
         a, b = one.step(x, y), other.step(x, y)
-        assert one._state.repeats == other._state.repeats == k
+        assert one._state.same_data.repeats == other._state.same_data.repeats == k
         assert (a.rule, a.lam) == (b.rule, pytest.approx(b.lam))
         assert b.new_loss == pytest.approx(a.new_loss, rel=1e-3)
     assert error(theta(model), theta(twin)) < 1e-2
@@ -65,20 +68,21 @@ def test_the_levels_are_those_of_the_new_weights(towards):
     for _ in range(6):
         opt.step(x, y)
     haven = theta(model) + 0.1 * torch.randn(len(start))
-    data = opt._state.expected - opt._state.decay
-    levels = {"haven_loss": 5.0, "best": 4.5, "late": 7.0, "ceiling": 6.0, "height": 2.0}
-    opt._state = replace(opt._state, haven=haven, haven_decay=penalty(0.1, haven), **levels)
-    before = opt._state
+    data = opt._state.same_data.expected - opt._state.decay
+    loans = Loans(haven, 5.0, 0, 6.0, 7.0, penalty(0.1, haven))
+    outliers = replace(opt._state.outliers, height=2.0)
+    before = opt._state = replace(opt._state, best=4.5, loans=loans, outliers=outliers)
 
-    found = before.decayed(penalty(0.02, theta(model)), penalty(0.02, haven))
-    assert found.expected == pytest.approx(data + penalty(0.02, theta(model)), rel=1e-12)
-    assert found.late - found.best == pytest.approx(2.5)
-    assert found.ceiling - found.best == pytest.approx(1.5)
-    assert found.haven_loss == pytest.approx(5 - penalty(0.1, haven) + penalty(0.02, haven))
     weigh(opt, 0.02)
+    level = Level(1.0, 0.0, 0.0, float(len(x)), penalty(0.02, theta(model)))
+    found = reweighted(before, level, opt._objective())
+    assert found.same_data.expected == pytest.approx(data + penalty(0.02, theta(model)), rel=1e-12)
+    assert found.loans.late - found.best == pytest.approx(2.5)
+    assert found.loans.ceiling - found.best == pytest.approx(1.5)
+    assert found.loans.haven_loss == pytest.approx(5 - penalty(0.1, haven) + penalty(0.02, haven))
     step = opt.step(x, y)
-    assert opt._state.repeats == before.repeats + 1
-    assert step.loss == pytest.approx(found.expected, rel=1e-9)
+    assert opt._state.same_data.repeats == before.same_data.repeats + 1
+    assert step.loss == pytest.approx(found.same_data.expected, rel=1e-9)
     assert opt._state.decay == pytest.approx(penalty(0.02, theta(model)), rel=1e-12)
 
 
@@ -91,12 +95,12 @@ def test_a_loan_is_paid_back_in_the_new_weights():
     for k in range(80):
         weigh(opt, 1e-4 * (1 + k % 4))
         opt.step(x, y)
-        if opt._state.haven is not None:
+        if opt._state.loans.haven is not None:
             twin = copy.deepcopy(model)
-            torch.nn.utils.vector_to_parameters(opt._state.haven, twin.parameters())
-            seen.append(opt._state.away)
+            torch.nn.utils.vector_to_parameters(opt._state.loans.haven, twin.parameters())
+            seen.append(opt._state.loans.away)
             want = objective(twin, x, y, 1e-4 * (1 + k % 4))
-            assert opt._state.haven_loss == pytest.approx(want, rel=1e-9)
+            assert opt._state.loans.haven_loss == pytest.approx(want, rel=1e-9)
     assert max(seen) > 1  # a loan across a change
 
 
@@ -108,7 +112,7 @@ def test_a_state_of_an_earlier_version_goes_on():
         opt.step(x, y)
     opt._state = replace(opt._state, decay=None)
     opt.step(x, y)
-    assert opt._state.repeats == 4
+    assert opt._state.same_data.repeats == 4
 
 
 def test_the_loss_that_is_expected_is_that_by_hand():
@@ -118,7 +122,7 @@ def test_the_loss_that_is_expected_is_that_by_hand():
         weigh(opt, 0.3 * 10.0 ** (-k % 3))
         want = objective(model, x, y, 0.3 * 10.0 ** (-k % 3))
         assert opt.step(x, y).loss == pytest.approx(want, rel=1e-12)
-        assert opt._state.repeats == k
+        assert opt._state.same_data.repeats == k
 
 
 def test_groups_have_weights_of_their_own():
@@ -128,7 +132,7 @@ def test_groups_have_weights_of_their_own():
     for k in range(6):
         opt.param_groups[0]["weight_decay"], opt.param_groups[1]["weight_decay"] = 0.1 * 2**k, 0.1 / 3**k
         opt.step(x, y)
-        assert opt._state.repeats == k
+        assert opt._state.same_data.repeats == k
 
 
 def test_from_none_to_some_and_back():
@@ -137,7 +141,7 @@ def test_from_none_to_some_and_back():
     for k in range(6):
         weigh(opt, 0.1 * (k % 2))
         opt.step(x, y)
-        assert opt._state.repeats == k
+        assert opt._state.same_data.repeats == k
 
 
 def test_other_data_are_still_told():
@@ -148,7 +152,7 @@ def test_other_data_are_still_told():
         opt.step(x, y)
     weigh(opt, 0.05)
     opt.step(x, y + 0.01)
-    assert opt._state.repeats == 0
+    assert opt._state.same_data.repeats == 0
 
 
 @pytest.mark.parametrize("w", [0.03, 0.0])
@@ -182,7 +186,7 @@ def test_a_saved_run_goes_on_with_other_weights():
     for o in (opt, other):
         weigh(o, 0.01)
     assert opt.step(x, y) == other.step(x, y)
-    assert other._state.repeats == 5
+    assert other._state.same_data.repeats == 5
     assert torch.equal(theta(model), theta(twin))
 
 
@@ -197,7 +201,7 @@ def test_recorded_steps(monkeypatch):
         for k in range(30):
             weigh(opt, 0.1 if k % 10 < 7 else 0.05)
             steps.append(opt.step(x, y))
-            assert opt._state.repeats == k
+            assert opt._state.same_data.repeats == k
         return steps
 
     with monkeypatch.context() as patch:
@@ -223,7 +227,7 @@ def test_weights_by_element_may_change_too():
     for k in range(6):
         column[0, 1] *= 1 + k % 2
         opt.step(x, y)
-        assert opt._state.repeats == k
+        assert opt._state.same_data.repeats == k
     file, twin = io.BytesIO(), copy.deepcopy(model)
     torch.save(opt.state_dict(), file)
     file.seek(0)
@@ -233,5 +237,5 @@ def test_weights_by_element_may_change_too():
     for o in (opt, other):
         o.param_groups[0]["weight_decay"] = torch.tensor([[0.3, 0.0]])
     assert opt.step(x, y) == other.step(x, y)
-    assert other._state.repeats == 6
+    assert other._state.same_data.repeats == 6
     assert torch.equal(theta(model), theta(twin))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import marquardt as mq
+from marquardt.policies.same_data import SameData
 from support.cases import default_dtype, mlp
 from support.resuming import RUNS, advance, begin
 from support.steps import MAX_MOMENTUM, lm, problem, trained
@@ -216,7 +217,7 @@ def test_entries_with_a_default_may_be_missing():
     for key in ("repeats", "best", "expected", "most_rows", "past"):
         del state["marquardt"][key]
     opt.load_state_dict(state)
-    assert opt._state == replace(opt._state, repeats=0, best=math.inf, expected=None, most_rows=0, past=None)
+    assert opt._state == replace(opt._state, same_data=SameData(0, None), best=math.inf, most_rows=0, past=None)
     assert math.isfinite(opt.step(x, y).loss)
 
 

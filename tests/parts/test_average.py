@@ -56,5 +56,5 @@ def test_average_of_the_weights(part):
             expected = beta * expected + (1 - beta) * theta
     assert error(opt._state.mean, expected) < 1e-12
     with opt.averaged():
-        assert error(flat(model), thetas[-1] if opt._state.behind else expected) < 1e-12
+        assert error(flat(model), thetas[-1] if opt._state.lag.behind else expected) < 1e-12
     assert torch.equal(flat(model), thetas[-1])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import marquardt as mq
+from marquardt import step
 from support.fits import mse, net, noisy_sine, weights
 
 X, Y = noisy_sine()
@@ -297,14 +298,14 @@ def test_an_interrupt_returns_the_best_so_far(validation):
 
 def test_an_interrupt_within_a_step(monkeypatch):
     model, twin = net(), net()
-    step = mq.LM._iterate
+    attempt = step.attempt
 
-    def interrupted(self, *args):
-        if self._state.steps == 5:
+    def interrupted(parts, lin, matrices, old, *args):
+        if old.steps == 5:
             raise KeyboardInterrupt
-        return step(self, *args)
+        return attempt(parts, lin, matrices, old, *args)
 
-    monkeypatch.setattr(mq.LM, "_iterate", interrupted)
+    monkeypatch.setattr(step, "attempt", interrupted)
     result = mq.fit(model, (X, Y), "mse")
     assert (result.reason, len(result.history)) == ("interrupted", 5)
     monkeypatch.undo()

@@ -93,7 +93,7 @@ def test_the_data_stay_the_same():
     """Changes of α and β do not end what full batches are known by."""
     seen = []
     mq.fit(net(), noisy_sine(), "mse", weight_decay=mq.Evidence(every=2), steps=25,
-           callbacks=lambda r: seen.append(r.optimizer._state.repeats))  # fmt: skip
+           callbacks=lambda r: seen.append(r.optimizer._state.same_data.repeats))  # fmt: skip
     assert seen == list(range(25))
 
 

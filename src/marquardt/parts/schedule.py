@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 
@@ -248,9 +249,13 @@ class Balanced:
         if not self.most > 0:
             raise ValueError(f"Balanced(most={self.most!r}): what the average may raise λ to, above 0")
 
+    @cached_property
+    def _on_the_same_data(self) -> GainRatio:
+        return replace(self.gain, initial=self.initial)
+
     def update(self, lam: float, outcome: Outcome) -> float:
         if outcome.same_data or outcome.unjudged or math.isnan(outcome.lag):
-            return replace(self.gain, initial=self.initial).update(lam, outcome)
+            return self._on_the_same_data.update(lam, outcome)
         change = min(max(self.target / outcome.lag, 1 / self.quickest), self.quickest)
         if not outcome.gain >= 0.25 and outcome.rule != "uphill":
             lam *= self.gain.slow_up

@@ -26,8 +26,8 @@ from ..model.statistics import Seen as Shown
 from ..model.walk import submodules
 from ..optimizer import LM
 from ..ranks import OtherRank, RankError
-from ..report import Step
 from ..sources import Arrays, Indexed, Source, Stream
+from ..step import Step
 from ..surroundings import back_afterwards, surely
 from ..uncertainty.evidence import Evidence
 from .batching import Batching, Order, cut
@@ -129,7 +129,7 @@ class Training:
         found = self.regularisation
         assert found is not None
         counts = another_epoch if self.plan.mini else taken.accepted
-        if found.passed(counts, taken.converged) and self.opt._state.haven is None:
+        if found.passed(counts, taken.converged) and self.opt._state.loans.haven is None:
             with self._shown():
                 self._estimate(found, taken.new_loss, number)
 

@@ -1,0 +1,36 @@
+"""Policies watch a run from step to step, each by itself: a file here, and a line below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .base import Ending, Found, Judgement, Policy, Start
+from .convergence import Convergence
+from .lag import Lag
+from .loans import Loans
+from .outliers import Outliers
+from .same_data import SameData
+
+__all__ = ["MOVING", "POLICIES", "RISING", "Ending", "Found", "Judgement", "Policies", "Policy", "Start"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """Every policy of a run: a line is all that makes another one part of each step, and of what is saved."""
+
+    same_data: SameData = SameData()
+    outliers: Outliers = Outliers()
+    loans: Loans = Loans()
+    convergence: Convergence = Convergence()
+    lag: Lag = Lag()
+
+
+POLICIES: dict[str, Policy] = vars(Policies())
+
+
+def those(method: str) -> list[str]:
+    """The policies that have this method themselves: the others would be asked for nothing."""
+    return [name for name, policy in POLICIES.items() if getattr(type(policy), method) is not getattr(Policy, method)]
+
+
+RISING, MOVING = those("uphill"), those("to")

@@ -1,0 +1,40 @@
+"""Whether the data are the same in every step: nobody says so, but their loss does."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..tolerances import SAME_LOSS
+from .base import Ending, Policy, Start
+
+
+@dataclass(frozen=True)
+class SameData(Policy):
+    """The data are the same if the loss before a step was the loss after the last one, twice in a row: once may be
+    chance, on large batches."""
+
+    repeats: int = 0  # how often in a row the loss before a step was the loss after the last one
+    expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
+
+    def repeated(self, f: float, dtype: torch.dtype, low: float = 0.0, height: float = 0.0) -> int:
+        """How often in a row it was, if this step begins with f. A loss without a lower bound may pass through 0, where
+        it is told from others by its height."""
+        if self.expected is None:
+            return 0
+        size = abs(self.expected) if low > -math.inf else max(abs(self.expected), height)
+        return self.repeats + 1 if abs(f - self.expected) <= SAME_LOSS[dtype] * size else 0
+
+    def steady(self, steps: int) -> bool | None:
+        """Whether they are, as far as the last of so many steps has shown; None after too few."""
+        if self.repeats:
+            return True
+        return None if steps < 2 else False
+
+    def after(self, start: Start, end: Ending) -> SameData:
+        return SameData(start.repeats, end.loss)
+
+    def raised(self, here: float, best: float) -> SameData:
+        return SameData(self.repeats, None if self.expected is None else self.expected + here)

@@ -1,0 +1,512 @@
+"""The step, told once: `take` is the algorithm box of LM, `attempt` one λ of it; below are their pieces in order.
+
+What comes before the judgement works on tensors alone, and from there on on numbers alone. So a step that was recorded
+as a CUDA graph is the same step: `damped`, `propose` and `tried` are recorded, and what a replay has measured goes
+through `judge`, `next_lam` and `conclude` like any other. A recording cannot know what a tensor holds: what is recorded
+asks by `deferred.ask`, and a momentum that must read numbers says so (`recordable`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .arguments import brief
+from .curvature.contract import Curvature, Damped, Past, Representation
+from .curvature.plan import Plan
+from .curvature.solve import FactorizationError
+from .deferred import floats
+from .jacobian.linearization import Linearization
+from .jacobian.objective import Level, Objective
+from .jacobian.rows import Rows
+from .losses import Loss
+from .metric import KINDS, Metric
+from .model.parameters import Parameters
+from .parts.acceptance import Acceptance, Trial
+from .parts.average import Average
+from .parts.damping import Damping
+from .parts.line_search import LineSearch
+from .parts.momentum import Momentum
+from .parts.schedule import Outcome, Schedule
+from .policies import MOVING, POLICIES, RISING, Ending, Found, Judgement, Start
+from .policies.lag import ratio
+from .policies.outliers import UNHEARD
+from .state import State
+from .tolerances import SAME_LOSS
+from .trials import Trials
+
+# A decrease of so many roundings of the loss is taken for one.
+ROUNDINGS = 4
+CONVERGED = "converged: no decrease is left that could be told from the rounding of the loss"
+FAILED = Judgement(None, True, -math.inf, math.inf, 1.0)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an optimizer is assembled from."""
+
+    curvature: Representation
+    rows: Rows | None  # None: chosen with the curvature
+    damping: Damping
+    schedule: Schedule
+    momentum: Momentum | None
+    acceptance: Acceptance
+    line_search: LineSearch | None
+    average: Average | None
+    radius: float | None = None  # ‖lr·d‖ at most
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the next step asks for this one."""
+        return self.momentum is not None or self.acceptance.looks_back
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did.
+
+    >>> step = mq.LM(model, "mse").step(x, y)
+    >>> step.accepted, step.rule, step.new_loss < step.loss
+    (True, 'decrease', True)
+    """
+
+    loss: float  # f before
+    new_loss: float  # f after the step; f before it if it was rejected
+    accepted: bool  # whether the weights have moved
+    rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
+    lam: float  # λ of this step
+    lr: float  # learning rate of this step; after a line search the one it found
+    gain: float  # ρ, actual over predicted decrease of the full step; NaN if both are below the rounding of the loss
+    note: str = ""  # escalations, in words
+    slope: float = math.nan  # √(gᵀD⁻¹g): the length of the gradient in the metric of the damping
+    converged: bool = False  # on the same data: no decrease is left that could be told from the rounding of the loss
+    averaged_loss: float = math.nan  # on changing batches, f of the averaged weights before the step
+    seconds: float = field(default=math.nan, compare=False)  # that it took,
+    predicted: float = field(default=math.nan, compare=False)  # and that were predicted before it began; NaN if none
+    data_loss: float = math.nan  # `loss` without weight decay,
+    new_data_loss: float = math.nan  # and `new_loss`
+
+
+# --- the story
+
+
+def take(
+    parts: Parts, lin: Linearization, representation: Representation, plan: Plan | None, old: State, lr: float,
+    attempts: int,
+) -> tuple[Step, State]:  # fmt: skip
+    """One step on a batch, and the next state; the model ends at the next θ."""
+    G = representation.represent(lin)  # the batch, linearised
+    old = reweighted(like(old, lin.theta), lin.level, lin.objective)
+    start = begin(old, lin.level, lin.theta)  # the same data? an unheard-of loss?
+    matrices = damped(parts, G, old, start.same_data)
+    lam, unjudged, notes = old.lam, old.convergence.unjudged, first_notes(start, old.plan, plan)
+    for _ in range(attempts):
+        used = start.doubt * lam
+        end = attempt(parts, lin, matrices, old, start, used, lr, notes, unjudged)
+        lam, unjudged = next_lam(parts, start, lam, end, G.averaged), end.unjudged
+        if end.rule != "rejected":
+            break
+        if not end.judgement.judged:
+            notes.append("rejected: rounding of the loss hides what the step would gain")
+            break
+        notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
+    if old.loans.overdue(end.loss, start.same_data):
+        end = end._replace(rule="return", d=None, loss=old.loans.haven_loss)
+        notes.append(f"back to where the loss was {old.loans.away} steps ago")
+    decay = commit(lin, end, old.loans.haven)
+    left = {**kept(parts, matrices, start, end), "plan": plan, "most_rows": lin.most, "decay": decay}
+    return conclude(parts, lin.objective, old, start, end, lam, used, left, notes)
+
+
+def attempt(
+    parts: Parts, lin: Linearization, matrices: Matrices, old: State, start: Start, lam: float, lr: float,
+    notes: list[str], unjudged: int = 0,
+) -> Ending:  # fmt: skip
+    """One λ: propose a step, try it, judge it, or search along its line. The weights are wherever they were last tried:
+    `commit` alone decides where they stay."""
+    G, f = matrices.G, start.level.f
+    try:
+        H = Damped(G, lam * matrices.A)  # G + W + λD
+        d, plain, uncut = propose(parts, H, old, lr, start.same_data, start.doubt)
+        readings = tried(lin, matrices, H, d, plain, uncut, lr, old, start.same_data)
+    except FactorizationError as error:
+        blame_gradient(lin.parameters, G.gradient)
+        notes += [str(error), *G.notes]
+        G.notes.clear()
+        return Ending("rejected", lr, None, f, None, FAILED)
+    notes += G.notes
+    G.notes.clear()
+    found = readings.read(floats(*readings.tensors()))  # one synchronisation for all that the judgement needs
+    if not math.isfinite(found.new_loss):
+        notes.append(f"the trial loss is {found.new_loss}")
+    end = ended(parts, old, start, found, d, lam, lr, unjudged, lin.parameters.coarse)
+    if end.d is not None or parts.line_search is None or lr <= 0 or not end.judgement.judged or start.doubt > 1:
+        return end
+    return searched(parts, lin, end, d, plain, f)
+
+
+# --- before any λ
+
+
+def changed(record: T, **values: Any) -> T:
+    """A copy of a frozen record with other values: what dataclasses.replace does in ten times as many calls."""
+    copy = object.__new__(type(record))
+    copy.__dict__.update(record.__dict__, **values)
+    return copy
+
+
+def like(state: State, theta: Tensor) -> State:
+    """Its tensors in the precision and on the device of θ: the model may have been moved."""
+    old, moved = state.__dict__, {}
+    for name in ("previous", "mean", "towards"):
+        if (v := old[name]) is not None and (v.dtype != theta.dtype or v.device != theta.device):
+            moved[name] = v.to(theta)
+    if (D := state.D) is not None and (D.scale.dtype != theta.dtype or D.scale.device != theta.device):
+        moved["D"] = D.to(theta)
+    for v in (state.past or {}).values():  # in the precision that its representation chose
+        if v.device != theta.device:
+            moved["past"] = {k: v.to(theta.device) for k, v in (state.past or {}).items()}
+    for name in MOVING:
+        if (policy := old[name].to(theta)) is not old[name]:
+            moved[name] = policy
+    return changed(state, **moved) if moved else state
+
+
+def reweighted(old: State, level: Level, objective: Objective) -> State:
+    """What earlier steps have left, if weight decay had other weights then: it has another part of f at the same θ. The
+    data stay the same. Heights above the best loss, that of the haven if there is one, stay too."""
+    if old.decay is None or abs(level.decay - old.decay) <= SAME_LOSS[torch.float64] * max(level.decay, old.decay):
+        return old
+    W, haven = objective.decay(level.normaliser), old.loans.haven
+    here = best = level.decay - old.decay
+    if haven is not None:
+        there = 0.0 if W is None else floats(W.value(objective.parameters.shaped(haven)))[0]
+        best = there - old.loans.haven_decay
+    others = {name: old.__dict__[name].raised(here, best) for name in POLICIES}
+    return changed(old, decay=level.decay, best=old.best + best, **others)
+
+
+def begin(old: State, level: Level, theta: Tensor) -> Start:
+    """What the policies say of a batch. These know each other: heights, which outliers stand out of, tell the losses of
+    the same data apart where there is no bound; and what is on the same data is no outlier."""
+    f, low, best = level.f, level.low, min(old.best, level.f)
+    repeats = old.same_data.repeated(f, theta.dtype, low, old.outliers.height)
+    floor, same = old.outliers.floor(best, low), repeats > 1
+    return Start(level, theta, old.steps, best, floor, repeats, same, old.outliers.doubt(f, floor, old.steps, same))
+
+
+def first_notes(start: Start, past: Plan | None, plan: Plan | None) -> list[str]:
+    """What is told before any λ is tried."""
+    notes = []
+    if plan is not None and plan.squeeze > (0 if past is None else past.squeeze):
+        notes.append(f"out of memory, planned anew: {plan}")
+    if plan is not None and plan.couples and not (past is not None and past.couples):
+        notes.append("samples depend on each other, as in BatchNorm: conjugate gradients in the place of rows")
+    if start.doubt > 1:
+        times = UNHEARD * start.doubt
+        notes.append(f"the loss is {times:.2g} times those of late: a careful step, λ times {start.doubt:.2g}")
+    return notes
+
+
+# --- tensors only
+
+
+class Matrices(NamedTuple):
+    """G and D of a step, for all λ that it may try."""
+
+    G: Curvature
+    D: Metric
+    A: Metric  # D without zeros
+
+
+def damped(parts: Parts, G: Curvature, old: State, same_data: bool) -> Matrices:
+    """G with what it recalls of earlier batches, and D ← damping of the parameters."""
+    G.same_data = same_data
+    G.recall(old.past, same_data)
+    D = parts.damping.update(old.D, G)
+    check_metric(D, type(parts.damping).__name__, G.parameters.sizes)
+    return Matrices(G, D, D.positive())
+
+
+def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
+    """What a damping of one's own may get wrong: before anything is solved with it."""
+    if not isinstance(D, KINDS):  # those that can be saved and loaded
+        raise TypeError(
+            f"{damping}.update returned {type(D).__name__}: a damping returns a metric, for example "
+            "mq.Diagonal.of(entries, G.parameters.sizes)"
+        )
+    if not D.fits(sizes):
+        raise ValueError(f"{damping}.update returned a D that does not fit parameters of the sizes {list(sizes)}")
+
+
+class Proposal(NamedTuple):
+    """Steps, none of them taken: (n,) each."""
+
+    d: Tensor
+    plain: Tensor  # −(G + W + λD)⁻¹g, before momentum
+    uncut: Tensor | None  # ‖d‖ before it was cut back to the radius, if there is one: ()
+
+
+def propose(parts: Parts, H: Damped, old: State, lr: float, same_data: bool, doubt: float = 1.0) -> Proposal:
+    """−(G + W + λD)⁻¹g with momentum. In doubt of the batch the step is shorter than the last one."""
+    space, ranks = H.G.parameters, H.G.lin.ranks
+    plain = H.step()
+    d = plain if parts.momentum is None else parts.momentum.refine(plain, old.previous, H, same_data)
+    if doubt > 1:
+        d = d * (old.outliers.stride / math.sqrt(doubt) / space.norm(d)).clamp(max=1)
+    alone, uncut = d is plain, None
+    if parts.radius is not None:
+        uncut = space.norm(d)
+        d, plain = within(parts.radius, lr, d, space), plain if alone else within(parts.radius, lr, plain, space)
+    if ranks.several:
+        d, plain = ranks.one(d), plain if alone else ranks.one(plain)
+    return Proposal(d, d if alone else plain, uncut)
+
+
+def within(radius: float, lr: float, d: Tensor, space: Parameters) -> Tensor:
+    """d, cut back to ‖lr·d‖ ≤ radius"""
+    return d if lr == 0 else d * (radius / (lr * space.norm(d))).clamp(max=1)
+
+
+class Readings(NamedTuple):
+    """What the judgement asks of a trial point, all of them (): see Found."""
+
+    new_loss: Tensor  # in float64
+    gd: Tensor
+    dGd: Tensor
+    gDg: Tensor
+    length: Tensor
+    theta: Tensor
+    dDd: Tensor | None
+    cosine: Tensor | None
+    mean_loss: Tensor | None  # in float64
+    decay: Tensor | None = None  # in float64
+    new_decay: Tensor | None = None
+    uncut: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in self if t is not None]
+
+    def read(self, numbers: Sequence[float]) -> Found:
+        """The numbers of these tensors, in their order"""
+        found: list[Any] = list(self)
+        for k, number in zip([k for k, t in enumerate(self) if t is not None], numbers, strict=True):
+            found[k] = number
+        return Found(*found)
+
+
+def tried(
+    lin: Linearization, matrices: Matrices, H: Damped, d: Tensor, plain: Tensor, uncut: Tensor | None, lr: float,
+    old: State, same_data: bool,
+) -> Readings:  # fmt: skip
+    """f(θ + lr·d), and f(θ̄) on changing batches: that first, for the model stays where it is tried last."""
+    W, space = lin.decay, lin.parameters
+    trials = Trials(lin)
+    cosine = None if old.previous is None else space.cosine(plain, old.previous)
+    mean_loss = None if old.mean is None or same_data else trials.loss(old.mean - lin.theta, 1.0)
+    new_loss = trials.loss(d, lr)
+    decay, new_decay = (None, None) if W is None else (W.value(space.shaped(lin.theta)), W.value(space.tensors))
+    dDd = matrices.A.quadratic(d, space.sizes, space.dot) if same_data else None
+    return Readings(
+        new_loss, *H.model(d), matrices.G.slope(matrices.A), space.norm(d), space.norm(lin.theta), dDd, cosine,
+        mean_loss, decay, new_decay, uncut,
+    )  # fmt: skip
+
+
+# --- numbers only
+
+
+def judge(parts: Parts, old: State, start: Start, found: Found, lam: float, lr: float) -> Judgement:
+    """Accept θ + lr·d if the loss falls, or rises a little in the direction of the previous step, unless a policy has
+    something against that."""
+    f, rounding, f_new = start.level.f, start.level.rounding, found.new_loss
+    predicted = -lr * found.gd - 0.5 * lr**2 * found.dGd
+    # The step can be judged if the decrease, as predicted or as found, can be told from rounding. What is estimated
+    # of that knows nothing of the layers within: if the first half of the digits of θ stay as they are, the change that
+    # is found is rounding too.
+    least = ROUNDINGS * rounding
+    hardly_moves = lr * found.length <= torch.finfo(start.theta.dtype).eps ** 0.5 * found.theta
+    hidden = abs(predicted) <= least and (abs(f - f_new) <= least or hardly_moves)
+    judged = f_new != f and not hidden
+    gain = gain_ratio(f - f_new, predicted) if judged else math.nan
+    share = 1.0
+    if found.dDd is not None and judged and predicted > 0:
+        share = 0.5 * lam * lr**2 * found.dDd / predicted
+    cosine = found.cosine if judged else None  # without it there is no uphill
+    if cosine is not None:
+        for name in RISING:
+            if not old.__dict__[name].uphill(start, f_new):
+                cosine = None
+    rule = parts.acceptance.judge(Trial(f, f_new, start.floor, start.best, cosine, old.loans.late))
+    lag = math.nan if found.mean_loss is None else ratio(f, start.floor, least, found.mean_loss)
+    return Judgement(rule, judged, gain, abs(predicted), share, lag)
+
+
+def gain_ratio(decrease: float, predicted: float) -> float:
+    """ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀ(G + W)d); a model that predicts no decrease counts as failure."""
+    return decrease / predicted if predicted > 0 and not math.isnan(decrease) else -math.inf
+
+
+def ended(
+    parts: Parts, old: State, start: Start, found: Found, d: Tensor, lam: float, lr: float, unjudged: int,
+    coarse: bool = False,
+) -> Ending:  # fmt: skip
+    """At θ + lr·d as it is judged, or where the step began."""
+    judgement, f = judge(parts, old, start, found, lam, lr), start.level.f
+    if coarse and found.new_loss == f:  # rounded to the same weights: θ goes on, they follow
+        judgement = judgement._replace(rule="decrease")
+    unjudged = 0 if judgement.judged else unjudged + 1
+    cut = found.uncut is not None and found.cut
+    if judgement.rule is None:
+        return Ending("rejected", lr, None, f, found, judgement, found.length, cut, unjudged)
+    return Ending(judgement.rule, lr, d, found.new_loss, found, judgement, found.length, cut, unjudged)
+
+
+def searched(parts: Parts, lin: Linearization, end: Ending, d: Tensor, plain: Tensor, f: float) -> Ending:
+    """At a point on the line of the step, or of the plain one, within the radius; as it was if there is none."""
+    search, radius, lr = parts.line_search, parts.radius, end.lr
+    assert search is not None
+    assert end.found is not None
+    line = d if search.along_step else plain
+    tried = (lr, end.found.new_loss) if line is d else None
+    (length,) = floats(lin.parameters.norm(line))
+    # Both were cut back with this lr, so that rounding does not leave it out.
+    longest = math.inf if radius is None else max(lr, radius / length if length else math.inf)
+
+    def along(rates: Sequence[float]) -> list[float]:
+        inside = [rate for rate in rates if rate <= longest]
+        losses = iter(Trials(lin).losses(line, inside) if inside else [])
+        return [next(losses) if rate <= longest else math.inf for rate in rates]
+
+    point = search.search(along, f, lr, tried)
+    return end if point is None else end._replace(rule="search", lr=point[0], d=line, loss=point[1], length=length)
+
+
+def blame_gradient(parameters: Parameters, g: Tensor) -> None:
+    """A gradient that is not finite is an error, not a matter of λ."""
+    for name, part in zip(parameters.names, parameters.split(g), strict=True):
+        if not bool(parameters.finite(part)):
+            raise ValueError(
+                f"the gradient of parameter {name!r} is not finite, though the loss is; see its layer (if it computes "
+                "in float16, numbers end at 65504: take bfloat16, whose range is that of float32)"
+            )
+
+
+def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: bool) -> float:
+    """λ ← smaller after a good step, larger after a bad one; in doubt of the batch it stays. After a step that was cut
+    back to the radius, or was too long and saved by the line search, it does not fall: a smaller λ asks for a longer
+    step. `over_batches`: whether G is a running average."""
+    if start.doubt > 1:
+        return lam
+    full_loss = math.nan if end.found is None else end.found.new_loss
+    _, _, gain, _, share, lag = end.judgement
+    outcome = Outcome(start.level.f, full_loss, gain, end.rule, start.same_data, over_batches, end.unjudged, share, lag)
+    found = parts.schedule.update(lam, outcome)
+    return max(found, lam) if end.cut or end.rule == "search" else found
+
+
+# --- the conclusion: what the next step is left with
+
+
+def commit(lin: Linearization, end: Ending, haven: Tensor | None) -> float:
+    """The weights ← those of the next step, for good; what weight decay has of f there."""
+    lin.position.move(end.d, end.lr)  # nothing, where they were tried last
+    if end.rule == "return" and haven is not None:
+        lin.parameters.assign(haven)
+    return 0.0 if lin.decay is None else floats(lin.decay.value(lin.parameters.tensors))[0]
+
+
+def kept(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[str, Any]:
+    """The tensors that a step leaves for the next one; the others stay. Of a batch in doubt there is the step alone."""
+    if end.d is None:
+        return {"previous": None} if end.rule == "return" else {}
+    previous = {"previous": remembered(parts, end.d, end.lr)}
+    if start.doubt > 1:
+        return previous
+    D = matrices.D.settled(start.steps + 1, matrices.G.lin.ranks)
+    return {**previous, "D": D, "past": check_past(matrices.G)}
+
+
+def remembered(parts: Parts, d: Tensor, lr: float) -> Tensor | None:
+    """The step dθ = lr·d, if the next one asks for it: (n,)"""
+    if not parts.remembers:
+        return None
+    return d if lr == 1 else lr * d
+
+
+def check_past(G: Curvature) -> Past | None:
+    """What the curvature keeps, which torch.load takes only if it is tensors."""
+    past = G.keep()
+    for key, t in (past or {}).items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{type(G).__name__}.keep returned {type(t).__name__} for {key!r}: tensors only")
+    return past
+
+
+def conclude(
+    parts: Parts, objective: Objective, old: State, start: Start, end: Ending, lam: float, used: float,
+    left: dict[str, Any], notes: Sequence[str] = (),
+) -> tuple[Step, State]:  # fmt: skip
+    """What a step did that has left these tensors and numbers, and the next state. `lam` is λ of the next step, `used`
+    that of this one."""
+    policies = {name: old.__dict__[name].after(start, end) for name in POLICIES}
+    state = changed(
+        old, lam=lam, steps=old.steps + 1, accepted=old.accepted + (end.d is not None),
+        best=min(start.best, end.loss), **policies, **left,
+    )  # fmt: skip
+    if parts.average is not None and (end.d is not None or end.rule == "return"):
+        state = with_mean(parts.average, state, objective.parameters, start.same_data)
+    converged = state.convergence.reached(used, parts.schedule.initial)
+    return report(objective.given, start, end, used, notes, converged, left["decay"]), state
+
+
+def with_mean(average: Average, state: State, parameters: Parameters, same_data: bool) -> State:
+    """θ̄ after another θ, that of the model; of uphill moves on the same data that before them, until they have paid."""
+    theta = parameters.vector() if state.loans.haven is None else state.loans.haven
+    if state.mean is None or (same_data and average.restarts):
+        return changed(state, mean=theta, points=1)
+    return changed(state, mean=average.update(state.mean, theta, state.points), points=state.points + 1)
+
+
+def report(
+    loss: Loss, start: Start, end: Ending, lam: float, notes: Sequence[str], converged: bool, decay: float = 0.0
+) -> Step:
+    """In the units in which the loss is reported. `decay` is what weight decay has of f where the step ends."""
+    f, _, _, normaliser, before = start.level
+    here = data = loss.report(f, normaliser)
+    there = new_data = loss.report(end.loss, normaliser)
+    if before or decay:
+        data, new_data = loss.report(f - before, normaliser), loss.report(end.loss - decay, normaliser)
+    slope = averaged = math.nan
+    if end.found is not None:
+        slope = math.sqrt(max(end.found.gDg, 0.0))
+        averaged = math.nan if end.found.mean_loss is None else loss.report(end.found.mean_loss, normaliser)
+    words = CONVERGED if converged else "; ".join(notes)
+    return Step(
+        here, there, end.d is not None, end.rule, lam, end.lr, end.judgement.gain, words, slope, converged, averaged,
+        data_loss=data, new_data_loss=new_data,
+    )  # fmt: skip
+
+
+# --- in words, and before there is a step
+
+
+def rows_of(parts: Parts, plan: Plan | None) -> Rows:
+    """The rows of a step: those that were given, or planned; before there is a plan, some for a first look."""
+    if parts.rows is not None:
+        return parts.rows
+    return parts.curvature.first_rows if plan is None or plan.kind is None else plan.rows
+
+
+def described(head: str, parts: Parts, state: State, options: Sequence[str], more: Sequence[str]) -> str:
+    """An optimizer in words, a line for each part."""
+    named = [f"{name:<12}{brief(part)}" for name, part in vars(parts).items() if name != "radius"]
+    found = f"λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}"
+    return "\n    ".join([head, *named, *options, found, *more])
