@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+DOUBLE = torch.float64
+AS_IS = nullcontext()
+
 
 class Tape:
     """Collects what would be asked while a step is recorded as a CUDA graph, and assumes that all is well."""
@@ -92,14 +95,15 @@ def draw(numbers: Callable[[int], Tensor], seed: int, like: Tensor) -> Tensor:
 
 def ungraded() -> AbstractContextManager[None]:
     """torch.no_grad(), which costs as much as a small operation, where a step is not within it already"""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    return torch.no_grad() if torch.is_grad_enabled() else AS_IS
 
 
 def floats(*tensors: Tensor) -> list[float]:
     """What several 0-dimensional tensors hold, in one synchronisation"""
-    if tensors[0].device.type == "cpu":  # nothing to wait for
-        found = [t.item() for t in tensors]
-        return found if _current.agree is None else agreed(found)
+    first = tensors[0].dtype
+    if all([t.dtype is first for t in tensors]) and _current.agree is None:
+        found: list[float] = torch.stack(tensors).tolist()
+        return found
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     order = [i for dtype in dtypes for i, t in enumerate(tensors) if t.dtype == dtype]
     # Tensors of one precision at a time: each conversion by itself would be a kernel.
@@ -111,6 +115,8 @@ def floats(*tensors: Tensor) -> list[float]:
 def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The same 0-dimensional tensors in float64 to calculate with: on the host after one synchronisation, where small
     calculations cost less than kernels; on the device if they are recorded."""
+    if tensors[0].device.type == "cpu" and _current.agree is None and all([t.dtype is DOUBLE for t in tensors]):
+        return tensors
     found = torch.stack([t.double() for t in tensors])
     if _current.agree is not None:
         return torch.tensor(agreed(found.tolist()), dtype=torch.float64).unbind()

@@ -6,7 +6,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .agreement import check_alike, take_buffers
 from .arguments import Unscaled, brief, users
 from .curvature import Auto, Representation
 from .curvature.plan import Plan
+from .deferred import AS_IS
 from .diagnosis import diagnosed
 from .groups import check_same_rate, grouped, weights
 from .jacobian.known import Coupled, Known
@@ -26,6 +28,7 @@ from .losses import resolve
 from .model.batch import Batch, Batches
 from .model.checks import check_coupling, unwrapped
 from .model.decay import WeightDecay
+from .model.kernels import uncompiled
 from .model.parameters import Parameters
 from .model.precision import without_autocast
 from .model.randomness import rng_state, set_rng_state
@@ -46,10 +49,25 @@ from .surroundings import Surroundings, back_afterwards, settled
 from .weights import Weights
 
 # What was found out about the model, and whether it holds the averaged weights: no part of the state.
-OF_THE_MODEL = ("_known", "_recordings", "_pace", "_averaged", "_seen")
+OF_THE_MODEL = ("_known", "_recordings", "_pace", "_averaged", "_seen", "_program")
 
 
 T = TypeVar("T")
+
+Depends = tuple[list[Any], list[Any]]  # objects, of which each must be the same, and values
+
+
+class Program(NamedTuple):
+    """What was checked and made for a step, and holds for the next ones while nothing it depends on has changed. What
+    is found out about the model is in `Known`, by the graph of its passes."""
+
+    depends: Depends
+    parts: Parts
+    objective: Objective
+
+    def holds(self, now: Depends) -> bool:
+        (objects, values), (others, there) = self.depends, now
+        return len(objects) == len(others) and all(map(is_, objects, others)) and values == there
 
 
 class LM(Unscaled, torch.optim.Optimizer):
@@ -131,6 +149,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         towards = rule.anchor(parameters, self._spared)
         self._averaged = False  # whether the model holds the averaged weights
         self._known, self._recordings, self._pace = Known(), Recordings(), Pace()  # what was found out about the model
+        self._program: Program | None = None  # what the last step has prepared for the next
         self._diagnosis: str | None = None  # why a run that has converged may be a poor one; None if it has not
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
         self._seen: Seen | None = None  # what BatchNorm has seen in the last step; None if there was none since
@@ -175,11 +194,12 @@ class LM(Unscaled, torch.optim.Optimizer):
             closure: for trainers that wrap optimizers and have their hooks in it: it is called once, before the step,
                 and what it returns is not used.
         """
-        with (ranks := self._ranks).together():
+        ranks = self._ranks
+        with ranks.together() if ranks.several else AS_IS:
             arguments.check_batch(inputs, targets)
             if closure is not None:
                 closure()
-            batches = inputs if isinstance(inputs, Batches) else [Batch(inputs, targets, weight)]
+            batches = inputs if inputs.__class__ is Batches else [Batch(inputs, targets, weight)]
             return self._guarded(batches, ranks)
 
     def step_over(self, batches: Iterable[Any]) -> Step:
@@ -200,13 +220,7 @@ class LM(Unscaled, torch.optim.Optimizer):
     # Around the step: by a recording, with a smaller plan, on several ranks, and back to where it was if it fails.
 
     def _guarded(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
-        parts, single = self.parts, not isinstance(batches, Batches)
-        arguments.check_shards(self.model, parts, self.param_groups, single=single)
-        arguments.check_ready(self.model, self.params, self.lr, parts.curvature.needs.by_sample, self._averaged)
-        check_same_rate(self.param_groups)
-        if self.radius is not None:
-            arguments.check_radius(self.radius)
-        check_joined(self.group)
+        parts, objective = self._prepared(not isinstance(batches, Batches))
         if ranks.several:
             others = {"lr": self.lr, "weight decay": self._weights, "attempts": self.attempts, "loss": brief(self.loss)}
             check_alike(ranks, self.model, Parameters(self.model, self.params), parts, self._state, others)
@@ -214,13 +228,12 @@ class LM(Unscaled, torch.optim.Optimizer):
         here, first, step = Surroundings(), self.param_groups[0]["params"][0], None
         records = first.device.type in RECORDERS and self.capture is not False and not ranks.several
         if records and isinstance(batches, list):
-            step = self._replayed(parts, batches, here)
+            step = self._replayed(parts, objective, batches, here)
         plan = self._state.plan
         while step is None:
             self._planned = plan
             try:
-                with ranks.together(), ranks.deciding():
-                    step = self._try(parts, batches, ranks, plan, here, records)
+                step = self._agreed(parts, objective, batches, ranks, plan, here, records)
             except (RuntimeError, Coupled) as error:
                 # Memory has run out, or rows turn out to be too dear, or samples cannot be taken apart. Everything is
                 # as it was before the step: again, with the next smaller plan, if there is one.
@@ -231,21 +244,67 @@ class LM(Unscaled, torch.optim.Optimizer):
                     torch.cuda.empty_cache()
         return self._pace.end(self._explained(step, batches, ranks))
 
+    def _prepared(self, single: bool) -> tuple[Parts, Objective]:
+        """What the step is made of, and what is minimised: looked at and made anew if anything that it depends on has
+        changed since the last step."""
+        now = self._depends(single)
+        if self._program is not None and now is not None and self._program.holds(now):
+            return self._program.parts, self._program.objective
+        parts = self.parts
+        arguments.check_shards(self.model, parts, self.param_groups, single=single)
+        arguments.check_ready(self.model, self.params, self.lr, parts.curvature.needs.by_sample, self._averaged)
+        check_same_rate(self.param_groups)
+        arguments.check_radius(self.radius)
+        check_joined(self.group)
+        objective = self._objective()
+        self._program = None if now is None else Program(now, parts, objective)
+        return parts, objective
+
+    def _depends(self, single: bool) -> Depends | None:
+        """All that the checks and the objective depend on; None if that may have changed in place: learning rates and
+        weights of weight decay that are tensors, a θ that the parameters are rounded from, and shards."""
+        state = self._state
+        form = self._known.look(self.model)
+        objects: list[Any] = [
+            form, self.model, self.loss, self.curvature, self.rows, self.damping, self.schedule, self.momentum,
+            self.acceptance, self.line_search, self.average, self.group, state.towards,
+        ]  # fmt: skip
+        values: list[Any] = [single, self._averaged, self.radius, torch.is_inference_mode_enabled()]
+        for group in self.param_groups:
+            lr, w = group["lr"], group["weight_decay"]
+            if lr.__class__ not in (float, int) or w.__class__ not in (float, int):
+                return None
+            values += (lr, w)
+            objects += group["params"]
+        first = objects[13]
+        if state.master is not None or first.__class__ is not torch.nn.Parameter:
+            return None
+        return None if torch.is_autocast_enabled(first.device.type) else (objects, values)
+
+    def _agreed(self, parts: Parts, objective: Objective, batches: Iterable[Batch], ranks: Ranks, *rest: Any) -> Step:
+        """What one of several ranks raises, all raise."""
+        if not ranks.several:
+            return self._try(parts, objective, batches, ranks, *rest)
+        with ranks.together(), ranks.deciding():
+            return self._try(parts, objective, batches, ranks, *rest)
+
     def _try(
-        self, parts: Parts, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None, here: Surroundings, records: bool
-    ) -> Step:
+        self, parts: Parts, objective: Objective, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None,
+        here: Surroundings, records: bool,
+    ) -> Step:  # fmt: skip
         """The step with this plan, or one that is made of it, or everything as it was before."""
         old = self._state
         lin = Linearization(
-            self._objective(), batches, rows_of(parts, plan), parts.curvature.needs,
+            objective, batches, rows_of(parts, plan), parts.curvature.needs,
             known=self._known, seed=old.steps, single=not isinstance(batches, Batches), most=old.most_rows,
-            ranks=ranks,
+            ranks=ranks, form=self._known.anatomy,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
 
         def work() -> Step:
             nonlocal lin
-            with torch.no_grad(), without_autocast(lin.parameters.device.type):
+            with torch.no_grad(), without_autocast(lin.parameters.device.type), uncompiled():
+                objective.eager = True
                 steady = old.same_data.steady(old.steps)
                 representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, steady)
                 arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
@@ -261,7 +320,7 @@ class LM(Unscaled, torch.optim.Optimizer):
                     take_buffers(ranks, self.model)
                 ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
             self._known.totals, self._known.steady = lin.totals(), records and lin.steady
-            master, seen = lin.parameters.unrounded(), Seen.of(self.model, batches)
+            master, seen = lin.parameters.unrounded(), Seen.of(lin.end.form, batches)
             if master is not state.master:
                 state = changed(state, master=master)
             self._state, self._seen = state, seen  # what is raised before it undoes all
@@ -276,16 +335,17 @@ class LM(Unscaled, torch.optim.Optimizer):
         try:
             return whole(here, work, undo)
         finally:
+            objective.eager = False
             lin.close()
 
-    def _replayed(self, parts: Parts, batches: list[Batch], here: Surroundings) -> Step | None:
+    def _replayed(self, parts: Parts, objective: Objective, batches: list[Batch], here: Surroundings) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
         old, device, known = self._state, self.params[0].device, self._known
-        objective, (batch,) = self._objective(), batches
+        (batch,) = batches
         recording = self._recordings.of(parts, objective, batch, old, known, self.lr, self.capture is True)
         if recording is None:
             return None
-        rng, seen, step = rng_state(device), Seen.of(self.model, batches), None
+        rng, seen, step = rng_state(device), Seen.of(known.look(self.model), batches), None
 
         def work() -> Step | None:
             nonlocal step
@@ -399,12 +459,12 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay behind, as torch has it, and the wrapper that schedulers put in the place of `step`.
-        left = ("step", "_known", "_recordings", "_pace", "_seen", "_diagnosis")
+        left = ("step", "_known", "_recordings", "_pace", "_seen", "_diagnosis", "_program")
         return {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._averaged, self._seen, self._diagnosis = False, None, None
+        self._averaged, self._seen, self._diagnosis, self._program = False, None, None, None
         self._known, self._recordings, self._pace = Known(), Recordings(), Pace()
 
     def __repr__(self) -> str:

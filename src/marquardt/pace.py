@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from .arguments import users
 from .curvature.cost import USUAL
 from .curvature.plan import Plan, duration
-from .step import Step
+from .step import Step, changed
 
 # A step that is predicted to take more seconds than this is announced.
 LONG = 3.0
@@ -56,12 +55,14 @@ class Pace:
         """The step with the seconds that it took, and in words if it was announced."""
         took = time.perf_counter() - self._began
         if not self._nominal or self.speed is None:
-            return replace(step, seconds=took)
+            return changed(step, seconds=took)
         # Half of the way, as a ratio: one step that tries several points does not speak for all.
         self.speed = (self.speed * took / self._nominal) ** 0.5
-        note = f"took {duration(took)}, predicted {duration(self.predicted)}"
-        notes = [step.note, note] if max(took, self.predicted) > LONG else [step.note]
-        return replace(step, note="; ".join(n for n in notes if n), seconds=took, predicted=self.predicted)
+        note = step.note
+        if max(took, self.predicted) > LONG:
+            words = f"took {duration(took)}, predicted {duration(self.predicted)}"
+            note = f"{note}; {words}" if note else words
+        return changed(step, note=note, seconds=took, predicted=self.predicted)
 
 
 @cache

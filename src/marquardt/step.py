@@ -237,7 +237,7 @@ def damped(parts: Parts, G: Curvature, old: State, same_data: bool) -> Matrices:
 
 def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
     """What a damping of one's own may get wrong: before anything is solved with it."""
-    if not isinstance(D, KINDS):  # those that can be saved and loaded
+    if type(D) not in KINDS and not isinstance(D, KINDS):  # those that can be saved and loaded
         raise TypeError(
             f"{damping}.update returned {type(D).__name__}: a damping returns a metric, for example "
             "mq.Diagonal.of(entries, G.parameters.sizes)"

@@ -62,7 +62,7 @@ def surely(undo: Callable[[], object]) -> None:
 
 
 class Leavable:
-    """A context manager that leaves its block as often as it is told to, amid its own `__enter__` and `__exit__` too."""
+    """A context manager that leaves its block as often as it is told to, also amid `__enter__` and `__exit__`."""
 
     def leave(self) -> None:
         raise NotImplementedError
@@ -228,7 +228,7 @@ DISPATCH_FLAGS = (
 
 def _nesting() -> int:
     """How many forward-mode derivatives of torch.func there are around"""
-    return sys.modules[TRANSFORMS].JVP_NESTING if TRANSFORMS in sys.modules else 0  # type: ignore[attr-defined]
+    return sys.modules[TRANSFORMS].JVP_NESTING if TRANSFORMS in sys.modules else 0
 
 
 def _show() -> Any:

@@ -13,7 +13,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from . import tolerances
-from .deferred import agreed, floats
+from .deferred import agreed, floats, ungraded
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective
 from .layers import Line
@@ -43,10 +43,9 @@ class Trials:
         lin.start.restore()
         total: Any = 0.0
         checksum: Any = 0.0
-        for i, batch in enumerate(lin.cut()):
-            with torch.set_grad_enabled(self.known.differentiates), self._as_before(i):
-                objective, z = self._outputs(i, batch)
-            with torch.no_grad():
+        for i, batch in enumerate(lin.batches if lin.in_one else lin.cut()):
+            objective, z = self._passed(i, batch)
+            with ungraded():
                 total = total + objective.value(z.detach(), batch)
             if not lin.single:
                 checksum = checksum + batch.checksum()
@@ -54,8 +53,17 @@ class Trials:
             raise ValueError(
                 "the batches are not the same every time they are gone through: use the same data in each pass"
             )
-        found: Tensor = lin.share.ranks.sum(total.double()) * lin.scale
+        total = total.double()
+        found: Tensor = (lin.share.ranks.sum(total) if lin.share.ranks.several else total) * lin.scale
         return found if lin.decay is None else found + lin.decay.value(lin.parameters.tensors)
+
+    def _passed(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:
+        """z, with the slopes of RReLU that were drawn; with a graph if the model differentiates itself"""
+        lin, graph = self.lin, self.known.differentiates
+        if not graph and not torch.is_grad_enabled() and lin.single and not lin.slopes[i] and not lin.chance.drawn:
+            return self._outputs(i, batch)
+        with torch.set_grad_enabled(graph), self._as_before(i):
+            return self._outputs(i, batch)
 
     def _outputs(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:
         if not self.lin.single:

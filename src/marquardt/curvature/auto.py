@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import is_
 
 import torch
@@ -103,7 +104,7 @@ class Auto(Interchangeable):
         if self.memory is not None:
             parse(self.memory)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         return Needs(self.chunk, by_sample=self.chunk is not None)
 
@@ -133,11 +134,11 @@ class Auto(Interchangeable):
         self, lin: Linearization, plan: Plan | None, rows: Rows | None = None, steady: bool | None = None
     ) -> tuple[Representation, Plan]:
         """The last plan, while the shapes are the same and so are the data, or not; otherwise another one."""
-        known, form = lin.known, lin.start.form
-        now = (plan, self, steady, rows, form, lin.form)  # all that was looked at when it was made
-        if known.chosen is not None and lin.form is not None:
+        known, form, batch = lin.known, lin.start.form, lin.form
+        now = (plan, self, steady, rows, form, batch)  # all that was looked at when it was made
+        if known.chosen is not None and batch is not None:
             *before, there, picked = known.chosen
-            if all(map(is_, now[:-1], before)) and there == lin.form:
+            if plan is not None and there == batch and all(map(is_, now[:-1], before)):
                 return picked, plan
         found, made = self._chosen(lin, plan, rows, steady)
         known.chosen = (made, *now[1:], found)

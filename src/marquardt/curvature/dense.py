@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Dense(Interchangeable):
         check_chunk(self.chunk)
         check_inertia(self.inertia)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         return Needs(self.chunk)
 
@@ -104,6 +105,7 @@ class DenseCurvature(Curvature):
         self._weight: Tensor | None = None  # of the past in the average
         self._batches: Tensor | None = None  # that it is of
         self._keeps = inertia > 0
+        self._by_rows = not self._keeps  # whether G has not been formed, and is what the rows say
         self._formed: Callable[[], Tensor] | None = None  # waits for J̃ᵀJ̃ of all ranks
         self._G: Tensor | None = None
         self._g: Tensor | None = None
@@ -127,6 +129,7 @@ class DenseCurvature(Curvature):
     def _form_in(self, dtype: torch.dtype) -> None:
         self._rough = self._G = None
         self._formed, self._g = self._form(dtype)
+        self._by_rows = False
 
     def _form(self, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Tensor]:
         """ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks and the ranks, in that precision from the same rows. The
@@ -153,7 +156,7 @@ class DenseCurvature(Curvature):
     def gradient(self) -> Tensor:
         if self._g is None:
             self._g = self._slope()
-        return self._g.to(self.parameters.dtype)
+        return self._g if self._g.dtype is self.parameters.dtype else self._g.to(self.parameters.dtype)
 
     def _slope(self) -> Tensor:
         """g = J̃ᵀu + h from rows that stay, in float64: (n,)"""
@@ -216,6 +219,7 @@ class DenseCurvature(Curvature):
 
     def recall(self, past: Past | None, same_data: bool) -> None:
         self._keeps = self.beta > 0 and not same_data
+        self._by_rows = self._formed is None and not self._keeps
         if self._keeps:
             self._batches = torch.ones((), dtype=torch.float64, device=self.parameters.device)
         if self._keeps and past is not None and "G" in past:
@@ -229,13 +233,11 @@ class DenseCurvature(Curvature):
     def keep(self) -> Past | None:
         return {"G": self.G, "batches": self._batches} if self._keeps and self._batches is not None else None
 
-    @property
-    def _by_rows(self) -> bool:
-        """Whether G has not been formed, and is what the rows say."""
-        return self._formed is None and not self._keeps
-
     def __matmul__(self, v: Tensor) -> Tensor:
-        return self._product(v) if self._by_rows else (self.G @ v.to(self.G.dtype)).to(v.dtype)
+        if self._by_rows:
+            return self._product(v)
+        G = self.G
+        return G @ v if G.dtype is v.dtype else (G @ v.to(G.dtype)).to(v.dtype)
 
     def _product(self, v: Tensor) -> Tensor:
         """J̃ᵀJ̃v from the rows, in the precision of v: (n,) → (n,)"""
@@ -244,11 +246,14 @@ class DenseCurvature(Curvature):
 
     def quadratic(self, v: Tensor) -> Tensor:
         if not self._by_rows:
-            return super().quadratic(v)
+            return self.parameters.dot(v, self @ v)
         return self.lin.ranks.sum(self.lin.whole().apply(v).square().sum() * self.lin.scale)
 
     def diagonal(self) -> Tensor:
-        return super().diagonal() if self._by_rows else self.G.diagonal().to(self.parameters.dtype)
+        if self._by_rows:
+            return super().diagonal()
+        found = self.G.diagonal()
+        return found if found.dtype is self.parameters.dtype else found.to(self.parameters.dtype)
 
     def partial_traces(self) -> PartialTraces:
         return statistics.partial_traces(self.lin)
@@ -256,16 +261,22 @@ class DenseCurvature(Curvature):
     def newton(self, damping: Metric | Tensor) -> Tensor:
         sizes = self.parameters.sizes
         D = Diagonal.of(damping, sizes)
-        A = D.damping(sizes).to(self.parameters.dtype)
+        A = D.damping(sizes)
+        A = A if A.dtype is self.parameters.dtype else A.to(self.parameters.dtype)
         x = self._by_float32(A) if self._by_rows and not D.turns else None
-        if x is None and self.G.dtype != torch.float64:
+        G = self.G if x is None else None
+        if G is not None and G.dtype != torch.float64:
             x = self._checked(A, D)
         if x is None:
-            G = self._in_coordinates(D)
-            assert self._g is not None
-            D = D.to(self._g)
-            x = D.turned_back(spd_solve(G, A, D.turned(self._g, sizes), self.notes, self.lin.ranks), sizes)
-        return x.to(self.parameters.dtype)
+            g = self._g
+            assert g is not None
+            if D.turns:
+                G, D = self._in_coordinates(D), D.to(g)
+                x = spd_solve(G, A, D.turned(g, sizes), self.notes, self.lin.ranks)
+                x = D.turned_back(x, sizes)
+            else:
+                x = spd_solve(self.G, A, g, self.notes, self.lin.ranks)
+        return x if x.dtype is self.parameters.dtype else x.to(self.parameters.dtype)
 
     def _in_coordinates(self, D: Metric) -> Tensor:
         """WGWᵀ with WD₀Wᵀ = 1, and what D has beside D₀; G itself if D is diagonal: (n, n)"""

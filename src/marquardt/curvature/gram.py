@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Gram(Interchangeable):
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         return Needs(self.chunk, together=True)
 

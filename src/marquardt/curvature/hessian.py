@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Hessian(Representation):
 
     adds_up = True
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         return Needs(by_sample=False, graph=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class Kronecker(Representation):
             )
         check_chunk(self.chunk)
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         return Needs(self.chunk)
 

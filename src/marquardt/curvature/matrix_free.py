@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ class MatrixFree(Interchangeable):
                 "(Martens uses 0.75), or None for no preconditioner"
             )
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         return Needs(self.chunk, by_sample=False, graph=True)
 

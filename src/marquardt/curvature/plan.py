@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ..jacobian.linearization import Linearization
@@ -45,7 +46,7 @@ class Plan:
         """What was picked, whatever it was picked by."""
         return self.kind, self.chunk, self.iterations, self.sampled, self.fraction
 
-    @property
+    @cached_property
     def rows(self) -> Rows:
         """The rows, if they are a choice."""
         rows: Rows = Exact() if self.sampled is None else Sampled(self.sampled, together=self.joined)

@@ -128,7 +128,7 @@ def factored(H: Tensor, A: Tensor) -> Callable[[Tensor], Tensor] | None:
 def _cholesky(H: Tensor, b: Tensor, ranks: Ranks) -> Tensor | None:
     together = ranks.several and factors_together(len(H), ranks.size, H.element_size(), H.is_cuda)
     L, fine = shared_factor(H, ranks) if together else _factor(H)
-    x = _solve(L, b.to(H.dtype))
+    x = _solve(L, b if b.dtype is H.dtype else b.to(H.dtype))
     return x if ask(fine & (x.abs().amax() < math.inf)) else None
 
 

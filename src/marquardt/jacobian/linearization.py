@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ..model.decay import Penalty
 from ..model.kernels import twice_differentiable
 from ..model.parameters import Position
 from ..model.randomness import Chance, Moment, Slopes
+from ..model.walk import Anatomy
 from ..ranks import ALONE, Ranks
 from .cut import Cut
 from .known import Known
@@ -56,18 +56,21 @@ class Linearization:
     def __init__(
         self, objective: Objective, batches: Iterable[Batch], rows: Rows = Exact(), needs: Needs = Needs(), *,
         known: Known | None = None, seed: int = 0, single: bool = True, most: int = 0, chance: Chance | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = ALONE, form: Anatomy | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batches, self.rows_kind, self.needs = objective, batches, rows, needs
         self.parameters = objective.parameters
         self.known = known if known is not None else Known()
         self.seed = seed
         self.single = single  # one batch that may be gone through again in any order
+        self.in_one = single and needs.chunk is None  # whether there is one piece, which stays open
+        self.n = self.parameters.whole.n
         self.ranks = ranks if self.parameters.shards is None else ALONE  # a ShardedPiece has the rows of all ranks
         self.share = Share(ranks, batches, single, seed)
         self.position = Position(self.parameters)
+        self.theta = self.position.theta  # (n,)
         self.chance = chance if chance is not None else Chance()
-        self.start = self.moment()
+        self.start = self.moment(form)
         self.end = self.start
         self.slopes: list[list[Slopes]] = []  # of RReLU, by piece
         self.objectives: list[Objective] = []  # for the outputs of each piece
@@ -93,7 +96,8 @@ class Linearization:
         check."""
         chunk = self.needs.chunk if needs.chunk is None else needs.chunk
         rows = self.rows_kind if rows is None else rows
-        if chunk == self.needs.chunk and (self.needs.graph or not needs.graph) and rows == self.rows_kind:
+        same = rows is self.rows_kind or rows == self.rows_kind
+        if chunk == self.needs.chunk and (self.needs.graph or not needs.graph) and same:
             return self
         self.close()
         self.rewind()
@@ -105,27 +109,21 @@ class Linearization:
         other.share = self.share
         return other
 
-    @cached_property
+    @property
     def form(self) -> object:
         """Of the one batch, if there is one, see Batch.form"""
-        return next(iter(self.batches)).form if self.in_one and not self.share.ranks.several else None
-
-    @property
-    def n(self) -> int:
-        return self.parameters.whole.n
-
-    @property
-    def theta(self) -> Tensor:
-        """(n,)"""
-        return self.position.theta
+        if not self.in_one or self.share.ranks.several:
+            return None
+        (batch,) = self.batches
+        return batch.form
 
     @property
     def steady(self) -> bool:
         """Whether the forward pass has left the buffers as they were."""
         return self.single and self.end.same_buffers(self.start)
 
-    def moment(self) -> Moment:
-        form = self.known.look(self.objective.model)
+    def moment(self, form: Anatomy | None = None) -> Moment:
+        form = self.known.look(self.objective.model) if form is None else form
         return Moment(self.objective.model, self.parameters.device, self.chance, form)
 
     # The pieces.
@@ -162,11 +160,6 @@ class Linearization:
         """Parameters, buffers and random numbers as they were before the first piece."""
         self.start.restore()
         self.position.move()  # trial points may have been tried since
-
-    @property
-    def in_one(self) -> bool:
-        """Whether there is one piece, which stays open."""
-        return self.single and self.needs.chunk is None
 
     def whole(self) -> Piece:
         """The only piece: for representations that come back to the rows."""
@@ -270,11 +263,11 @@ class Linearization:
         self._m += piece.telling
         self._seen += 1
         if self.single:
-            self._moments.append(piece.whole.before)
-            self.slopes.append(list(piece.whole.slopes))
-            self.objectives.append(piece.objective)
+            self._moments += (piece.whole.before,)
+            self.slopes += ([*piece.whole.slopes],)
+            self.objectives += (piece.objective,)
             if not recording():
-                self.structures.add(piece.whole.walk.structure)
+                self.structures |= {piece.whole.walk.structure}
         else:
             self.checksum = self.checksum + piece.batch.checksum()
 
@@ -312,10 +305,7 @@ class Linearization:
         self.parameters.let_go()
         self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = self._pull = None
         self._rest = None
-        self._moments.clear()
-        self.slopes.clear()
-        self.objectives.clear()
-        self.structures.clear()
+        self._moments, self.slopes, self.objectives, self.structures = [], [], [], set()
         self._m, self._seen, self._rows, self.checksum = 0, 0, 0, 0.0
 
     # What they add up to.

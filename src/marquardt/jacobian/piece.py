@@ -36,8 +36,8 @@ class Piece:
     """
 
     def __init__(
-        self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: Seed, keep_graph: bool,
-        before: Moment | None = None,
+        self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: Seed,
+        keep_graph: bool, before: Moment | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
         once = self._unrolls(known.rows_per_sample)

@@ -15,7 +15,7 @@ from ..layers.apart import in_layout, sample_axes
 from ..layers.graph import Use
 from ..layers.unrolled import Refused
 from ..layers.uses import Glimpse, block_of
-from ..layers.watch import LAYOUTS, Layout, grouped
+from ..layers.watch import LAYOUTS, Layout, alone, grouped
 from ..memory import out_of_memory
 from ..model.checks import check_coupling
 from ..model.parameters import flat
@@ -34,32 +34,33 @@ EVERY = 8
 # Ways of calling the model whose proofs are kept, and of each kinds of passes that were compared.
 KEPT, SEEN = 64, 1024
 
+
 def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     """The columns of J̃ by layer, and the parameters without influence; None if these rows cannot tell. Ranks that share
     the weights find the same, for they make the same passes."""
-    known, model = J.forward.known, J.forward.objective.model
+    known, model, records = J.forward.known, J.forward.objective.model, recording()
     J.shorten()
     groups, base = _grouped(J)
     signature = _with_uses(J, base)
-    if not recording():
+    if not records:
         known.only_slopes = not J.forward.chance.drawn or _draws_slopes_only(J)
-    proven = recording() or signature in known.proofs
+    proven = records or signature in known.proofs
     if J.ranks.several:
         proven = J.ranks.all(proven)
-    if recording() and known.proof.map is not None and known.proofs.get(signature) is not known.proof:
+    if records and known.proof.map is not None and known.proofs.get(signature) is not known.proof:
         raise RuntimeError("the graph of the recorded pass is not the one that was proven")
     if not proven and J.ranks.all(not bool(J.S.any())):  # all weights are zero: that proves nothing
         return [Nothing(J.parameters.tensors, J.m, J.N)], None
     if not proven:
         check_coupling(model)
         _prove(J, base)
-    elif not recording():
+    elif not records:
         known.proof, known.proven = known.proofs[signature], signature
     try:
         blocks, influential = _without_inert(J, _blocks(J, groups))
-        doubtful = proven and not recording() and (influential or not _plausible(J, blocks))
+        doubtful = proven and not records and (influential or not _plausible(J, blocks))
     except Exception as error:  # what was proven on other data may fail on these
-        if not proven or recording() or out_of_memory(error) or J.ranks.several:
+        if not proven or records or out_of_memory(error) or J.ranks.several:
             raise
         doubtful = True
     if doubtful:
@@ -125,7 +126,12 @@ def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
     blocks: list[Block] = []
     for key, layout in proof.layouts.items():
         members = groups[key]
-        block = assemble([calls[i] for i in members], [deltas["call", i] for i in members], J.N, layout)
+        if len(members) == 1 and (delta := deltas["call", members[0]]) is not None:
+            block: Block | None = alone(calls[members[0]].block(delta, J.N, layout))
+            if block is not None and len(block.params) == len(key):
+                block.members = key if len(key) == 1 or block.params[0] is J.parameters.tensors[key[0]] else None
+        else:
+            block = assemble([calls[i] for i in members], [deltas["call", i] for i in members], J.N, layout)
         blocks += (block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N),)
     return blocks
 

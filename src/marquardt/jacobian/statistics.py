@@ -123,7 +123,9 @@ def partial_traces(lin: Linearization, pieces: Callable[[], Iterable[Piece]] | N
         if not unlike:
             total = summed(lin.ranks, found, lin.theta)
             scale = lin.scale
-            scaled = [LayerSides(k.members, k.left * scale, None if k.right is None else k.right * scale) for k in total]
+            scaled = [
+                LayerSides(k.members, k.left * scale, None if k.right is None else k.right * scale) for k in total
+            ]
             return PartialTraces(scaled, lin.m if all_rows else sum(lin.ranks.numbers(rows)))
         apart |= unlike
 

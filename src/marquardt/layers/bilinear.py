@@ -11,14 +11,14 @@ Linear, convolution (on patches) and the scale of a normalisation layer differ o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..metric import Part, Turn
-from ..model.precision import widened
+from ..model.precision import COARSE, widened
 from .block import SLAB, Block, Product, Sums, add_product
 from .coarse import FASTER, fast, pull, pulls, times
 from .traces import Traces, of_rows, of_vectors, product_of, square
@@ -40,11 +40,13 @@ class Bilinear(Block):
 
     @property
     def a(self) -> Tensor:
-        return widened(self.factors[0])
+        a = self.factors[0]
+        return widened(a) if a.dtype in COARSE else a
 
     @property
     def delta(self) -> Tensor:
-        return widened(self.factors[1])
+        delta = self.factors[1]
+        return widened(delta) if delta.dtype in COARSE else delta
 
     def without(self, some: Sequence[Tensor]) -> Block | None:
         weight, bias = (None if any(p is q for q in some) else p for p in (self.weight, self.bias))
@@ -53,24 +55,27 @@ class Bilinear(Block):
         a, delta = self.factors
         return Bilinear(a if weight is not None else a[..., :0], delta, weight, bias, self.one)
 
-    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    def slabs(self, dtype: torch.dtype) -> Iterable[tuple[slice, Tensor]]:
         if self.P == 1 and self.m * self.G * self.O * self.I <= SLAB:
-            return iter(self._at_once(dtype))
+            return self._at_once(dtype)
         return self._one_by_one(dtype)
 
     def _at_once(self, dtype: torch.dtype) -> list[tuple[slice, Tensor]]:
         """The rows of one position, if they are few"""
         a, delta = self.factors
-        delta = delta[:, :, 0].to(dtype)  # (R, N, G, O)
+        delta, a = delta[:, :, 0], a[:, 0]  # (R, N, G, O), (N, G, I)
+        if delta.dtype is not dtype or a.dtype is not dtype:
+            delta, a = delta.to(dtype), a.to(dtype)
         found: list[tuple[slice, Tensor]] = []
         columns = 0
         if self.weight is not None:
-            piece = (delta[..., None] * a[:, 0, :, None].to(dtype)).reshape(self.m, -1)
+            piece = (delta[..., None] * a[:, :, None]).reshape(self.m, -1)
             columns = piece.shape[1]
             found += ((slice(0, columns), piece),)
         if self.bias is not None:
             piece = delta.reshape(self.m, -1)
-            found += ((slice(columns, columns + piece.shape[1]), self._times_one(piece)),)
+            piece = piece if self.one is None else self._times_one(piece)
+            found += ((slice(columns, columns + piece.shape[1]), piece),)
         return found
 
     def _one_by_one(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

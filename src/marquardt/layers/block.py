@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, cast
 
@@ -64,7 +64,7 @@ class Block(ABC):
     empty = False  # whether its rows are zero by their nature
 
     @abstractmethod
-    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    def slabs(self, dtype: torch.dtype) -> Iterable[tuple[slice, Tensor]]:
         """Rows in pieces: (columns of this block, their part of every row (m, columns)), each of bounded size."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from ..memory import out_of_memory
@@ -103,7 +103,8 @@ class Call:
     def _read(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup:
         o, kept = self.operand, self.kept
         # Under autocast a and δ may be less precise, and products of matrices take them as they are.
-        if self.is_lookup or kept is not None or (o.weight is not None and o.weight.ndim < 2):
+        is_lookup = self.is_lookup
+        if is_lookup or kept is not None or (o.weight is not None and o.weight.ndim < 2):
             delta = widened(delta)
         if kept is not None and o.some is not None and layout.name == "first":
             some_a = o.some
@@ -113,11 +114,12 @@ class Call:
 
             return Pooled(read, delta, kept)
         delta = delta if kept is None else kept.spread(kept.scaled(delta))
-        if self.is_lookup:
+        if is_lookup:
             assert o.weight is not None
             a = layout(o.a().detach(), o.lead, N, 0)
             return Lookup(a.flatten(1), layout(o.delta(delta), o.lead, N, 1), o.weight)
-        return _bilinear(o, o.a().detach(), delta, N, layout)
+        a = o.a()
+        return _bilinear(o, a.detach() if a.requires_grad else a, delta, N, layout)
 
     def fits(self, N: int) -> tuple[bool, ...]:
         """The layouts that its leading dimensions could have."""
@@ -134,6 +136,9 @@ def _bilinear(o: Operand, a: Tensor, delta: Tensor, N: int, layout: Layout) -> B
     a = a if o.weight is not None else a[..., :0]
     if a.dtype is not delta.dtype:
         a = a.to(delta.dtype)  # a layer multiplies in the precision of its outputs
+    matrix = o.weight is not None and o.weight.shape == (delta.shape[-1], a.shape[-1]) and a.shape[2] == 1
+    if matrix and a.shape[:2] == delta.shape[1:3]:
+        return Bilinear(a, delta, o.weight, o.bias)
     numbers = math.prod(a.shape[2:]) * delta.shape[-1]
     if o.weight is not None and (a.shape[:3] != delta.shape[1:4] or numbers != o.weight.numel()):
         raise Misfit("a and δ are not those of a weight of this size")
@@ -199,8 +204,8 @@ class Watch(TorchFunctionMode):
         return func(*args, **kwargs) if out is None else out
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> None:
-        """A call of a layer, if a parameter of it trains. The edge, not the tensor: an in-place activation may overwrite
-        the tensor."""
+        """A call of a layer, if a parameter of it trains. The edge is kept and not the tensor, which an in-place
+        activation may overwrite."""
         operand = _operand(func, args, kwargs)
         if operand is None:
             return
@@ -310,6 +315,11 @@ def grouped(calls: Sequence[Call]) -> list[list[int]]:
     return [members for _, members in groups]
 
 
+def alone(block: Block | None) -> Block | None:
+    """The block of one call, or of several of one layer"""
+    return written(block) if block is not None and block.__class__ is Bilinear and block.P > 1 else block
+
+
 def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, layout: Layout) -> Block | None:
     """The block of a group of calls: J̃ is the sum over the calls. None where the outputs do not depend on them."""
     blocks: list[Block] = [
@@ -319,8 +329,7 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, lay
         return None
     first, *others = blocks
     if len(calls) == 1 or len({call.kind for call in calls}) == 1:
-        one = first.beside(others) if others else first
-        return written(one) if type(one) is Bilinear else one
+        return alone(first.beside(others) if others else first)
     # A weight that different layers share: add its columns up.
     columns: dict[int, Tensor] = {}
     params: dict[int, Tensor] = {}

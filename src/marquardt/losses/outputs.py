@@ -51,7 +51,7 @@ def taken(raw: Any, count: int = 1) -> Tensor:
     returns. If the loss takes several outputs, all of them in their order, flattened and side by side: those of a dict
     have names and no order."""
     if raw.__class__ is Tensor and raw.ndim:
-        return raw  # type: ignore[no-any-return]
+        return raw
     if isinstance(raw, Tensor) and raw.ndim:
         return raw
     found = named(raw)

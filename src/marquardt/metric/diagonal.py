@@ -34,7 +34,7 @@ class Diagonal(Metric):
     @staticmethod
     def of(A: Metric | Tensor, sizes: Sequence[int]) -> Metric:
         """Also from one number () or one per parameter (n,)."""
-        if isinstance(A, Metric):
+        if A.__class__ is not Tensor and isinstance(A, Metric):
             return A
         if A.ndim == 0:
             return Diagonal(A)
@@ -150,10 +150,15 @@ class Diagonal(Metric):
 
     def maximum(self, other: Diagonal) -> Diagonal:
         """At least both of them, factor by factor; if there are parts, both have the same scale."""
+        if self._parts is None and other._parts is None:
+            return Diagonal(torch.maximum(self.scale, other.scale))
         return self._with(other, torch.maximum)
 
     def recent(self, present: Diagonal, memory: float) -> Diagonal:
         """This, but at most `memory` times the present; nothing at present is no reason to forget."""
+        if self._parts is None and present._parts is None:
+            now = present.scale
+            return Diagonal(torch.minimum(self.scale, (memory * now).where(now > 0, math.inf)))
         return self._with(present, lambda past, now: torch.minimum(past, (memory * now).where(now > 0, math.inf)))
 
     def like(self, other: Diagonal) -> bool:

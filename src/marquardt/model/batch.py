@@ -63,8 +63,8 @@ class Batch:
 
     def __post_init__(self) -> None:
         for name, item in (("inputs", self.inputs), ("targets", self.targets), ("weight", self.weight)):
-            found = item if name == "inputs" else full(item)
-            if found.__class__ is not Tensor and isinstance(found, (dict, UserDict)):
+            found = item if item is None or name == "inputs" else full(item)
+            if found is not None and found.__class__ is not Tensor and isinstance(found, (dict, UserDict)):
                 found = dict(found)
             if found is not item:
                 object.__setattr__(self, name, found)
@@ -72,12 +72,14 @@ class Batch:
     def check(self) -> None:
         """Inputs that no model can take a batch from, and tensors that autograd refuses."""
         for name, item in (("inputs", self.inputs), ("targets", self.targets), ("weight", self.weight)):
-            if item is not None and any([t.is_inference() for t in tensors(item)]):
+            if item is None:
+                continue
+            if item.is_inference() if item.__class__ is Tensor else any(t.is_inference() for t in tensors(item)):
                 raise ValueError(
                     f"the {name} were made under torch.inference_mode(), and autograd does not take them: make them "
                     "outside of it, or clone them there: .clone()"
                 )
-        if isinstance(self.inputs, Tensor):
+        if self.inputs.__class__ is Tensor or isinstance(self.inputs, Tensor):
             if self.inputs.ndim == 0:
                 raise ValueError("the inputs have shape (): the first dimension must be the samples, as in (N, …)")
         elif isinstance(self.inputs, (tuple, list, dict)):
@@ -100,7 +102,7 @@ class Batch:
         """Shapes, dtypes and devices; None if there is an object that may hold more than tensors"""
         found: list[object] = []
         for item in (self.inputs, self.targets, self.weight):
-            if isinstance(item, Tensor):
+            if item.__class__ is Tensor:
                 found += (item.shape, item.dtype, item.device)
             elif item is None:
                 found += (None,)

@@ -88,7 +88,8 @@ class Parameters:
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
         if self.coarse or len(parts) == 1:
             return torch.cat([t.detach().flatten().to(self.dtype) for t in parts])
-        return _flatten_dense_tensors(parts).detach()
+        found: Tensor = _flatten_dense_tensors(parts).detach()
+        return found
 
     def unrounded(self) -> Tensor | None:
         """θ, if the parameters cannot hold it: (n,)"""
@@ -108,7 +109,7 @@ class Parameters:
             return self.assign(self.vector().add_(d, alpha=lr))
         self.let_go()
         with ungraded():
-            torch._foreach_add_(self.tensors, self.shaped(d), alpha=lr)
+            torch._foreach_add_(self.tensors, _unflatten_dense_tensors(d, self.tensors), alpha=lr)
 
     def recover(self, theta: Tensor) -> None:
         """The parameters ← θ after a step that failed"""
@@ -128,9 +129,9 @@ class Parameters:
         parts: Sequence[Tensor] = v.split_with_sizes(self.sizes)
         return parts
 
-    def shaped(self, v: Tensor) -> Sequence[Tensor]:
+    def shaped(self, v: Tensor) -> tuple[Tensor, ...]:
         """By parameter, in its shape"""
-        parts: Sequence[Tensor] = _unflatten_dense_tensors(v, self.tensors)
+        parts: tuple[Tensor, ...] = _unflatten_dense_tensors(v, self.tensors)
         return parts
 
     def joined(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -236,11 +237,15 @@ def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
     return widened(gradient.to_dense() if gradient.is_sparse else gradient).flatten()
 
 
+def _plain(g: Tensor | None, p: Tensor) -> bool:
+    return g is not None and g.dtype is p.dtype and not g.is_sparse and g.dtype not in COARSE
+
+
 def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
     """One vector from the gradients of some parameters, None for 0"""
-    plain = len(grads) > 1 and all([g is not None and g.dtype is p.dtype for g, p in zip(grads, params, strict=True)])
-    if plain and params[0].dtype not in COARSE and not any([g.is_sparse for g in grads]):  # type: ignore[union-attr]
-        return _flatten_dense_tensors(grads)
+    if len(grads) > 1 and all([_plain(g, p) for g, p in zip(grads, params, strict=True)]):
+        found: Tensor = _flatten_dense_tensors(grads)
+        return found
     return torch.cat([flat(g, p) for g, p in zip(grads, params, strict=True)])
 
 

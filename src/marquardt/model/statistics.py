@@ -16,6 +16,7 @@ from .batch import Batch, forward
 from .randomness import rng_state, set_rng_state
 from .walk import Anatomy, Norm, submodules
 
+
 def tracking(model: nn.Module) -> list[Norm]:
     """The layers that keep statistics."""
     return Anatomy(model).tracking
@@ -34,11 +35,11 @@ class Seen:
     training: tuple[nn.Module, ...] = ()  # and the modules that were in train mode then
 
     @staticmethod
-    def of(model: nn.Module, batches: Iterable[Batch]) -> Seen:
-        """The first of these batches, if a layer counts it"""
-        if not counting(model):
+    def of(form: Anatomy, batches: Iterable[Batch]) -> Seen:
+        """The first of these batches, if a layer of this model counts it"""
+        if not any([layer.training for layer in form.tracking]):
             return NOTHING
-        return Seen(tuple(b.inputs for b in islice(batches, 1)), tuple(m for m in submodules(model) if m.training))
+        return Seen(tuple(b.inputs for b in islice(batches, 1)), tuple(m for m in form.modules if m.training))
 
 
 NOTHING = Seen()

@@ -50,7 +50,7 @@ class Anatomy:
                     known = p.__class__ is nn.Parameter or not is_lazy(p)
                     values += (p.requires_grad, p.dtype, p.device, p.shape if known else None)
                     if p._backward_hooks:
-                        backward += p._backward_hooks  # type: ignore[arg-type]
+                        backward += p._backward_hooks
             for name in buffers:
                 b = buffers[name]
                 objects += (b,)

@@ -237,7 +237,7 @@ class KroneckerMetric:
         return isinstance(D, Layered) or is_number(D) or (self.steady is not None and (steady is None or steady(D)))
 
     def update(self, D: Metric | None, G: Curvature) -> Metric:
-        past, before = (D, None) if isinstance(D, Layered) else (None, D)
+        past, before = (D, None) if D.__class__ is Layered else (None, D)
         if G.same_data and self.steady is not None:
             return self.steady.update(before, G)
         found = G.partial_traces()
@@ -352,6 +352,6 @@ def one(G: Curvature) -> Tensor:
 
 def earlier(D: Metric | None) -> Diagonal | None:
     """The D of the step before, which a loaded state may have from another damping."""
-    if D is not None and not isinstance(D, Diagonal):
+    if D is not None and D.__class__ is not Diagonal and not isinstance(D, Diagonal):
         raise ValueError("D is that of another damping: load a state that was saved with the same one")
     return D

@@ -71,10 +71,10 @@ class AdaptiveMomentum:
         g = H.gradient
         GG, GF, FF = at_hand(-H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
         # 1 − cos² of the angle between the two directions in the metric H; the bare determinant loses it to rounding.
-        sine2 = 1 - GF * GF / (FF * GG)
+        sine2 = (GF * GF / (FF * GG)).neg_().add_(1)
         sound = (GG > 0) & (FF > 0) & FF.isfinite() & (sine2 > math.sqrt(torch.finfo(g.dtype).eps))
         dP = GG.sqrt().clamp(max=self.dP) if self.cap else self.dP
-        beta = dP * ((1 - self.xi**2) / (FF * sine2)).sqrt()
+        beta = dP * ((FF * sine2).reciprocal() * (1 - self.xi**2)).sqrt()
         alpha = (self.xi * dP * GG.sqrt() + beta * GF) / GG
         return alpha.where(sound, 1) * newton + beta.where(sound, 0) * previous
 
