@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,8 +44,13 @@ class Trials:
         total: Any = 0.0
         checksum: Any = 0.0
         for i, batch in enumerate(lin.cut()):
-            with torch.set_grad_enabled(self.known.differentiates), self._as_before(i):
-                objective, z = self._outputs(i, batch)
+            with torch.set_grad_enabled(self.known.differentiates):
+                if lin.single:
+                    objective = lin.objectives[i]
+                    with SameSlopes(lin.slopes[i]):
+                        z = objective.outputs(batch.inputs)
+                else:
+                    objective, z = lin.objective.taken(lin.objective.called(batch.inputs), batch)
             with torch.no_grad():
                 total = total + objective.value(z.detach(), batch)
             if not lin.single:
@@ -56,15 +61,6 @@ class Trials:
             )
         found: Tensor = lin.share.ranks.sum(total.double()) * lin.scale
         return found if lin.decay is None else found + lin.decay.value(lin.parameters.tensors)
-
-    def _outputs(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:
-        if not self.lin.single:
-            return self.lin.objective.taken(self.lin.objective.called(batch.inputs), batch)
-        objective = self.lin.objectives[i]
-        return objective, objective.outputs(batch.inputs)
-
-    def _as_before(self, i: int) -> AbstractContextManager[object]:
-        return SameSlopes(self.lin.slopes[i]) if self.lin.single else nullcontext()
 
     def losses(self, d: Tensor, rates: Sequence[float]) -> list[float]:
         """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other if vmap refuses."""
