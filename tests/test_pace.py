@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import marquardt as mq
-from marquardt import pace
+from marquardt import optimizer, pace
 from marquardt.curvature.plan import Plan
 from marquardt.pace import LONG, Pace
 from marquardt.step import Step
@@ -216,7 +216,7 @@ def test_predicted_before_the_work_begins(clock, monkeypatch):
         seen.append(opt._pace.predicted)
         raise ArithmeticError("within the step")
 
-    monkeypatch.setattr(opt, "_iterate", boom)
+    monkeypatch.setattr(optimizer, "take", boom)
     with pytest.raises(ArithmeticError):
         opt.step(x, y)
     assert seen[0] == opt._pace.predicted > 0

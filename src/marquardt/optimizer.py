@@ -90,7 +90,10 @@ class LM(Unscaled, torch.optim.Optimizer):
         λ        ←  smaller after a good step, larger after a bad   schedule
         θ̄        ←  average of θ                                    average
 
-    A part that is None is left out.
+    A part that is None is left out. Parts do not know each other, and the defaults belong together: Balanced follows
+    an average over some twenty steps, as EMA is, and where the data stay the same KroneckerMetric leaves D to
+    MeanEigenvalue, the momentum begins and the average starts anew. What is remembered of earlier steps to tell that,
+    and what bars an uphill move, are the policies: docs/steps.md.
 
     Args:
         loss: a name, a torch.nn loss, an object of `mq.losses`, a function of outputs and targets, or a dict of these
@@ -101,9 +104,9 @@ class LM(Unscaled, torch.optim.Optimizer):
             them towards other weights than 0.
         capture: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
             for small networks. The model must then do the same for every batch, its Python code is not run again; steps
-            that do not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so is
-            every eighth. None does that while replays are measured to be faster than other steps; True forces and False
-            forbids it.
+            that do not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so are
+            some replays, to be looked at. None does that with the second of two equal steps, if the memory of another
+            step is free; True forces and False forbids it.
         group: the ranks of torch.distributed that take every step together, each with a part of the batch: None for
             those of the default process group, if one is initialised. The step is that of the whole batch. False says
             that this run is independent of the other ranks.

@@ -33,7 +33,7 @@ from .parts.damping import Damping
 from .parts.line_search import LineSearch
 from .parts.momentum import Momentum
 from .parts.schedule import Outcome, Schedule
-from .policies import MOVING, POLICIES, RISING, Ending, Found, Judgement, Start
+from .policies import HELD, POLICIES, RISING, Ending, Found, Judgement, Start
 from .policies.lag import ratio
 from .policies.outliers import UNHEARD
 from .state import State
@@ -103,8 +103,9 @@ def take(
 ) -> tuple[Step, State]:  # fmt: skip
     """One step on a batch, and the next state; the model ends at the next θ."""
     G = representation.represent(lin)  # the batch, linearised
-    old = reweighted(like(old, lin.theta), lin.level, lin.objective)
-    start = begin(old, lin.level, lin.theta)  # the same data? an unheard-of loss?
+    level, theta = lin.level, lin.theta
+    old = reweighted(like(old, theta), level, lin.objective)
+    start = begin(old, level, theta)  # the same data? an unheard-of loss?
     matrices = damped(parts, G, old, start.same_data)
     lam, unjudged, notes = old.lam, old.convergence.unjudged, first_notes(start, old.plan, plan)
     for _ in range(attempts):
@@ -164,7 +165,8 @@ def changed(record: T, **values: Any) -> T:
 
 def like(state: State, theta: Tensor) -> State:
     """Its tensors in the precision and on the device of θ: the model may have been moved."""
-    old, moved = state.__dict__, {}
+    old: dict[str, Any] = state.__dict__
+    moved: dict[str, Any] = {}
     for name in ("previous", "mean", "towards"):
         if (v := old[name]) is not None and (v.dtype != theta.dtype or v.device != theta.device):
             moved[name] = v.to(theta)
@@ -173,9 +175,9 @@ def like(state: State, theta: Tensor) -> State:
     for v in (state.past or {}).values():  # in the precision that its representation chose
         if v.device != theta.device:
             moved["past"] = {k: v.to(theta.device) for k, v in (state.past or {}).items()}
-    for name in MOVING:
-        if (policy := old[name].to(theta)) is not old[name]:
-            moved[name] = policy
+    for name, key in HELD:
+        if (v := old[name].__dict__[key]) is not None and (v.dtype != theta.dtype or v.device != theta.device):
+            moved[name] = changed(moved.get(name, old[name]), **{key: v.to(theta)})
     return changed(state, **moved) if moved else state
 
 
@@ -307,7 +309,7 @@ def tried(
     old: State, same_data: bool,
 ) -> Readings:  # fmt: skip
     """f(θ + lr·d), and f(θ̄) on changing batches: that first, for the model stays where it is tried last."""
-    W, space = lin.decay, lin.parameters
+    W, space = lin.decay if lin.objective.penalty else None, lin.parameters
     trials = Trials(lin)
     cosine = None if old.previous is None else space.cosine(plain, old.previous)
     mean_loss = None if old.mean is None or same_data else trials.loss(old.mean - lin.theta, 1.0)
@@ -420,7 +422,8 @@ def commit(lin: Linearization, end: Ending, haven: Tensor | None) -> float:
     lin.position.move(end.d, end.lr)  # nothing, where they were tried last
     if end.rule == "return" and haven is not None:
         lin.parameters.assign(haven)
-    return 0.0 if lin.decay is None else floats(lin.decay.value(lin.parameters.tensors))[0]
+    W = lin.decay if lin.objective.penalty else None
+    return 0.0 if W is None else floats(W.value(lin.parameters.tensors))[0]
 
 
 def kept(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[str, Any]:

@@ -107,9 +107,3 @@ def test_raised():
         AWAY, haven_loss=5.5, ceiling=6.5, late=7.5, haven_decay=1.5
     )
     assert Loans(ceiling=6.0, late=7.0).raised(9.0, 0.5) == Loans(ceiling=6.5, late=7.5)
-
-
-def test_the_haven_follows_theta():
-    assert AWAY.to(HERE) is AWAY
-    assert AWAY.to(HERE.double()).haven.dtype == torch.float64
-    assert Loans().to(HERE.double()) == Loans()

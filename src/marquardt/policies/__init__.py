@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .base import Ending, Found, Judgement, Policy, Start
 from .convergence import Convergence
@@ -11,7 +11,7 @@ from .loans import Loans
 from .outliers import Outliers
 from .same_data import SameData
 
-__all__ = ["MOVING", "POLICIES", "RISING", "Ending", "Found", "Judgement", "Policies", "Policy", "Start"]
+__all__ = ["HELD", "POLICIES", "RISING", "Ending", "Found", "Judgement", "Policies", "Policy", "Start"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +27,8 @@ class Policies:
 
 POLICIES: dict[str, Policy] = vars(Policies())
 
+# Those that have a say in uphill moves: the others would be asked for nothing.
+RISING = [name for name, policy in POLICIES.items() if type(policy).uphill is not Policy.uphill]
 
-def those(method: str) -> list[str]:
-    """The policies that have this method themselves: the others would be asked for nothing."""
-    return [name for name, policy in POLICIES.items() if getattr(type(policy), method) is not getattr(Policy, method)]
-
-
-RISING, MOVING = those("uphill"), those("to")
+# What is as long as θ: a policy, and a field of it.
+HELD = [(name, f.name) for name, policy in POLICIES.items() for f in fields(policy) if f.type == "Tensor | None"]

@@ -80,7 +80,7 @@ class Policy:
 
     Its fields are entries of the `state_dict` under their own names, which no other policy has. Their defaults are
     those of a run that begins, and of a file that was written before there was this policy; a field that is a `Tensor |
-    None` is as long as θ. It has no constructor of its own.
+    None` is as long as θ, and follows it to another device. It has no constructor of its own.
     """
 
     def uphill(self, start: Start, loss: float) -> bool:
@@ -94,8 +94,4 @@ class Policy:
     def raised(self: P, here: float, best: float) -> P:
         """The same if weight decay has other weights now, by which f rises by `here` where the model is, and by `best`
         where it was least."""
-        return self
-
-    def to(self: P, theta: Tensor) -> P:
-        """Its tensors in the precision and on the device of θ."""
         return self

@@ -64,9 +64,3 @@ class Loans(Policy):
             self.haven, self.haven_loss + away, self.away, self.ceiling + best, self.late + best,
             self.haven_decay + away,
         )  # fmt: skip
-
-    def to(self, theta: Tensor) -> Loans:
-        haven = self.haven
-        if haven is None or (haven.dtype == theta.dtype and haven.device == theta.device):
-            return self
-        return Loans(haven.to(theta), self.haven_loss, self.away, self.ceiling, self.late, self.haven_decay)
