@@ -100,9 +100,8 @@ def ungraded() -> AbstractContextManager[None]:
 
 def floats(*tensors: Tensor) -> list[float]:
     """What several 0-dimensional tensors hold, in one synchronisation"""
-    first = tensors[0].dtype
-    if all([t.dtype is first for t in tensors]) and _current.agree is None:
-        found: list[float] = torch.stack(tensors).tolist()
+    if tensors[0].device.type == "cpu" and _current.agree is None:
+        found: list[float] = torch.stack([t if t.dtype is DOUBLE else t.double() for t in tensors]).tolist()
         return found
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     order = [i for dtype in dtypes for i, t in enumerate(tensors) if t.dtype == dtype]

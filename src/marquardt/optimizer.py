@@ -260,12 +260,13 @@ class LM(Unscaled, torch.optim.Optimizer):
         arguments.check_radius(self.radius)
         check_joined(self.group)
         objective = self._objective()
-        self._program = None if now is None else Program(now, parts, objective)
+        lasting = now is not None and not objective.parameters.coarse  # of which every step leaves another θ
+        self._program = Program(now, parts, objective) if lasting and now is not None else None
         return parts, objective
 
     def _depends(self, single: bool) -> Depends | None:
         """All that the checks and the objective depend on; None if that may have changed in place: learning rates and
-        weights of weight decay that are tensors, a θ that the parameters are rounded from, and shards."""
+        weights of weight decay that are tensors, and shards."""
         state = self._state
         form = self._known.look(self.model)
         objects: list[Any] = [
@@ -280,9 +281,8 @@ class LM(Unscaled, torch.optim.Optimizer):
             values += (lr, w)
             objects += group["params"]
         first = objects[13]
-        if state.master is not None or first.__class__ is not torch.nn.Parameter:
-            return None
-        return None if torch.is_autocast_enabled(first.device.type) else (objects, values)
+        plain = first.__class__ is torch.nn.Parameter and not torch.is_autocast_enabled(first.device.type)
+        return (objects, values) if plain else None
 
     def _agreed(self, parts: Parts, objective: Objective, batches: Iterable[Batch], ranks: Ranks, *rest: Any) -> Step:
         """What one of several ranks raises, all raise."""

@@ -62,7 +62,7 @@ class Trials:
         lin, graph = self.lin, self.known.differentiates
         if not graph and not torch.is_grad_enabled() and lin.single and not lin.slopes[i] and not lin.chance.drawn:
             return self._outputs(i, batch)
-        with torch.set_grad_enabled(graph), self._as_before(i):
+        with torch.set_grad_enabled(graph), SameSlopes(lin.slopes[i]) if lin.single else nullcontext():
             return self._outputs(i, batch)
 
     def _outputs(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:
@@ -70,9 +70,6 @@ class Trials:
             return self.lin.objective.taken(self.lin.objective.called(batch.inputs), batch)
         objective = self.lin.objectives[i]
         return objective, objective.outputs(batch.inputs)
-
-    def _as_before(self, i: int) -> AbstractContextManager[object]:
-        return SameSlopes(self.lin.slopes[i]) if self.lin.single else nullcontext()
 
     def losses(self, d: Tensor, rates: Sequence[float]) -> list[float]:
         """f(θ + lr·d) for every lr: all in one batched forward pass, or one after the other if vmap refuses."""

@@ -153,7 +153,8 @@ class GramCurvature(Curvature):
         if self._image is not None and v is self._image[0] and v._version == self._image[1]:
             return self._image[2]
         parts = [apply(self._blocks(piece), v, self.parameters) for piece in self.lin.pieces()]
-        return self.lin.ranks.gather(torch.cat(parts)).mul_(self.root)
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (self.lin.ranks.gather(found) if self.lin.ranks.several else found).mul_(self.root)
 
     def _blocks(self, piece: Piece) -> list[Block]:
         """The blocks of a piece; where J̃ is small, as one."""
@@ -165,12 +166,12 @@ class GramCurvature(Curvature):
 
     def adjoint(self, w: Tensor) -> Tensor:
         """J̃ᵀw: (m,) → (n,)"""
-        total, own = None, (w[self.layout.own] * self.root).split(self.layout.own_sizes)
+        total, own = None, (w[self.layout.own] * self.root).split_with_sizes(self.layout.own_sizes)
         for piece, part in zip(self.lin.pieces(), own, strict=True):
             found = adjoint(self._blocks(piece), part, self.parameters)
             total = found if total is None else total.add_(found)
         assert total is not None
-        return self.lin.ranks.sum(total)
+        return self.lin.ranks.sum(total) if self.lin.ranks.several else total
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return self.adjoint(self.apply(v))
@@ -227,8 +228,8 @@ class GramCurvature(Curvature):
         """The blocks of K that this rank forms: their rows and columns, and the blocks of J̃D₀^-½ that they are products
         of. All ranks go through all pieces in the same order, and each is sent by the rank that has it."""
         ranks, layout = self.lin.ranks, self.layout
-        if layout.own_sizes == [len(self.u)] and not ranks.several:
-            all_of_them, blocks = slice(0, len(self.u)), self._piece(0, D)
+        if layout.own_sizes == [self.u.shape[0]] and not ranks.several:
+            all_of_them, blocks = slice(0, self.u.shape[0]), self._piece(0, D)
             yield all_of_them, all_of_them, blocks, blocks
             return
         turned = D is not None and D.turns  # before it is sent, for that is much work; other metrics are applied after
@@ -283,9 +284,9 @@ class GramCurvature(Curvature):
 
         Plain Woodbury, A⁻¹g − A⁻¹J̃ᵀ(…)⁻¹J̃A⁻¹g, loses all digits of float32 at small λ; this form keeps them.
         """
-        own = self.u.dtype
+        own, m = self.u.dtype, self.u.shape[0]
         # With more rows than parameters, u always has a part outside the range of J̃: see below.
-        for inner in dict.fromkeys((own, torch.float64)) if len(self.u) <= self.lin.n else ():
+        for inner in dict.fromkeys((own, torch.float64)) if m <= self.lin.n else ():
             d = self._solve(A, inner, own)
             if d is not None:
                 return d
@@ -332,8 +333,9 @@ class GramCurvature(Curvature):
                 return None
         d = d.to(self.u.dtype)
         # At small λ, w has a large part outside the range of J̃, and Kw only the rounding of its product with K.
-        lost = torch.finfo(inner).eps * K.diagonal().sum() * w.norm()
-        sound = outer != torch.float64 or (len(self.u) <= self.lin.n and ask(lost <= 1e-6 * Kw.norm()))
+        length_of = torch.linalg.vector_norm
+        lost = torch.finfo(inner).eps * K.diagonal().sum() * length_of(w)
+        sound = outer != torch.float64 or (len(self.u) <= self.lin.n and ask(lost <= 1e-6 * length_of(Kw)))
         self._image = (d, d._version, Kw.to(self.u.dtype)) if sound else None
         return d
 
@@ -345,7 +347,7 @@ class GramCurvature(Curvature):
         Of the errors in K and in J̃A⁻¹h at most half get through the solve, σ/(1 + σ²) ≤ ½. The part of w outside the
         range of J̃ cancels only in J̃ᵀw, and A⁻¹h only against it.
         """
-        large, size = norm.to(outer), w.norm().to(outer)
+        large, size = norm.to(outer), torch.linalg.vector_norm(w).to(outer)
         error: Tensor = 0.5 * torch.finfo(inner).eps * large * size + torch.finfo(outer).eps * large.sqrt() * size
         if h is not None and plain is not None:
             error = error + torch.finfo(outer).eps * (-self.parameters.dot(h, plain)).sqrt() * (1 + 0.5 * large.sqrt())

@@ -12,6 +12,7 @@ Linear, convolution (on patches) and the scale of a normalisation layer differ o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -107,8 +108,19 @@ class Bilinear(Block):
             return (delta[..., 0] * a[..., 0]).sum(2).reshape(self.m, -1)
         return torch.einsum("rnpgo,npgi->rngoi", delta, a).reshape(self.m, -1)
 
+    @cached_property
+    def _plain(self) -> tuple[Tensor, Tensor] | None:
+        """a (N, I) and δ (N, O), if there is one row, position and group, and one precision that is no coarse one"""
+        if not self.R == self.P == self.G == 1 or self.one is not None:
+            return None
+        a, delta = self.factors
+        return (a[:, 0, 0], delta[0, :, 0, 0]) if a.dtype is delta.dtype and a.dtype not in COARSE else None
+
     def apply(self, v: Sequence[Tensor]) -> Tensor:
         dtype = v[0].dtype
+        if (plain := self._plain) is not None and self.weight is not None and plain[0].dtype is dtype:
+            out = plain[0] @ v[0].view(self.O, self.I).T  # (N, O)
+            return ((out if self.bias is None else out.add_(v[-1])) * plain[1]).sum(1)
         total: Tensor | None = None
         if self.weight is not None and self.G == 1:
             V = v[0].view(self.O, self.I)
@@ -130,6 +142,12 @@ class Bilinear(Block):
             pull(delta, a, w.repeat_interleave(self.P)[:, None], [t.view(self.O, -1) for t in out])
             if self.bias is not None and self.one is not None:
                 out[-1].mul_(self.one)
+            return
+        if (plain := self._plain) is not None and self.weight is not None and plain[0].dtype is w.dtype:
+            delta = w[:, None] * plain[1]  # (N, O)
+            torch.mm(delta.T, plain[0], out=out[0].view(self.O, self.I))
+            if self.bias is not None:
+                torch.sum(delta, 0, out=out[-1])
             return
         # a is the same for the R rows of a sample: contract them first, then it is one ordinary backward.
         if self.R == 1:
@@ -323,16 +341,20 @@ class Bilinear(Block):
         left, right = layer.left, layer.right
         if others or self.weight is None or right is None or left.shape[:2] != (self.G, self.O):
             return super().turned(layers)
-        found = Bilinear(
-            _mapped(self._with_one(left.dtype), right), _mapped(self.delta.to(left), left), self.weight, None
-        )
+        a, delta = self._with_one(left.dtype), self.delta
+        delta = delta if delta.dtype is left.dtype else delta.to(left)
+        found = Bilinear(_mapped(a, right), _mapped(delta, left), self.weight, None)
         found.params, found.members = self.params, self.members
         return found
 
     def _with_one(self, dtype: torch.dtype) -> Tensor:
         """(a, 1), or a alone if there is no bias: (N, P, G, I + 1)"""
-        a = self.a.to(dtype)
-        return a if self.bias is None else torch.cat([a, self._times_one(a.new_ones(*a.shape[:-1], 1))], -1)
+        a = self.a
+        a = a if a.dtype is dtype else a.to(dtype)
+        if self.bias is None:
+            return a
+        one = a.new_ones(*a.shape[:-1], 1)
+        return torch.cat([a, one if self.one is None else self._times_one(one)], -1)
 
     @property
     def by_units(self) -> bool:
@@ -349,7 +371,8 @@ class Bilinear(Block):
             parts = [part.partial_traces_of_rows() for part in self.parts()]
             left, right = (torch.stack(sides).sum(0) for sides in zip(*parts, strict=True))
             return [Traces(self.params, left, right)]
-        a, delta = self._with_one(self.a.dtype)[:, 0], self.delta[:, :, 0]  # (N, G, I), (R, N, G, O)
+        a, delta = self.a, self.delta[:, :, 0]  # (N, P, G, I), (R, N, G, O)
+        a = self._with_one(a.dtype)[:, 0]  # (N, G, I)
         lengths = torch.linalg.vector_norm(a, dim=2), torch.linalg.vector_norm(delta, dim=(0, 3))  # (N, G)
         left = (delta * lengths[0][:, :, None]).permute(2, 0, 1, 3).flatten(1, 2)
         return [Traces(self.params, square(left), square((a * lengths[1][:, :, None]).transpose(0, 1)))]
@@ -423,7 +446,7 @@ def _mapped(x: Tensor, side: Tensor) -> Tensor:
     """x·sideᵀ in every group: (…, G, d), by a matrix (G, d, d) or the diagonal of one"""
     if side.ndim == 2:
         return x * side
-    return x @ side[0].mT if len(side) == 1 else torch.einsum("...gi,gji->...gj", x, side)
+    return x @ side[0].mT if side.shape[0] == 1 else torch.einsum("...gi,gji->...gj", x, side)
 
 
 def _equal(u: Tensor | None, other: Tensor | None) -> bool:

@@ -18,7 +18,7 @@ COLUMNS = 256
 
 def fast(t: Tensor) -> bool:
     """Whether the device multiplies such numbers and adds up in float32."""
-    return t.is_cuda and t.dtype in COARSE and t.numel() > 0
+    return t.dtype in COARSE and t.is_cuda and t.numel() > 0
 
 
 def kernel(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:

@@ -71,15 +71,15 @@ class CrossEntropy(Loss):
         return z.ndim - 1 if self.class_dim == -1 else 1
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
-        axis = self.axis(z)
-        z, y = z.movedim(axis, 1), y.movedim(axis, 1) if y.is_floating_point() else y
+        if z.ndim > 2 and (axis := self.axis(z)) != 1:
+            z, y = z.movedim(axis, 1), y.movedim(axis, 1) if y.is_floating_point() else y
         if recording() and not y.is_floating_point():
             # `check` is answered when all is done; until then no class that does not exist may end the process.
             y = y.long()
             y = torch.where((y >= 0) & (y < z.shape[1]), y, self.ignore_index)
         return F.cross_entropy(
             z,
-            y if y.is_floating_point() else y.long(),
+            y if y.dtype is torch.long or y.is_floating_point() else y.long(),
             weight=None if self.class_weight is None else self.class_weight.to(z),
             ignore_index=self.ignore_index,
             reduction="none",
@@ -154,11 +154,12 @@ class CrossEntropy(Loss):
 
     def targets(self, z: Tensor, y: Tensor) -> Tensor:
         """q̃ (N, P, C): smoothed, times the class weights, 0 where ignored."""
-        C = z.shape[self.axis(z)]
-        if y.is_floating_point():
+        C = z.shape[1] if z.ndim == 2 else z.shape[self.axis(z)]
+        if y.dtype.is_floating_point:
             q, kept = self.group(y), z.new_ones(())
         else:
-            y = y.long().reshape(z.shape[0], -1, 1)  # (N, P, 1); small integer types could not hold ignore_index
+            y = y if y.dtype is torch.long else y.long()  # small integer types could not hold ignore_index
+            y = y.reshape(z.shape[0], -1, 1)  # (N, P, 1)
             kept = (y != self.ignore_index).to(z)
             q = (torch.arange(C, device=z.device) == y) * kept
         if self.label_smoothing:
@@ -176,12 +177,16 @@ class CrossEntropy(Loss):
         return weighted(count, weight).sum()
 
     def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
+        if z is None and t.ndim == 2:
+            return t[:, None]
         z = t if z is None else z
         k, axis = t.ndim - z.ndim, self.axis(z)
         P = math.prod(z.shape[1:]) // max(z.shape[axis], 1)
         return t.movedim(k + axis, -1).reshape(*t.shape[:k], z.shape[0], P, z.shape[axis])
 
     def ungroup(self, t: Tensor, z: Tensor) -> Tensor:
+        if z.ndim == 2:
+            return t.squeeze(-2)
         lead, axis = t.shape[:-3], self.axis(z)
         return t.reshape(*lead, *z.movedim(axis, -1).shape).movedim(-1, len(lead) + axis)
 
