@@ -460,22 +460,22 @@ def conclude(
     """What a step did that has left these tensors and numbers, and the next state. `lam` is λ of the next step, `used`
     that of this one."""
     policies = {name: old.__dict__[name].after(start, end) for name in POLICIES}
-    state = changed(
-        old, lam=lam, steps=old.steps + 1, accepted=old.accepted + (end.d is not None),
-        best=min(start.best, end.loss), **policies, **left,
-    )  # fmt: skip
+    best = end.loss if end.loss < start.best else start.best
     if parts.average is not None and (end.d is not None or end.rule == "return"):
-        state = with_mean(parts.average, state, objective.parameters, start.same_data)
+        haven = policies["loans"].haven
+        left |= averaged(parts.average, old, objective.parameters.vector() if haven is None else haven, start)
+    state = changed(
+        old, lam=lam, steps=old.steps + 1, accepted=old.accepted + (end.d is not None), best=best, **policies, **left
+    )
     converged = state.convergence.reached(used, parts.schedule.initial)
     return report(objective.given, start, end, used, notes, converged, left["decay"]), state
 
 
-def with_mean(average: Average, state: State, parameters: Parameters, same_data: bool) -> State:
-    """θ̄ after another θ, that of the model; of uphill moves on the same data that before them, until they have paid."""
-    theta = parameters.vector() if state.loans.haven is None else state.loans.haven
-    if state.mean is None or (same_data and average.restarts):
-        return changed(state, mean=theta, points=1)
-    return changed(state, mean=average.update(state.mean, theta, state.points), points=state.points + 1)
+def averaged(average: Average, old: State, theta: Tensor, start: Start) -> dict[str, Any]:
+    """θ̄ after another θ: that of the model; of uphill moves on the same data that before them, until they have paid"""
+    if old.mean is None or (start.same_data and average.restarts):
+        return {"mean": theta, "points": 1}
+    return {"mean": average.update(old.mean, theta, old.points), "points": old.points + 1}
 
 
 def report(

@@ -141,8 +141,8 @@ class GramCurvature(Curvature):
 
     @property
     def gradient(self) -> Tensor:
-        g = self.adjoint(self.u)
-        return g if self.h is None else g.add_(self.h)
+        g, h = self.adjoint(self.u), self.h
+        return g if h is None else g.add_(h)
 
     @property
     def h(self) -> Tensor | None:
@@ -182,8 +182,8 @@ class GramCurvature(Curvature):
 
     def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
         """gᵀd = uᵀJ̃d + hᵀd and dᵀGd = ‖J̃d‖²: no gradient is needed"""
-        Jd = self.apply(d)
-        return (self.u @ Jd if self.h is None else self.u @ Jd + self.parameters.dot(self.h, d)), Jd @ Jd
+        Jd, h = self.apply(d), self.h
+        return (self.u @ Jd if h is None else self.u @ Jd + self.parameters.dot(h, d)), Jd @ Jd
 
     def slope(self, D: Metric) -> Tensor:
         """gᵀD⁻¹g = uᵀKu + 2uᵀJ̃D⁻¹h + hᵀD⁻¹h, found by the last solve if it had the same D₀"""
@@ -304,7 +304,8 @@ class GramCurvature(Curvature):
         # λ = 0 is the limit λ → 0, which is the shortest of the Gauss-Newton steps.
         A = A.with_scale(A.scale.where(A.scale > 0, 1e-12 * K.diagonal().max().to(outer)))
         K = K / A.scale.to(inner)
-        h = None if self.h is None else self.h.to(outer)
+        h = self.h
+        h = h if h is None or h.dtype is outer else h.to(outer)
         plain = None if h is None else A.solve(-h, sizes)  # −A⁻¹h
         if plain is None:
             moved = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -60,8 +60,15 @@ class Jacobian:
             self.ranks.same("a backward pass")
         # Where a pass ends, torch takes the gradient after the tensor's hook, and where it goes on before it: with the
         # parameters it goes on behind all edges, whichever they are.
-        wanted: Sequence[Any] = [*edges, *self.parameters.tensors] if self.forward.watch.hooks else edges
-        return gradients(self.forward.graph, wanted, w)[: len(edges)]
+        if self.forward.watch.hooks:
+            return gradients(self.forward.graph, [*edges, *self.parameters.tensors], w)[: len(edges)]
+        return gradients(self.forward.graph, edges, w)
+
+    def at(self, edges: Sequence[GradientEdge]) -> Sequence[Tensor | None]:
+        """δ: gradients of the R rows of every sample at each of these edges, (R, *output)."""
+        if self.R == 1 and edges:
+            return [None if d is None else d[None] for d in self.gradients(edges, self.S[0])]
+        return self._deltas({("call", i): edge for i, edge in enumerate(edges)}, self.S) if edges else []
 
     def deltas(self, edges: Mapping[Key, GradientEdge], samples: Sequence[slice] = ()) -> dict[Key, Tensor | None]:
         """δ: gradients of the R rows of every sample at each of these edges, (R, *output), or of some samples only."""

@@ -189,11 +189,11 @@ class Linearization:
         self._open = None  # first: two graphs may not fit
         return self.whole()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterable[Piece]:
         """Every piece. The first time round also adds up f and the normaliser, which are known after it."""
-        if self.in_one:
-            yield self.whole()
-            return
+        return [self.whole()] if self.in_one else self._each()
+
+    def _each(self) -> Iterator[Piece]:
         first = self._totals is None
         if first and self._seen:
             raise RuntimeError(
@@ -346,13 +346,15 @@ class Linearization:
     @property
     def m(self) -> int:
         """Rows of this step, on all ranks."""
-        self.totals()
+        if self._totals is None:
+            self.totals()
         return self._rows
 
     @property
     def most(self) -> int:
         """Rows in the largest step so far."""
-        return max(self._most, self.m)
+        rows = self.m
+        return rows if rows > self._most else self._most
 
     @property
     def gradient(self) -> Tensor:
@@ -386,6 +388,8 @@ class Linearization:
     @property
     def remainder(self) -> Tensor | None:
         """h = Jᵀv + W(θ − θ₀), the part of g that is not J̃ᵀu: (n,), None means 0"""
+        if self._rest is not None and self._open is not None:  # whose rows have told
+            return self._rest[1]
         self.totals()
         h = self._h if self._open is None else self._open.h
         if h is None and self._remainder is None:
@@ -394,9 +398,10 @@ class Linearization:
             assert h is not None
             self._remainder = self.ranks.sum(h * self.scale)
         inert = self.inert
-        if self._rest is None or self._rest[0] != inert:
-            self._rest = inert, self.regularised(self.parameters.without(self._remainder, inert))
-        return self._rest[1]
+        rest = self.regularised(self.parameters.without(self._remainder, inert))
+        if self._open is not None and self._open.inert is not None:
+            self._rest = inert, rest
+        return rest
 
     # To look at.
 

@@ -67,7 +67,7 @@ class Pass:
         self.z, self.N = z.detach(), z.shape[0]
         self.coarsest = self.watch.coarsest  # of all dtypes that the model computes with
         self._graph: Tensor | None = self._together(z) if joined else z
-        self._walk: Walk | None = None
+        self.walk = self._walked()
 
     def sums(self) -> Tensor:
         """See Loss.sums: (k,)"""
@@ -100,10 +100,11 @@ class Pass:
 
     def again(self, once: bool) -> None:
         """The graph in the other form."""
-        self._graph = self._walk = None
+        self._graph = None
         self.before.restore(gently=True)  # the graph of a whole batch may hold them
         z, self.watch = self._forward(self.slopes, once)
         self._graph = self._together(z)
+        self.walk = self._walked()
 
     def _together(self, z: Tensor) -> Tensor:
         if not self.joined:
@@ -142,13 +143,10 @@ class Pass:
         assert self._graph is not None
         return self._graph
 
-    @property
-    def walk(self) -> Walk:
+    def _walked(self) -> Walk:
         """The nodes of that graph."""
-        if self._walk is None:
-            whole = self.objective.parameters.whole
-            self._walk = Walk(self.graph, whole.tensors, self.form.tensors, whole.index)
-        return self._walk
+        whole = self.objective.parameters.whole
+        return Walk(self.graph, whole.tensors, self.form.tensors, whole.index)
 
     @property
     def seen(self) -> int:
@@ -161,8 +159,7 @@ class Pass:
 
     def release(self, graph: bool) -> None:
         """Lets go of what the rows were made of, and of the graph."""
-        del self.watch
-        self._walk = None
+        del self.watch, self.walk
         if graph:
             self._graph = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,6 +64,7 @@ class Piece:
         known.rows_per_sample = self.jacobian.R
         self._blocks: list[Block] | None = None
         self._gradient: Tensor | None = None
+        self._outside: Tensor | None = None  # h
         watch = self.jacobian.forward.watch
         if watch.convolves and not watch.once and self._unrolls(self.jacobian.R):
             self.jacobian.forward.again(True)  # the first time: so the first step goes the way of all others
@@ -143,12 +143,14 @@ class Piece:
                 self._gradient = self.whole.vjp(self.objective.slope(self.z, self.batch))
         return self._gradient
 
-    @cached_property
+    @property
     def h(self) -> Tensor | None:
         """Jᵀv, the part of the gradient outside the range of the rows: (n,), None means 0"""
         if self.cotangents.v is None:
             return None
-        return self.gradient if self.u is None else self.whole.vjp(self.cotangents.v)
+        if self._outside is None:
+            self._outside = self.gradient if self.u is None else self.whole.vjp(self.cotangents.v)
+        return self._outside
 
     def others(self) -> int:
         """Parameters whose rows are written out: those without a rule, and weights that different layers share."""
@@ -181,15 +183,17 @@ class Piece:
         if self._blocks is None:
             _ = self.h  # while there is a graph
             forward = self.jacobian.forward
-            with ungraded():
-                try:
-                    self._blocks, self.inert = blocks_of(self.jacobian)
-                except Exception as error:
-                    if not forward.watch.unrolled or out_of_memory(error):
-                        raise
-                    self.known.unrolls = False  # for good: this model needs a graph of torch's own
-                    forward.again(False)
-                    self._blocks, self.inert = blocks_of(self.jacobian)
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    return self.blocks
+            try:
+                self._blocks, self.inert = blocks_of(self.jacobian)
+            except Exception as error:
+                if not forward.watch.unrolled or out_of_memory(error):
+                    raise
+                self.known.unrolls = False  # for good: this model needs a graph of torch's own
+                forward.again(False)
+                self._blocks, self.inert = blocks_of(self.jacobian)
             if forward is not self.whole:  # of the samples that were not picked nothing is known
                 self.inert = set()
             forward.release(graph=not self.keep_graph)

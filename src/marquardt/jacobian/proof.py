@@ -122,16 +122,16 @@ def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
 def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
     """The blocks where every parameter has a rule."""
     calls, proof = J.forward.watch.calls, J.forward.known.proof
-    deltas = J.deltas({("call", i): call.edge for i, call in enumerate(calls)})
+    deltas = J.at([call.edge for call in calls])
     blocks: list[Block] = []
     for key, layout in proof.layouts.items():
         members = groups[key]
-        if len(members) == 1 and (delta := deltas["call", members[0]]) is not None:
+        if len(members) == 1 and (delta := deltas[members[0]]) is not None:
             block: Block | None = alone(calls[members[0]].block(delta, J.N, layout))
             if block is not None and len(block.params) == len(key):
                 block.members = key if len(key) == 1 or block.params[0] is J.parameters.tensors[key[0]] else None
         else:
-            block = assemble([calls[i] for i in members], [deltas["call", i] for i in members], J.N, layout)
+            block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, layout)
         blocks += (block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N),)
     return blocks
 

@@ -215,11 +215,13 @@ class Loss(ABC):
     # what the optimizer calls
     def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """Σᵢ wᵢ ℓᵢ."""
-        return weighted(self.ell(z, y), weight).sum()
+        ell = self.ell(z, y)
+        return ell.sum() if weight is None else weighted(ell, weight).sum()
 
     def gradient(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """∂value/∂z, like z."""
-        return weighted(self.slope(z, y), weight)
+        slope = self.slope(z, y)
+        return slope if weight is None else weighted(slope, weight)
 
     def root(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
         """√w S and √w u: SSᵀ = ∂²value/∂z², Su = ∂value/∂z."""

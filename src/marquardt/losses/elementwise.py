@@ -45,9 +45,9 @@ class Elementwise(Loss):
         return self.group(s)[..., None], self.group(self.slope(z, y) / s)
 
     def group(self, t: Tensor, z: Tensor | None = None) -> Tensor:
-        shape = t.shape if z is None else z.shape
-        lead = t.shape[: t.ndim - len(shape)]
-        return t.reshape(*lead, shape[0], math.prod(shape[1:]), 1)
+        if z is None:
+            return t.reshape(t.shape[0], -1, 1)
+        return t.reshape(*t.shape[: t.ndim - z.ndim], z.shape[0], math.prod(z.shape[1:]), 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -157,9 +157,16 @@ class Layered(Metric):
             x.div_(self.scale)
         pieces = x.split_with_sizes(sizes)
         for layer, (left, right) in zip(self.layers, self.roots, strict=True):  # D₀⁻¹ = WᵀW
-            parts = [pieces[i] for i in layer.members]
-            X = between(left, Turn.joined(parts, left.shape[:2]), _transposed(right))
-            _spread(between(transposed(left), X, right), parts)
+            G, O = left.shape[:2]
+            parts = [pieces[i].view(G, O, -1) for i in layer.members]
+            X = parts[0] if len(parts) == 1 else torch.cat(parts, 2)  # (G, O, I)
+            X = left.mT @ (left @ X) if left.ndim == 3 else left.square()[:, :, None] * X
+            if right is not None:
+                X = X @ right.mT @ right if right.ndim == 3 else X * right.square()[:, None]
+            start = 0
+            for part in parts:
+                part.copy_(X[:, :, start : start + part.shape[2]])
+                start += part.shape[2]
         return x
 
     def times(self, v: Tensor, sizes: Sequence[int]) -> Tensor:

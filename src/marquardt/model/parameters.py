@@ -107,9 +107,12 @@ class Parameters:
         """The parameters += lr·d, without another vector in memory unless they are rounded"""
         if self.coarse:
             return self.assign(self.vector().add_(d, alpha=lr))
-        self.let_go()
-        with ungraded():
-            torch._foreach_add_(self.tensors, _unflatten_dense_tensors(d, self.tensors), alpha=lr)
+        if self.shards is not None:
+            self.let_go()
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return torch._foreach_add_(self.tensors, self.shaped(d), alpha=lr)
+        torch._foreach_add_(self.tensors, self.shaped(d), alpha=lr)
 
     def recover(self, theta: Tensor) -> None:
         """The parameters ← θ after a step that failed"""
