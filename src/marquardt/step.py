@@ -102,16 +102,16 @@ def take(
     attempts: int,
 ) -> tuple[Step, State]:  # fmt: skip
     """One step on a batch, and the next state; the model ends at the next θ."""
-    G = representation.represent(lin)  # the batch, linearised
+    G = representation.represent(lin)  # f, g, G ← linearise the model at θ
     level, theta = lin.level, lin.theta
     old = reweighted(like(old, theta), level, lin.objective)
     start = begin(old, level, theta)  # the same data? an unheard-of loss?
-    matrices = damped(parts, G, old, start.same_data)
+    matrices = damped(parts, G, old, start.same_data)  # D ← damping of the parameters
     lam, unjudged, notes = old.lam, old.convergence.unjudged, first_notes(start, old.plan, plan)
     for _ in range(attempts):
         used = start.doubt * lam
-        end = attempt(parts, lin, matrices, old, start, used, lr, notes, unjudged)
-        lam, unjudged = next_lam(parts, start, lam, end, G.averaged), end.unjudged
+        end = attempt(parts, lin, matrices, old, start, used, lr, notes, unjudged)  # d, tried and judged, or a search
+        lam, unjudged = next_lam(parts, start, lam, end, G.averaged), end.unjudged  # λ ← smaller or larger
         if end.rule != "rejected":
             break
         if not end.judgement.judged:
@@ -121,7 +121,7 @@ def take(
     if old.loans.overdue(end.loss, start.same_data):
         end = end._replace(rule="return", d=None, loss=old.loans.haven_loss)
         notes.append(f"back to where the loss was {old.loans.away} steps ago")
-    decay = commit(lin, end, old.loans.haven)
+    decay = commit(lin, end, old.loans.haven)  # θ: nothing else moves it for good
     left = {**kept(parts, matrices, start, end), "plan": plan, "most_rows": lin.most, "decay": decay}
     return conclude(parts, lin.objective, old, start, end, lam, used, left, notes)
 
