@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +28,6 @@ from marquardt.step import (
     ROUNDINGS,
     Matrices,
     Parts,
-    Proposal,
-    Readings,
     Step,
     attempt,
     begin,
@@ -36,10 +35,12 @@ from marquardt.step import (
     check_metric,
     conclude,
     damped,
+    found_of,
     gain_ratio,
     judge,
     kept,
     next_lam,
+    present,
     propose,
     remembered,
     report,
@@ -305,10 +306,10 @@ def test_report():
 
 def test_readings_and_their_numbers():
     numbers = torch.arange(8.0).unbind()
-    readings = Readings(*numbers[:6], None, *numbers[6:])
-    assert readings.read([float(t) for t in readings.tensors()]) == Found(0, 1, 2, 3, 4, 5, None, 6, 7)
-    without = Readings(*numbers[:6], numbers[6], None, numbers[7])
-    assert without.read([float(t) for t in without.tensors()]) == Found(0, 1, 2, 3, 4, 5, 6, None, 7)
+    readings = [*numbers[:6], None, *numbers[6:]]
+    assert found_of(readings, [float(t) for t in present(readings)]) == Found(0, 1, 2, 3, 4, 5, None, 6, 7)
+    without = [*numbers[:6], numbers[6], None, numbers[7]]
+    assert found_of(without, [float(t) for t in present(without)]) == Found(0, 1, 2, 3, 4, 5, 6, None, 7)
 
 
 # ---- propose
@@ -316,15 +317,21 @@ def test_readings_and_their_numbers():
 
 def proposed(
     old: State, lam: float, lr: float, same_data: bool, doubt: float = 1.0, **others: Any
-) -> tuple[Proposal, Readings, reference.Quadratic, Linearization]:
+) -> tuple[SimpleNamespace, SimpleNamespace, reference.Quadratic, Linearization]:
     model, x, y = problem()
     expected = reference.quadratic(model, "mse", x, y)
     lin, some = mq.linearize(model, "mse", x, y), parts(damping=mq.MaxDiagonal(), **others)
     matrices = damped(some, mq.Dense().represent(lin), old, same_data)
     H, theta = Damped(matrices.G, lam * matrices.A), flat(model)
-    proposal = propose(some, H, old, lr, same_data, doubt)
+    d, plain, uncut = propose(some, H, old, lr, same_data, doubt)
     assert torch.equal(flat(model), theta)  # nothing has moved
-    return proposal, tried(lin, matrices, H, *proposal, lr, old, same_data), expected, lin
+    readings = tried(lin, matrices, H, d, plain, uncut, lr, old, same_data)
+    return (
+        SimpleNamespace(d=d, plain=plain),
+        SimpleNamespace(**dict(zip(Found._fields, readings, strict=True))),
+        expected,
+        lin,
+    )
 
 
 def test_propose():
@@ -351,7 +358,7 @@ def test_what_is_not_asked_for_is_not_there():
     assert readings.dDd is None
     assert readings.cosine is None
     assert readings.mean_loss is None
-    assert len(readings.tensors()) == 6
+    assert len(present(list(vars(readings).values()))) == 6
     assert proposed(State(1.0, mean=torch.zeros(27)), 0.3, 1.0, True)[1].mean_loss is None
 
 

@@ -220,7 +220,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         """How the curvature is represented and why; with Auto, once there was a step."""
         return str(self._state.plan or self.curvature)
 
-    # Around the step: by a recording, with a smaller plan, on several ranks, and back to where it was if it fails.
+    # Around the step, which step.py tells: a recording, a smaller plan, several ranks, and back if it fails.
 
     def _guarded(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
         parts, objective = self._prepared(not isinstance(batches, Batches))

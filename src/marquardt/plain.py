@@ -36,7 +36,9 @@ def check_fields(kind: Any, found: Any, where: str) -> None:
             raise ValueError(f"{where} has an entry {name!r} that this version does not know: load it in a newer one")
     for name, entry in entries.items():
         if name in found:
-            check_value(found[name], str(entry.type), entry.default, f"{where} {name!r}")
+            check_value(
+                found[name], getattr(entry.type, "__name__", str(entry.type)), entry.default, f"{where} {name!r}"
+            )
         elif entry.default is MISSING and entry.default_factory is MISSING:
             raise ValueError(f"{where} has no entry {name!r}: {WAY_OUT}")
 

@@ -39,7 +39,9 @@ from .step import (
     conclude,
     damped,
     ended,
+    found_of,
     next_lam,
+    present,
     propose,
     remembered,
     reweighted,
@@ -102,7 +104,7 @@ class RecordedStep:
         self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, assumed: Totals, lr: float
     ) -> None:
         self.parts, self.objective, self.known, self.lr = parts, objective, known, lr
-        self.same_data, self.replays = on_same_data(state), 0
+        self.same_data, self.replays = state.same_data.soon, 0
         self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), carried(state), carried(state)))
         self.lam = torch.zeros((), dtype=objective.parameters.dtype, device=objective.parameters.device)
         self.normaliser = assumed.normaliser
@@ -145,7 +147,7 @@ class RecordedStep:
             self.theta, self.averaged = lin.theta, matrices.G.averaged
             _copy(self.next, [matrices.D.state(), matrices.G.keep(), remembered(parts, d, lr), self.kept[3]])
             lin.close()
-            return answers(tape, *self.readings.tensors())
+            return answers(tape, *present(self.readings))
 
     def run(self, batch: Batch, state: State, objective: Objective) -> None:
         """The model one step further, before the host knows whether that is right: see `concluded`."""
@@ -163,7 +165,7 @@ class RecordedStep:
         found: list[float] = self.answers.tolist()
         asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
         self.totals = Totals(*totals)
-        read = self.readings.read(rest)
+        read = found_of(self.readings, rest)
         if not all(asked) or self.totals.normaliser != self.normaliser:
             return None
         level = self.objective.level(self.totals, read.decay or 0.0)
@@ -195,14 +197,9 @@ class RecordedStep:
         return changed(state, **_left(self.kept))
 
 
-def on_same_data(state: State) -> bool:
-    """Whether the next step will be, if the data stay what they are: see step.begin."""
-    return state.same_data.repeats > 0
-
-
 def carried(state: State) -> list[Any]:
     """The tensors that one step leaves to the next."""
-    mean = None if on_same_data(state) else state.mean  # of which the loss is asked
+    mean = None if state.same_data.soon else state.mean  # of which the loss is asked
     return [None if state.D is None else state.D.state(), state.past, state.previous, mean]
 
 
@@ -357,7 +354,7 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     decay = objective.penalty
     penalty = None if decay is None else (decay.weights.shape, seen(decay.towards))
     return (
-        parts, objective.loss, penalty, on_same_data(state), shapes, spec, places, mode, lr, known.proven, plan,
+        parts, objective.loss, penalty, state.same_data.soon, shapes, spec, places, mode, lr, known.proven, plan,
     )  # fmt: skip
 
 

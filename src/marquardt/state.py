@@ -61,4 +61,4 @@ ENTRIES: dict[str, Field[Any]] = {f.name: f for f in fields(State) if f.name not
 ENTRIES |= {f.name: f for policy in POLICIES.values() for f in fields(policy)}
 
 # What is as long as θ.
-VECTORS = [name for name, entry in ENTRIES.items() if entry.type == "Tensor | None"]
+VECTORS = [name for name, entry in ENTRIES.items() if str(entry.type).endswith("Tensor | None")]

@@ -102,16 +102,16 @@ def take(
     attempts: int,
 ) -> tuple[Step, State]:  # fmt: skip
     """One step on a batch, and the next state; the model ends at the next θ."""
-    G = representation.represent(lin)  # the batch, linearised
+    G = representation.represent(lin)  # f, g, G ← linearise the model at θ
     level, theta = lin.level, lin.theta
     old = reweighted(like(old, theta), level, lin.objective)
     start = begin(old, level, theta)  # the same data? an unheard-of loss?
-    matrices = damped(parts, G, old, start.same_data)
+    matrices = damped(parts, G, old, start.same_data)  # D ← damping of the parameters
     lam, unjudged, notes = old.lam, old.convergence.unjudged, first_notes(start, old.plan, plan)
     for _ in range(attempts):
         used = start.doubt * lam
-        end = attempt(parts, lin, matrices, old, start, used, lr, notes, unjudged)
-        lam, unjudged = next_lam(parts, start, lam, end, G.averaged), end.unjudged
+        end = attempt(parts, lin, matrices, old, start, used, lr, notes, unjudged)  # d, tried and judged, or a search
+        lam, unjudged = next_lam(parts, start, lam, end, G.averaged), end.unjudged  # λ ← smaller or larger
         if end.rule != "rejected":
             break
         if not end.judgement.judged:
@@ -121,7 +121,7 @@ def take(
     if old.loans.overdue(end.loss, start.same_data):
         end = end._replace(rule="return", d=None, loss=old.loans.haven_loss)
         notes.append(f"back to where the loss was {old.loans.away} steps ago")
-    decay = commit(lin, end, old.loans.haven)
+    decay = commit(lin, end, old.loans.haven)  # θ: nothing else moves it for good
     left = {**kept(parts, matrices, start, end), "plan": plan, "most_rows": lin.most, "decay": decay}
     return conclude(parts, lin.objective, old, start, end, lam, used, left, notes)
 
@@ -144,7 +144,7 @@ def attempt(
         return Ending("rejected", lr, None, f, None, FAILED)
     notes += G.notes
     G.notes.clear()
-    found = readings.read(floats(*readings.tensors()))  # one synchronisation for all that the judgement needs
+    found = found_of(readings, floats(*present(readings)))  # one synchronisation for all that the judgement needs
     if not math.isfinite(found.new_loss):
         notes.append(f"the trial loss is {found.new_loss}")
     end = ended(parts, old, start, found, d, lam, lr, unjudged, lin.parameters.coarse)
@@ -248,16 +248,11 @@ def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
         raise ValueError(f"{damping}.update returned a D that does not fit parameters of the sizes {list(sizes)}")
 
 
-class Proposal(NamedTuple):
-    """Steps, none of them taken: (n,) each."""
-
-    d: Tensor
-    plain: Tensor  # −(G + W + λD)⁻¹g, before momentum
-    uncut: Tensor | None  # ‖d‖ before it was cut back to the radius, if there is one: ()
-
-
-def propose(parts: Parts, H: Damped, old: State, lr: float, same_data: bool, doubt: float = 1.0) -> Proposal:
-    """−(G + W + λD)⁻¹g with momentum. In doubt of the batch the step is shorter than the last one."""
+def propose(
+    parts: Parts, H: Damped, old: State, lr: float, same_data: bool, doubt: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """−(G + W + λD)⁻¹g with momentum and without it, (n,) each, and the length of the first before it was cut back to
+    the radius, if there is one. In doubt of the batch it is shorter than the last step. None of them is taken."""
     space, ranks = H.G.parameters, H.G.lin.ranks
     plain = H.step()
     d = plain if parts.momentum is None else parts.momentum.refine(plain, old.previous, H, same_data)
@@ -269,7 +264,7 @@ def propose(parts: Parts, H: Damped, old: State, lr: float, same_data: bool, dou
         d, plain = within(parts.radius, lr, d, space), plain if alone else within(parts.radius, lr, plain, space)
     if ranks.several:
         d, plain = ranks.one(d), plain if alone else ranks.one(plain)
-    return Proposal(d, d if alone else plain, uncut)
+    return d, d if alone else plain, uncut
 
 
 def within(radius: float, lr: float, d: Tensor, space: Parameters) -> Tensor:
@@ -277,38 +272,12 @@ def within(radius: float, lr: float, d: Tensor, space: Parameters) -> Tensor:
     return d if lr == 0 else d * (radius / (lr * space.norm(d))).clamp(max=1)
 
 
-class Readings(NamedTuple):
-    """What the judgement asks of a trial point, all of them (): see Found."""
-
-    new_loss: Tensor  # in float64
-    gd: Tensor
-    dGd: Tensor
-    gDg: Tensor
-    length: Tensor
-    theta: Tensor
-    dDd: Tensor | None
-    cosine: Tensor | None
-    mean_loss: Tensor | None  # in float64
-    decay: Tensor | None = None  # in float64
-    new_decay: Tensor | None = None
-    uncut: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        return [t for t in self if t is not None]
-
-    def read(self, numbers: Sequence[float]) -> Found:
-        """The numbers of these tensors, in their order"""
-        found: list[Any] = list(self)
-        for k, number in zip([k for k, t in enumerate(self) if t is not None], numbers, strict=True):
-            found[k] = number
-        return Found(*found)
-
-
 def tried(
     lin: Linearization, matrices: Matrices, H: Damped, d: Tensor, plain: Tensor, uncut: Tensor | None, lr: float,
     old: State, same_data: bool,
-) -> Readings:  # fmt: skip
-    """f(θ + lr·d), and f(θ̄) on changing batches: that first, for the model stays where it is tried last."""
+) -> list[Tensor | None]:  # fmt: skip
+    """What `Found` holds, all of it (): f(θ + lr·d), and on changing batches f(θ̄) first, for the model stays where it
+    is tried last."""
     W, space = lin.decay if lin.objective.penalty else None, lin.parameters
     trials = Trials(lin)
     cosine = None if old.previous is None else space.cosine(plain, old.previous)
@@ -316,13 +285,25 @@ def tried(
     new_loss = trials.loss(d, lr)
     decay, new_decay = (None, None) if W is None else (W.value(space.shaped(lin.theta)), W.value(space.tensors))
     dDd = matrices.A.quadratic(d, space.sizes, space.dot) if same_data else None
-    return Readings(
+    return [
         new_loss, *H.model(d), matrices.G.slope(matrices.A), space.norm(d), space.norm(lin.theta), dDd, cosine,
         mean_loss, decay, new_decay, uncut,
-    )  # fmt: skip
+    ]  # fmt: skip
+
+
+def present(readings: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in readings if t is not None]
 
 
 # --- numbers only
+
+
+def found_of(readings: Sequence[Tensor | None], numbers: Sequence[float]) -> Found:
+    """The numbers of those that are there, in their order"""
+    found: list[Any] = list(readings)
+    for k, number in zip([k for k, t in enumerate(found) if t is not None], numbers, strict=True):
+        found[k] = number
+    return Found(*found)
 
 
 def judge(parts: Parts, old: State, start: Start, found: Found, lam: float, lr: float) -> Judgement:

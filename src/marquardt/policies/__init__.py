@@ -31,4 +31,4 @@ POLICIES: dict[str, Policy] = vars(Policies())
 RISING = [name for name, policy in POLICIES.items() if type(policy).uphill is not Policy.uphill]
 
 # What is as long as θ: a policy, and a field of it.
-HELD = [(name, f.name) for name, policy in POLICIES.items() for f in fields(policy) if f.type == "Tensor | None"]
+HELD = [(name, f.name) for name, policy in POLICIES.items() for f in fields(policy) if "Tensor" in str(f.type)]

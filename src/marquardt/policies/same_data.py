@@ -33,6 +33,11 @@ class SameData(Policy):
             return True
         return None if steps < 2 else False
 
+    @property
+    def soon(self) -> bool:
+        """Whether the next step will be on the same data, if they stay what they are."""
+        return self.repeats > 0
+
     def after(self, start: Start, end: Ending) -> SameData:
         return SameData(start.repeats, end.loss)
 
