@@ -26,7 +26,7 @@ from .model.substituted import call_with
 TOGETHER = {"cuda": 1 << 26, "cpu": 1 << 18}
 
 # Losses that differ by so many roundings may be the same.
-ROUNDINGS = 4
+SAME_ROUNDINGS = 4
 
 
 class Trials:
@@ -91,7 +91,7 @@ class Trials:
                 # one point alone, far away, that may not show.
                 true = floats(*(self.loss(d, lr) for lr in rates))
                 pairs = zip(losses, true, strict=True)
-                least = ROUNDINGS * lin.level.rounding
+                least = SAME_ROUNDINGS * lin.level.rounding
                 proven[key] = all(abs(a - b) <= tolerances.of_trials(d.dtype) * abs(b) + least for a, b in pairs)
                 # As in every later step: a run that is resumed goes on bit for bit.
                 return losses if proven[key] else true

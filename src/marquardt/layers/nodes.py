@@ -127,7 +127,7 @@ def prelu(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     return _spread(lambda delta: delta * node._saved_self.clamp(max=0), V, out) if slot == 1 else None
 
 
-def layer_norm(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
+def normalisation(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     """y = x̂∘γ + β"""
     if slot == 0:
         return None
@@ -139,7 +139,7 @@ def layer_norm(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     return _spread(at_input, V, out)
 
 
-def embedding(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
+def lookup(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     if node._saved_scale_grad_by_freq:
         return None
     padding = node._saved_padding_idx
@@ -193,12 +193,12 @@ NODES: dict[str, Callable[[Any, int, Shape, Shape], Form | None]] = {
     "ConvolutionBackward0": convolve,
     "ConvolutionBackwardBackward0": convolve_back,
     "DivBackward0": div,
-    "EmbeddingBackward0": embedding,
+    "EmbeddingBackward0": lookup,
     "ExpandBackward0": expand,
     "MmBackward0": mm,
     "MulBackward0": mul,
     "MvBackward0": mv,
-    "NativeLayerNormBackward0": layer_norm,
+    "NativeLayerNormBackward0": normalisation,
     "PreluKernelBackward0": prelu,
     "RepeatBackward0": expand,
     "SubBackward0": sub,
