@@ -44,7 +44,7 @@ from .ranks import Ranks, cause, check_joined, of
 from .recordings import RECORDERS, Recordings
 from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .state import State
-from .step import Parts, Step, changed, described, rows_of, take
+from .step import Parts, Step, changed, rows_of, take
 from .surroundings import Surroundings, back_afterwards, settled
 from .weights import Weights
 
@@ -477,7 +477,9 @@ class LM(Unscaled, torch.optim.Optimizer):
         more = [] if plan is None else [f"plan: {self.plan}", self._pace.words(plan)]
         more += [self._recordings.note] if self._recordings.note else []
         head = f"LM of {type(self.model).__name__}, {n:,} parameters, {brief(self.loss)}"
-        return described(head, self.parts, self._state, [options, decay], more)
+        parts = [f"{name:<12}{brief(part)}" for name, part in vars(self.parts).items() if name != "radius"]
+        found = f"λ = {self.lam:.3g}, steps: {self._state.steps}, accepted: {self._state.accepted}"
+        return "\n    ".join([head, *parts, options, decay, found, *more])
 
 
 def whole(here: Surroundings, work: Callable[[], T], undo: Callable[[], object]) -> T:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .arguments import brief
 from .curvature.contract import Curvature, Damped, Past, Representation
 from .curvature.plan import Plan
 from .curvature.solve import FactorizationError
@@ -420,9 +419,7 @@ def kept(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[st
 
 def remembered(parts: Parts, d: Tensor, lr: float) -> Tensor | None:
     """The step dθ = lr·d, if the next one asks for it: (n,)"""
-    if not parts.remembers:
-        return None
-    return d if lr == 1 else lr * d
+    return None if not parts.remembers else d if lr == 1 else lr * d
 
 
 def check_past(G: Curvature) -> Past | None:
@@ -479,7 +476,7 @@ def report(
     )  # fmt: skip
 
 
-# --- in words, and before there is a step
+# --- before there is a linearisation
 
 
 def rows_of(parts: Parts, plan: Plan | None) -> Rows:
@@ -487,10 +484,3 @@ def rows_of(parts: Parts, plan: Plan | None) -> Rows:
     if parts.rows is not None:
         return parts.rows
     return parts.curvature.first_rows if plan is None or plan.kind is None else plan.rows
-
-
-def described(head: str, parts: Parts, state: State, options: Sequence[str], more: Sequence[str]) -> str:
-    """An optimizer in words, a line for each part."""
-    named = [f"{name:<12}{brief(part)}" for name, part in vars(parts).items() if name != "radius"]
-    found = f"λ = {state.lam:.3g}, steps: {state.steps}, accepted: {state.accepted}"
-    return "\n    ".join([head, *named, *options, found, *more])
