@@ -10,6 +10,7 @@ from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import arguments
@@ -40,7 +41,8 @@ from .parts.damping import Damping, KroneckerMetric
 from .parts.line_search import Backtracking, LineSearch
 from .parts.momentum import AdaptiveMomentum, Momentum
 from .parts.schedule import Balanced, Schedule
-from .ranks import Ranks, cause, check_joined, of
+from .ranks import ALONE, Ranks, cause, check_joined, of
+from .ranks.group import AVAILABLE
 from .recordings import RECORDERS, Recordings
 from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .state import State
@@ -199,7 +201,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         """
         ranks = self._ranks
         with ranks.together() if ranks.several else AS_IS:
-            arguments.check_batch(inputs, targets)
+            if inputs.__class__ is not Tensor:
+                arguments.check_batch(inputs, targets)
             if closure is not None:
                 closure()
             batches = inputs if inputs.__class__ is Batches else [Batch(inputs, targets, weight)]
@@ -310,7 +313,8 @@ class LM(Unscaled, torch.optim.Optimizer):
                 objective.eager = True
                 steady = old.same_data.steady(old.steps)
                 representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, steady)
-                arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
+                if ranks.several or not lin.single or lin.parameters.shards is not None:
+                    arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
                 lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
                 self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
                 step, state = take(parts, lin, representation, self._planned, old, self.lr, self.attempts)
@@ -323,7 +327,7 @@ class LM(Unscaled, torch.optim.Optimizer):
                     take_buffers(ranks, self.model)
                 ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
             self._known.totals, self._known.steady = lin.totals(), records and lin.steady
-            master, seen = lin.parameters.unrounded(), Seen.of(lin.end.form, batches)
+            master, seen = lin.parameters.unrounded(), Seen.of(lin.end.form, batches) if lin.end.form.tracking else NOTHING
             if master is not state.master:
                 state = changed(state, master=master)
             self._state, self._seen = state, seen  # what is raised before it undoes all
@@ -390,7 +394,8 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     @property
     def _ranks(self) -> Ranks:
-        return of(self.group)
+        alone = self.group is None and not (AVAILABLE and dist.is_initialized())
+        return ALONE if alone else of(self.group)
 
     @property
     def parts(self) -> Parts:
