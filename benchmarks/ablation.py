@@ -59,6 +59,7 @@ FIRST_SEED = 3000
 COVERED = 0.95
 MNIST_ROWS, MNIST_HELD_OUT = 10_000, 3000
 FINITE = 1e30  # stands for ∞ in a ratio
+SHOWN = 5e-4  # a ratio that differs less from 1 is printed as 1.000
 
 
 # --- policies that are woven into the step: what is changed while they are off ---
@@ -170,7 +171,8 @@ POLICIES: dict[str, Policy] = {
         Policy("loans", "uphill moves are kept for good", ONE, changes=patch("no loans")),
         Policy("return", "loans that never end", ONE, changes=patch("no return")),
         Policy("ceiling", "any height after unpaid loans", ONE, changes=patch("no ceiling")),
-        Policy("doubt", "every batch is believed", OTHER, changes=patch("no doubt")),
+        Policy("doubt", "every batch is believed", changes=patch("no doubt")),
+        Policy("of_late, loans", "any height, for good", ONE, {"acceptance": mq.Uphill(b=1.0)}, patch("no loans")),
         Policy("unjudged steps", "rounding counts as failure", changes=patch("always judged")),
         # λ
         Policy("λ stays after a search", "it may fall", changes=patch("λ may fall after a search")),
@@ -197,6 +199,7 @@ POLICIES: dict[str, Policy] = {
         Policy("D forgets", "the largest of all", ONE, {"damping": mq.KroneckerMetric(steady=STEADY(memory=math.inf))}),
         Policy("running average of D", "this batch alone", OTHER, {"damping": mq.KroneckerMetric(decay=0.0)}),
         Policy("trusted", "any past is averaged", OTHER, changes=patch("the past is always trusted")),
+        Policy("doubt, trusted", "neither", OTHER, changes=[*patch("no doubt"), *patch("the past is always trusted")]),
         Policy("every = 10", "every = 1", OTHER, {"damping": mq.KroneckerMetric(every=1)}),
         Policy("early renewals", "every = 10 at once", OTHER, changes=patch("no early renewals")),
     )
@@ -259,7 +262,7 @@ class Task:
 
 
 CPU = torch.device("cpu")
-SINE_SOLVED = 0.0036  # 8 % above the noise
+SINE_SOLVED = 0.004  # on new data: the noise alone has 0.0033, and what 31 parameters learn of it adds 0.0004
 
 
 def sine(dtype: torch.dtype) -> Callable[..., Posed]:
@@ -277,6 +280,26 @@ def sine(dtype: torch.dtype) -> Callable[..., Posed]:
         return Posed(problems.sine_mlp(seed, dtype), lambda k: (x, y), score)
 
     return build
+
+
+MOVED = 150
+
+
+def moved(seed: int, _: Digits | None) -> Posed:
+    """A fit that has ended long before its data become others, as in a stream: of sin 2x, then of cos 2x."""
+    noise = 0.1 * torch.randn(200, 1, generator=torch.Generator().manual_seed(seed))
+    x = torch.linspace(-3, 3, 200).unsqueeze(1)
+    first, second = (2 * x).sin(), (2 * x).cos()
+    model, at = tasks.mlp(1, 4, 1), [0]
+
+    def batch(k: int) -> tuple[Tensor, Tensor]:
+        at[0] = k
+        return x, (first if k <= MOVED else second) + noise
+
+    def score(model: nn.Module) -> Scores:
+        return {"error": float(F.mse_loss(problems.predict(model, x), first if at[0] <= MOVED else second))}
+
+    return Posed(model, batch, score)
 
 
 def regression(build: Callable[..., tasks.Problem], batch: int | None = None) -> Callable[..., Posed]:
@@ -340,9 +363,9 @@ def shifted_labels(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def raw_inputs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Raw bytes in the place of normalised pixels, in a quarter of the images"""
+    """Pixels that nobody has normalised, in a quarter of the images"""
     x = x.clone()
-    x[: len(x) // 4] *= 255
+    x[: len(x) // 4] = 100 * (x[: len(x) // 4] + 1)
     return x, y
 
 
@@ -431,12 +454,19 @@ TASKS: dict[str, Task] = {
             (Figure("Mackey–Glass", 250),), (50, 100),
         ),
         Task(
+            "moved", SAME, f"1–4–1, 200 rows, float32; after {MOVED} steps the targets are others", moved,
+            (
+                Figure("moved: before", MOVED), Figure("moved: 10 steps later", MOVED + 10),
+                Figure("moved: 50 steps later", MOVED + 50),
+            ), often=3,
+        ),
+        Task(
             "circuit by batches", BATCHES, "6–20–20–1, 8,000 rows, batches of 200", CIRCUIT,
             (Figure("circuit, 60 steps", 60), Figure("circuit, 200 steps", 200)), (20,),
         ),
         broken_task("one target", "circuit with 5 % noise; one target is 1,000", NOISY, one_reading, "error", False),
         broken_task("wrong labels", "digits; all labels of a batch", SMALL, shifted_labels, "nll", True),
-        broken_task("raw inputs", "digits, ReLU; a quarter of a batch × 255", SMALL_RELU, raw_inputs, "nll", True),
+        broken_task("raw inputs", "digits, ReLU; a quarter not normalised", SMALL_RELU, raw_inputs, "nll", True),
         Task(
             "digits", BATCHES, "8×8, 64–32–10, batches of 128", SMALL,
             (Figure("digits, 40 steps", 40, "nll"), Figure("digits, 150 steps", 150, "nll")), digits=True,
@@ -499,6 +529,7 @@ class Job(NamedTuple):
 def run(job: Job, data: Path | None, shorter: float = 1.0) -> dict[str, Any]:
     """The scores at every look, of the averaged and of the last weights, and how the steps ended."""
     task, policy = TASKS[job.task], POLICIES[job.policy]
+    torch.manual_seed(job.seed)
     posed = task.build(job.seed, read_digits(data) if task.digits else None)
     torch.manual_seed(job.seed)
     if policy.jitter:
@@ -613,7 +644,7 @@ class Compared(NamedTuple):
     def verdict(self) -> int:
         """1 if the policy is worth something, −1 if it does harm, 0 if neither can be told."""
         low, high = self.interval
-        return 0 if self.alike else 1 if low > 1 else -1 if high < 1 else 0
+        return 1 if low > 1 + SHOWN else -1 if high < 1 - SHOWN else 0
 
     def cell(self) -> str:
         if not self.pairs:
@@ -666,6 +697,8 @@ def order(n: int) -> int:
 def short(value: float) -> str:
     if not 1e-3 <= abs(value) < 1e4:
         return "∞" if value > 1e15 else f"{value:.1g}" if value else "0"
+    if value < 0.1:
+        return f"{value:.2g}"
     return f"{value:.3f}" if 0.9 < value < 1.1 else f"{value:.2f}" if value < 10 else f"{value:.3g}"
 
 
@@ -756,7 +789,12 @@ def arguments() -> argparse.Namespace:
     add("--all", action="store_true", help="tables with medians and quartiles")
     add("--cores", type=measure.positive, default=os.cpu_count(), help="runs at a time, of one thread each")
     add("--minutes", type=float, default=math.inf, help="after which no run begins")
-    add("--seeds", type=measure.positive, default=20, help="of a task, 20; the sine has twice as many")
+    add(
+        "--seeds",
+        type=measure.positive,
+        default=20,
+        help="of a task (20); the sine has twice, `moved` three times as many",
+    )
     add("--first", type=int, default=FIRST_SEED, help=f"the first seed ({FIRST_SEED})")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     add("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))

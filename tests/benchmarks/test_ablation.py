@@ -73,6 +73,7 @@ def test_the_interval_is_that_of_the_sign_test():
     assert Compared([(b, a) for a, b in worse.pairs]).verdict == -1
     assert Compared(worse.pairs[:5]).verdict == 0
     assert Compared([(1.0, 1.0)] * 6).cell() == "="
+    assert Compared([(1.0001, 1.0)] * 6).verdict == 0  # less than what is printed
     assert Compared([(math.inf, 1.0)] * 6).cell() == "**∞ [∞, ∞]**"
 
 
