@@ -536,7 +536,9 @@ def run(job: Job, data: Path | None, shorter: float = 1.0) -> dict[str, Any]:
         with torch.no_grad():
             for p in posed.model.parameters():
                 p.mul_(1 + policy.jitter * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).to(p))
-    looks = {max(1, round(look * shorter)): look for look in sorted(task.looks)}
+    looks: dict[int, list[int]] = {}  # by the step where they are; in a shorter run several may share one
+    for look in sorted(task.looks):
+        looks.setdefault(max(1, round(look * shorter)), []).append(look)
     scores: dict[str, dict[int, Scores]] = {"averaged": {}, "last": {}}
     rules: Counter[str] = Counter()
     careful, started = 0, time.process_time()
@@ -544,13 +546,13 @@ def run(job: Job, data: Path | None, shorter: float = 1.0) -> dict[str, Any]:
         opt = mq.LM(posed.model, posed.loss, capture=False, **posed.options, **policy.options)
         for k in range(1, max(looks) + 1):
             posed.before(opt, k)
-            step = opt.step(*posed.batch(looks.get(k, k)))
+            step = opt.step(*posed.batch(looks.get(k, [k])[-1]))
             rules[step.rule] += 1
             careful += "a careful step" in step.note
             if k in looks:
-                scores["last"][looks[k]] = posed.score(posed.model)
+                scores["last"] |= dict.fromkeys(looks[k], posed.score(posed.model))
                 with opt.averaged():
-                    scores["averaged"][looks[k]] = posed.score(posed.model)
+                    scores["averaged"] |= dict.fromkeys(looks[k], posed.score(posed.model))
     seconds = round(time.process_time() - started, 3)
     return {**job._asdict(), **scores, "rules": dict(rules), "careful": careful, "lam": opt.lam, "seconds": seconds}
 

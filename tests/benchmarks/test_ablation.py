@@ -106,10 +106,10 @@ def test_a_table_has_every_policy_of_its_kind():
 
 
 def test_seeds_are_complete_one_after_the_other():
-    found = list(ablation.jobs(["sine", "digits"], [DEFAULT, "doubt"], 2, 10))
+    found = list(ablation.jobs(["sine", "digits"], [DEFAULT, "trusted"], 2, 10))
     assert [j.seed for j in found if j.task == "sine"] == [10, 11, 12, 13]
     assert [(j.policy, j.seed) for j in found if j.task == "digits"] == [
-        (DEFAULT, 10), ("doubt", 10), (DEFAULT, 11), ("doubt", 11),
+        (DEFAULT, 10), ("trusted", 10), (DEFAULT, 11), ("trusted", 11),
     ]  # fmt: skip
 
 
