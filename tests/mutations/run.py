@@ -17,16 +17,16 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,39 +34,72 @@ from mutations.mutations import ROOT, SOURCE, Mutation, every, find, located, re
 
 BASELINE = Path(__file__).with_name("baseline.json")
 FOUND = ("killed", "timeout")
-MOST = 5  # tests that are named, and after which no others run
+MOST = 3  # tests that are named, and after which no others run
+STRANGER = 99  # exit status if the tests have not imported the copy
+
+
+class Running(NamedTuple):
+    """The tests of one mutation, in a process of their own."""
+
+    mutation: Mutation | None  # None: without any
+    copy: Path
+    file: Path  # in the copy
+    text: str  # of this file, before
+    times: tuple[int, int]
+    began: float
+
+    @property
+    def output(self) -> Path:
+        return self.copy.with_suffix(".txt")
 
 
 def main() -> int:
     options = arguments()
     chosen = [m for m in every() if not options.only or any(word in m.name for word in options.only)]
     results: dict[str, Any] = {}
-    if options.resume and options.out.exists():
+    if options.out.exists() and (options.resume or options.only):
         results = json.loads(options.out.read_text())["mutations"]
-    todo = [m for m in chosen if results.get(m.name, {}).get("status") not in (*FOUND, "survived")]
-    start, lock = time.monotonic(), Lock()
+    done = (*FOUND, "survived") if options.resume else ()
+    todo = [m for m in chosen if results.get(m.name, {}).get("status") not in done]
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for i in range(options.jobs):
-            copies.put(copied(Path(folder) / str(i)))
-        if todo and not options.no_control and not healthy(todo, copies, options.limit):
+        copies = [copied(Path(folder) / str(i)) for i in range(options.jobs)]
+        warm()
+        if todo and not options.no_control and not healthy(todo, copies[0], options.limit):
             return 2
 
-        def take(m: Mutation) -> None:
-            copy = copies.get()
-            try:
-                found = tried(m, copy, options.limit)
-            finally:
-                copies.put(copy)
-            with lock:
-                results[m.name] = found
-                write(options.out, results)
-                print(f"{found['status']:9}{found['seconds']:6.1f} s  {m.name}", flush=True)
+        def tell(m: Mutation, found: dict[str, Any]) -> None:
+            results[m.name] = found
+            write(options.out, results)
+            print(f"{found['status']:9}{found['seconds']:6.1f} s  {m.name}", flush=True)
 
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(take, todo))
+        each(todo, copies, options.limit, tell)
     summary({m.name: results[m.name] for m in chosen}, time.monotonic() - start)
     return 0 if options.against is None else compared(options.against, results, {m.name for m in chosen})
+
+
+def each(
+    todo: list[Mutation], free: list[Path], limit: float, tell: Callable[[Mutation, dict[str, Any]], None]
+) -> None:
+    """All of them, as many at once as there are copies"""
+    waiting, running = list(todo), dict[int, Running]()
+    while waiting or running:
+        while waiting and free:
+            m = waiting.pop(0)
+            why = lost(m, free[-1])
+            if why:
+                tell(m, {"status": "lost", "why": why, "seconds": 0.0})
+            else:
+                copy = free.pop()
+                running |= started(m, copy, [found for test in m.tests if (found := located(test))])
+        for pid, run in list(running.items()):
+            status = ended(pid, run, limit)
+            if status is not None:
+                del running[pid]
+                free.append(run.copy)
+                assert run.mutation is not None
+                tell(run.mutation, told(run, status))
+        time.sleep(0.02)
 
 
 def arguments() -> argparse.Namespace:
@@ -88,67 +121,108 @@ def copied(copy: Path) -> Path:
     return copy
 
 
-def pytest(copy: Path, tests: list[str], limit: float, most: int = MOST) -> tuple[int | None, str]:
-    """Exit status, None after so many seconds, and output of the tests on this copy of the source"""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "-rfE"]
+def warm() -> None:
+    """What all tests import and no mutation changes, once: the processes of the tests are forks of this one"""
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    os.chdir(ROOT)
+    for name in ("torch", "torch.func", "torch.nn.utils", "numpy", "pytest", "_pytest.assertion", "hypothesis"):
+        import_module(name)
+    assert "marquardt" not in sys.modules
+
+
+def started(m: Mutation | None, copy: Path, tests: list[str]) -> dict[int, Running]:
+    """The tests on this copy of the source, with the mutation in it"""
+    file, first, last = find(m.snippet, read(copy))[0] if m else (Path("marquardt/__init__.py"), 0, 0)
+    path = copy / file
+    text, times = path.read_text(), path.stat()
+    run = Running(m, copy, path, text, (times.st_atime_ns, times.st_mtime_ns), time.monotonic())
+    if m:
+        path.write_text(text[:first] + m.mutant + text[last:])
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return {pid: run}
+    status = STRANGER
     try:
-        done = subprocess.run(
-            [*command, f"--maxfail={most}", *tests], cwd=ROOT, env=environment, timeout=limit, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return None, ""
-    return done.returncode, done.stdout
+        os.setpgid(0, 0)
+        with run.output.open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.environ["PYTHONPATH"] = str(copy)
+        sys.path.insert(0, str(copy))
+        import pytest
+
+        options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "-rfE", "--durations=0"]
+        code = int(pytest.main([*options, f"--maxfail={MOST}", *tests]))
+        sys.stdout.flush()
+        imported = sys.modules.get("marquardt")
+        if imported is None or Path(str(imported.__file__)).is_relative_to(copy):
+            status = code
+    finally:
+        os._exit(status)
 
 
-def healthy(todo: list[Mutation], copies: SimpleQueue[Path], limit: float) -> bool:
-    """Whether all tests pass on a copy without a mutation, and the copy is what they import"""
+def ended(pid: int, run: Running, limit: float) -> int | None:
+    """The exit status, −1 after so many seconds; None if it is still running. The copy is as before then."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    code = os.waitstatus_to_exitcode(status)
+    if not found:
+        if time.monotonic() - run.began <= limit:
+            return None
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        code = -1
+    run.file.write_text(run.text)
+    os.utime(run.file, ns=run.times)
+    return code
+
+
+def healthy(todo: list[Mutation], copy: Path, limit: float) -> bool:
+    """Whether all tests pass on a copy without a mutation"""
     tests = dict.fromkeys(found for m in todo for test in m.tests if (found := located(test)) is not None)
-    files = {test for test in tests if "::" not in test}
-    copy = copies.get()
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
-    where = [sys.executable, "-c", "import marquardt; print(marquardt.__file__)"]
-    imported = subprocess.run(where, env=environment, check=True, text=True, stdout=subprocess.PIPE).stdout
-    if not Path(imported.strip()).is_relative_to(copy):
-        print(f"the tests would import {imported.strip()}, and not the copy in {copy}")
-        return False
-    status, output = pytest(copy, [t for t in tests if t in files or t.partition("::")[0] not in files], 20 * limit)
-    copies.put(copy)
-    if status != 0:
-        print(f"the tests do not pass without a mutation:\n{output[-4000:]}")
+    ((pid, run),) = started(
+        None, copy, [t for t in tests if "::" not in t or t.partition("::")[0] not in tests]
+    ).items()
+    while (status := ended(pid, run, 20 * limit)) is None:
+        time.sleep(0.1)
+    if status == STRANGER:
+        print(f"the tests did not import the copy in {copy}")
+    elif status:
+        print(f"the tests do not pass without a mutation:\n{run.output.read_text()[-4000:]}")
     return status == 0
 
 
-def tried(m: Mutation, copy: Path, limit: float) -> dict[str, Any]:
-    """One mutation, and what came of it"""
-    start = time.monotonic()
-    places, tests = find(m.snippet, read(copy)), [located(test) for test in m.tests]
-    gone = [test for test, found in zip(m.tests, tests, strict=True) if found is None]
-    if len(places) != 1 or gone:
-        why = f"{len(places)} places in the source" if len(places) != 1 else f"no test {', '.join(gone)}"
-        return {"status": "lost", "why": why, "seconds": 0.0}
+def lost(m: Mutation, copy: Path) -> str:
+    """Why it cannot be made, "" if it can"""
+    places, gone = find(m.snippet, read(copy)), [test for test in m.tests if located(test) is None]
+    if len(places) != 1:
+        return f"{len(places)} places in the source"
+    if gone:
+        return f"no test {', '.join(gone)}"
     ((file, first, last),) = places
-    path = copy / file
-    text, times = path.read_text(), path.stat()
-    mutated = text[:first] + m.mutant + text[last:]
+    text = (copy / file).read_text()
     try:
-        compile(mutated, str(file), "exec")
-        path.write_text(mutated)
-        status, output = pytest(copy, [test for test in tests if test is not None], limit)
-    finally:
-        path.write_text(text)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    told = {None: "timeout", 0: "survived", 1: "killed"}.get(status, "broken")
-    found: dict[str, Any] = {"status": told, "file": file.relative_to("marquardt").as_posix()}
-    if told == "killed":
+        compile(text[:first] + m.mutant + text[last:], str(file), "exec")
+    except SyntaxError as error:
+        return f"it cannot be compiled: {error}"
+    return ""
+
+
+def told(run: Running, code: int) -> dict[str, Any]:
+    """What came of it"""
+    assert run.mutation is not None
+    status = {-1: "timeout", 0: "survived", 1: "killed"}.get(code, "broken")
+    found: dict[str, Any] = {"status": status, "file": run.file.relative_to(run.copy / "marquardt").as_posix()}
+    output = run.output.read_text()
+    if status == "killed":
         lines = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         found["by"] = [line.partition(" - ")[0] for line in lines]
-    elif told != "timeout":
-        found["tests"] = list(m.tests)
-    if told == "broken":
+    elif status != "timeout":
+        found["tests"] = list(run.mutation.tests)
+    if status == "broken":
         found["why"] = output[-1000:]
-    return {**found, "seconds": round(time.monotonic() - start, 1)}
+    return {**found, "seconds": round(time.monotonic() - run.began, 1)}
 
 
 def write(out: Path, results: dict[str, Any]) -> None:
