@@ -527,8 +527,8 @@ MUTATIONS = [
     ),
     mutation(
         "policies: a search goes beyond the radius",
-        "max(lr, parts.radius / length if length else math.inf)",
-        "max(lr, parts.radius if length else math.inf)",
+        "longest = math.inf if parts.radius is None else max(lr, parts.radius / length if length else math.inf)",
+        "longest = math.inf",
         RADIUS,
         ATTEMPT,
     ),
