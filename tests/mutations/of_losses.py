@@ -303,6 +303,7 @@ MUTATIONS = [
         RESOLVE,
         BASE,
         "tests/losses/test_function.py",
+        "tests/test_presets.py::test_presets_report_the_users_loss",
     ),
     mutation(
         "losses: negative curvature of a function is 0 and not turned",
@@ -336,5 +337,6 @@ MUTATIONS = [
         'torch.minimum(low, value), low, "is returned"',
         'low, low, "is returned"',
         PROOF,
+        "tests/losses/test_function.py::test_a_bad_function_is_refused",
     ),
 ]

@@ -425,6 +425,7 @@ MUTATIONS = [
         "unjudged = unjudged if end.judgement.judged else unjudged + 1",
         HIDDEN,
         MOVES,
+        NO_GRADIENT,
     ),
     # the average
     mutation(
@@ -545,6 +546,7 @@ MUTATIONS = [
         "tried = (lr, found.new_loss)",
         ATTEMPT,
         SEARCH,
+        "tests/fuzz/test_networks.py::test_steps_are_those_of_brute_force",
     ),
     mutation(
         "policies: a search along the other line",
