@@ -61,6 +61,7 @@ def located(test: str) -> str | None:
 
 
 def every() -> list[Mutation]:
-    from . import of_curvature, of_losses, of_parts, of_policies
+    from . import of_curvature, of_judge, of_losses, of_parts, of_policies
 
-    return [*of_losses.MUTATIONS, *of_parts.MUTATIONS, *of_curvature.MUTATIONS, *of_policies.MUTATIONS]
+    modules = of_losses, of_parts, of_curvature, of_policies, of_judge
+    return [m for module in modules for m in module.MUTATIONS]
