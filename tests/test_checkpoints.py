@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -382,6 +383,19 @@ def test_nothing_in_a_checkpoint_runs(name, version, tmp_path):
             mq.load_checkpoint(folder, model, opt)
         assert not canary.exists()
         assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_metadata_of_one_rank_does_not_run(version, tmp_path):
+    """torch.distributed.checkpoint reads it where that of all ranks is missing."""
+    model, opt = made()
+    folder, canary = tmp_path / "run", tmp_path / "canary"
+    (first_version if version == 1 else mq.save_checkpoint)(folder, model, opt)
+    (folder / "1" / ".metadata").unlink(missing_ok=True)
+    (folder / "1" / "__0.metadata").write_bytes(pickle.dumps(Canary(canary)))
+    with pytest.raises(ValueError, match=re.escape(str(folder / "1"))) if version == 1 else nullcontext():
+        mq.load_checkpoint(folder, model, opt)
+    assert not canary.exists()
 
 
 # Folders of the first version, as torch.distributed.checkpoint wrote them.

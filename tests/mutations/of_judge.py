@@ -1,0 +1,93 @@
+"""The judge: what a trial point is worth, and what rounding hides."""
+
+from __future__ import annotations
+
+from .mutations import mutation
+from .of_policies import ENDS, HIDDEN, ITERATION, MOVES, NO_GRADIENT, STEP, UNITS
+
+MUTATIONS = [
+    mutation(
+        "policies: the prediction adds the curvature",
+        "predicted = -lr * found.gd - 0.5 * lr**2 * found.dGd",
+        "predicted = -lr * found.gd + 0.5 * lr**2 * found.dGd",
+        STEP,
+        ITERATION,
+    ),
+    mutation(
+        "policies: the prediction with lr for its square",
+        "- 0.5 * lr**2 * found.dGd",
+        "- 0.5 * lr * found.dGd",
+        STEP,
+        ITERATION,
+    ),
+    mutation(
+        "policies: a model that predicts a rise is praised for one",
+        "if predicted > 0 and not math.isnan(decrease) else -math.inf",
+        "if predicted != 0 and not math.isnan(decrease) else -math.inf",
+        ITERATION,
+    ),
+    mutation(
+        "policies: nothing hides a decrease",
+        "least = ROUNDINGS * level.rounding",
+        "least = 0.0 * level.rounding",
+        HIDDEN,
+        MOVES,
+        ITERATION,
+    ),
+    mutation(
+        "policies: a step that hardly moves is judged",
+        "(abs(f - f_new) <= least or hardly_moves)",
+        "abs(f - f_new) <= least",
+        HIDDEN,
+        ITERATION,
+    ),
+    mutation(
+        "policies: hardly moving is a matter of all digits",
+        "hardly_moves = lr * found.length <= eps**0.5 * found.theta",
+        "hardly_moves = lr * found.length <= eps * found.theta",
+        HIDDEN,
+        ITERATION,
+    ),
+    mutation(
+        "policies: hardly moving whatever the learning rate",
+        "hardly_moves = lr * found.length",
+        "hardly_moves = found.length",
+        ITERATION,
+    ),
+    mutation(
+        "policies: the share of damping without its half",
+        "share = 0.5 * lam * lr**2 * found.dDd / predicted",
+        "share = lam * lr**2 * found.dDd / predicted",
+        ITERATION,
+    ),
+    mutation(
+        "policies: trials are held against the bound and not the floor",
+        "Trial(f, f_new, start.floor, min(old.best, f), cosine, old.late)",
+        "Trial(f, f_new, level.low, min(old.best, f), cosine, old.late)",
+        ITERATION,
+        UNITS,
+        "tests/optimizer/test_brought.py",
+    ),
+    mutation(
+        "policies: the best loss is that before the step",
+        "Trial(f, f_new, start.floor, min(old.best, f), cosine, old.late)",
+        "Trial(f, f_new, start.floor, f, cosine, old.late)",
+        STEP,
+        ITERATION,
+    ),
+    mutation(
+        "policies: a step without a decrease that counts is unjudged only once",
+        "unjudged = 0 if end.judgement.judged else unjudged + 1",
+        "unjudged = 0 if end.judgement.judged else 1",
+        HIDDEN,
+        *ENDS,
+    ),
+    mutation(
+        "policies: a step is unjudged after one that was judged",
+        "unjudged = 0 if end.judgement.judged else unjudged + 1",
+        "unjudged = unjudged if end.judgement.judged else unjudged + 1",
+        HIDDEN,
+        MOVES,
+        NO_GRADIENT,
+    ),
+]
