@@ -327,7 +327,8 @@ class LM(Unscaled, torch.optim.Optimizer):
                     take_buffers(ranks, self.model)
                 ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
             self._known.totals, self._known.steady = lin.totals(), records and lin.steady
-            master, seen = lin.parameters.unrounded(), Seen.of(lin.end.form, batches) if lin.end.form.tracking else NOTHING
+            form, master = lin.end.form, lin.parameters.unrounded()
+            seen = Seen.of(form, batches) if form.tracking else NOTHING
             if master is not state.master:
                 state = changed(state, master=master)
             self._state, self._seen = state, seen  # what is raised before it undoes all
