@@ -37,23 +37,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import marquardt.attempt
+import marquardt.iteration
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import marquardt as mq
-import marquardt.attempt
-import marquardt.iteration
 import marquardt.metric.layered
 import marquardt.optimizer
-import marquardt.parts.damping
-import marquardt.parts.schedule
+import marquardt.parts.direction
+import marquardt.parts.judging
 import measure
 from contest import functions, tasks
 from contest.contestants import Feed
 from marquardt.paper import data as paper_data
 from marquardt.paper import problems
-from marquardt.state import State
+from marquardt.step import State
 
 FIRST_SEED = 3000
 COVERED = 0.95
@@ -106,10 +106,10 @@ PATCHES: dict[str, Sequence[Change]] = {
     "always judged": [(marquardt.attempt, "judge", always_judged)],
     "λ may fall after a search": [(marquardt.optimizer, "next_lam", next_lam_as_after("search"))],
     "λ rises after uphill": [(marquardt.optimizer, "next_lam", next_lam_as_after("uphill"))],
-    "λ falls for ever": [(marquardt.parts.schedule, "NEGLIGIBLE", -1.0)],
-    "λ falls on while unjudged": [(marquardt.parts.schedule, "ENOUGH", math.inf)],
+    "λ falls for ever": [(marquardt.parts.judging, "NEGLIGIBLE", -1.0)],
+    "λ falls on while unjudged": [(marquardt.parts.judging, "ENOUGH", math.inf)],
     "reweighting is new data": [(marquardt.optimizer, "reweighted", lambda old, *_: old)],
-    "the past is always trusted": [(marquardt.parts.damping, "trusted", lambda past, present: torch.ones(()))],
+    "the past is always trusted": [(marquardt.parts.direction, "trusted", lambda past, present: torch.ones(()))],
     "averaged even if it lags": [(State, "behind", property(lambda state: False))],
     "no early renewals": [(marquardt.metric.layered, "EARLY", 0)],
 }

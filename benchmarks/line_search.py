@@ -29,9 +29,9 @@ import torch
 
 import marquardt as mq
 import measure
+from marquardt.jacobian.linearization import Trials
 from marquardt.paper import problems
 from marquardt.paper.data import Digits, data_directory
-from marquardt.trials import Trials
 from measure import Verdict
 
 BATCH = 600  # the paper's

@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import marquardt as mq
-from marquardt import optimizer, pace
+from marquardt import optimizer
+from marquardt import optimizer as pace
 from marquardt.curvature.plan import Plan
-from marquardt.pace import LONG, Pace
+from marquardt.optimizer import LONG, Pace
 from marquardt.step import Step
 from support.unchanged import changes, world
 

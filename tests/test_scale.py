@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.curvature import gram as gram_module
+from marquardt.curvature import direct as gram_module
 from marquardt.jacobian.linearization import Linearization
 from marquardt.jacobian.piece import Piece
 from marquardt.layers import Block
-from marquardt.layers.bilinear import Bilinear
+from marquardt.layers.blocks import Bilinear
 from support import reference
 from support.reference import error
 

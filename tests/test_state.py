@@ -9,12 +9,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 import marquardt as mq
-from marquardt import state as states
+from marquardt import step as states
 from marquardt.policies import POLICIES, Policy
 from marquardt.policies.loans import Loans
 from marquardt.policies.same_data import SameData
-from marquardt.state import ENTRIES, VECTORS, State, nested
-from marquardt.step import changed, like
+from marquardt.step import ENTRIES, VECTORS, State, changed, like, nested
 
 
 def test_changed():

@@ -15,19 +15,19 @@ from marquardt.curvature.contract import Damped
 from marquardt.jacobian.linearization import Linearization
 from marquardt.jacobian.objective import Level
 from marquardt.losses import resolve
-from marquardt.parts.schedule import Outcome
+from marquardt.parts.judging import Outcome
 from marquardt.policies import Ending, Found, Judgement, Start
 from marquardt.policies.convergence import IDLE, Convergence
 from marquardt.policies.loans import Loans
 from marquardt.policies.outliers import HEARD, Outliers
 from marquardt.policies.same_data import SameData
 from marquardt.ranks import ALONE, Ranks
-from marquardt.state import State
 from marquardt.step import (
     FAILED,
     ROUNDINGS,
     Matrices,
     Parts,
+    State,
     Step,
     attempt,
     begin,

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.jacobian.known import Known
-from marquardt.jacobian.linearization import Linearization
+from marquardt.jacobian.linearization import Linearization, Trials
 from marquardt.jacobian.objective import Objective
+from marquardt.jacobian.passes import Known
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
-from marquardt.trials import Trials
 from support import reference
 from support.cases import Recurrent, mlp, sample_weights
 from support.found import SWAPPED

@@ -17,23 +17,34 @@ from .curvature import (
 from .fitting import curve_fit, least_squares
 from .jacobian.linearization import Linearization, Needs
 from .jacobian.linearize import linearize
-from .jacobian.rows import Cotangents, Empirical, Exact, Fraction, Rows, Sampled
+from .jacobian.objective import Cotangents, Empirical, Exact, Fraction, Rows, Sampled
 from .metric import Diagonal, Metric
 from .model.decay import WeightDecay
 from .optimizer import LM
-from .parts.acceptance import Decrease, Uphill
-from .parts.average import EMA, Polyak
-from .parts.damping import (
+from .parts.direction import (
+    AdaptiveMomentum,
     FactoredMaxDiagonal,
     Identity,
     KroneckerMetric,
     LayerMeanEigenvalue,
     MaxDiagonal,
     MeanEigenvalue,
+    QuadraticMomentum,
 )
-from .parts.line_search import Backtracking, Bracket, Grid
-from .parts.momentum import AdaptiveMomentum, QuadraticMomentum
-from .parts.schedule import Balanced, Constant, GainRatio, RelativeDecrease, TenFold
+from .parts.judging import (
+    EMA,
+    Backtracking,
+    Balanced,
+    Bracket,
+    Constant,
+    Decrease,
+    GainRatio,
+    Grid,
+    Polyak,
+    RelativeDecrease,
+    TenFold,
+    Uphill,
+)
 from .ranks import RankError
 from .step import Step
 from .training import Fit, History, fit

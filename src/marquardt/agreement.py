@@ -14,8 +14,7 @@ from .arguments import brief, users
 from .model.checks import coupled
 from .model.parameters import Parameters
 from .ranks import RankError, Ranks
-from .state import State
-from .step import Parts
+from .step import Parts, State
 
 # Steps from one look at the weights to the next.
 EVERY = 10

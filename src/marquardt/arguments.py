@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from .curvature.contract import Representation
-from .jacobian.rows import Rows
+from .jacobian.objective import Rows
+from .model.anatomy import held
 from .model.checks import check_coupling, check_usable
 from .model.parameters import named_parameters
 from .model.shards import let_go, sharded
-from .model.walk import held
 from .plain import MAX, short
 from .ranks import Ranks
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from .jacobian.objective import Objective
 from .losses import Loss
 from .memory import unless_interrupted
+from .model.anatomy import Chance, Draws, Moment
 from .model.batch import Batch, tensors
-from .model.randomness import Chance, Draws, Moment
 from .surroundings import back_afterwards, undisturbed
 
 # A loss that is lower than that of a constant by this share or less has learnt nothing. One that is lower by all but

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from .arguments import check_rate
 from .deferred import floats
+from .model.batch import wide
 from .model.checks import trainable
 from .model.decay import check_weight
-from .model.precision import wide
 from .weights import Weights
 
 KEYS = ("params", "lr", "weight_decay", "name", "initial_lr")  # the last is what schedulers write

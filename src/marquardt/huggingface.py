@@ -21,9 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import SchedulerType
 
 from .losses import CrossEntropy, Loss, resolve
-from .model.batch import Batch, forward
+from .model.batch import Batch, forward, full
 from .model.parameters import changing
-from .model.precision import full
 from .optimizer import LM
 from .step import Step
 

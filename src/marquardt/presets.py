@@ -8,14 +8,11 @@ from typing import Any
 import torch
 
 from .curvature import Auto, Hessian, Kronecker, MatrixFree
-from .jacobian.rows import Empirical, Exact, Sampled
+from .jacobian.objective import Empirical, Exact, Sampled
 from .losses import CrossEntropy, Loss, SquaredError, resolve
 from .optimizer import LM
-from .parts.acceptance import Decrease, Uphill
-from .parts.damping import Identity, MaxDiagonal, MeanEigenvalue
-from .parts.line_search import Backtracking, Grid
-from .parts.momentum import AdaptiveMomentum, QuadraticMomentum
-from .parts.schedule import Constant, GainRatio, RelativeDecrease, TenFold
+from .parts.direction import AdaptiveMomentum, Identity, MaxDiagonal, MeanEigenvalue, QuadraticMomentum
+from .parts.judging import Backtracking, Constant, Decrease, GainRatio, Grid, RelativeDecrease, TenFold, Uphill
 
 
 def _in_sums(loss: Any) -> Loss:

@@ -20,19 +20,18 @@ from . import tolerances
 from .curvature.auto import free
 from .curvature.contract import Damped
 from .deferred import Tape, answers, capturing, recorded
-from .jacobian.known import Known
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective, Totals
+from .jacobian.passes import Known
 from .memory import out_of_memory
 from .metric import restored
-from .model.batch import Batch, modes
-from .model.precision import without_autocast
-from .model.walk import held, hooks, submodules
+from .model.anatomy import held, hooks, submodules
+from .model.batch import Batch, modes, without_autocast
 from .policies import Found
 from .policies.convergence import FAINT
-from .state import State
 from .step import (
     Parts,
+    State,
     Step,
     begin,
     changed,

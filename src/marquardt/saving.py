@@ -17,10 +17,10 @@ from .groups import SAME_RATE, check_decay
 from .metric import check_saved, restored
 from .model.parameters import Parameters
 from .model.shards import shard_of
-from .parts.damping import Damping
-from .parts.schedule import Schedule
+from .parts.direction import Damping
+from .parts.judging import Schedule
 from .plain import WAY_OUT, check_fields, check_tensor, check_value, is_count, is_number, short
-from .state import ENTRIES, VECTORS, State, nested
+from .step import ENTRIES, VECTORS, State, nested
 
 FOREIGN = (
     "it was not made by marquardt.LM. To begin with what another optimizer has trained, load the weights alone, "

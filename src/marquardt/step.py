@@ -9,35 +9,28 @@ asks by `deferred.ask`, and a momentum that must read numbers says so (`recordab
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .curvature.contract import Curvature, Damped, Past, Representation
+from .curvature.direct import FactorizationError
 from .curvature.plan import Plan
-from .curvature.solve import FactorizationError
 from .deferred import floats
-from .jacobian.linearization import Linearization
-from .jacobian.objective import Level, Objective
-from .jacobian.rows import Rows
+from .jacobian.linearization import Linearization, Trials
+from .jacobian.objective import Level, Objective, Rows
 from .losses import Loss
 from .metric import KINDS, Metric
 from .model.parameters import Parameters
-from .parts.acceptance import Acceptance, Trial
-from .parts.average import Average
-from .parts.damping import Damping
-from .parts.line_search import LineSearch
-from .parts.momentum import Momentum
-from .parts.schedule import Outcome, Schedule
-from .policies import HELD, POLICIES, RISING, Ending, Found, Judgement, Start
+from .parts.direction import Damping, Momentum
+from .parts.judging import Acceptance, Average, LineSearch, Outcome, Schedule, Trial
+from .policies import HELD, POLICIES, RISING, Ending, Found, Judgement, Policies, Policy, Start
 from .policies.lag import ratio
 from .policies.outliers import UNHEARD
-from .state import State
 from .tolerances import SAME_LOSS
-from .trials import Trials
 
 # A decrease of so many roundings of the loss is taken for one.
 ROUNDINGS = 4
@@ -484,3 +477,55 @@ def rows_of(parts: Parts, plan: Plan | None) -> Rows:
     if parts.rows is not None:
         return parts.rows
     return parts.curvature.first_rows if plan is None or plan.kind is None else plan.rows
+
+
+# --- What a step leaves for the next one.
+
+
+@dataclass(frozen=True)
+class State(Policies):
+    """Everything a step leaves for the next one, its policies among it; replaced whole when a step is over. It is saved
+    as one flat dict, and what is loaded is held against `ENTRIES`, see plain.py."""
+
+    lam: float
+    steps: int = 0
+    accepted: int = 0
+    best: float = math.inf  # least f so far
+    D: Metric | None = None
+    previous: Tensor | None = None  # last accepted step dθ
+    master: Tensor | None = None  # θ, if the parameters are its rounding
+    mean: Tensor | None = None  # average of the weights
+    points: int = 0  # how many points it is of
+    past: Past | None = None  # what the curvature keeps of earlier steps
+    plan: Plan | None = None  # how the curvature is represented, if that was a choice
+    most_rows: int = 0  # that a step had
+    towards: Tensor | None = None  # θ₀, which the weights decay towards; None for 0
+    decay: float | None = None  # what weight decay has of f after the last step; None if that is not known
+
+    def flat(self) -> dict[str, Any]:
+        """With the fields of every policy in its place"""
+        found: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            found.update(vars(value) if name in POLICIES else {name: value})
+        return found
+
+    def __setstate__(self, found: dict[str, Any]) -> None:  # of a copy, or pickled while State was flat
+        self.__dict__.update(nested(found))
+
+
+def nested(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The policies in the place of their fields; those that a flat dict lacks have their defaults."""
+    rest, policies = dict(found), {}
+    for name, default in POLICIES.items():
+        given = rest.pop(name) if isinstance(rest.get(name), Policy) else None
+        own = {f.name: rest.pop(f.name) for f in fields(default) if f.name in rest}
+        policies[name] = type(default)(**own) if given is None else given
+    return rest | policies
+
+
+# The entries of the flat dict.
+ENTRIES: dict[str, Field[Any]] = {f.name: f for f in fields(State) if f.name not in POLICIES}
+ENTRIES |= {f.name: f for policy in POLICIES.values() for f in fields(policy)}
+
+# What is as long as θ.
+VECTORS = [name for name, entry in ENTRIES.items() if str(entry.type).endswith("Tensor | None")]

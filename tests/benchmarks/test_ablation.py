@@ -11,7 +11,7 @@ import torch
 import ablation
 import marquardt as mq
 from ablation import DEFAULT, LAST, POLICIES, TASKS, Compared, Job, Solved
-from marquardt.state import State
+from marquardt.step import State
 
 
 @pytest.mark.parametrize("name", ablation.PATCHES)

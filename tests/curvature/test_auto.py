@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.curvature import auto
-from marquardt.curvature.dense import DenseCurvature
-from marquardt.curvature.gram import GramCurvature
+from marquardt.curvature.direct import DenseCurvature, GramCurvature
 from marquardt.curvature.matrix_free import MatrixFreeCurvature
-from marquardt.trials import Trials
+from marquardt.jacobian.linearization import Trials
 from support.reference import error
 from support.steps import theta
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.curvature import dense
-from marquardt.curvature.dense import DenseCurvature
+from marquardt.curvature import direct as dense
+from marquardt.curvature.direct import DenseCurvature
 from support import reference
 from support.reference import error
 

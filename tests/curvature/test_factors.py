@@ -17,7 +17,7 @@ from marquardt.curvature.factors import (
     joined,
     layer_of,
 )
-from marquardt.layers.block import Sums
+from marquardt.layers.blocks import Sums
 from marquardt.metric import Part
 from support.reference import error
 

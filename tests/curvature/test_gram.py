@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.curvature.gram import GramCurvature
+from marquardt.curvature.direct import GramCurvature
 from support.by_layers import BY_LAYER, EVERY_NET, FACTORED, disturb, net, represented, samples
 from support.cases import build
 from support.linearized import expected, linearize
@@ -68,7 +68,7 @@ def test_another_lambda_needs_no_other_gram_matrix(monkeypatch, part, dtype, N, 
 @pytest.mark.parametrize("name", ["transformer_encoder_layer", "conv2d", "embedding", "linear_leading_dims"])
 def test_sampled_rows_in_every_form_of_the_gram_matrix(monkeypatch, name):
     """A gradient outside the range of the rows, with pairs of positions and with explicit rows, in small slabs."""
-    from marquardt.layers import bilinear
+    from marquardt.layers import blocks as bilinear
 
     p, rows = build(name), mq.Sampled(2)
     J, g = linearize(p, rows=rows).rows(), expected(name).g

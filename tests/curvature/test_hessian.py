@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import marquardt as mq
 from marquardt.curvature import hessian as module
-from marquardt.curvature.solve import FactorizationError
+from marquardt.curvature.direct import FactorizationError
 from support import reference
 from support.cases import CASES, Problem, build, mlp
 from support.reference import error

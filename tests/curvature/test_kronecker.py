@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.curvature import Damped
-from marquardt.parts.damping import factored_maximum
+from marquardt.parts.direction import factored_maximum
 from support import reference
 from support.cases import mlp
 from support.found import PLAIN, SWAPPED, Fn, routed

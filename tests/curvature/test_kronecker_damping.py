@@ -8,7 +8,7 @@ from torch import nn
 
 import marquardt as mq
 from marquardt.metric import Part
-from marquardt.parts.damping import factored_maximum
+from marquardt.parts.direction import factored_maximum
 from support import reference
 from support.cases import mlp
 from support.kronecker import NETWORKS, build, damped, represent

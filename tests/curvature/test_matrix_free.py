@@ -13,8 +13,8 @@ from torch import nn
 import marquardt as mq
 from marquardt.curvature import matrix_free
 from marquardt.curvature.conjugate_gradients import conjugate_gradients
-from marquardt.curvature.solve import FactorizationError
-from marquardt.trials import Trials
+from marquardt.curvature.direct import FactorizationError
+from marquardt.jacobian.linearization import Trials
 from support import reference
 from support.cases import Problem, build, mlp
 from support.linearized import EVERY_CASE, expected, linearize

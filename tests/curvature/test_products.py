@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 import marquardt as mq
 from marquardt.curvature.products import by_double_backward, by_forward_mode, by_rows
-from marquardt.trials import Trials
+from marquardt.jacobian.linearization import Trials
 from support import reference
 from support.cases import Problem, build, mlp
 from support.linearized import EVERY_CASE, HARD_LABELS, expected, linearize

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from marquardt.curvature import solve
-from marquardt.curvature.solve import FactorizationError, factored, holds, norm, refined, spd_solve
+from marquardt.curvature import direct as solve
+from marquardt.curvature.direct import FactorizationError, factored, holds, norm, refined, spd_solve
 from marquardt.deferred import Tape, recorded
 from support.reference import error
 

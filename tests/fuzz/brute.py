@@ -17,7 +17,7 @@ from torch.func import hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import marquardt as mq
-from marquardt.jacobian.rows import Seed
+from marquardt.jacobian.objective import Seed
 from support.reference import NAMED, call, elements, per_sample
 
 EPS = torch.finfo(torch.float64).eps

@@ -37,7 +37,7 @@ from fuzz.observed import (
 )
 from marquardt.curvature.contract import trusted
 from marquardt.metric import Diagonal
-from marquardt.parts.acceptance import Trial
+from marquardt.parts.judging import Trial
 from marquardt.step import ROUNDINGS, attempt
 from support.reference import call
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from marquardt import deferred
 from marquardt.curvature import products
-from marquardt.model import kernels
+from marquardt.model import batch as kernels
 
 SHARED = ("PLAIN_ATTENTION", "PLAIN_RECURRENCE", "OPEN_CELLS", "UNCOMPILED")
 

@@ -6,7 +6,7 @@ import pytest
 
 from fuzz import attacks, changing
 from marquardt.jacobian import cut
-from marquardt.layers.graph import Walk
+from marquardt.layers.capture import Walk
 
 CHUNKS, CASES = 5, 52  # of which more than 200 are compared with brute force
 

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from marquardt.jacobian.jacobian import PATHS, Jacobian
-from marquardt.jacobian.known import Known
 from marquardt.jacobian.objective import Objective
-from marquardt.jacobian.passes import Pass
+from marquardt.jacobian.passes import PATHS, Jacobian, Known, Pass
 from marquardt.losses import resolve
+from marquardt.model.anatomy import Chance
 from marquardt.model.batch import Batch
-from marquardt.model.randomness import Chance
 from support.reference import error, jacobian, trainable
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.jacobian import proof
-from marquardt.jacobian.known import Known
+from marquardt.jacobian import piece as proof
 from marquardt.jacobian.linearization import Linearization
 from marquardt.jacobian.objective import Objective
+from marquardt.jacobian.passes import Known
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
 from support import reference

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from marquardt.jacobian.products import adjoint, apply, dense, scattered, together
-from marquardt.layers.block import Block, Explicit, Nothing
+from marquardt.jacobian.piece import adjoint, apply, dense, scattered, together
+from marquardt.layers.blocks import Block, Explicit, Nothing
 from marquardt.model.parameters import Parameters
 from support.reference import error
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.curvature.products import by_double_backward, by_forward_mode
-from marquardt.jacobian import jacobian, proof
-from marquardt.jacobian.known import Known
+from marquardt.jacobian import passes as jacobian
+from marquardt.jacobian import piece as proof
+from marquardt.jacobian.passes import Known
 from support import reference
 from support.linearized import planned
 from support.reference import error

@@ -10,8 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrizations
 
 from marquardt.layers.apart import Axis, in_layout, keeps_apart, sample_axes
-from marquardt.layers.graph import Walk
-from marquardt.layers.watch import LAYOUTS as LAYOUT_RULES
+from marquardt.layers.capture import LAYOUTS as LAYOUT_RULES
+from marquardt.layers.capture import Walk
 
 N = 6
 

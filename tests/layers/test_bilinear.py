@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import marquardt.layers.bilinear as bilinear
-from marquardt.layers.bilinear import Bilinear
-from marquardt.layers.block import Product, Whitened
+import marquardt.layers.blocks as bilinear
+from marquardt.layers.blocks import Bilinear, Product, Whitened
 from marquardt.metric import Part
 from support.reference import error
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import marquardt as mq
-from marquardt.layers.block import HALF, add_product, add_square
+from marquardt.layers.blocks import HALF, add_product, add_square
 from support.found import PLAIN, routed
 from support.reference import error
 from support.steps import theta

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from marquardt.layers import bilinear, coarse
-from marquardt.layers.bilinear import Bilinear
-from marquardt.layers.block import Product
+from marquardt.layers import blocks as bilinear
+from marquardt.layers import blocks as coarse
+from marquardt.layers.blocks import Bilinear, Product
 from support.reference import error
 from support.steps import CUDA
 

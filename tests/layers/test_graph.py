@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from marquardt.layers.graph import Use, Walk
-from marquardt.layers.watch import Misfit
+from marquardt.layers.capture import Misfit, Use, Walk
 
 
 def uses(z: Tensor, *params: Tensor, stops: set[int] | None = None) -> list[Use]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import marquardt.layers.lookup as lookup
-from marquardt.layers.block import Product
+from marquardt.layers.blocks import Product
 from marquardt.layers.lookup import Lookup
 from marquardt.metric import Part
 from support.reference import error

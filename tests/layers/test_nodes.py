@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marquardt.layers.graph import Walk
-from marquardt.layers.nodes import NODES
+from marquardt.layers.capture import NODES, Misfit, Walk
 from marquardt.layers.places import Place
 from marquardt.layers.uses import Glimpse, block_of
-from marquardt.layers.watch import Misfit
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import marquardt.layers.traces as traces
-from marquardt.layers.bilinear import Bilinear
-from marquardt.layers.block import Block, Explicit, Nothing
+import marquardt.layers.blocks as traces
+from marquardt.layers.blocks import Bilinear, Block, Explicit, Nothing, Traces
 from marquardt.layers.lookup import Lookup
-from marquardt.layers.traces import Traces
 from marquardt.metric import Turn
 from support.reference import error
 
@@ -81,7 +79,7 @@ def test_partial_traces_of_every_parameter_by_itself(make):
 
 def test_in_slabs(monkeypatch):
     """Two samples at a time, and some tokens."""
-    monkeypatch.setattr("marquardt.layers.bilinear.SLAB", 2 * 2 * 15)
+    monkeypatch.setattr("marquardt.layers.blocks.SLAB", 2 * 2 * 15)
     monkeypatch.setattr("marquardt.layers.lookup.SLAB", 2 * 8 * 5)
     for make in (BLOCKS["positions"], BLOCKS["lookup"]):
         block = make()

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marquardt.layers import Block
-from marquardt.layers.bilinear import Bilinear
-from marquardt.layers.block import Explicit, Nothing
-from marquardt.layers.graph import Use, Walk
+from marquardt.layers.blocks import Bilinear, Explicit, Nothing
+from marquardt.layers.capture import Use, Walk
 from marquardt.layers.lookup import Lookup
 from marquardt.layers.places import Place
 from marquardt.layers.uses import Glimpse, block_of

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt.layers.bilinear import Bilinear
-from marquardt.layers.block import Product
-from marquardt.layers.written import Written, written
+from marquardt.layers.blocks import Bilinear, Product, Written, written
 from marquardt.metric import Part
 from support.reference import error
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.losses import Loss, OutputLayout
-from marquardt.losses.outputs import named, taken
+from marquardt.losses.base import named, taken
 from support.reference import error
 from support.several import FORMS, Heads
 from support.steps import lm

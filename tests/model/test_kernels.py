@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from marquardt.model.kernels import Shared, open_cells, twice_differentiable
+from marquardt.model.batch import Shared, open_cells, twice_differentiable
 
 
 class Attending(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from marquardt.model.batch import Autocast, full, wide
 from marquardt.model.parameters import Parameters
-from marquardt.model.precision import Autocast, full, wide
 
 CPU = torch.device("cpu")
 

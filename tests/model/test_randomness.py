@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import marquardt as mq
 from marquardt.curvature.hessian import twice_differentiable
 from marquardt.curvature.matrix_free import MatrixFreeCurvature
-from marquardt.trials import Trials
+from marquardt.jacobian.linearization import Trials
 from support import reference
 from support.cases import Problem, build
 from support.found import SWAPPED, Fn

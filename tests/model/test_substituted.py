@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.trials import Trials
+from marquardt.jacobian.linearization import Trials
 from support.reference import error
 
 DOUBLE = {"dtype": torch.float64}

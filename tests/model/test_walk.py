@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from marquardt.model.walk import held, submodules
+from marquardt.model.anatomy import held, submodules
 
 
 class Shared(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.curvature.dense import DenseCurvature
+from marquardt.curvature.direct import DenseCurvature
 from support.by_hand import ByHand
 from support.modules import Counting, Scaling, Slope, noisy
 from support.reference import error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.curvature.solve import FactorizationError
+from marquardt.curvature.direct import FactorizationError
 from support.reference import error
 from support.steps import EVERY_CURVATURE, lm, problem, theta
 from support.unchanged import refused
@@ -70,7 +70,8 @@ def test_non_finite_trials_end_in_a_small_step():
 
 
 def fail_to_factor(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    from marquardt.curvature import dense, gram
+    from marquardt.curvature import direct as dense
+    from marquardt.curvature import direct as gram
 
     left, solve = [times], dense.spd_solve
 

@@ -13,7 +13,7 @@ from torch import nn
 import marquardt as mq
 from marquardt import optimizer, step
 from marquardt.metric import Diagonal
-from marquardt.parts.schedule import ENOUGH, Outcome
+from marquardt.parts.judging import ENOUGH, Outcome
 from marquardt.policies.loans import PATIENCE
 from support.parts import flat
 

@@ -7,10 +7,8 @@ import marquardt as mq
 from marquardt import presets
 from marquardt.paper.methods import METHODS, OneOf, Range, ablation
 from marquardt.paper.trainers import Unavailable
-from marquardt.parts.acceptance import Decrease, Uphill
-from marquardt.parts.damping import Identity, MaxDiagonal
-from marquardt.parts.line_search import Grid
-from marquardt.parts.momentum import AdaptiveMomentum
+from marquardt.parts.direction import AdaptiveMomentum, Identity, MaxDiagonal
+from marquardt.parts.judging import Decrease, Grid, Uphill
 from support.made_trainers import EVERY, PROBLEMS, batches_for, build, model_for, trained, weights
 
 PARTS = ("curvature", "rows", "damping", "schedule", "momentum", "acceptance", "line_search", "average")

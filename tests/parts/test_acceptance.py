@@ -9,7 +9,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import marquardt as mq
-from marquardt.parts.acceptance import Trial
+from marquardt.parts.judging import Trial
 from support.parts import decades
 
 NAN, INF = math.nan, math.inf

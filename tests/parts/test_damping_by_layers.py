@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.layers.bilinear import Bilinear
+from marquardt.layers.blocks import Bilinear
 from support import reference
 from support.by_layers import BY_LAYER, EVERY_NET, FACTORED, disturb, net, represented, samples
 from support.cases import build

@@ -18,7 +18,7 @@ from marquardt.jacobian.linearization import Linearization
 from marquardt.jacobian.linearize import linearize
 from marquardt.metric import Diagonal, Layered, LayerSides
 from marquardt.metric.layered import EARLY
-from marquardt.parts.damping import averaged
+from marquardt.parts.direction import averaged
 from support import reference
 from support.cases import build, mlp
 from support.found import routed

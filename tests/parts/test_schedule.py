@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import marquardt as mq
-from marquardt.parts.schedule import Outcome
+from marquardt.parts.judging import Outcome
 from support.parts import decades
 
 NAN, INF = math.nan, math.inf

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import marquardt as mq
-from marquardt.curvature import solve
+from marquardt.curvature import direct as solve
 from marquardt.curvature.cost import factors_together
-from marquardt.curvature.solve import shared_factor, spd_solve
+from marquardt.curvature.direct import shared_factor, spd_solve
 from marquardt.ranks import of
 from support.ranks import run
 from support.reference import error

@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.jacobian.known import Known
 from marquardt.jacobian.linearization import Linearization
 from marquardt.jacobian.objective import Objective
+from marquardt.jacobian.passes import Known
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
 from support import reference

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.metric import restored
-from marquardt.parts.acceptance import Trial
+from marquardt.parts.judging import Trial
 
 f64 = torch.float64
 seeds = st.integers(0, 2**32 - 1)

@@ -2,13 +2,11 @@
 
 from .auto import Auto
 from .contract import Curvature, Damped, Representation
-from .dense import Dense
+from .direct import Dense, FactorizationError, Gram
 from .ekfac import EKFAC
-from .gram import Gram
 from .hessian import Hessian
 from .kronecker import Kronecker
 from .matrix_free import MatrixFree
-from .solve import FactorizationError
 
 __all__ = [
     "EKFAC",

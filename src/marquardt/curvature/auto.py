@@ -12,15 +12,14 @@ from operator import is_
 
 import torch
 
-from ..jacobian.known import Coupled, RowByRow
 from ..jacobian.linearization import Linearization, Needs
-from ..jacobian.rows import Rows, Sampled
+from ..jacobian.objective import Rows, Sampled
+from ..jacobian.passes import Coupled, RowByRow
 from ..memory import Exhausted, out_of_memory
 from ..plain import WAY_OUT, short
 from .contract import Curvature, Interchangeable, Representation, check_chunk, check_inertia
 from .cost import Cost, Shapes, in_gradients, step
-from .dense import Dense
-from .gram import Gram
+from .direct import Dense, Gram
 from .matrix_free import MatrixFree
 from .plan import Plan, look, readable
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..deferred import floats
-from .solve import FactorizationError
+from .direct import FactorizationError
 
 # Iterates number ⌈1.3ʲ⌉ are kept for backtracking: Martens, section 4.6.
 SPACING = 1.3

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..deferred import floats, recording
 from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
-from ..jacobian.rows import Exact, Rows
+from ..jacobian.objective import Exact, Rows
 from ..jacobian.statistics import Moments, PartialTraces
 from ..metric import Metric
 from ..plain import MOST, WAY_OUT, check_keys, check_square, check_tensor, short

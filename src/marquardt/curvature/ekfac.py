@@ -16,9 +16,9 @@ from ..plain import check_above, check_tensor
 from ..ranks import Ranks
 from .contract import Past, trusted
 from .cost import Shapes, gathered, sides
+from .direct import FactorizationError
 from .factors import Layer, spectra
 from .kronecker import Kronecker, KroneckerCurvature
-from .solve import FactorizationError
 
 ONE_NUMBER = (
     "EKFAC can be damped by one number for all parameters alone, which every eigenbasis leaves as it is: "

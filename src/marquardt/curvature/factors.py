@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..deferred import ask
-from ..layers.block import Sums
+from ..layers.blocks import Sums
 from ..metric import Part
 from ..ranks import ALONE, Ranks, completed, owned
-from .solve import FactorizationError
+from .direct import FactorizationError
 
 
 class Layer:

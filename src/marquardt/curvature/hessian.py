@@ -17,12 +17,10 @@ from ..jacobian.piece import Piece
 from ..jacobian.statistics import Moments
 from ..memory import out_of_memory
 from ..metric import Diagonal, Metric
-from ..model.kernels import twice_differentiable
+from ..model.batch import twice_differentiable, widened
 from ..model.parameters import joined
-from ..model.precision import widened
 from .contract import Curvature, Representation
-from .dense import SMALL
-from .solve import FactorizationError
+from .direct import SMALL, FactorizationError
 
 # Numbers that the cotangents of one batched backward pass may hold.
 BATCH = 1 << 22

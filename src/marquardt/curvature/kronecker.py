@@ -12,12 +12,13 @@ from torch import Tensor
 from ..deferred import ask
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.statistics import Moments
-from ..layers.block import Sums
+from ..layers.blocks import Sums
 from ..metric import Diagonal, Metric, Part
 from ..plain import ROUNDING, WAY_OUT, check_above, check_square, check_tensor, short
 from ..ranks import owners
 from .contract import KEPT, Curvature, Past, Representation, check_chunk, check_count, trusted
 from .cost import Shapes, gathered, reduced, sides
+from .direct import FactorizationError
 from .factors import (
     DiagonalFactor,
     Factor,
@@ -32,7 +33,6 @@ from .factors import (
     over,
     spectra,
 )
-from .solve import FactorizationError
 
 
 class NoFactors(ValueError):

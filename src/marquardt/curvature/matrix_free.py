@@ -15,23 +15,21 @@ from torch import Tensor
 
 from ..deferred import ask, floats
 from ..jacobian import statistics
-from ..jacobian.linearization import Linearization, Needs
-from ..jacobian.piece import Piece
-from ..jacobian.products import scattered
-from ..jacobian.rows import Combined
+from ..jacobian.linearization import Linearization, Needs, Trials
+from ..jacobian.objective import Combined
+from ..jacobian.piece import Piece, scattered
 from ..jacobian.statistics import Moments, PartialTraces
-from ..layers.block import SLAB
+from ..layers.blocks import SLAB
 from ..memory import out_of_memory
 from ..metric import Diagonal, Metric
+from ..model.batch import twice_differentiable
 from ..model.checks import check_coupling, coupled
-from ..model.kernels import twice_differentiable
-from ..trials import Trials
 from .conjugate_gradients import Iterate, conjugate_gradients
 from .contract import Curvature, Interchangeable, Past, check_chunk
 from .cost import Cost, Shapes, Work, forward, gathered, reduced
+from .direct import FactorizationError
 from .hessian import NOT_SYMMETRIC
 from .products import GaussNewton, HessianProducts, Products, Way, by_rows, versions, ways
-from .solve import FactorizationError
 
 # Random signs in an estimate of a trace: it is right to √(2/8) at the worst.
 PROBES = 8

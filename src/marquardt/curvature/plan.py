@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ..jacobian.linearization import Linearization
-from ..jacobian.rows import Exact, Fraction, Rows, Sampled
+from ..jacobian.objective import Exact, Fraction, Rows, Sampled
 from ..plain import MOST, WAY_OUT, check_fields, short
 from .cost import Cost, Layer, Shapes, in_gradients, proof, step
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from .. import tolerances
 from ..layers.apart import keeps_apart
+from ..model.anatomy import Draws, Moment, Slopes
 from ..model.batch import Batch
-from ..model.randomness import Draws, Moment, Slopes
-from .known import Coupled, Known
 from .objective import Objective
-from .passes import Pass, again
+from .passes import Coupled, Known, Pass, again
 
 # Samples that are looked at in every step, and kinds of passes of which is known whether that will do.
 FEW, KEPT = 8, 1024

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Block, Explicit, Nothing
-from ..layers.bilinear import Bilinear
+from ..layers.blocks import Bilinear
 from ..layers.lookup import Lookup
 from ..model.parameters import Parameters
 from ..model.shards import Shards

@@ -14,8 +14,7 @@ from ..model.decay import WeightDecay
 from ..model.parameters import Parameters
 from ..weights import Weights
 from .linearization import Linearization, Needs
-from .objective import Objective
-from .rows import Exact, Rows
+from .objective import Exact, Objective, Rows
 
 
 def linearize(

@@ -8,14 +8,11 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from .. import tolerances
+from ..layers.capture import Form, Misfit, Use, Walk
 from ..layers.cuts import cuts
-from ..layers.graph import Use, Walk
-from ..layers.nodes import Form
 from ..layers.places import Place, Signs, found_in, guessed
-from ..layers.watch import Misfit
 from ..memory import out_of_memory
-from .jacobian import Jacobian
-from .known import Map, Site
+from .passes import Jacobian, Map, Site
 
 # Parts of the outputs that are looked at one by one.
 MOST = 32

@@ -1,27 +1,117 @@
-"""One forward pass of a piece of the batch, and backward passes through it."""
+"""One forward pass of a piece of the batch, its Jacobian, and what has been found out about the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from .. import tolerances
-from ..layers.graph import Walk
+from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
+from ..layers.capture import Layout, Walk, Watch
+from ..layers.places import Place
 from ..layers.unrolled import Refused
-from ..layers.watch import Watch
-from ..memory import unless_interrupted
-from ..model.batch import Batch
-from ..model.kernels import open_cells
+from ..memory import out_of_memory, unless_interrupted
+from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy
+from ..model.batch import Batch, full, open_cells
 from ..model.misfit import FAILURES, explained
-from ..model.precision import full
-from ..model.randomness import Chance, Draws, Moment, SameSlopes, Slopes
 from ..model.substituted import call_with
-from .known import Known
-from .objective import Objective
+from .objective import Objective, Totals
+
+Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by these
+Site = tuple[int, int]  # a node of the graph by its number, and an input of it
+
+
+@dataclass(frozen=True)
+class Map:
+    """Which uses there are, and the place of the samples in each.
+
+    If a row of a layer goes into several samples, as with the residuals of several equations one after the other, they
+    have different colours, and each colour has backward passes of its own.
+    """
+
+    stops: frozenset[int]  # nodes that see samples, of those that could do without
+    blind: frozenset[int]  # nodes that see none, of those that could see some
+    colours: tuple[tuple[slice, ...], ...]  # the samples of each
+    places: tuple[Mapping[Site, Place], ...]  # by colour
+    lost: frozenset[Site]  # uses that cannot be read
+
+
+@dataclass
+class Proof:
+    """How the rows of each parameter are found, as it was proven on first use."""
+
+    layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)  # blocks with a rule, by their parameters
+    general: dict[int, str] = field(default_factory=dict)  # the other parameters: "graph", or one of jacobian.PATHS
+    map: Map | None = None  # for those whose path is "graph"
+    inert: dict[int, float] = field(default_factory=dict)  # parameters without influence, and a bound on their rounding
+    unused: dict[Hashable, bool] = field(default_factory=dict)  # edges, and whether the outputs do not depend on them
+    # By what shows of the passes that it was compared on: whether it holds there whatever numbers are in the graph.
+    seen: dict[int, bool] = field(default_factory=dict)
+    noise: dict[int, float] = field(default_factory=dict)  # what rounding may leave of a parameter's gradient, in all
+    alarms: int = 0  # how often a proof was repeated for nothing
+    quiet: int = 0  # pieces that need not be compared with autograd: some after a success, more after such an alarm
+
+    def path(self, i: int) -> str:
+        return "none" if i in self.inert else self.general.get(i, "rule")
+
+    def same(self, other: Proof) -> bool:
+        mine, its = ((p.layouts, p.general, p.map, set(p.inert)) for p in (self, other))
+        return mine == its
+
+
+class RowByRow(RuntimeError):
+    """Rows of single samples take a backward pass each, through all samples, and those of all together would do."""
+
+
+class Coupled(ValueError):
+    """Samples of a batch that cannot go through the model in parts."""
+
+
+@dataclass
+class Known:
+    """Of one model, for one optimizer."""
+
+    anatomy: Anatomy | None = None  # of the model when it was last looked at
+    proof: Proof = field(default_factory=Proof)  # of the last piece
+    proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
+    proofs: dict[object, Proof] = field(default_factory=dict)  # by how the model is called
+    # What was made of a plan, with all that was looked at then, see Auto.choose
+    chosen: tuple[Any, ...] | None = None
+    # By all that decides how the rows are found: calls that share parameters, by these, and what proofs are kept by.
+    ways: dict[object, tuple[Groups, object]] = field(default_factory=dict)
+    walks: set[object] = field(default_factory=set)  # ways of calling it in which the graph decides too
+    linear: set[object] = field(default_factory=set)  # hooks and functions whose backward passes are linear
+    random: set[object] = field(default_factory=set)  # modes of the modules in which the model draws random numbers
+    only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
+    steady: bool = False  # a forward pass leaves the buffers as they are
+    loss: object = None  # the loss whose derivatives are proven
+    decays: int = 0  # steps that were looked at, whether weight decay is in them
+    batched_rows: bool = True  # backward passes of all rows at once
+    may_join: bool = False  # rows of all samples together would do
+    unrolls: bool = True  # convolutions may have a backward pass of our own
+    rows_per_sample: int = 0  # on the last step
+    exact_rows: tuple[object, object, int] | None = None  # of a sample, by the loss and the shapes of z and the targets
+    totals: Totals | None = None  # of the last step
+    differentiates: bool = False  # the model differentiates itself: trial points need a graph too
+    # Whether forward passes of all trial points at once are right, by how the model is called; missing while unproven.
+    batched_trials: dict[object, bool] = field(default_factory=dict)
+    # By what shows of a pass through part of a batch: whether the structure of its graph keeps the samples apart.
+    parts: dict[object, bool] = field(default_factory=dict)
+
+    def look(self, model: nn.Module) -> Anatomy:
+        """The model as it is now: the same object while nothing has changed."""
+        self.anatomy = found = anatomy(model, self.anatomy)
+        return found
+
+
+# --- One forward pass of a piece of the batch, and backward passes through it.
+
 
 UNRELATED = "the outputs do not depend on the trainable parameters: nothing to optimise"
 REENTRANT = (
@@ -227,3 +317,119 @@ def again(
     } | (replaced or {})
     with SameSlopes(slopes):
         return objective.outputs(inputs, call_with(model, others) if others else model)
+
+
+# --- J̃ = SᵀJ of one forward pass: products with it, and the ways to its rows.
+
+
+# Ways to the rows of parameters that the graph does not show, fastest first; the first that is proven right is taken.
+PATHS = ("vmap", "parts", "rows", "loop")
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Jacobian:
+    """J̃ in Σ-units, without the normaliser: R rows for each of the N samples of a pass, m = R·N."""
+
+    def __init__(self, forward: Pass, S: Tensor) -> None:
+        self.forward, self.S = forward, S  # (R, N, *out)
+        self.R, self.N = S.shape[:2]
+        self.m = self.R * self.N
+        self.parameters = forward.objective.parameters.whole
+        self.ranks = forward.objective.parameters.ranks  # that make the same passes, for they share the weights
+
+    def seen(self, Jv: Tensor | None) -> Tensor:
+        """Sᵀ(Jv): (N, *out) → (R, N)"""
+        S = self.S
+        return S.new_zeros(S.shape[:2]) if Jv is None else (S * Jv).reshape(*S.shape[:2], -1).sum(2)
+
+    def cotangent(self, w: Tensor) -> Tensor:
+        """Sw: (R, N) → (N, *out)"""
+        return torch.einsum("rn,rn...->n...", w, self.S)
+
+    def adjoint(self, w: Tensor) -> Tensor:
+        """Jᵀ(Sw) by a backward pass: (R, N) → (n,)"""
+        return self.forward.vjp(self.cotangent(w))
+
+    def random(self, seed: int = 0) -> Tensor:
+        """One number for every row, the same every time: (R, N)"""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randn(self.S.shape[:2], generator=generator, dtype=torch.float64, device="cpu").to(self.S)
+
+    def shorten(self) -> None:
+        """Fewer numbers in δ, to be asked for before δ is. A GPU has all rows in one pass and gains nothing; for one
+        row it costs as much as it saves."""
+        if self.R > 1 and self.S.device.type == "cpu" and not self.ranks.several:
+            self.forward.watch.shorten(self.forward.graph)
+
+    def gradients(self, edges: Sequence[GradientEdge], w: Tensor) -> tuple[Tensor | None, ...]:
+        """Of z·w at these edges, None if z does not depend on one: (N, *out)"""
+        if self.ranks.several:
+            self.ranks.same("a backward pass")
+        # Where a pass ends, torch takes the gradient after the tensor's hook, and where it goes on before it: with the
+        # parameters it goes on behind all edges, whichever they are.
+        if self.forward.watch.hooks:
+            return gradients(self.forward.graph, [*edges, *self.parameters.tensors], w)[: len(edges)]
+        return gradients(self.forward.graph, edges, w)
+
+    def at(self, edges: Sequence[GradientEdge]) -> Sequence[Tensor | None]:
+        """δ: gradients of the R rows of every sample at each of these edges, (R, *output)."""
+        if self.R == 1 and edges:
+            return [None if d is None else d[None] for d in self.gradients(edges, self.S[0])]
+        return self._deltas({("call", i): edge for i, edge in enumerate(edges)}, self.S) if edges else []
+
+    def deltas(self, edges: Mapping[Key, GradientEdge], samples: Sequence[slice] = ()) -> dict[Key, Tensor | None]:
+        """δ: gradients of the R rows of every sample at each of these edges, (R, *output), or of some samples only."""
+        if not edges:
+            return {}
+        S = self.S
+        if samples:
+            S = torch.zeros_like(self.S)
+            for some in samples:
+                S[:, some] = self.S[:, some]
+        return dict(zip(edges, self._deltas(edges, S), strict=True))
+
+    def _deltas(self, edges: Mapping[Key, GradientEdge], S: Tensor) -> Sequence[Tensor | None]:
+        graph, known, wanted = self.forward.graph, self.forward.known, list(edges.values())
+        if S.shape[0] == 1:
+            return [None if d is None else d[None] for d in self.gradients(wanted, S[0])]
+        # On a CPU one backward pass after the other is faster, and weights are gathered in ordinary ones alone.
+        if known.batched_rows and S.is_cuda and not self.ranks.several and not self.forward.watch.hooks:
+            try:
+                unused = known.proof.unused
+                if not unused.keys() >= edges.keys():
+                    unused |= {key: d is None for key, d in zip(edges, self.gradients(wanted, S[0]), strict=True)}
+                used = [edge for key, edge in edges.items() if not unused[key]]
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "There is a performance drop")
+                    found = iter(torch.func.vmap(lambda s: torch.autograd.grad(graph, used, s, retain_graph=True))(S))
+                return [None if unused[key] else next(found) for key in edges]
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    raise
+                known.batched_rows = False  # an operation whose backward vmap refuses
+        # In memory the rows of a sample stand together: that is how they are used. Each goes to its place at once, so
+        # that the next one finds its memory warm.
+        places: list[Tensor | None] = []
+        for r, s in enumerate(S):
+            row = self.gradients(wanted, s)
+            places = places or [None if d is None else d.new_empty(len(d), len(S), *d.shape[1:]) for d in row]
+            for place, d in zip(places, row, strict=True):
+                if place is not None and d is not None:
+                    place[:, r] = d
+        return [None if place is None else place.transpose(0, 1) for place in places]
+
+    def explicit(self, path: str, indices: Sequence[int]) -> Tensor:
+        """The rows of some parameters, written out: (m, their columns)"""
+        return self._explicit(path, indices).to(self.parameters.dtype)
+
+    def _explicit(self, path: str, indices: Sequence[int]) -> Tensor:
+        params = [self.parameters.tensors[i] for i in indices]
+        objective, inputs = self.forward.objective, self.forward.batch.inputs
+        if path == "vmap":
+            return rows_by_vmap(objective.model, params, objective.of, inputs, self.S)
+        if path == "parts":
+            if self.forward.chance.drawn:
+                raise ValueError("a random model draws other numbers in parts")
+            return rows_in_parts(objective.model, params, objective.of, inputs, self.S)
+        return (rows_in_batches if path == "rows" else rows_by_loop)(self.forward.graph, params, self.S)

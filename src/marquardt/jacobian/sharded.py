@@ -9,10 +9,8 @@ from torch import Tensor
 
 from ..layers import Block
 from .exchange import exchanged
-from .jacobian import Jacobian
-from .piece import Piece
-from .products import adjoint
-from .proof import blocks_of
+from .passes import Jacobian
+from .piece import Piece, adjoint, blocks_of
 
 
 class ShardedPiece(Piece):

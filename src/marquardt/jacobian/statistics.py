@@ -13,9 +13,8 @@ from ..metric import LayerSides
 from ..model.parameters import Parameters
 from ..ranks import Ranks
 from .linearization import Linearization
-from .piece import Piece
-from .products import scattered
-from .rows import Empirical, Exact
+from .objective import Empirical, Exact
+from .piece import Piece, scattered
 
 
 class Moments(NamedTuple):

@@ -1,10 +1,9 @@
 """Rows of J̃ layer by layer, from a layer's input a and the gradients δ at its output."""
 
-from .block import Block, Explicit, Nothing
+from .blocks import Block, Explicit, Nothing
+from .capture import RULES, Call, Misfit, Operand, Watch, assemble
 from .general import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from .line import Line
-from .rules import RULES, Operand
-from .watch import Call, Misfit, Watch, assemble
 
 __all__ = [
     "RULES",

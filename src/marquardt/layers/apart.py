@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 
 from torch.autograd.graph import GradientEdge
 
-from .graph import LEAF, Node, Walk
-from .nodes import PICKING
+from .capture import LEAF, PICKING, Layout, Node, Walk
 from .unrolled import ToInput
-from .watch import Layout
 
 Shape = tuple[int, ...]
 

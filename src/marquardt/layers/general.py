@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ..model.batch import leaves, opaque
 from ..model.substituted import call_with
-from .watch import Misfit
+from .capture import Misfit
 
 # Numbers that the cotangents of one batched backward pass may hold: 64 MiB in float32.
 BATCH = 1 << 24

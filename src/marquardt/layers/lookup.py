@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..metric import Part, Turn
-from .block import SLAB, Block, Product, Sums
-from .traces import Traces, square
+from .blocks import SLAB, Block, Product, Sums, Traces, square
 
 
 class Lookup(Block):

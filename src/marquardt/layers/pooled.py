@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from .bilinear import Bilinear
+from .blocks import Bilinear
 
 POOLS = {"MaxPool2DWithIndicesBackward0": 4, "MaxPool3DWithIndicesBackward0": 5}  # and dimensions of a batch
 

@@ -12,15 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..memory import out_of_memory
-from ..model.precision import wide, widened
-from .bilinear import Bilinear
-from .block import SLAB, Block, Explicit, Nothing, Sums
-from .graph import Use
+from ..model.batch import wide, widened
+from .blocks import SLAB, Bilinear, Block, Explicit, Nothing, Sums, written
+from .capture import Form, Misfit, Outer, Picked, Use
 from .lookup import Lookup
-from .nodes import Form, Outer, Picked
 from .places import Place, stacked
-from .watch import Misfit
-from .written import written
 
 
 class Glimpse(NamedTuple):

@@ -1,13 +1,12 @@
 """Losses: value, gradient and curvature root of each, side by side."""
 
-from .base import Fault, Loss, Root
+from .base import Fault, Loss, OutputLayout, Root
 from .cross_entropy import CrossEntropy
 from .elementwise import BinaryCrossEntropy, Elementwise, Huber, Poisson, Residual, SquaredError
 from .function import Function
 from .gaussian import GaussianNLL
 from .margins import Hinge, SoftMargin
 from .ordinal import Ordinal
-from .outputs import OutputLayout
 from .positive import Gamma, NegativeBinomial
 from .probabilities import BinaryProbabilities, KLDivergence, NegativeLogLikelihood
 from .resolve import resolve

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .base import Fault, Loss, Root, Target, check_number, weighted
-from .outputs import OutputLayout
+from .base import Fault, Loss, OutputLayout, Root, Target, check_number, weighted
 from .samples import PER_SAMPLE, Samples, some
 from .second import FORMED, Blocks, Product, eigen, find, group, lanczos, product_of, spread, ungroup
 

@@ -10,14 +10,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from .base import Loss
+from .base import Loss, Name
 from .cross_entropy import CrossEntropy
 from .elementwise import BinaryCrossEntropy, Huber, Poisson, Residual, SquaredError
 from .function import Function
 from .gaussian import GaussianNLL
 from .margins import Hinge, SoftMargin
 from .ordinal import Ordinal
-from .outputs import Name
 from .positive import Gamma, NegativeBinomial
 from .probabilities import BinaryProbabilities, KLDivergence, NegativeLogLikelihood
 from .robust import AbsoluteError, Quantile, StudentT

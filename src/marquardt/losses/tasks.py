@@ -12,9 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import WEIGHTS, Fault, Loss, Root, Target, check_weight, spread
+from .base import WEIGHTS, Fault, Loss, Name, OutputLayout, Root, Target, check_weight, picked, side_by_side, spread
 from .elementwise import Residual
-from .outputs import Name, OutputLayout, picked, side_by_side
 
 
 class Term(NamedTuple):

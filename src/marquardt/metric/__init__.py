@@ -1,7 +1,6 @@
 """The D of (G + λD)δ = −g: the metric in which the length of a step is measured."""
 
-from .base import Dot, Metric, Part, Turn, Whitenable
-from .diagonal import Diagonal
+from .base import Diagonal, Dot, Metric, Part, Turn, Whitenable
 from .layered import Layered, LayerSides
 from .restore import KINDS, check_saved, restored
 

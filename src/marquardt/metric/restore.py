@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..plain import WAY_OUT, check_tensor, is_count, short
-from .base import Metric, Part
-from .diagonal import Diagonal
+from .base import Diagonal, Metric, Part
 from .layered import Layered
 
 KINDS = (Diagonal, Layered)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ranks import of
-from .precision import wide
+from .anatomy import Anatomy, held
+from .batch import wide
 from .shards import check_sharded, let_go, sharded
-from .walk import Anatomy, held
 
 # What keeps several copies or parts of a model, on devices or ranks.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")

@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..deferred import ungraded
 from ..ranks import ALONE, Ranks
-from .precision import COARSE, wide, widened
+from .batch import COARSE, wide, widened
 from .shards import Shards, sharded
 
 # Of sharded parameters this part of all their gradients is formed at once, or that of the largest layer.

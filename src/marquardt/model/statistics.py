@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from ..surroundings import back_afterwards
+from .anatomy import Anatomy, Norm, rng_state, set_rng_state, submodules
 from .batch import Batch, forward
-from .randomness import rng_state, set_rng_state
-from .walk import Anatomy, Norm, submodules
 
 
 def tracking(model: nn.Module) -> list[Norm]:

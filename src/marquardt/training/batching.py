@@ -15,7 +15,7 @@ from ..curvature import Auto, Dense, Gram, MatrixFree
 from ..curvature.cost import Shapes, step
 from ..curvature.plan import duration, look
 from ..jacobian.linearization import Linearization, Needs
-from ..jacobian.rows import Sampled
+from ..jacobian.objective import Sampled
 from ..model.batch import Batch
 from ..model.checks import coupled
 from ..optimizer import LM

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..diagnosis import Diagnosis, diagnosed
-from ..jacobian.known import Known
 from ..jacobian.objective import Objective
-from ..jacobian.passes import Pass
+from ..jacobian.passes import Known, Pass
 from ..losses import Loss
 from ..memory import unless_interrupted
+from ..model.anatomy import Chance, rng_state, set_rng_state
 from ..model.batch import Batch
 from ..model.misfit import FAILURES, explained
-from ..model.randomness import Chance, rng_state, set_rng_state
 from ..ranks import ALONE, Ranks
 from ..surroundings import back_afterwards
 

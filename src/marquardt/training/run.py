@@ -19,11 +19,11 @@ from ..agreement import take_buffers
 from ..arguments import users
 from ..diagnosis import Diagnosis
 from ..memory import unless_interrupted
+from ..model.anatomy import submodules
 from ..model.batch import Batch
 from ..model.parameters import changing
 from ..model.statistics import NOTHING, counting, estimated
 from ..model.statistics import Seen as Shown
-from ..model.walk import submodules
 from ..optimizer import LM
 from ..ranks import OtherRank, RankError
 from ..sources import Arrays, Indexed, Source, Stream

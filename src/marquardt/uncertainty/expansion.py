@@ -17,18 +17,16 @@ from ..curvature.auto import free
 from ..curvature.cost import Shapes, Work
 from ..curvature.plan import look
 from ..jacobian.cut import Cut
-from ..jacobian.known import Coupled, Known
 from ..jacobian.linearization import Linearization, Needs
-from ..jacobian.objective import Objective
-from ..jacobian.rows import Exact
+from ..jacobian.objective import Exact, Objective
+from ..jacobian.passes import Coupled, Known
 from ..losses import Loss, Residual
 from ..losses.base import weighted
 from ..losses.elementwise import Elementwise
+from ..model.anatomy import Chance, Moment, submodules
 from ..model.batch import Batch
 from ..model.checks import check_coupling
 from ..model.parameters import Parameters
-from ..model.randomness import Chance, Moment
-from ..model.walk import submodules
 from ..sources import Source
 from ..surroundings import back_afterwards
 from .likelihood import Likelihood, likelihood_of

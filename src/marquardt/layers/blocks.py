@@ -1,28 +1,449 @@
-"""Layers that are linear in their weight: every row is a sum of outer products, J̃ = Σₚ δₚ ⊗ aₚ.
-
-Linear, convolution (on patches) and the scale of a normalisation layer differ only in what a and δ are.
-
-    N samples, R rows per sample, P positions in a sample (pixels, tokens), G groups, I inputs and O outputs per group
-    a (N, P, G, I)       what the weight multiplies
-    δ (R, N, P, G, O)    gradients of the rows at the layer's output
-    weight (G·O, I)      row (r, n) of its J̃ is Σₚ δ[r, n, p] ⊗ a[n, p]
-    bias (G·O,)          row (r, n) of its J̃ is Σₚ δ[r, n, p]
-"""
+"""Columns of J̃, a block for each layer: the contract, blocks without a structure, and layers linear in their weight."""
 
 from __future__ import annotations
 
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from ..metric import Part, Turn
-from ..model.precision import COARSE, widened
-from .block import SLAB, Block, Product, Sums, add_product
-from .coarse import FASTER, fast, pull, pulls, times
-from .traces import Traces, of_rows, of_vectors, product_of, square
+from ..model.batch import COARSE, wide, widened
+
+# The peak rates of an H200: 990 TFLOP/s in bfloat16 to 67 in float32.
+FASTER = 15
+
+# To take a factor apart costs as much as 240 columns of the other in float32 (30 bytes a number at 4 TB/s).
+COLUMNS = 256
+
+
+def fast(t: Tensor) -> bool:
+    """Whether the device multiplies such numbers and adds up in float32."""
+    return t.dtype in COARSE and t.is_cuda and t.numel() > 0
+
+
+def kernel(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """In float32: (M, K) (K, L), or many of them"""
+    multiply = torch.mm if left.ndim == 2 else torch.bmm
+    return multiply(left, right, out_dtype=torch.float32, out=out)
+
+
+def times(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """LR as if both were converted to this dtype, which is at least float32: (M, K) (K, L), or many of them"""
+    if left.dtype is right.dtype is dtype:
+        return left @ right
+    if dtype == torch.float32 and left.dtype == right.dtype and fast(left):
+        return kernel(left, right)
+    if dtype == right.dtype == torch.float32 and _apart(left, left.shape[-2]):
+        return kernel(torch.cat([left] * 3, -1), torch.cat(digits(right), -2))
+    if dtype == left.dtype == torch.float32 and _apart(right, right.shape[-1]):
+        return kernel(torch.cat(digits(left), -1), torch.cat([right] * 3, -2))
+    return left.to(dtype) @ right.to(dtype)
+
+
+def _apart(t: Tensor, columns: int) -> bool:
+    """Whether the other factor is better taken apart: float16 has not the range for that"""
+    return t.dtype == torch.bfloat16 and columns >= COLUMNS and fast(t)
+
+
+def digits(t: Tensor) -> list[Tensor]:
+    """The 24 binary digits of float32, 8 at a time: t is the sum of three tensors of bfloat16."""
+    high = t.bfloat16()
+    rest = t - high
+    middle = rest.bfloat16()
+    return [high, middle, (rest - middle).bfloat16()]
+
+
+def pulls(t: Tensor) -> bool:
+    """Whether `pull` takes it: float16 has not the range for products with any number"""
+    return fast(t) and t.dtype == torch.bfloat16
+
+
+def pull(delta: Tensor, a: Tensor, w: Tensor, out: Sequence[Tensor]) -> None:
+    """out ← Σ w·δ ⊗ a and, if there is a second one, Σ w·δ: (K, O), (K, I), (K, 1) → (O, I), (O, 1)
+
+    w·δ or w·a, whichever is smaller, is rounded once more, as both were: every number by itself, so that the errors do
+    not add up.
+    """
+    left, right = (delta, _scaled(a, w)) if delta.shape[1] > a.shape[1] else (_scaled(delta, w), a)
+    kernel(left.T, right, out[0])
+    if len(out) > 1:
+        out[1].copy_(kernel(delta.T, torch.cat(digits(w)[:2], 1)).sum(1, keepdim=True))
+
+
+def _scaled(t: Tensor, factor: Tensor) -> Tensor:
+    return torch.mul(t, factor, out=torch.empty_like(t))
+
+
+# --- Partial traces of a layer's block of J̃ᵀJ̃: with rows that are matrices J_r (O × I), ΣJ_rJ_rᵀ and ΣJ_rᵀJ_r.
+
+
+# Of a longer side there is only the diagonal: a matrix of this size takes 64 MiB in float32 and a second to factor on
+# one core of a CPU.
+SIDE = 4096
+
+
+class Traces(NamedTuple):
+    """Those of some parameters of a block, which are one matrix: a weight of G groups, and its bias as another input.
+    A trace is a matrix (G, d, d), or the diagonal of one (G, d)."""
+
+    params: list[Tensor]
+    left: Tensor  # ΣJ_rJ_rᵀ, d = O; of a vector diag J̃ᵀJ̃, with G = 1 and d its size
+    right: Tensor | None  # ΣJ_rᵀJ_r, d = I; None: of a vector
+
+
+def square(X: Tensor) -> Tensor:
+    """XᵀX of every group, or its diagonal: (G, K, d) → (G, d, d) or (G, d)"""
+    return X.mT @ X if X.shape[2] <= SIDE else X.square().sum(1)
+
+
+def product_of(X: Tensor, Y: Tensor) -> Tensor:
+    """XᵀY, or its diagonal: (…, d), (…, d) → (1, d, d) or (1, d)"""
+    X, Y = (t.reshape(-1, t.shape[-1]) for t in (X, Y))
+    return (X.mT @ Y if X.shape[1] <= SIDE else (X * Y).sum(0))[None]
+
+
+def of_rows(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Both partial traces of rows: (m, G, O, I)"""
+    return square(X.permute(1, 0, 3, 2).flatten(1, 2)), square(X.permute(1, 0, 2, 3).flatten(1, 2))
+
+
+def of_matrix(p: Tensor, rows: Tensor) -> Traces:
+    """Of one parameter by itself, as a matrix of its first dimension and the rest: (m, size). As a vector if it has a
+    hook: of a gradient that the hook masks, a matrix would couple what is masked with the rest."""
+    if p.ndim < 2 or p._backward_hooks:
+        return Traces([p], rows.square().sum(0)[None], None)
+    return Traces([p], *of_rows(rows.view(len(rows), 1, len(p), -1)))
+
+
+def of_vectors(params: Sequence[Tensor], diagonal: Tensor) -> list[Traces]:
+    """Of parameters that are vectors, from diag J̃ᵀJ̃ of all: (columns,)"""
+    pieces = diagonal.split([p.numel() for p in params])
+    return [Traces([p], piece[None], None) for p, piece in zip(params, pieces, strict=True)]
+
+
+# --- The contract of a block of columns of J̃, and the blocks without a structure.
+
+
+# A slab of explicit rows is at most this many numbers: 256 MiB in float32.
+SLAB = 1 << 26
+# Columns of a piece of a product that few rows share: 512 measured best on an H200.
+PIECE = 512
+# Half of a symmetric product pays for its calls from this many rows on, and on a GPU from this many operations on. So
+# many block rows have three fifths of it; 3 and 8 of them are slower on a CPU.
+HALF, HALF_ON_GPU, BLOCK_ROWS = 256, 10**11, 5
+
+Own = TypeVar("Own", bound="Block")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What Kronecker factors are made of, added up over samples and positions, in Σ-units.
+
+    A weight is left ⊗ right with B at its outputs and A at its inputs; a table of an embedding has them the other way
+    round. A factor is a matrix (G, d, d) or the diagonal of one (G, d).
+    """
+
+    A: Tensor  # Σ w·aaᵀ, a the input with a 1 for the bias
+    B: Tensor | None  # Σ δδᵀ, over rows too; None: every output has inputs of its own, and A is the block of each
+    count: Tensor | float  # Σ w over samples and positions
+    bias: bool
+    table: bool = False
+
+    def __add__(self, other: Sums) -> Sums:
+        B = None if self.B is None or other.B is None else self.B + other.B
+        return Sums(self.A + other.A, B, self.count + other.count, self.bias, self.table)
+
+
+class Block(ABC):
+    """The columns of J̃ (m rows, m = R·N, row r·N + n) that belong to a few parameters.
+
+    The columns are those of `params`, each flattened, one after the other. Products are formed in the dtype of what
+    the rows are multiplied with.
+
+    >>> lin = mq.linearize(model, "mse", x, y)
+    >>> block = next(iter(lin.pieces())).blocks[0]
+    >>> isinstance(block, mq.layers.Block), block.rows(torch.float32).shape
+    (True, torch.Size([64, 24]))
+    """
+
+    params: list[Tensor]
+    members: Sequence[int] | None = None  # the numbers of these, see Parameters.of
+    m: int
+    N: int
+    empty = False  # whether its rows are zero by their nature
+
+    @abstractmethod
+    def slabs(self, dtype: torch.dtype) -> Iterable[tuple[slice, Tensor]]:
+        """Rows in pieces: (columns of this block, their part of every row (m, columns)), each of bounded size."""
+
+    @abstractmethod
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        """J̃v: v by parameter, flat → (m,)"""
+
+    @abstractmethod
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        """out ← J̃ᵀw: (m,) → by parameter, flat"""
+
+    def without(self, some: Sequence[Tensor]) -> Block | None:
+        """The same for its other parameters; None if there are none."""
+        return None
+
+    def plain(self) -> Block:
+        """The same of tensors and plain values alone, as it is sent to other ranks"""
+        return self
+
+    def pull(self, w: Tensor) -> Tensor:
+        """J̃ᵀw: (m,) → (columns,)"""
+        total = torch.empty(self.columns, dtype=w.dtype, device=w.device)
+        self.adjoint(w, total.split([p.numel() for p in self.params]))
+        return total
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of statistics of the rows"""
+        return wide(self.params[0].dtype)
+
+    @property
+    def columns(self) -> int:
+        return sum(p.numel() for p in self.params)
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """J̃ itself: (m, columns)"""
+        return torch.cat([piece for _, piece in self.slabs(dtype)], 1)
+
+    def inputs(self) -> Tensor | None:
+        """Mean of the squares of what a weight multiplies, where D_oi = u_o·v_i makes sense: (G, 1, I)"""
+        return None
+
+    def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The rows with those of a sample side by side, row n·R + r: (m, columns)"""
+        if out is None:
+            out = torch.empty(self.m, self.columns, dtype=dtype, device=self.params[0].device)
+        for columns, piece in self.slabs(dtype):
+            out[:, columns].view(self.N, -1, piece.shape[1]).copy_(
+                piece.view(-1, self.N, piece.shape[1]).transpose(0, 1)
+            )
+        return out
+
+    @property
+    def factored(self) -> bool:
+        """Whether `against` and `square` know a cheaper way than the product with the rows."""
+        return False
+
+    def against(self, samples: Tensor) -> Tensor:
+        """Xᵀ J̃ for rows X of any columns, sample by sample: (m, q) → (q, columns)"""
+        return samples.T @ self.samples(samples.dtype)
+
+    def square(self, dtype: torch.dtype) -> Tensor:
+        """J̃ᵀJ̃: (columns, columns)"""
+        return self.against(self.samples(dtype))
+
+    def diagonal(self) -> Tensor:
+        """diag J̃ᵀJ̃: (columns,)"""
+        return torch.cat([piece.square().sum(0) for _, piece in self.slabs(self.dtype)])
+
+    def trace(self) -> Tensor:
+        """tr J̃ᵀJ̃: ()"""
+        return self.diagonal().sum()
+
+    def whitened(self, D: Sequence[Part]) -> Block:
+        """The columns J̃D^-½; D by parameter"""
+        return Whitened(self, D)
+
+    def turned(self, layers: Sequence[Turn]) -> Block:
+        """The columns J̃Wᵀ with a W for every layer; in a layer they have no parameter of their own, but the order and
+        the sizes of its parameters"""
+        rows = self.rows(layers[0].left.dtype)
+        pieces = list(rows.split([p.numel() for p in self.params], 1))
+        for layer in layers:
+            for i, piece in zip(layer.places, layer([pieces[i] for i in layer.places]), strict=True):
+                pieces[i] = piece
+        return Explicit(self.params, torch.cat(pieces, 1), self.N)
+
+    def partial_traces(self) -> list[Traces]:
+        """Of its block of J̃ᵀJ̃, for every matrix among its parameters: in the form that this kind of block has"""
+        return self.partial_traces_apart()
+
+    def partial_traces_apart(self) -> list[Traces]:
+        """The same with every parameter a matrix by itself"""
+        pieces = self.rows(self.dtype).split([p.numel() for p in self.params], 1)
+        return [of_matrix(p, piece) for p, piece in zip(self.params, pieces, strict=True)]
+
+    def pairs_with(self, other: Block) -> bool:
+        """Whether `gram` takes the other: the same parameters in the same form"""
+        return type(self) is type(other) and [id(p) for p in self.params] == [id(p) for p in other.params]
+
+    def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
+        """K += J̃J̃'ᵀ with this block's J̃ and the other's J̃' (the same layer, other samples). A product J̃v goes along,
+        which explicit rows give for nothing."""
+        if product is not None:
+            product.add(self)
+        pairs = (
+            ((s, s) for s in self.slabs(K.dtype))
+            if other is self
+            else zip(self.slabs(K.dtype), other.slabs(K.dtype), strict=True)
+        )
+        for (_, left), (_, right) in pairs:
+            add_product(K, left, right)
+
+    def beside(self: Own, others: Sequence[Own]) -> Own | None:
+        """One block of the same parameters with the positions of all of them; None if this kind has no positions"""
+        return None
+
+    # What Kronecker factors ask for; None if this block has none.
+
+    def sums(self, weight: Tensor | None) -> Sums | None:
+        """Its part of the sums that the factors are made of; one weight per sample (N,)"""
+        return None
+
+    def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
+        """The diagonal of J̃ᵀJ̃ in another basis, that of the columns of left ⊗ right, each (G, d, d) or None for the
+        identity: (G, outputs, inputs), with the bias beside the inputs. For blocks that have `sums`."""
+        raise NotImplementedError(f"{type(self).__name__} has sums but no second_moments, which EKFAC asks for")
+
+
+class Product(NamedTuple):
+    """J̃v, to be added up over the blocks."""
+
+    v: Sequence[Tensor]  # by parameter of the block, flat
+    out: Tensor  # (m,)
+
+    def add(self, block: Block) -> None:
+        self.out.add_(block.apply(self.v))
+
+
+def add_product(K: Tensor, left: Tensor, right: Tensor) -> None:
+    """K += LRᵀ. On a GPU few rows with many columns go in pieces at once, which keeps all of it busy."""
+    columns = left.shape[1]
+    pieces = columns // PIECE
+    if not K.is_cuda or pieces < 8 or max(K.shape) > 512:
+        if left is right:
+            add_square(K, left)
+        else:
+            K.addmm_(left, right.T)
+        return
+    whole = pieces * PIECE
+    a, b = (t[:, :whole].unflatten(1, (pieces, PIECE)).transpose(0, 1) for t in (left, right))  # (pieces, m, PIECE)
+    K += torch.bmm(a, b.transpose(1, 2)).sum(0)
+    if whole < columns:
+        K.addmm_(left[:, whole:], right[:, whole:].T)
+
+
+def add_square(K: Tensor, rows: Tensor) -> None:
+    """K += XXᵀ for a symmetric K, where it pays by the upper half alone: (m, m), (m, columns)"""
+    m, columns = rows.shape
+    if m < HALF or (K.is_cuda and m * m * columns < HALF_ON_GPU):
+        K.addmm_(rows, rows.T)
+        return
+    cuts = [m * k // BLOCK_ROWS for k in range(BLOCK_ROWS + 1)]
+    for first, last in itertools.pairwise(cuts):
+        K[first:last, first:].addmm_(rows[first:last], rows[first:].T)
+        K[last:, first:last] = K[first:last, last:].T
+
+
+class Nothing(Block):
+    """Parameters that the outputs do not depend on."""
+
+    empty = True
+
+    def __init__(self, params: list[Tensor], m: int, N: int) -> None:
+        self.params, self.m, self.N = params, m, N
+
+    def without(self, some: Sequence[Tensor]) -> Block | None:
+        kept = [p for p in self.params if all(p is not q for q in some)]
+        return Nothing(kept, self.m, self.N) if kept else None
+
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        size = max(1, SLAB // self.m)
+        for first in range(0, self.columns, size):
+            last = min(first + size, self.columns)
+            yield slice(first, last), self.params[0].new_zeros(self.m, last - first, dtype=dtype)
+
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        return v[0].new_zeros(self.m)
+
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        for part in out:
+            part.zero_()
+
+    def diagonal(self) -> Tensor:
+        return self.params[0].new_zeros(self.columns, dtype=self.dtype)
+
+    def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
+        pass
+
+    def whitened(self, D: Sequence[Part]) -> Block:
+        return self
+
+    def turned(self, layers: Sequence[Turn]) -> Block:
+        return self
+
+
+class Explicit(Block):
+    """Rows that are simply there."""
+
+    def __init__(self, params: list[Tensor], rows: Tensor, N: int) -> None:
+        self.params, self._rows, self.m, self.N = params, rows, rows.shape[0], N  # (m, columns)
+
+    def without(self, some: Sequence[Tensor]) -> Block | None:
+        pieces = self._rows.split([p.numel() for p in self.params], 1)
+        kept = [(p, piece) for p, piece in zip(self.params, pieces, strict=True) if all(p is not q for q in some)]
+        return Explicit([p for p, _ in kept], torch.cat([piece for _, piece in kept], 1), self.N) if kept else None
+
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(0, self._rows.shape[1]), self._rows.to(dtype)
+
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat(list(v))
+        return self._rows.to(whole.dtype) @ whole
+
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        found = self._rows.T.to(w.dtype) @ w
+        for part, piece in zip(out, found.split([len(part) for part in out]), strict=True):
+            part.copy_(piece)
+
+
+class Whitened(Block):
+    """Another block with every column divided by the root of a number of its own."""
+
+    def __init__(self, block: Block, D: Sequence[Part]) -> None:
+        self.block, self.params, self.m, self.N = block, block.params, block.m, block.N
+        self.roots = torch.cat([d.flat(p.numel()) for d, p in zip(D, self.params, strict=True)]).sqrt()  # (columns,)
+
+    def _split(self, t: Tensor) -> Sequence[Tensor]:
+        parts: Sequence[Tensor] = t.split([p.numel() for p in self.params])
+        return parts
+
+    def pairs_with(self, other: Block) -> bool:
+        return super().pairs_with(other) and self.block.pairs_with(cast(Whitened, other).block)
+
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        for columns, piece in self.block.slabs(dtype):
+            yield columns, piece / self.roots[columns].to(dtype)
+
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        return self.block.apply([part / root for part, root in zip(v, self._split(self.roots.to(v[0])), strict=True)])
+
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        self.block.adjoint(w, out)
+        for part, root in zip(out, self._split(self.roots.to(w)), strict=True):
+            part /= root
+
+
+# --- Layers that are linear in their weight: every row is a sum of outer products, J̃ = Σₚ δₚ ⊗ aₚ. Linear,
+# convolution (on patches) and the scale of a normalisation layer differ only in what a and δ are.
+#
+#     N samples, R rows per sample, P positions in a sample (pixels, tokens), G groups, I inputs and O outputs per group
+#     a (N, P, G, I)       what the weight multiplies
+#     δ (R, N, P, G, O)    gradients of the rows at the layer's output
+#     weight (G·O, I)      row (r, n) of its J̃ is Σₚ δ[r, n, p] ⊗ a[n, p]
+#     bias (G·O,)          row (r, n) of its J̃ is Σₚ δ[r, n, p]
 
 
 class Bilinear(Block):
@@ -451,3 +872,82 @@ def _mapped(x: Tensor, side: Tensor) -> Tensor:
 
 def _equal(u: Tensor | None, other: Tensor | None) -> bool:
     return u is other or (u is not None and other is not None and torch.equal(u, other))
+
+
+# --- Rows of a layer with many positions, written out: they are fewer numbers than its inputs and gradients.
+
+
+def written(block: Bilinear) -> Block:
+    """The block, with its rows kept once they are there if R·O·I numbers of them take the place of P·(I + R·O)."""
+    rows, numbers = block.R * block.O * block.I, block.P * (block.I + block.R * block.O)
+    if block.weight is None or block.P == 1 or rows > numbers or block.m * block.columns > SLAB:
+        return block
+    return Written(block)
+
+
+class Written(Block):
+    """The same rows, formed once. Products that come before them, or that have another precision, are left to a and δ,
+    and so are statistics of a and δ."""
+
+    def __init__(self, block: Bilinear) -> None:
+        self.block, self.params, self.m, self.N = block, block.params, block.m, block.N
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return self.block.rows(self.block.delta.dtype)  # (m, columns)
+
+    def _there(self, dtype: torch.dtype) -> bool:
+        return "_rows" in vars(self) and dtype == self.block.delta.dtype
+
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        if dtype == self.block.delta.dtype:
+            yield slice(0, self.columns), self._rows
+        else:
+            yield from self.block.slabs(dtype)
+
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        return self._rows @ torch.cat(list(v)) if self._there(v[0].dtype) else self.block.apply(v)
+
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        if not self._there(w.dtype):
+            return self.block.adjoint(w, out)
+        for part, piece in zip(out, (w @ self._rows).split([len(part) for part in out]), strict=True):
+            part.copy_(piece)
+
+    def without(self, some: Sequence[Tensor]) -> Block | None:
+        return self.block.without(some)
+
+    def plain(self) -> Block:
+        return self.block.plain()
+
+    def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
+        other = cast(Written, other)
+        if not (self._there(K.dtype) and other._there(K.dtype)):
+            return self.block.gram(K, other.block, product)
+        if product is not None:
+            product.add(self)
+        add_product(K, self._rows, other._rows)
+
+    def whitened(self, D: Sequence[Part]) -> Block:
+        return super().whitened(D) if self._there(self.block.delta.dtype) else self.block.whitened(D)
+
+    def partial_traces(self) -> list[Traces]:
+        if self.block.by_units:
+            return of_vectors(self.params, self._rows.square().sum(0))
+        pieces = self._rows.split([p.numel() for p in self.params], 1)
+        return [Traces(self.params, *of_rows(Turn.joined(pieces, (self.block.G, self.block.O))))]
+
+    def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        return self.block.samples(dtype, out)
+
+    def diagonal(self) -> Tensor:
+        return self._rows.square().sum(0) if self._there(self.block.delta.dtype) else self.block.diagonal()
+
+    def inputs(self) -> Tensor | None:
+        return self.block.inputs()
+
+    def sums(self, weight: Tensor | None) -> Sums | None:
+        return self.block.sums(weight)
+
+    def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
+        return self.block.second_moments(left, right)
