@@ -35,61 +35,61 @@ class _Current(threading.local):
     agree: Callable[[list[float]], list[float]] | None = None  # what the ranks make of numbers that all have found
 
 
-_current = _Current()  # each thread has its own
+current = _Current()  # each thread has its own
 
 
 def recording() -> bool:
-    return _current.tape is not None
+    return current.tape is not None
 
 
 def ask(fine: Tensor) -> bool:
     """Whether all is well: a tensor of bool, () or one for each problem of a batch. Every rank asks it."""
     found = ask_here(fine)
-    return bool(agreed([float(found)])[0]) if _current.agree is not None else found
+    return bool(agreed([float(found)])[0]) if current.agree is not None else found
 
 
 def ask_here(fine: Tensor) -> bool:
     """The same about the data that this rank has."""
-    if _current.tape is None:
+    if current.tape is None:
         return bool(fine if fine.ndim == 0 else fine.all())
-    _current.tape.asked.append(fine)
+    current.tape.asked.append(fine)
     return True
 
 
 def agreed(numbers: list[float]) -> list[float]:
     """Numbers that every rank has found, as one of them has"""
-    return numbers if _current.agree is None else _current.agree(numbers)
+    return numbers if current.agree is None else current.agree(numbers)
 
 
 @contextmanager
 def agreeing(agree: Callable[[list[float]], list[float]]) -> Iterator[None]:
     """Within it, numbers that all ranks have found are those that they agree on: rounding may differ between machines,
     and must not lead them different ways."""
-    before, _current.agree = _current.agree, agree
+    before, current.agree = current.agree, agree
     try:
         yield
     finally:
-        _current.agree = before
+        current.agree = before
 
 
 def read(numbers: Tensor) -> list[float]:
     """A few numbers of the data that this rank has: (k,)"""
-    if _current.tape is None:
+    if current.tape is None:
         found: list[float] = numbers.double().tolist()
         return found
-    _current.tape.read.append(numbers)
-    return _current.tape.assumed
+    current.tape.read.append(numbers)
+    return current.tape.assumed
 
 
 def draw(numbers: Callable[[int], Tensor], seed: int, like: Tensor) -> Tensor:
     """Numbers that the host draws from a seed, of the dtype and device of another tensor. For a tape they are drawn
     before every replay, from other seeds."""
     found = numbers(seed)
-    if _current.tape is None:
+    if current.tape is None:
         return found.to(like)
-    place = next(_current.tape.places, None)
+    place = next(current.tape.places, None)
     place = torch.empty(found.shape, dtype=like.dtype, device=like.device) if place is None else place
-    _current.tape.drawn.append((place, numbers, seed))
+    current.tape.drawn.append((place, numbers, seed))
     return place
 
 
@@ -100,7 +100,7 @@ def ungraded() -> AbstractContextManager[None]:
 
 def floats(*tensors: Tensor) -> list[float]:
     """What several 0-dimensional tensors hold, in one synchronisation"""
-    if tensors[0].device.type == "cpu" and _current.agree is None:
+    if tensors[0].device.type == "cpu" and current.agree is None:
         found: list[float] = torch.stack([t if t.dtype is DOUBLE else t.double() for t in tensors]).tolist()
         return found
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
@@ -114,21 +114,21 @@ def floats(*tensors: Tensor) -> list[float]:
 def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The same 0-dimensional tensors in float64 to calculate with: on the host after one synchronisation, where small
     calculations cost less than kernels; on the device if they are recorded."""
-    if tensors[0].device.type == "cpu" and _current.agree is None and all([t.dtype is DOUBLE for t in tensors]):
+    if tensors[0].device.type == "cpu" and current.agree is None and all([t.dtype is DOUBLE for t in tensors]):
         return tensors
     found = torch.stack([t.double() for t in tensors])
-    if _current.agree is not None:
+    if current.agree is not None:
         return torch.tensor(agreed(found.tolist()), dtype=torch.float64).unbind()
-    return (found.cpu() if _current.tape is None else found).unbind()
+    return (found.cpu() if current.tape is None else found).unbind()
 
 
 @contextmanager
 def recorded(tape: Tape) -> Iterator[None]:
-    _current.tape = tape
+    current.tape = tape
     try:
         yield
     finally:
-        _current.tape = None
+        current.tape = None
 
 
 def answers(tape: Tape, *more: Tensor) -> Tensor:

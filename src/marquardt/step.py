@@ -392,7 +392,9 @@ def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: 
 
 def commit(lin: Linearization, end: Ending, haven: Tensor | None) -> float:
     """The weights ← those of the next step, for good; what weight decay has of f there."""
-    lin.position.move(end.d, end.lr)  # nothing, where they were tried last
+    at = lin.position.at
+    if at is None or at[0] is not end.d or at[1] != end.lr:  # not where they were tried last
+        lin.position.move(end.d, end.lr)
     if end.rule == "return" and haven is not None:
         lin.parameters.assign(haven)
     W = lin.decay if lin.objective.penalty else None

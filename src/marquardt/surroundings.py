@@ -72,7 +72,7 @@ class Surroundings:
     """The settings of this thread, and of the program as far as steps change them."""
 
     def __init__(self) -> None:
-        self.tape, self.agree = deferred._current.tape, deferred._current.agree
+        self.tape, self.agree = deferred.current.tape, deferred.current.agree
         self.filters, self.showing = warnings.filters, (warnings.showwarning, _show())
         self.functions = _function_modes() if torch._C._len_torch_function_stack() else []
         self.dispatch = _dispatch_modes() if torch._C._len_torch_dispatch_stack() else []
@@ -87,7 +87,7 @@ class Surroundings:
     def restore(self, error: BaseException | None = None) -> None:
         """As it was. `error` is what ended the work: the context managers that it came through are left first."""
         _left(error)
-        deferred._current.tape, deferred._current.agree = self.tape, self.agree
+        deferred.current.tape, deferred.current.agree = self.tape, self.agree
         if warnings.filters is not self.filters:
             warnings.filters = self.filters
             getattr(warnings, "_filters_mutated", int)()  # forgets what was decided by the others

@@ -44,8 +44,8 @@ def settings() -> dict[str, Any]:
         "backends": [backends.mkldnn.enabled, backends.cudnn.enabled, backends.cuda.math_sdp_enabled(),
                      backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled()],
         "threads": torch.get_num_threads(),
-        "tape": deferred._current.tape is None,
-        "agreement": deferred._current.agree is None,
+        "tape": deferred.current.tape is None,
+        "agreement": deferred.current.agree is None,
         "locks": [not products.LEVEL._is_owned(), *(not getattr(kernels, name).lock.locked() for name in SHARED)],
     }  # fmt: skip
 

@@ -158,6 +158,7 @@ class Damped:
 
     def __init__(self, G: Curvature, A: Metric) -> None:
         self.G, self.A, self.decay = G, A, G.lin.decay
+        self.dot = G.parameters.dot  # aᵀb
         self.damping = G.with_decay(A)
 
     def step(self) -> Tensor:
@@ -212,10 +213,6 @@ class Damped:
         if self.decay is not None:
             AV = AV + torch.stack([self.decay.times(v) for v in V])
         return self.G.products(V) + self.G.parameters.total(AV @ V.T)
-
-    def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        """aᵀb"""
-        return self.G.parameters.dot(a, b)
 
 
 @dataclass(frozen=True)

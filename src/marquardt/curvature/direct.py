@@ -265,7 +265,7 @@ class DenseCurvature(Curvature):
         self._batches: Tensor | None = None  # that it is of
         self._keeps = inertia > 0
         self._by_rows = not self._keeps  # whether G has not been formed, and is what the rows say
-        self._formed: Callable[[], Tensor] | None = None  # waits for J̃ᵀJ̃ of all ranks
+        self._formed: Tensor | Callable[[], Tensor] | None = None  # J̃ᵀJ̃, or what waits for that of all ranks
         self._G: Tensor | None = None
         self._g: Tensor | None = None
         self._rough: Tensor | None = None  # J̃ᵀJ̃ in float32
@@ -282,7 +282,8 @@ class DenseCurvature(Curvature):
             if self._formed is None:
                 self._form_in(torch.float64)
             assert self._formed is not None
-            self._G = self._mixed(self._formed())
+            formed = self._formed if isinstance(self._formed, Tensor) else self._formed()
+            self._G = formed if self._past is None else self._mixed(formed)
         return self._G
 
     def _form_in(self, dtype: torch.dtype) -> None:
@@ -290,7 +291,7 @@ class DenseCurvature(Curvature):
         self._formed, self._g = self._form(dtype)
         self._by_rows = False
 
-    def _form(self, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Tensor]:
+    def _form(self, dtype: torch.dtype) -> tuple[Tensor | Callable[[], Tensor], Tensor]:
         """ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks and the ranks, in that precision from the same rows. The
         matrix is on its way while this rank goes on."""
         lin, device, n = self.lin, self.parameters.device, self.lin.n
@@ -306,9 +307,11 @@ class DenseCurvature(Curvature):
             else:
                 self._add_blocks(G, g, piece.blocks, u)
         scale, h = lin.scale, lin.remainder
-        whole, g = lin.ranks.sum_later(G.mul_(scale)), g.mul_(scale)
+        G.mul_(scale)
+        g.mul_(scale)
+        whole: Tensor | Callable[[], Tensor] = G
         if lin.ranks.several:
-            g = lin.ranks.sum(g)
+            whole, g = lin.ranks.sum_later(G), lin.ranks.sum(g)
         return whole, g if h is None else g + h
 
     @property
@@ -459,7 +462,8 @@ class DenseCurvature(Curvature):
         if not ask(within & (limits.eps * (diagonal / A).sum() <= ROUGH)):
             return None
         if self._rough is None:
-            self._rough = self._form(torch.float32)[0]()
+            rough = self._form(torch.float32)[0]
+            self._rough = rough if isinstance(rough, Tensor) else rough()
         x = self._refined(self._rough, A, 1e-10)
         if x is None:
             self.notes.append(AGAIN)

@@ -17,7 +17,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from .. import tolerances
-from ..deferred import agreed, floats, recording
+from ..deferred import agreed, current, floats
 from ..layers import Line
 from ..memory import out_of_memory
 from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes
@@ -103,6 +103,10 @@ class Needs:
     together: bool = False  # all rows of a step at once, so that several batches are refused
 
 
+# What a linearisation knows of the whole batch, after the first time through its pieces.
+CONCLUSIONS = ("decay", "scale", "m", "most")
+
+
 class Linearization:
     """The batch at the current parameters: f, g and, piece by piece, the rows of G.
 
@@ -111,6 +115,11 @@ class Linearization:
 
     >>> gradient = mq.linearize(model, "mse", x, y).gradient
     """
+
+    decay: Penalty | None  # weight decay, in the units of f; None if there is none
+    scale: float  # f = scale · Σwℓ, and so g and G, but for weight decay
+    m: int  # rows of this step, on all ranks,
+    most: int  # and in the largest step so far
 
     def __init__(
         self, objective: Objective, batches: Iterable[Batch], rows: Rows = Exact(), needs: Needs = Needs(), *,
@@ -217,8 +226,10 @@ class Linearization:
 
     def rewind(self) -> None:
         """Parameters, buffers and random numbers as they were before the first piece."""
-        self.start.restore()
-        self.position.move()  # trial points may have been tried since
+        if self.start.buffers or self.chance.drawn:
+            self.start.restore()
+        if self.position.at is not None:  # trial points may have been tried since
+            self.position.move()
 
     def whole(self) -> Piece:
         """The only piece: for representations that come back to the rows."""
@@ -311,8 +322,8 @@ class Linearization:
             raise ValueError(
                 "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
             )
-        self._decay = self.objective.decay(totals.normaliser)
-        self._scale = self.objective.loss.scale(totals.normaliser)
+        self.decay, self.scale = self.objective.decay(totals.normaliser), self.objective.loss.scale(totals.normaliser)
+        self.m, self.most = self._rows, max(self._most, self._rows)
         self._level: Level | None = None
         unchanged = self._open is not None and self._open.whole.after is self.start
         self._totals, self.end = totals, self.start if unchanged else self.moment()
@@ -325,7 +336,7 @@ class Linearization:
             self._moments += (piece.whole.before,)
             self.slopes += ([*piece.whole.slopes],)
             self.objectives += (piece.objective,)
-            if not recording():
+            if current.tape is None:
                 self.structures |= {piece.whole.walk.structure}
         else:
             self.checksum = self.checksum + piece.batch.checksum()
@@ -361,13 +372,23 @@ class Linearization:
     def close(self) -> None:
         """Lets go of the rows at once; what is asked after that is linearised anew."""
         torch.clear_autocast_cache()  # of weights at a trial point, without a graph
-        self.parameters.let_go()
+        if self.parameters.shards is not None:
+            self.parameters.let_go()
+        if self._totals is not None:
+            del self.decay, self.scale, self.m, self.most
         self._open = self._totals = self._inert = self._h = self._gradient = self._remainder = self._pull = None
         self._rest = None
         self._moments, self.slopes, self.objectives, self.structures = [], [], [], set()
         self._m, self._seen, self._rows, self.checksum = 0, 0, 0, 0.0
 
     # What they add up to.
+
+    def __getattr__(self, name: str) -> Any:
+        """What is known after the first time through the pieces: asked before, that takes place now."""
+        if name not in CONCLUSIONS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self.totals()
+        return self.__dict__[name]
 
     def totals(self) -> Totals:
         if self._totals is None:
@@ -378,42 +399,15 @@ class Linearization:
 
     @property
     def level(self) -> Level:
-        totals, decay = self.totals(), self._decay
+        totals, decay = self.totals(), self.decay
         if self._level is None:
             at_theta = 0.0 if decay is None else floats(decay.value(self.parameters.shaped(self.theta)))[0]
             self._level = self.objective.level(totals, at_theta)
         return self._level
 
     @property
-    def decay(self) -> Penalty | None:
-        """Weight decay, in the units of f; None if there is none."""
-        if self._totals is None:
-            self.totals()
-        return self._decay
-
-    @property
     def loss(self) -> float:
         return self.level.f
-
-    @property
-    def scale(self) -> float:
-        """f = scale · Σwℓ, and so g and G, but for weight decay."""
-        if self._totals is None:
-            self.totals()
-        return self._scale
-
-    @property
-    def m(self) -> int:
-        """Rows of this step, on all ranks."""
-        if self._totals is None:
-            self.totals()
-        return self._rows
-
-    @property
-    def most(self) -> int:
-        """Rows in the largest step so far."""
-        rows = self.m
-        return rows if rows > self._most else self._most
 
     @property
     def gradient(self) -> Tensor:
@@ -450,7 +444,8 @@ class Linearization:
         if self._rest is not None and self._open is not None:  # whose rows have told
             return self._rest[1]
         self.totals()
-        h = self._h if self._open is None else self._open.h
+        piece = self._open
+        h = self._h if piece is None or piece.cotangents.v is None else piece.h
         if h is None and self._remainder is None:
             return self.pull
         if self._remainder is None:
@@ -502,7 +497,8 @@ class Trials:
         lin = self.lin
         lin.totals()  # trials repeat what the linearisation has done
         lin.position.move(d, lr)
-        lin.start.restore()
+        if lin.start.buffers or lin.chance.drawn:
+            lin.start.restore()
         total: Any = 0.0
         checksum: Any = 0.0
         for i, batch in enumerate(lin.batches if lin.in_one else lin.cut()):

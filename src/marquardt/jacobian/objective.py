@@ -17,7 +17,7 @@ from ..deferred import draw
 from ..layers.largest import Largest
 from ..losses import Loss
 from ..losses.base import spread
-from ..model.batch import Autocast, Batch, forward, full, tensors, uncompiled
+from ..model.batch import COARSE, Autocast, Batch, forward, full, tensors, uncompiled
 from ..model.decay import Penalty
 from ..model.parameters import Parameters
 from ..tolerances import FORMULA
@@ -387,7 +387,8 @@ class Objective:
 
     def called(self, inputs: Any, model: Callable[..., Any] | None = None) -> Any:
         """What the model returns, or one that was made of it, in float32 at least."""
-        return full(self.raw(inputs, model))
+        raw = self.raw(inputs, model)
+        return raw if raw.__class__ is Tensor and raw.dtype not in COARSE else full(raw)
 
     def raw(self, inputs: Any, model: Callable[..., Any] | None = None) -> Any:
         """What the model returns, as it is"""
@@ -396,7 +397,10 @@ class Objective:
         slow = self.pools and self.parameters.device.type == "cpu" and not torch.is_grad_enabled() and model is None
         called = self.model if model is None else model
         if self.eager and not (slow or self.autocast.enabled or torch.is_autocast_enabled(self.autocast.device)):
-            return forward(called, inputs)
+            if inputs.__class__ is not Tensor:
+                return forward(called, inputs)
+            torch.clear_autocast_cache()  # see `forward`
+            return called(inputs)
         with Largest() if slow else nullcontext(), self.autocast(), nullcontext() if self.eager else uncompiled():
             return forward(called, inputs)
 

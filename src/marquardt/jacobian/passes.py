@@ -18,7 +18,7 @@ from ..layers.places import Place
 from ..layers.unrolled import Refused
 from ..memory import out_of_memory, unless_interrupted
 from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy
-from ..model.batch import Batch, full, open_cells
+from ..model.batch import COARSE, Batch, full, open_cells
 from ..model.misfit import FAILURES, explained
 from ..model.substituted import call_with
 from .objective import Objective, Totals
@@ -132,7 +132,8 @@ class Pass:
         self.form = form = known.look(objective.model) if before is None else before.form
         self.before = self.moment() if before is None else before
         batch.check()
-        versions = batch.versions()
+        plain = batch.inputs.__class__ is Tensor
+        versions = batch.inputs._version if plain else batch.versions()
         try:
             z, self.watch = self._forward(slopes, once)
         except FAILURES as error:
@@ -140,7 +141,7 @@ class Pass:
             if reason is None:
                 raise
             raise reason from error
-        if batch.versions() != versions:
+        if (batch.inputs._version if plain else batch.versions()) != versions:
             raise ValueError(
                 "the model changes its inputs in place, so it cannot be called on them again: clone them first"
             )
@@ -149,7 +150,7 @@ class Pass:
         objective.pools = self.objective.pools = self.watch.pools
         # RReLU draws for negative inputs only: there may be some at a trial point though there are none here.
         chance.drawn = chance.drawn or bool(self.watch.slopes)
-        self.form = form = known.look(objective.model)  # which a pass may change
+        self.form = form = known.anatomy = anatomy(objective.model, known.anatomy)  # which a pass may change
         self.forward_hooks, self.hooks = form.forward_hooks, (*form.backward_hooks, *self.watch.hooks)
         # Where nothing was drawn and there are no buffers, all is as before.
         self.after = self.moment() if chance.drawn or form.buffered or self.before.buffers else self.before
@@ -173,7 +174,8 @@ class Pass:
             with torch.enable_grad():
                 with Watch(self.objective.parameters.whole.index, slopes, once) as watch:
                     raw = self._raw()
-                self.objective, z = self.objective.taken(full(raw), self.batch)
+                raw = raw if raw.__class__ is Tensor and raw.dtype not in COARSE else full(raw)
+                self.objective, z = self.objective.taken(raw, self.batch)
         except Refused:
             self.known.unrolls = False
             self._notice_chance()

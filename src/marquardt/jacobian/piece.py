@@ -20,9 +20,10 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from .. import tolerances
-from ..deferred import read, recording, ungraded
+from ..deferred import AS_IS, current, read
 from ..layers import Block, Explicit, Misfit, Nothing, assemble
 from ..layers.apart import in_layout, sample_axes
+from ..layers.blocks import Bilinear
 from ..layers.capture import LAYOUTS, LEAF_NODE, Layout, Node, Use, alone, grouped
 from ..layers.unrolled import Refused
 from ..layers.uses import Glimpse, block_of
@@ -137,7 +138,7 @@ Pull = Callable[[Tensor], Sequence[Tensor | None]]
 def check_backward(forward: Pass, again: bool = False) -> None:
     """Before there is a gradient: whether hooks and functions of the user's own, if there are any, have backward passes
     that are linear and that reach the parameters. `again`: though they had when they were seen first."""
-    if recording():
+    if current.tape is not None:
         return
     known, ranks = forward.known, forward.objective.parameters.ranks
     way = forward.walk.structure, forward.hooks, forward.form.modes
@@ -487,8 +488,9 @@ KEPT, SEEN = 64, 1024
 def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
     """The columns of J̃ by layer, and the parameters without influence; None if these rows cannot tell. Ranks that share
     the weights find the same, for they make the same passes."""
-    known, model, records = J.forward.known, J.forward.objective.model, recording()
-    J.shorten()
+    known, model, records = J.forward.known, J.forward.objective.model, (current.tape is not None)
+    if J.R > 1:
+        J.shorten()
     groups, base = _grouped(J)
     signature = _with_uses(J, base)
     if not records:
@@ -576,7 +578,9 @@ def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
     for key, layout in proof.layouts.items():
         members = groups[key]
         if len(members) == 1 and (delta := deltas[members[0]]) is not None:
-            block: Block | None = alone(calls[members[0]].block(delta, J.N, layout))
+            block: Any = calls[members[0]].block(delta, J.N, layout)
+            if block.__class__ is not Bilinear or block.P > 1:
+                block = alone(block)
             if block is not None and len(block.params) == len(key):
                 block.members = key if len(key) == 1 or block.params[0] is J.parameters.tensors[key[0]] else None
         else:
@@ -655,7 +659,7 @@ def _without_inert(J: Jacobian, blocks: list[Block]) -> tuple[list[Block], bool]
         ]
         rest = block.without(inert)
         found += [*([] if rest is None else [rest]), Nothing(inert, J.m, J.N)]
-    same = recording() or not influential or not bool(torch.stack(influential).any())
+    same = (current.tape is not None) or not influential or not bool(torch.stack(influential).any())
     return found, not J.ranks.all(same)
 
 
@@ -854,14 +858,15 @@ class Piece:
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
         once = self._unrolls(known.rows_per_sample)
-        self.whole = Pass(objective, batch, known, chance, once=once, joined=rows.joined, before=before)
+        joined = rows.__class__.joined is not Rows.joined and rows.joined
+        self.whole = Pass(objective, batch, known, chance, once=once, joined=joined, before=before)
         self.objective = objective = self.whole.objective
         check_backward(self.whole)
         self.z, self.N = self.whole.z, self.whole.N
         objective.loss.check(self.z, batch.targets, batch.weight, part=True)
         seed = seed if batch.samples == self.N else seed.apart()
-        index = rows.pick(self.N, seed)
-        with ungraded():
+        index = None if rows.__class__.pick is Rows.pick else rows.pick(self.N, seed)
+        with torch.no_grad() if torch.is_grad_enabled() else AS_IS:
             if index is None:
                 self.cotangents = drawn(rows, objective.loss, self.z, batch, seed)
             else:
@@ -871,7 +876,7 @@ class Piece:
         if index is not None:
             self.jacobian = self._picked(rows, index, seed)
         else:
-            self.jacobian = Jacobian(self.whole, self.cotangents.S[:, None] if rows.joined else self.cotangents.S)
+            self.jacobian = Jacobian(self.whole, self.cotangents.S[:, None] if joined else self.cotangents.S)
         self.m = self.jacobian.m
         self.telling = 0 if index is not None and len(index) == 0 else self.m  # its own rows that are not zero
         self.inert: set[int] | None = None  # parameters without influence; None before the rows can tell
@@ -898,7 +903,7 @@ class Piece:
         totals = Totals(*read(objective.totals(self.z, batch, value, rounding)))
         if not math.isfinite(totals.value):
             raise ValueError(f"the loss is {totals.value} at the current parameters: {self._blame()}")
-        if self.known.loss is not objective.given and not recording():
+        if self.known.loss is not objective.given and current.tape is None:
             proven = prove(loss, rows.empirical, self.z, batch.targets, batch.weight)
             if rows.spans:
                 check_gradient(rows, self.cotangents, objective.slope(self.z, batch))
@@ -1011,7 +1016,8 @@ class Piece:
             if forward is not self.whole:  # of the samples that were not picked nothing is known
                 self.inert = set()
             forward.release(graph=not self.keep_graph)
-            forward.after.restore()  # some ways to the rows call the model again
+            if forward.after.buffers or forward.chance.drawn:
+                forward.after.restore()  # some ways to the rows call the model again
             if forward is not self.whole:
                 self.whole.after.restore(gently=True)  # where the forward pass of the whole ended
         return self._blocks

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..deferred import recording, ungraded
+from ..deferred import current, ungraded
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 Norm = nn.modules.batchnorm._NormBase  # BatchNorm, SyncBatchNorm and InstanceNorm
@@ -169,7 +169,7 @@ class Moment:
         self.device, self.chance = device, chance
         self.cpu: Tensor | None = None
         self.cuda: Tensor | None = None
-        if recording():  # a model that is recorded changes no buffers, and the graph knows the generator
+        if current.tape is not None:  # a model that is recorded changes no buffers, and the graph knows the generator
             return
         # By name: a forward pass may put another tensor in the place of a buffer, or a first one.
         self.buffers = [
@@ -308,7 +308,7 @@ class SameSlopes(TorchFunctionMode):
 
 
 def rng_state(device: torch.device) -> Tensor | None:
-    if recording():
+    if current.tape is not None:
         return None
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -42,6 +42,10 @@ class Parameters:
     def __init__(self, model: nn.Module, params: Sequence[Tensor], master: Tensor | None = None) -> None:
         self._model, self.given = model, list(params)
         self.shards = Shards(model, self.given) if sharded(self.given[0]) else None
+        self.ranks: Ranks = ALONE if self.shards is None else self.shards.ranks  # those that hold parts of θ
+        # aᵀb and ‖a‖ of vectors whose numbers may be shared among ranks: ()
+        self.dot: Callable[[Tensor, Tensor], Tensor] = torch.dot if self.shards is None else self._dot
+        self.norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm if self.shards is None else self._norm
         self.tensors = self.given if self.shards is None else self.shards.local
         self.index = {id(p): i for i, p in enumerate(self.tensors)}
         self.sizes = [p.numel() for p in self.tensors]
@@ -66,11 +70,6 @@ class Parameters:
         found = Parameters(self._model, self.shards.whole)
         found.names = self.names
         return found
-
-    @property
-    def ranks(self) -> Ranks:
-        """Those that hold parts of θ"""
-        return ALONE if self.shards is None else self.shards.ranks
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -205,14 +204,12 @@ class Parameters:
         """Whether all of its numbers are, those of other ranks among them: ()"""
         return v.isfinite().all() if self.shards is None else self.total((~v.isfinite()).sum()) == 0
 
-    def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        """aᵀb: ()"""
-        return a @ b if self.shards is None else self.total(a @ b)
+    def _dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.total(a @ b)
 
-    def norm(self, a: Tensor) -> Tensor:
-        """‖a‖: ()"""
+    def _norm(self, a: Tensor) -> Tensor:
         length: Tensor = torch.linalg.vector_norm(a)
-        return length if self.shards is None else self.total(length.double().square()).sqrt().to(length.dtype)
+        return self.total(length.double().square()).sqrt().to(length.dtype)
 
     def cosine(self, a: Tensor, b: Tensor) -> Tensor:
         """Without the copies that torch.cosine_similarity makes of vectors that may be large: ()"""
@@ -258,15 +255,15 @@ class Position:
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
         self.theta = parameters.vector()  # (n,)
-        self._at: tuple[Tensor, float] | None = None
+        self.at: tuple[Tensor, float] | None = None  # d and lr of a trial point; None: at θ
 
     def move(self, d: Tensor | None = None, lr: float = 0.0) -> None:
         """The parameters to θ + lr·d, or back to θ."""
         there = None if d is None else (d, lr)
-        if self._at is not None:
-            if there is not None and self._at[0] is there[0] and self._at[1] == there[1]:
+        if self.at is not None:
+            if there is not None and self.at[0] is there[0] and self.at[1] == there[1]:
                 return
             self.parameters.assign(self.theta)
         if d is not None:
             self.parameters.shift(d, lr)
-        self._at = there
+        self.at = there
