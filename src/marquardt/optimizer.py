@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from operator import is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -373,23 +373,25 @@ class LM(Unscaled, torch.optim.Optimizer):
             nonlocal lin
             with torch.no_grad(), without_autocast(lin.parameters.device.type), uncompiled():
                 objective.eager = True
-                steady = old.same_data.steady(old.steps)
-                representation, self._planned = parts.curvature.choose(lin, plan, parts.rows, steady)
+                representation = self._represented(parts, lin, plan, old.same_data.steady(old.steps))
                 if ranks.several or not lin.single or lin.parameters.shards is not None:
                     arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
-                lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
+                if self._planned is not plan or not lin.in_one or representation.needs.chunk is not None:
+                    lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
                 self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
                 step, state = take(parts, lin, representation, self._planned, old, self.lr, self.attempts)
             # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
             if not step.accepted:
                 before.restore()
-            lin.end.restore(buffers=step.accepted)
+            if lin.end.buffers or lin.chance.drawn:
+                lin.end.restore(buffers=step.accepted)
             if ranks.several:
                 if step.accepted and not ranks.all(lin.steady):
                     take_buffers(ranks, self.model)
                 ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
             self._known.totals, self._known.steady = lin.totals(), records and lin.steady
-            form, master = lin.end.form, lin.parameters.unrounded()
+            form, space = lin.end.form, lin.parameters
+            master = space.unrounded() if space.coarse else None
             seen = Seen.of(form, batches) if form.tracking else NOTHING
             if master is not state.master:
                 state = changed(state, master=master)
@@ -407,6 +409,21 @@ class LM(Unscaled, torch.optim.Optimizer):
         finally:
             objective.eager = False
             lin.close()
+
+    def _represented(self, parts: Parts, lin: Linearization, plan: Plan | None, steady: bool | None) -> Representation:
+        """What represents G, and the plan, in `_planned`: the last ones while the shapes of the batch, and all else that
+        was looked at, are the same."""
+        known, (batch, *_) = self._known, lin.batches if lin.in_one and not lin.share.ranks.several else (None,)
+        shapes = None if batch is None else batch.form
+        now = (plan, parts, steady, lin.start.form)
+        if known.chosen is not None and shapes is not None:
+            before, there, picked = known.chosen
+            if there == shapes and all(map(is_, now, before)):
+                self._planned = plan
+                return cast(Representation, picked)
+        picked, self._planned = parts.curvature.choose(lin, plan, parts.rows, steady)
+        known.chosen = ((self._planned, *now[1:]), shapes, picked)
+        return picked
 
     def _replayed(self, parts: Parts, objective: Objective, batches: list[Batch], here: Surroundings) -> Step | None:
         """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""

@@ -110,7 +110,7 @@ def take(
             notes.append("rejected: rounding of the loss hides what the step would gain")
             break
         notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
-    if old.loans.overdue(end.loss, start.same_data):
+    if old.loans.haven is not None and old.loans.overdue(end.loss, start.same_data):
         end = end._replace(rule="return", d=None, loss=old.loans.haven_loss)
         notes.append(f"back to where the loss was {old.loans.away} steps ago")
     decay = commit(lin, end, old.loans.haven)  # θ: nothing else moves it for good
@@ -272,7 +272,9 @@ def tried(
     is tried last."""
     W, space = lin.decay if lin.objective.penalty else None, lin.parameters
     trials = Trials(lin)
-    cosine = None if old.previous is None else space.cosine(plain, old.previous)
+    cosine, past = None, old.previous
+    if past is not None:  # without the copies that torch.cosine_similarity makes of vectors that may be large
+        cosine = space.dot(plain, past) / (space.norm(plain) * space.norm(past)).clamp(min=1e-30)
     mean_loss = None if old.mean is None or same_data else trials.loss(old.mean - lin.theta, 1.0)
     new_loss = trials.loss(d, lr)
     decay, new_decay = (None, None) if W is None else (W.value(space.shaped(lin.theta)), W.value(space.tensors))
@@ -408,7 +410,9 @@ def kept(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[st
     previous = {"previous": remembered(parts, end.d, end.lr)}
     if start.doubt > 1:
         return previous
-    D = matrices.D.settled(start.steps + 1, matrices.G.lin.ranks)
+    D = matrices.D
+    if D.turns:  # of a diagonal there is nothing to form anew
+        D = D.settled(start.steps + 1, matrices.G.lin.ranks)
     return {**previous, "D": D, "past": check_past(matrices.G)}
 
 
@@ -456,14 +460,12 @@ def report(
 ) -> Step:
     """In the units in which the loss is reported. `decay` is what weight decay has of f where the step ends."""
     f, _, _, normaliser, before = start.level
-    here = data = loss.report(f, normaliser)
-    there = new_data = loss.report(end.loss, normaliser)
-    if before or decay:
-        data, new_data = loss.report(f - before, normaliser), loss.report(end.loss - decay, normaliser)
+    unit = 1.0 if loss.reported is None else loss.report(1.0, normaliser)
+    here, there, data, new_data = f * unit, end.loss * unit, (f - before) * unit, (end.loss - decay) * unit
     slope = averaged = math.nan
     if end.found is not None:
         slope = math.sqrt(max(end.found.gDg, 0.0))
-        averaged = math.nan if end.found.mean_loss is None else loss.report(end.found.mean_loss, normaliser)
+        averaged = math.nan if end.found.mean_loss is None else end.found.mean_loss * unit
     words = CONVERGED if converged else "; ".join(notes)
     return Step(
         here, there, end.d is not None, end.rule, lam, end.lr, end.judgement.gain, words, slope, converged, averaged,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import marquardt as mq
-from marquardt.losses.elementwise import Elementwise
+from marquardt.losses.base import Elementwise
 from marquardt.uncertainty import expansion
 from support.laplaced import classification, fitted, network, plain, plain_regression, quiet, regression
 from support.reference import jacobian, trainable

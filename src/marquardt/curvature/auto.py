@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import is_
 
 import torch
 
@@ -133,19 +132,6 @@ class Auto(Interchangeable):
         self, lin: Linearization, plan: Plan | None, rows: Rows | None = None, steady: bool | None = None
     ) -> tuple[Representation, Plan]:
         """The last plan, while the shapes are the same and so are the data, or not; otherwise another one."""
-        known, form, batch = lin.known, lin.start.form, lin.form
-        now = (plan, self, steady, rows, form, batch)  # all that was looked at when it was made
-        if known.chosen is not None and batch is not None:
-            *before, there, picked = known.chosen
-            if plan is not None and there == batch and all(map(is_, now[:-1], before)):
-                return picked, plan
-        found, made = self._chosen(lin, plan, rows, steady)
-        known.chosen = (made, *now[1:], found)
-        return found, made
-
-    def _chosen(
-        self, lin: Linearization, plan: Plan | None, rows: Rows | None, steady: bool | None
-    ) -> tuple[Representation, Plan]:
         kind = lin.single, lin.start.form.coupled is not None
         other_kind = plan is not None and plan.shapes is not None and (plan.shapes.single, plan.couples) != kind
         if plan is None or plan.options != self._options or other_kind:

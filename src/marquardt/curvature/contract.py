@@ -235,7 +235,9 @@ class Representation(ABC):
 
     def represent(self, lin: Linearization) -> Curvature:
         """G of a batch. If `lin` was made for other needs, another linearisation of the same batch takes its place."""
-        G = self.form(lin.made_for(self.needs))
+        needs, there = self.needs, lin.needs
+        serves = needs.chunk in (None, there.chunk) and (there.graph or not needs.graph)
+        G = self.form(lin if serves else lin.made_for(needs))
         if Curvature not in G.__class__.__mro__:
             raise TypeError(f"{type(self).__name__}.form returned {type(G).__name__}: it returns an mq.Curvature")
         return G

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ..deferred import ask, floats, recording
+from ..deferred import ask, current, floats, recording
 from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece, adjoint, apply, dense, together
@@ -140,7 +140,8 @@ def _cholesky(H: Tensor, b: Tensor, ranks: Ranks) -> Tensor | None:
     together = ranks.several and factors_together(len(H), ranks.size, H.element_size(), H.is_cuda)
     L, fine = shared_factor(H, ranks) if together else _factor(H)
     x = _solve(L, b if b.dtype is H.dtype else b.to(H.dtype))
-    return x if ask(fine & (x.abs().amax() < math.inf)) else None
+    sound = fine & (x.abs().amax() < math.inf)
+    return x if (bool(sound) if current.tape is None and current.agree is None else ask(sound)) else None
 
 
 def shared_factor(H: Tensor, ranks: Ranks, width: int = COLUMNS) -> tuple[Tensor, Tensor]:
@@ -416,6 +417,9 @@ class DenseCurvature(Curvature):
             return super().diagonal()
         found = self.G.diagonal()
         return found if found.dtype is self.parameters.dtype else found.to(self.parameters.dtype)
+
+    def trace(self) -> Tensor:
+        return self.diagonal().sum()
 
     def partial_traces(self) -> PartialTraces:
         return statistics.partial_traces(self.lin)

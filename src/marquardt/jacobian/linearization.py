@@ -178,14 +178,6 @@ class Linearization:
         return other
 
     @property
-    def form(self) -> object:
-        """Of the one batch, if there is one, see Batch.form"""
-        if not self.in_one or self.share.ranks.several:
-            return None
-        (batch,) = self.batches
-        return batch.form
-
-    @property
     def steady(self) -> bool:
         """Whether the forward pass has left the buffers as they were."""
         return self.single and self.end.same_buffers(self.start)
@@ -322,7 +314,9 @@ class Linearization:
             raise ValueError(
                 "the total weight of the batch is 0: every target has weight 0 or is ignored, leave this batch out"
             )
-        self.decay, self.scale = self.objective.decay(totals.normaliser), self.objective.loss.scale(totals.normaliser)
+        objective = self.objective
+        self.decay = None if objective.penalty is None else objective.decay(totals.normaliser)
+        self.scale = objective.loss.scale(totals.normaliser)
         self.m, self.most = self._rows, max(self._most, self._rows)
         self._level: Level | None = None
         unchanged = self._open is not None and self._open.whole.after is self.start
@@ -402,7 +396,7 @@ class Linearization:
         totals, decay = self.totals(), self.decay
         if self._level is None:
             at_theta = 0.0 if decay is None else floats(decay.value(self.parameters.shaped(self.theta)))[0]
-            self._level = self.objective.level(totals, at_theta)
+            self._level = self.objective.level(totals, at_theta, self.scale)
         return self._level
 
     @property

@@ -448,9 +448,9 @@ class Objective:
         """Weight decay in the units of f; None if there is none"""
         return None if self.penalty is None else self.penalty.scaled(1 / self.loss.report(1.0, normaliser))
 
-    def level(self, totals: Totals, decay: float = 0.0) -> Level:
-        """`decay` is the value of the penalty in the units of f"""
-        scale = self.loss.scale(totals.normaliser)
+    def level(self, totals: Totals, decay: float = 0.0, scale: float | None = None) -> Level:
+        """`decay` is the value of the penalty in the units of f, `scale` that of the loss if it is known"""
+        scale = self.loss.scale(totals.normaliser) if scale is None else scale
         value, low, rounding = totals.value * scale, totals.lower_bound * scale, totals.rounding * scale
         rounding += torch.finfo(self.parameters.dtype).eps * decay
         return Level(value + decay, low, rounding, totals.normaliser, decay)

@@ -81,8 +81,8 @@ class Known:
     proof: Proof = field(default_factory=Proof)  # of the last piece
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     proofs: dict[object, Proof] = field(default_factory=dict)  # by how the model is called
-    # What was made of a plan, with all that was looked at then, see Auto.choose
-    chosen: tuple[Any, ...] | None = None
+    # What represents G, with all that was looked at when it was chosen, see LM
+    chosen: tuple[tuple[Any, ...], object, Any] | None = None
     # By all that decides how the rows are found: calls that share parameters, by these, and what proofs are kept by.
     ways: dict[object, tuple[Groups, object]] = field(default_factory=dict)
     walks: set[object] = field(default_factory=set)  # ways of calling it in which the graph decides too
@@ -158,7 +158,9 @@ class Pass:
         self.z, self.N = z.detach(), z.shape[0]
         self.coarsest = self.watch.coarsest  # of all dtypes that the model computes with
         self._graph: Tensor | None = self._together(z) if joined else z
-        self.walk = self._walked()
+        self.walk = walk = self._walked()
+        # A number for what shows of this pass beside the structure of its graph: sizes, functions, hooks.
+        self.seen = hash((self.N, walk.sizes, *self.watch.functions, *self.forward_hooks, *self.hooks))
 
     def sums(self) -> Tensor:
         """See Loss.sums: (k,)"""
@@ -239,11 +241,6 @@ class Pass:
         """The nodes of that graph."""
         whole = self.objective.parameters.whole
         return Walk(self.graph, whole.tensors, self.form.tensors, whole.index)
-
-    @property
-    def seen(self) -> int:
-        """A number for what shows of this pass beside the structure of its graph: sizes, functions, hooks."""
-        return hash((self.N, self.walk.sizes, *self.watch.functions, *self.forward_hooks, *self.hooks))
 
     def nodes(self) -> int:
         """Operations that the graph holds, those within functions and within gradients among them."""

@@ -74,7 +74,7 @@ def scattered(columns: Iterable[tuple[Block, Tensor]], parameters: Parameters) -
 
 def dense(blocks: Sequence[Block], dtype: torch.dtype, parameters: Parameters) -> Tensor:
     """J̃ itself, with the columns in the order of the parameters: (m, n)"""
-    if [i for block in blocks for i in parameters.of(block)] == [*range(len(parameters.sizes))]:  # in that order
+    if [i for b in blocks for i in b.members or parameters.of(b)] == [*range(len(parameters.sizes))]:  # in that order
         return torch.cat([piece for block in blocks for _, piece in block.slabs(dtype)], 1)
     columns: list[Tensor] = [torch.empty(0)] * len(parameters)
     for block in blocks:
@@ -864,7 +864,9 @@ class Piece:
         check_backward(self.whole)
         self.z, self.N = self.whole.z, self.whole.N
         objective.loss.check(self.z, batch.targets, batch.weight, part=True)
-        seed = seed if batch.samples == self.N else seed.apart()
+        y = batch.targets
+        samples = y.shape[0] if y.__class__ is Tensor and y.ndim else batch.samples
+        seed = seed if samples == self.N else seed.apart()
         index = None if rows.__class__.pick is Rows.pick else rows.pick(self.N, seed)
         with torch.no_grad() if torch.is_grad_enabled() else AS_IS:
             if index is None:
@@ -898,7 +900,7 @@ class Piece:
 
     def _totals(self, rows: Rows) -> Totals:
         objective, batch, loss = self.objective, self.batch, self.objective.loss
-        value = objective.value(self.z, batch)
+        value = loss.value(self.z, batch.targets, batch.weight)
         rounding = self.cotangents.rounding(value, self.z, self.whole.coarsest)
         totals = Totals(*read(objective.totals(self.z, batch, value, rounding)))
         if not math.isfinite(totals.value):

@@ -1,8 +1,18 @@
 """Losses: value, gradient and curvature root of each, side by side."""
 
-from .base import Fault, Loss, OutputLayout, Root
+from .base import (
+    BinaryCrossEntropy,
+    Elementwise,
+    Fault,
+    Huber,
+    Loss,
+    OutputLayout,
+    Poisson,
+    Residual,
+    Root,
+    SquaredError,
+)
 from .cross_entropy import CrossEntropy
-from .elementwise import BinaryCrossEntropy, Elementwise, Huber, Poisson, Residual, SquaredError
 from .function import Function
 from .gaussian import GaussianNLL
 from .margins import Hinge, SoftMargin

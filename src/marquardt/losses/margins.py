@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Fault, Target, check_positive
-from .elementwise import Elementwise
+from .base import Elementwise, Fault, Target, check_positive
 
 
 @dataclass(frozen=True, eq=False)

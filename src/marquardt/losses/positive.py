@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Fault, Target, check_positive, weighted
-from .elementwise import Elementwise
+from .base import Elementwise, Fault, Target, check_positive, weighted
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..tolerances import FORMULA
-from .base import Fault, Target, check_weights, weighted
+from .base import Elementwise, Fault, Target, check_weights, of_outputs, weighted
 from .cross_entropy import CrossEntropy
-from .elementwise import Elementwise, of_outputs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,9 +10,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from .base import Loss, Name
+from .base import BinaryCrossEntropy, Huber, Loss, Name, Poisson, Residual, SquaredError
 from .cross_entropy import CrossEntropy
-from .elementwise import BinaryCrossEntropy, Huber, Poisson, Residual, SquaredError
 from .function import Function
 from .gaussian import GaussianNLL
 from .margins import Hinge, SoftMargin

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Fault, Target, check_number, check_positive
-from .elementwise import Elementwise
+from .base import Elementwise, Fault, Target, check_number, check_positive
 
 # Of the mean residual; between 1e-8 and 0.1 it makes no difference to a small regression, 1 is too much.
 SHARE = 0.01

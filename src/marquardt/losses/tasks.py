@@ -12,8 +12,20 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .base import WEIGHTS, Fault, Loss, Name, OutputLayout, Root, Target, check_weight, picked, side_by_side, spread
-from .elementwise import Residual
+from .base import (
+    WEIGHTS,
+    Fault,
+    Loss,
+    Name,
+    OutputLayout,
+    Residual,
+    Root,
+    Target,
+    check_weight,
+    picked,
+    side_by_side,
+    spread,
+)
 
 
 class Term(NamedTuple):

@@ -21,8 +21,7 @@ from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Exact, Objective
 from ..jacobian.passes import Coupled, Known
 from ..losses import Loss, Residual
-from ..losses.base import weighted
-from ..losses.elementwise import Elementwise
+from ..losses.base import Elementwise, weighted
 from ..model.anatomy import Chance, Moment, submodules
 from ..model.batch import Batch
 from ..model.checks import check_coupling
