@@ -28,7 +28,7 @@ from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective, Rows
 from .jacobian.passes import Coupled, Known
 from .losses import resolve
-from .model.anatomy import rng_state, set_rng_state
+from .model.anatomy import anatomy, rng_state, set_rng_state
 from .model.batch import Batch, Batches, uncompiled, without_autocast
 from .model.checks import check_coupling, unwrapped
 from .model.decay import WeightDecay
@@ -333,7 +333,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         """All that the checks and the objective depend on; None if that may have changed in place: learning rates and
         weights of weight decay that are tensors, and shards."""
         state = self._state
-        form = self._known.look(self.model)
+        known = self._known
+        form = known.anatomy = anatomy(self.model, known.anatomy)
         objects: list[Any] = [
             form, self.model, self.loss, self.curvature, self.rows, self.damping, self.schedule, self.momentum,
             self.acceptance, self.line_search, self.average, self.group, state.towards,
@@ -411,8 +412,8 @@ class LM(Unscaled, torch.optim.Optimizer):
             lin.close()
 
     def _represented(self, parts: Parts, lin: Linearization, plan: Plan | None, steady: bool | None) -> Representation:
-        """What represents G, and the plan, in `_planned`: the last ones while the shapes of the batch, and all else that
-        was looked at, are the same."""
+        """What represents G, and the plan, in `_planned`: the last ones, while all that was looked at is the same, the
+        shapes of the batch among it."""
         known, (batch, *_) = self._known, lin.batches if lin.in_one and not lin.share.ranks.several else (None,)
         shapes = None if batch is None else batch.form
         now = (plan, parts, steady, lin.start.form)

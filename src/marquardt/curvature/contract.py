@@ -37,9 +37,6 @@ FASTER = "curvature=mq.Auto() picks what is faster"
 # Steps that are looked at, at most, whether weight decay is in them.
 LOOKS = 8
 
-# In a running average the past has at most so many times the trace of the present.
-MEMORY = 10.0
-
 
 class Curvature(ABC):
     """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some.
@@ -159,7 +156,7 @@ class Damped:
     def __init__(self, G: Curvature, A: Metric) -> None:
         self.G, self.A, self.decay = G, A, G.lin.decay
         self.dot = G.parameters.dot  # aᵀb
-        self.damping = G.with_decay(A)
+        self.damping = A if self.decay is None else G.with_decay(A)
 
     def step(self) -> Tensor:
         """−H⁻¹g"""
@@ -328,9 +325,3 @@ def check_chunk(chunk: int | None) -> None:
 def check_inertia(inertia: float) -> None:
     if not 0 <= inertia < 1:
         raise ValueError(f"inertia={inertia!r}: the weight of earlier batches, at least 0 (none) and below 1")
-
-
-def trusted(past: Tensor, present: Tensor) -> Tensor:
-    """The share of its weight that the past keeps in a running average of matrices, from their diagonals (…, n): all of
-    it, unless it is far larger than the present. One outlier would otherwise rule the average for a hundred batches."""
-    return (MEMORY * (present.sum(-1) / past.sum(-1))).nan_to_num(1.0).clamp(max=1)

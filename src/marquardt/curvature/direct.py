@@ -11,17 +11,17 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ..deferred import ask, current, floats, recording
+from ..deferred import ask, current, floats
 from ..jacobian import statistics
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece, adjoint, apply, dense, together
 from ..jacobian.statistics import PartialTraces
 from ..layers import Block, Explicit
 from ..layers.blocks import Product, add_square
-from ..metric import Diagonal, Metric
+from ..metric import Diagonal, Metric, trusted
 from ..model.parameters import Range
 from ..ranks import ALONE, Ranks
-from .contract import Curvature, Interchangeable, Past, check_chunk, check_inertia, trusted
+from .contract import Curvature, Interchangeable, Past, check_chunk, check_inertia
 from .cost import COLUMNS, Cost, Layer, Shapes, Work, deltas, factor, factors_together, gathered, half, reduced
 
 
@@ -53,7 +53,7 @@ def holds(condition: Callable[[Tensor], Tensor], M: Tensor, s: Tensor | None = N
     """Whether a condition on ‖diag s · M · diag s‖ holds that no smaller norm could spoil. The trace is an upper bound
     and mostly does: the iterations are thirty kernels. A recording knows no answer, and takes the closer one."""
     diagonal = M.diagonal()
-    if not recording() and ask(condition(diagonal.sum() if s is None else torch.dot(diagonal, s * s))):
+    if current.tape is None and ask(condition(diagonal.sum() if s is None else torch.dot(diagonal, s * s))):
         return True
     return ask(condition(norm(M, s)))
 
@@ -610,9 +610,13 @@ class GramCurvature(Curvature):
         for piece in lin.pieces():
             us.append(piece.z.new_zeros(piece.m) if piece.u is None else piece.u.flatten())
             sizes.append(piece.m)
-        self.layout = Layout(lin.ranks.every(sizes), lin.ranks.rank)
+        several = lin.ranks.several
+        self.layout = Layout(lin.ranks.every(sizes) if several else [sizes], lin.ranks.rank)
         self.root = lin.scale**0.5
-        self.u = lin.ranks.gather(torch.cat(us)) * self.root  # (m,)
+        u = us[0] if len(us) == 1 else torch.cat(us)
+        self.u = (lin.ranks.gather(u) if several else u) * self.root  # (m,)
+        self._h: Tensor | None = None
+        self._blocks_of_one: list[Block] | None = None
         self._K: dict[torch.dtype, tuple[object, Tensor]] = {}  # and the D₀ that it was formed with
         self._whole: list[Block] | None = None
         self._Jh: Tensor | None = None
@@ -626,7 +630,9 @@ class GramCurvature(Curvature):
 
     @property
     def h(self) -> Tensor | None:
-        return self.lin.remainder
+        if self._h is None or not self.lin.in_one:
+            self._h = self.lin.remainder
+        return self._h
 
     def apply(self, v: Tensor) -> Tensor:
         """J̃v: (n,) → (m,)"""
@@ -733,7 +739,7 @@ class GramCurvature(Curvature):
         if D is None:
             return blocks
         blocks = together(blocks, D.coupled, D.scale.dtype, self.parameters)
-        return [D.whiten(b, self.parameters.of(b)) or b for b in blocks]
+        return [D.whiten(b, b.members or self.parameters.of(b)) or b for b in blocks]
 
     def _add_pairs(self, K: Tensor, left: list[Block], right: list[Block], Jh: Tensor | None) -> None:
         """K += J̃J̃'ᵀ of two pieces, and J̃h if it is asked for"""
@@ -780,7 +786,8 @@ class GramCurvature(Curvature):
         """The formula with K in one precision and the products with J̃ in another, or None where rounding spoils it."""
         sizes, shape = self.parameters.sizes, A.shape
         K = self._gram(A, inner)
-        A = A.to(self.u.to(outer))
+        like = self.u if self.u.dtype is outer else self.u.to(outer)
+        A = A if A.scale.dtype is outer and A.scale.device == like.device else A.to(like)
         # λ = 0 is the limit λ → 0, which is the shortest of the Gauss-Newton steps.
         A = A.with_scale(A.scale.where(A.scale > 0, 1e-12 * K.diagonal().max().to(outer)))
         K = K / A.scale.to(inner)
@@ -838,5 +845,7 @@ class GramCurvature(Curvature):
         """Does not depend on the scale of A: another λ costs only the factorisation."""
         shape = None if A is None else A.shape
         if dtype not in self._K or self._K[dtype][0] is not shape:
-            self._K[dtype] = (shape, self.gram(None if A is None else A.to(self.u.to(dtype)), dtype))
+            if A is not None and A.scale.dtype is not dtype:
+                A = A.to(self.u.to(dtype))
+            self._K[dtype] = (shape, self.gram(A, dtype))
         return self._K[dtype][1]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..deferred import ask
 from ..jacobian.linearization import Linearization
-from ..metric import Diagonal, Metric
+from ..metric import Diagonal, Metric, trusted
 from ..plain import check_above, check_tensor
 from ..ranks import Ranks
-from .contract import Past, trusted
+from .contract import Past
 from .cost import Shapes, gathered, sides
 from .direct import FactorizationError
 from .factors import Layer, spectra

@@ -76,7 +76,8 @@ class Share:
         number = self.step + piece * self.ranks.size + self.ranks.rank
         if self.single and chunk is None and not self.ranks.several:
             (batch,) = self.batches
-            samples = batch.samples
+            y = batch.targets
+            samples = y.shape[0] if y.__class__ is Tensor and y.ndim else batch.samples
             return Seed(number, self.step, 0, samples) if samples else Seed(number)
         if not self.single or not self.own:
             return Seed(number)
@@ -444,9 +445,9 @@ class Linearization:
             return self.pull
         if self._remainder is None:
             assert h is not None
-            self._remainder = self.ranks.sum(h * self.scale)
+            self._remainder = h * self.scale if not self.ranks.several else self.ranks.sum(h * self.scale)
         inert = self.inert
-        rest = self.regularised(self.parameters.without(self._remainder, inert))
+        rest = self.regularised(self.parameters.without(self._remainder, inert) if inert else self._remainder)
         if self._open is not None and self._open.inert is not None:
             self._rest = inert, rest
         return rest

@@ -42,10 +42,10 @@ from .passes import PATHS, REENTRANT, UNRELATED, Groups, Jacobian, Known, Map, P
 
 def apply(blocks: Iterable[Block], v: Tensor, parameters: Parameters) -> Tensor:
     """J̃v: (n,) → (m,)"""
-    parts = parameters.split(v)
+    parts = v.split_with_sizes(parameters.sizes)
     total: Tensor | None = None
     for block in blocks:
-        found = block.apply([parts[i] for i in parameters.of(block)])
+        found = block.apply([parts[i] for i in block.members or parameters.of(block)])
         total = found if total is None else total.add_(found)
     assert total is not None
     return total if parameters.shards is None else parameters.total(total)
@@ -54,9 +54,9 @@ def apply(blocks: Iterable[Block], v: Tensor, parameters: Parameters) -> Tensor:
 def adjoint(blocks: Iterable[Block], w: Tensor, parameters: Parameters) -> Tensor:
     """J̃ᵀw: (m,) → (n,)"""
     total = torch.empty(parameters.n, dtype=w.dtype, device=w.device)
-    parts = parameters.split(total)
+    parts = total.split_with_sizes(parameters.sizes)
     for block in blocks:
-        block.adjoint(w, [parts[i] for i in parameters.of(block)])
+        block.adjoint(w, [parts[i] for i in block.members or parameters.of(block)])
     return total
 
 
@@ -89,7 +89,7 @@ def together(
 ) -> list[Block]:
     """The blocks, with those that share a group of parameters written out as one"""
     found = list(blocks)
-    own = {tuple(parameters.of(b)) for b in blocks}
+    own = {tuple(b.members or parameters.of(b)) for b in blocks}
     for group in (group for group in groups if tuple(group) not in own):
         some = [b for b in found if not set(group).isdisjoint(parameters.of(b))]
         if len(some) > 1 and not all(b.empty for b in some):
@@ -961,7 +961,8 @@ class Piece:
             if self._blocks is not None and self.u is not None and self.cotangents.v is None:
                 self._gradient = self.adjoint(self.u.flatten())
             else:
-                self._gradient = self.whole.vjp(self.objective.slope(self.z, self.batch))
+                batch = self.batch
+                self._gradient = self.whole.vjp(self.objective.loss.gradient(self.z, batch.targets, batch.weight))
         return self._gradient
 
     @property

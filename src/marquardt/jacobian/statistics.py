@@ -125,7 +125,9 @@ def partial_traces(lin: Linearization, pieces: Callable[[], Iterable[Piece]] | N
             scaled = [
                 LayerSides(k.members, k.left * scale, None if k.right is None else k.right * scale) for k in total
             ]
-            return PartialTraces(scaled, lin.m if all_rows else sum(lin.ranks.numbers(rows)))
+            return PartialTraces(
+                scaled, lin.m if all_rows else sum(lin.ranks.numbers(rows)) if lin.ranks.several else rows
+            )
         apart |= unlike
 
 
@@ -159,4 +161,5 @@ def _layers(piece: Piece, parameters: Parameters, apart: set[int]) -> Iterator[L
             continue
         own = not apart or apart.isdisjoint(parameters.of(block))
         for params, left, right in block.partial_traces() if own else block.partial_traces_apart():
-            yield LayerSides(tuple(parameters.members(params)), left, right)
+            members = block.members if params is block.params and block.members else parameters.members(params)
+            yield LayerSides(tuple(members), left, right)

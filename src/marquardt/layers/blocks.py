@@ -558,7 +558,8 @@ class Bilinear(Block):
         return rows[:, :, 0].T.flatten()
 
     def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
-        if self.R == self.G == 1 and self.weight is not None and w.dtype == torch.float32 and pulls(self.factors[0]):
+        coarse = self.factors[0].dtype in COARSE and w.dtype == torch.float32
+        if coarse and self.R == self.G == 1 and self.weight is not None and pulls(self.factors[0]):
             a, delta = (t.flatten(0, -2) for t in self.factors)  # (N·P, I), (N·P, O)
             pull(delta, a, w.repeat_interleave(self.P)[:, None], [t.view(self.O, -1) for t in out])
             if self.bias is not None and self.one is not None:
@@ -680,7 +681,11 @@ class Bilinear(Block):
             return super().gram(K, other, product)
         if other is not self:
             other = cast(Bilinear, other)
-        pairs, faster = self.m * self.P * other.m * other.P, FASTER if fast(self.factors[0]) else 1
+        pairs, faster = (
+            self.m * self.P * other.m * other.P,
+        coarse = self.factors[0].dtype in COARSE and fast(self.factors[0])
+            FASTER if coarse else 1,
+        )
         # Operations of the pairwise form against those of the explicit rows: take the cheaper one.
         explicit = (self.m * other.m + self.m * self.P / faster) * self.O * self.I
         pairwise = pairs * (self.O + self.I / self.R**2) / faster < explicit

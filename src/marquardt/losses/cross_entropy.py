@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..deferred import recording
+from ..deferred import current
 from .base import Fault, Loss, Target, check_like, check_number, check_weights, same_device, weighted
 
 
@@ -55,6 +55,8 @@ class CrossEntropy(Loss):
                 raise ValueError(f"class_weight must have shape (C,), got {tuple(self.class_weight.shape)}")
 
     def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> CrossEntropy:
+        if raw.__class__ is Tensor and raw.ndim == 2:
+            return self
         z = self.joined(raw)
         if self.class_dim is not None or not isinstance(y, Tensor) or y.is_floating_point() or z.ndim < 3:
             return self
@@ -73,7 +75,7 @@ class CrossEntropy(Loss):
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         if z.ndim > 2 and (axis := self.axis(z)) != 1:
             z, y = z.movedim(axis, 1), y.movedim(axis, 1) if y.is_floating_point() else y
-        if recording() and not y.is_floating_point():
+        if current.tape is not None and not y.is_floating_point():
             # `check` is answered when all is done; until then no class that does not exist may end the process.
             y = y.long()
             y = torch.where((y >= 0) & (y < z.shape[1]), y, self.ignore_index)
@@ -194,8 +196,9 @@ class CrossEntropy(Loss):
         if not isinstance(y, Tensor) or y.dtype == torch.bool or y.is_complex():
             got = y.dtype if isinstance(y, Tensor) else type(y).__name__
             raise TypeError(f"CrossEntropy needs a tensor of class indices or probabilities as targets, got {got}")
-        same_device(y, z, "targets")
-        axis = self.axis(z)
+        if y.device != z.device:
+            same_device(y, z, "targets")
+        axis = 1 if z.ndim == 2 else self.axis(z)
         if z.ndim < 2 or z.shape[axis] < 2:
             raise ValueError(
                 f"logits have shape {tuple(z.shape)}: CrossEntropy needs (N, C, …) with at least 2 classes "

@@ -1,10 +1,10 @@
 """The D of (G + λD)δ = −g: the metric in which the length of a step is measured."""
 
 from .base import Diagonal, Dot, Metric, Part, Turn, Whitenable
-from .layered import Layered, LayerSides
+from .layered import Layered, LayerSides, trusted
 from .restore import KINDS, check_saved, restored
 
 __all__ = [
     "KINDS", "Diagonal", "Dot", "LayerSides", "Layered", "Metric", "Part", "Turn", "Whitenable", "check_saved",
-    "restored",
+    "restored", "trusted",
 ]  # fmt: skip

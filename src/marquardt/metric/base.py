@@ -113,6 +113,7 @@ class Metric(ABC):
     """
 
     scale: Tensor  # ()
+    shape: object = None  # D₀ itself: while this is the same object, what was formed with D₀ still holds
 
     @abstractmethod
     def with_scale(self, scale: Tensor) -> Metric:
@@ -138,11 +139,6 @@ class Metric(ABC):
     def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
         """The columns J̃D₀^-½ of some parameters, by number; None if D₀ = I leaves them as they are. The scale stays
         out: J̃D₀⁻¹J̃ᵀ is formed once for all λ."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> object:
-        """D₀ itself: while this is the same object, what was formed with D₀ still holds."""
 
     @abstractmethod
     def to(self, like: Tensor) -> Metric:
@@ -238,6 +234,7 @@ class Diagonal(Metric):
 
     def __init__(self, scale: Tensor, parts: Sequence[Part] | None = None) -> None:
         self.scale, self._parts = scale, None if parts is None else tuple(parts)
+        self.shape = self._parts
 
     @staticmethod
     def of(A: Metric | Tensor, sizes: Sequence[int]) -> Metric:
@@ -272,10 +269,6 @@ class Diagonal(Metric):
 
     def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
         return None if self._parts is None else block.whitened([self._parts[i] for i in members])
-
-    @property
-    def shape(self) -> object:
-        return self._parts
 
     @property
     def parts(self) -> Sequence[Part] | None:

@@ -20,20 +20,26 @@ from .base import B, Metric, Turn, Whitenable, between
 NO_SOLVE = "a sum of two metrics can be multiplied with, and not solved with: `above` can"
 
 
+# In a running average the past has at most so many times the trace of the present.
+MEMORY = 10.0
+
+
+def trusted(past: Tensor, present: Tensor) -> Tensor:
+    """The share of its weight that the past keeps in a running average of matrices, from their diagonals (…, n): all of
+    it, unless it is far larger than the present. One outlier would otherwise rule the average for a hundred batches."""
+    return (MEMORY * (present.sum(-1) / past.sum(-1))).nan_to_num(1.0).clamp(max=1)
+
+
 class Sum(Metric):
     """A + diag w for an A that is no diagonal matrix: by products, and in the coordinates of A. It is never saved."""
 
     def __init__(self, A: Metric, w: Weights, sizes: Sequence[int]) -> None:
         self.A, self.w, self.sizes, self.scale, self.turns = A, w, sizes, A.scale, A.turns
-        self.beside = w.flat(sizes, A.scale)
+        self.beside, self.shape = w.flat(sizes, A.scale), A.shape
 
     @cached_property
     def above(self) -> Metric:
         return self.A.plus(self.w, self.sizes)
-
-    @property
-    def shape(self) -> object:
-        return self.A.shape
 
     def times(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
         assert self.beside is not None
@@ -133,6 +139,15 @@ class LayerSides:
         root = gamma.sqrt()
         return shifted(self.left, share, root / balance), shifted(self.right, share, root * balance)
 
+    def mixed(self, now: LayerSides, weight: Tensor) -> LayerSides:
+        """The running average, in which this has the weight; less if it is far larger than what is now."""
+        if not self.like(now):
+            return now
+        trace = now.trace
+        share = (weight * trusted(self.trace, trace)).where(trace.sum() > 0, 1)  # zeros say nothing
+        right = None if now.right is None or self.right is None else torch.lerp(now.right, self.right, share)
+        return LayerSides(now.members, torch.lerp(now.left, self.left, share), right)
+
     def each(self, change: Callable[..., Tensor], *others: LayerSides) -> LayerSides:
         """Both sides changed, each with that of others of the same form"""
         left = change(self.left, *[other.left for other in others])
@@ -155,6 +170,7 @@ class Layered(Metric):
         *, rank: int = 0, batches: Tensor, every: int = 1, early: bool = True, sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.scale, self.layers, self.gamma, self.roots = scale, tuple(layers), gamma, tuple(roots)
+        self.shape = self.roots
         self.rank = rank  # of G, the largest so far
         self.batches = batches  # in the running averages: ()
         self.every = every  # steps from one set of roots to the next
@@ -194,10 +210,6 @@ class Layered(Metric):
             torch.ones_like(gamma), layers, gamma, self.roots, rank=rank, batches=batches, every=every, early=False,
             sizes=self._sizes,
         )  # fmt: skip
-
-    @property
-    def shape(self) -> object:
-        return self.roots
 
     @property
     def coupled(self) -> Sequence[Sequence[int]]:

@@ -237,13 +237,13 @@ def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
     return widened(gradient.to_dense() if gradient.is_sparse else gradient).flatten()
 
 
-def _plain(g: Tensor | None, p: Tensor) -> bool:
-    return g is not None and g.dtype is p.dtype and not g.is_sparse and g.dtype not in COARSE
-
-
 def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
     """One vector from the gradients of some parameters, None for 0"""
-    if len(grads) > 1 and all([_plain(g, p) for g, p in zip(grads, params, strict=True)]):
+    plain = len(grads) > 1
+    for g, p in zip(grads, params, strict=True):
+        if g is None or g.dtype is not p.dtype or g.is_sparse or g.dtype in COARSE:
+            plain = False
+    if plain:
         found: Tensor = _flatten_dense_tensors(grads)
         return found
     return torch.cat([flat(g, p) for g, p in zip(grads, params, strict=True)])

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..curvature.contract import Curvature, Damped, trusted
+from ..curvature.contract import Curvature, Damped
 from ..deferred import at_hand
 from ..jacobian.statistics import Moments
 from ..metric import Diagonal, Layered, LayerSides, Metric, Part
@@ -264,24 +264,15 @@ def averaged(past: Sequence[LayerSides], present: Sequence[LayerSides], weight: 
     """The sides of every layer, mixed with those of the past; a layer that this batch does not reach keeps its own, and
     one that has another form than before begins anew."""
     known = {layer.members: layer for layer in past}
-    mixed = [now if (old := known.get(now.members)) is None else mix(old, now, weight) for now in present]
+    mixed = [now if (old := known.get(now.members)) is None else old.mixed(now, weight) for now in present]
     reached = {i for layer in present for i in layer.members}
     return mixed + [layer for layer in past if reached.isdisjoint(layer.members)]
-
-
-def mix(old: LayerSides, now: LayerSides, weight: Tensor) -> LayerSides:
-    """The running average; far larger than the present, the past has less weight."""
-    if not old.like(now):
-        return now
-    then, trace = old.trace, now.trace
-    share = (weight * trusted(then, trace)).where(trace.sum() > 0, 1)  # zeros say nothing
-    return now.each(lambda present, past: torch.lerp(present, past, share), old)
 
 
 def completed(layers: Sequence[LayerSides], G: Curvature) -> list[LayerSides]:
     """With zeros for parameters that no batch has reached so far"""
     known = {i for layer in layers for i in layer.members}
-    rest = [i for i in range(len(G.parameters)) if i not in known]
+    rest = [i for i in range(len(G.parameters.sizes)) if i not in known]
     return [*layers, *(LayerSides((i,), one(G).new_zeros(1, G.parameters.sizes[i]), None) for i in rest)]
 
 
