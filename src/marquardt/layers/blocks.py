@@ -681,11 +681,8 @@ class Bilinear(Block):
             return super().gram(K, other, product)
         if other is not self:
             other = cast(Bilinear, other)
-        pairs, faster = (
-            self.m * self.P * other.m * other.P,
-        coarse = self.factors[0].dtype in COARSE and fast(self.factors[0])
-            FASTER if coarse else 1,
-        )
+        pairs, coarse = self.m * self.P * other.m * other.P, self.factors[0].dtype in COARSE
+        faster = FASTER if coarse and fast(self.factors[0]) else 1
         # Operations of the pairwise form against those of the explicit rows: take the cheaper one.
         explicit = (self.m * other.m + self.m * self.P / faster) * self.O * self.I
         pairwise = pairs * (self.O + self.I / self.R**2) / faster < explicit
