@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from operator import is_
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -288,7 +288,7 @@ class LM(Unscaled, torch.optim.Optimizer):
     # Around the step, which step.py tells: a recording, a smaller plan, several ranks, and back if it fails.
 
     def _guarded(self, batches: Iterable[Batch], ranks: Ranks) -> Step:
-        parts, objective = self._prepared(not isinstance(batches, Batches))
+        parts, objective = self._prepared(batches.__class__ is not Batches)
         if ranks.several:
             others = {"lr": self.lr, "weight decay": self._weights, "attempts": self.attempts, "loss": brief(self.loss)}
             check_alike(ranks, self.model, Parameters(self.model, self.params), parts, self._state, others)
@@ -363,16 +363,18 @@ class LM(Unscaled, torch.optim.Optimizer):
     ) -> Step:  # fmt: skip
         """The step with this plan, or one that is made of it, or everything as it was before."""
         old = self._state
+        rows = plan.rows if parts.rows is None and plan is not None and plan.kind is not None else rows_of(parts, plan)
         lin = Linearization(
-            objective, batches, rows_of(parts, plan), parts.curvature.needs,
-            known=self._known, seed=old.steps, single=not isinstance(batches, Batches), most=old.most_rows,
+            objective, batches, rows, parts.curvature.needs,
+            known=self._known, seed=old.steps, single=batches.__class__ is not Batches, most=old.most_rows,
             ranks=ranks, form=self._known.anatomy,
         )  # fmt: skip
         theta, before = lin.theta, lin.start
 
         def work() -> Step:
             nonlocal lin
-            with torch.no_grad(), without_autocast(lin.parameters.device.type), uncompiled():
+            torch.set_grad_enabled(False)  # after a fault `whole` puts back what there was
+            with without_autocast(lin.parameters.device.type), uncompiled():
                 objective.eager = True
                 representation = self._represented(parts, lin, plan, old.same_data.steady(old.steps))
                 if ranks.several or not lin.single or lin.parameters.shards is not None:
@@ -381,6 +383,7 @@ class LM(Unscaled, torch.optim.Optimizer):
                     lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
                 self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
                 step, state = take(parts, lin, representation, self._planned, old, self.lr, self.attempts)
+            torch.set_grad_enabled(here.grad)
             # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
             if not step.accepted:
                 before.restore()
@@ -421,7 +424,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             before, there, picked = known.chosen
             if there == shapes and all(map(is_, now, before)):
                 self._planned = plan
-                return cast(Representation, picked)
+                return picked  # type: ignore[return-value]
         picked, self._planned = parts.curvature.choose(lin, plan, parts.rows, steady)
         known.chosen = ((self._planned, *now[1:]), shapes, picked)
         return picked

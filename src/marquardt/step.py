@@ -444,7 +444,8 @@ def conclude(
     state = changed(
         old, lam=lam, steps=old.steps + 1, accepted=old.accepted + (end.d is not None), best=best, **policies, **left
     )
-    converged = state.convergence.reached(used, parts.schedule.initial)
+    idle = state.convergence
+    converged = idle.idle > 0 and idle.reached(used, parts.schedule.initial)
     return report(objective.given, start, end, used, notes, converged, left["decay"]), state
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -56,6 +56,11 @@ def holds(condition: Callable[[Tensor], Tensor], M: Tensor, s: Tensor | None = N
     if current.tape is None and ask(condition(diagonal.sum() if s is None else torch.dot(diagonal, s * s))):
         return True
     return ask(condition(norm(M, s)))
+
+
+def told(fine: Tensor) -> bool:
+    """deferred.ask in one call, where nothing is recorded and nobody has to agree: ()"""
+    return bool(fine) if current.tape is None and current.agree is None else ask(fine)
 
 
 def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str], ranks: Ranks = ALONE) -> Tensor:
@@ -141,7 +146,7 @@ def _cholesky(H: Tensor, b: Tensor, ranks: Ranks) -> Tensor | None:
     L, fine = shared_factor(H, ranks) if together else _factor(H)
     x = _solve(L, b if b.dtype is H.dtype else b.to(H.dtype))
     sound = fine & (x.abs().amax() < math.inf)
-    return x if (bool(sound) if current.tape is None and current.agree is None else ask(sound)) else None
+    return x if told(sound) else None
 
 
 def shared_factor(H: Tensor, ranks: Ranks, width: int = COLUMNS) -> tuple[Tensor, Tensor]:
@@ -273,7 +278,8 @@ class DenseCurvature(Curvature):
         self._turned: tuple[object, Tensor] | None = None  # D₀, and G in the coordinates in which it is a number
         # Products need rows that stay. On a GPU, each of them would wait for the one before.
         self._rows_serve = lin.in_one and self.parameters.device.type == "cpu"
-        if not (self._rows_serve and self.parameters.dtype == torch.float64 and lin.n >= max(REFINED, small + 1)):
+        large = lin.n > small and lin.n >= REFINED
+        if not (self._rows_serve and self.parameters.dtype == torch.float64 and large):
             self._form_in(torch.float64 if double or lin.n <= small else self.parameters.dtype)
 
     @property
@@ -299,7 +305,8 @@ class DenseCurvature(Curvature):
         G = torch.zeros(n, n, dtype=dtype, device=device)
         g = torch.zeros(n, dtype=dtype, device=device)
         for piece in lin.pieces():
-            u = None if piece.u is None else piece.u.to(dtype)  # (R, N)
+            u = piece.u  # (R, N)
+            u = u if u is None or u.dtype is dtype else u.to(dtype)
             if n <= self.small:  # one product: there is nothing to save but calls
                 rows = piece.dense(dtype)  # (m, n)
                 G.addmm_(rows.T, rows)
@@ -420,6 +427,13 @@ class DenseCurvature(Curvature):
 
     def trace(self) -> Tensor:
         return self.diagonal().sum()
+
+    def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
+        return self.parameters.dot(self.gradient, d), self.quadratic(d)
+
+    def slope(self, D: Metric) -> Tensor:
+        g = self.gradient
+        return self.parameters.dot(g, D.solve(g.clone(), self.parameters.sizes))
 
     def partial_traces(self) -> PartialTraces:
         return statistics.partial_traces(self.lin)
@@ -616,7 +630,7 @@ class GramCurvature(Curvature):
         u = us[0] if len(us) == 1 else torch.cat(us)
         self.u = (lin.ranks.gather(u) if several else u) * self.root  # (m,)
         self._h: Tensor | None = None
-        self._blocks_of_one: list[Block] | None = None
+        self._only: list[Block] | None = None  # the blocks of the only piece
         self._K: dict[torch.dtype, tuple[object, Tensor]] = {}  # and the D₀ that it was formed with
         self._whole: list[Block] | None = None
         self._Jh: Tensor | None = None
@@ -638,9 +652,17 @@ class GramCurvature(Curvature):
         """J̃v: (n,) → (m,)"""
         if self._image is not None and v is self._image[0] and v._version == self._image[1]:
             return self._image[2]
-        parts = [apply(self._blocks(piece), v, self.parameters) for piece in self.lin.pieces()]
+        parts = [apply(blocks, v, self.parameters) for blocks in self._each()]
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (self.lin.ranks.gather(found) if self.lin.ranks.several else found).mul_(self.root)
+
+    def _each(self) -> Iterable[list[Block]]:
+        """The blocks of every piece; the only one has the same all the time."""
+        if not self.lin.in_one:
+            return (self._blocks(piece) for piece in self.lin.pieces())
+        if self._only is None:
+            self._only = self._blocks(self.lin.whole())
+        return [self._only]
 
     def _blocks(self, piece: Piece) -> list[Block]:
         """The blocks of a piece; where J̃ is small, as one."""
@@ -653,8 +675,8 @@ class GramCurvature(Curvature):
     def adjoint(self, w: Tensor) -> Tensor:
         """J̃ᵀw: (m,) → (n,)"""
         total, own = None, (w[self.layout.own] * self.root).split_with_sizes(self.layout.own_sizes)
-        for piece, part in zip(self.lin.pieces(), own, strict=True):
-            found = adjoint(self._blocks(piece), part, self.parameters)
+        for blocks, part in zip(self._each(), own, strict=True):
+            found = adjoint(blocks, part, self.parameters)
             total = found if total is None else total.add_(found)
         assert total is not None
         return self.lin.ranks.sum(total) if self.lin.ranks.several else total
@@ -688,7 +710,7 @@ class GramCurvature(Curvature):
     def gram(self, D: Metric | None, dtype: torch.dtype) -> Tensor:
         """J̃D₀⁻¹J̃ᵀ: (m, m); None is the identity"""
         if D is not None and D.turns:
-            self.whole = 0  # to turn a and δ takes less time than to turn rows
+            self.whole, self._only = 0, None  # to turn a and δ takes less time than to turn rows
         m = self.u.shape[0]
         K = torch.zeros(m, m, dtype=dtype, device=self.u.device)
         # J̃h is wanted with K, and comes along where K is in one piece and D is no more than a number.
@@ -731,7 +753,7 @@ class GramCurvature(Curvature):
                     yield layout.place(ranks.rank, i), layout.place(source, j), here, there
 
     def _piece(self, i: int, D: Metric | None) -> list[Block]:
-        blocks = self._blocks(self.lin.piece_at(i))
+        (blocks,) = self._each() if self.lin.in_one else (self._blocks(self.lin.piece_at(i)),)
         return self._whitened([b.plain() for b in blocks] if self.lin.ranks.several else blocks, D)
 
     def _whitened(self, blocks: list[Block], D: Metric | None) -> list[Block]:
@@ -823,7 +845,7 @@ class GramCurvature(Curvature):
         # At small λ, w has a large part outside the range of J̃, and Kw only the rounding of its product with K.
         length_of = torch.linalg.vector_norm
         lost = torch.finfo(inner).eps * K.diagonal().sum() * length_of(w)
-        sound = outer != torch.float64 or (len(self.u) <= self.lin.n and ask(lost <= 1e-6 * length_of(Kw)))
+        sound = outer != torch.float64 or (len(self.u) <= self.lin.n and told(lost <= 1e-6 * length_of(Kw)))
         self._image = (d, d._version, Kw.to(self.u.dtype)) if sound else None
         return d
 

@@ -139,7 +139,8 @@ class Linearization:
         self.position = Position(self.parameters)
         self.theta = self.position.theta  # (n,)
         self.chance = chance if chance is not None else Chance()
-        self.start = self.moment(form)
+        form = self.known.look(objective.model) if form is None else form
+        self.start = Moment(objective.model, self.parameters.device, self.chance, form)
         self.end = self.start
         self.slopes: list[list[Slopes]] = []  # of RReLU, by piece
         self.objectives: list[Objective] = []  # for the outputs of each piece
@@ -183,8 +184,8 @@ class Linearization:
         """Whether the forward pass has left the buffers as they were."""
         return self.single and self.end.same_buffers(self.start)
 
-    def moment(self, form: Anatomy | None = None) -> Moment:
-        form = self.known.look(self.objective.model) if form is None else form
+    def moment(self) -> Moment:
+        form = self.known.look(self.objective.model)
         return Moment(self.objective.model, self.parameters.device, self.chance, form)
 
     # The pieces.
@@ -438,7 +439,8 @@ class Linearization:
         """h = Jᵀv + W(θ − θ₀), the part of g that is not J̃ᵀu: (n,), None means 0"""
         if self._rest is not None and self._open is not None:  # whose rows have told
             return self._rest[1]
-        self.totals()
+        if self._totals is None:
+            self.totals()
         piece = self._open
         h = self._h if piece is None or piece.cotangents.v is None else piece.h
         if h is None and self._remainder is None:
@@ -490,7 +492,8 @@ class Trials:
     def loss(self, d: Tensor, lr: float) -> Tensor:
         """f(θ + lr·d): () in float64. The model stays there: the optimizer decides where it ends."""
         lin = self.lin
-        lin.totals()  # trials repeat what the linearisation has done
+        if lin._totals is None:  # trials repeat what the linearisation has done
+            lin.totals()
         lin.position.move(d, lr)
         if lin.start.buffers or lin.chance.drawn:
             lin.start.restore()
@@ -498,7 +501,7 @@ class Trials:
         checksum: Any = 0.0
         for i, batch in enumerate(lin.batches if lin.in_one else lin.cut()):
             objective, z = self._passed(i, batch)
-            total = total + objective.value(z.detach(), batch)
+            total = total + objective.loss.value(z.detach(), batch.targets, batch.weight)
             if not lin.single:
                 checksum = checksum + batch.checksum()
         if not lin.single and not abs(float(checksum) - float(lin.checksum)) <= 1e-6 * abs(float(lin.checksum)):

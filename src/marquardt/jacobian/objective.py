@@ -439,11 +439,6 @@ class Objective:
         """∂value/∂z: (N, *out)"""
         return self.loss.gradient(z, batch.targets, batch.weight)
 
-    def totals(self, z: Tensor, batch: Batch, value: Tensor, rounding: Tensor) -> Tensor:
-        """The numbers of Totals for one piece: (4,)"""
-        y, w = batch.targets, batch.weight
-        return torch.stack([value, self.loss.normaliser(z, y, w), self.loss.lower_bound(z, y, w), rounding])
-
     def decay(self, normaliser: float) -> Penalty | None:
         """Weight decay in the units of f; None if there is none"""
         return None if self.penalty is None else self.penalty.scaled(1 / self.loss.report(1.0, normaliser))

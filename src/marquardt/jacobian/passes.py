@@ -82,7 +82,7 @@ class Known:
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     proofs: dict[object, Proof] = field(default_factory=dict)  # by how the model is called
     # What represents G, with all that was looked at when it was chosen, see LM
-    chosen: tuple[tuple[Any, ...], object, Any] | None = None
+    chosen: tuple[tuple[Any, ...], object, object] | None = None
     # By all that decides how the rows are found: calls that share parameters, by these, and what proofs are kept by.
     ways: dict[object, tuple[Groups, object]] = field(default_factory=dict)
     walks: set[object] = field(default_factory=set)  # ways of calling it in which the graph decides too

@@ -900,9 +900,10 @@ class Piece:
 
     def _totals(self, rows: Rows) -> Totals:
         objective, batch, loss = self.objective, self.batch, self.objective.loss
-        value = loss.value(self.z, batch.targets, batch.weight)
-        rounding = self.cotangents.rounding(value, self.z, self.whole.coarsest)
-        totals = Totals(*read(objective.totals(self.z, batch, value, rounding)))
+        z, y, w = self.z, batch.targets, batch.weight
+        value, normaliser, low = loss.value(z, y, w), loss.normaliser(z, y, w), loss.lower_bound(z, y, w)
+        rounding = self.cotangents.rounding(value, z, self.whole.coarsest)
+        totals = Totals(*read(torch.stack([value, normaliser, low, rounding])))
         if not math.isfinite(totals.value):
             raise ValueError(f"the loss is {totals.value} at the current parameters: {self._blame()}")
         if self.known.loss is not objective.given and current.tape is None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from ..deferred import AS_IS
 from ..surroundings import Leavable, surely
 from .anatomy import Anatomy
 
@@ -49,7 +50,7 @@ class Autocast(NamedTuple):
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else AS_IS
 
 
 def full(item: Any) -> Any:
@@ -187,7 +188,7 @@ def twice_differentiable(model: nn.Module) -> Iterator[None]:
 def uncompiled() -> AbstractContextManager[object]:
     """The code of a model or of a part of it as it was before torch.compile. What is compiled hides its layers, can be
     differentiated once only, draws random numbers of its own, and would be compiled anew for every way to call it."""
-    return UNCOMPILED() if DYNAMO in sys.modules else nullcontext()
+    return Held(UNCOMPILED) if DYNAMO in sys.modules else AS_IS
 
 
 def open_cells(model: nn.Module) -> AbstractContextManager[object]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..deferred import ungraded
 from ..ranks import ALONE, Ranks
 from .batch import COARSE, wide, widened
 from .shards import Shards, sharded
@@ -97,10 +96,13 @@ class Parameters:
     def assign(self, theta: Tensor) -> None:
         """The parameters ← θ"""
         torch.clear_autocast_cache()  # of other weights
-        self.let_go()
+        if self.shards is not None:
+            self.let_go()
         self.master = theta if self.coarse else None
-        with ungraded():
-            torch._foreach_copy_(self.tensors, self.shaped(theta))
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return torch._foreach_copy_(self.tensors, self.shaped(theta))
+        torch._foreach_copy_(self.tensors, self.shaped(theta))
 
     def shift(self, d: Tensor, lr: float) -> None:
         """The parameters += lr·d, without another vector in memory unless they are rounded"""
