@@ -291,6 +291,16 @@ def test_what_is_the_users_stays(how, tmp_path):
     assert len({path.relative_to(places[0]).parts[0] for path in set(after) - set(before)}) == 1
 
 
+@pytest.mark.parametrize("inside", ["", "inside"])
+def test_a_file_where_the_folder_should_be(inside, tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    model, opt = made()
+    with pytest.raises(OSError, match=r"notes.txt is a file where a folder should be; name another folder"):
+        mq.save_checkpoint(file / inside, model, opt)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"notes.txt": "mine"}
+
+
 @pytest.mark.parametrize("name", ["2024", "x.part"])
 @pytest.mark.parametrize("how", ["loop", "fit"])
 def test_a_folder_of_the_user_stays(how, name, tmp_path):

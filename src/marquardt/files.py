@@ -246,6 +246,13 @@ def told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        blocked = isinstance(error, (FileExistsError, NotADirectoryError))
+        for place in (path, *path.parents) if blocked else ():
+            if place.is_file():
+                raise Unwritable(
+                    f"{path} could not be written: {place} is a file where a folder should be; name another folder, or "
+                    "move the file away"
+                ) from error
         raise Unwritable(
             f"{path} could not be written ({error.strerror or error}): free some space or choose another folder, and "
             "do the same again; what was finished before is kept"

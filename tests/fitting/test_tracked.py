@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -75,6 +76,31 @@ def test_the_way_out_works(fit: str, transform: str):
     assert torch.allclose(seen[0].detach() + 0, FITS[fit](Y))
     with torch.no_grad():
         assert torch.equal(FITS[fit](Y.clone().requires_grad_()), FITS[fit](Y))
+
+
+AS_ARRAY = X.numpy(), Y.numpy()
+
+
+def numpy_residuals(p: Any, y: Any) -> Any:
+    return p[0] * np.exp(-p[1] * AS_ARRAY[0]) + p[2] - np.asarray(y)
+
+
+AS_ARRAYS: dict[str, Fit] = {
+    "captured": lambda y: torch.as_tensor(mq.least_squares(lambda p: numpy_residuals(p, y), [1.0, 1, 1]).x),
+    "captured, of tensors": lambda y: mq.least_squares(lambda p: numpy_residuals(p.numpy(), y), START).x,
+    "captured, detached": lambda y: torch.as_tensor(
+        mq.least_squares(lambda p: numpy_residuals(p, y.detach()), [1.0, 1, 1]).x
+    ),
+    "captured, curve_fit": lambda y: torch.as_tensor(mq.curve_fit(lambda x, a: a * np.asarray(y), *AS_ARRAY).popt),
+}
+
+
+@pytest.mark.parametrize("transform", ["jacrev", "jacfwd", "grad", "hessian", "jvp", "vmap of grad"])
+@pytest.mark.parametrize("fit", AS_ARRAYS)
+def test_arrays_of_what_is_differentiated(fit: str, transform: str):
+    """Of tensors that torch.func wraps there are none, detached or not."""
+    with pytest.raises(ValueError, match=r"inside a torch\.func transform.*no derivative.*outside"):
+        TRANSFORMS[transform](AS_ARRAYS[fit])
 
 
 @pytest.mark.parametrize("fit", FITS)

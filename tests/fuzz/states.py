@@ -125,6 +125,11 @@ class Tampering:
         found = places(self.state)
         tops = sorted({str(path[:2]) for path in found})
         rich = [top for top in tops if any(f"'{name}'" in top for name in ("D", "past", "plan", "mean", "previous"))]
+        if (real := precisions(self.state)) and not self.below(10):
+            (*way, key), dtype = self.pick(real)
+            at(self.state, way)[key] = at(self.state, (*way, key)).to(dtype)
+            self.told.append(f"{dtype} at {'/'.join(map(str, (*way, key)))}")
+            return
         top = self.pick(rich if rich and self.below(5) < 2 else tops)
         path = self.pick([path for path in found if str(path[:2]) == top])
         *way, key = path
@@ -213,6 +218,13 @@ def at(item: Any, way: Any) -> Any:
     for key in way:
         item = item[key]
     return item
+
+
+def precisions(state: Any) -> list[tuple[Path, torch.dtype]]:
+    """Where real numbers are, and the precisions that they could have"""
+    real = [(path, t) for path in places(state) if isinstance(t := at(state, path), Tensor) and t.is_floating_point()]
+    others = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    return [(path, dtype) for path, t in real for dtype in others if dtype != t.dtype and not t.is_meta]
 
 
 # ---- an attack

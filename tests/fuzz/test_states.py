@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 import marquardt as mq
@@ -24,6 +26,21 @@ def test_they_are_refused_or_go_on(chunk):
 @pytest.mark.parametrize("same", [False, True], ids=["changing data", "same data"])
 def test_what_was_saved_is_loaded(name, same):
     assert states.loaded(name, same, states.saved(name, same), name, states.begun(name, not same)) == "loaded"
+
+
+@pytest.mark.parametrize("name", states.OPTIMIZERS)
+def test_a_tensor_in_another_precision(name):
+    """Each in turn, while all others stay"""
+    faults = []
+    for path, dtype in states.precisions(states.saved(name, False)):
+        state = copy.deepcopy(states.saved(name, False))
+        *way, key = path
+        states.at(state, way)[key] = states.at(state, path).to(dtype)
+        try:
+            states.loaded(name, False, state, f"{name}, {path} in {dtype}", states.begun(name, False))
+        except attacks.Fault as fault:
+            faults.append(str(fault))
+    assert not faults, "\n".join(faults)
 
 
 def test_what_is_not_checked_is_found_out(monkeypatch):

@@ -271,6 +271,117 @@ def test_weights_that_every_pass_changes(curvature, name):
     opt.step(*batch(0))
 
 
+NORMALISED = {"parametrized": parametrizations.spectral_norm, "hooked": nn.utils.spectral_norm}
+
+
+def normalised(norm: str, dtype: torch.dtype, width: int = 64) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(20, 100, dtype=torch.float32)
+    first, head = nn.Linear(100, width, dtype=torch.float32), nn.Linear(width, 1, dtype=torch.float32)
+    return nn.Sequential(NORMALISED[norm](first), nn.Tanh(), head).to(dtype), x.to(dtype), x[:, :1].sin().to(dtype)
+
+
+def cautious(model: nn.Module, **options: Any) -> mq.LM:
+    return mq.LM(
+        model, "mse", damping=mq.Identity(), momentum=None, average=None, schedule=mq.Constant(1e-3),
+        acceptance=mq.Decrease(), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10, 19])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("norm", NORMALISED)
+def test_weights_that_every_pass_changes_a_little(norm, dtype, chunk):
+    """Less than what kernels of other batch sizes differ by, and the steps are others: refused in every one."""
+    model, x, y = normalised(norm, dtype)
+    opt, whole = cautious(model, curvature=mq.Gram(chunk=chunk)), cautious(model, curvature=mq.Gram())
+    for _ in range(6):
+        before = world(model, opt)
+        with refused(f"chunk={chunk}", "_u", "leave chunk out"):
+            opt.step(x, y)
+        assert changes(before, world(model, opt)) == []
+        whole.step(x, y)
+    model.eval()
+    opt.step(x, y)
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("norm", NORMALISED)
+def test_such_weights_with_every_curvature(norm, curvature):
+    model, x, y = normalised(norm, torch.float32, 48)
+    # Kronecker meets layers that have no factors, which is true as well.
+    with refused("" if curvature == "factors" else "leave chunk out"):
+        cautious(model, curvature=CURVATURES[curvature](chunk=7)).step(x, y)
+
+
+@pytest.mark.parametrize("norm", NORMALISED)
+def test_such_weights_and_rows_of_some_samples(norm):
+    model, x, y = normalised(norm, torch.float32)
+    with refused("Fraction", "_u", "rows=mq.Sampled(1)"):
+        cautious(model, rows=mq.Fraction(0.5)).step(x, y)
+
+
+@pytest.mark.parametrize("norm", NORMALISED)
+def test_such_weights_and_chunks_that_were_chosen(norm):
+    """Where memory would have the batch cut, it goes through the model whole."""
+    model, x, y = normalised(norm, torch.float32)
+    x, y = x.repeat(8, 1) + 0.1 * torch.randn(160, 100).to(x), y.repeat(8, 1)
+    opt = cautious(model.eval(), curvature=mq.Auto(memory="2MB"))
+    opt.step(x, y)
+    assert "chunk=None" not in opt.plan
+    opt = cautious(model.train(), curvature=mq.Auto(memory="2MB"))
+    opt.step(x, y)
+    assert "chunk=None" in opt.plan
+
+
+class Counting(nn.Module):
+    """Buffers that each pass changes: the calls, the mean of the inputs, and a tensor in the place of another"""
+
+    def __init__(self, depends: bool = False, every: int = 1) -> None:
+        super().__init__()
+        self.net, self.depends, self.every = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), depends, every
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("last", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.net(x)
+        if self.depends:
+            z = z * (1 + 1e-6 * (self.calls // self.every))
+        with torch.no_grad():
+            self.calls += 1
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.last = z[-1].detach().clone()
+        return z
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_buffers_that_only_count(curvature, dtype, chunk):
+    """The step in parts is that of the whole batch."""
+    found = []
+    for size in (None, chunk):
+        torch.manual_seed(0)
+        model = Counting().to(dtype)
+        opt = mq.LM(model, "mse", curvature=CURVATURES[curvature](chunk=size))
+        losses = [opt.step(*(t.to(dtype) for t in batch(k))).new_loss for k in range(3)]
+        found.append(torch.tensor(losses))
+        assert model.calls > 0
+    assert torch.allclose(*found, rtol=1e-2 if curvature == "products" else 1e-4)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_buffers_that_count_and_matter(dtype, every):
+    """Also where the first part leaves the second one as it was"""
+    torch.manual_seed(0)
+    model = Counting(depends=True, every=every).to(dtype)
+    opt = mq.LM(model, "mse", curvature=mq.Gram(chunk=3))
+    with refused("chunk=3", "calls", "leave chunk out"):
+        opt.step(*(t.to(dtype) for t in batch(0)))
+
+
 HARMLESS: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
     "Dropout": lambda: First(lambda x: F.dropout(x, 0.3)),

@@ -210,6 +210,65 @@ def test_state_that_is_refused(case):
     assert math.isfinite(opt.step(x, y).loss)
 
 
+def mixed(item: Any, of: int, dtype: torch.dtype) -> Any:
+    """With one of its tensors in another precision"""
+    leaves, spec = torch.utils._pytree.tree_flatten(item)
+    tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
+    i = tensors[of % len(tensors)]
+    leaves[i] = leaves[i].to(dtype)
+    return torch.utils._pytree.tree_unflatten(leaves, spec)
+
+
+DAMPINGS = {
+    "default": {}, "max": {"damping": mq.MaxDiagonal()}, "factored max": {"damping": mq.FactoredMaxDiagonal()},
+    "by layers": {"damping": mq.LayerMeanEigenvalue()},
+    "every step": {"damping": mq.KroneckerMetric(every=1, steady=None)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("damping", DAMPINGS)
+def test_a_tensor_of_the_damping_in_another_precision(damping, dtype):
+    """All of D is brought to the finest one, and the steps go on: as they were, if nothing was lost."""
+    coarser = {torch.float32: [torch.float64, torch.bfloat16, torch.float16], torch.float64: [torch.float32]}[dtype]
+    torch.manual_seed(0)
+    model, opt = (m := mlp(2, 4, 3).to(dtype)), mq.LM(m, "mse", **DAMPINGS[damping])
+    data = [(torch.randn(8, 2, dtype=dtype), torch.randn(8, 3, dtype=dtype)) for _ in range(6)]
+    for x, y in data[:4]:
+        opt.step(x, y)
+    weights, state = copy.deepcopy(model.state_dict()), opt.state_dict()
+
+    def continued(state: dict[str, Any]) -> list[float]:
+        model.load_state_dict(weights)
+        opt = mq.LM(model, "mse", **DAMPINGS[damping])
+        opt.load_state_dict(state)
+        return [opt.step(x, y).new_loss for x, y in data[4:]]
+
+    expected = continued(state)
+    many = sum(isinstance(t, Tensor) for t in torch.utils._pytree.tree_leaves(state["marquardt"]["D"]))
+    for i in range(many):
+        for other in coarser:
+            changed = copy.deepcopy(state)
+            changed["marquardt"]["D"] = mixed(changed["marquardt"]["D"], i, other)
+            found = continued(changed)
+            assert found == expected if other == torch.float64 else found == pytest.approx(expected, rel=0.5)
+
+
+@pytest.mark.parametrize("damping", DAMPINGS)
+def test_a_model_in_another_precision_after_loading(damping):
+    """What was saved in float64 is kept until the model has that precision too."""
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 2), torch.randn(8, 3)) for _ in range(5)]
+    model, opt = (m := mlp(2, 4, 3)), mq.LM(m, "mse", **DAMPINGS[damping])
+    for x, y in data[:4]:
+        opt.step(x, y)
+    single = copy.deepcopy(model).float()
+    other = mq.LM(single, "mse", **DAMPINGS[damping])
+    other.load_state_dict(opt.state_dict())
+    single.double().load_state_dict(model.state_dict())
+    assert other.step(*data[4]) == opt.step(*data[4])
+
+
 def test_entries_with_a_default_may_be_missing():
     """A state of an earlier version."""
     _, opt, x, y = trained()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, jacfwd, jacrev, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import marquardt as mq
@@ -398,6 +399,16 @@ def test_refused(arguments, message):
 def test_models_that_are_none(model, data, message):
     with pytest.raises(TypeError, match=re.escape(f"mq.fit(model, data, loss) {message}")):
         mq.fit(model, data, "mse")
+
+
+@pytest.mark.parametrize("transform", [jacrev, jacfwd, grad, lambda f: vmap(f, randomness="same")])
+def test_a_fit_inside_a_transform_is_refused(transform):
+    model = net()
+    before, random = weights(model), torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"inside a torch\.func transform.*call it outside"):
+        transform(lambda x: mq.fit(model, (X, Y), "mse", steps=2).loss * x.sum())(torch.ones(2))
+    assert torch.equal(weights(model), before)
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_a_bad_batch_later_on_ends_it_with_the_last_weights():

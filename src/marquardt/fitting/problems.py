@@ -221,6 +221,7 @@ def build(
             raise
         except Exception as error:  # a function of NumPy arrays may raise anything on a tensor, and the reverse
             unless_interrupted(error)
+            tracked.refuse_unreadable(error)
             failures[as_numpy] = error
             continue
         if not note:

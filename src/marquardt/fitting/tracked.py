@@ -37,6 +37,23 @@ def refuse_captured(f: Any, before: int) -> None:
         _check("a tensor that fun uses", f, _requires_grad(f) and _from_outside(f, before), WAY_OUT)
 
 
+def refuse_unreadable(error: Exception) -> None:
+    """The same for fun that has made an array of what torch.func differentiates or maps, if that is the error it ended
+    in."""
+    if isinstance(error, RuntimeError) and "Cannot access data pointer" in str(error) and in_transform():
+        raise DerivativeLost(
+            "fun makes an array of a tensor inside a torch.func transform, and the result of a fit has no derivative: "
+            "it would be lost. Call the fit outside of the transform, or write fun with torch and detach what it uses "
+            "(.detach()), if that derivative is not wanted; if it is, write it as that of the minimum: "
+            "docs/least_squares.md, the derivative of a fit"
+        ) from error
+
+
+def in_transform() -> bool:
+    """Whether this is called by a function that torch.func differentiates or maps."""
+    return bool(_functorch.get_dynamic_layer_stack_depth())
+
+
 def _check(name: str, t: Tensor, differentiated: bool, way_out: str) -> None:
     lost = f"and the result of a fit has no derivative: it would be lost. {way_out}"
     if differentiated:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..plain import WAY_OUT, check_tensor, is_count, short
 from .base import Diagonal, Metric, Part
@@ -17,11 +18,19 @@ KINDS = (Diagonal, Layered)
 
 
 def restored(state: list[Any]) -> Metric:
-    """The metric that a saved state holds"""
+    """The metric that a saved state holds, in one precision: the finest of its tensors"""
+    precisions = {t.dtype for t in tree_leaves(state) if _real(t)}
+    if len(precisions) > 1:
+        finest = reduce(torch.promote_types, precisions)
+        state = tree_map(lambda t: t.to(finest) if _real(t) else t, state)
     scale, parts = state
     if isinstance(parts, dict):
         return Layered.restored(scale, parts)
     return Diagonal(scale, None if parts is None else [Part.of(part) for part in parts])
+
+
+def _real(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()
 
 
 def check_saved(state: Any, sizes: Sequence[int], dtype: torch.dtype) -> Metric:

@@ -175,6 +175,7 @@ def fit(
     Returns:
         What came of it: the model with its best weights, the history, and why it ended.
     """
+    refuse_transforms()
     check_places("mq.fit(model, data, loss)", model, loss, data)
     here, group = Surroundings(), unwrapped(model, options.get("group"))[1]
     check_joined(group)
@@ -254,6 +255,14 @@ def loop(
         if saver is not None and run.ranks.agreed(reason is not None or saver.due):
             saver.save(run)
     return reason
+
+
+def refuse_transforms() -> None:
+    if torch._C._functorch.get_dynamic_layer_stack_depth():
+        raise ValueError(
+            "mq.fit is called inside a torch.func transform such as grad, jacrev or vmap, which differentiate or map "
+            "functions, and training is none: call it outside"
+        )
 
 
 def planned(opt: LM, train: Source, held: Source | None, batch_size: int | str | None) -> Batching:
