@@ -126,7 +126,8 @@ def attempt(
     `commit` alone decides where they stay."""
     G, f = matrices.G, start.level.f
     try:
-        H = Damped(G, lam * matrices.A)  # G + W + λD
+        A = matrices.A
+        H = Damped(G, A.with_scale(lam * A.scale))  # G + W + λD
         d, plain, uncut = propose(parts, H, old, lr, start.same_data, start.doubt)
         readings = tried(lin, matrices, H, d, plain, uncut, lr, old, start.same_data)
     except FactorizationError as error:
@@ -413,7 +414,10 @@ def kept(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[st
     D = matrices.D
     if D.turns:  # of a diagonal there is nothing to form anew
         D = D.settled(start.steps + 1, matrices.G.lin.ranks)
-    return {**previous, "D": D, "past": check_past(matrices.G)}
+    past = matrices.G.keep()
+    if past:
+        check_past(past, matrices.G)
+    return {**previous, "D": D, "past": past}
 
 
 def remembered(parts: Parts, d: Tensor, lr: float) -> Tensor | None:
@@ -421,13 +425,11 @@ def remembered(parts: Parts, d: Tensor, lr: float) -> Tensor | None:
     return None if not parts.remembers else d if lr == 1 else lr * d
 
 
-def check_past(G: Curvature) -> Past | None:
+def check_past(past: Past, G: Curvature) -> None:
     """What the curvature keeps, which torch.load takes only if it is tensors."""
-    past = G.keep()
-    for key, t in (past or {}).items():
+    for key, t in past.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{type(G).__name__}.keep returned {type(t).__name__} for {key!r}: tensors only")
-    return past
 
 
 def conclude(
