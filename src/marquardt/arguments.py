@@ -120,7 +120,7 @@ def check_options(attempts: Any, capture: Any, radius: Any, ranks: Ranks) -> Non
     if not isinstance(attempts, int) or attempts < 1:
         raise ValueError(f"attempts={attempts!r}: how many λ a step may try, an integer of at least 1")
     if capture is not None and not isinstance(capture, bool):
-        raise ValueError(f"capture={capture!r}: True, False, or None to record steps if that pays")
+        raise ValueError(f"capture={capture!r}: True, False, or None to record steps that come again")
     if capture and ranks.several:
         raise ValueError("capture=True: steps of several ranks are not recorded as CUDA graphs, leave it out")
     check_radius(radius)

@@ -169,8 +169,9 @@ class LM(Unscaled, torch.optim.Optimizer):
         capture: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
             for small networks. The model must then do the same for every batch, its Python code is not run again; steps
             that do not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so are
-            some replays, to be looked at. None does that with the second of two equal steps, if the memory of another
-            step is free; True forces and False forbids it.
+            the eighth replay, the sixteenth, the thirty-second and so on, to be compared. None records the second of
+            two equal steps, if the memory of another step is free, and replays from the next one on; True forces and
+            False forbids it.
         group: the ranks of torch.distributed that take every step together, each with a part of the batch: None for
             those of the default process group, if one is initialised. The step is that of the whole batch. False says
             that this run is independent of the other ranks.

@@ -381,7 +381,7 @@ class Objective:
         self.penalty = Penalty(self.parameters, weights, towards) if weights.any else None
         self.autocast = Autocast.of_caller(self.parameters.device)
         self.given = loss
-        self.eager = False  # whether compiled code is called as it was before, see model.kernels.uncompiled
+        self.eager = False  # whether compiled code is called as it was before, see model.batch.uncompiled
         self.pools = True  # whether there may be max-pools
         self.sums: Tensor | None = None  # what the loss must know of all data, see Loss.sums
 

@@ -47,7 +47,7 @@ class Proof:
     """How the rows of each parameter are found, as it was proven on first use."""
 
     layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict)  # blocks with a rule, by their parameters
-    general: dict[int, str] = field(default_factory=dict)  # the other parameters: "graph", or one of jacobian.PATHS
+    general: dict[int, str] = field(default_factory=dict)  # the other parameters: "graph", or one of PATHS
     map: Map | None = None  # for those whose path is "graph"
     inert: dict[int, float] = field(default_factory=dict)  # parameters without influence, and a bound on their rounding
     unused: dict[Hashable, bool] = field(default_factory=dict)  # edges, and whether the outputs do not depend on them

@@ -53,8 +53,8 @@ class Judgement(NamedTuple):
     judged: bool  # whether its decrease, predicted or found, exceeds the rounding of f
     gain: float  # ρ, NaN if it was not judged
     predicted: float  # the absolute value of the predicted decrease
-    share: float  # of damping in the step: see schedule.Outcome
-    lag: float = math.nan  # of the averaged weights: see schedule.Outcome
+    share: float  # of damping in the step: see judging.Outcome
+    lag: float = math.nan  # of the averaged weights: see judging.Outcome
 
 
 class Ending(NamedTuple):
