@@ -30,6 +30,7 @@ from marquardt.step import (
     State,
     Step,
     attempt,
+    averaged,
     begin,
     blame_gradient,
     check_metric,
@@ -45,7 +46,6 @@ from marquardt.step import (
     remembered,
     report,
     tried,
-    with_mean,
 )
 from support import reference
 from support.parts import Never, flat
@@ -500,6 +500,8 @@ def test_remembered():
 class Settling(mq.Diagonal):
     """A metric that tells how many steps it was told of."""
 
+    turns = True
+
     def settled(self, steps: int, ranks: Ranks = ALONE) -> mq.Metric:
         return mq.Diagonal(torch.tensor(float(steps)))
 
@@ -524,20 +526,18 @@ def test_kept():
     assert kept(some, matrices, start(), ending("return")) == {"previous": None}
 
 
-def test_with_mean():
-    model = nn.Linear(2, 1)
-    parameters = mq.linearize(model, "mse", torch.randn(3, 2), torch.randn(3, 1)).parameters
-    theta, old = flat(model), torch.zeros(3)
+def test_averaged():
+    theta, old = torch.tensor([1.0, -2.0, 3.0]), torch.zeros(3)
     state = State(1.0, mean=old, points=3)
-    polyak = with_mean(mq.Polyak(), state, parameters, True)
-    assert error(polyak.mean, theta / 4) < 1e-12
-    assert polyak.points == 4
+    polyak = averaged(mq.Polyak(), state, theta, start(repeats=2))
+    assert error(polyak["mean"], theta / 4) < 1e-12
+    assert polyak["points"] == 4
     assert not old.any()
     for first in (
-        with_mean(mq.Polyak(), State(1.0), parameters, False),
-        with_mean(mq.EMA(), state, parameters, True),  # on the same data it starts anew
+        averaged(mq.Polyak(), State(1.0), theta, start()),
+        averaged(mq.EMA(), state, theta, start(repeats=2)),  # on the same data it starts anew
     ):
-        assert torch.equal(first.mean, theta)
-        assert first.points == 1
-    ema = with_mean(mq.EMA(0.2), state, parameters, False)
-    assert error(ema.mean, 0.8 * theta) < 1e-12
+        assert torch.equal(first["mean"], theta)
+        assert first["points"] == 1
+    ema = averaged(mq.EMA(0.2), state, theta, start())
+    assert error(ema["mean"], 0.8 * theta) < 1e-12
