@@ -41,6 +41,7 @@ def clock(monkeypatch):
     found = Clock()
     monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=found.perf_counter))
     monkeypatch.setattr(pace, "probe", lambda: 2.0)
+    monkeypatch.setattr(pace, "SLOWEST", math.inf)  # so that it is asked for
     return found
 
 
@@ -53,6 +54,15 @@ def timed(p: Pace, clock: Clock, plan: Plan | None, took: float, proven: bool = 
 
 
 # ---- Pace by itself
+
+
+@pytest.mark.parametrize(("seconds", "asked"), [(0.01, False), (1.0, True)])
+def test_how_fast_the_machine_is_where_that_can_announce_something(monkeypatch, seconds, asked):
+    """The probe takes longer than the first step of a small model."""
+    probed = []
+    monkeypatch.setattr(pace, "probe", lambda: probed.append(True) or 1.0)
+    Pace().expect(Plan((), kind="Dense", seconds=seconds), CPU, True)
+    assert bool(probed) == asked
 
 
 def test_half_of_the_way(clock):
@@ -127,6 +137,7 @@ def problem() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 def slow(monkeypatch):
     """A machine on which every plan takes long."""
     monkeypatch.setattr(pace, "probe", lambda: 1e6)
+    monkeypatch.setattr(pace, "SLOWEST", 1e6)
 
 
 def test_a_step_says_what_it_took(clock):

@@ -20,6 +20,7 @@ from .jacobian.linearize import linearize
 from .jacobian.objective import Cotangents, Empirical, Exact, Fraction, Rows, Sampled
 from .metric import Diagonal, Metric
 from .model.decay import WeightDecay
+from .moved import alias
 from .optimizer import LM
 from .parts.direction import (
     AdaptiveMomentum,
@@ -51,6 +52,8 @@ from .training import Fit, History, fit
 from .uncertainty import Evidence, Posterior, posterior
 
 __version__ = "0.1.0"
+
+alias()
 
 __all__ = [
     "EKFAC",

@@ -379,8 +379,9 @@ class LM(Unscaled, torch.optim.Optimizer):
                 representation = self._represented(parts, lin, plan, old.same_data.steady(old.steps))
                 if ranks.several or not lin.single or lin.parameters.shards is not None:
                     arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
-                if self._planned is not plan or not lin.in_one or representation.needs.chunk is not None:
-                    lin = lin.made_for(representation.needs, rows_of(parts, self._planned))
+                needs = representation.needs
+                if self._planned is not plan or not lin.in_one or needs.chunk is not None or needs.graph:
+                    lin = lin.made_for(needs, rows_of(parts, self._planned))
                 self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
                 step, state = take(parts, lin, representation, self._planned, old, self.lr, self.attempts)
             torch.set_grad_enabled(here.grad)

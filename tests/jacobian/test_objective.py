@@ -27,11 +27,11 @@ def test_value_and_slope():
     """With weights f is the weighted mean of the squares, each of the two outputs counting."""
     objective, batch = made()
     z = objective.outputs(batch.inputs).detach().requires_grad_()
-    value, normaliser, low, rounding = objective.totals(z, batch, objective.value(z, batch), torch.tensor(0.25))
-    f = objective.level(Totals(*(t.item() for t in (value, normaliser, low, rounding)))).f
+    loss, data = objective.loss, (z, batch.targets, batch.weight)
+    found = loss.value(*data), loss.normaliser(*data), loss.lower_bound(*data)
+    f = objective.level(Totals(*(t.item() for t in found), rounding=0.25)).f
     squares = (z - batch.targets).square() * batch.weight[:, None]
     assert f == pytest.approx((squares.sum() / (2 * batch.weight.sum())).item(), rel=1e-12)
-    assert rounding == 0.25
     (slope,) = torch.autograd.grad(objective.value(z, batch), z)
     assert error(objective.slope(z.detach(), batch), slope) < 1e-12
 

@@ -52,6 +52,7 @@ class Curvature(ABC):
     averaged = False  # whether the G of `model` is a running average over batches, and not that of this batch alone
     same_data = False  # whether the data are those of the step before
     takes_sums: ClassVar[bool] = False  # whether `newton` takes a Sum, that has products and `beside` but no `solve`
+    selects: ClassVar[bool] = False  # whether `with_decay` refuses some dampings, also if nothing decays
     separable: ClassVar[bool] = False  # whether it can only be damped by a D that is u ⊗ v in every layer
 
     def __init__(self, lin: Linearization) -> None:
@@ -156,7 +157,7 @@ class Damped:
     def __init__(self, G: Curvature, A: Metric) -> None:
         self.G, self.A, self.decay = G, A, G.lin.decay
         self.dot = G.parameters.dot  # aᵀb
-        self.damping = A if self.decay is None else G.with_decay(A)
+        self.damping = A if self.decay is None and not G.selects else G.with_decay(A)
 
     def step(self) -> Tensor:
         """−H⁻¹g"""

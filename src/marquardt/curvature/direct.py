@@ -644,9 +644,12 @@ class GramCurvature(Curvature):
 
     @property
     def h(self) -> Tensor | None:
-        if self._h is None or not self.lin.in_one:
-            self._h = self.lin.remainder
-        return self._h
+        if self._h is not None:
+            return self._h
+        h = self.lin.remainder
+        if self.lin.told:
+            self._h = h
+        return h
 
     def apply(self, v: Tensor) -> Tensor:
         """J̃v: (n,) → (m,)"""

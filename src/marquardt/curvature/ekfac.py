@@ -88,7 +88,7 @@ class Basis:
 
 
 class EKFACCurvature(KroneckerCurvature):
-    separable = False
+    separable, selects = False, True
 
     def __init__(self, lin: Linearization, decay: float = 0.0) -> None:
         super().__init__(lin, decay)

@@ -410,6 +410,11 @@ class Linearization:
         """∇f: (n,)"""
         return self.regularised(self.parameters.without(self.slope, self.inert))
 
+    @property
+    def told(self) -> bool:
+        """Whether the remainder is what it will be: the rows of the only piece have told which parameters are inert."""
+        return self._rest is not None and self._open is not None
+
     def regularised(self, slope: Tensor) -> Tensor:
         """∇f from its part that the data have: (n,)"""
         pull = self.pull

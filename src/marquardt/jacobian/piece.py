@@ -36,7 +36,7 @@ from ..model.parameters import Parameters, flat, named_parameters
 from ..model.shards import own_part
 from .cut import check_picked
 from .mapping import find
-from .objective import Cotangents, Objective, Rows, Seed, Totals, check_gradient, drawn
+from .objective import Cotangents, Empirical, Exact, Objective, Rows, Sampled, Seed, Totals, check_gradient, drawn
 from .passes import PATHS, REENTRANT, UNRELATED, Groups, Jacobian, Known, Map, Pass, Proof, RowByRow
 
 
@@ -858,7 +858,7 @@ class Piece:
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph
         once = self._unrolls(known.rows_per_sample)
-        joined = rows.__class__.joined is not Rows.joined and rows.joined
+        joined = rows.__class__ not in (Exact, Empirical) and rows.joined
         self.whole = Pass(objective, batch, known, chance, once=once, joined=joined, before=before)
         self.objective = objective = self.whole.objective
         check_backward(self.whole)
@@ -867,7 +867,7 @@ class Piece:
         y = batch.targets
         samples = y.shape[0] if y.__class__ is Tensor and y.ndim else batch.samples
         seed = seed if samples == self.N else seed.apart()
-        index = None if rows.__class__.pick is Rows.pick else rows.pick(self.N, seed)
+        index = None if rows.__class__ in (Exact, Empirical, Sampled) else rows.pick(self.N, seed)
         with torch.no_grad() if torch.is_grad_enabled() else AS_IS:
             if index is None:
                 self.cotangents = drawn(rows, objective.loss, self.z, batch, seed)

@@ -407,7 +407,7 @@ class AdaptiveMomentum:
     def refine(self, newton: Tensor, previous: Tensor | None, H: Damped, same_data: bool) -> Tensor:
         if previous is None or (self.same_data and not same_data):
             return newton
-        g = H.G.gradient
+        g = H.gradient
         GG, GF, FF = at_hand(-H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
         # 1 − cos² of the angle between the two directions in the metric H; the bare determinant loses it to rounding.
         sine2 = (GF * GF / (FF * GG)).neg_().add_(1)

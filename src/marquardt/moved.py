@@ -1,0 +1,36 @@
+"""Where modules went whose classes are named in pickles of earlier versions, and which users may have imported."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+MOVED = {
+    "curvature.dense": "curvature.direct",
+    "curvature.gram": "curvature.direct",
+    "curvature.solve": "curvature.direct",
+    "jacobian.known": "jacobian.passes",
+    "jacobian.rows": "jacobian.objective",
+    "layers.bilinear": "layers.blocks",
+    "layers.block": "layers.blocks",
+    "layers.rules": "layers.capture",
+    "layers.watch": "layers.capture",
+    "losses.elementwise": "losses.base",
+    "losses.outputs": "losses.base",
+    "metric.diagonal": "metric.base",
+    "metric.summed": "metric.layered",
+    "parts.acceptance": "parts.judging",
+    "parts.average": "parts.judging",
+    "parts.damping": "parts.direction",
+    "parts.line_search": "parts.judging",
+    "parts.momentum": "parts.direction",
+    "parts.schedule": "parts.judging",
+    "report": "step",
+    "state": "step",
+}
+
+
+def alias() -> None:
+    """The old names lead to the modules that are there."""
+    for old, new in MOVED.items():
+        sys.modules[f"{__package__}.{old}"] = import_module(f".{new}", __package__)
