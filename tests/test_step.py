@@ -36,6 +36,7 @@ from marquardt.step import (
     check_metric,
     conclude,
     damped,
+    ended,
     found_of,
     gain_ratio,
     judge,
@@ -121,6 +122,14 @@ def test_uphill_against_the_best_so_far():
     assert judged(near, old=State(1.0, best=3.6), acceptance=uphill).rule == "uphill"
     assert judged(near, old=State(1.0, best=3.4), acceptance=uphill).rule is None
     assert judged(found(50.0, cosine=0.5), acceptance=uphill).rule is None
+
+
+def test_heights_of_a_trial_are_above_the_floor():
+    """Not above the bound, which may be far below, or none."""
+    here = start(low=-math.inf, floor=9.5)  # ¼·(11 − 9.5) ≤ 10 − 9.5
+    uphill, near = parts(acceptance=mq.Uphill()), found(11.0, cosine=0.5)
+    assert judge(uphill, State(1.0), here, near, 1.0, 1.0).rule == "uphill"
+    assert judge(uphill, State(1.0), here._replace(floor=9.9), near, 1.0, 1.0).rule is None
 
 
 LEAST = ROUNDINGS * 1e-3
@@ -243,7 +252,8 @@ def test_begin():
     assert other.repeats == 0
     assert begun(5, level=level._replace(f=10.0 * (1 + 1e-8)), dtype=torch.float32).repeats == 6
     assert begun(level=level._replace(f=40.0)).doubt == pytest.approx(2)
-    assert begun(5, 40.0, level._replace(f=40.0)).doubt == 1
+    assert begun(0, 40.0, level._replace(f=40.0)).doubt == pytest.approx(2)  # once may be chance
+    assert begun(1, 40.0, level._replace(f=40.0)).doubt == 1
 
 
 class Objective:
@@ -444,14 +454,15 @@ class Recorded:
         return max(found) if found else None
 
 
-def attempted(search: Recorded, radius: float | None, lr: float = 1.0):
+def attempted(search: Recorded, radius: float | None, lr: float = 1.0, doubt: float = 1.0, rounding: float = 0.0):
     model, x, y = problem()
     some = Parts(**{**PLAIN, "rows": mq.Exact(), "acceptance": Never(), "line_search": search, "radius": radius})
     lin: Linearization = mq.linearize(model, "mse", x, y)
     G = mq.Dense().represent(lin)
-    old, now = State(1.0), begin(State(1.0), lin.level, lin.theta)
+    old, now = State(1.0), begin(State(1.0), lin.level._replace(rounding=rounding), lin.theta)
     with torch.no_grad():
-        return attempt(some, lin, damped(some, G, old, False), old, now, 0.1, lr, [])
+        matrices = damped(some, G, old, False)
+        return attempt(some, lin, matrices, old, now._replace(doubt=doubt), 0.1, lr, [])
 
 
 @pytest.mark.parametrize("lr", [1.0, 0.5])
@@ -476,6 +487,23 @@ def test_the_point_that_failed_is_told():
         search = Recorded(0.5)
         end = attempted(search, radius)
         assert search.tried == (1.0, end.found.new_loss)
+
+
+@pytest.mark.parametrize("why", [{"doubt": 2.0}, {"rounding": 1e9}, {"lr": 0.0}], ids=str)
+def test_there_is_no_search_for_what_the_step_cannot_tell(why):
+    """In doubt of the batch, for a decrease that rounding hides, and where nothing moves."""
+    search = Recorded(0.5)
+    assert attempted(search, None, **why).rule == "rejected"
+    assert not hasattr(search, "tried")
+
+
+def test_weights_that_are_rounded_to_what_they_were_go_on():
+    """As θ does, of which they are the rounding: in time they follow."""
+    d, stays = torch.ones(2), found(10.0)
+    for coarse, rule in ((True, "decrease"), (False, "rejected")):
+        end = ended(parts(), State(1.0), start(), stays, d, 1.0, 1.0, 0, coarse)
+        assert (end.rule, end.d is d) == (rule, coarse)
+    assert ended(parts(), State(1.0), start(), found(11.0), d, 1.0, 1.0, 0, True).rule == "rejected"
 
 
 def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter():
