@@ -37,23 +37,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import marquardt.attempt
-import marquardt.iteration
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import marquardt as mq
 import marquardt.metric.layered
-import marquardt.optimizer
-import marquardt.parts.direction
 import marquardt.parts.judging
+import marquardt.step
 import measure
 from contest import functions, tasks
 from contest.contestants import Feed
 from marquardt.paper import data as paper_data
 from marquardt.paper import problems
-from marquardt.step import State
+from marquardt.policies.lag import Lag
+from marquardt.policies.loans import Loans
+from marquardt.policies.outliers import Outliers
+from marquardt.policies.same_data import SameData
 
 FIRST_SEED = 3000
 COVERED = 0.95
@@ -66,24 +66,29 @@ SHOWN = 5e-4  # a ratio that differs less from 1 is printed as 1.000
 
 Change = tuple[Any, str, Any]  # an object, the name of what it has, and what it has instead
 
-SETTLED, NEXT_LAM, JUDGE = State.settled, marquardt.optimizer.next_lam, marquardt.attempt.judge
+BEGIN, JUDGE, NEXT_LAM = marquardt.step.begin, marquardt.step.judge, marquardt.step.next_lam
+LENT = Loans.after
 
 
-def without_loans(self: State, *rest: Any) -> State:
-    return replace(SETTLED(self, *rest), haven=None, haven_loss=math.inf, away=0, ceiling=math.inf)
+def at_once(*rest: Any) -> Any:
+    start = BEGIN(*rest)
+    return start._replace(same_data=start.repeats > 0)
 
 
-def without_ceiling(self: State, *rest: Any) -> State:
-    return replace(SETTLED(self, *rest), ceiling=math.inf)
+def without_loans(self: Loans, *rest: Any) -> Loans:
+    return replace(LENT(self, *rest), haven=None, haven_loss=math.inf, away=0, ceiling=math.inf)
 
 
-def always_judged(parts: Any, start: Any, found: Any, *rest: Any) -> Any:
-    told = JUDGE(parts, start, found, *rest)
+def without_ceiling(self: Loans, *rest: Any) -> Loans:
+    return replace(LENT(self, *rest), ceiling=math.inf)
+
+
+def always_judged(parts: Any, old: Any, start: Any, found: Any, lam: float, lr: float) -> Any:
+    told = JUDGE(parts, old, start, found, lam, lr)
     if told.judged:
         return told
-    lr = rest[1]
-    gain = marquardt.iteration.gain_ratio(start.level.f - found.new_loss, -lr * found.gd - 0.5 * lr**2 * found.dGd)
-    return told._replace(judged=True, gain=gain)
+    predicted = -lr * found.gd - 0.5 * lr**2 * found.dGd
+    return told._replace(judged=True, gain=marquardt.step.gain_ratio(start.level.f - found.new_loss, predicted))
 
 
 def next_lam_as_after(rule: str) -> Callable[..., float]:
@@ -96,21 +101,21 @@ def next_lam_as_after(rule: str) -> Callable[..., float]:
 
 
 PATCHES: dict[str, Sequence[Change]] = {
-    "never detected": [(State, "starts_with", lambda *_: 0)],
-    "known from the start": [(State, "starts_with", lambda *_: 2)],
-    "detected at once": [(marquardt.iteration.Start, "same_data", property(lambda start: start.repeats > 0))],
-    "no loans": [(State, "settled", without_loans)],
-    "no return": [(State, "overdue", lambda *_: False)],
-    "no ceiling": [(State, "settled", without_ceiling)],
-    "no doubt": [(State, "doubt", lambda *_: 1.0)],
-    "always judged": [(marquardt.attempt, "judge", always_judged)],
-    "λ may fall after a search": [(marquardt.optimizer, "next_lam", next_lam_as_after("search"))],
-    "λ rises after uphill": [(marquardt.optimizer, "next_lam", next_lam_as_after("uphill"))],
+    "never detected": [(SameData, "repeated", lambda *_: 0)],
+    "known from the start": [(SameData, "repeated", lambda *_: 2)],
+    "detected at once": [(marquardt.step, "begin", at_once)],
+    "no loans": [(Loans, "after", without_loans)],
+    "no return": [(Loans, "overdue", lambda *_: False)],
+    "no ceiling": [(Loans, "after", without_ceiling)],
+    "no doubt": [(Outliers, "doubt", lambda *_: 1.0)],
+    "always judged": [(marquardt.step, "judge", always_judged)],
+    "λ may fall after a search": [(marquardt.step, "next_lam", next_lam_as_after("search"))],
+    "λ rises after uphill": [(marquardt.step, "next_lam", next_lam_as_after("uphill"))],
     "λ falls for ever": [(marquardt.parts.judging, "NEGLIGIBLE", -1.0)],
     "λ falls on while unjudged": [(marquardt.parts.judging, "ENOUGH", math.inf)],
-    "reweighting is new data": [(marquardt.optimizer, "reweighted", lambda old, *_: old)],
-    "the past is always trusted": [(marquardt.parts.direction, "trusted", lambda past, present: torch.ones(()))],
-    "averaged even if it lags": [(State, "behind", property(lambda state: False))],
+    "reweighting is new data": [(marquardt.step, "reweighted", lambda old, *_: old)],
+    "the past is always trusted": [(marquardt.metric.layered, "trusted", lambda past, present: torch.ones(()))],
+    "averaged even if it lags": [(Lag, "behind", property(lambda lag: False))],
     "no early renewals": [(marquardt.metric.layered, "EARLY", 0)],
 }
 

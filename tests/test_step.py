@@ -30,11 +30,13 @@ from marquardt.step import (
     State,
     Step,
     attempt,
+    averaged,
     begin,
     blame_gradient,
     check_metric,
     conclude,
     damped,
+    ended,
     found_of,
     gain_ratio,
     judge,
@@ -45,7 +47,6 @@ from marquardt.step import (
     remembered,
     report,
     tried,
-    with_mean,
 )
 from support import reference
 from support.parts import Never, flat
@@ -121,6 +122,14 @@ def test_uphill_against_the_best_so_far():
     assert judged(near, old=State(1.0, best=3.6), acceptance=uphill).rule == "uphill"
     assert judged(near, old=State(1.0, best=3.4), acceptance=uphill).rule is None
     assert judged(found(50.0, cosine=0.5), acceptance=uphill).rule is None
+
+
+def test_heights_of_a_trial_are_above_the_floor():
+    """Not above the bound, which may be far below, or none."""
+    here = start(low=-math.inf, floor=9.5)  # ¼·(11 − 9.5) ≤ 10 − 9.5
+    uphill, near = parts(acceptance=mq.Uphill()), found(11.0, cosine=0.5)
+    assert judge(uphill, State(1.0), here, near, 1.0, 1.0).rule == "uphill"
+    assert judge(uphill, State(1.0), here._replace(floor=9.9), near, 1.0, 1.0).rule is None
 
 
 LEAST = ROUNDINGS * 1e-3
@@ -243,7 +252,8 @@ def test_begin():
     assert other.repeats == 0
     assert begun(5, level=level._replace(f=10.0 * (1 + 1e-8)), dtype=torch.float32).repeats == 6
     assert begun(level=level._replace(f=40.0)).doubt == pytest.approx(2)
-    assert begun(5, 40.0, level._replace(f=40.0)).doubt == 1
+    assert begun(0, 40.0, level._replace(f=40.0)).doubt == pytest.approx(2)  # once may be chance
+    assert begun(1, 40.0, level._replace(f=40.0)).doubt == 1
 
 
 class Objective:
@@ -444,14 +454,15 @@ class Recorded:
         return max(found) if found else None
 
 
-def attempted(search: Recorded, radius: float | None, lr: float = 1.0):
+def attempted(search: Recorded, radius: float | None, lr: float = 1.0, doubt: float = 1.0, rounding: float = 0.0):
     model, x, y = problem()
     some = Parts(**{**PLAIN, "rows": mq.Exact(), "acceptance": Never(), "line_search": search, "radius": radius})
     lin: Linearization = mq.linearize(model, "mse", x, y)
     G = mq.Dense().represent(lin)
-    old, now = State(1.0), begin(State(1.0), lin.level, lin.theta)
+    old, now = State(1.0), begin(State(1.0), lin.level._replace(rounding=rounding), lin.theta)
     with torch.no_grad():
-        return attempt(some, lin, damped(some, G, old, False), old, now, 0.1, lr, [])
+        matrices = damped(some, G, old, False)
+        return attempt(some, lin, matrices, old, now._replace(doubt=doubt), 0.1, lr, [])
 
 
 @pytest.mark.parametrize("lr", [1.0, 0.5])
@@ -478,6 +489,23 @@ def test_the_point_that_failed_is_told():
         assert search.tried == (1.0, end.found.new_loss)
 
 
+@pytest.mark.parametrize("why", [{"doubt": 2.0}, {"rounding": 1e9}, {"lr": 0.0}], ids=str)
+def test_there_is_no_search_for_what_the_step_cannot_tell(why):
+    """In doubt of the batch, for a decrease that rounding hides, and where nothing moves."""
+    search = Recorded(0.5)
+    assert attempted(search, None, **why).rule == "rejected"
+    assert not hasattr(search, "tried")
+
+
+def test_weights_that_are_rounded_to_what_they_were_go_on():
+    """As θ does, of which they are the rounding: in time they follow."""
+    d, stays = torch.ones(2), found(10.0)
+    for coarse, rule in ((True, "decrease"), (False, "rejected")):
+        end = ended(parts(), State(1.0), start(), stays, d, 1.0, 1.0, 0, coarse)
+        assert (end.rule, end.d is d) == (rule, coarse)
+    assert ended(parts(), State(1.0), start(), found(11.0), d, 1.0, 1.0, 0, True).rule == "rejected"
+
+
 def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter():
     model = nn.Linear(2, 1)
     parameters = mq.linearize(model, "mse", torch.randn(3, 2), torch.randn(3, 1)).parameters
@@ -499,6 +527,8 @@ def test_remembered():
 
 class Settling(mq.Diagonal):
     """A metric that tells how many steps it was told of."""
+
+    turns = True
 
     def settled(self, steps: int, ranks: Ranks = ALONE) -> mq.Metric:
         return mq.Diagonal(torch.tensor(float(steps)))
@@ -524,20 +554,18 @@ def test_kept():
     assert kept(some, matrices, start(), ending("return")) == {"previous": None}
 
 
-def test_with_mean():
-    model = nn.Linear(2, 1)
-    parameters = mq.linearize(model, "mse", torch.randn(3, 2), torch.randn(3, 1)).parameters
-    theta, old = flat(model), torch.zeros(3)
+def test_averaged():
+    theta, old = torch.tensor([1.0, -2.0, 3.0]), torch.zeros(3)
     state = State(1.0, mean=old, points=3)
-    polyak = with_mean(mq.Polyak(), state, parameters, True)
-    assert error(polyak.mean, theta / 4) < 1e-12
-    assert polyak.points == 4
+    polyak = averaged(mq.Polyak(), state, theta, start(repeats=2))
+    assert error(polyak["mean"], theta / 4) < 1e-12
+    assert polyak["points"] == 4
     assert not old.any()
     for first in (
-        with_mean(mq.Polyak(), State(1.0), parameters, False),
-        with_mean(mq.EMA(), state, parameters, True),  # on the same data it starts anew
+        averaged(mq.Polyak(), State(1.0), theta, start()),
+        averaged(mq.EMA(), state, theta, start(repeats=2)),  # on the same data it starts anew
     ):
-        assert torch.equal(first.mean, theta)
-        assert first.points == 1
-    ema = with_mean(mq.EMA(0.2), state, parameters, False)
-    assert error(ema.mean, 0.8 * theta) < 1e-12
+        assert torch.equal(first["mean"], theta)
+        assert first["points"] == 1
+    ema = averaged(mq.EMA(0.2), state, theta, start())
+    assert error(ema["mean"], 0.8 * theta) < 1e-12

@@ -11,7 +11,7 @@ import torch
 import ablation
 import marquardt as mq
 from ablation import DEFAULT, LAST, POLICIES, TASKS, Compared, Job, Solved
-from marquardt.step import State
+from marquardt.policies.outliers import Outliers
 
 
 @pytest.mark.parametrize("name", ablation.PATCHES)
@@ -24,10 +24,10 @@ def test_a_patch_changes_what_is_there_and_takes_it_back(name):
 
 
 def test_a_patch_is_taken_back_whatever_is_raised():
-    doubt = State.doubt
+    doubt = Outliers.doubt
     with pytest.raises(ZeroDivisionError), ablation.patched(ablation.PATCHES["no doubt"]):
-        1 // (State.doubt is doubt)
-    assert State.doubt is doubt
+        1 // (Outliers.doubt is doubt)
+    assert Outliers.doubt is doubt
 
 
 def test_every_patch_belongs_to_a_policy():

@@ -35,8 +35,7 @@ from fuzz.observed import (
     noise_of,
     structure,
 )
-from marquardt.curvature.contract import trusted
-from marquardt.metric import Diagonal
+from marquardt.metric import Diagonal, trusted
 from marquardt.parts.judging import Trial
 from marquardt.step import ROUNDINGS, attempt
 from support.reference import call

@@ -29,14 +29,14 @@ MUTATIONS = [
     # dense
     mutation(
         "curvature: dense in the units of the sum",
-        "lin.ranks.sum_later(G.mul_(lin.scale))",
-        "lin.ranks.sum_later(G)",
+        "G.mul_(scale) g.mul_(scale)",
+        "g.mul_(scale)",
         DENSE,
         PRIMAL,
     ),
     mutation(
         "curvature: the gradient of dense without what is not Su",
-        "return whole, g if lin.remainder is None else g + lin.remainder",
+        "return whole, g if h is None else g + h",
         "return whole, g",
         REGULARISED,
         DENSE,
@@ -133,8 +133,8 @@ MUTATIONS = [
     ),
     mutation(
         "curvature: u of gram without its units",
-        "self.u = lin.ranks.gather(torch.cat(us)) * self.root",
-        "self.u = lin.ranks.gather(torch.cat(us)) * 1.0",
+        "self.u = (lin.ranks.gather(u) if several else u) * self.root",
+        "self.u = (lin.ranks.gather(u) if several else u) * 1.0",
         PRIMAL,
         GRAM,
     ),
@@ -426,8 +426,8 @@ MUTATIONS = [
     ),
     mutation(
         "curvature: the slope without its metric",
-        "return self.parameters.dot(g, D.solve(g.clone(), self.parameters.sizes))",
-        "return self.parameters.dot(g, g)",
+        'metric of D""" g = self.gradient return self.parameters.dot(g, D.solve(g.clone(), self.parameters.sizes))',
+        'metric of D"""\n        g = self.gradient\n        return self.parameters.dot(g, g)',
         SLOPE,
     ),
     # the plan and its cost

@@ -278,8 +278,8 @@ MUTATIONS = [
     ),
     mutation(
         "losses: a gradient without sample weights",
-        "return weighted(self.slope(z, y), weight)",
-        "return weighted(self.slope(z, y), None)",
+        "return slope if weight is None else weighted(slope, weight)",
+        "return slope",
         BASE,
     ),
     mutation(

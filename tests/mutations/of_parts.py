@@ -125,8 +125,8 @@ MUTATIONS = [
     ),
     mutation(
         "parts: balanced goes back to the λ₀ of its gain ratio",
-        "replace(self.gain, initial=self.initial).update(lam, outcome)",
-        "self.gain.update(lam, outcome)",
+        "return replace(self.gain, initial=self.initial)",
+        "return self.gain",
         SCHEDULE,
     ),
     mutation(
@@ -220,15 +220,15 @@ MUTATIONS = [
     ),
     mutation(
         "parts: β of momentum with ξ for its square",
-        "beta = dP * ((1 - self.xi**2) / (FF * sine2)).sqrt()",
-        "beta = dP * ((1 - self.xi) / (FF * sine2)).sqrt()",
+        "(FF * sine2).reciprocal() * (1 - self.xi**2)",
+        "(FF * sine2).reciprocal() * (1 - self.xi)",
         STEP,
         MOMENTUM,
     ),
     mutation(
         "parts: momentum does not see parallel steps",
-        "sine2 = 1 - GF * GF / (FF * GG)",
-        "sine2 = 1 + GF * GF / (FF * GG)",
+        "(GF * GF / (FF * GG)).neg_().add_(1)",
+        "(GF * GF / (FF * GG)).add_(1)",
         STEP,
         MOMENTUM,
     ),
@@ -287,7 +287,7 @@ MUTATIONS = [
         "return 2 * points[k][0]",
         SEARCH,
         STEP,
-        "tests/test_attempt.py",
+        "tests/test_step.py",
     ),
     mutation(
         "parts: the parabola has its vertex on the other side", "x1 - 0.5 * ((x1", "x1 + 0.5 * ((x1", SEARCH, STEP
@@ -344,14 +344,14 @@ MUTATIONS = [
     ),
     mutation(
         "parts: a batch that is far from the last one has all its weight",
-        "share = (weight * trusted(old.trace, now.trace))",
-        "share = (weight * 1.0 + 0 * now.trace.sum())",
+        "share = (weight * trusted(self.trace, trace))",
+        "share = (weight * 1.0 + 0 * trace.sum())",
         METRIC,
     ),
     mutation(
         "parts: the first batch lingers in the Kronecker metric",
-        "averaged(past.layers, layers, (1 - 1 / batches).clamp(max=self.decay))",
-        "averaged(past.layers, layers, (0 * batches + self.decay))",
+        "layers, batches.reciprocal().neg_().add_(1).clamp_(max=self.decay))",
+        "layers, 0 * batches + self.decay)",
         METRIC,
     ),
     mutation(

@@ -15,6 +15,7 @@ from marquardt import optimizer, step
 from marquardt.metric import Diagonal
 from marquardt.parts.judging import ENOUGH, Outcome
 from marquardt.policies.loans import PATIENCE
+from marquardt.policies.outliers import HEARD, UNHEARD
 from support.parts import flat
 
 CURVATURES = [mq.Dense(), mq.Gram(), mq.MatrixFree(), mq.Kronecker(), mq.Hessian(), mq.Auto(inertia=0.8)]
@@ -291,6 +292,20 @@ def test_one_corrupt_batch_does_not_end_the_run(curvature, kind):
     spoilt, bad = run_with(kind, curvature, 1e6)
     assert spoilt < 1.2 * clean
     assert bad.loss < 10 or "times those of late" in bad.note or not bad.accepted
+
+
+def test_lambda_is_larger_in_doubt_of_a_batch():
+    """As many times as its loss is unheard-of, and for this step alone."""
+    opt = mq.LM(small_net(), "mse")
+    for i in range(HEARD):
+        x, y = batch("mse", i)
+        before = opt.step(x, y[:, :1])
+    lam, unit = opt.lam, before.new_loss / opt._state.same_data.expected
+    x, y = batch("mse", 50)
+    bad = opt.step(x, y[:, :1] + 1000)
+    assert bad.lam == pytest.approx(lam * bad.loss / (UNHEARD * opt._state.outliers.height * unit))
+    assert bad.lam > 1000 * lam
+    assert opt.lam == lam
 
 
 @pytest.mark.parametrize("part", [mq.MeanEigenvalue(), mq.LayerMeanEigenvalue()], ids=name)
