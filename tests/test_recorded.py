@@ -68,8 +68,8 @@ def same_step(here: mq.Step, there: mq.Step) -> None:
         assert getattr(here, key) == pytest.approx(getattr(there, key), rel=1e-7, nan_ok=True), key
 
 
-COUNTS = ("lam", "steps", "accepted", "repeats", "unjudged", "idle", "points", "away", "most_rows")
-LOSSES = ("best", "expected", "height", "stride", "idle_from", "haven_loss", "ceiling", "late")
+COUNTS = ("lam", "steps", "accepted", "repeats", "unjudged", "idle", "points", "most_rows")
+LOSSES = ("best", "expected", "height", "stride", "idle_from", "late")
 
 
 def same_state(opt: mq.LM, plain: mq.LM) -> None:
@@ -79,7 +79,7 @@ def same_state(opt: mq.LM, plain: mq.LM) -> None:
     assert one.keys() == other.keys()
     for key in COUNTS + LOSSES:
         assert one[key] == pytest.approx(other[key], rel=1e-7), key
-    for key in ("mean", "previous", "haven"):
+    for key in ("mean", "previous"):
         assert (one[key] is None) == (other[key] is None), key
         assert one[key] is None or error(one[key], other[key]) < 1e-7, key
     assert (one["past"] is None) == (other["past"] is None)

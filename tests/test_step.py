@@ -18,8 +18,8 @@ from marquardt.losses import resolve
 from marquardt.parts.judging import Outcome
 from marquardt.policies import Ending, Found, Judgement, Start
 from marquardt.policies.convergence import IDLE, Convergence
-from marquardt.policies.loans import Loans
 from marquardt.policies.outliers import HEARD, Outliers
+from marquardt.policies.recent import Recent
 from marquardt.policies.same_data import SameData
 from marquardt.ranks import ALONE, Ranks
 from marquardt.step import (
@@ -96,22 +96,22 @@ def test_an_increase():
 
 
 @pytest.mark.parametrize(
-    ("f_new", "cosine", "old", "doubt", "rule"),
+    ("f_new", "cosine", "late", "doubt", "rule"),
     [
-        (11.0, 0.5, {}, 1.0, "uphill"),  # (1 − ½)²·(11 − 1) ≤ 10 − 1
-        (11.0, 0.0, {}, 1.0, None),
-        (11.0, None, {}, 1.0, None),
-        (11.0, 0.5, {"loans": Loans(ceiling=11.0)}, 1.0, "uphill"),
-        (11.0, 0.5, {"loans": Loans(ceiling=10.9)}, 1.0, None),  # earlier uphill moves have not paid
-        (11.0, 0.5, {}, 2.0, None),  # in doubt of the batch only a decrease counts
-        (9.0, 0.5, {"loans": Loans(ceiling=1.0)}, 2.0, "decrease"),
-        (math.nan, 0.5, {}, 1.0, None),
-        (math.inf, 0.5, {}, 1.0, None),
+        (11.0, 0.5, math.inf, 1.0, "uphill"),  # (1 − ½)²·(11 − 1) ≤ 10 − 1
+        (11.0, 0.0, math.inf, 1.0, None),
+        (11.0, None, math.inf, 1.0, None),
+        (11.0, 0.5, 11.0, 1.0, "uphill"),
+        (11.0, 0.5, 10.9, 1.0, None),  # more than the best loss was of late
+        (11.0, 0.5, math.inf, 2.0, None),  # in doubt of the batch only a decrease counts
+        (9.0, 0.5, 1.0, 2.0, "decrease"),
+        (math.nan, 0.5, math.inf, 1.0, None),
+        (math.inf, 0.5, math.inf, 1.0, None),
     ],
 )
-def test_uphill_and_what_bars_it(f_new, cosine, old, doubt, rule):
-    here = State(1.0, **old)
-    assert judged(found(f_new, cosine=cosine), old=here, doubt=doubt, acceptance=mq.Uphill()).rule == rule
+def test_uphill_and_what_bars_it(f_new, cosine, late, doubt, rule):
+    here, acceptance = State(1.0, recent=Recent(late)), mq.Uphill(of_late=True)
+    assert judged(found(f_new, cosine=cosine), old=here, doubt=doubt, acceptance=acceptance).rule == rule
 
 
 def test_uphill_against_the_best_so_far():
@@ -278,14 +278,6 @@ def test_conclude():
     assert (rejected.accepted, rejected.outliers.stride, rejected.best) == (5, 0.3, 9.0)
     _, doubted = done(old, now._replace(doubt=2.0), ending())
     assert (doubted.accepted, doubted.outliers) == (6, Outliers(2.0, 0.3, True))
-
-
-def test_an_uphill_move_is_a_loan():
-    theta = torch.arange(2.0)
-    state = done(State(1.0), start(repeats=2, theta=theta), ending("uphill", 11.0))[1]
-    assert torch.equal(state.loans.haven, theta)
-    assert (state.loans.haven_loss, state.loans.away) == (10.0, 1)
-    assert done(State(1.0), start(repeats=1), ending("uphill", 11.0))[1].loans.away == 0
 
 
 def test_a_run_that_has_converged_says_so_and_nothing_else():
@@ -551,7 +543,6 @@ def test_kept():
     assert doubted.pop("previous").tolist() == [0, 0.5]
     assert not doubted
     assert kept(some, matrices, start(), ending("rejected")) == {}
-    assert kept(some, matrices, start(), ending("return")) == {"previous": None}
 
 
 def test_averaged():

@@ -176,14 +176,12 @@ class RecordedStep:
         if result is None:
             return None
         level, found = result
-        old = reweighted(old, level, self.objective)
+        old = reweighted(old, level)
         start = begin(old, level, self.theta)
         end = ended(parts, old, start, found, self.d, old.lam, lr, old.convergence.unjudged)
-        usual = start.same_data == self.same_data and start.doubt == 1 and not old.loans.overdue(end.loss, True)
+        usual = start.same_data == self.same_data and start.doubt == 1
         if end.d is None or not usual:
             return None
-        if end.loss > level.f:  # θ may become a haven, and the next replay writes over it
-            start = start._replace(theta=self.theta.clone())
         with torch.no_grad():
             left = {**_left(self.next), "decay": found.new_decay or 0.0}
             left["D"] = None if left["D"] is None else left["D"].settled(start.steps + 1)

@@ -20,7 +20,7 @@ from .model.shards import shard_of
 from .parts.direction import Damping
 from .parts.judging import Schedule
 from .plain import WAY_OUT, check_fields, check_tensor, check_value, is_count, is_number, short
-from .step import ENTRIES, VECTORS, State, nested
+from .step import ENTRIES, RETIRED, VECTORS, State, nested
 
 FOREIGN = (
     "it was not made by marquardt.LM. To begin with what another optimizer has trained, load the weights alone, "
@@ -79,7 +79,7 @@ def _of_this_version(saved: Any) -> dict[str, Any]:
             f"the state is of version {short(version)}, this marquardt knows 1 to {VERSION}: load it in a newer "
             "marquardt"
         )
-    found = {k: v for k, v in saved.items() if k != "version"}
+    found = {k: v for k, v in saved.items() if k not in ("version", *RETIRED)}
     if version == 1 and "rows" in found:
         found["most_rows"] = found.pop("rows")
     return found

@@ -27,7 +27,7 @@ from .metric import KINDS, Metric
 from .model.parameters import Parameters
 from .parts.direction import Damping, Momentum
 from .parts.judging import Acceptance, Average, LineSearch, Outcome, Schedule, Trial
-from .policies import HELD, POLICIES, RISING, Ending, Found, Judgement, Policies, Policy, Start
+from .policies import POLICIES, RISING, Ending, Found, Judgement, Policies, Policy, Start
 from .policies.lag import ratio
 from .policies.outliers import UNHEARD
 from .tolerances import SAME_LOSS
@@ -72,7 +72,7 @@ class Step:
     loss: float  # f before
     new_loss: float  # f after the step; f before it if it was rejected
     accepted: bool  # whether the weights have moved
-    rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
+    rule: str  # "decrease" | "uphill" | "search" | "rejected"
     lam: float  # λ of this step
     lr: float  # learning rate of this step; after a line search the one it found
     gain: float  # ρ, actual over predicted decrease of the full step; NaN if both are below the rounding of the loss
@@ -96,7 +96,7 @@ def take(
     """One step on a batch, and the next state; the model ends at the next θ."""
     G = representation.represent(lin)  # f, g, G ← linearise the model at θ
     level, theta = lin.level, lin.theta
-    old = reweighted(like(old, theta), level, lin.objective)
+    old = reweighted(like(old, theta), level)
     start = begin(old, level, theta)  # the same data? an unheard-of loss?
     matrices = damped(parts, G, old, start.same_data)  # D ← damping of the parameters
     lam, unjudged, notes = old.lam, old.convergence.unjudged, first_notes(start, old.plan, plan)
@@ -110,10 +110,7 @@ def take(
             notes.append("rejected: rounding of the loss hides what the step would gain")
             break
         notes.append(f"rejected at λ = {used:.3g}, next {lam:.3g}")
-    if old.loans.haven is not None and old.loans.overdue(end.loss, start.same_data):
-        end = end._replace(rule="return", d=None, loss=old.loans.haven_loss)
-        notes.append(f"back to where the loss was {old.loans.away} steps ago")
-    decay = commit(lin, end, old.loans.haven)  # θ: nothing else moves it for good
+    decay = commit(lin, end)  # θ: nothing else moves it for good
     left = {**kept(parts, matrices, start, end), "plan": plan, "most_rows": lin.most, "decay": decay}
     return conclude(parts, lin.objective, old, start, end, lam, used, left, notes)
 
@@ -168,24 +165,17 @@ def like(state: State, theta: Tensor) -> State:
     for v in (state.past or {}).values():  # in the precision that its representation chose
         if v.device != theta.device:
             moved["past"] = {k: v.to(theta.device) for k, v in (state.past or {}).items()}
-    for name, key in HELD:
-        if (v := old[name].__dict__[key]) is not None and (v.dtype != theta.dtype or v.device != theta.device):
-            moved[name] = changed(moved.get(name, old[name]), **{key: v.to(theta)})
     return changed(state, **moved) if moved else state
 
 
-def reweighted(old: State, level: Level, objective: Objective) -> State:
+def reweighted(old: State, level: Level) -> State:
     """What earlier steps have left, if weight decay had other weights then: it has another part of f at the same θ. The
-    data stay the same. Heights above the best loss, that of the haven if there is one, stay too."""
+    data stay the same. Heights above the best loss stay too."""
     if old.decay is None or abs(level.decay - old.decay) <= SAME_LOSS[torch.float64] * max(level.decay, old.decay):
         return old
-    W, haven = objective.decay(level.normaliser), old.loans.haven
-    here = best = level.decay - old.decay
-    if haven is not None:
-        there = 0.0 if W is None else floats(W.value(objective.parameters.shaped(haven)))[0]
-        best = there - old.loans.haven_decay
-    others = {name: old.__dict__[name].raised(here, best) for name in POLICIES}
-    return changed(old, decay=level.decay, best=old.best + best, **others)
+    by = level.decay - old.decay
+    others = {name: old.__dict__[name].raised(by) for name in POLICIES}
+    return changed(old, decay=level.decay, best=old.best + by, **others)
 
 
 def begin(old: State, level: Level, theta: Tensor) -> Start:
@@ -322,7 +312,7 @@ def judge(parts: Parts, old: State, start: Start, found: Found, lam: float, lr: 
         for name in RISING:
             if not old.__dict__[name].uphill(start, f_new):
                 cosine = None
-    rule = parts.acceptance.judge(Trial(f, f_new, start.floor, start.best, cosine, old.loans.late))
+    rule = parts.acceptance.judge(Trial(f, f_new, start.floor, start.best, cosine, old.recent.late))
     lag = math.nan if found.mean_loss is None else ratio(f, start.floor, least, found.mean_loss)
     return Judgement(rule, judged, gain, abs(predicted), share, lag)
 
@@ -393,13 +383,11 @@ def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: 
 # --- the conclusion: what the next step is left with
 
 
-def commit(lin: Linearization, end: Ending, haven: Tensor | None) -> float:
+def commit(lin: Linearization, end: Ending) -> float:
     """The weights ← those of the next step, for good; what weight decay has of f there."""
     at = lin.position.at
     if at is None or at[0] is not end.d or at[1] != end.lr:  # not where they were tried last
         lin.position.move(end.d, end.lr)
-    if end.rule == "return" and haven is not None:
-        lin.parameters.assign(haven)
     W = lin.decay if lin.objective.penalty else None
     return 0.0 if W is None else floats(W.value(lin.parameters.tensors))[0]
 
@@ -407,7 +395,7 @@ def commit(lin: Linearization, end: Ending, haven: Tensor | None) -> float:
 def kept(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[str, Any]:
     """The tensors that a step leaves for the next one; the others stay. Of a batch in doubt there is the step alone."""
     if end.d is None:
-        return {"previous": None} if end.rule == "return" else {}
+        return {}
     previous = {"previous": remembered(parts, end.d, end.lr)}
     if start.doubt > 1:
         return previous
@@ -440,9 +428,8 @@ def conclude(
     that of this one."""
     policies = {name: old.__dict__[name].after(start, end) for name in POLICIES}
     best = end.loss if end.loss < start.best else start.best
-    if parts.average is not None and (end.d is not None or end.rule == "return"):
-        haven = policies["loans"].haven
-        left |= averaged(parts.average, old, objective.parameters.vector() if haven is None else haven, start)
+    if parts.average is not None and end.d is not None:
+        left |= averaged(parts.average, old, objective.parameters.vector(), start)
     state = changed(
         old, lam=lam, steps=old.steps + 1, accepted=old.accepted + (end.d is not None), best=best, **policies, **left
     )
@@ -452,7 +439,7 @@ def conclude(
 
 
 def averaged(average: Average, old: State, theta: Tensor, start: Start) -> dict[str, Any]:
-    """θ̄ after another θ: that of the model; of uphill moves on the same data that before them, until they have paid"""
+    """θ̄ after another θ"""
     if old.mean is None or (start.same_data and average.restarts):
         return {"mean": theta, "points": 1}
     return {"mean": average.update(old.mean, theta, old.points), "points": old.points + 1}
@@ -522,7 +509,7 @@ class State(Policies):
 
 def nested(found: Mapping[str, Any]) -> dict[str, Any]:
     """The policies in the place of their fields; those that a flat dict lacks have their defaults."""
-    rest, policies = dict(found), {}
+    rest, policies = {key: value for key, value in found.items() if key not in RETIRED}, {}
     for name, default in POLICIES.items():
         given = rest.pop(name) if isinstance(rest.get(name), Policy) else None
         own = {f.name: rest.pop(f.name) for f in fields(default) if f.name in rest}
@@ -533,6 +520,9 @@ def nested(found: Mapping[str, Any]) -> dict[str, Any]:
 # The entries of the flat dict.
 ENTRIES: dict[str, Field[Any]] = {f.name: f for f in fields(State) if f.name not in POLICIES}
 ENTRIES |= {f.name: f for policy in POLICIES.values() for f in fields(policy)}
+
+# Entries that older files have besides, of the way back after uphill moves: nothing asks for them any more.
+RETIRED = ("haven", "haven_loss", "away", "ceiling", "haven_decay")
 
 # What is as long as θ.
 VECTORS = [name for name, entry in ENTRIES.items() if str(entry.type).endswith("Tensor | None")]

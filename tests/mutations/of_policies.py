@@ -1,4 +1,4 @@
-"""The judge and the policies: the same data, doubt, loans and ceilings, convergence, what cannot be judged, the
+"""The judge and the policies: the same data, doubt, uphill moves, convergence, what cannot be judged, the
 average that lags behind, searches, the radius, and λ."""
 
 from __future__ import annotations
@@ -6,10 +6,6 @@ from __future__ import annotations
 from .mutations import mutation
 
 JUDGEMENT = "tests/optimizer/test_judgement.py"
-LOANS = tuple(
-    f"{JUDGEMENT}::test_{name}"
-    for name in ("uphill_moves_that_do_not_pay_are_taken_back", "uphill_moves_that_pay_go_on")
-)
 BEST = f"{JUDGEMENT}::test_the_loss_stays_with_the_best_after_convergence"
 ENDS = tuple(
     f"{JUDGEMENT}::test_{name}"
@@ -37,7 +33,7 @@ COARSE = "tests/optimizer/test_coarse_parameters.py"
 RECORDED = "tests/test_recorded.py"
 PIECES = "tests/test_step.py"
 SAME_DATA, OUTLIERS, LATE, LAGS, CONVERGENCE = (
-    f"tests/policies/test_{name}.py" for name in ("same_data", "outliers", "loans", "lag", "convergence")
+    f"tests/policies/test_{name}.py" for name in ("same_data", "outliers", "recent", "lag", "convergence")
 )
 
 MUTATIONS = [
@@ -93,7 +89,6 @@ MUTATIONS = [
         "policies: the best loss leaves the last one out",
         "best = end.loss if end.loss < start.best else start.best",
         "best = start.best",
-        *LOANS,
         PIECES,
     ),
     # weight decay that changes
@@ -110,28 +105,6 @@ MUTATIONS = [
         "self.height",
         REWEIGHTED,
         OUTLIERS,
-    ),
-    mutation(
-        "policies: another weight decay moves the best loss with the model, not with the haven",
-        "best=old.best + best, **others",
-        "best=old.best + here, **others",
-        REWEIGHTED,
-        LATE,
-    ),
-    mutation(
-        "policies: weight decay of the haven is forgotten",
-        "there = 0.0 if W is None else floats(W.value(objective.parameters.shaped(haven)))[0]",
-        "there = 0.0",
-        REWEIGHTED,
-        LATE,
-    ),
-    mutation(
-        "policies: the haven has the weight decay of the model",
-        "away, ceiling, late, decay)",
-        "away, ceiling, late, start.level.decay)",
-        REWEIGHTED,
-        PIECES,
-        LATE,
     ),
     # doubt
     mutation(
@@ -248,7 +221,7 @@ MUTATIONS = [
         OUTLIERS,
         CORRUPT,
     ),
-    # loans, ceilings and the loss of late
+    # the loss of late
     mutation(
         "policies: a loss without a bound has its best for one",
         "low if low > -math.inf else best - BELOW * self.height",
@@ -257,22 +230,8 @@ MUTATIONS = [
         OUTLIERS,
     ),
     mutation(
-        "policies: a loan is overdue one step too late",
-        "self.away >= PATIENCE",
-        "self.away > PATIENCE",
-        LOANS[0],
-        LATE,
-    ),
-    mutation(
-        "policies: a loan that has paid is taken back",
-        "self.away >= PATIENCE and loss >= self.haven_loss",
-        "self.away >= PATIENCE",
-        LATE,
-        *LOANS,
-    ),
-    mutation(
-        "policies: loans go on when the data change",
-        "return Loans(haven_decay=self.haven_decay)",
+        "policies: the loss of late stays when the data change",
+        "return Recent()",
         "return self",
         LATE,
         PIECES,
@@ -292,70 +251,12 @@ MUTATIONS = [
         BEST,
     ),
     mutation(
-        "policies: the haven has the loss after the move",
-        "haven, haven_loss, away, decay = start.theta, f, 1,",
-        "haven, haven_loss, away, decay = start.theta, loss, 1,",
-        *LOANS,
-        LATE,
-    ),
-    mutation(
-        "policies: steps away from the haven are not counted",
-        "self.haven, self.haven_loss, self.away + 1",
-        "self.haven, self.haven_loss, self.away",
-        LOANS[0],
-        LATE,
-    ),
-    mutation(
-        "policies: the haven moves with every uphill step",
-        "haven, haven_loss, away = self.haven, self.haven_loss, self.away + 1",
-        "haven, haven_loss, away = start.theta, f, self.away + 1",
-        *LOANS,
-        LATE,
-        PIECES,
-    ),
-    mutation(
-        "policies: no ceiling after a loan that did not pay",
-        "ceiling = low + 1.01 * (loss - low)",
-        "ceiling = math.inf",
-        LOANS[0],
-        LATE,
-    ),
-    mutation(
-        "policies: the ceiling is lifted at once",
-        "if loss - low < 0.98 * (ceiling - low)",
-        "if loss - low < 1.0 * (ceiling - low)",
-        LATE,
-        LOANS[0],
-    ),
-    mutation(
-        "policies: uphill beyond the ceiling",
-        "return loss <= self.ceiling",
-        "return True",
-        PIECES,
-        *LOANS,
-        LATE,
-    ),
-    mutation(
         "policies: uphill in doubt of the batch",
         "return start.doubt == 1",
         "return True",
         PIECES,
         CORRUPT,
         OUTLIERS,
-    ),
-    mutation(
-        "policies: a return ends with the loss that it gave up",
-        'end._replace(rule="return", d=None, loss=old.loans.haven_loss)',
-        'end._replace(rule="return", d=None)',
-        LOANS[0],
-        LATE,
-    ),
-    mutation(
-        "policies: a return stays where it is",
-        "lin.parameters.assign(haven)",
-        "lin.parameters.assign(lin.theta)",
-        LOANS[0],
-        LATE,
     ),
     # the average
     mutation(
@@ -404,14 +305,6 @@ MUTATIONS = [
         AVERAGED,
         PIECES,
         LAGS,
-    ),
-    mutation(
-        "policies: the average takes loans for steps",
-        "objective.parameters.vector() if haven is None else haven",
-        "objective.parameters.vector()",
-        PIECES,
-        AVERAGED,
-        LATE,
     ),
     mutation(
         "policies: the average begins anew on changing batches",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import marquardt as mq
 from marquardt import optimizer, step
 from marquardt.metric import Diagonal
 from marquardt.parts.judging import ENOUGH, Outcome
-from marquardt.policies.loans import PATIENCE
 from marquardt.policies.outliers import HEARD, UNHEARD
 from support.parts import flat
 
@@ -197,50 +195,6 @@ def test_rounding_of_a_loss(loss, rows):
 
 
 # Uphill moves on the same data
-
-
-@dataclass(frozen=True)
-class Anything:
-    """Accepts what it is allowed to."""
-
-    looks_back: bool = True
-
-    def judge(self, trial):
-        return "decrease" if trial.new_loss < trial.loss else None if trial.cosine is None else "uphill"
-
-
-def test_uphill_moves_that_do_not_pay_are_taken_back():
-    """lr = 2.5 on a quadratic loss makes every step longer than the last: each would end 2.25 times as high."""
-    x, y = (t.double() for t in noisy_line())
-    model = nn.Linear(3, 1).double()
-    opt = mq.LM(
-        model, "mse", lr=1.0, acceptance=Anything(), momentum=None, line_search=None, schedule=mq.Constant(1e-9)
-    )
-    losses = [opt.step(x, y).new_loss for _ in range(4)]
-    nn.init.normal_(model.weight)
-    for _ in range(4):
-        opt.param_groups[0]["lr"] = 0.1
-        losses.append(opt.step(x, y).new_loss)
-    opt.param_groups[0]["lr"] = 2.5
-    haven, start = flat(model), losses[-1]
-    steps = [opt.step(x, y) for _ in range(3)]
-    assert not torch.equal(flat(model), haven)
-    with opt.averaged():  # the point before the loan
-        assert torch.equal(flat(model), haven)
-    steps += [opt.step(x, y) for _ in range(PATIENCE - 2)]
-    assert [s.rule for s in steps] == ["uphill"] * PATIENCE + ["return"]
-    assert steps[-2].new_loss > 100 * start
-    assert not steps[-1].accepted
-    assert steps[-1].new_loss == pytest.approx(start)
-    assert torch.equal(flat(model), haven)
-    assert opt._state.same_data.expected == steps[-1].new_loss
-    with opt.averaged():
-        assert torch.equal(flat(model), haven)
-    again = [opt.step(x, y) for _ in range(5)]  # from now on a hundredth at most
-    assert all(s.rule == "rejected" for s in again)
-    opt.param_groups[0]["lr"] = 0.1
-    assert opt.step(x, y).rule == "decrease"
-    assert opt._state.loans.ceiling == math.inf
 
 
 def test_the_loss_stays_with_the_best_after_convergence():

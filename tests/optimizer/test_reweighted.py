@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.jacobian.objective import Level
-from marquardt.policies.loans import Loans
+from marquardt.policies.recent import Recent
 from marquardt.recordings import RECORDERS
 from marquardt.step import reweighted
 from support.cases import mlp
@@ -57,7 +57,7 @@ def test_small_changes_change_little(w, loss):
 
 @pytest.mark.parametrize("towards", [None, "start"])
 def test_the_levels_are_those_of_the_new_weights(towards):
-    """By hand, where the model is and where it would go back to."""
+    """By hand, where the model is."""
     model, x, y = sine()
     opt = mq.LM(model, "mse", weight_decay=mq.WeightDecay(0.1, towards=towards))
     start = theta(model)
@@ -67,41 +67,19 @@ def test_the_levels_are_those_of_the_new_weights(towards):
 
     for _ in range(6):
         opt.step(x, y)
-    haven = theta(model) + 0.1 * torch.randn(len(start))
     data = opt._state.same_data.expected - opt._state.decay
-    loans = Loans(haven, 5.0, 0, 6.0, 7.0, penalty(0.1, haven))
     outliers = replace(opt._state.outliers, height=2.0)
-    before = opt._state = replace(opt._state, best=4.5, loans=loans, outliers=outliers)
+    before = opt._state = replace(opt._state, best=4.5, recent=Recent(7.0), outliers=outliers)
 
     weigh(opt, 0.02)
     level = Level(1.0, 0.0, 0.0, float(len(x)), penalty(0.02, theta(model)))
-    found = reweighted(before, level, opt._objective())
+    found = reweighted(before, level)
     assert found.same_data.expected == pytest.approx(data + penalty(0.02, theta(model)), rel=1e-12)
-    assert found.loans.late - found.best == pytest.approx(2.5)
-    assert found.loans.ceiling - found.best == pytest.approx(1.5)
-    assert found.loans.haven_loss == pytest.approx(5 - penalty(0.1, haven) + penalty(0.02, haven))
+    assert found.recent.late - found.best == pytest.approx(2.5)
     step = opt.step(x, y)
     assert opt._state.same_data.repeats == before.same_data.repeats + 1
     assert step.loss == pytest.approx(found.same_data.expected, rel=1e-9)
     assert opt._state.decay == pytest.approx(penalty(0.02, theta(model)), rel=1e-12)
-
-
-def test_a_loan_is_paid_back_in_the_new_weights():
-    """Uphill moves that began with other weights: the point before them is compared, and gone back to, with the new."""
-    torch.manual_seed(3)
-    model, x, y = sine(20)
-    opt = mq.LM(model, "mse", weight_decay=1e-4)
-    seen = []
-    for k in range(80):
-        weigh(opt, 1e-4 * (1 + k % 4))
-        opt.step(x, y)
-        if opt._state.loans.haven is not None:
-            twin = copy.deepcopy(model)
-            torch.nn.utils.vector_to_parameters(opt._state.loans.haven, twin.parameters())
-            seen.append(opt._state.loans.away)
-            want = objective(twin, x, y, 1e-4 * (1 + k % 4))
-            assert opt._state.loans.haven_loss == pytest.approx(want, rel=1e-9)
-    assert max(seen) > 1  # a loan across a change
 
 
 def test_a_state_of_an_earlier_version_goes_on():

@@ -74,7 +74,6 @@ def test_paper_schedule_where_the_loss_is_not_positive(f, f_new, rule, expected)
         (1.0, "decrease", 0.1),
         (1.0, "uphill", 0.1),
         (1.0, "rejected", 10.0),
-        (1.0, "return", 10.0),
         (1.0, "search", 10.0),  # the full step failed
         (5e-10, "decrease", 1e-10),
         (1e-10, "decrease", 1e-10),
@@ -233,7 +232,7 @@ def test_noise_alone_does_not_freeze_a_run(lag):
 def test_balanced_raises_lambda_if_the_model_of_the_loss_fails(gain, lag):
     """On top of a rise by the average, and whatever lags behind; after an uphill step the average alone counts."""
     kept = BALANCED.update(1.0, averaged(lag))
-    for rule in ("decrease", "search", "rejected", "return"):
+    for rule in ("decrease", "search", "rejected"):
         assert BALANCED.update(1.0, averaged(lag, gain, rule)) == pytest.approx(1.5 * max(kept, 1.0), rel=1e-14)
     assert BALANCED.update(1.0, averaged(lag, gain, "uphill")) == kept
 

@@ -28,7 +28,7 @@ def found(new_loss: float, **others: Any) -> Found:
 
 
 def ending(rule: str = "decrease", loss: float = 8.0, d: Tensor | None = None, **others: Any) -> Ending:
-    d = torch.ones(2) if d is None and rule not in ("rejected", "return") else d
+    d = torch.ones(2) if d is None and rule != "rejected" else d
     judgement = Judgement("decrease", True, 0.7, 3.0, 0.2, 0.9)
     known = {"lr": 1.0, "found": found(loss), "judgement": judgement, "length": 2.0}
     return Ending(rule, d=d, loss=loss, **{**known, **others})

@@ -98,7 +98,7 @@ class Outcome(NamedTuple):
     loss: float  # f, before
     new_loss: float  # f after the full step; NaN where it could not be computed
     gain: float  # ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd), −∞ if the denominator is not positive
-    rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
+    rule: str  # "decrease" | "uphill" | "search" | "rejected"
     same_data: bool  # the loss before this step was the loss after the last one; False on changing batches
     averaged_curvature: bool = False  # over batches, not that of this one alone
     unjudged: int = 0  # steps in a row, this one included, whose decrease could not be told from the rounding of f
@@ -119,9 +119,8 @@ class Schedule(Protocol):
         ...
 
 
-FAILED = ("rejected", "return")
-
-# A share of damping in a step that a smaller λ could not use.
+# A share of damping in a step that a smaller λ could not use. If λ fell on, rounding would take its place in K + λ·I,
+# and a run by Gram with more rows than parameters would not converge.
 NEGLIGIBLE = 1e-6
 
 # After so many steps in a row that could not be judged, smaller λ have been tried in vain.
@@ -201,7 +200,7 @@ class TenFold:
         if outcome.unjudged:
             lam = unjudged(lam, 1 / self.factor, self.initial, outcome)
         else:
-            lam = lam * self.factor if outcome.rule in (*FAILED, "search") else lam / self.factor
+            lam = lam * self.factor if outcome.rule in ("rejected", "search") else lam / self.factor
         return min(max(lam, self.minimum), self.maximum)
 
 
@@ -230,7 +229,7 @@ class RelativeDecrease:
         if outcome.unjudged:
             return max(unjudged(lam, 2 / 3, self.initial, outcome), min(lam, self.minimum))
         decrease = (outcome.loss - outcome.new_loss) / abs(outcome.loss) if outcome.loss else 0.0
-        if outcome.rule in FAILED:
+        if outcome.rule == "rejected":
             raised = decrease > -0.25 or not math.isfinite(outcome.new_loss)
             return lam * 1.5 if raised and lam <= self.maximum else lam
         return lam * 2 / 3 if outcome.rule != "search" and decrease > 0.75 and lam >= self.minimum else lam

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from .base import Ending, Found, Judgement, Policy, Start
 from .convergence import Convergence
 from .lag import Lag
-from .loans import Loans
 from .outliers import Outliers
+from .recent import Recent
 from .same_data import SameData
 
-__all__ = ["HELD", "POLICIES", "RISING", "Ending", "Found", "Judgement", "Policies", "Policy", "Start"]
+__all__ = ["POLICIES", "RISING", "Ending", "Found", "Judgement", "Policies", "Policy", "Start"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Policies:
 
     same_data: SameData = SameData()
     outliers: Outliers = Outliers()
-    loans: Loans = Loans()
+    recent: Recent = Recent()
     convergence: Convergence = Convergence()
     lag: Lag = Lag()
 
@@ -29,6 +29,3 @@ POLICIES: dict[str, Policy] = vars(Policies())
 
 # Those that have a say in uphill moves: the others would be asked for nothing.
 RISING = [name for name, policy in POLICIES.items() if type(policy).uphill is not Policy.uphill]
-
-# What is as long as θ: a policy, and a field of it.
-HELD = [(name, f.name) for name, policy in POLICIES.items() for f in fields(policy) if "Tensor" in str(f.type)]

@@ -60,9 +60,9 @@ class Judgement(NamedTuple):
 class Ending(NamedTuple):
     """What came of a step, or of one λ of it."""
 
-    rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
+    rule: str  # "decrease" | "uphill" | "search" | "rejected"
     lr: float
-    d: Tensor | None  # (n,), None if the model stays, or goes back
+    d: Tensor | None  # (n,), None if the model stays
     loss: float  # f where it ends
     found: Found | None  # at the full step; None if there was no step to try
     judgement: Judgement
@@ -78,9 +78,9 @@ P = TypeVar("P", bound="Policy")
 class Policy:
     """A rule that watches a run. Frozen: every step puts another one in its place.
 
-    Its fields are entries of the `state_dict` under their own names, which no other policy has. Their defaults are
-    those of a run that begins, and of a file that was written before there was this policy; a field that is a `Tensor |
-    None` is as long as θ, and follows it to another device. It has no constructor of its own.
+    Its fields are plain numbers, and entries of the `state_dict` under their own names, which no other policy has.
+    Their defaults are those of a run that begins, and of a file that was written before there was this policy. It has
+    no constructor of its own.
     """
 
     def uphill(self, start: Start, loss: float) -> bool:
@@ -91,7 +91,6 @@ class Policy:
         """What the next step is left with."""
         return self
 
-    def raised(self: P, here: float, best: float) -> P:
-        """The same if weight decay has other weights now, by which f rises by `here` where the model is, and by `best`
-        where it was least."""
+    def raised(self: P, by: float) -> P:
+        """The same if weight decay has other weights now, by which f is so much higher where the model is."""
         return self

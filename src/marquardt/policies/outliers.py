@@ -52,5 +52,5 @@ class Outliers(Policy):
         stride = self.stride if end.d is None else end.lr * end.length
         return Outliers(max(above, 0.9 * self.height), stride, False)
 
-    def raised(self, here: float, best: float) -> Outliers:
-        return Outliers(max(0.0, self.height + here), self.stride, self.doubted)
+    def raised(self, by: float) -> Outliers:
+        return Outliers(max(0.0, self.height + by), self.stride, self.doubted)

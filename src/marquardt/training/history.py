@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     validation: float  # loss of the validation set, or NaN
     lam: float
     gradient: float  # its length √(gᵀD⁻¹g) before the step
-    rule: str  # "decrease" | "uphill" | "search" | "return" | "rejected"
+    rule: str  # "decrease" | "uphill" | "search" | "rejected"; "return" in files of earlier versions
     lr: float
     gain: float  # actual over predicted decrease
     seconds: float  # since the fit began

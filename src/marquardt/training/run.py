@@ -125,11 +125,11 @@ class Training:
         return sum(some) / len(some) if some else math.nan
 
     def _regularise(self, number: int, taken: Step, another_epoch: bool) -> None:
-        """α and β anew every few accepted steps, or epochs; not amid uphill moves that are taken back perhaps."""
+        """α and β anew every few accepted steps, or epochs"""
         found = self.regularisation
         assert found is not None
         counts = another_epoch if self.plan.mini else taken.accepted
-        if found.passed(counts, taken.converged) and self.opt._state.loans.haven is None:
+        if found.passed(counts, taken.converged):
             with self._shown():
                 self._estimate(found, taken.new_loss, number)
 
@@ -270,8 +270,8 @@ class Training:
             return changing(self.model, self.opt.params), self.evidence
 
     def end(self) -> None:
-        """The best weights to the model. Without a validation set, on changing batches, the last ones: averaged, or
-        from before uphill moves that have not paid; if weight decay is found, they take part in what is compared."""
+        """The best weights to the model. Without a validation set, on changing batches, the last ones, averaged; if
+        weight decay is found, they take part in what is compared."""
         last, found = len(self.history), self.regularisation
         if self.validation is None and found is not None and last and (found.waited or found.last is None):
             with self._counted() if self.opt.average is None else self._averaged():
