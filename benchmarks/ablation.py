@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from marquardt.policies.loans import Loans
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,7 +52,6 @@ from contest.contestants import Feed
 from marquardt.paper import data as paper_data
 from marquardt.paper import problems
 from marquardt.policies.lag import Lag
-from marquardt.policies.loans import Loans
 from marquardt.policies.outliers import Outliers
 from marquardt.policies.same_data import SameData
 
