@@ -32,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,20 +67,11 @@ SHOWN = 5e-4  # a ratio that differs less from 1 is printed as 1.000
 Change = tuple[Any, str, Any]  # an object, the name of what it has, and what it has instead
 
 BEGIN, JUDGE, NEXT_LAM = marquardt.step.begin, marquardt.step.judge, marquardt.step.next_lam
-LENT = Loans.after
 
 
 def at_once(*rest: Any) -> Any:
     start = BEGIN(*rest)
     return start._replace(same_data=start.repeats > 0)
-
-
-def without_loans(self: Loans, *rest: Any) -> Loans:
-    return replace(LENT(self, *rest), haven=None, haven_loss=math.inf, away=0, ceiling=math.inf)
-
-
-def without_ceiling(self: Loans, *rest: Any) -> Loans:
-    return replace(LENT(self, *rest), ceiling=math.inf)
 
 
 def always_judged(parts: Any, old: Any, start: Any, found: Any, lam: float, lr: float) -> Any:
@@ -104,9 +95,6 @@ PATCHES: dict[str, Sequence[Change]] = {
     "never detected": [(SameData, "repeated", lambda *_: 0)],
     "known from the start": [(SameData, "repeated", lambda *_: 2)],
     "detected at once": [(marquardt.step, "begin", at_once)],
-    "no loans": [(Loans, "after", without_loans)],
-    "no return": [(Loans, "overdue", lambda *_: False)],
-    "no ceiling": [(Loans, "after", without_ceiling)],
     "no doubt": [(Outliers, "doubt", lambda *_: 1.0)],
     "always judged": [(marquardt.step, "judge", always_judged)],
     "λ may fall after a search": [(marquardt.step, "next_lam", next_lam_as_after("search"))],
@@ -173,11 +161,7 @@ POLICIES: dict[str, Policy] = {
         # What is accepted.
         Policy("uphill moves", "Decrease()", options={"acceptance": mq.Decrease()}),
         Policy("of_late", "uphill to any height", ONE, {"acceptance": mq.Uphill(b=1.0)}),
-        Policy("loans", "uphill moves are kept for good", ONE, changes=patch("no loans")),
-        Policy("return", "loans that never end", ONE, changes=patch("no return")),
-        Policy("ceiling", "any height after unpaid loans", ONE, changes=patch("no ceiling")),
         Policy("doubt", "every batch is believed", changes=patch("no doubt")),
-        Policy("of_late, loans", "any height, for good", ONE, {"acceptance": mq.Uphill(b=1.0)}, patch("no loans")),
         Policy("unjudged steps", "rounding counts as failure", changes=patch("always judged")),
         # λ
         Policy("λ stays after a search", "it may fall", changes=patch("λ may fall after a search")),

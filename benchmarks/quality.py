@@ -196,7 +196,7 @@ def run_mnist(name: str, seed: int, data: Digits, steps: int, device: torch.devi
 
 
 def run_sine(name: str, seed: int, device: torch.device) -> Run:
-    """Full batch, so there is no noise to average out: the average is the point before an uphill loan."""
+    """Full batch, so there is no noise to average out: the average is the last point."""
     x, y = problems.sine(seed, device=device)
     model = problems.sine_mlp(seed, device=device)
     torch.manual_seed(seed)

@@ -10,7 +10,7 @@ from torch import nn
 import marquardt as mq
 
 STEPS = 50
-RULES = {"decrease": BLUE, "search": GREEN, "uphill": ORANGE, "rejected": RED, "return": GREY}
+RULES = {"decrease": BLUE, "search": GREEN, "uphill": ORANGE, "rejected": RED}
 
 
 class Network(nn.Module):

@@ -94,14 +94,14 @@ MUTATIONS = [
     # weight decay that changes
     mutation(
         "policies: another weight decay moves the expected loss the wrong way",
-        "None if self.expected is None else self.expected + here",
-        "None if self.expected is None else self.expected - here",
+        "None if self.expected is None else self.expected + by",
+        "None if self.expected is None else self.expected - by",
         REWEIGHTED,
         SAME_DATA,
     ),
     mutation(
         "policies: another weight decay leaves heights alone",
-        "max(0.0, self.height + here)",
+        "max(0.0, self.height + by)",
         "self.height",
         REWEIGHTED,
         OUTLIERS,
@@ -238,15 +238,15 @@ MUTATIONS = [
     ),
     mutation(
         "policies: the loss of late falls at once",
-        "best + FADE * ((f if self.late == math.inf else self.late) - best)",
-        "best + 0.0 * ((f if self.late == math.inf else self.late) - best)",
+        "best + FADE * (late - best)",
+        "best + 0.0 * (late - best)",
         LATE,
         BEST,
     ),
     mutation(
         "policies: the loss of late never falls",
-        "best + FADE * ((f if self.late == math.inf else self.late) - best)",
-        "best + ((f if self.late == math.inf else self.late) - best)",
+        "best + FADE * (late - best)",
+        "best + (late - best)",
         LATE,
         BEST,
     ),
