@@ -83,10 +83,11 @@ def without_ceiling(self: Loans, *rest: Any) -> Loans:
     return replace(LENT(self, *rest), ceiling=math.inf)
 
 
-def always_judged(parts: Any, old: Any, start: Any, found: Any, lam: float, lr: float) -> Any:
-    told = JUDGE(parts, old, start, found, lam, lr)
+def always_judged(parts: Any, old: Any, start: Any, found: Any, *rest: Any) -> Any:
+    told = JUDGE(parts, old, start, found, *rest)
     if told.judged:
         return told
+    lr = rest[-1]
     predicted = -lr * found.gd - 0.5 * lr**2 * found.dGd
     return told._replace(judged=True, gain=marquardt.step.gain_ratio(start.level.f - found.new_loss, predicted))
 
