@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from marquardt.policies.loans import Loans
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,10 +73,11 @@ def at_once(*rest: Any) -> Any:
     return start._replace(same_data=start.repeats > 0)
 
 
-def always_judged(parts: Any, old: Any, start: Any, found: Any, lam: float, lr: float) -> Any:
-    told = JUDGE(parts, old, start, found, lam, lr)
+def always_judged(parts: Any, old: Any, start: Any, found: Any, *rest: Any) -> Any:
+    told = JUDGE(parts, old, start, found, *rest)
     if told.judged:
         return told
+    lr = rest[-1]
     predicted = -lr * found.gd - 0.5 * lr**2 * found.dGd
     return told._replace(judged=True, gain=marquardt.step.gain_ratio(start.level.f - found.new_loss, predicted))
 

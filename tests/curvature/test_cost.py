@@ -18,10 +18,13 @@ from marquardt.curvature.cost import (
     Shapes,
     Work,
     deltas,
+    factors_together,
     forward,
+    gathered,
     gradient,
     in_gradients,
     overhead,
+    reduced,
     step,
 )  # fmt: skip
 
@@ -225,3 +228,29 @@ def test_what_says_nothing():
     """Representations that Auto does not pick among say nothing of their cost."""
     assert all(kind.cost(NOTHING) is not None for kind in KINDS)
     assert mq.Auto().cost(NOTHING) is None
+
+
+def test_a_running_average_is_one_more_matrix():
+    more = mq.Dense(inertia=0.5).cost(SHAPES).bytes - mq.Dense().cost(SHAPES).bytes
+    assert more == 4 * 500**2
+
+
+def test_chunks_of_gram_are_linearised_again_for_every_pair():
+    """Of 8 chunks there are 36 pairs, 4.5 for each of them."""
+    once, again = (mq.Gram(chunk=chunk).cost(SHAPES).work for chunk in (None, 8))
+    assert again.numbers - once.numbers == pytest.approx(3.5 * deltas(SHAPES).numbers)
+
+
+# ---- several ranks
+
+
+def test_what_every_rank_sends():
+    """Sums go round a ring, every number twice but for a rank's own part."""
+    several = replace(SHAPES, ranks=4)
+    assert reduced(several, 100) == 2 * 3 / 4 * 400
+    assert gathered(several, 100) == 3 / 4 * 400
+
+
+def test_small_matrices_are_factored_by_every_rank_itself():
+    assert [factors_together(m, 4, 4, False) for m in (64, 32768)] == [False, True]
+    assert not factors_together(32768, 1, 4, False)

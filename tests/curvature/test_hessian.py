@@ -368,6 +368,12 @@ def test_damping_is_positive_and_never_falls(damping):
     assert C.trace() > 0
 
 
+def test_the_trace_has_no_signs():
+    C = represent(saddle())
+    assert (C.diagonal() < 0).any()
+    assert error(C.trace(), C.diagonal().abs().sum()) < 1e-12
+
+
 def test_hessian_is_a_value():
     assert mq.Hessian() == mq.Hessian()
     assert not mq.Hessian().needs.by_sample

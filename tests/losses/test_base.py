@@ -75,6 +75,8 @@ def cases():
         a = torch.tensor([3.0], dtype=f64) if shape == VECTOR else CLASS_WEIGHT.reshape(-1, *[1] * (len(shape) - 2))
         torch_loss = lambda z, y, a=a, **kw: F.binary_cross_entropy_with_logits(z, y, pos_weight=a, **kw)  # noqa: E731
         yield Case("bce-pos-weight", BinaryCrossEntropy(pos_weight=a), torch_loss, shape, fraction)
+        torch_loss = lambda z, y, b=a, **kw: F.binary_cross_entropy_with_logits(z, y, b, **kw)  # noqa: E731
+        yield Case("bce-output-weight", BinaryCrossEntropy(output_weight=a), torch_loss, shape, fraction)
         yield Case("poisson", Poisson(), F.poisson_nll_loss, shape, counts)
     for shape in (MATRIX, IMAGE):
         for name, targets in {

@@ -120,6 +120,27 @@ def test_a_sum_among_means(reduction):
         assert error(lin.gradient, expected.g) < 1e-12
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_bound_is_that_of_all_tasks(weighted):
+    """Each with the weight of its task: that of Poisson is no 0."""
+    model, x = Heads(lambda mask, depth, hidden: (depth, hidden)), torch.randn(6, 4)
+    counts, y = torch.randint(1, 6, (6, 2, 2)).double(), torch.randn(6, 5)
+    weight = torch.rand(6) if weighted else None
+    lin = mq.linearize(model, [("poisson", 0.7), ("mse", 0.3)], x, (counts, y), weight)
+    alone = mq.linearize(Depth(model), "poisson", x, counts, weight)
+    assert alone.level.low != 0
+    assert lin.level.low == pytest.approx(0.7 * alone.level.low)
+
+
+class Depth(nn.Module):
+    def __init__(self, model: Heads) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)[0]
+
+
 def test_rows_are_counted_without_padding():
     """10 classes beside 64 pixels: 9 + 64 rows for every sample, each zero outside its own task."""
 

@@ -15,6 +15,7 @@ import marquardt as mq
 from marquardt.curvature import Curvature
 from marquardt.metric import Diagonal, Metric
 from marquardt.model.parameters import Parameters
+from marquardt.parts.direction import known
 from support.parts import Always, Never, batch, decades, entries, flat, lm, mlp, seeds
 from support.reference import error
 
@@ -193,6 +194,13 @@ def test_damping_in_the_units_of_the_loss(damping, factor):
             opt.step(x, y)
         ends.append(flat(model))
     assert error(ends[1], ends[0]) < 1e-8
+
+
+def test_curvature_that_may_be_rounding_counts_as_rounding():
+    """eps times the largest; none at all stays none."""
+    eps = torch.finfo(f64).eps
+    found = known(torch.tensor([4.0, 1e-300, 8 * eps, 0.0], dtype=f64))
+    assert found.tolist() == [4, 4 * eps, 8 * eps, 0]
 
 
 def test_a_rejected_step_leaves_D_alone():

@@ -98,6 +98,29 @@ def test_backtracking_wants_finite_losses():
     assert mq.Backtracking(0.5, trials=2).search(lambda rates: [-INF for _ in rates], 1.0) is None
 
 
+def asked(losses, **options) -> list[float]:
+    """The rates that a bracket asks for after the first ones"""
+    part, calls = mq.Bracket(**options), []
+    part.search(recorded(losses, calls), 1.0, 1.0, None)
+    assert calls[: len(part.rates)] == list(part.rates)
+    return calls[len(part.rates) :]
+
+
+def test_a_bracket_goes_as_far_as_its_stop():
+    assert asked(lambda lr: -lr)[:2] == [6, 9]
+    assert max(asked(lambda lr: -lr)) == 9
+
+
+def test_a_bracket_goes_to_the_vertex_of_a_parabola():
+    assert asked(lambda lr: (lr - 0.6) ** 2)[0] == pytest.approx(0.6)
+
+
+def test_a_bracket_divides_the_longer_interval_where_there_is_no_parabola():
+    ends = lambda rate: lambda lr: INF if lr > rate else -lr  # noqa: E731
+    assert asked(ends(0.25))[0] == pytest.approx(0.25 + 0.382 * 0.75)
+    assert asked(ends(4.0), rates=(1.0, 4.0, 5.0))[0] == pytest.approx(4 - 0.382 * 3)
+
+
 def test_search_goes_along_the_plain_direction():
     model, (x, y) = mlp(), batch()
     grid = mq.Grid(1e-6, 9, 0.125)
