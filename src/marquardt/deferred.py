@@ -3,9 +3,11 @@ several ranks ask the same, one of them answers."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,6 +122,17 @@ def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:
     if current.agree is not None:
         return torch.tensor(agreed(found.tolist()), dtype=torch.float64).unbind()
     return (found.cpu() if current.tape is None else found).unbind()
+
+
+def numbers(*tensors: Tensor) -> Sequence[Any]:
+    """The same in float64 as plain numbers after one synchronisation, which formulas of operators and `root` take as
+    well; as tensors if they are recorded."""
+    return floats(*tensors) if current.tape is None else torch.stack([t.double() for t in tensors]).unbind()
+
+
+def root(x: Any) -> Any:
+    """√x of a number or a tensor"""
+    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
 @contextmanager

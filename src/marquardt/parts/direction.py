@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..curvature.contract import Curvature, Damped
-from ..deferred import at_hand
+from ..deferred import at_hand, numbers, root
 from ..jacobian.statistics import Moments
 from ..metric import Diagonal, Layered, LayerSides, Metric, Part
 
@@ -408,14 +408,27 @@ class AdaptiveMomentum:
         if previous is None or (self.same_data and not same_data):
             return newton
         g = H.gradient
-        GG, GF, FF = at_hand(-H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
+        GG, GF, FF = numbers(-H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
+        size = FF * GG
+        sound = (GG > 0) & (FF > 0) & (size > 0) & (size < math.inf)
+        if sound is False:
+            return newton
         # 1 − cos² of the angle between the two directions in the metric H; the bare determinant loses it to rounding.
-        sine2 = (GF * GF / (FF * GG)).neg_().add_(1)
-        sound = (GG > 0) & (FF > 0) & FF.isfinite() & (sine2 > math.sqrt(torch.finfo(g.dtype).eps))
-        dP = GG.sqrt().clamp(max=self.dP) if self.cap else self.dP
-        beta = dP * ((FF * sine2).reciprocal() * (1 - self.xi**2)).sqrt()
-        alpha = (self.xi * dP * GG.sqrt() + beta * GF) / GG
-        return alpha.where(sound, 1) * newton + beta.where(sound, 0) * previous
+        sine2 = 1 - GF * GF / size
+        sound = sound & (sine2 > math.sqrt(torch.finfo(g.dtype).eps))
+        if sound is False:
+            return newton
+        dP = root(GG)
+        if not self.cap:
+            dP = self.dP
+        elif self.dP < math.inf:
+            dP = dP.clamp(max=self.dP) if isinstance(dP, Tensor) else min(dP, self.dP)
+        beta = dP * root((1 - self.xi**2) / (FF * sine2))
+        alpha = (self.xi * dP * root(GG) + beta * GF) / GG
+        if sound is not True:  # a tensor, if it is recorded
+            alpha, beta = alpha.where(sound, 1), beta.where(sound, 0)
+        found: Tensor = alpha * newton + beta * previous
+        return found
 
 
 @dataclass(frozen=True)
