@@ -32,10 +32,14 @@ CASES = {
     "encoder": "scale.py's TransformerEncoder of 85 M parameters, one output, for a GPU",
     "recorded encoder": "the same, recorded as a CUDA graph",
     "same data": "a sine by 61 parameters in float64, the same data in each step",
+    "sine": "the paper's sine by 31 parameters in float64",
+    "digits": "scikit-learn's digits by an MLP 64-32-10, batch 128",
+    "pinn": "the Poisson equation by an MLP 2-32-32-1 in float64, 1,000 points",
+    "surrogate": "a surrogate of 2,833 parameters in float64, 2,000 points, the same data in each step",
 }
 STEPS = {
     "cnn": 2, "captured": 16, "one row": 4, "mlp": 1, "wide": 4, "same data": 20, "huge": 2, "encoder": 4,
-    "recorded encoder": 8,
+    "recorded encoder": 8, "sine": 40, "digits": 20, "pinn": 2, "surrogate": 1,
 }  # fmt: skip
 
 
@@ -58,6 +62,26 @@ def work(case: str, device: str) -> None:
         model = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1)).double()
         x = torch.linspace(-3, 3, 200, dtype=torch.float64)[None, :, None]
         y, loss = torch.sin(2 * x) + 0.1 * torch.randn_like(x), "mse"
+    elif case == "sine":
+        model = nn.Sequential(nn.Linear(1, 10), nn.ELU(), nn.Linear(10, 1)).double()
+        x = torch.linspace(-10, 10, 1000, dtype=torch.float64)[None, :, None]
+        y, loss = torch.sin(x) + 0.2 * torch.rand_like(x), "mse"
+    elif case == "digits":
+        from sklearn.datasets import load_digits
+
+        data, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(data))[: 8 * 128]
+        x, y = torch.tensor(data / 16, dtype=torch.float32)[order], torch.tensor(labels)[order]
+        x, y, loss = x.view(8, 128, 64), y.view(8, 128), "cross_entropy"
+        model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    elif case == "pinn":
+        net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+        model, loss = poisson(net), "residual"
+        x, y = torch.rand(1, 1000, 2, dtype=torch.float64), [None]
+    elif case == "surrogate":
+        model = nn.Sequential(nn.Linear(6, 48), nn.Tanh(), nn.Linear(48, 50), nn.Tanh(), nn.Linear(50, 1)).double()
+        x = torch.rand(1, 2000, 6, dtype=torch.float64)
+        y, loss = torch.sin(3 * x).prod(2, keepdim=True), "mse"
     elif case in ("huge", "encoder", "recorded encoder"):
         # As in scale.py, which another commit may not be able to import.
         options |= {"curvature": mq.Gram(), "momentum": None, "average": None}
@@ -76,7 +100,8 @@ def work(case: str, device: str) -> None:
         wide = 1024 if case == "mlp" else 5000
         model = nn.Sequential(nn.Linear(784, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 10))
         x, y, loss = torch.randn(8, 128, 784), torch.randint(0, 10, (8, 128)), "cross_entropy"
-    model, x, y = model.to(device), x.to(device), y.to(device)
+    model, x = model.to(device), x.to(device)
+    y = y.to(device) if isinstance(y, torch.Tensor) else y
     opt = mq.LM(model, loss, **options)
     taken = 0
     for line in sys.stdin:
@@ -91,6 +116,25 @@ def work(case: str, device: str) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         print((time.perf_counter() - began) / int(line), flush=True)
+
+
+def poisson(net: Any) -> Any:
+    """Δu + sin πx · sin πy at each point, by derivatives of derivatives"""
+    import torch
+    from torch import nn
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            second = [torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in range(2)]
+            return (second[0] + second[1] + (torch.pi * x).sin().prod(1))[:, None]
+
+    return Residual()
 
 
 def start(source: Path, case: str, device: str) -> subprocess.Popen[str]:
