@@ -6,7 +6,8 @@ killed      a test failed; `by` has the first of them
 survived    none did
 timeout     they took longer than --limit seconds each (they do not, without the mutation)
 broken      the tests could not even be collected: the mutation has to be restated
-lost        the snippet is not in the source, or more than once, or a test is gone: the mutation has to be restated
+lost        the snippet is not in the source, or more than once, or a test is gone: the mutation has to be restated,
+            or, if what it changed is gone for good, named in retired.py
 
 With --against it exits with 1 if a mutation is not killed now that was killed then.
 """
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mutations.mutations import ROOT, SOURCE, Mutation, every, find, located, read
+from mutations.retired import NAMES
 
 BASELINE = Path(__file__).with_name("baseline.json")
 FOUND = ("killed", "timeout")
@@ -256,7 +258,7 @@ def compared(against: Path, results: dict[str, Any], chosen: set[str]) -> int:
         for name, found in then.items()
         if found["status"] in FOUND and name in chosen and results.get(name, {}).get("status") not in FOUND
     ]
-    dropped = sorted(set(then) - {m.name for m in every()})
+    dropped = sorted(set(then) - {m.name for m in every()} - NAMES)
     for name in missed:
         print(f"killed then, {results[name]['status']} now: {name}")
     for name in dropped:
