@@ -53,20 +53,20 @@ def test_copies_and_pickles():
 class Three(Policy):
     """No more than three uphill moves in a row on the same data."""
 
-    climbs: int = 0
+    in_a_row: int = 0
 
     def uphill(self, start, loss):
-        return self.climbs < 3
+        return not start.same_data or self.in_a_row < 3
 
     def after(self, start, end):
-        return Three(self.climbs + 1 if start.same_data and end.rule == "uphill" else 0)
+        return Three(self.in_a_row + 1 if start.same_data and end.rule == "uphill" else 0)
 
 
 def test_a_policy_that_was_left_out_of_a_file_begins(monkeypatch):
     """As a new one does that an old file knows nothing of."""
     monkeypatch.setitem(states.POLICIES, "three", Three())
     assert nested({"lam": 1.0})["three"] == Three()
-    assert nested({"lam": 1.0, "climbs": 2})["three"] == Three(2)
+    assert nested({"lam": 1.0, "in_a_row": 2})["three"] == Three(2)
 
 
 def test_like():

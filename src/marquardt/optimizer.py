@@ -347,7 +347,7 @@ class LM(Unscaled, torch.optim.Optimizer):
                 return None
             values += (lr, w)
             objects += group["params"]
-        first = objects[13]
+        first = self.param_groups[0]["params"][0]
         plain = first.__class__ is torch.nn.Parameter and not torch.is_autocast_enabled(first.device.type)
         return (objects, values) if plain else None
 

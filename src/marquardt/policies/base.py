@@ -78,13 +78,14 @@ P = TypeVar("P", bound="Policy")
 class Policy:
     """A rule that watches a run. Frozen: every step puts another one in its place.
 
-    Its fields are plain numbers, and entries of the `state_dict` under their own names, which no other policy has.
-    Their defaults are those of a run that begins, and of a file that was written before there was this policy. It has
-    no constructor of its own.
+    Its fields are plain numbers, and entries of the `state_dict` under their own names: neither another policy nor the
+    State has a field, or a policy, of this name. Their defaults are those of a run that begins, and of a file that was
+    written before there was this policy. It has no constructor of its own.
     """
 
     def uphill(self, start: Start, loss: float) -> bool:
-        """Whether a step may rise to this loss. Every policy must agree, and then the acceptance."""
+        """Whether a step may end at this loss if that is a rise. Every policy must agree, and then the acceptance; it
+        is asked of trial points that fall too, for which the answer does not matter."""
         return True
 
     def after(self: P, start: Start, end: Ending) -> P:
