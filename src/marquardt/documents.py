@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from .files import Damaged, Unwritable, whole
 from .texts import quoted
 
+COMPACT = (",", ": ")  # a tenth less where there are no lines
 # The last entry of the outermost object is the SHA-256 of all the bytes before it: what is written stays JSON.
 SEAL = b', "sha256": "'
 LARGEST = 2**28  # bytes; what is larger was not written here
@@ -28,7 +29,7 @@ def write(path: Path, content: Mapping[str, Any], indent: int | None = 1) -> Non
 
 
 def sealed(content: Mapping[str, Any], indent: int | None = None) -> bytes:
-    body = dumps(content, indent).removesuffix("}").rstrip().encode()
+    body = dumps(content, indent, COMPACT).removesuffix("}").rstrip().encode()
     return body + SEAL + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
 
 
@@ -65,10 +66,10 @@ def content_of(path: Path) -> bytes:
     return text
 
 
-def dumps(content: Any, indent: int | None = None) -> str:
+def dumps(content: Any, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
     """Letters as they are, and what does not show itself as escapes: a terminal would obey it, and bytes of a file name
     that are no UTF-8 cannot be written otherwise."""
-    text = json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(content, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
     lines = text.split("\n")
     return "\n".join(line if line.isprintable() else "".join(map(_shown, line)) for line in lines)
 
