@@ -333,7 +333,7 @@ def read(folder: Path, ranks: Ranks, like: Any = None) -> tuple[Path, dict[str, 
 
 def unreadable(path: Path, error: BaseException) -> files.Damaged:
     reason = str(error) if isinstance(error, files.Damaged) else f"{type(error).__name__}: {error}"
-    return files.Damaged(f"{path} is no checkpoint, or damaged ({reason}): remove it, or name another folder")
+    return files.Damaged(f"{path} is no checkpoint, or damaged ({reason}): move it away, or name another folder")
 
 
 def check_plain(content: Any, tensors: int) -> None:

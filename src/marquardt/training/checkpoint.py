@@ -119,7 +119,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found, is_sealed = files.load(path)
     except files.Damaged as error:
-        raise files.Damaged(f"{error}; it is no checkpoint to go on with: remove it, or name another file") from error
+        raise files.Damaged(f"{error}; no checkpoint to go on with: move it away, or name another file") from error
     check_version(path, found)
     if not is_sealed and found["marquardt.fit"] == VERSION:
         raise files.Damaged(f"{path} is damaged: it has lost its checksum. Remove it, or name another file")
