@@ -35,8 +35,7 @@ def data(seed: int, N: int = 30) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(3, (N,), generator=generator)
 
 
-# All steps are of one kind with these: the first ones form their own D by default, and rows that are drawn are recorded
-# twice.
+# All steps are of one kind with these: the first ones form their own D by default.
 PLAIN = {"damping": mq.MeanEigenvalue(), "rows": mq.Exact()}
 
 
@@ -60,8 +59,26 @@ def theta(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-# The first step proves what the others rely on, the second and third are equal: from the fourth on there are replays.
+# The first step proves what the others rely on, and with the third the plan is made for good. From the fourth on there
+# are replays.
 BEFORE = 3
+
+
+def test_a_plan_that_the_next_step_will_change_is_not_recorded(made):
+    """The third step is the first to know that the data change, and takes fewer rows then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 5)).double()
+    twin = copy.deepcopy(model)
+    options = {**PLAIN, "rows": None, "curvature": mq.Auto(work=2)}
+    opt, recorder = made(model, **options)
+    plain = mq.LM(twin, "cross_entropy", capture=False, **options)
+    for i in range(12):
+        opt.step(*data(i, 60))
+        plain.step(*data(i, 60))
+        assert opt.plan.partition(";")[0] == plain.plan.partition(";")[0]
+    assert "2 of 4 rows" in opt.plan
+    assert recorder.replays > 5
+    assert error(theta(model), theta(twin)) < 1e-7
 
 
 def test_steps_are_recorded_by_themselves_and_stay_what_they_are(made):
@@ -72,7 +89,7 @@ def test_steps_are_recorded_by_themselves_and_stay_what_they_are(made):
     for i in range(40):
         here, there = opt.step(*data(i)), plain.step(*data(i))
         assert (here.rule, here.lam) == (there.rule, pytest.approx(there.lam))
-        assert (recorder.recordings, recorder.replays) == (i >= BEFORE - 1, max(0, i - BEFORE + 1))
+        assert (recorder.recordings, recorder.replays) == (i >= BEFORE, max(0, i - BEFORE + 1))
     assert error(theta(model), theta(twin)) < 1e-7
     assert "steps are recorded" in repr(opt)
     one, other = opt.state_dict()["marquardt"], plain.state_dict()["marquardt"]
@@ -87,18 +104,20 @@ def test_steps_that_shall_or_can_not_be_recorded_are_not(made, options):
 
 
 def test_replays_are_looked_at_less_and_less(made, monkeypatch):
-    """The eighth, the sixteenth, the thirty-second and so on: a plain step takes the place of each."""
+    """The eighth, the sixteenth, the thirty-second and so on: the model is called beside each. No step is repeated."""
     opt, recorder = made(Model())
-    plain, looked = [], []
+    plain, calls, looked = [], [], []
     take = optimizer.take
     monkeypatch.setattr(optimizer, "take", lambda *args: plain.append(1) or take(*args))
+    opt.model.register_forward_hook(lambda *_: calls.append(recorder.replays))
+    opt.capture = True  # also with this hook
     for i in range(70):
-        before = len(plain), recorder.replays
         opt.step(*data(i))
-        if len(plain) > before[0] and recorder.replays > before[1]:
-            looked.append(recorder.replays)
+        calls, seen = [], calls
+        # Once more than a replay calls it here: where a step begins, with averaged weights, and at the trial point.
+        looked += [recorder.replays] * (len(seen) == 4 and len(plain) == BEFORE)
     assert looked == [LOOK, 2 * LOOK, 4 * LOOK, 8 * LOOK]
-    assert recorder.recordings == 1
+    assert (recorder.recordings, len(plain)) == (1, BEFORE)
 
 
 def test_a_step_that_cannot_be_recorded_goes_on_in_silence(made):

@@ -114,6 +114,20 @@ def test_uphill_and_what_bars_it(f_new, cosine, late, doubt, rule):
     assert judged(found(f_new, cosine=cosine), old=here, doubt=doubt, acceptance=acceptance).rule == rule
 
 
+class Blind:
+    """Accepts whatever it is shown."""
+
+    looks_back = False
+
+    def judge(self, trial):
+        return "uphill"
+
+
+@pytest.mark.parametrize(("doubt", "rule"), [(1.0, "uphill"), (2.0, None)])
+def test_what_a_policy_bars_no_acceptance_lets_through(doubt, rule):
+    assert judged(found(11.0, cosine=0.5), doubt=doubt, acceptance=Blind()).rule == rule
+
+
 def test_uphill_against_the_best_so_far():
     """f counts too: the best may be infinite, before the first step is over."""
     uphill = mq.Uphill(against_best=True)

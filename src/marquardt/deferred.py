@@ -19,14 +19,15 @@ AS_IS = nullcontext()
 class Tape:
     """Collects what would be asked while a step is recorded as a CUDA graph, and assumes that all is well."""
 
-    def __init__(self, assumed: Sequence[float], places: Sequence[Tensor] = ()) -> None:
+    def __init__(self, assumed: Sequence[float], drawn: Sequence[Tensor] = ()) -> None:
         self.assumed = list(assumed)  # the answer to the one reading on the way: objective.Totals
-        self._given = list(places)  # for numbers that are drawn
+        # Places for what is drawn, in memory of their own: that of a graph is used several times over in a replay.
+        self._places = [torch.empty_like(t) for t in drawn]
         self.rewind()
 
     def rewind(self) -> None:
         """Before the recorded work is done, for the first time or again."""
-        self.places = iter(self._given)
+        self.places = iter(self._places)
         self.asked: list[Tensor] = []
         self.drawn: list[tuple[Tensor, Callable[[int], Tensor], int]] = []  # a place, what draws for it, the seed
         self.read: list[Tensor] = []
@@ -34,6 +35,7 @@ class Tape:
 
 class _Current(threading.local):
     tape: Tape | None = None
+    drawn: list[Tensor] | None = None  # by a step that may be recorded when it comes again
     agree: Callable[[list[float]], list[float]] | None = None  # what the ranks make of numbers that all have found
 
 
@@ -88,9 +90,13 @@ def draw(numbers: Callable[[int], Tensor], seed: int, like: Tensor) -> Tensor:
     before every replay, from other seeds."""
     found = numbers(seed)
     if current.tape is None:
-        return found.to(like)
+        moved = found.to(like)
+        if current.drawn is not None:
+            current.drawn.append(moved)
+        return moved
     place = next(current.tape.places, None)
-    place = torch.empty(found.shape, dtype=like.dtype, device=like.device) if place is None else place
+    if place is None or place.shape != found.shape:
+        raise RuntimeError("this step draws other random numbers than the last one")
     current.tape.drawn.append((place, numbers, seed))
     return place
 

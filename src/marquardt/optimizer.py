@@ -21,11 +21,11 @@ from .arguments import Unscaled, brief, users
 from .curvature import Auto, Representation
 from .curvature.cost import USUAL
 from .curvature.plan import Plan, duration
-from .deferred import AS_IS
+from .deferred import AS_IS, current
 from .diagnosis import diagnosed
 from .groups import check_same_rate, grouped, weights
 from .jacobian.linearization import Linearization
-from .jacobian.objective import Objective, Rows
+from .jacobian.objective import Objective, Rows, Totals
 from .jacobian.passes import Coupled, Known
 from .losses import resolve
 from .model.anatomy import anatomy, rng_state, set_rng_state
@@ -168,10 +168,10 @@ class LM(Unscaled, torch.optim.Optimizer):
             them towards other weights than 0.
         capture: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
             for small networks. The model must then do the same for every batch, its Python code is not run again; steps
-            that do not go as recorded (rejected ones, bad input) are taken back and done without the graph, and so are
-            the eighth replay, the sixteenth, the thirty-second and so on, to be compared. None records the second of
-            two equal steps, if the memory of another step is free, and replays from the next one on; True forces and
-            False forbids it.
+            that do not go as recorded (rejected ones, bad input) are taken back and done without the graph. Before the
+            eighth replay, the sixteenth, the thirty-second and so on the model is called, and both must find the same
+            loss. None records the second of two equal steps, if the memory of another step is free, and replays that
+            one and the next ones; True forces and False forbids it.
         group: the ranks of torch.distributed that take every step together, each with a part of the batch: None for
             those of the default process group, if one is initialised. The step is that of the whole batch. False says
             that this run is independent of the other ranks.
@@ -377,6 +377,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             torch.set_grad_enabled(False)  # after a fault `whole` puts back what there was
             with without_autocast(lin.parameters.device.type), uncompiled():
                 objective.eager = True
+                current.drawn = [] if records else None
                 representation = self._represented(parts, lin, plan, old.same_data.steady(old.steps))
                 if ranks.several or not lin.single or lin.parameters.shards is not None:
                     arguments.check_sums(representation, lin.single, ranks, lin.parameters.shards is not None)
@@ -396,6 +397,7 @@ class LM(Unscaled, torch.optim.Optimizer):
                     take_buffers(ranks, self.model)
                 ranks.same(f"after step {state.steps}: loss {step.new_loss!r}, λ = {state.lam!r}")
             self._known.totals, self._known.steady = lin.totals(), records and lin.steady
+            self._known.drawn, current.drawn = current.drawn or (), None
             form, space = lin.end.form, lin.parameters
             master = space.unrounded() if space.coarse else None
             seen = Seen.of(form, batches) if form.tracking else NOTHING
@@ -443,11 +445,14 @@ class LM(Unscaled, torch.optim.Optimizer):
         def work() -> Step | None:
             nonlocal step
             self._pace.expect(old.plan, device, True)
+            there = self._totals(parts, objective, batch) if recording.looks else None
+            if rng is not None:
+                set_rng_state(device, rng)
             recording.run(batch, old, objective)
             concluded = recording.concluded(old) if self._recordings.confirmed(objective) else None
-            if recording.looks:
-                self._recordings.looked_at(recording)
-            elif concluded is not None:
+            if there is not None and not self._recordings.agrees(recording, there):
+                concluded = None
+            if concluded is not None:
                 (step, self._state), self._seen = concluded, seen
             undo()
             return step
@@ -459,6 +464,15 @@ class LM(Unscaled, torch.optim.Optimizer):
                     set_rng_state(device, rng)
 
         return whole(here, work, undo)
+
+    def _totals(self, parts: Parts, objective: Objective, batch: Batch) -> Totals:
+        """The loss of a batch, by a pass through the model as it is now."""
+        with torch.no_grad(), without_autocast(self.params[0].device.type), uncompiled():
+            rows, needs = rows_of(parts, self._state.plan), parts.curvature.needs
+            lin = Linearization(objective, [batch], rows, needs, known=self._known, seed=self._state.steps)
+            totals = lin.totals()
+            lin.close()
+        return totals
 
     def _explained(self, step: Step, batches: Iterable[Batch], ranks: Ranks) -> Step:
         """A run that has converged says once what may have kept it from learning; of several ranks none has all data"""

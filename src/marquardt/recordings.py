@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from . import tolerances
+from .arguments import users
 from .curvature.auto import free
 from .curvature.contract import Damped
 from .deferred import Tape, answers, capturing, recorded
@@ -48,8 +49,8 @@ from .step import (
     tried,
 )
 
-# A model may take numbers from where no signature sees them. So this replay of a recording, and the one of twice the
-# number, and so on, is undone and compared with the plain step in its place.
+# A model may take numbers from where no signature sees them. So before this replay of a recording, and the one of twice
+# the number, and so on, the model is called outside of the graph, and both must find the same loss.
 LOOK = 8
 
 # Kinds of steps that are remembered.
@@ -107,15 +108,14 @@ class RecordedStep:
         self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), carried(state), carried(state)))
         self.lam = torch.zeros((), dtype=objective.parameters.dtype, device=objective.parameters.device)
         self.normaliser = assumed.normaliser
-        tape = self._record(state, Tape(assumed))
-        if tape.drawn:  # again: the graph uses its own memory several times over, what is put there does not last
-            tape = self._record(state, Tape(assumed, [torch.empty_like(place) for place, _, _ in tape.drawn]))
+        tape = self._record(state, Tape(assumed, known.drawn))
         self.questions, self.drawn = len(tape.asked), tape.drawn
 
     @property
     def looks(self) -> bool:
-        """Whether the replay that is next, or under way, is one to look at."""
-        return self.replays >= LOOK and self.replays & (self.replays - 1) == 0
+        """Whether the next replay is compared with the model outside of the graph."""
+        number = self.replays + 1
+        return number >= LOOK and number & (number - 1) == 0
 
     def _record(self, state: State, tape: Tape) -> Tape:
         device = self.objective.parameters.device
@@ -243,7 +243,6 @@ class Recordings:
     def __init__(self) -> None:
         self.made: tuple[Any, RecordedStep] | None = None  # of this kind
         self.note = ""  # what came of it, in words
-        self._expected: Totals | None = None  # what the replay found that was looked at
         self._kinds: list[Kind] = []  # the last one at the end,
         self._row = 0  # and how often it came in a row
 
@@ -252,7 +251,6 @@ class Recordings:
     ) -> RecordedStep | None:
         """The recording of such a step; None if there is none."""
         totals = known.totals
-        self._compare(totals, objective.parameters.dtype)
         if totals is None or not recordable(parts, objective, batch, state, known):
             return None
         if not forced and (any(hooks(objective.model)) or torch.are_deterministic_algorithms_enabled()):
@@ -281,7 +279,7 @@ class Recordings:
                 warnings.warn(f"{words}: {error}", stacklevel=2)
             return None
         self.made, self.note, kind.needed = (kind.key, made), "steps are recorded", 2 * kind.needed
-        return None
+        return made
 
     def confirmed(self, objective: Objective) -> bool:
         """Whether the modules are as they were when the replay that is under way was recorded."""
@@ -290,23 +288,21 @@ class Recordings:
         self.made = None
         return False
 
-    def looked_at(self, recording: RecordedStep) -> None:
-        """That replay was undone, to be compared with the step that takes its place."""
-        self._expected = recording.totals
-
-    def _compare(self, totals: Totals | None, dtype: torch.dtype) -> None:
-        """A model that takes numbers from elsewhere, such as a global variable, may not do as it did."""
-        expected, self._expected = self._expected, None
-        if expected is None or totals is None or self.made is None:
-            return
-        allowed = tolerances.of_trials(dtype) * abs(totals.value) + FAINT * totals.rounding
-        if not abs(expected.value - totals.value) <= allowed:
+    def agrees(self, recording: RecordedStep, totals: Totals) -> bool:
+        """Whether a replay has found the loss that the model has outside of it. One that takes numbers from elsewhere,
+        such as a global variable, may not do as it did."""
+        relative = tolerances.of_trials(recording.objective.parameters.dtype)
+        allowed = relative * abs(totals.value) + FAINT * totals.rounding
+        if abs(recording.totals.value - totals.value) <= allowed:
+            return True
+        if self.made is not None:
             self._refuse(self._come(self.made[0]), "the model does not do the same in every step")
             self.made = None
-            words = "those since the last look were wrong, and capture=False records none"
-            warnings.warn(f"{self.note}; {words}", stacklevel=2)
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+        words = "those since the last look were wrong, and capture=False records none"
+        warnings.warn(f"{self.note}; {words}", stacklevel=users())
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return False
 
     def _come(self, key: Any) -> Kind:
         """One step more of this kind"""
@@ -327,6 +323,9 @@ def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, k
         return False
     if not known.only_slopes or not rows_of(parts, state.plan).recordable or state.D is None:
         return False
+    plan = state.plan
+    if plan is not None and plan.options and plan.steady != state.same_data.steady(state.steps):
+        return False  # Auto is about to plan anew, which a replay would not notice
     unlike = parts.remembers and state.previous is None  # the next step will have one
     steady = known.steady or next(objective.model.buffers(), None) is None
     return steady and not unlike and (parts.momentum is None or parts.momentum.recordable)

@@ -307,12 +307,11 @@ def judge(parts: Parts, old: State, start: Start, found: Found, lam: float, lr: 
     share = 1.0
     if found.dDd is not None and judged and predicted > 0:
         share = 0.5 * lam * lr**2 * found.dDd / predicted
-    cosine = found.cosine if judged else None  # without it there is no uphill
-    if cosine is not None:
-        for name in RISING:
-            if not old.__dict__[name].uphill(start, f_new):
-                cosine = None
+    rises = judged and all([old.__dict__[name].uphill(start, f_new) for name in RISING])
+    cosine = found.cosine if rises else None  # without it there is no uphill
     rule = parts.acceptance.judge(Trial(f, f_new, start.floor, start.best, cosine, old.recent.late))
+    if rule == "uphill" and not rises:  # an acceptance that does not ask for the cosine
+        rule = None
     lag = math.nan if found.mean_loss is None else ratio(f, start.floor, least, found.mean_loss)
     return Judgement(rule, judged, gain, abs(predicted), share, lag)
 

@@ -87,7 +87,7 @@ class Surroundings:
     def restore(self, error: BaseException | None = None) -> None:
         """As it was. `error` is what ended the work: the context managers that it came through are left first."""
         _left(error)
-        deferred.current.tape, deferred.current.agree = self.tape, self.agree
+        deferred.current.tape, deferred.current.agree, deferred.current.drawn = self.tape, self.agree, None
         if warnings.filters is not self.filters:
             warnings.filters = self.filters
             getattr(warnings, "_filters_mutated", int)()  # forgets what was decided by the others

@@ -98,6 +98,7 @@ class Known:
     rows_per_sample: int = 0  # on the last step
     exact_rows: tuple[object, object, int] | None = None  # of a sample, by the loss and the shapes of z and the targets
     totals: Totals | None = None  # of the last step
+    drawn: Sequence[Tensor] = ()  # random numbers of the last step, if it may be recorded when it comes again
     differentiates: bool = False  # the model differentiates itself: trial points need a graph too
     # Whether forward passes of all trial points at once are right, by how the model is called; missing while unproven.
     batched_trials: dict[object, bool] = field(default_factory=dict)

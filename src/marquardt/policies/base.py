@@ -17,7 +17,7 @@ class Start(NamedTuple):
     level: Level  # f, its lower bound, its rounding, and what weight decay has of it
     theta: Tensor  # the point with this f: (n,)
     steps: int  # before this one
-    best: float  # the least f so far
+    best: float  # the least f so far, also of earlier data: a policy for the same data keeps its own
     floor: float  # what heights are measured from: see Outliers
     repeats: int  # how often in a row the loss before a step was the loss after the last one
     same_data: bool  # whether that says that the data are the same
@@ -84,12 +84,13 @@ class Policy:
     """
 
     def uphill(self, start: Start, loss: float) -> bool:
-        """Whether a step may end at this loss if that is a rise. Every policy must agree, and then the acceptance; it
-        is asked of trial points that fall too, for which the answer does not matter."""
+        """Whether a step may end at this loss if that is a rise. Every policy must agree, and then the acceptance. It
+        is asked about trial points with a lower loss too, where the answer does not matter, and not about those of a
+        line search, which has a rule of its own."""
         return True
 
     def after(self: P, start: Start, end: Ending) -> P:
-        """What the next step is left with."""
+        """What the next step is left with: also after one that was rejected."""
         return self
 
     def raised(self: P, by: float) -> P:

@@ -14,16 +14,17 @@ FADE = 0.95
 
 @dataclass(frozen=True)
 class Recent(Policy):
-    """late ← best + FADE·(late − best)        what uphill moves may rise to with Uphill(of_late=True)"""
+    """late ← least + FADE·(late − least)        what uphill moves may rise to with Uphill(of_late=True)"""
 
     late: float = math.inf  # what the best loss was of late; ∞ on changing batches
+    least: float = math.inf  # the best loss since the data have been the same: that of other data says nothing
 
     def after(self, start: Start, end: Ending) -> Recent:
         if not start.same_data:
             return Recent()
-        best = min(start.best, end.loss)
+        least = min(self.least, start.level.f, end.loss)
         late = start.level.f if self.late == math.inf else self.late
-        return Recent(best + FADE * (late - best))
+        return Recent(least + FADE * (late - least), least)
 
     def raised(self, by: float) -> Recent:
-        return Recent(self.late + by)
+        return Recent(self.late + by, self.least + by)
