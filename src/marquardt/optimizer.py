@@ -7,13 +7,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from operator import is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.optim.optimizer import _global_optimizer_post_hooks as POST_HOOKS
+from torch.optim.optimizer import _global_optimizer_pre_hooks as PRE_HOOKS
 
 from . import arguments
 from .agreement import check_alike, take_buffers
@@ -117,6 +120,7 @@ OF_THE_MODEL = ("_known", "_recordings", "_pace", "_averaged", "_seen", "_progra
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Depends = tuple[list[Any], list[Any]]  # objects, of which each must be the same, and values
 
@@ -132,6 +136,21 @@ class Program(NamedTuple):
     def holds(self, now: Depends) -> bool:
         (objects, values), (others, there) = self.depends, now
         return len(objects) == len(others) and all(map(is_, objects, others)) and values == there
+
+
+def hooked(step: Callable[P, T]) -> Callable[P, T]:
+    """A step with torch's wrapper only where there are hooks for it to call, or a profile: it takes a twentieth of a
+    small step."""
+    wrapped = torch.optim.Optimizer.profile_hook_step(step)
+
+    @wraps(step)
+    def either(*args: P.args, **kwargs: P.kwargs) -> T:
+        opt: Any = args[0]
+        hooks = PRE_HOOKS or POST_HOOKS or opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks
+        return wrapped(*args, **kwargs) if hooks or _profiler_enabled() else step(*args, **kwargs)
+
+    either.hooked = True  # type: ignore[attr-defined]
+    return either
 
 
 class LM(Unscaled, torch.optim.Optimizer):
@@ -249,6 +268,7 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     # The algorithm.
 
+    @hooked
     def step(  # type: ignore[override]
         self, inputs: Any = None, targets: Any = None, weight: Tensor | None = None, *, closure: Any = None
     ) -> Step:

@@ -498,3 +498,22 @@ def test_model_on_the_meta_device():
     """Shapes without numbers: nothing to train."""
     with refused("meta"):
         lm(network().to("meta")).step(X, Y)
+
+
+@pytest.mark.parametrize("change", ["in place", "another tensor", "another size"])
+def test_targets_that_were_right_in_the_last_step_are_looked_at_again(change):
+    """The same tensor, unchanged, is not."""
+    model = network()
+    opt, x, y = mq.LM(model, "mse"), torch.randn(8, 2), torch.randn(8, 3)
+    opt.step(x, y)
+    opt.step(x, y)
+    if change == "in place":
+        y[0, 0] = NAN
+    elif change == "another tensor":
+        y = torch.where(torch.arange(8)[:, None] == 3, NAN, y)
+    else:
+        y.data = y.data[:, :2]
+    before = theta(model)
+    with pytest.raises(ValueError, match=r"non-finite|have shape|broadcasting"):
+        opt.step(x, y)
+    assert torch.equal(theta(model), before)

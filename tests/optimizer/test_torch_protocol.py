@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import marquardt as mq
 from marquardt.losses import CrossEntropy
@@ -114,6 +115,24 @@ def test_hooks_around_a_step():
     before.remove()
     opt.step(x, y)
     assert [s[0] for s in seen] == ["pre", "post", "post"]
+
+
+def test_a_profile_names_the_step():
+    _, opt, x, y = trained()
+    with torch.profiler.profile() as found:
+        opt.step(x, y)
+    assert "Optimizer.step#LM.step" in {event.key for event in found.key_averages()}
+
+
+def test_a_hook_of_all_optimizers():
+    calls = []
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("pre"))
+    _, opt, x, y = trained()
+    calls.clear()
+    opt.step(x, y)
+    handle.remove()
+    opt.step(x, y)
+    assert calls == ["pre"]
 
 
 def test_hooks_around_a_step_over():

@@ -145,7 +145,7 @@ def _cholesky(H: Tensor, b: Tensor, ranks: Ranks) -> Tensor | None:
     together = ranks.several and factors_together(len(H), ranks.size, H.element_size(), H.is_cuda)
     L, fine = shared_factor(H, ranks) if together else _factor(H)
     x = _solve(L, b if b.dtype is H.dtype else b.to(H.dtype))
-    sound = fine & (x.abs().amax() < math.inf)
+    sound = fine & (torch.linalg.vector_norm(x, math.inf) < math.inf)
     return x if told(sound) else None
 
 

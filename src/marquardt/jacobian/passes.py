@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -91,6 +92,8 @@ class Known:
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
     steady: bool = False  # a forward pass leaves the buffers as they are
     loss: object = None  # the loss whose derivatives are proven
+    # Targets of which the loss can be taken, and what else that was found by.
+    checked: tuple[weakref.ref[Tensor], tuple[object, ...]] | None = None
     decays: int = 0  # steps that were looked at, whether weight decay is in them
     batched_rows: bool = True  # backward passes of all rows at once
     may_join: bool = False  # rows of all samples together would do

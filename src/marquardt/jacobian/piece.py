@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from ..layers.blocks import Bilinear
 from ..layers.capture import LAYOUTS, LEAF_NODE, Layout, Node, Use, alone, grouped
 from ..layers.unrolled import Refused
 from ..layers.uses import Glimpse, block_of
+from ..losses import Loss
 from ..losses.proof import prove
 from ..memory import out_of_memory
 from ..model.anatomy import Chance, Moment
@@ -863,8 +865,8 @@ class Piece:
         self.objective = objective = self.whole.objective
         check_backward(self.whole)
         self.z, self.N = self.whole.z, self.whole.N
-        objective.loss.check(self.z, batch.targets, batch.weight, part=True)
         y = batch.targets
+        self._check(y)
         samples = y.shape[0] if y.__class__ is Tensor and y.ndim else batch.samples
         seed = seed if samples == self.N else seed.apart()
         index = None if rows.__class__ in (Exact, Empirical, Sampled) else rows.pick(self.N, seed)
@@ -891,6 +893,19 @@ class Piece:
             self.jacobian.forward.again(True)  # the first time: so the first step goes the way of all others
         if index is not None:
             self.whole.after.restore(gently=True)  # the samples that were picked had forward passes of their own
+
+    def _check(self, y: Any) -> None:
+        """Whether the loss can be taken of these targets. Those of the last step, unchanged, need no second look, if
+        the loss looks at nothing else."""
+        z, weight, loss, checked = self.z, self.batch.weight, self.objective.loss, self.known.checked
+        looks = type(loss).faults is not Loss.faults or weight is not None or current.tape is not None
+        if looks or y.__class__ is not Tensor:
+            loss.check(z, y, weight, part=True)
+            return
+        now = (y._version, y.shape, y.dtype, y.device, z.shape, z.dtype, z.device, loss)
+        if checked is None or checked[0]() is not y or checked[1] != now:
+            loss.check(z, y, weight, part=True)
+            self.known.checked = weakref.ref(y), now
 
     def _unrolls(self, rows: int) -> bool:
         """Several rows of a sample pay for a backward pass of our own."""
