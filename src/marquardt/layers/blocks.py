@@ -869,7 +869,9 @@ def _mapped(x: Tensor, side: Tensor) -> Tensor:
     """x·sideᵀ in every group: (…, G, d), by a matrix (G, d, d) or the diagonal of one"""
     if side.ndim == 2:
         return x * side
-    return x @ side[0].mT if side.shape[0] == 1 else torch.einsum("...gi,gji->...gj", x, side)
+    if side.shape[0] > 1:
+        return torch.einsum("...gi,gji->...gj", x, side)
+    return x.reshape(-1, x.shape[-1]).mm(side[0].mT).view(*x.shape[:-1], -1)  # `@` may multiply sample by sample
 
 
 def _equal(u: Tensor | None, other: Tensor | None) -> bool:
