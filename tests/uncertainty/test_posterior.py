@@ -99,12 +99,16 @@ def test_evidence_prefers_the_model_that_made_the_data():
 
 
 def test_a_copy_predicts_the_same():
-    model, x, y = classification()
-    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02)
-    expected = p.probabilities(x)
-    for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
-        assert torch.equal(other.probabilities(x), expected)
-        assert other.log_evidence == p.log_evidence
+    for problem, loss in ((classification, "cross_entropy"), (regression, "mse")):
+        model, x, y = problem()
+        p = mq.posterior(model, loss, (x, y), weight_decay=0.02)
+
+        def predicted(p, x=x, loss=loss):
+            return p.predict(x).std if loss == "mse" else p.probabilities(x)
+
+        for other in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+            assert torch.equal(predicted(other), predicted(p))
+            assert other.log_evidence == p.log_evidence
 
 
 def test_it_reads_as_what_it_is():

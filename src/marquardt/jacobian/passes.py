@@ -108,6 +108,9 @@ class Known:
     # By what shows of a pass through part of a batch: whether the structure of its graph keeps the samples apart.
     parts: dict[object, bool] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "checked": None}  # targets of this process
+
     def look(self, model: nn.Module) -> Anatomy:
         """The model as it is now: the same object while nothing has changed."""
         self.anatomy = found = anatomy(model, self.anatomy)
