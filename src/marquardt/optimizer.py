@@ -39,8 +39,7 @@ from .model.parameters import Parameters
 from .model.statistics import NOTHING, Seen, estimated, tracking
 from .parts.direction import AdaptiveMomentum, Damping, KroneckerMetric, Momentum
 from .parts.judging import EMA, Acceptance, Average, Backtracking, Balanced, LineSearch, Schedule, Uphill
-from .ranks import ALONE, Ranks, cause, check_joined, of
-from .ranks.group import AVAILABLE
+from .ranks import ALONE, AVAILABLE, Ranks, cause, check_joined, of
 from .recordings import RECORDERS, Recordings
 from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .step import Parts, State, Step, changed, rows_of, take

@@ -1,29 +1,149 @@
-"""A process group of torch.distributed, in which no rank waits in vain for another one."""
+"""The ranks that take a step together, as everything else sees them: sums over them, and what all of them agree on."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
+import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
-from weakref import ref
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .deferred import agreeing
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+# Block rows of a symmetric matrix that are sent one after the other: so many that the half below the diagonal is nearly
+# all left out.
+BLOCK_ROWS = 16
+
+
+class RankError(RuntimeError):
+    """The ranks of a process group cannot go on together: one has ended or failed, or they do not agree. The model of
+    every rank is as it was before the step.
+
+    >>> try:
+    ...     step = opt.step(x, y)
+    ... except mq.RankError:
+    ...     raise SystemExit("start all ranks again from the last checkpoint")
+    """
+
+
+class OtherRank(RankError):
+    """Another rank could not take the step, so that none has."""
+
+    original: BaseException  # what was raised there
+
+
+def cause(error: BaseException) -> BaseException:
+    """What was raised first, here or on another rank: the same on every rank."""
+    return error.original if isinstance(error, OtherRank) else error
+
+
+class Ranks:
+    """One process by itself: there is nothing to add and nobody to ask. `Several` has the same methods for a group.
+
+    Every rank calls the same of these in the same order. What they return is the same on every rank, bit for bit; what
+    they are given may be overwritten.
+    """
+
+    size = 1
+    rank = 0
+    several = False  # whether collectives take place
+    sent = 0  # bytes that this rank has sent
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Σ over the ranks, of any shape"""
+        return t
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same for several tensors, in few messages"""
+        return list(tensors)
+
+    def sums_by(self, tensors: Mapping[Key, Tensor], like: Tensor) -> dict[Key, Tensor]:
+        """The same by keys, of which a rank may lack some: the order of the keys is that of rank 0, then of rank 1 …"""
+        return dict(tensors)
+
+    def sum_later(self, t: Tensor) -> Callable[[], Tensor]:
+        """Begins to add up symmetric matrices, half of which is sent, and returns what waits for the sum"""
+        return lambda: t
+
+    def gather(self, t: Tensor) -> Tensor:
+        """Those of all ranks one after the other; lengths may differ: (k, …) → (Σk, …)"""
+        return t
+
+    def dealt(self, parts: Sequence[Tensor]) -> Tensor:
+        """A part for every rank: those of all ranks for this one, one after the other, (k, …) → (Σk, …). The k of a
+        rank is the same in all its parts."""
+        return parts[0]
+
+    def one(self, t: Tensor, source: int = 0) -> Tensor:
+        """The tensor that one rank has, of a shape that all know"""
+        return t
+
+    def ones(self, tensors: Sequence[Tensor], source: int = 0) -> list[Tensor]:
+        """The tensors that one rank has, in few messages"""
+        return list(tensors)
+
+    def shown(self, item: Item | None, source: int, shared: Sequence[Tensor] = ()) -> Item:
+        """An object of one rank with the tensors in it; None on the others. Those that are `shared` all ranks have."""
+        assert item is not None
+        return item
+
+    def same(self, what: str) -> None:
+        """Raises RankError if the ranks do not all say the same"""
+
+    def agreed(self, item: Item) -> Item:
+        """A plain object, as rank 0 has it"""
+        return item
+
+    def every(self, item: Item) -> list[Item]:
+        """Plain objects of all ranks"""
+        return [item]
+
+    def all(self, flag: bool) -> bool:
+        """Whether it is so on every rank"""
+        return flag
+
+    def numbers(self, number: int) -> list[int]:
+        """A whole number of every rank"""
+        return [number]
+
+    def through(self, what: str, work: Callable[[Any], Item]) -> Item:
+        """What torch.distributed does by itself, given a group on the host to do it over; None for one process"""
+        return work(None)
+
+    def deciding(self) -> AbstractContextManager[None]:
+        """Within it, questions about tensors that all ranks ask are answered as rank 0 finds it: see `deferred`."""
+        return nullcontext()
+
+    def together(self) -> AbstractContextManager[None]:
+        """What one rank raises within it, all raise."""
+        return nullcontext()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self
+
+
+ALONE = Ranks()
+
 
 if dist.is_available():
     # Its functions have the default group as an argument, that of when it is first imported: by torch.optim, after
     # init_process_group(). Then they would keep the group alive when it is destroyed (see Several).
     import torch.distributed.nn.functional
 
-from ..deferred import agreeing
-from .base import BLOCK_ROWS, Item, Key, OtherRank, RankError, Ranks
-from .sending import packed, unpacked
 
 # Numbers in one message of several tensors; of a matrix that is on its way while a rank goes on.
 BUCKET, SOME = 1 << 24, 1 << 17
@@ -340,3 +460,112 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
         if isinstance(found, timedelta):
             return found
     return timedelta(minutes=30)
+
+
+def packed(item: Any, shared: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+    """What is left of an object without its tensors, and these. Tensors that are `shared` all ranks have: of them only
+    the place is sent."""
+    tensors: list[Tensor] = []
+    places = {id(t): i for i, t in enumerate(shared)}
+    numbers: dict[int, int] = {}  # of tensors that occur more than once
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, part: Any) -> tuple[str, int] | None:
+            if not isinstance(part, Tensor):
+                return None
+            if id(part) in places:
+                return "shared", places[id(part)]
+            if id(part) not in numbers:
+                numbers[id(part)] = len(tensors)
+                tensors.append(part)
+            return "sent", numbers[id(part)]
+
+    file = io.BytesIO()
+    Pickler(file).dump(item)
+    return file.getvalue(), tensors
+
+
+def unpacked(data: bytes, tensors: Sequence[Tensor], shared: Sequence[Tensor]) -> Any:
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, place: tuple[str, int]) -> Tensor:
+            kind, number = place
+            return shared[number] if kind == "shared" else tensors[number]
+
+    return Unpickler(io.BytesIO(data)).load()
+
+
+AVAILABLE = dist.is_available()
+
+# Every process group has one, whose control group all ranks have made together; it goes when the group is destroyed.
+_made: WeakKeyDictionary[Any, Several] = WeakKeyDictionary()
+
+
+def of(group: Any) -> Ranks:
+    """None: the default process group, if it has several ranks. False: this process by itself. A process group or a
+    DeviceMesh of one dimension: that one, also if it has one rank alone."""
+    if group is False or not AVAILABLE:
+        return ALONE
+    if group is None:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return ALONE
+        group = dist.group.WORLD
+    if hasattr(group, "get_group"):  # a DeviceMesh
+        if group.ndim != 1:
+            raise ValueError(f"group= is a DeviceMesh of {group.ndim} dimensions: pass one of them, mesh['dp']")
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is no member of the group that group= names: make the optimizer on its ranks")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group={group!r}: a process group of torch.distributed, None for the default one, or False for runs that "
+            "are independent of the other ranks"
+        )
+    if group not in _made:
+        _made[group] = Several(group)
+    return _made[group]
+
+
+def check_joined(group: Any) -> None:
+    """Processes that torchrun has started, and that do not know of each other."""
+    launched = AVAILABLE and dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if launched and group is None and not dist.is_initialized():
+        raise RuntimeError(
+            f"torchrun has started {os.environ['WORLD_SIZE']} processes, and each would train by itself: call "
+            "torch.distributed.init_process_group() first, or pass group=False if that is meant"
+        )
+
+
+Some = Sequence[Tensor]
+
+
+def owners(matrices: Some, size: int) -> list[int]:
+    """Which of the ranks decomposes which matrix (…, d, d): the largest first, by the one that has least to do."""
+    work = [M.numel() * M.shape[-1] for M in matrices]
+    busy, found = [0] * size, [0] * len(work)
+    for k in sorted(range(len(work)), key=lambda k: -work[k]):
+        found[k] = busy.index(min(busy))
+        busy[found[k]] += work[k]
+    return found
+
+
+def owned(ranks: Ranks, matrices: Some) -> list[Tensor]:
+    """Those of this rank"""
+    by = owners(matrices, ranks.size)
+    return [M for M, rank in zip(matrices, by, strict=True) if rank == ranks.rank]
+
+
+def completed(ranks: Ranks, own: Sequence[Some], matrices: Some, like: Sequence[Some]) -> list[Some]:
+    """What was made of every matrix, by the rank that owns it; `like` has the shapes of all."""
+    if not ranks.several:
+        return list(own)
+    by, mine = owners(matrices, ranks.size), iter(own)
+    found = [
+        next(mine) if rank == ranks.rank else [torch.empty_like(t) for t in some]
+        for some, rank in zip(like, by, strict=True)
+    ]
+    for source in range(ranks.size):
+        places = [k for k, rank in enumerate(by) if rank == source]
+        sent = iter(ranks.ones([t for k in places for t in found[k]], source))
+        for k in places:
+            found[k] = [next(sent) for _ in found[k]]
+    return found
