@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.curvature.plan import look
+from marquardt.curvature.cost import look
 from marquardt.paper import problems
 
 BATCH = 2400

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 import marquardt as mq
 from marquardt import optimizer
 from marquardt import optimizer as pace
-from marquardt.curvature.plan import Plan
+from marquardt.curvature.cost import Plan
 from marquardt.optimizer import LONG, Pace
 from marquardt.step import Step
 from support.unchanged import changes, world

@@ -22,8 +22,7 @@ from . import arguments
 from .agreement import check_alike, take_buffers
 from .arguments import Unscaled, brief, users
 from .curvature import Auto, Representation
-from .curvature.cost import USUAL
-from .curvature.plan import Plan, duration
+from .curvature.cost import USUAL, Plan, duration
 from .deferred import AS_IS, current
 from .diagnosis import diagnosed
 from .groups import check_same_rate, grouped, weights

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from .arguments import check_rate
 from .curvature.contract import Representation
-from .curvature.plan import Plan
+from .curvature.cost import Plan
 from .groups import SAME_RATE, check_decay
 from .metric import check_saved, restored
 from .model.parameters import Parameters

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .curvature.contract import Curvature, Damped, Past, Representation
+from .curvature.cost import Plan
 from .curvature.direct import FactorizationError
-from .curvature.plan import Plan
 from .deferred import floats
 from .jacobian.linearization import Linearization, Trials
 from .jacobian.objective import Level, Objective, Rows

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import marquardt as mq
 from marquardt.curvature import auto
 from marquardt.curvature.auto import QUICK, SAVES, UNTOLD, WORK, WORK_OF_ROWS, _fewer
-from marquardt.curvature.cost import Layer, Shapes
-from marquardt.curvature.plan import Plan
+from marquardt.curvature.cost import Layer, Plan, Shapes
 from marquardt.losses import Residual
 from support.modules import Messages
 from support.steps import theta

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import marquardt as mq
-from marquardt.curvature.conjugate_gradients import conjugate_gradients
+from marquardt.curvature.matrix_free import conjugate_gradients
 from support.cases import build
 from support.matrix_free import represent, scalar
 from support.reference import error

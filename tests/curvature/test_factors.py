@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from marquardt.curvature.factors import (
+from marquardt.curvature.kronecker import (
     DiagonalFactor,
     Factor,
     FullFactor,

@@ -12,8 +12,8 @@ from torch import nn
 
 import marquardt as mq
 from marquardt.curvature import matrix_free
-from marquardt.curvature.conjugate_gradients import conjugate_gradients
 from marquardt.curvature.direct import FactorizationError
+from marquardt.curvature.matrix_free import conjugate_gradients
 from marquardt.jacobian.linearization import Trials
 from support import reference
 from support.cases import Problem, build, mlp

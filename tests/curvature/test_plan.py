@@ -7,8 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from marquardt.curvature.cost import Layer, Shapes
-from marquardt.curvature.plan import Plan, readable
+from marquardt.curvature.cost import Layer, Plan, Shapes, readable
 
 SHAPES = Shapes(
     n=10, N=4, R=3, layers=(Layer(1.5, 1, 2, 3), Layer(2, 1, 1, 4, True)), itemsize=8, others=2, single=False

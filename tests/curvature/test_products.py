@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 import marquardt as mq
-from marquardt.curvature.products import by_double_backward, by_forward_mode, by_rows
+from marquardt.curvature.matrix_free import by_double_backward, by_forward_mode, by_rows
 from marquardt.jacobian.linearization import Trials
 from support import reference
 from support.cases import Problem, build, mlp

@@ -12,7 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from marquardt import deferred
-from marquardt.curvature import products
+from marquardt.curvature import matrix_free
 from marquardt.model import batch as kernels
 
 SHARED = ("PLAIN_ATTENTION", "PLAIN_RECURRENCE", "OPEN_CELLS", "UNCOMPILED")
@@ -46,7 +46,7 @@ def settings() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "tape": deferred.current.tape is None,
         "agreement": deferred.current.agree is None,
-        "locks": [not products.LEVEL._is_owned(), *(not getattr(kernels, name).lock.locked() for name in SHARED)],
+        "locks": [not matrix_free.LEVEL._is_owned(), *(not getattr(kernels, name).lock.locked() for name in SHARED)],
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.curvature.products import by_double_backward, by_forward_mode
+from marquardt.curvature.matrix_free import by_double_backward, by_forward_mode
 from marquardt.jacobian import passes as jacobian
 from marquardt.jacobian import piece as proof
 from marquardt.jacobian.passes import Known

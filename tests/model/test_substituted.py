@@ -66,7 +66,7 @@ def test_module_under_two_names(build, curvature):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_substitution_is_taken_back(fails):
-    from marquardt.model.substituted import substituted
+    from marquardt.model.anatomy import substituted
 
     model = nn.Sequential(nn.LSTM(2, 3), nn.BatchNorm1d(3))
     before = [(vars(m), dict(m._parameters), dict(m._buffers)) for m in model.modules()]

@@ -3,9 +3,8 @@
 from .auto import Auto
 from .contract import Curvature, Damped, Representation
 from .direct import Dense, FactorizationError, Gram
-from .ekfac import EKFAC
 from .hessian import Hessian
-from .kronecker import Kronecker
+from .kronecker import EKFAC, Kronecker
 from .matrix_free import MatrixFree
 
 __all__ = [

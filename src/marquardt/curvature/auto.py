@@ -17,10 +17,9 @@ from ..jacobian.passes import Coupled, RowByRow
 from ..memory import Exhausted, out_of_memory
 from ..plain import WAY_OUT, short
 from .contract import Curvature, Interchangeable, Representation, check_chunk, check_inertia
-from .cost import Cost, Shapes, in_gradients, step
+from .cost import Cost, Plan, Shapes, in_gradients, look, readable, step
 from .direct import Dense, Gram
 from .matrix_free import MatrixFree
-from .plan import Plan, look, readable
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip

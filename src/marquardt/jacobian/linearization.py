@@ -20,12 +20,11 @@ from .. import tolerances
 from ..deferred import agreed, current, floats
 from ..layers import Line
 from ..memory import out_of_memory
-from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes
+from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes, call_with
 from ..model.batch import Batch, modes, twice_differentiable
 from ..model.checks import check_coupling
 from ..model.decay import Penalty
 from ..model.parameters import Position
-from ..model.substituted import call_with
 from ..ranks import ALONE, Ranks
 from .cut import Cut
 from .objective import Exact, Level, Objective, Rows, Seed, Totals

@@ -18,10 +18,9 @@ from ..layers.capture import Layout, Walk, Watch
 from ..layers.places import Place
 from ..layers.unrolled import Refused
 from ..memory import out_of_memory, unless_interrupted
-from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy
+from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy, call_with
 from ..model.batch import COARSE, Batch, full, open_cells
-from ..model.misfit import FAILURES, explained
-from ..model.substituted import call_with
+from ..model.checks import FAILURES, explained
 from .objective import Objective, Totals
 
 Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by these

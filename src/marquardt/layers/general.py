@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_map
 
+from ..model.anatomy import call_with
 from ..model.batch import leaves, opaque
-from ..model.substituted import call_with
 from .capture import Misfit
 
 # Numbers that the cotangents of one batched backward pass may hold: 64 MiB in float32.

@@ -12,15 +12,18 @@ from .base import (
     Root,
     SquaredError,
 )
-from .cross_entropy import CrossEntropy
+from .classes import (
+    BinaryProbabilities,
+    CrossEntropy,
+    Hinge,
+    KLDivergence,
+    NegativeLogLikelihood,
+    Ordinal,
+    SoftMargin,
+)
 from .function import Function
-from .gaussian import GaussianNLL
-from .margins import Hinge, SoftMargin
-from .ordinal import Ordinal
-from .positive import Gamma, NegativeBinomial
-from .probabilities import BinaryProbabilities, KLDivergence, NegativeLogLikelihood
+from .regression import AbsoluteError, Gamma, GaussianNLL, NegativeBinomial, Quantile, StudentT
 from .resolve import resolve
-from .robust import AbsoluteError, Quantile, StudentT
 from .tasks import Tasks, Term
 
 __all__ = [

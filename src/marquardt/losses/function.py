@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .base import Fault, Loss, OutputLayout, Root, Target, check_number, weighted
-from .samples import PER_SAMPLE, Samples, some
-from .second import FORMED, Blocks, Product, eigen, find, group, lanczos, product_of, spread, ungroup
+from .output_hessian import FORMED, Blocks, Product, eigen, find, group, lanczos, product_of, spread, ungroup
+from .separability import PER_SAMPLE, Samples, some
 
 
 @dataclass(frozen=True, eq=False)

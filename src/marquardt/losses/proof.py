@@ -13,7 +13,7 @@ from ..tolerances import FORMULA, coarser
 from . import Elementwise, Loss
 from .base import part
 from .resolve import NAMES
-from .samples import Coarsest
+from .separability import Coarsest
 from .tasks import Tasks
 
 OURS = {type(loss) for loss in NAMES.values()}  # the tests have proven them; a subclass may compute anything

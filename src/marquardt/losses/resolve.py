@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from .base import BinaryCrossEntropy, Huber, Loss, Name, Poisson, Residual, SquaredError
-from .cross_entropy import CrossEntropy
+from .classes import (
+    BinaryProbabilities,
+    CrossEntropy,
+    Hinge,
+    KLDivergence,
+    NegativeLogLikelihood,
+    Ordinal,
+    SoftMargin,
+)
 from .function import Function
-from .gaussian import GaussianNLL
-from .margins import Hinge, SoftMargin
-from .ordinal import Ordinal
-from .positive import Gamma, NegativeBinomial
-from .probabilities import BinaryProbabilities, KLDivergence, NegativeLogLikelihood
-from .robust import AbsoluteError, Quantile, StudentT
+from .regression import AbsoluteError, Gamma, GaussianNLL, NegativeBinomial, Quantile, StudentT
 from .tasks import Tasks, Term
 
 NAMES: dict[str, Loss] = {

@@ -1,8 +1,7 @@
 """The D of (G + λD)δ = −g: the metric in which the length of a step is measured."""
 
 from .base import Diagonal, Dot, Metric, Part, Turn, Whitenable
-from .layered import Layered, LayerSides, trusted
-from .restore import KINDS, check_saved, restored
+from .layered import KINDS, Layered, LayerSides, check_saved, restored, trusted
 
 __all__ = [
     "KINDS", "Diagonal", "Dot", "LayerSides", "Layered", "Metric", "Part", "Turn", "Whitenable", "check_saved",

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..curvature import Auto, Dense, Gram, MatrixFree
-from ..curvature.cost import Shapes, step
-from ..curvature.plan import duration, look
+from ..curvature.cost import Shapes, duration, look, step
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Sampled
 from ..model.batch import Batch

@@ -16,7 +16,7 @@ from ..losses import Loss
 from ..memory import unless_interrupted
 from ..model.anatomy import Chance, rng_state, set_rng_state
 from ..model.batch import Batch
-from ..model.misfit import FAILURES, explained
+from ..model.checks import FAILURES, explained
 from ..ranks import ALONE, Ranks
 from ..surroundings import back_afterwards
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..curvature.plan import duration
+from ..curvature.cost import duration
 from .history import Entry
 
 INTERRUPTED = "interrupted"

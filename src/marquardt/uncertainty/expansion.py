@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.auto import free
-from ..curvature.cost import Shapes, Work
-from ..curvature.plan import look
+from ..curvature.cost import Shapes, Work, look
 from ..jacobian.cut import Cut
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Exact, Objective

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..curvature.factors import Layer, Spectrum, diagonal_of
+from ..curvature.kronecker import Layer, Spectrum, diagonal_of
 from ..model.parameters import Parameters
 
 SINGULAR = (

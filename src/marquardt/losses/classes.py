@@ -1,4 +1,4 @@
-"""Cross-entropy over classes: the loss that couples the outputs of a sample."""
+"""Losses of classes, with logits or probabilities at the outputs: two, many, or in an order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..deferred import current
-from .base import Fault, Loss, Target, check_like, check_number, check_weights, same_device, weighted
+from ..tolerances import FORMULA
+from .base import (
+    Elementwise,
+    Fault,
+    Loss,
+    Target,
+    check_like,
+    check_number,
+    check_positive,
+    check_weights,
+    of_outputs,
+    same_device,
+    weighted,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -238,3 +251,261 @@ class CrossEntropy(Loss):
 def tangent(d: Tensor, p: Tensor, dim: int = -1) -> Tensor:
     """(I − p1ᵀ)d: unchanged when Σd = 0. Where pₘ ≈ 1, pₘ − 1 has lost its digits; the other entries restore them."""
     return d - p * d.sum(dim, keepdim=True)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NegativeLogLikelihood(CrossEntropy):
+    """Cross-entropy of outputs that are log-probabilities z = log p already:  ℓ = −Σₖ q̃ₖ zₖ:  `nn.NLLLoss`.
+
+    ℓ is linear in z, and the curvature is in the log-softmax of the model. The softmax of z is p, so that the S of
+    cross-entropy, sent back through the log-softmax, is that of the logits.
+
+    >>> log_probabilities = nn.Sequential(classifier, nn.LogSoftmax(1))
+    >>> opt = mq.LM(log_probabilities, mq.losses.NegativeLogLikelihood())  # or "nll"
+    >>> step = opt.step(x, labels)
+    """
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        faults = super().faults(z, y)
+        total = z.logsumexp(1)
+        advice = (
+            f"{type(self).__name__} needs log-probabilities: end the model with F.log_softmax(z, 1), or take "
+            "nn.CrossEntropyLoss of logits"
+        )
+        return [*faults, Fault(total.abs() > FORMULA[z.dtype], total, "the logarithm of Σ exp(outputs)", advice)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KLDivergence(NegativeLogLikelihood):
+    """From log-probabilities z (N, C, …) to probabilities q:  ℓ = Σₖ qₖ(log qₖ − zₖ):  `nn.KLDivLoss`.
+
+    With `log_target` the targets are log q. The mean is that over N, or without `batchmean` that over all outputs.
+
+    Args:
+        log_target: whether the targets are log q.
+        batchmean: whether the mean is that over the samples, and not over all outputs.
+
+    >>> log_probabilities = nn.Sequential(classifier, nn.LogSoftmax(1))
+    >>> opt = mq.LM(log_probabilities, mq.losses.KLDivergence())  # or "kl_div"
+    >>> step = opt.step(x, torch.full((64, 3), 1 / 3))
+    """
+
+    likelihood: ClassVar[str | None] = None  # of distributions, not of targets
+    log_target: bool = False
+    batchmean: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing or self.class_weight is not None or self.ignore_index != -100:
+            raise ValueError(
+                "KLDivergence has no label_smoothing, class_weight or ignore_index: they are in the targets"
+            )
+
+    def q(self, y: Tensor) -> Tensor:
+        return y.exp() if self.log_target else y
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        q = self.q(y)
+        return super().ell(z, q) + torch.xlogy(q, q).sum(1)
+
+    def targets(self, z: Tensor, y: Tensor) -> Tensor:
+        return super().targets(z, self.q(y))
+
+    def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        N = z.new_full((), len(z)) if weight is None else weight.sum()
+        return N if self.batchmean else N * z[0].numel()
+
+    def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
+        """Σ w Q log Q with Q = Σ q, 1 for probabilities: where p = q/Q."""
+        Q = self.q(y).sum(1)
+        return weighted(torch.xlogy(Q, Q), weight).sum()
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        if not isinstance(y, Tensor) or not y.is_floating_point():
+            got = y.dtype if isinstance(y, Tensor) else type(y).__name__
+            raise TypeError(f"KLDivergence needs a tensor of probabilities as targets, like the outputs, got {got}")
+        return super().faults(z, self.q(y))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BinaryProbabilities(Elementwise):
+    """Probabilities z, v = z(1 − z):  ℓ = −y log z − (1 − y) log(1 − z),  ℓ′ = (z − y)/v,  s = v^−½:  `nn.BCELoss`.
+
+    s² is the mean of ℓ″ over y of this probability: behind a sigmoid it is the curvature of the logits. As in torch,
+    logarithms are at least −100, and v is at least 1e-12.
+
+    Args:
+        output_weight: of every output; broadcasts against those of a sample.
+
+    >>> opt = mq.LM(nn.Sequential(model, nn.Sigmoid()), mq.losses.BinaryProbabilities())  # or "binary_probabilities"
+    >>> step = opt.step(x, (y > 0).float())
+    """
+
+    fisher: ClassVar[bool] = True
+    likelihood: ClassVar[str | None] = "bernoulli probability"
+    output_weight: Tensor | None = None  # of every output; broadcasts against one sample's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.output_weight is not None:
+            check_weights(self.output_weight, "output_weight")
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        likely, unlikely = z.log().clamp(min=-100), (-z).log1p().clamp(min=-100)
+        return -self.b(z) * (y * likely + (1 - y) * unlikely)
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.b(z) * (z - y) / self.v(z)
+
+    def s(self, z: Tensor, y: Tensor) -> Tensor:
+        return (self.b(z) / self.v(z)).sqrt()
+
+    def v(self, z: Tensor) -> Tensor:
+        return (z * (1 - z)).clamp(min=1e-12)
+
+    def b(self, z: Tensor) -> Tensor:
+        return z.new_ones(()) if self.output_weight is None else self.output_weight.to(z)
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        of_outputs(self.b(z), z, "output_weight")
+        outside = "BinaryProbabilities needs outputs in [0, 1]: end the model with a sigmoid, or use bce of logits"
+        return [
+            *super().faults(z, y),
+            Fault((y < 0) | (y > 1), y, "targets", "BinaryProbabilities needs targets in [0, 1]"),
+            Fault((z < 0) | (z > 1), z, "outputs", outside),
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Hinge(Elementwise):
+    """The squared hinge, y = ±1, e = max(0, margin − yz):  ℓ = e²,  ℓ′ = −2ye,  s = √2 if e > 0 else 0.
+
+    Args:
+        margin: beyond which an output costs nothing.
+
+    >>> opt = mq.LM(model, mq.losses.Hinge())  # or "hinge"
+    >>> step = opt.step(x, y.sign())
+    """
+
+    margin: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self.margin, "margin")
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        return (self.margin - y * z).relu().square()
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return -2 * y * (self.margin - y * z).relu()
+
+    def s(self, z: Tensor, y: Tensor) -> Tensor:
+        return math.sqrt(2) * (y * z < self.margin).to(z)
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        return [*super().faults(z, y), signs(y, "Hinge")]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SoftMargin(Elementwise):
+    """y = ±1:  ℓ = log(1 + e^−yz),  ℓ′ = −yσ(−yz),  s = √(σ(yz)σ(−yz)):  `nn.SoftMarginLoss`.
+
+    >>> opt = mq.LM(model, mq.losses.SoftMargin())  # or "soft_margin"
+    >>> step = opt.step(x, y.sign())
+    """
+
+    likelihood: ClassVar[str | None] = "bernoulli"
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.softplus(-y * z)
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return -y * (-y * z).sigmoid()
+
+    def s(self, z: Tensor, y: Tensor) -> Tensor:
+        return (z.sigmoid() * (-z).sigmoid()).sqrt()
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        return [*super().faults(z, y), signs(y, "SoftMargin")]
+
+
+def signs(y: Tensor, name: str) -> Fault:
+    return Fault(y.abs() != 1, y, "targets", f"{name} needs targets −1 and 1: 2y − 1 of 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ordinal(Loss):
+    """K classes in an order, y in 0, …, K − 1 (N,), outputs z (N, K − 1) with P(y ≤ k) = σ(zₖ), z₀ < z₁ < …:
+    with b = z_y, a = z_{y−1} and d = b − a (at the ends σ(b) = 1, σ(a) = 0),
+
+        ℓ = −log(σ(b) − σ(a)) = log(1 + e^−b) + log(1 + e^a) − log(1 − e^−d),
+        S = columns √(σ(b)σ(−b)) e_b,  √(σ(a)σ(−a)) e_a,  (e_b − e_a)/(2 sinh ½d).
+
+    The thresholds live in the model: it returns zₖ = tₖ − m, m the place of a sample and tₖ increasing, such as the
+    cumulative sums of F.softplus of parameters.
+
+    >>> class Ordered(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.place, self.gaps = nn.Linear(2, 1), nn.Parameter(torch.zeros(2))
+    ...
+    ...     def forward(self, x):
+    ...         return nn.functional.softplus(self.gaps).cumsum(0) - self.place(x)
+    >>> opt = mq.LM(Ordered(), mq.losses.Ordinal())  # or "ordinal"
+    >>> step = opt.step(x, labels)
+    """
+
+    likelihood: ClassVar[str | None] = "ordered"
+
+    def ends(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """b, a and the masks of the samples that have them: (N,)"""
+        last = z.shape[1] - 1
+        b, a = (z.gather(1, k.clamp(0, last)[:, None])[:, 0] for k in (y.long(), y.long() - 1))
+        return b, a, y <= last, y >= 1
+
+    def ell(self, z: Tensor, y: Tensor) -> Tensor:
+        b, a, has_b, has_a = self.ends(z, y)
+        d = (b - a).where(has_b & has_a, 1)
+        between = (-d).exp().neg().log1p().neg()  # −log(1 − e^−d), NaN if d < 0
+        return F.softplus(-b) * has_b + F.softplus(a) * has_a + between * (has_b & has_a)
+
+    def slopes(self, z: Tensor, y: Tensor) -> Tensor:
+        """∂ℓ/∂b, ∂ℓ/∂a and ∂ℓ/∂d of the three terms, 0 if a sample has no such: (3, N)"""
+        b, a, has_b, has_a = self.ends(z, y)
+        d = (b - a).where(has_b & has_a, 1)
+        return torch.stack((-(-b).sigmoid() * has_b, a.sigmoid() * has_a, -1 / d.expm1() * (has_b & has_a)))
+
+    def slope(self, z: Tensor, y: Tensor) -> Tensor:
+        return torch.einsum("rn,rnc->nc", self.slopes(z, y), self.directions(z, y))
+
+    def directions(self, z: Tensor, y: Tensor) -> Tensor:
+        """e_b, e_a and e_b − e_a, without the units that a sample does not have: (3, N, K − 1)"""
+        places = torch.arange(z.shape[1], device=z.device)
+        e_b, e_a = ((places == k[:, None]).to(z) for k in (y.long(), y.long() - 1))
+        return torch.stack((e_b, e_a, e_b - e_a))
+
+    def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        b, a, _, _ = self.ends(z, y)
+        s = torch.stack(((b.sigmoid() * (-b).sigmoid()).sqrt(), (a.sigmoid() * (-a).sigmoid()).sqrt(), (b - a) / 2))
+        s[2] = 0.5 / s[2].sinh().abs()
+        # as for elementwise losses: Su is the gradient for any s > 0, also where s² underflows
+        s = s.clamp(torch.finfo(z.dtype).eps, 1 / torch.finfo(z.dtype).eps)
+        slopes = self.slopes(z, y)
+        S = s[..., None] * self.directions(z, y) * (slopes != 0)[..., None]  # (3, N, K − 1)
+        return S.permute(1, 2, 0)[:, None], (slopes / s).mT[:, None]
+
+    def faults(self, z: Tensor, y: Target) -> list[Fault]:
+        if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
+            got = y.dtype if isinstance(y, Tensor) else type(y).__name__
+            raise TypeError(f"Ordinal needs a tensor of class indices as targets, got {got}: use y.long()")
+        same_device(y, z, "targets")
+        if z.ndim != 2 or y.shape != z.shape[:1]:
+            raise ValueError(
+                f"outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: Ordinal needs (N, K − 1) for K "
+                "classes, and class indices (N,)"
+            )
+        K = z.shape[1] + 1
+        advice = f"{K - 1} outputs tell {K} classes apart, so indices run from 0 to {K - 1}"
+        steps = z.diff(dim=1)
+        rising = "the outputs of a sample must increase, see Ordinal: return cumulative sums of F.softplus(…)"
+        return [Fault((y < 0) | (y >= K), y, "targets", advice), Fault(steps <= 0, steps, "a step of outputs", rising)]
