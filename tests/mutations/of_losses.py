@@ -309,14 +309,14 @@ MUTATIONS = [
         "losses: negative curvature of a function is 0 and not turned",
         "return values.abs().to(blocks.H), Q.to(blocks.H)",
         "return values.clamp(min=0).to(blocks.H), Q.to(blocks.H)",
-        "tests/losses/test_second.py",
+        "tests/losses/test_output_hessian.py",
         "tests/losses/test_function.py",
     ),
     mutation(
         "losses: lanczos without the norm of its start",
         "root: Tensor = norm[:, None] * found",
         "root: Tensor = found",
-        "tests/losses/test_second.py",
+        "tests/losses/test_output_hessian.py",
         "tests/losses/test_function.py",
     ),
     mutation(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import grad, hessian, vmap
 
-from marquardt.losses import second
+from marquardt.losses import output_hessian
 from support.losses import close
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -28,17 +28,17 @@ def made(fn, shape=(3, 2, 4)):
     z = torch.randn(shape, requires_grad=True)
     (slope,) = torch.autograd.grad(vmap(fn)(z).sum(), z, create_graph=True)
     H = vmap(hessian(fn))(z.detach()).reshape(len(z), 1, z[0].numel(), z[0].numel())
-    return second.product_of(slope, z), z.detach(), H
+    return output_hessian.product_of(slope, z), z.detach(), H
 
 
 @every_coupling
 def test_the_smallest_blocks_hold_all_of_it(dim, fn):
     product, z, H = made(fn)
-    blocks = second.find(product, z, math.inf)
+    blocks = output_hessian.find(product, z, math.inf)
     assert blocks.dim == dim
-    close(second.spread(blocks.H, dim, z), H)
-    values, Q = second.eigen(blocks)
-    S = second.spread(Q * values.sqrt()[..., None, :], dim, z)
+    close(output_hessian.spread(blocks.H, dim, z), H)
+    values, Q = output_hessian.eigen(blocks)
+    S = output_hessian.spread(Q * values.sqrt()[..., None, :], dim, z)
     L, V = torch.linalg.eigh(H)
     close(S @ S.mT, V @ torch.diag_embed(L.abs()) @ V.mT, 1e-10)
 
@@ -46,14 +46,14 @@ def test_the_smallest_blocks_hold_all_of_it(dim, fn):
 def test_blocks_that_are_too_large_are_not_formed():
     product, z, _ = made(COUPLED["all"][1])
     calls = []
-    assert second.find(lambda v: calls.append(v) or product(v), z, 7) is None
+    assert output_hessian.find(lambda v: calls.append(v) or product(v), z, 7) is None
     assert len(calls) == 4  # the random vector, each alone, and one to rule out each dimension
 
 
 @pytest.mark.parametrize("dim", [-1, 0, 1, 2, 3])
 def test_ungroup_is_the_inverse_of_group(dim):
     z = torch.randn(2, 3, 4, 5)
-    assert torch.equal(second.ungroup(second.group(z, dim), dim, z), z)
+    assert torch.equal(output_hessian.ungroup(output_hessian.group(z, dim), dim, z), z)
 
 
 @pytest.mark.parametrize("name", ["first", "all", "linear"])
@@ -63,7 +63,7 @@ def test_lanczos(name):
     e = torch.randn(z.shape)
     L, V = torch.linalg.eigh(H[:, 0])
     root = V @ torch.diag_embed(L.abs().sqrt()) @ V.mT
-    close(second.lanczos(product, e), (root @ e.flatten(1)[..., None]).reshape(z.shape), 1e-7)
+    close(output_hessian.lanczos(product, e), (root @ e.flatten(1)[..., None]).reshape(z.shape), 1e-7)
     if name != "linear":
         assert (L < -1e-3).any()
 
@@ -73,7 +73,7 @@ def test_lanczos_with_fewer_products_than_outputs():
     a = torch.logspace(0, 2, 200)
     Q, _ = torch.linalg.qr(torch.randn(200, 200))
     e = torch.randn(3, 200)
-    found = second.lanczos(lambda v: v @ (Q * a) @ Q.mT, e)
+    found = output_hessian.lanczos(lambda v: v @ (Q * a) @ Q.mT, e)
     true = e @ (Q * a.sqrt()) @ Q.mT
     assert (found - true).norm() < 1e-3 * true.norm()
 
