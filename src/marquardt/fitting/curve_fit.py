@@ -21,7 +21,7 @@ from .guess import guess, names
 from .least_squares import least_squares
 from .observations import Observations, mismatch, observed, points, require_finite, without_nan
 from .result import Result
-from .tracked import refuse, refuse_unreadable
+from .tracked import readable, refuse
 
 
 @undisturbed
@@ -89,15 +89,8 @@ def curve_fit(
     deviations = _deviations(f, jac, data, start)
     if "maxfev" in kwargs:
         kwargs["max_nfev"] = kwargs.pop("maxfev") or None  # 0 is SciPy's default
-    first: Any = start
-    if has_numpy() and not tensors:
-        try:
-            first = start.numpy()
-        except RuntimeError as error:  # torch.func may wrap what is made inside of it
-            refuse_unreadable(error)
-            raise
     result = least_squares(
-        deviations.residuals, first,
+        deviations.residuals, readable(start) if has_numpy() and not tensors else start,
         jac=deviations.slopes if callable(jac) else jac or "auto", bounds=bounds, method=method or "lm",
         args=data.args, batched=batched, **kwargs,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from .curve import Curve, independent
 from .problems import build
 from .result import MESSAGES, Result
 from .student import quantile
-from .tracked import refuse
+from .tracked import readable, refuse
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,8 +118,11 @@ class CurveFit:
             own = (at,)
         curve = Curve(self.f, at, self.x_ndim)
         far = torch.full_like(p, math.inf)
+        numpy = not isinstance(self.popt, Tensor)
         with torch.no_grad():
-            problems, _ = build(curve, p, "auto", own, {}, self.batched, -far, far, not isinstance(self.popt, Tensor))
+            problems, _ = build(curve, p, "auto", own, {}, self.batched, -far, far, numpy)
+            if numpy:
+                readable(p)  # as the curve must be
             y, J = problems.raw(p), problems.jacobian(p)
         unknown = ~cov.isfinite().flatten(1).all(-1, keepdim=True)
         variance = torch.where(unknown, math.inf, ((J @ cov) * J).sum(-1).clamp(min=0))

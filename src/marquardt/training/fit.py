@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_places, users
+from ..arguments import check_places, transformed, users
 from ..diagnosis import Diagnosis
 from ..losses import resolve
 from ..memory import interrupt_of
@@ -175,7 +175,8 @@ def fit(
     Returns:
         What came of it: the model with its best weights, the history, and why it ended.
     """
-    refuse_transforms()
+    if torch._C._functorch.get_dynamic_layer_stack_depth():
+        raise transformed("mq.fit", "training")
     check_places("mq.fit(model, data, loss)", model, loss, data)
     here, group = Surroundings(), unwrapped(model, options.get("group"))[1]
     check_joined(group)
@@ -255,14 +256,6 @@ def loop(
         if saver is not None and run.ranks.agreed(reason is not None or saver.due):
             saver.save(run)
     return reason
-
-
-def refuse_transforms() -> None:
-    if torch._C._functorch.get_dynamic_layer_stack_depth():
-        raise ValueError(
-            "mq.fit is called inside a torch.func transform such as grad, jacrev or vmap, which differentiate or map "
-            "functions, and training is none: call it outside"
-        )
 
 
 def planned(opt: LM, train: Source, held: Source | None, batch_size: int | str | None) -> Batching:
