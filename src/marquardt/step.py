@@ -170,11 +170,11 @@ def like(state: State, theta: Tensor) -> State:
 
 def reweighted(old: State, level: Level) -> State:
     """What earlier steps have left, if weight decay had other weights then: it has another part of f at the same θ. The
-    data stay the same. Heights above the best loss stay too."""
+    data stay the same."""
     if old.decay is None or abs(level.decay - old.decay) <= SAME_LOSS[torch.float64] * max(level.decay, old.decay):
         return old
     by = level.decay - old.decay
-    others = {name: old.__dict__[name].raised(by) for name in POLICIES}
+    others = {name: old.__dict__[name].raised(by, level.low) for name in POLICIES}
     return changed(old, decay=level.decay, best=old.best + by, **others)
 
 

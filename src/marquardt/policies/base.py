@@ -93,6 +93,7 @@ class Policy:
         """What the next step is left with: also after one that was rejected."""
         return self
 
-    def raised(self: P, by: float) -> P:
-        """The same if weight decay has other weights now, by which f is so much higher where the model is."""
+    def raised(self: P, by: float, low: float) -> P:
+        """The same if weight decay has other weights now, by which f is so much higher where the model is. `low` is the
+        lower bound of f, −∞ if none is known; it stays."""
         return self
