@@ -79,8 +79,8 @@ class Policy:
     """A rule that watches a run. Frozen: every step puts another one in its place.
 
     Its fields are plain numbers, and entries of the `state_dict` under their own names: neither another policy nor the
-    State has a field, or a policy, of this name. Their defaults are those of a run that begins, and of a file that was
-    written before there was this policy. It has no constructor of its own.
+    State has a field of this name, and no other policy is called so, or the import fails. Their defaults are those of a
+    run that begins, and of a file that was written before there was this policy. It has no constructor of its own.
     """
 
     def uphill(self, start: Start, loss: float) -> bool:
