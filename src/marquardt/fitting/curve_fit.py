@@ -139,9 +139,13 @@ def _check(f: Any, full_output: bool, nan_policy: str | None, kwargs: dict[str, 
     if not callable(f):
         raise TypeError(f"f is {kind(f)}: it must be the function, the first of curve_fit(f, xdata, ydata)")
     if "args" in kwargs or "kwargs" in kwargs:
-        raise TypeError("curve_fit takes no args or kwargs for f: pass lambda x, a, b: f(x, a, b, …) with them inside")
+        raise TypeError(
+            "curve_fit takes no args or kwargs for f: pass lambda x, a, b: f(x, a, b, more) with them inside"
+        )
     if full_output:
-        raise ValueError("full_output=True: curve_fit returns popt and pcov; the rest is in curve_fit(…).result")
+        raise ValueError(
+            "full_output=True: curve_fit returns popt and pcov; the rest is in curve_fit(f, xdata, ydata).result"
+        )
     if nan_policy not in (None, "raise", "omit"):
         raise ValueError(f"nan_policy={nan_policy!r}: pass None, 'raise' or 'omit'")
     if "maxfev" in kwargs and "max_nfev" in kwargs:

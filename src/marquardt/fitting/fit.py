@@ -81,8 +81,8 @@ class CurveFit:
         """Lower and upper limit of a new observation at x. `sigma` is its own, in the units of the fit's sigma."""
         if sigma is None and self.weighted:
             raise ValueError(
-                "the fit has sigma or weights: pass sigma of the new observations, or 1/√weight, as "
-                "prediction_band(x, sigma=…)"
+                "the fit has sigma or weights: pass sigma of the new observations, or 1/√weight: "
+                "prediction_band(x, sigma=sigma)"
             )
         y, variance = self._curve(x)
         noise = tensor(self.noise).to(y).unsqueeze(-1) if self.batched else tensor(self.noise).to(y)

@@ -89,7 +89,7 @@ class Fit:
         if opt._state.towards is not None:
             raise ValueError(
                 "the weights decay towards others than 0: call mq.posterior(model, loss, data, "
-                "weight_decay=mq.WeightDecay(w, towards=…)) with these"
+                "weight_decay=mq.WeightDecay(w, towards=weights)), with these as a list or by name"
             )
         by_name = dict(zip(Parameters(opt.model, opt.params).names, decays(opt), strict=True))
         given = options.pop("params", opt.params)
@@ -282,7 +282,8 @@ def asks(call: Callback, running: Running) -> bool:
     if isinstance(answer, bool) or str(getattr(answer, "dtype", "")) in ("bool", "torch.bool"):
         return bool(answer)
     raise TypeError(
-        f"a callback returned {answer!r}: True to end the fit, False or None to go on; bool(…) makes it one of these"
+        f"a callback returned {answer!r}: True to end the fit, False or None to go on; bool(answer) makes it one of "
+        "these"
     )
 
 
