@@ -151,7 +151,10 @@ def refuse(model: nn.Module) -> None:
 
 def check_model(path: Path, there: Any, here: Mapping[str, Any]) -> None:
     if not isinstance(there, Mapping):
-        raise ValueError(f"{path} is no checkpoint of mq.save_checkpoint: mq.fit(checkpoint=…) goes on with its own")
+        raise ValueError(
+            f"{path} is no checkpoint of mq.save_checkpoint: mq.fit(model, data, loss, checkpoint=path) goes on with "
+            "its own"
+        )
     for name in dict.fromkeys([*there, *here]):
         before, now = (shape(found[name]) if name in found else "missing" for found in (there, here))
         if before != now:

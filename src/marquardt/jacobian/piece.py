@@ -126,7 +126,7 @@ LEAST = 1e-2
 NOISE = 50.0
 
 NOT_LINEAR = "is not linear"
-WAY_OUT = "mq.LM(…, radius=…) bounds the length of a step, which is what clipping is for"
+WAY_OUT = "mq.LM(model, loss, radius=0.1) bounds the length of a step, which is what clipping is for"
 HOOKS = f"J and the gradient are made of backward passes of many sizes, so a hook must be linear. Remove it; {WAY_OUT}"
 FUNCTIONS = (
     "J and the gradient are made of backward passes of many sizes. Let it return the derivative as it is (a solver "

@@ -89,7 +89,7 @@ class GaussianNLL(Loss):
         mean, spread = z.chunk(2, 1)
         faults = super().faults(mean, _like(y, mean) if isinstance(y, Tensor) else y)
         if self.variance:
-            advice = "the model must return variances that are not negative, such as F.softplus(…)"
+            advice = "the model must return variances that are not negative, such as F.softplus of outputs"
             faults.append(Fault(spread < 0, spread, "variance", advice))
         return faults
 

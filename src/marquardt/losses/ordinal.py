@@ -76,7 +76,7 @@ class Ordinal(Loss):
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
             got = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise TypeError(f"Ordinal needs a tensor of class indices as targets, got {got}: use y.long()")
+            raise TypeError(f"Ordinal needs a tensor of class indices as targets, got {got}: use targets.long()")
         same_device(y, z, "targets")
         if z.ndim != 2 or y.shape != z.shape[:1]:
             raise ValueError(
@@ -86,5 +86,5 @@ class Ordinal(Loss):
         K = z.shape[1] + 1
         advice = f"{K - 1} outputs tell {K} classes apart, so indices run from 0 to {K - 1}"
         steps = z.diff(dim=1)
-        rising = "the outputs of a sample must increase, see Ordinal: return cumulative sums of F.softplus(…)"
+        rising = "the outputs of a sample must increase, see Ordinal: return F.softplus(gaps).cumsum(0) - place"
         return [Fault((y < 0) | (y >= K), y, "targets", advice), Fault(steps <= 0, steps, "a step of outputs", rising)]

@@ -105,7 +105,7 @@ class Quantile(Elementwise):
             if isinstance(y, Tensor) and y.shape != z.shape and y.numel() * k == z.numel():
                 raise ValueError(
                     f"outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: every level needs its target, "
-                    f"y.reshape({', '.join(map(str, (*z.shape[:-1], 1)))}).expand{tuple(z.shape)}"
+                    f"targets.reshape({', '.join(map(str, (*z.shape[:-1], 1)))}).expand{tuple(z.shape)}"
                 )
         return super().faults(z, y)
 
