@@ -496,6 +496,38 @@ def test_a_path_out_of_the_folder_is_refused(name, tmp_path):
         mq.load_checkpoint(tmp_path / "run", model, opt)
 
 
+LENGTHS = {  # instructions of a pickle with a length in eight bytes
+    "bytes": pickle.BINBYTES8, "text": pickle.BINUNICODE8, "bytearray": pickle.BYTEARRAY8, "frame": pickle.FRAME,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [2**40, 2**60, 2**63 - 1, 2**64 - 1])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_forged_length_in_the_metadata_takes_no_memory(name, length, tmp_path):
+    model, opt = made()
+    first_version(tmp_path, model, opt)
+    before = weights(model)
+    metadata = tmp_path / "1" / ".metadata"
+    metadata.write_bytes(pickle.PROTO + b"\x04" + LENGTHS[name] + length.to_bytes(8, "little") + b"x.")
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path / '1'))} is no checkpoint, or damaged"):
+        mq.load_checkpoint(tmp_path, model, opt)
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("field", ["length", "offset"])
+@pytest.mark.parametrize("number", [2**40, 2**64, 10**400, -1, 1.5, None])
+def test_a_forged_place_in_the_metadata_is_refused(field, number, tmp_path):
+    model, opt = made()
+    first_version(tmp_path, model, opt)
+    path = tmp_path / "1" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for place in metadata.storage_data.values():
+        setattr(place, field, number)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path / '1'))} is no checkpoint, or damaged"):
+        mq.load_checkpoint(tmp_path, model, opt)
+
+
 # Damage.
 
 

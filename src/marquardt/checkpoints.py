@@ -425,7 +425,7 @@ def put_together(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], list
     found, is_sealed = files.load(chunks.regular(path / CONTENTS))
     version = found.get("marquardt") if isinstance(found, dict) else None
     if version not in (1, VERSION):
-        raise files.Damaged(f"its version is {version!r}, this marquardt reads 1 to {VERSION}")
+        raise files.Damaged(f"its version is {short(version)}, this marquardt reads 1 to {VERSION}")
     old = version == 1
     if not (old or is_sealed):
         raise files.Damaged(f"{path / CONTENTS} has lost its checksum")
