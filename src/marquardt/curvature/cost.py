@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..plain import WAY_OUT
 from ..ranks import BLOCK_ROWS
 
 
@@ -71,6 +72,14 @@ class Shapes:
     @property
     def m(self) -> int:
         return self.R * self.N
+
+    def check(self, where: str) -> None:
+        """Raises ValueError if no model and no batch have them"""
+        for name in ("N", "R", "itemsize", "out", "ranks", "shards"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{where} {name} is 0, and must be at least 1: {WAY_OUT}")
+        if self.others > self.n:
+            raise ValueError(f"{where} have {self.others:,} others of {self.n:,} parameters: {WAY_OUT}")
 
     def with_others(self, found: Shapes) -> Shapes:
         """The larger of each, if the model is the same: a ragged batch or shorter sequences change nothing."""

@@ -89,6 +89,12 @@ class Plan:
                     raise ValueError(f"{where}: {name} is {value:g}, and must be from 0 to {MOST:.3g}: {WAY_OUT}")
         if self.fraction is not None and not 0 < self.fraction < 1:
             raise ValueError(f"{where}: a fraction of {self.fraction} of the samples: {WAY_OUT}")
+        if self.kind is not None and self.budget is not None and self.bytes > self.budget:
+            raise ValueError(f"{where} takes {self.bytes:,} bytes of a budget of {self.budget:,}: {WAY_OUT}")
+        if self.shapes is not None:
+            self.shapes.check(f"{where}, its shapes,")
+            if self.sampled is not None and self.sampled >= self.shapes.R:
+                raise ValueError(f"{where} draws {self.sampled:,} of {self.shapes.R:,} rows: {WAY_OUT}")
 
     def with_cost(self, s: Shapes, cost: Cost | None) -> Plan:
         """With the cost of rows of these shapes."""
