@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import deferred
-from .memory import interrupt_of, unless_interrupted
+from .memory import interrupt_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -127,7 +127,8 @@ class Surroundings:
             undo()
 
         surely(back)
-        unless_interrupted(error)
+        if (interrupt := interrupt_of(error)) not in (None, error):
+            raise interrupt
 
     def _leave_level(self) -> None:
         if self.level >= 0:
