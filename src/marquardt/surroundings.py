@@ -107,6 +107,8 @@ class Surroundings:
                 setattr(torch.utils._python_dispatch, name, False)
         if torch._C._functorch.get_dynamic_layer_stack_depth() > self.functorch:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self.functorch)
+        for _ in range(_vmaps() - _vmaps_around()):
+            torch._C._vmapmode_decrement_nesting()
         if _nesting() != self.nesting:
             sys.modules[TRANSFORMS].JVP_NESTING = self.nesting  # type: ignore[attr-defined]
         self._leave_level()
@@ -220,7 +222,7 @@ def _left(error: BaseException | None) -> None:
 
 # Of torch. Much of it has no public name; tests/test_surroundings.py looks for it in the torch at hand.
 
-TRANSFORMS = "torch._functorch.eager_transforms"
+TRANSFORMS, VMAPS = "torch._functorch.eager_transforms", "torch._vmap_internals"
 DISPATCH_FLAGS = (
     "_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
@@ -230,6 +232,23 @@ DISPATCH_FLAGS = (
 def _nesting() -> int:
     """How many forward-mode derivatives of torch.func there are around"""
     return sys.modules[TRANSFORMS].JVP_NESTING if TRANSFORMS in sys.modules else 0
+
+
+def _vmaps() -> int:
+    """How many levels of the vmap behind `is_grads_batched` there are: a count of its own, which no one can read"""
+    try:
+        return torch._C._vmapmode_increment_nesting() - 1
+    finally:
+        torch._C._vmapmode_decrement_nesting()
+
+
+def _vmaps_around() -> int:
+    """How many of them will be left by those that have entered them, who are still at work"""
+    found, frame = 0, sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        found += frame.f_code.co_name == "wrapped" and frame.f_globals.get("__name__") == VMAPS
+    return found
 
 
 def _show() -> Any:

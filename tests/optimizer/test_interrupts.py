@@ -88,6 +88,7 @@ SUBJECTS: dict[str, Callable[[], Made]] = {
     "convolutions by products": lambda: lm(
         nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)), 1, 4, 4, curvature=mq.MatrixFree()
     ),
+    "hessian": lambda: lm(mlp(), 2, curvature=mq.Hessian(), damping=mq.Identity()),
 }
 
 
