@@ -152,16 +152,30 @@ class Surroundings:
         torch.clear_autocast_cache()
 
 
-@contextlib.contextmanager
-def back_afterwards(undo: Callable[[], object]) -> Iterator[None]:
-    """`undo` after the block, whatever ends it"""
-    try:
-        yield
-    finally:
+class back_afterwards(Leavable):
+    """`undo` after the block, which may `begin` with something, whatever ends it. What an interrupt keeps from being
+    left is found by `Surroundings`: there is no generator that would be gone."""
+
+    def __init__(self, undo: Callable[[], object], begin: Callable[[], object] = int) -> None:
+        self.undo, self.begin, self.left = undo, begin, False
+
+    def leave(self) -> None:
+        if not self.left:
+            self.undo()
+            self.left = True
+
+    def __enter__(self) -> None:
         try:
-            surely(undo)
+            self.begin()
         except BaseException:
-            surely(undo)
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            surely(self.leave)
+        except BaseException:
+            surely(self.leave)
             raise
 
 

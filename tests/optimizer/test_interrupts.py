@@ -1,4 +1,4 @@
-"""Ctrl-C and time limits at many moments of a step: they arrive as what they are, and nothing has happened, or all.
+"""Ctrl-C and time limits at many moments: they arrive as what they are, and nothing has happened, or all.
 
 A profile function sends the signal where Python may be interrupted: where a function begins, and where a call into C
 has returned.
@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -166,3 +167,55 @@ def test_an_interrupt_is_raised_and_leaves_all_as_it_was_or_as_after_the_step(mo
                 assert same(after, run.state()), f"moment {at}"
             run.step(2)
             assert same(whole.state(), run.state()), f"moment {at}"
+
+
+class Stopping(nn.Module):
+    """Gets Ctrl-C in its forward pass, and once more so many function calls later"""
+
+    def __init__(self, later: int) -> None:
+        super().__init__()
+        self.later, self.armed = later, False
+
+    def again(self, frame: FrameType, event: str, arg: object) -> None:
+        self.later -= event == "call"
+        if self.later < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed:
+            sys.settrace(self.again)
+            raise KeyboardInterrupt
+        return x
+
+
+def averaged(model: nn.Module, opt: mq.LM, x: Tensor, y: Tensor) -> None:
+    with opt.averaged():
+        model(x)
+
+
+def posterior(model: nn.Module, opt: mq.LM, x: Tensor, y: Tensor) -> mq.Posterior:
+    return mq.posterior(model, "mse", (x, y), weight_decay=0.1)
+
+
+@pytest.mark.parametrize("what", ["posterior", "prediction", "averaged weights"])
+def test_a_second_interrupt_leaves_the_model_as_it_was(what):
+    for later in range(25):
+        torch.manual_seed(0)
+        stopping = Stopping(later)
+        model, opt, x, y = lm(mlp(nn.BatchNorm1d(4), stopping, nn.Dropout(0.3)), 2, curvature=mq.MatrixFree())
+        for _ in range(3):
+            opt.step(x, y)
+        subject = model, opt, x, y
+        act: Callable[[], Any] = partial(averaged if what == "averaged weights" else posterior, *subject)
+        if what == "prediction":
+            act = partial(act().predict, x)
+        before, stopping.armed = {k: t.clone() for k, t in model.state_dict().items()}, True
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                act()
+        finally:
+            sys.settrace(None)
+        assert torch.is_grad_enabled(), later
+        assert all(module.training for module in model.modules()), later
+        assert same(before, dict(model.state_dict())), later
