@@ -119,6 +119,7 @@ class Samples(NamedTuple):
             try:
                 found = self.called(*some(z, y, index))
             except Exception as error:
+                unless_interrupted(error)
                 raise ValueError(
                     f"{self.name} was taken of {N} samples, and fails with {len(index)} of them: {error}. It must take "
                     "batches of any size, with targets that have a row per sample"
