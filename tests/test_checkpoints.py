@@ -157,6 +157,53 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     assert checkpoints.latest(tmp_path) is None
 
 
+UNREADABLE = {
+    "quantised": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "a quantised tensor"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "a tensor of the layout torch.sparse_coo"),
+    "compressed": (lambda: torch.eye(3).to_sparse_csr(), "a tensor of the layout torch.sparse_csr"),
+    "meta": (lambda: torch.ones(3, device="meta"), "on the meta device, without numbers"),
+    "long": (lambda: 10**1000, r"1000000.*0000 \(it has the instruction 139"),
+    "too long to print": (lambda: 10**5000, "int of too many digits"),
+    "numpy": (lambda: np.float64(1), "float64"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("where", ["more", "model"])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_could_not_be_loaded_is_refused_by_name_before_anything_is_written(name, where, tmp_path, monkeypatch):
+    model, opt = made()
+    mq.save_checkpoint(tmp_path, model, opt, n=1)
+    before = held_by(tmp_path)
+    make, words = UNREADABLE[name]
+    item = make()
+    more = {"other": [0, {"entry": item}]} if where == "more" else {}
+    if where == "model":
+        monkeypatch.setattr(nn.Sequential, "get_extra_state", lambda self: item, raising=False)
+    monkeypatch.setattr(checkpoints, "begun", lambda folder: pytest.fail("something is written"))
+    place = r"more\['other'\]\[1\]\['entry'\]" if where == "more" else r"model\['_extra_state'\]"
+    with pytest.raises(TypeError, match=f"a checkpoint holds .* alone.*{place}.*{words}.*leave it out"):
+        mq.save_checkpoint(tmp_path, model, opt, **more)
+    monkeypatch.undo()
+    assert held_by(tmp_path) == before
+    assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 1}
+
+
+def test_an_optimizer_whose_options_do_not_go_with_its_state_is_not_saved(tmp_path):
+    model, opt = made()
+    steps(model, opt, 2)
+    mq.save_checkpoint(tmp_path, model, opt, n=1)
+    opt.damping = mq.MeanEigenvalue()
+    with pytest.raises(ValueError, match="could not be loaded from a checkpoint again: the damping D in this state"):
+        mq.save_checkpoint(tmp_path, model, opt, n=2)
+    steps(model, opt, 1)
+    mq.save_checkpoint(tmp_path, model, opt, n=3)
+    assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 3}
+    opt.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="could not be loaded from a checkpoint again: lr=nan"):
+        mq.save_checkpoint(tmp_path, model, opt, n=4)
+
+
 def faults(folder):
     """One rank cannot write, or is asked for something else: none has saved, and the checkpoint before it stays."""
     rank = dist.get_rank()
@@ -447,6 +494,38 @@ def test_a_path_out_of_the_folder_is_refused(name, tmp_path):
     (part / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="which is none of a checkpoint"):
         mq.load_checkpoint(tmp_path / "run", model, opt)
+
+
+LENGTHS = {  # instructions of a pickle with a length in eight bytes
+    "bytes": pickle.BINBYTES8, "text": pickle.BINUNICODE8, "bytearray": pickle.BYTEARRAY8, "frame": pickle.FRAME,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [2**40, 2**60, 2**63 - 1, 2**64 - 1])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_forged_length_in_the_metadata_takes_no_memory(name, length, tmp_path):
+    model, opt = made()
+    first_version(tmp_path, model, opt)
+    before = weights(model)
+    metadata = tmp_path / "1" / ".metadata"
+    metadata.write_bytes(pickle.PROTO + b"\x04" + LENGTHS[name] + length.to_bytes(8, "little") + b"x.")
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path / '1'))} is no checkpoint, or damaged"):
+        mq.load_checkpoint(tmp_path, model, opt)
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("field", ["length", "offset"])
+@pytest.mark.parametrize("number", [2**40, 2**64, 10**400, -1, 1.5, None])
+def test_a_forged_place_in_the_metadata_is_refused(field, number, tmp_path):
+    model, opt = made()
+    first_version(tmp_path, model, opt)
+    path = tmp_path / "1" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for place in metadata.storage_data.values():
+        setattr(place, field, number)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path / '1'))} is no checkpoint, or damaged"):
+        mq.load_checkpoint(tmp_path, model, opt)
 
 
 # Damage.

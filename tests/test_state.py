@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass, fields, replace
+import subprocess
+import sys
+from dataclasses import dataclass, make_dataclass, replace
 
+import pytest
 import torch
 
 import marquardt as mq
@@ -13,7 +16,7 @@ from marquardt import step as states
 from marquardt.policies import POLICIES, Policy
 from marquardt.policies.recent import Recent
 from marquardt.policies.same_data import SameData
-from marquardt.step import ENTRIES, RETIRED, VECTORS, State, changed, like, nested
+from marquardt.step import ENTRIES, RETIRED, VECTORS, State, changed, entries, like, nested
 
 
 def test_changed():
@@ -32,11 +35,38 @@ def test_the_flat_form_and_back():
     assert State(**nested({"lam": 2.0, "repeats": 3})) == State(2.0, same_data=SameData(3))
 
 
-def test_no_two_policies_have_a_field_of_the_same_name():
-    names = [f.name for policy in POLICIES.values() for f in fields(policy)]
-    names += [f.name for f in fields(State) if f.name not in POLICIES]
-    assert sorted(names) == sorted(set(names))
+def test_vectors():
     assert sorted(VECTORS) == ["master", "mean", "previous", "towards"]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "says"),
+    [
+        ("other", "late", "'late' of Other has the name of a field of Recent"),
+        ("other", "best", "'best' of Other has the name of a field of State"),
+        ("other", "recent", "'recent' of Other has the name of a policy"),
+        ("other", "haven", "'haven' of Other has the name of an entry of older files"),
+        ("best", "climbs", "the policy 'best' has the name of a field of State"),
+    ],
+)
+def test_two_of_the_same_name_are_refused(name, field, says):
+    """One would be saved in the place of the other."""
+    other = make_dataclass("Other", [(field, int, 0)], bases=(Policy,), frozen=True)()
+    with pytest.raises(TypeError, match=says):
+        entries({**POLICIES, name: other})
+    assert entries({**POLICIES, "climbs": Three()}).keys() == {*ENTRIES, "in_a_row"}
+
+
+def test_they_are_refused_at_import():
+    program = """
+import importlib
+from dataclasses import make_dataclass
+from marquardt import policies, step
+policies.POLICIES["other"] = make_dataclass("Other", [("late", int, 0)], bases=(policies.Policy,), frozen=True)()
+importlib.reload(step)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert "TypeError: the field 'late' of Other" in done.stderr
 
 
 def test_copies_and_pickles():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ def left_open() -> list[Callable[[], object]]:
         lambda: functorch._vmap_increment_nesting(3, "error"),
         lambda: functorch._jvp_increment_nesting(),
         lambda: functorch._grad_increment_nesting(),
+        lambda: torch._C._vmapmode_increment_nesting(),
         lambda: forward_ad.enter_dual_level(),
         lambda: torch._C._enter_dual_level(),
         lambda: torch.no_grad().__enter__(),
@@ -39,7 +42,7 @@ def left_open() -> list[Callable[[], object]]:
 WHAT = range(len(left_open()))
 
 
-@pytest.mark.parametrize("which", [*([i] for i in WHAT), [i for i in WHAT if i not in (6, 11)]], ids=str)
+@pytest.mark.parametrize("which", [*([i] for i in WHAT), [i for i in WHAT if i not in (7, 12)]], ids=str)
 def test_what_was_left_open_is_found(which):
     before, here = settings(), Surroundings()
     for i in which:
@@ -62,6 +65,32 @@ def test_what_the_caller_has_set_stays():
             here.restore()
         assert settings() == before
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_batched_backward_pass_of_the_caller_goes_on():
+    """Amid `is_grads_batched` and within a backward function of one's own something fails, and that is dealt with."""
+
+    @undisturbed
+    def failing() -> None:
+        torch._C._vmapmode_increment_nesting()
+        raise ValueError
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            with contextlib.suppress(ValueError):
+                failing()
+            return 2 * g
+
+    x = torch.ones(3, requires_grad=True)
+    before = settings()
+    (found,) = torch.autograd.grad(Own.apply(x), x, torch.eye(3), is_grads_batched=True)
+    assert torch.equal(found, 2 * torch.eye(3))
+    assert settings() == before
 
 
 def test_generators_that_an_interrupt_has_left_amid_their_block_are_ended():

@@ -63,11 +63,16 @@ KNOWN = (
 )  # fmt: skip
 
 
+class Instructions(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        raise ValueError(f"it has the instruction {code}, which torch.load does not know")
+
+
 class Trial(pickle._Unpickler):
     """Goes through a pickle as torch.load will, in Python, and builds no tensors."""
 
     stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = {code: pickle._Unpickler.dispatch[code] for code in KNOWN}
+    dispatch: ClassVar[dict[int, Any]] = Instructions({code: pickle._Unpickler.dispatch[code] for code in KNOWN})
 
     def load_build(self) -> None:
         """The attributes that torch gives to a state_dict are of no use here."""

@@ -59,6 +59,13 @@ def check_ready(model: nn.Module, params: Sequence[Tensor], lr: float, by_sample
         raise ValueError(f"parameter {name!r} was frozen since this LM was made: make a new one, or unfreeze it")
 
 
+def transformed(call: str, what: str) -> ValueError:
+    return ValueError(
+        f"{call} is called inside a torch.func transform such as grad, jacrev or vmap, which differentiate or map "
+        f"functions, and {what} is none: call it outside"
+    )
+
+
 def check_batch(inputs: Any, targets: Any) -> None:
     """A closure in the place of the batch, as other optimizers take it, or nothing."""
     if inputs.__class__ is Tensor:

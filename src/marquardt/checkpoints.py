@@ -14,6 +14,7 @@ import io
 import os
 import re
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
@@ -22,12 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
-from . import files, generators
+from . import archives, files, generators
 from .model.checks import unwrapped
 from .model.shards import sharded
 from .optimizer import LM
+from .plain import short
 from .ranks import RankError, Ranks
 
 # Version 1 had no checksums, no mark, and the pickle of torch.distributed.checkpoint in the place of an index.
@@ -44,7 +46,7 @@ def save_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM, **mo
     All ranks of the optimizer's group call it, unlike `if rank == 0: torch.save(...)`; `more` is that of rank 0.
     The folder is on a file system that all of them see. It is written whole or not at all: until the new one is
     complete, the last one stays. What else is in the folder stays, too. One process without torch.distributed can save
-    and load as well.
+    and load as well. What could not be loaded again is refused by name, before anything is written.
 
     Args:
         folder: of the checkpoints, which is made if it is not there.
@@ -59,7 +61,7 @@ def save_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM, **mo
     refuse(model)
     ranks = opt._ranks
     with ranks.together():
-        content = {"model": unwrapped(model, None)[0].state_dict(), "optimizer": opt.state_dict(), "more": more}
+        content = {"model": unwrapped(model, None)[0].state_dict(), "optimizer": loadable(opt), "more": more}
         write(Path(folder), content, generators.states(), ranks)
 
 
@@ -134,6 +136,16 @@ def unchanged_by_errors(model: nn.Module, opt: LM) -> Iterator[None]:
         raise
 
 
+def loadable(opt: LM) -> dict[str, Any]:
+    """Its state, which options that have changed since the last step may not go with"""
+    state = opt.state_dict()
+    try:
+        opt._checked(state)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"the optimizer could not be loaded from a checkpoint again: {error}") from None
+    return state
+
+
 def check_optimizer(opt: Any) -> None:
     if not isinstance(opt, LM):
         raise TypeError(f"the optimizer is {type(opt).__name__}: checkpoints are of marquardt.LM")
@@ -151,7 +163,10 @@ def refuse(model: nn.Module) -> None:
 
 def check_model(path: Path, there: Any, here: Mapping[str, Any]) -> None:
     if not isinstance(there, Mapping):
-        raise ValueError(f"{path} is no checkpoint of mq.save_checkpoint: mq.fit(checkpoint=…) goes on with its own")
+        raise ValueError(
+            f"{path} is no checkpoint of mq.save_checkpoint: mq.fit(model, data, loss, checkpoint=path) goes on with "
+            "its own"
+        )
     for name in dict.fromkeys([*there, *here]):
         before, now = (shape(found[name]) if name in found else "missing" for found in (there, here))
         if before != now:
@@ -338,14 +353,32 @@ def unreadable(path: Path, error: BaseException) -> files.Damaged:
 
 def check_plain(content: Any, tensors: int) -> None:
     """That it can be loaded, where `files.load` will find so many tensors"""
+    if (error := unplain(content)) is not None:
+        inner = (dict, list, tuple, OrderedDict)
+        items = tree_flatten_with_path(content, is_leaf=lambda item: type(item) not in inner)[0]
+        named = (f", unlike {entry(place)}, {short(item)}" for place, item in items if unplain(item) is not None)
+        raise TypeError(
+            f"a checkpoint holds tensors, numbers, strings, lists and dicts alone{next(named, '')} ({error}): save it "
+            "as one of these, or leave it out"
+        ) from None
+    if sum(map(is_stored, tree_leaves(content, is_leaf=is_stored))) != tensors:
+        raise ValueError(f"a dict with the entry {STORED!r}: name it otherwise, it marks the place of a tensor")
+
+
+def unplain(content: Any) -> Exception | None:
+    """Why it could not be loaded, if it could not"""
     file = io.BytesIO()
     try:
         torch.save(content, file)
+        archives.check(file)
     except Exception as error:
-        raise TypeError(f"a checkpoint holds tensors, numbers, strings, lists and dicts alone: {error}") from None
-    files.check_plain(file, "a checkpoint")
-    if sum(map(is_stored, tree_leaves(content, is_leaf=is_stored))) != tensors:
-        raise ValueError(f"a dict with the entry {STORED!r}: name it otherwise, it marks the place of a tensor")
+        return error
+    return None
+
+
+def entry(place: KeyPath) -> str:
+    """Such as more['epoch']"""
+    return re.sub(r"^(\['content'\])?\['(\w+)'\]", r"\2", keystr(place))
 
 
 # Tensors.
@@ -354,9 +387,29 @@ def check_plain(content: Any, tensors: int) -> None:
 def taken_apart(content: Any) -> tuple[dict[str, Tensor], Any]:
     """The tensors by their places, and everything with these in their stead."""
     leaves, tree = tree_flatten_with_path(content)
+    for place, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            check_dense(place, leaf)
     tensors = {keystr(place): leaf.detach() for place, leaf in leaves if isinstance(leaf, Tensor)}
     plain = [stored(keystr(place), leaf) if isinstance(leaf, Tensor) else leaf for place, leaf in leaves]
     return tensors, tree_unflatten(plain, tree)
+
+
+def check_dense(place: KeyPath, t: Any) -> None:
+    """That a tensor can be made again from its shape and its dtype, and filled with its numbers"""
+    found = t.detach()
+    kinds = {
+        "a quantised tensor": t.is_quantized, "a nested tensor": t.is_nested,
+        "on the meta device, without numbers": t.is_meta,
+        f"a tensor of the layout {t.layout}": t.layout != torch.strided,
+        f"a {type(t).__name__}": type(found) is not Tensor and not hasattr(t, "placements"),
+    }  # fmt: skip
+    for kind, so in kinds.items():
+        if so:
+            raise TypeError(
+                f"a checkpoint holds dense tensors alone, and {entry(place)} is {kind}: save numbers, such as "
+                "t.dequantize() or t.to_dense(), or leave it out"
+            )
 
 
 def stored(key: str, t: Any) -> dict[str, Any]:
@@ -375,7 +428,7 @@ def put_together(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], list
     found, is_sealed = files.load(chunks.regular(path / CONTENTS))
     version = found.get("marquardt") if isinstance(found, dict) else None
     if version not in (1, VERSION):
-        raise files.Damaged(f"its version is {version!r}, this marquardt reads 1 to {VERSION}")
+        raise files.Damaged(f"its version is {short(version)}, this marquardt reads 1 to {VERSION}")
     old = version == 1
     if not (old or is_sealed):
         raise files.Damaged(f"{path / CONTENTS} has lost its checksum")

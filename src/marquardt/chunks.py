@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from . import files
 from .archives import Standin, read
+from .plain import short
 
 # Of every tensor by name, for each of its chunks: offsets, sizes, and where it is: file and place in it, or name, first
 # byte and length in a folder of an earlier version.
@@ -209,7 +210,7 @@ def check_size(forms: Mapping[str, tuple[list[int], torch.dtype]], folder: Path,
 
 def new_file(folder: Path, number: Any) -> Path:
     if not whole(number):
-        raise files.Damaged(f"{folder} is damaged: it has no file {number!r}")
+        raise files.Damaged(f"{folder} is damaged: it has no file {short(number)}")
     return file(folder, number)
 
 
@@ -245,7 +246,7 @@ class Chunks:
             self.tensors = []  # of the file before, whose memory is free again
             self.number, self.tensors = number, self.opened(number)
         if not whole(k) or k >= len(self.tensors) or not isinstance(self.tensors[k], Tensor):
-            raise files.Damaged(f"{file(self.folder, number)} has no tensor {k!r}")
+            raise files.Damaged(f"{file(self.folder, number)} has no tensor {short(k)}")
         found: Tensor = self.tensors[k]
         return found
 
@@ -269,7 +270,7 @@ OLD_NAME = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 class Plain(pickle._Unpickler):
     """With a stand-in for every class, none of which is looked up or called."""
 
-    # Without the instruction that asks for memory before it has read anything.
+    # Without the instruction that makes room for what it has not read.
     dispatch: ClassVar[dict[int, Any]] = {k: v for k, v in pickle._Unpickler.dispatch.items() if k != BYTEARRAY}
 
     def __init__(self, file: Any) -> None:
@@ -282,8 +283,8 @@ class Plain(pickle._Unpickler):
 
 
 def old_index(folder: Path) -> Index:
-    with regular(folder / OLD).open("rb") as file:
-        metadata = Plain(file).load().state
+    # From memory: asked for as many bytes as a forged length says, a file would make room for them.
+    metadata = Plain(io.BytesIO(regular(folder / OLD).read_bytes())).load().state
     found: dict[str, list[list[Any]]] = {key: [] for key in metadata["state_dict_metadata"]}
     sizes = {
         (key, chunk.state["offsets"]): chunk.state["sizes"]
@@ -298,7 +299,7 @@ def old_index(folder: Path) -> Index:
 
 def old_file(folder: Path, name: Any) -> Path:
     if not isinstance(name, str) or not OLD_NAME.fullmatch(name):
-        raise files.Damaged(f"{folder} is damaged: it names a file {name!r}, which is none of a checkpoint")
+        raise files.Damaged(f"{folder} is damaged: it names a file {short(name)}, which is none of a checkpoint")
     return folder / name
 
 

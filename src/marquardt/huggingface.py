@@ -34,9 +34,9 @@ TEXT = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "TokenClassif
 ADAM = "it is one of AdamW, and LM is the optimizer here: leave it out"
 # Arguments with defaults, which are for AdamW and count as not given; what another value would mean.
 UNUSED = {
-    "learning_rate": "it is one for AdamW, and LM's natural one is 1: leave it out, or pass make=partial(mq.LM, lr=…)",
-    "max_grad_norm": "LM reads no gradients; leave it out, or bound the step, make=partial(mq.LM, radius=…)",
-    "weight_decay": "it is AdamW's, times its rate; LM's is a part of the loss: make=partial(mq.LM, weight_decay=…)",
+    "learning_rate": "it is one for AdamW, and LM's natural one is 1: leave it out, or make=partial(mq.LM, lr=0.5)",
+    "max_grad_norm": "LM reads no gradients; leave it out, or bound the step, make=partial(mq.LM, radius=0.1)",
+    "weight_decay": "it is AdamW's, times its rate; LM's is a part of the loss: make=partial(mq.LM, weight_decay=1e-4)",
     "gradient_accumulation_steps": "a step needs its batch as a whole: raise per_device_train_batch_size instead",
     "fp16": "it scales the loss for gradients in float16, which LM does not take: use bf16=True, or float32",
     "deepspeed": "LM does not add up over processes or shards: train on one device",
@@ -92,7 +92,9 @@ class LMTrainer(Trainer):
         check_arguments(args)
         for name in ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func"):
             if options.get(name) not in (None, (None, None)):
-                way_out = "pass loss=" if name == "compute_loss_func" else "pass make=partial(mq.LM, …)"
+                way_out = (
+                    "pass loss=" if name == "compute_loss_func" else "pass make=, such as partial(mq.LM, radius=0.1)"
+                )
                 raise ValueError(f"{name} is given, and this Trainer has an LM and a loss of its own: {way_out}")
         if args.lr_scheduler_type == SchedulerType.LINEAR:
             args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP

@@ -252,12 +252,12 @@ def check_trainer(trainer: Trainer) -> None:
     if trainer.gradient_clip_val:  # 0 is none
         raise ValueError(
             f"gradient_clip_val={trainer.gradient_clip_val}: LM reads no gradients of parameters, and bounds its steps "
-            "by λ: leave it out, or bound the step itself, mq.LM(…, radius=…)"
+            "by λ: leave it out, or bound the step itself, mq.LM(self, loss, radius=0.1)"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}: a step needs its batch as a whole: take "
-            "larger batches, or use LM.step_over(batches) in a loop of your own"
+            "larger batches, or use opt.step_over(batches) in a loop of your own"
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import get_dynamic_layer_stack_depth as transforms
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.optim.optimizer import _global_optimizer_post_hooks as POST_HOOKS
 from torch.optim.optimizer import _global_optimizer_pre_hooks as PRE_HOOKS
@@ -282,6 +283,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         """
         ranks = self._ranks
         with ranks.together() if ranks.several else AS_IS:
+            if transforms():
+                raise arguments.transformed("opt.step", "a step")
             if inputs.__class__ is not Tensor:
                 arguments.check_batch(inputs, targets)
             if closure is not None:

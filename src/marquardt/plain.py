@@ -88,7 +88,10 @@ RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 
 def short(value: Any) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else reprlib.repr(value)
+    try:
+        return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else reprlib.repr(value)
+    except ValueError:  # Python prints no integers of more than some thousand digits
+        return f"{type(value).__name__} of too many digits to be printed"
 
 
 def check_tensor(

@@ -24,8 +24,8 @@ from .step import ENTRIES, RETIRED, VECTORS, State, nested
 
 FOREIGN = (
     "it was not made by marquardt.LM. To begin with what another optimizer has trained, load the weights alone, "
-    "model.load_state_dict(…), and start without the state of that optimizer: without ckpt_path= in Lightning, without "
-    "resume_from_checkpoint= in transformers"
+    "model.load_state_dict(weights), and start without the state of that optimizer: without ckpt_path= in Lightning, "
+    "without resume_from_checkpoint= in transformers"
 )
 
 # Of the entry "marquardt" in a state_dict. Version 1 had no number (marquardt 0.1.0).
@@ -59,9 +59,10 @@ def loaded(
     check_state(found, schedule, damping, curvature, parameters)
     if (found.get("towards") is None) != (towards is None):
         here, there = ("0", "other weights") if towards is None else ("other weights", "0")
+        made = 'mq.WeightDecay(w, towards="start")' if towards is None else "w"
         raise ValueError(
-            f"the state is of weights that decay towards {there}, those of this optimizer towards {here}: make it with "
-            "the same weight_decay=mq.WeightDecay(w, towards=…)"
+            f"the state is of weights that decay towards {there}, those of this optimizer towards {here}: make it by "
+            f"mq.LM(model, loss, weight_decay={made}), w as it was"
         )
     plan = None if found.get("plan") is None else Plan.restored(found["plan"], parameters.whole.n)
     found = tree_map(lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, found)

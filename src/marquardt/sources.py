@@ -39,7 +39,8 @@ def source(data: Any, *, batch_size: int | None = None, device: Any = None, dtyp
         return Arrays(place(data), batch_size)
     if isinstance(data, IterableDataset):
         raise TypeError(
-            f"{type(data).__name__} is an IterableDataset, which has no batches: pass DataLoader(dataset, batch_size=…)"
+            f"{type(data).__name__} is an IterableDataset, which has no batches: pass "
+            "DataLoader(dataset, batch_size=32)"
         )
     if isinstance(data, Dataset):
         return Items(data, place, batch_size)
@@ -144,7 +145,7 @@ class Items(Indexed):
     ) -> None:
         self.data, self.place, self.batch_size = data, place, batch_size
         if not hasattr(data, "__len__"):
-            raise TypeError(f"{type(data).__name__} has no length: pass DataLoader(dataset, batch_size=…)")
+            raise TypeError(f"{type(data).__name__} has no length: pass DataLoader(dataset, batch_size=32)")
         self.index = torch.arange(len(data)) if index is None else index
         self.N = len(self.index)
         if self.N == 0:

@@ -170,11 +170,11 @@ def like(state: State, theta: Tensor) -> State:
 
 def reweighted(old: State, level: Level) -> State:
     """What earlier steps have left, if weight decay had other weights then: it has another part of f at the same θ. The
-    data stay the same. Heights above the best loss stay too."""
+    data stay the same."""
     if old.decay is None or abs(level.decay - old.decay) <= SAME_LOSS[torch.float64] * max(level.decay, old.decay):
         return old
     by = level.decay - old.decay
-    others = {name: old.__dict__[name].raised(by) for name in POLICIES}
+    others = {name: old.__dict__[name].raised(by, level.low) for name in POLICIES}
     return changed(old, decay=level.decay, best=old.best + by, **others)
 
 
@@ -516,12 +516,32 @@ def nested(found: Mapping[str, Any]) -> dict[str, Any]:
     return rest | policies
 
 
-# The entries of the flat dict.
-ENTRIES: dict[str, Field[Any]] = {f.name: f for f in fields(State) if f.name not in POLICIES}
-ENTRIES |= {f.name: f for policy in POLICIES.values() for f in fields(policy)}
-
 # Entries that older files have besides, of the way back after uphill moves: nothing asks for them any more.
 RETIRED = ("haven", "haven_loss", "away", "ceiling", "haven_decay")
+
+
+def entries(policies: Mapping[str, Policy]) -> dict[str, Field[Any]]:
+    """The entries of the flat dict; an error for a name that has two meanings, of which one would be lost."""
+    own = [f for f in fields(State) if f.name in State.__annotations__]
+    taken = dict.fromkeys(RETIRED, "an entry of older files, which is left out")
+    taken |= {f.name: "a field of State" for f in own}
+    for name in policies:
+        if name in taken:
+            raise TypeError(f"the policy {name!r} has the name of {taken[name]}: give it another one in Policies")
+    found = {f.name: f for f in own}
+    for name, policy in policies.items():
+        others = taken | {other: "a policy" for other in policies if other != name}
+        for f in fields(policy):
+            if f.name in others:
+                raise TypeError(
+                    f"the field {f.name!r} of {type(policy).__name__} has the name of {others[f.name]}: give it "
+                    "another one, for all are entries of one state_dict"
+                )
+            taken[f.name], found[f.name] = f"a field of {type(policy).__name__}", f
+    return found
+
+
+ENTRIES = entries(POLICIES)
 
 # What is as long as θ.
 VECTORS = [name for name, entry in ENTRIES.items() if str(entry.type).endswith("Tensor | None")]

@@ -20,7 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import deferred
-from .memory import interrupt_of, unless_interrupted
+from .memory import interrupt_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,6 +107,8 @@ class Surroundings:
                 setattr(torch.utils._python_dispatch, name, False)
         if torch._C._functorch.get_dynamic_layer_stack_depth() > self.functorch:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self.functorch)
+        for _ in range(_vmaps() - _vmaps_around()):
+            torch._C._vmapmode_decrement_nesting()
         if _nesting() != self.nesting:
             sys.modules[TRANSFORMS].JVP_NESTING = self.nesting  # type: ignore[attr-defined]
         self._leave_level()
@@ -127,7 +129,8 @@ class Surroundings:
             undo()
 
         surely(back)
-        unless_interrupted(error)
+        if (interrupt := interrupt_of(error)) not in (None, error):
+            raise interrupt
 
     def _leave_level(self) -> None:
         if self.level >= 0:
@@ -149,16 +152,30 @@ class Surroundings:
         torch.clear_autocast_cache()
 
 
-@contextlib.contextmanager
-def back_afterwards(undo: Callable[[], object]) -> Iterator[None]:
-    """`undo` after the block, whatever ends it"""
-    try:
-        yield
-    finally:
+class back_afterwards(Leavable):
+    """`undo` after the block, which may `begin` with something, whatever ends it. What an interrupt keeps from being
+    left is found by `Surroundings`: there is no generator that would be gone."""
+
+    def __init__(self, undo: Callable[[], object], begin: Callable[[], object] = int) -> None:
+        self.undo, self.begin, self.left = undo, begin, False
+
+    def leave(self) -> None:
+        if not self.left:
+            self.undo()
+            self.left = True
+
+    def __enter__(self) -> None:
         try:
-            surely(undo)
+            self.begin()
         except BaseException:
-            surely(undo)
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            surely(self.leave)
+        except BaseException:
+            surely(self.leave)
             raise
 
 
@@ -219,7 +236,7 @@ def _left(error: BaseException | None) -> None:
 
 # Of torch. Much of it has no public name; tests/test_surroundings.py looks for it in the torch at hand.
 
-TRANSFORMS = "torch._functorch.eager_transforms"
+TRANSFORMS, VMAPS = "torch._functorch.eager_transforms", "torch._vmap_internals"
 DISPATCH_FLAGS = (
     "_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
@@ -229,6 +246,23 @@ DISPATCH_FLAGS = (
 def _nesting() -> int:
     """How many forward-mode derivatives of torch.func there are around"""
     return sys.modules[TRANSFORMS].JVP_NESTING if TRANSFORMS in sys.modules else 0
+
+
+def _vmaps() -> int:
+    """How many levels of the vmap behind `is_grads_batched` there are: a count of its own, which no one can read"""
+    try:
+        return torch._C._vmapmode_increment_nesting() - 1
+    finally:
+        torch._C._vmapmode_decrement_nesting()
+
+
+def _vmaps_around() -> int:
+    """How many of them will be left by those that have entered them, who are still at work"""
+    found, frame = 0, sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        found += frame.f_code.co_name == "wrapped" and frame.f_globals.get("__name__") == VMAPS
+    return found
 
 
 def _show() -> Any:

@@ -35,13 +35,13 @@ OTHERS = (
 )
 
 
-def texts(tree: ast.AST) -> list[str]:
-    """All strings, f-strings with … in the place of what they fill in."""
+def texts(tree: ast.AST, filled: str = "…") -> list[str]:
+    """All strings, f-strings with `filled` in the place of what they fill in."""
     inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            found.append("".join(str(v.value) if isinstance(v, ast.Constant) else filled for v in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
             found.append(node.value)
     return found
@@ -72,12 +72,12 @@ def options() -> set[str]:
     return {name for call in [*calls, *OURS, *OTHERS] for name in inspect.signature(call).parameters} | {"perr"}
 
 
-def messages(tree: ast.AST) -> list[str]:
+def messages(tree: ast.AST, filled: str = "…") -> list[str]:
     """Sentences, without the docstrings."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    return [text for text in texts(tree) if " " in text]
+    return [text for text in texts(tree, filled) if " " in text]
 
 
 def short(source):
@@ -106,9 +106,22 @@ def test_options_are_there(source):
     assert named - options() == set()
 
 
+def elided(source: str) -> list[str]:
+    """Calls in messages with … in the place of an argument"""
+    found = [re.findall(r"[\w.]*\w\([^()]*…[^()]*\)?", text) for text in messages(ast.parse(source), filled="{}")]
+    return [call for calls in found for call in calls]
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if source.name not in PICTURES], ids=short)
+def test_calls_are_whole(source):
+    """What a message advises can be typed: no argument is left to be guessed."""
+    assert elided(source.read_text(encoding="utf-8")) == []
+
+
 def test_a_wrong_name_would_be_found():
     assert not there("Levenberg")
     assert there("Auto.memory")
     assert there("sklearn.LMRegressor")
     assert texts(ast.parse('f"pass {x}, mq.Auto()"')) == ["pass …, mq.Auto()"]
     assert messages(ast.parse('def f():\n    """of damp="""\n    g("use damp=1")')) == ["use damp=1"]
+    assert elided('f"pass mq.LM(…, radius={r}), of {n} outputs (N, …)"') == ["mq.LM(…, radius={})"]

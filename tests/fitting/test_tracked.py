@@ -1,5 +1,7 @@
 """What torch would differentiate, or map, through a fit: refused, with a way out that works."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +95,15 @@ AS_ARRAYS: dict[str, Fit] = {
     ),
     "captured, curve_fit": lambda y: torch.as_tensor(mq.curve_fit(lambda x, a: a * np.asarray(y), *AS_ARRAY).popt),
 }
+DONE = mq.curve_fit(decay, *AS_ARRAY)
+TO_ARRAYS: dict[str, Fit] = {
+    "captured": lambda y: mq.least_squares(lambda p: decay(X, *p) - y.detach(), [1.0, 1, 1]).x,
+    "batched": lambda y: mq.least_squares(lambda p: decay(X, *p) - y.detach(), [[1.0, 1, 1]], batched=True).x,
+    "args": lambda y: mq.least_squares(lambda p, y: decay(X, *p) - y, [1, 1, 1], args=(y.detach(),)).x,
+    "weights": lambda y: mq.least_squares(lambda p: decay(X, *p) - Y, [1, 1, 1], weights=y.detach()).x,
+    "predict": lambda y: DONE.predict(y.detach()),
+    "band": lambda y: DONE.confidence_band(AS_ARRAY[0])[0],
+}
 
 
 @pytest.mark.parametrize("transform", ["jacrev", "jacfwd", "grad", "hessian", "jvp", "vmap of grad"])
@@ -101,6 +112,28 @@ def test_arrays_of_what_is_differentiated(fit: str, transform: str):
     """Of tensors that torch.func wraps there are none, detached or not."""
     with pytest.raises(ValueError, match=r"inside a torch\.func transform.*no derivative.*outside"):
         TRANSFORMS[transform](AS_ARRAYS[fit])
+
+
+@pytest.mark.parametrize("transform", ["jacrev", "jacfwd", "grad", "hessian", "jvp"])
+@pytest.mark.parametrize("fit", TO_ARRAYS)
+def test_results_that_would_be_arrays(fit: str, transform: str):
+    """Of a function of tensors, which are detached: the start, or the data of the fit before, were none."""
+    with pytest.raises(ValueError, match=r"inside a torch\.func transform.*no derivative.*outside.*x0"):
+        TRANSFORMS[transform](TO_ARRAYS[fit])
+
+
+def test_a_transform_does_not_change_what_later_fits_return():
+    """Whether there is NumPy is found out once: here by a process whose first fit is inside a transform."""
+    program = """
+import numpy, torch, marquardt as mq
+fit = lambda y: mq.least_squares(lambda p: p - torch.ones(2), [0.0, 0.0]).x
+try:
+    torch.func.grad(lambda y: fit(y).sum())(torch.ones(2))
+except ValueError:
+    pass
+assert isinstance(fit(None), numpy.ndarray)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 @pytest.mark.parametrize("fit", FITS)

@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1]))
 
 import marquardt as mq
 from fuzz import attacks

@@ -16,8 +16,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +100,13 @@ class Subject:
     model: nn.Module
     opt: mq.LM
     act: Callable[[], Any]
-    atomic: bool = True  # nothing has happened, or all of it
+    kind: str = "step"
     result: Any = None
+
+    @property
+    def atomic(self) -> bool:
+        """Nothing has happened, or all of it."""
+        return self.kind != "fit"
 
     def world(self) -> dict[str, Any]:
         found = {**world(self.model, self.opt), **everything(self.model), **settings()}
@@ -168,14 +176,14 @@ def averaging() -> Subject:
             return model.eval()(batch[0]).detach() if not model.training else model(batch[0]).detach()
 
     model.eval()
-    found.act = act
+    found.kind, found.act = "average", act
     return found
 
 
 def fitting(**options: Any) -> Subject:
     model, batch = mlp(nn.Dropout(0.2)), data(N=20)
     found = stepping(model, batch, begun=0)
-    found.atomic = False
+    found.kind = "fit"
     found.act = lambda: mq.fit(model, batch, "mse", steps=3, progress=False, **options)
     return found
 
@@ -183,6 +191,7 @@ def fitting(**options: Any) -> Subject:
 def laplace() -> Subject:
     model, batch = mlp(nn.Dropout(0.2)), data(N=10)
     found = stepping(model, batch, begun=2)
+    found.kind = "posterior"
     found.act = lambda: mq.posterior(model, "mse", batch, weight_decay=0.1).predict(batch[0][:2])
     return found
 
@@ -190,7 +199,7 @@ def laplace() -> Subject:
 def of_a_function(call: Callable[[], Any]) -> Subject:
     model = mlp()
     found = stepping(model, data(), begun=0)
-    found.act = call
+    found.kind, found.act = "function", call
     return found
 
 
@@ -323,7 +332,7 @@ def one(seed: int) -> str:
             attack.alarm = 1e-4 + 0.02 * part
         elif second < 0.25:
             attack.moments.again = int(torch.randint(30, (), generator=random))
-        return attack.run()
+        return f"{attack.subject.kind} {attack.run()}"
 
 
 class Attack:
@@ -386,7 +395,7 @@ class Attack:
         wrong = [(k, self.before[k], after[k]) for k in kept if not same(self.before[k], after[k])]
         if wrong or not all(bool(p.isfinite().all()) for p in self.subject.model.parameters()):
             raise self._fault(f"{wrong} changed by a fit")
-        return f"fit {ended}"
+        return ended
 
     def _fault(self, words: str) -> attacks.Fault:
         where = "a real signal"

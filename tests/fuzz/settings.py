@@ -26,11 +26,14 @@ def settings() -> dict[str, Any]:
         inside = False
     except RuntimeError:  # there is one level at most
         inside = True
+    legacy = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
     backends = torch.backends
     return {
         "function modes": [id(mode) for mode in _get_current_function_mode_stack()],
         "dispatch modes": [id(mode) for mode in _get_current_dispatch_mode_stack()],
         "functorch levels": torch._C._functorch.get_dynamic_layer_stack_depth(),
+        "legacy levels": legacy,
         "forward levels": [inside, forward_ad._current_level],
         "grad mode": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), forward_ad._is_fwd_grad_enabled()],
         "anomalies": torch.is_anomaly_enabled(),

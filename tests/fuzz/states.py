@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +27,7 @@ from fuzz import attacks
 from fuzz.settings import settings
 from support.unchanged import changes, world
 
-Path = tuple[Any, ...]
+Way = tuple[Any, ...]
 
 
 def mlp(*sizes: int) -> nn.Module:
@@ -208,7 +212,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def places(item: Any, way: Path = ()) -> list[Path]:
+def places(item: Any, way: Way = ()) -> list[Way]:
     """The ways to all entries"""
     pairs = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
     return [place for key, value in pairs for place in [(*way, key), *places(value, (*way, key))]]
@@ -220,7 +224,7 @@ def at(item: Any, way: Any) -> Any:
     return item
 
 
-def precisions(state: Any) -> list[tuple[Path, torch.dtype]]:
+def precisions(state: Any) -> list[tuple[Way, torch.dtype]]:
     """Where real numbers are, and the precisions that they could have"""
     real = [(path, t) for path in places(state) if isinstance(t := at(state, path), Tensor) and t.is_floating_point()]
     others = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

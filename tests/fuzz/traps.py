@@ -11,9 +11,13 @@ without weight, with fixed parameters or both; popt, standard errors and bands m
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch

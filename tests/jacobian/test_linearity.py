@@ -144,6 +144,35 @@ def check_refusal(case: str, late: bool, curvature: Any) -> None:
         assert torch.equal(theta(model), theta(plain))
 
 
+OF_FEW = {
+    "the largest": lambda g: g * (g.abs() >= g.abs().max()),
+    "above the median": lambda g: torch.where(g.abs() > g.abs().median(), g, 0.0),
+    "as large as the largest": lambda g: g.sign() * g.abs().max(),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("case", OF_FEW)
+def test_a_small_batch_shows_it_too(case, N, seed):
+    """What goes with the size of gradients is not linear in their sum alone, and that may agree by chance."""
+    torch.manual_seed(seed)
+    model = Network()
+    model.last.register_full_backward_hook(lambda m, given, out: (OF_FEW[case](given[0]),))
+    with refused("'last' (Linear)", "hook"):
+        lm(model).step(torch.randn(N, 2), torch.randn(N, 3))
+
+
+def test_a_hook_that_clips_in_large_batches():
+    """A batch of two is linear, and the next one is not."""
+    model, (x, y) = network(), batch()
+    model.last.register_full_backward_hook(lambda m, given, out: each(given) if len(given[0]) > 2 else None)
+    opt = lm(model)
+    opt.step(x[:2], y[:2])
+    with refused("'last' (Linear)", "hook", "radius="):
+        opt.step(x, y)
+
+
 def test_a_hook_that_changes_its_mind():
     """The hook is the same one; what it does is not."""
     model, (x, y), clips = network(), batch(), []

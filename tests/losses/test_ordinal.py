@@ -53,7 +53,7 @@ def test_what_is_refused():
     z = torch.tensor([[0.0, 1.0]])
     with refused("targets[0] is 3", "2 outputs tell 3 classes apart"):
         Ordinal().check(z, torch.tensor([3]))
-    with refused("got torch.float32", "y.long()"):
+    with refused("got torch.float32", "targets.long()"):
         Ordinal().check(z, torch.zeros(1))
     with refused("outputs have shape (1, 2), targets (1, 2)"):
         Ordinal().check(z, torch.tensor([[0, 1]]))

@@ -101,7 +101,7 @@ def test_levels_that_do_not_fit_are_refused():
         with refused(f"outputs have shape {tuple(bad.shape)}", "needs one for each, (N, …, 3)"):
             loss.check(bad, bad)
     for y in (torch.zeros(4), torch.zeros(4, 1)):
-        with refused(f"targets {tuple(y.shape)}", "y.reshape(4, 1).expand(4, 3)"):
+        with refused(f"targets {tuple(y.shape)}", "targets.reshape(4, 1).expand(4, 3)"):
             loss.check(z, y)
     with refused("targets (4, 2)", "shape of the outputs"):
         loss.check(z, torch.zeros(4, 2))

@@ -132,10 +132,10 @@ def test_targets_and_frozen_tensors_are_constants():
 def test_broadcasting_is_named_as_the_cause(reduced):
     x = torch.randn(8, 2)
     opt = mq.LM(mlp(2, 3, 1).to(x.dtype), lambda z, y: reduced((z - y).square()))
-    with refused("outputs have shape (8, 1), targets (8,)", "broadcasting pairs", "y.unsqueeze(-1)"):
+    with refused("outputs have shape (8, 1), targets (8,)", "broadcasting pairs", "targets.unsqueeze(-1)"):
         opt.step(x, x.sum(1))
     opt = mq.LM(nn.Sequential(mlp(2, 3, 1), nn.Flatten(0)).to(x.dtype), lambda z, y: reduced((z - y).square()[:, :8]))
-    with refused("outputs have shape (8,), targets (8, 1)", "y.squeeze(-1)"):
+    with refused("outputs have shape (8,), targets (8, 1)", "targets.squeeze(-1)"):
         opt.step(x, x.sum(1, keepdim=True))
 
 

@@ -293,7 +293,7 @@ STEPS: dict[str, tuple[str, Asking, list[str]]] = {  # loss, what is done, what 
     "∞ in the targets": ("mse", lambda o: o.step(X, spoilt(Y, INF)), ["inf", "targets", "[1, 0]"]),
     "label too large": ("cross_entropy", lambda o: o.step(X, LABELS + 1), ["targets[2]", "is 3", "0 to 2"]),
     "label negative": ("cross_entropy", lambda o: o.step(X, LABELS - 1), ["targets[0]", "is -1", "0 to 2"]),
-    "labels as numbers": ("cross_entropy", lambda o: o.step(X, LABELS.double()), ["torch.float64", "y.long()"]),
+    "labels as numbers": ("cross_entropy", lambda o: o.step(X, LABELS.double()), ["torch.float64", "targets.long()"]),
     "probability outside [0, 1]": ("bce", lambda o: o.step(X, spoilt(Y.sigmoid(), 1.5)), ["1.5", "[0, 1]"]),
     "count negative": ("poisson", lambda o: o.step(X, spoilt(Y.abs(), -2.0)), ["-2", "negative"]),
     "labels for a regression": ("mse", lambda o: o.step(X, LABELS), ["torch.int64", "cross_entropy"]),

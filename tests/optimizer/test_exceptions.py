@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import marquardt as mq
 from marquardt.curvature.direct import DenseCurvature
@@ -216,3 +217,37 @@ def test_exception_in_step_over():
         opt.step_over(source)
     assert changes(before, world(model, opt)) == []
     assert opt.step_over(source).accepted
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "grad": lambda f: grad(f)(torch.tensor(2.0)),
+    "jacrev": lambda f: jacrev(f)(torch.tensor(2.0)),
+    "jacfwd": lambda f: jacfwd(f)(torch.tensor(2.0)),
+    "jvp": lambda f: jvp(f, (torch.tensor(2.0),), (torch.tensor(1.0),)),
+    "vmap": lambda f: vmap(f)(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("tracked", [True, False], ids=["inputs", "nothing"])
+@pytest.mark.parametrize("over", [False, True], ids=["step", "step_over"])
+@pytest.mark.parametrize("started", [False, True], ids=["first step", "third step"])
+def test_a_step_inside_a_transform_is_refused(started: bool, over: bool, tracked: bool, transform: str):
+    """Whether or not torch.func tracks its inputs: it would be done once for all that vmap maps."""
+    model, x, y = problem()
+    opt = lm(model)
+    for _ in range(2 * started):
+        opt.step(x, y)
+    before = world(model, opt)
+
+    def loss(c: Tensor) -> Tensor:
+        inputs = x * c if tracked else x
+        step = opt.step_over([(inputs, y)]) if over else opt.step(inputs, y, closure=lambda: called.append(c))
+        return c * step.new_loss
+
+    called: list[Any] = []
+    with pytest.raises(ValueError, match=r"opt\.step is called inside a torch\.func transform.*call it outside"):
+        TRANSFORMS[transform](loss)
+    assert not called
+    assert changes(before, world(model, opt)) == []
+    opt.step(x, y)

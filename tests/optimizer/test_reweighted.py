@@ -133,6 +133,26 @@ def test_other_data_are_still_told():
     assert opt._state.same_data.repeats == 0
 
 
+@pytest.mark.parametrize("w", [1e-3, 10.0])
+def test_a_corrupt_batch_stands_out_as_much_if_there_is_no_bound(w):
+    """What is doubted of such a loss are differences of losses, which weight decay leaves as they are."""
+    truth = torch.tensor([[3.0], [-2.0], [1.0], [2.0]])
+
+    def corrupt(w: float) -> mq.Step:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        opt = mq.LM(model, lambda z, y: (z - y).square().mean() - 3.0, weight_decay=0.1)
+        for _ in range(20):
+            x = torch.randn(16, 4)
+            opt.step(x, x @ truth + torch.randn(16, 1))
+        weigh(opt, w)
+        return opt.step(x, x @ truth + 1e3)
+
+    usual, step = corrupt(0.1), corrupt(w)
+    assert "times those of late" in step.note
+    assert step.lam == pytest.approx(usual.lam, rel=1e-6)  # which is multiplied by the doubt
+
+
 @pytest.mark.parametrize("w", [0.03, 0.0])
 def test_it_converges_to_the_new_minimum(w):
     """From where a run with other weights has converged, and as one that had the new weights all along."""

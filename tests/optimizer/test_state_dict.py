@@ -169,6 +169,20 @@ def without(key: str) -> Any:
     return lambda state: state["marquardt"].pop(key)
 
 
+def planned(*way: str, **entries: Any) -> Any:
+    def edit(state: dict[str, Any]) -> None:
+        plan = state["marquardt"]["plan"]
+        assert plan["kind"] is not None
+        for name in way:
+            plan = plan[name]
+        assert entries.keys() <= plan.keys()
+        plan.update(entries)
+
+    return edit
+
+
+HUGE = 10**5000  # of which Python prints no digits
+
 STATES: dict[str, tuple[Any, list[str]]] = {
     "λ NaN": (edited(lam=math.nan), ["'lam'", "nan"]),
     "λ infinite": (edited(lam=math.inf), ["'lam'", "inf"]),
@@ -194,13 +208,32 @@ STATES: dict[str, tuple[Any, list[str]]] = {
     "no state": (lambda state: state.pop("state"), ["'state'"]),
     "no lr": (lambda state: state["param_groups"][0].pop("lr"), ["'lr'"]),
     "lr NaN": (lambda state: state["param_groups"][0].update(lr=math.nan), ["lr=nan"]),
+    "steps of many digits": (edited(steps=HUGE), ["'steps'", "digits"]),
+    "λ of many digits": (edited(lam=HUGE), ["'lam'", "digits"]),
+    "a version of many digits": (edited(version=HUGE), ["version", "digits"]),
+}
+PLANS: dict[str, tuple[Any, list[str]]] = {
+    "no memory for a plan": (planned(budget=0), ["the plan", "bytes of a budget of 0", "earlier"]),
+    "too little memory for a plan": (planned(budget=1000), ["the plan", "bytes of a budget of 1,000"]),
+    "a plan of more bytes than its memory": (planned(bytes=2**53), ["the plan", "bytes of a budget of"]),
+    "a plan of more rows than there are": (planned(sampled=10**9), ["the plan", "draws 1,000,000,000 of 3 rows"]),
+    "a plan for NaN bytes": (planned(budget=math.nan), ["'budget'", "nan"]),
+    "others beyond all parameters": (planned("shapes", others=10**6), ["shapes", "1,000,000 others of 27 parameters"]),
+    "others half": (planned("shapes", others=0.5), ["'others'", "0.5"]),
+    "others negative": (planned("shapes", others=-1), ["'others'", "-1"]),
+    "others of many digits": (planned("shapes", others=HUGE), ["'others'", "digits"]),
+    "others a list": (planned("shapes", others=[1]), ["'others'", "[1]"]),
+    "no samples": (planned("shapes", N=0), ["shapes", "N is 0"]),
+    "no rows": (planned("shapes", R=0), ["shapes", "R is 0"]),
+    "numbers of no bytes": (planned("shapes", itemsize=0), ["shapes", "itemsize is 0"]),
+    "another number of parameters": (planned("shapes", n=5), ["for 5 parameters"]),
 }
 
 
-@pytest.mark.parametrize("case", STATES)
+@pytest.mark.parametrize("case", [*STATES, *PLANS])
 def test_state_that_is_refused(case):
-    edit, says = STATES[case]
-    model, opt, x, y = trained(curvature=mq.Dense(inertia=0.5))
+    edit, says = (STATES | PLANS)[case]
+    model, opt, x, y = trained(curvature=mq.Auto() if case in PLANS else mq.Dense(inertia=0.5))
     state = opt.state_dict()
     edit(state)
     before = world(model, opt)

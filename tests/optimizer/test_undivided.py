@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import sys
 
 import pytest
 import torch
@@ -100,8 +102,71 @@ def test_batch_norm_trains():
 
 
 def test_chunks_of_batch_norm_are_refused():
-    with refused("BatchNorm1d", "eval()"):
-        mq.LM(normalised(), "cross_entropy", curvature=mq.Auto(chunk=8))
+    for curvature in (mq.Auto(chunk=8), mq.MatrixFree(chunk=8), mq.MatrixFree(chunk=1)):
+        with refused("BatchNorm1d", "eval()"):
+            mq.LM(normalised(), "cross_entropy", curvature=curvature)
+
+
+class Squeezed(nn.Module):
+    """Of a single sample the outputs lose its dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).squeeze()
+
+
+class Standardised(nn.Module):
+    """By a function, which is no layer that can be found; torch refuses a single sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.batch_norm(self.first(x), None, None, training=True)).squeeze(1)
+
+
+CUT = pytest.mark.parametrize("curvature", [mq.Auto, mq.Dense, mq.Gram, mq.MatrixFree, mq.EKFAC])
+
+
+@CUT
+@pytest.mark.parametrize(("N", "chunk"), [(9, 4), (9, 8), (13, 4), (7, 3)])
+def test_no_sample_is_left_by_itself(curvature, N, chunk):
+    """Parts are as even as can be."""
+    model = Squeezed().double()
+    x = torch.randn(N, 3, dtype=torch.float64)
+    whole = mq.LM(copy.deepcopy(model), "mse", curvature=curvature()).step(x, x[:, 0])
+    step = mq.LM(model, "mse", curvature=curvature(chunk=chunk)).step(x, x[:, 0])
+    assert step.new_loss == pytest.approx(whole.new_loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("curvature", [mq.Auto, mq.Dense, mq.Gram, mq.MatrixFree])
+def test_parts_that_depend_on_the_others_are_named_before_torch_fails(curvature):
+    model = Standardised()
+    opt = mq.LM(model, "mse", curvature=curvature(chunk=4))
+    x = torch.randn(9, 3)
+    before = world(model, opt)
+    with refused("chunk=4", "depend on the other samples", "leave chunk out"):
+        opt.step(x, x[:, 0])
+    assert changes(before, world(model, opt)) == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes")
+@CUT
+@pytest.mark.parametrize(("N", "chunk"), [(9, 1), (3, 2)])
+def test_a_sample_by_itself_that_the_model_cannot_take(curvature, N, chunk):
+    """What the model raises stays what it is, and says where it comes from."""
+    model = Squeezed()
+    opt = mq.LM(model, "mse", curvature=curvature(chunk=chunk))
+    x = torch.randn(N, 3)
+    before = world(model, opt)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        opt.step(x, x[:, 0])
+    assert f"chunk={chunk}: a sample went through the model by itself" in caught.value.__notes__[0]
+    assert changes(before, world(model, opt)) == []
 
 
 # ---- anything

@@ -285,9 +285,9 @@ def test_a_state_of_other_anchors_is_refused():
     model, *_ = problem()
     anchored = lm(model, weight_decay=mq.WeightDecay(W, towards="start"))
     free = lm(model, weight_decay=W)
-    for opt, other in ((anchored, free), (free, anchored)):
+    for opt, other, made in ((anchored, free, "w"), (free, anchored, 'mq.WeightDecay(w, towards="start")')):
         before = world(model, opt)
-        with refused("decay towards", "towards="):
+        with refused("decay towards", f"mq.LM(model, loss, weight_decay={made})"):
             opt.load_state_dict(other.state_dict())
         assert changes(before, world(model, opt)) == []
 

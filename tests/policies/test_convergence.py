@@ -54,4 +54,4 @@ def test_unjudged_steps_are_counted_by_the_step():
 
 
 def test_raised():
-    assert Convergence(3, 2.0, 1).raised(0.5) == Convergence(3, 2.5, 1)
+    assert Convergence(3, 2.0, 1).raised(0.5, 0.0) == Convergence(3, 2.5, 1)

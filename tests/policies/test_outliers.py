@@ -72,5 +72,8 @@ def test_without_a_lower_bound_heights_are_measured_from_the_best_loss():
 
 
 def test_raised():
-    assert Outliers(2.0, 0.3, True).raised(0.5) == Outliers(2.5, 0.3, True)
-    assert Outliers(2.0).raised(-3.0).height == 0
+    """Heights above a bound are raised, and those above the best loss are not, which is raised itself."""
+    assert Outliers(2.0, 0.3, True).raised(0.5, 0.0) == Outliers(2.5, 0.3, True)
+    assert Outliers(2.0).raised(-3.0, 0.0).height == 0
+    for by in (0.5, -3.0):
+        assert Outliers(2.0, 0.3, True).raised(by, -math.inf) == Outliers(2.0, 0.3, True)

@@ -23,5 +23,5 @@ def test_the_loss_of_late_falls_towards_the_best():
 
 
 def test_raised():
-    assert Recent(7.0, 6.0).raised(0.5) == Recent(7.5, 6.5)
-    assert Recent().raised(-0.5) == Recent()
+    assert Recent(7.0, 6.0).raised(0.5, 0.0) == Recent(7.5, 6.5)
+    assert Recent().raised(-0.5, 0.0) == Recent()

@@ -41,5 +41,5 @@ def test_steady(repeats, steps, steady):
 
 
 def test_raised():
-    assert SameData(3, 2.0).raised(0.5) == SameData(3, 2.5)
-    assert SameData().raised(0.5) == SameData()
+    assert SameData(3, 2.0).raised(0.5, 0.0) == SameData(3, 2.5)
+    assert SameData().raised(0.5, 0.0) == SameData()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -341,3 +343,28 @@ def test_a_damaged_parquet_file_is_named(parquet, seed):
         found = str(error)
     assert not found or found.startswith(f"{parquet} ")
     assert "\n" not in found
+
+
+FOOTER = """
+import sys
+from pathlib import Path
+from marquardt.table.reading import BadTable, read
+
+path = Path(sys.argv[1])
+whole = path.read_bytes()
+length = int.from_bytes(whole[-8:-4], "little")
+for at in range(len(whole) - 8 - length, len(whole)):
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 2]) + whole[at + 1 :])
+    try:
+        read(path)
+    except BadTable:
+        pass
+"""
+
+
+def test_no_damaged_byte_of_a_footer_ends_the_process(tmp_path):
+    """pyarrow does so where a column that may have no value is said to have one in every row."""
+    path = tmp_path / "data.parquet"
+    pd.DataFrame({"a": [1.5, None], "b": ["x", None]}).to_parquet(path)
+    done = subprocess.run([sys.executable, "-c", FOOTER, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -78,6 +78,14 @@ class Shapes:
     def m(self) -> int:
         return self.R * self.N
 
+    def check(self, where: str) -> None:
+        """Raises ValueError if no model and no batch have them"""
+        for name in ("N", "R", "itemsize", "out", "ranks", "shards"):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{where} {name} is 0, and must be at least 1: {WAY_OUT}")
+        if self.others > self.n:
+            raise ValueError(f"{where} have {self.others:,} others of {self.n:,} parameters: {WAY_OUT}")
+
     def with_others(self, found: Shapes) -> Shapes:
         """The larger of each, if the model is the same: a ragged batch or shorter sequences change nothing."""
         if self._structure() != found._structure():
@@ -334,6 +342,12 @@ class Plan:
                     raise ValueError(f"{where}: {name} is {value:g}, and must be from 0 to {MOST:.3g}: {WAY_OUT}")
         if self.fraction is not None and not 0 < self.fraction < 1:
             raise ValueError(f"{where}: a fraction of {self.fraction} of the samples: {WAY_OUT}")
+        if self.kind is not None and self.budget is not None and self.bytes > self.budget:
+            raise ValueError(f"{where} takes {self.bytes:,} bytes of a budget of {self.budget:,}: {WAY_OUT}")
+        if self.shapes is not None:
+            self.shapes.check(f"{where}, its shapes,")
+            if self.sampled is not None and self.sampled >= self.shapes.R:
+                raise ValueError(f"{where} draws {self.sampled:,} of {self.shapes.R:,} rows: {WAY_OUT}")
 
     def with_cost(self, s: Shapes, cost: Cost | None) -> Plan:
         """With the cost of rows of these shapes."""

@@ -304,7 +304,7 @@ class MatrixFree(Interchangeable):
 
     @cached_property
     def needs(self) -> Needs:
-        return Needs(self.chunk, by_sample=False, graph=True)
+        return Needs(self.chunk, by_sample=self.chunk is not None, graph=True)
 
     def form(self, lin: Linearization) -> MatrixFreeCurvature:
         return MatrixFreeCurvature(lin, self)

@@ -24,7 +24,8 @@ def tensor(value: Any) -> Tensor:
 def has_numpy() -> bool:
     """Whether torch can make NumPy arrays: NumPy is no dependency."""
     try:
-        torch.empty(0).numpy()
+        with torch._C._DisableFuncTorch():  # inside a transform no tensor has an array, and this is asked only once
+            torch.empty(0).numpy()
     except RuntimeError:
         return False
     return True

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..memory import unless_interrupted
 from .arrays import array, floating, gathered, like
 
 
@@ -57,7 +58,8 @@ def shape(f: Callable[..., Any], x: Tensor, p: Tensor) -> tuple[int, ...] | None
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return tuple(values(f(like(x, q), *q), q).shape)
-        except Exception:  # a function of arrays may raise anything on a tensor, and the reverse
+        except Exception as error:  # a function of arrays may raise anything on a tensor, and the reverse
+            unless_interrupted(error)
             continue
     return None
 
@@ -74,10 +76,12 @@ def fed(g: Callable[..., Any], x: Any, p0: Tensor, batched: bool) -> Callable[..
         with warnings.catch_warnings():
             warnings.simplefilter("error", DeprecationWarning)  # NumPy's, for what it does with tensors
             g(x, *p)
-    except Exception:  # a function of arrays may raise anything on a tensor
+    except Exception as error:  # a function of arrays may raise anything on a tensor
+        unless_interrupted(error)
         try:
             on_arrays(x, *p)
-        except Exception:  # it fails on both: the fit will tell
+        except Exception as error:  # it fails on both: the fit will tell
+            unless_interrupted(error)
             return g
         return on_arrays
     return g

@@ -21,7 +21,7 @@ from .guess import guess, names
 from .least_squares import least_squares
 from .observations import Observations, mismatch, observed, points, require_finite, without_nan
 from .result import Result
-from .tracked import refuse, refuse_unreadable
+from .tracked import readable, refuse
 
 
 @undisturbed
@@ -89,15 +89,8 @@ def curve_fit(
     deviations = _deviations(f, jac, data, start)
     if "maxfev" in kwargs:
         kwargs["max_nfev"] = kwargs.pop("maxfev") or None  # 0 is SciPy's default
-    first: Any = start
-    if has_numpy() and not tensors:
-        try:
-            first = start.numpy()
-        except RuntimeError as error:  # torch.func may wrap what is made inside of it
-            refuse_unreadable(error)
-            raise
     result = least_squares(
-        deviations.residuals, first,
+        deviations.residuals, readable(start) if has_numpy() and not tensors else start,
         jac=deviations.slopes if callable(jac) else jac or "auto", bounds=bounds, method=method or "lm",
         args=data.args, batched=batched, **kwargs,
     )  # fmt: skip
@@ -146,9 +139,13 @@ def _check(f: Any, full_output: bool, nan_policy: str | None, kwargs: dict[str, 
     if not callable(f):
         raise TypeError(f"f is {kind(f)}: it must be the function, the first of curve_fit(f, xdata, ydata)")
     if "args" in kwargs or "kwargs" in kwargs:
-        raise TypeError("curve_fit takes no args or kwargs for f: pass lambda x, a, b: f(x, a, b, …) with them inside")
+        raise TypeError(
+            "curve_fit takes no args or kwargs for f: pass lambda x, a, b: f(x, a, b, more) with them inside"
+        )
     if full_output:
-        raise ValueError("full_output=True: curve_fit returns popt and pcov; the rest is in curve_fit(…).result")
+        raise ValueError(
+            "full_output=True: curve_fit returns popt and pcov; the rest is in curve_fit(f, xdata, ydata).result"
+        )
     if nan_policy not in (None, "raise", "omit"):
         raise ValueError(f"nan_policy={nan_policy!r}: pass None, 'raise' or 'omit'")
     if "maxfev" in kwargs and "max_nfev" in kwargs:

@@ -15,7 +15,7 @@ from .curve import Curve, independent
 from .problems import build
 from .result import MESSAGES, Result
 from .student import quantile
-from .tracked import refuse
+from .tracked import readable, refuse
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,8 +81,8 @@ class CurveFit:
         """Lower and upper limit of a new observation at x. `sigma` is its own, in the units of the fit's sigma."""
         if sigma is None and self.weighted:
             raise ValueError(
-                "the fit has sigma or weights: pass sigma of the new observations, or 1/√weight, as "
-                "prediction_band(x, sigma=…)"
+                "the fit has sigma or weights: pass sigma of the new observations, or 1/√weight: "
+                "prediction_band(x, sigma=sigma)"
             )
         y, variance = self._curve(x)
         noise = tensor(self.noise).to(y).unsqueeze(-1) if self.batched else tensor(self.noise).to(y)
@@ -118,8 +118,11 @@ class CurveFit:
             own = (at,)
         curve = Curve(self.f, at, self.x_ndim)
         far = torch.full_like(p, math.inf)
+        numpy = not isinstance(self.popt, Tensor)
         with torch.no_grad():
-            problems, _ = build(curve, p, "auto", own, {}, self.batched, -far, far, not isinstance(self.popt, Tensor))
+            problems, _ = build(curve, p, "auto", own, {}, self.batched, -far, far, numpy)
+            if numpy:
+                readable(p)  # as the curve must be
             y, J = problems.raw(p), problems.jacobian(p)
         unknown = ~cov.isfinite().flatten(1).all(-1, keepdim=True)
         variance = torch.where(unknown, math.inf, ((J @ cov) * J).sum(-1).clamp(min=0))

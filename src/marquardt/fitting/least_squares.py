@@ -21,7 +21,7 @@ from .report import Report
 from .result import Result
 from .robust import resolve
 from .search import search
-from .tracked import refuse
+from .tracked import readable, refuse
 
 
 @undisturbed
@@ -93,6 +93,8 @@ def least_squares(
     report = Report(rho, batched, numpy, verbose, callback)
     with torch.no_grad():
         problems, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy, differentiated)
+        if numpy:
+            readable(x)  # as the result must be: before the work rather than after it
         problems = _weighted(problems, weights, x)
         s = search(problems, x, rho, box, options, report)
         if not batched and int(s.status) == BAD:

@@ -117,7 +117,8 @@ class Problems:
                 return self._each(self.fun, x, look=lambda f: tracked.refuse_captured(f, before))
         except tracked.DerivativeLost:
             raise
-        except Exception:  # such as of a function that writes to parameters, which only takes no_grad
+        except Exception as error:  # such as of a function that writes to parameters, which only takes no_grad
+            unless_interrupted(error)
             return self._each(self.fun, x)
 
     def _each(self, function: Function, *x: Tensor, look: Callable[[Any], None] = lambda f: None) -> Tensor:

@@ -38,15 +38,23 @@ def refuse_captured(f: Any, before: int) -> None:
 
 
 def refuse_unreadable(error: Exception) -> None:
-    """The same for fun that has made an array of what torch.func differentiates or maps, if that is the error it ended
-    in."""
+    """The same where an array was to be made of what torch.func differentiates or maps, if that is the error."""
     if isinstance(error, RuntimeError) and "Cannot access data pointer" in str(error) and in_transform():
         raise DerivativeLost(
-            "fun makes an array of a tensor inside a torch.func transform, and the result of a fit has no derivative: "
-            "it would be lost. Call the fit outside of the transform, or write fun with torch and detach what it uses "
-            "(.detach()), if that derivative is not wanted; if it is, write it as that of the minimum: "
-            "docs/least_squares.md, the derivative of a fit"
+            "an array is made of a tensor inside a torch.func transform, and the result of a fit has no derivative: it "
+            "would be lost. Call it outside of the transform, or pass tensors (x0 or p0 too), write the function with "
+            "torch and detach what it uses (.detach()), if that derivative is not wanted; if it is, write it as that "
+            "of the minimum: docs/least_squares.md, the derivative of a fit"
         ) from error
+
+
+def readable(t: Tensor) -> Any:
+    """It as an array, or this error: torch.func may wrap what is made inside of it."""
+    try:
+        return t.cpu().numpy()
+    except RuntimeError as error:
+        refuse_unreadable(error)
+        raise
 
 
 def in_transform() -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import tolerances
 from ..layers.apart import keeps_apart
+from ..memory import unless_foreign
 from ..model.anatomy import Draws, Moment, Slopes
 from ..model.batch import Batch
 from .objective import Objective
@@ -103,7 +104,8 @@ class Cut:
         for group in groups:
             try:
                 found = self._outputs(group, self.before)
-            except Exception:  # only of this number of samples, perhaps
+            except Exception as error:  # only of this number of samples, perhaps
+                unless_foreign(error)
                 return True
             if found.shape != z[group].shape or self._drew(here, group):
                 return True
@@ -127,7 +129,8 @@ class Cut:
         group = list(range(min(N, self.together if self.thorough else min(self.together, FEW))))
         try:
             self._outputs(group, self.before)
-        except Exception:
+        except Exception as error:
+            unless_foreign(error)
             if self.size == 1:  # a model of single samples has no other batch
                 return
             group = list(range(min(N, self.size)))

@@ -21,7 +21,7 @@ from ..deferred import agreed, current, floats
 from ..layers import Line
 from ..memory import out_of_memory
 from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes, call_with
-from ..model.batch import Batch, modes, twice_differentiable
+from ..model.batch import Batch, bounds, modes, twice_differentiable
 from ..model.checks import check_coupling
 from ..model.decay import Penalty
 from ..model.parameters import Position
@@ -80,7 +80,7 @@ class Share:
             return Seed(number, self.step, 0, samples) if samples else Seed(number)
         if not self.single or not self.own:
             return Seed(number)
-        first = sum(self._counts[: self.ranks.rank]) + piece * (chunk or 0)
+        first = sum(self._counts[: self.ranks.rank]) + (0 if chunk is None else bounds(self.own, chunk)[piece])
         return Seed(number, self.step, first, self.samples)
 
 
@@ -212,10 +212,18 @@ class Linearization:
         seed = self.share.seed(number, self.needs.chunk)
         rows = self.rows_kind if rows is None else rows
         kind = Piece if self.parameters.shards is None else ShardedPiece
-        if not graph:
-            return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
-        with twice_differentiable(self.objective.model):
-            return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
+        try:
+            if not graph:
+                return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
+            with twice_differentiable(self.objective.model):
+                return kind(self.objective, batch, rows, self.known, self.chance, seed, graph, before)
+        except Exception as error:
+            if self.needs.chunk is not None and batch.samples == 1 and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    f"chunk={self.needs.chunk}: a sample went through the model by itself; if that takes only several, "
+                    "choose chunk=3 or more, or leave chunk out"
+                )
+            raise
 
     def rewind(self) -> None:
         """Parameters, buffers and random numbers as they were before the first piece."""

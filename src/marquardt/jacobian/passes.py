@@ -17,7 +17,7 @@ from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from ..layers.capture import Layout, Walk, Watch
 from ..layers.places import Place
 from ..layers.unrolled import Refused
-from ..memory import out_of_memory, unless_interrupted
+from ..memory import out_of_memory, unless_foreign
 from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy, call_with
 from ..model.batch import COARSE, Batch, full, open_cells
 from ..model.checks import FAILURES, explained
@@ -233,7 +233,7 @@ class Pass:
             try:
                 self.objective.called(self.batch.inputs, call_with(model, {id(b): b.clone() for b in model.buffers()}))
             except Exception as error:  # the model fails, or cannot be watched
-                unless_interrupted(error)
+                unless_foreign(error)
                 return True
         return bool(draws.drew)
 
@@ -292,7 +292,7 @@ class Pass:
             with torch.no_grad():
                 return tolerances.same_outputs(self.repeated({}), self.z)
         except Exception as error:  # whatever the model says to a forward pass without gradients
-            unless_interrupted(error)
+            unless_foreign(error)
             return False
 
 

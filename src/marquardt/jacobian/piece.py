@@ -125,8 +125,11 @@ LEAST = 1e-2
 # Rounding of a gradient that is nothing else, in multiples of what it is seen to be, and of eps times all gradients.
 NOISE = 50.0
 
+# Sums that are compared: in the few numbers of a small batch, such as the largest of them, one may agree by chance.
+MOST, SOME = 8, 64
+
 NOT_LINEAR = "is not linear"
-WAY_OUT = "mq.LM(…, radius=…) bounds the length of a step, which is what clipping is for"
+WAY_OUT = "mq.LM(model, loss, radius=0.1) bounds the length of a step, which is what clipping is for"
 HOOKS = f"J and the gradient are made of backward passes of many sizes, so a hook must be linear. Remove it; {WAY_OUT}"
 FUNCTIONS = (
     "J and the gradient are made of backward passes of many sizes. Let it return the derivative as it is (a solver "
@@ -143,7 +146,7 @@ def check_backward(forward: Pass, again: bool = False) -> None:
     if current.tape is not None:
         return
     known, ranks = forward.known, forward.objective.parameters.ranks
-    way = forward.walk.structure, forward.hooks, forward.form.modes
+    way = forward.walk.structure, forward.hooks, forward.form.modes, forward.N  # a hook may look at how many there are
     if way in known.linear and not again and not ranks.several:
         return
     nodes, index = forward.walk.nodes, forward.walk.index
@@ -157,7 +160,7 @@ def check_backward(forward: Pass, again: bool = False) -> None:
     if ranks.all(not (forward.hooks or functions)):
         known.linear.add(way)
         return
-    key = forward.form.modes, forward.hooks, tuple(node.name() for node in functions)
+    key = forward.form.modes, forward.hooks, tuple(node.name() for node in functions), forward.N
     if ranks.all(key in known.linear and not again):
         known.linear.add(way)
         return
@@ -261,7 +264,11 @@ def _judge(pull: Pull, forward: Pass) -> Verdict:
     """Gradients of w, of multiples of it, of another and of their sum. Where nothing but rounding is left, additions in
     another order may change all of it, as on a GPU: what is not the same twice is not compared, if it is so small."""
     generator = torch.Generator("cpu").manual_seed(0)
-    w, v = (torch.randn(forward.z.shape, generator=generator, dtype=torch.float64).to(forward.z) for _ in "wv")
+    several = forward.objective.parameters.ranks.several  # all ranks make the same passes, with parts of other sizes
+    rounds = 1 if several else max(1, min(MOST, SOME // max(1, forward.z.numel())))
+    w, *others = (
+        torch.randn(forward.z.shape, generator=generator, dtype=torch.float64).to(forward.z) for _ in range(1 + rounds)
+    )
     coarsest, info = forward.coarsest, torch.finfo(forward.coarsest)
     tolerance = max(LEAST, tolerances.of_rules(coarsest))
 
@@ -283,12 +290,13 @@ def _judge(pull: Pull, forward: Pass) -> Verdict:
         smallest = 0.0 if abs(c) >= 1 else info.tiny / info.eps / abs(c)  # that does not underflow
         seen = {i: d for i, d in apart(c).items() if i not in unsure and sizes[i] >= smallest}
         reasons |= {i: NOT_LINEAR for i, d in seen.items() if (tolerance * sizes[i] or most) < d < math.inf}
-    other, both = at(v), at(w + v)
-    for i, g in first.items():
-        d = float((both[i] - other[i] - g).norm())
-        if i not in unsure and max(tolerance * (sizes[i] + float(other[i].norm())), least) < d < math.inf:
-            noise = math.sqrt(sum(apart(c)[i] ** 2 / 3 for c in (3, 5, 7)))
-            reasons |= {i: NOT_LINEAR} if d > min(NOISE * noise, most) else {}
+    for v in others:
+        other, both = at(v), at(w + v)
+        for i, g in first.items():
+            d = float((both[i] - other[i] - g).norm())
+            if i not in unsure and max(tolerance * (sizes[i] + float(other[i].norm())), least) < d < math.inf:
+                noise = math.sqrt(sum(apart(c)[i] ** 2 / 3 for c in (3, 5, 7)))
+                reasons |= {i: NOT_LINEAR} if d > min(NOISE * noise, most) else {}
     where = min(reasons, default=0)
     return Verdict(reasons.get(where), where, 0.0 in sizes.values())
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.autograd.graph import GradientEdge
 
+from ..memory import unless_interrupted
 from .capture import LEAF, PICKING, Layout, Node, Walk
 from .unrolled import ToInput
 
@@ -103,7 +104,8 @@ def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict
         if rule is None or place is None:
             return nothing
         return rule(Seen(node, axis, out, *place), inputs)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # another version of torch
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # another version of torch
+        unless_interrupted(error)
         return nothing
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from ..memory import out_of_memory
+from ..memory import out_of_memory, unless_interrupted
 from ..model.anatomy import Slopes, drawn_rrelu
 from ..model.batch import widened
 from .blocks import Bilinear, Block, Explicit, written
@@ -471,6 +471,7 @@ def _operand(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     try:
         operand = RULES[func](*args, **kwargs)
     except Exception as error:
+        unless_interrupted(error)
         name = getattr(func, "__name__", func)
         raise RuntimeError(f"the layer rule of {name} raised {type(error).__name__}: {error}") from error
     if operand.__class__ is not Operand and not isinstance(operand, (Operand, type(None))):

@@ -73,7 +73,7 @@ def taken(raw: Any, count: int = 1) -> Tensor:
     z = floating(raw)
     choice = [k for k, t in found.items() if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
     if len(z) == count and count > 1 and len(choice) > 1 and not isinstance(raw, (tuple, list)):
-        orders = " or ".join(f"loss={{({', '.join(map(repr, names))}): …}}" for names in (choice, choice[::-1]))
+        orders = " or ".join(f"loss={{({', '.join(map(repr, names))}): loss}}" for names in (choice, choice[::-1]))
         raise ValueError(
             f"the model returned {shown(raw)}, and the loss takes {count} outputs in an order that their names do not "
             f"tell (a mean comes before its variance): say it, {orders}"
@@ -349,17 +349,24 @@ class Loss(ABC):
         """Raises for targets of the wrong shape or dtype; the faults are conditions on their values."""
         name = type(self).__name__
         if y is None:
-            raise TypeError(f"{name} needs targets, got None (a model that returns residuals takes losses.Residual())")
+            raise TypeError(
+                f'{name} needs targets, got None: opt.step(inputs, targets), or the loss "residual" if the model '
+                "returns residuals"
+            )
         if isinstance(y, Tensor) and not y.dtype.is_floating_point:
             raise TypeError(
-                f"targets are {y.dtype}: {name} needs floating-point targets, y.to({z.dtype}) "
-                "(for class labels use cross_entropy)"
+                f"targets are {y.dtype}: {name} needs floating-point targets, "
+                f'targets.to({z.dtype}); for class labels use the loss "cross_entropy"'
             )
         check_like(y, z, "targets")
         if y.shape != z.shape:
             way_out = "give the targets the shape of the outputs"
-            if [d for d in z.shape if d != 1] == [d for d in y.shape if d != 1]:
-                way_out = "use y.unsqueeze(-1), or z.squeeze(-1)" if z.ndim > y.ndim else "use y.squeeze(-1)"
+            if (*y.shape, 1) == z.shape:
+                way_out = "use targets.unsqueeze(-1), or outputs.squeeze(-1) in the model"
+            elif (*z.shape, 1) == y.shape:
+                way_out = "use targets.squeeze(-1)"
+            elif [d for d in z.shape if d != 1] == [d for d in y.shape if d != 1]:
+                way_out = f"use targets.reshape({tuple(z.shape)})"
             raise ValueError(
                 f"outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: "
                 f"broadcasting would pair the wrong elements; {way_out}"
@@ -460,7 +467,7 @@ class Loss(ABC):
         if z.ndim == 0:
             raise ValueError("outputs have shape (): the first dimension must be the samples, as in (N, …)")
         if z.numel() == 0:
-            raise ValueError(f"the batch is empty: outputs have shape {tuple(z.shape)}")
+            raise ValueError(f"the batch is empty: outputs have shape {tuple(z.shape)}; leave such batches out")
         faults = self.faults(z, y)
         if weight is not None:
             check_weight(weight, z)
@@ -494,7 +501,9 @@ def spread(loss: Loss, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor | 
 def check_like(t: Any, z: Tensor, name: str) -> None:
     """t is a tensor with the dtype and device of the outputs."""
     if t.__class__ is not Tensor and not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor, got {type(t).__name__}: use torch.as_tensor({name}, dtype={z.dtype})"
+        )
     if t.dtype != z.dtype:
         raise TypeError(f"{name}: dtype {t.dtype}, but the outputs are {z.dtype}: use {name}.to({z.dtype})")
     if t.device != z.device:
@@ -504,8 +513,8 @@ def check_like(t: Any, z: Tensor, name: str) -> None:
 def check_weight(weight: Any, z: Tensor) -> None:
     check_like(weight, z, "weight")
     if weight.shape != z.shape[:1]:
-        shape = tuple(weight.shape)
-        raise ValueError(f"weight has shape {shape}: one weight per sample is needed, {tuple(z.shape[:1])}")
+        shape, way_out = tuple(weight.shape), "; use weight.flatten()" if weight.numel() == len(z) else ""
+        raise ValueError(f"weight has shape {shape}: one weight per sample is needed, {tuple(z.shape[:1])}{way_out}")
 
 
 def same_device(t: Tensor, z: Tensor, name: str) -> None:

@@ -221,15 +221,17 @@ class CrossEntropy(Loss):
         if self.class_weight is not None and len(self.class_weight) != C:
             raise ValueError(f"class_weight has {len(self.class_weight)} entries, the logits have {C} classes")
         if y.is_floating_point() and y.shape == indices:
-            raise TypeError(f"class indices are {y.dtype}: they must be integers, use y.long()")
+            raise TypeError(f"class indices are {y.dtype}: they must be integers, use targets.long()")
         if not y.is_floating_point() and y.shape == z.shape:
-            raise TypeError(f"targets of the logits' shape are {y.dtype}: use y.to({z.dtype}), or indices y.argmax(1)")
+            raise TypeError(
+                f"targets of the logits' shape are {y.dtype}: use targets.to({z.dtype}), or indices targets.argmax(1)"
+            )
         if y.shape != (z.shape if y.is_floating_point() else indices):
             way_out = ""
             if y.shape == z.shape[:-1]:
                 way_out = "; classes are dimension 1 of the logits: use z.movedim(-1, 1), or CrossEntropy(class_dim=-1)"
             elif y.shape == (*indices, 1):
-                way_out = "; use y.squeeze(-1)"
+                way_out = "; use targets.squeeze(-1)"
             raise ValueError(
                 f"logits of shape {tuple(z.shape)} need class indices of shape {indices} or probabilities "
                 f"of shape {tuple(z.shape)}, got targets of shape {tuple(y.shape)}{way_out}"
@@ -497,7 +499,7 @@ class Ordinal(Loss):
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
             got = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise TypeError(f"Ordinal needs a tensor of class indices as targets, got {got}: use y.long()")
+            raise TypeError(f"Ordinal needs a tensor of class indices as targets, got {got}: use targets.long()")
         same_device(y, z, "targets")
         if z.ndim != 2 or y.shape != z.shape[:1]:
             raise ValueError(
@@ -507,5 +509,5 @@ class Ordinal(Loss):
         K = z.shape[1] + 1
         advice = f"{K - 1} outputs tell {K} classes apart, so indices run from 0 to {K - 1}"
         steps = z.diff(dim=1)
-        rising = "the outputs of a sample must increase, see Ordinal: return cumulative sums of F.softplus(…)"
+        rising = "the outputs of a sample must increase, see Ordinal: return F.softplus(gaps).cumsum(0) - place"
         return [Fault((y < 0) | (y >= K), y, "targets", advice), Fault(steps <= 0, steps, "a step of outputs", rising)]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..memory import unless_interrupted
 from .base import Fault, Loss, OutputLayout, Root, Target, check_number, weighted
 from .output_hessian import FORMED, Blocks, Product, eigen, find, group, lanczos, product_of, spread, ungroup
 from .separability import PER_SAMPLE, Samples, some
@@ -194,6 +195,7 @@ class Function(Loss):
         try:
             product(torch.zeros_like(z))
         except (RuntimeError, NotImplementedError) as error:
+            unless_interrupted(error)
             raise ValueError(
                 f"{self.name} cannot be differentiated twice: {str(error).splitlines()[0]}. Write it with operations "
                 "that can, or use its gradients alone: rows=mq.Empirical()"

@@ -107,7 +107,7 @@ class Quantile(Elementwise):
             if isinstance(y, Tensor) and y.shape != z.shape and y.numel() * k == z.numel():
                 raise ValueError(
                     f"outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: every level needs its target, "
-                    f"y.reshape({', '.join(map(str, (*z.shape[:-1], 1)))}).expand{tuple(z.shape)}"
+                    f"targets.reshape({', '.join(map(str, (*z.shape[:-1], 1)))}).expand{tuple(z.shape)}"
                 )
         return super().faults(z, y)
 
@@ -299,7 +299,7 @@ class GaussianNLL(Loss):
         mean, spread = z.chunk(2, 1)
         faults = super().faults(mean, _like(y, mean) if isinstance(y, Tensor) else y)
         if self.variance:
-            advice = "the model must return variances that are not negative, such as F.softplus(…)"
+            advice = "the model must return variances that are not negative, such as F.softplus of outputs"
             faults.append(Fault(spread < 0, spread, "variance", advice))
         return faults
 

@@ -99,8 +99,8 @@ class Samples(NamedTuple):
             raise ValueError(
                 f"{self.name} depends on a tensor of shape {tuple(other.shape)} that requires gradients and is not an "
                 "output of the model, so that this part of its gradient would be lost: a penalty on parameters is "
-                'weight_decay=…, or an output of the model with a loss of its own, such as "residual"; what is not to '
-                "train takes requires_grad_(False)"
+                'weight_decay=1e-4, or an output of the model with a loss of its own, such as "residual"; what is not '
+                "to train takes requires_grad_(False)"
             )
 
     def _fault(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]], allowed: float) -> str:
@@ -119,6 +119,7 @@ class Samples(NamedTuple):
             try:
                 found = self.called(*some(z, y, index))
             except Exception as error:
+                unless_interrupted(error)
                 raise ValueError(
                     f"{self.name} was taken of {N} samples, and fails with {len(index)} of them: {error}. It must take "
                     "batches of any size, with targets that have a row per sample"
@@ -200,7 +201,7 @@ def _broadcast(z: Tensor, y: Target) -> str:
     """A likely cause of coupled samples: z (N, 1) and y (N,), or the other way round"""
     if not isinstance(y, Tensor) or not y.is_floating_point() or {z.shape, y.shape} != {z.shape[:1], (len(z), 1)}:
         return ""
-    way_out = "y.unsqueeze(-1), or outputs.squeeze(-1)" if y.ndim < z.ndim else "y.squeeze(-1)"
+    way_out = "targets.unsqueeze(-1), or outputs.squeeze(-1)" if y.ndim < z.ndim else "targets.squeeze(-1)"
     return (
         f". Outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: broadcasting pairs every output with the "
         f"targets of all samples, use {way_out}"

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from itertools import pairwise
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -329,7 +330,7 @@ class Batch:
                 )
 
     def split(self, size: int | None) -> list[Batch]:
-        """Chunks of at most `size` samples: tensors with a row per sample are cut, others go along whole."""
+        """The fewest parts of at most `size` samples: tensors with a row per sample are cut, others go along whole."""
         N = self.samples
         if size is None or (size >= N and (N or not self.opaque)):
             return [self]
@@ -344,14 +345,14 @@ class Batch:
                 if isinstance(t, Tensor) and (t.ndim == 0 or len(t) != N):
                     raise ValueError(f"{what} of shape {tuple(t.shape)} for {N} samples: one row per sample is needed")
 
-        def part(item: Any, first: int) -> Any:
+        def part(item: Any, first: int, last: int) -> Any:
             whole = [isinstance(t, Tensor) and t.ndim > 0 and len(t) == N for t in tree_leaves(item)]
             flags = iter(whole)
-            return tree_map(lambda t: _cut(t, first, size) if next(flags) else t, item)
+            return tree_map(lambda t: _cut(t, first, last) if next(flags) else t, item)
 
         return [
-            Batch(*(part(item, first) for item in (self.inputs, self.targets, self.weight)))
-            for first in range(0, N, size)
+            Batch(*(part(item, first, last) for item in (self.inputs, self.targets, self.weight)))
+            for first, last in pairwise(bounds(N, size))
         ]
 
     def head(self, N: int) -> Batch:
@@ -373,9 +374,16 @@ class Batch:
         return Batch(*(tree_map(part, item) for item in (self.inputs, self.targets, self.weight)))
 
 
-def _cut(t: Tensor, first: int, size: int) -> Tensor:
+def bounds(N: int, size: int) -> list[int]:
+    """Where the fewest parts of at most so many samples begin and end: as even as can be, so that no sample is left by
+    itself, of which some models make something else (or nothing)."""
+    parts = -(-N // size)
+    return [-(-k * N // parts) for k in range(parts + 1)]
+
+
+def _cut(t: Tensor, first: int, last: int) -> Tensor:
     """Some of the samples, a leaf as t may be: what no_grad takes of a leaf is none, though it requires a gradient."""
-    found = t.detach()[first : first + size]
+    found = t.detach()[first:last]
     return found.requires_grad_() if t.requires_grad else found
 
 

@@ -47,7 +47,10 @@ def _of_shards(model: nn.Module, group: Any) -> Any:
 def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
     """The parameters that train, after a look at all that no step can work with."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"LM(model, loss) takes the model itself, not {type(model).__name__}: LM(model, 'mse')")
+        raise TypeError(
+            f'mq.LM(model, loss) takes the model itself, not a {type(model).__name__}: mq.LM(model, "mse"), and '
+            "params=model.head.parameters() if only some of its parameters are to train"
+        )
     check_whole(model)
     given = list(model.parameters() if params is None else params)
     for p in given:

@@ -127,10 +127,13 @@ def check_weight(w: Any) -> None:
     if isinstance(w, Tensor):
         raise TypeError(
             f"weight_decay is a tensor of the shape {tuple(w.shape)}, and parameters have different shapes: give the "
-            'groups theirs, params=[{"params": [weight], "weight_decay": tensor}, …], or one number for all'
+            'groups theirs, params=[{"params": [weight], "weight_decay": tensor}], or one number for all'
         )
     if isinstance(w, bool) or not isinstance(w, (int, float)):
-        raise TypeError(f"weight_decay={w!r}: a number of at least 0, or mq.WeightDecay(w, exclude=…) made of one")
+        raise TypeError(
+            f"weight_decay={w!r}: a number of at least 0, or an object made of one, mq.WeightDecay(1e-4, "
+            'exclude="bias")'
+        )
     if not 0 <= w <= MAX:
         raise ValueError(f"weight_decay={w!r}: it must be finite and at least 0; 0 for none")
 

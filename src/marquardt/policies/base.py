@@ -79,8 +79,8 @@ class Policy:
     """A rule that watches a run. Frozen: every step puts another one in its place.
 
     Its fields are plain numbers, and entries of the `state_dict` under their own names: neither another policy nor the
-    State has a field, or a policy, of this name. Their defaults are those of a run that begins, and of a file that was
-    written before there was this policy. It has no constructor of its own.
+    State has a field of this name, and no other policy is called so, or the import fails. Their defaults are those of a
+    run that begins, and of a file that was written before there was this policy. It has no constructor of its own.
     """
 
     def uphill(self, start: Start, loss: float) -> bool:
@@ -93,6 +93,7 @@ class Policy:
         """What the next step is left with: also after one that was rejected."""
         return self
 
-    def raised(self: P, by: float) -> P:
-        """The same if weight decay has other weights now, by which f is so much higher where the model is."""
+    def raised(self: P, by: float, low: float) -> P:
+        """The same if weight decay has other weights now, by which f is so much higher where the model is. `low` is the
+        lower bound of f, −∞ if none is known; it stays."""
         return self

@@ -32,5 +32,5 @@ class Convergence(Policy):
         idle = self.idle + 1 if faint and abs(idle_from - end.loss) <= FAINT * rounding else 0
         return Convergence(idle, idle_from, end.unjudged)
 
-    def raised(self, by: float) -> Convergence:
+    def raised(self, by: float, low: float) -> Convergence:
         return Convergence(self.idle, self.idle_from + by, self.unjudged)

@@ -52,5 +52,7 @@ class Outliers(Policy):
         stride = self.stride if end.d is None else end.lr * end.length
         return Outliers(max(above, 0.9 * self.height), stride, False)
 
-    def raised(self, by: float) -> Outliers:
+    def raised(self, by: float, low: float) -> Outliers:
+        if low == -math.inf:  # heights above the best loss, which is raised as much
+            return self
         return Outliers(max(0.0, self.height + by), self.stride, self.doubted)

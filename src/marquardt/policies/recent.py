@@ -26,5 +26,5 @@ class Recent(Policy):
         late = start.level.f if self.late == math.inf else self.late
         return Recent(least + FADE * (late - least), least)
 
-    def raised(self, by: float) -> Recent:
+    def raised(self, by: float, low: float) -> Recent:
         return Recent(self.late + by, self.least + by)

@@ -41,5 +41,5 @@ class SameData(Policy):
     def after(self, start: Start, end: Ending) -> SameData:
         return SameData(start.repeats, end.loss)
 
-    def raised(self, by: float) -> SameData:
+    def raised(self, by: float, low: float) -> SameData:
         return SameData(self.repeats, None if self.expected is None else self.expected + by)

@@ -402,15 +402,18 @@ def _text_bytes(column: Any) -> int:
 
 
 def _parquet_bytes(file: Any, leaves: list[int], rows: int | None) -> int:
-    """Of all that is decoded to read so many rows. A value that is written down once for many rows counts in each."""
+    """Of all that is decoded to read so many rows. A value that is written down once for many rows counts in each.
+
+    The bytes are those of all columns of a group: asked for one of them whose metadata are damaged, pyarrow ends the
+    process."""
     meta, need, left = file.metadata, 0.0, math.inf if rows is None else rows
     for i in range(meta.num_row_groups):
         group = meta.row_group(i)
         if group.num_rows < 0:
             raise ValueError("a number of rows is negative")
         taken = min(left, group.num_rows)
-        for j in leaves if taken else ():
-            need += 2 * max(group.column(j).total_uncompressed_size, 0) + taken * _width(file.schema.column(j))
+        need += 2 * max(group.total_byte_size, 0) * (taken > 0)
+        need += sum(taken * _width(file.schema.column(j)) for j in leaves)
         left -= taken
     return int(need)
 

@@ -107,8 +107,7 @@ def _totals(objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
     return bound.value(z, batch).double(), bound.loss.normaliser(z, batch.targets, batch.weight)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> back_afterwards:
     """In eval mode; every module is then in the mode that it had, and random numbers go on as if nothing was drawn."""
     device = next(model.parameters()).device
     modes = [(m, m.training) for m in model.modules()]
@@ -121,6 +120,4 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         if own is not None:
             set_rng_state(device, own)
 
-    with back_afterwards(back):
-        model.eval()
-        yield
+    return back_afterwards(back, model.eval)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_places, users
+from ..arguments import check_places, transformed, users
 from ..diagnosis import Diagnosis
 from ..losses import resolve
 from ..memory import interrupt_of
@@ -89,7 +89,7 @@ class Fit:
         if opt._state.towards is not None:
             raise ValueError(
                 "the weights decay towards others than 0: call mq.posterior(model, loss, data, "
-                "weight_decay=mq.WeightDecay(w, towards=…)) with these"
+                "weight_decay=mq.WeightDecay(w, towards=weights)), with these as a list or by name"
             )
         by_name = dict(zip(Parameters(opt.model, opt.params).names, decays(opt), strict=True))
         given = options.pop("params", opt.params)
@@ -175,7 +175,8 @@ def fit(
     Returns:
         What came of it: the model with its best weights, the history, and why it ended.
     """
-    refuse_transforms()
+    if torch._C._functorch.get_dynamic_layer_stack_depth():
+        raise transformed("mq.fit", "training")
     check_places("mq.fit(model, data, loss)", model, loss, data)
     here, group = Surroundings(), unwrapped(model, options.get("group"))[1]
     check_joined(group)
@@ -257,14 +258,6 @@ def loop(
     return reason
 
 
-def refuse_transforms() -> None:
-    if torch._C._functorch.get_dynamic_layer_stack_depth():
-        raise ValueError(
-            "mq.fit is called inside a torch.func transform such as grad, jacrev or vmap, which differentiate or map "
-            "functions, and training is none: call it outside"
-        )
-
-
 def planned(opt: LM, train: Source, held: Source | None, batch_size: int | str | None) -> Batching:
     """How the samples are given to the steps; all ranks must have the same, and a part of every batch."""
     ranks = opt._ranks
@@ -289,7 +282,8 @@ def asks(call: Callback, running: Running) -> bool:
     if isinstance(answer, bool) or str(getattr(answer, "dtype", "")) in ("bool", "torch.bool"):
         return bool(answer)
     raise TypeError(
-        f"a callback returned {answer!r}: True to end the fit, False or None to go on; bool(…) makes it one of these"
+        f"a callback returned {answer!r}: True to end the fit, False or None to go on; bool(answer) makes it one of "
+        "these"
     )
 
 

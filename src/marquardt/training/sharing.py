@@ -98,9 +98,9 @@ def check_sampler(data: Stream, ranks: Ranks) -> None:
     found, kind = sampler(data), type(data.data).__name__
     if not isinstance(found, DistributedSampler):
         raise ValueError(
-            f"a {kind} on {ranks.size} ranks that does not say which samples are this rank's: pass DataLoader(…, "
-            "sampler=DistributedSampler(dataset)), or the Dataset or the tensors themselves, which mq.fit shares among "
-            "the ranks; group=False makes every rank train by itself"
+            f"a {kind} on {ranks.size} ranks that does not say which samples are this rank's: pass "
+            "DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset)), or the Dataset or the tensors "
+            "themselves, which mq.fit shares among the ranks; group=False makes every rank train by itself"
         )
     if (found.num_replicas, found.rank) != (ranks.size, ranks.rank):
         raise ValueError(

@@ -3,8 +3,7 @@ its prior and its noise are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,21 +77,28 @@ class Functional(NamedTuple):
     rows: Tensor  # (N, P, C, n)
 
 
-@contextmanager
-def evaluated(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """The model as it predicts, in eval mode; its modes, buffers and the random numbers are afterwards as before."""
-    modes = [(module, module.training) for module in submodules(model)]
+def evaluated(
+    model: nn.Module, device: torch.device, move: Callable[[], object] = int, back: Callable[[], object] = int
+) -> back_afterwards:
+    """The model as it predicts, in eval mode and `move`d; its modes, buffers and the random numbers are afterwards as
+    before."""
+    modes, grad = [(module, module.training) for module in submodules(model)], torch.is_grad_enabled()
     before = Moment(model, device, Chance(drawn=True))
 
-    def back() -> None:
-        for module, training in modes:
-            module.training = training
-        before.restore(gently=True)
-
-    with back_afterwards(back), torch.enable_grad():
+    def begin() -> None:
+        torch.set_grad_enabled(True)
         for module, _ in modes:
             module.training = False
-        yield
+        move()
+
+    def undo() -> None:
+        torch.set_grad_enabled(grad)
+        for module, training in modes:
+            module.training = training
+        back()
+        before.restore(gently=True)
+
+    return back_afterwards(undo, begin)
 
 
 @dataclass
@@ -137,16 +143,12 @@ class Expansion:
                     "function of its parameters: take them out, or pass the model without them"
                 )
 
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
+    def at_rest(self) -> back_afterwards:
         """θ is where it was, for as long as this is looked at."""
-        held = self.parameters.vector()
+        held, assign = self.parameters.vector(), self.parameters.assign
         moved = not torch.equal(held, self.theta)
-        back = partial(self.parameters.assign, held) if moved else int
-        with evaluated(self.model, self.parameters.device), back_afterwards(back):
-            if moved:
-                self.parameters.assign(self.theta)
-            yield
+        there, back = (partial(assign, self.theta), partial(assign, held)) if moved else (int, int)
+        return evaluated(self.model, self.parameters.device, there, back)
 
     def _written(self) -> int | None:
         """Samples at once whose rows are written out; None for all of a batch"""

@@ -182,7 +182,8 @@ class Posterior:
             free = next(name for name, a in self.alpha.items() if not a)
             raise ValueError(
                 f"parameter {free!r} has weight decay 0, a prior that does not integrate to 1, and so there is no "
-                "evidence: train with weight decay on all parameters, or ask posterior(…, weight_decay=None)"
+                "evidence: train with weight decay on all parameters, or ask "
+                "mq.posterior(model, loss, data, weight_decay=None)"
             )
         prior = (self._alpha.log() - self._alpha * self._from_prior().square()).sum()
         return self.log_likelihood + 0.5 * float(prior) - 0.5 * self.precision.log_determinant
