@@ -135,7 +135,8 @@ def test_float32(loss, shape, representation):
 def root_of_gradient(p: Problem, chunk: int | None) -> torch.Tensor:
     """u of g = J̃ᵀu, row r of sample n at r·N + n in each chunk: g in float64, of the outputs as float32 has them."""
     loss, parts = mq.losses.resolve(p.loss), []
-    for x, y in zip(p.x.split(chunk or len(p.x)), p.y.split(chunk or len(p.y)), strict=True):
+    count = -(-len(p.x) // (chunk or len(p.x)))  # parts, as even as can be
+    for x, y in zip(p.x.tensor_split(count), p.y.tensor_split(count), strict=True):
         with torch.no_grad():
             parts.append(loss.root(p.model(x), y).u.double().permute(1, 2, 0).reshape(-1))
     normaliser = reference.normaliser(p.loss, p.model(p.x).detach(), p.y, None).double()
