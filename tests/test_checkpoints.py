@@ -401,7 +401,7 @@ def test_links_are_not_followed(tmp_path):
         mq.save_checkpoint(tmp_path / name, model, opt)
     before = weights(model)
     (tmp_path / "run" / "7").symlink_to(tmp_path / "other" / "1")
-    with pytest.raises(ValueError, match="7 is a symbolic link: a checkpoint is read from its own folder alone"):
+    with pytest.raises(ValueError, match="7 is a symbolic link: a checkpoint is read from its own folder alone; move"):
         mq.load_checkpoint(tmp_path / "run", model, opt)
     with pytest.raises(ValueError, match="7 is a symbolic link"):  # before hours of a run that could not be read
         mq.save_checkpoint(tmp_path / "run", model, opt)
