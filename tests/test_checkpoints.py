@@ -1,5 +1,6 @@
 """mq.save_checkpoint and mq.load_checkpoint: whole or not there, by any number of ranks, for the same model alone."""
 
+import io
 import os
 import pickle
 import random
@@ -401,7 +402,7 @@ def test_links_are_not_followed(tmp_path):
         mq.save_checkpoint(tmp_path / name, model, opt)
     before = weights(model)
     (tmp_path / "run" / "7").symlink_to(tmp_path / "other" / "1")
-    with pytest.raises(ValueError, match="7 is a symbolic link: a checkpoint is read from its own folder alone"):
+    with pytest.raises(ValueError, match="7 is a symbolic link: a checkpoint is read from its own folder alone; move"):
         mq.load_checkpoint(tmp_path / "run", model, opt)
     with pytest.raises(ValueError, match="7 is a symbolic link"):  # before hours of a run that could not be read
         mq.save_checkpoint(tmp_path / "run", model, opt)
@@ -633,6 +634,26 @@ def test_a_tensor_that_is_larger_than_its_file_is_not_made(tmp_path):
     getattr(files, "save", lambda path, item: torch.save(item, path))(path, content)
     with pytest.raises(ValueError, match=r"tensors of 40,000,000,\d+,\d+ bytes are to be in tensors-0.pt"):
         mq.load_checkpoint(tmp_path, model, opt)
+
+
+def test_lists_in_each_other_are_not_written_out(tmp_path):
+    model, opt = made()
+    mq.save_checkpoint(tmp_path, model, opt, item=[1])
+    path = tmp_path / "1" / "contents.pt"
+    content = torch.load(path, weights_only=True)
+    item = [1]
+    for _ in range(60):
+        item = [item, item]
+    content["content"]["more"]["item"] = item
+    true, forged = path.read_bytes(), io.BytesIO()
+    sealing = files._Sealing(forged.write)
+    torch.save(content, sealing)
+    sealing.end()
+    path.write_bytes(forged.getvalue())
+    with pytest.raises(ValueError, match="it holds the same lists in each other"):
+        mq.load_checkpoint(tmp_path, model, opt)
+    path.write_bytes(true)
+    assert mq.load_checkpoint(tmp_path, model, opt) == {"item": [1]}
 
 
 # A disk that is full.

@@ -18,6 +18,9 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
+# Values that a small file may have by holding some of them in several places
+SHARED = 100_000
+
 
 def read(file: BinaryIO) -> Any:
     """What is in it, on the CPU."""
@@ -39,7 +42,24 @@ def check(file: BinaryIO) -> None:
             raise ValueError("its entries overlap")
         root = entries[0].filename.partition("/")[0]
         pickled = io.BytesIO(archive.read(f"{root}/data.pkl"))
-        Trial(pickled, lambda key: archive.getinfo(f"{root}/data/{key}").file_size).load()
+        content = Trial(pickled, lambda key: archive.getinfo(f"{root}/data/{key}").file_size).load()
+        if written_out(content) > max(size, SHARED):
+            raise ValueError("it holds the same lists in each other, more of them than it has bytes")
+
+
+def written_out(content: Any) -> int:
+    """How many values there are for who goes through all of them: what is held in several places counts in each"""
+    counts: dict[int, int] = {}
+    left = [(content, False)]
+    while left:
+        item, is_counted = left.pop()
+        inner = [*item.values()] if isinstance(item, dict) else [*item] if isinstance(item, (list, tuple, set)) else []
+        if is_counted:
+            counts[id(item)] = 1 + sum(counts.get(id(part), 1) for part in inner)
+        elif id(item) not in counts:
+            counts[id(item)] = 1
+            left += [(item, True), *((part, False) for part in inner)]
+    return counts[id(content)]
 
 
 class Standin:

@@ -213,8 +213,8 @@ def check_links(folder: Path) -> None:
     for path in entries(folder):
         if path.is_symlink() and complete(path):
             raise ValueError(
-                f"{path} is a symbolic link: a checkpoint is read from its own folder alone; remove the link, or name "
-                "another folder"
+                f"{path} is a symbolic link: a checkpoint is read from its own folder alone; move the link away, or "
+                "name another folder"
             )
 
 

@@ -1,4 +1,4 @@
-"""LM: linearise the batch, represent the curvature G, solve (G + λD)δ = −g, add momentum, try, judge, update λ."""
+"""LM: linearise the batch, represent the curvature G, solve (G + λD)d = −g, add momentum, try, judge, update λ."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def probe() -> float:
     return min(max(min(times) / usual, 1 / SLOWEST), SLOWEST)
 
 
-# --- LM: linearise the batch, represent the curvature G, solve (G + λD)δ = −g, add momentum, try, judge, update λ.
+# --- LM: linearise the batch, represent the curvature G, solve (G + λD)d = −g, add momentum, try, judge, update λ.
 
 
 # What was found out about the model, and whether it holds the averaged weights: no part of the state.

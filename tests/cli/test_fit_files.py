@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_trained(
     shutil.copy(path, path.with_name("configuration-2.pt"))  # the second of the two
     whole, draw = path.read_bytes(), random.Random(0)
     monkeypatch.setattr(building.Descent, "run", None)
-    words = ("is damaged", "delete it, and the same command trains these networks again")
+    words = ("is damaged", "move it away, and the same command trains these networks again")
     for number in (1, 2):
         path = stopped / f"checkpoint/configuration-{number}.pt"
         for _ in range(10):

@@ -298,7 +298,7 @@ def test_a_damaged_log_is_told_before_a_run(invoke: Invoke, out: Path, damage: b
         result = invoke("paper", *command, "--out", out)
         assert result.exit_code == 1
         assert f"Error: {path}, line 1: " in result.output
-        assert "delete the file, and `marquardt paper` runs it again" in result.output
+        assert "move the file away, and `marquardt paper` runs it again" in result.output
         assert path.read_bytes() == damage + whole
     path.unlink()
     assert invoke("paper", *SINE, "--out", out).exit_code == 0

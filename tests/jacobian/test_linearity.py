@@ -163,11 +163,12 @@ def test_a_small_batch_shows_it_too(case, N, seed):
         lm(model).step(torch.randn(N, 2), torch.randn(N, 3))
 
 
-def test_a_hook_that_clips_in_large_batches():
+@pytest.mark.parametrize("curvature", [mq.Auto(), mq.MatrixFree()])
+def test_a_hook_that_clips_in_large_batches(curvature):
     """A batch of two is linear, and the next one is not."""
     model, (x, y) = network(), batch()
     model.last.register_full_backward_hook(lambda m, given, out: each(given) if len(given[0]) > 2 else None)
-    opt = lm(model)
+    opt = lm(model, curvature=curvature)
     opt.step(x[:2], y[:2])
     with refused("'last' (Linear)", "hook", "radius="):
         opt.step(x, y)
@@ -276,6 +277,23 @@ def test_hooks_that_no_step_calls():
     model.first.weight.register_post_accumulate_grad_hook(called.append)
     lm(model).step(*batch())
     assert called == []
+
+
+@EVERY_CURVATURE
+def test_hooks_of_several_parameters(curvature):
+    """torch refuses those that wait for all of them, with words of its own."""
+    model, (x, y) = network(), batch()
+    opt, seen = lm(model, curvature=curvature), []
+    first = torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), seen.append, mode="any")
+    opt.step(x, y)
+    assert seen
+    last = torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), seen.append)
+    before = world(model, opt)
+    with refused("register_multi_grad_hook", 'mode="any"'):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+    first.remove(), last.remove()
+    opt.step(x, y)
 
 
 # ---- parameters that are hidden

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,10 @@ from marquardt.jacobian.passes import Known
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
 from support import reference
+from support.by_hand import ByHand
 from support.graph_models import GRAPH_CASES, Attentive, Equations, Parts
 from support.reference import error
+from support.steps import lm, theta
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -90,6 +94,30 @@ def test_structure_that_changes_between_steps():
     for model.edge_first in (False, True, False):
         for model.more in (False, True, False):
             assert wrong(model, linearized(model, x, None, known), x, None) < 1e-10
+
+
+class Filtered(nn.Module):
+    """Its complex numbers hold all samples of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.fft(self.first(x), dim=0)
+        low = spectrum * torch.linspace(1, 0.1, len(x), dtype=x.dtype)[:, None]
+        return self.last(torch.fft.ifft(low, dim=0).real.tanh())
+
+
+@pytest.mark.parametrize("curvature", [mq.Auto(), mq.Gram(), mq.MatrixFree(tolerance=0.0, warm=0.0, backtrack=False)])
+def test_a_fourier_transform_over_the_samples(curvature):
+    torch.manual_seed(0)
+    model, x, y = Filtered().double(), torch.randn(6, 2, **DOUBLE), torch.randn(6, 3, **DOUBLE)
+    twin = copy.deepcopy(model)
+    opt, hand = lm(model, curvature=curvature), ByHand(twin, "mse")
+    for _ in range(3):
+        assert opt.step(x, y).accepted == hand.step(x, y)[2]
+        assert error(theta(model), theta(twin)) < 1e-6
 
 
 def test_what_is_proven_is_not_proven_again(monkeypatch):

@@ -174,7 +174,7 @@ def test_a_damaged_cache_is_an_error_with_a_way_out(cache, web, damage):
     write_files(cache / "mnist")
     path = cache / "mnist" / "t10k-images-idx3-ubyte.gz"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=rf"{path}: expected .* Delete the file to have it downloaded again"):
+    with pytest.raises(ValueError, match=rf"{path}: expected .* Move the file away to have it downloaded again"):
         find()
     path.unlink()
     assert find().source == f"downloaded from {MIRRORS[0]}"

@@ -50,7 +50,7 @@ def test_a_changed_bit_of_a_log_is_noticed(log, tmp_path):
     digits = [at for at, byte in enumerate(whole) if chr(byte).isdigit()]  # what would be another result
     for at in [*draw.sample(digits, 60), *draw.sample(range(len(whole)), 60)]:
         (tmp_path / log.name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(ValueError, match=rf"{log.name}.*; delete the file, and `marquardt paper` runs it again"):
+        with pytest.raises(ValueError, match=rf"{log.name}.*; move the file away, and `marquardt paper` runs it again"):
             logs.read(tmp_path / log.name)
 
 
@@ -58,7 +58,7 @@ def test_a_log_without_its_checksum_is_of_an_earlier_version_or_damaged(log, tmp
     path = tmp_path / log.name
     bare = re.sub(rb', "sha256": "[0-9a-f]{64}"', b"", log.read_bytes())
     path.write_bytes(bare)
-    with pytest.raises(ValueError, match="it has lost its checksum; delete the file"):
+    with pytest.raises(ValueError, match="it has lost its checksum; move the file away"):
         logs.read(path)
     path.write_bytes(bare.replace(b'"format": 2', b'"format": 1', 1))
     assert logs.read(path).steps == logs.read(log).steps
@@ -177,7 +177,7 @@ def test_a_run_replaces_nothing_but_a_log(tmp_path, content):
     path = run.log(tmp_path)
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    with pytest.raises(Foreign, match=rf"no log can be written: {path}.*; delete the file"):
+    with pytest.raises(Foreign, match=rf"no log can be written: {path}.*; move the file away"):
         runs.execute(run, tmp_path)
     assert contents(tmp_path) == {str(path.relative_to(tmp_path)): content}
     path.unlink()

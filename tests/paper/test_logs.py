@@ -145,7 +145,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path, line, damage, message):
     path = made_logs.write(tmp_path, made_logs.head("sine"), losses([0.5, 0.4]))
     lines = path.read_text().splitlines(keepends=True)
     path.write_bytes(b"".join(damage(text) if n == line else text.encode() for n, text in enumerate(lines, 1)))
-    way_out = "delete the file, and `marquardt paper` runs it again"
+    way_out = "move the file away, and `marquardt paper` runs it again"
     with pytest.raises(ValueError, match=re.escape(f"{path}, {message}; {way_out}")):
         logs.read_all(tmp_path)
 

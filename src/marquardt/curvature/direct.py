@@ -206,7 +206,8 @@ class Dense(Interchangeable):
     curvature both are honest. On the same data again, G is that of the data.
 
     Args:
-        chunk: samples that are linearised at once; None for all.
+        chunk: samples that are linearised at once; None for all. Samples must not depend on each other; backward hooks
+            that mix them, and state in plain attributes of the model, are not noticed.
         inertia: β, the weight of earlier batches, at least 0 and below 1.
         small: up to so many parameters G is one product, in float64 at once.
         double: whether G is in float64, whatever the model is.
@@ -530,7 +531,8 @@ class Gram(Interchangeable):
     another one has sent; if the parameters are sharded, the part of all of them that its own columns have.
 
     Args:
-        chunk: samples whose rows are in memory at once, twice as many in all; None for all.
+        chunk: samples whose rows are in memory at once, twice as many in all; None for all. Samples must not depend on
+            each other; backward hooks that mix them, and state in plain attributes of the model, are not noticed.
         whole: J̃ of up to so many numbers is built, for fewer and larger products.
 
     >>> opt = mq.LM(model, "mse", curvature=mq.Gram())

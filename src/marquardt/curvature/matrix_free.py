@@ -259,7 +259,8 @@ class MatrixFree(Interchangeable):
     are linearised at once, for every product again. Of several ranks each forms its part of a product.
 
     Args:
-        chunk: samples that are linearised at once; None for all.
+        chunk: samples that are linearised at once; None for all. Samples must not depend on each other; backward hooks
+            that mix them, and state in plain attributes of the model, are not noticed.
         hessian: whether G is the full ∇²f.
         iterations: of conjugate gradients in one step, at most.
         tolerance: ε, the relative progress at which they stop.

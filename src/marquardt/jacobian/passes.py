@@ -125,6 +125,15 @@ REENTRANT = (
     "but those of .backward(): pass use_reentrant=False"
 )
 
+# What torch says where autograd.grad cannot do as .backward() does, and what is to be done about it.
+UNABLE = {
+    "use_reentrant": REENTRANT,
+    "_will_engine_execute_node": (
+        "parameters have a hook of torch.autograd.graph.register_multi_grad_hook, which torch has for .backward() "
+        'alone, while steps are made of torch.autograd.grad: remove it, or pass mode="any"'
+    ),
+}
+
 
 class Pass:
     """z = model(x) with its graph, what was called on the way, and the state of the model before and after."""
@@ -265,9 +274,10 @@ class Pass:
         try:
             grads = gradients(self.graph, params, w.view_as(self.graph))
         except RuntimeError as error:
-            if "use_reentrant" not in str(error):
+            words = [reason for part, reason in UNABLE.items() if part in str(error)]
+            if not words:
                 raise
-            raise ValueError(REENTRANT) from error
+            raise ValueError(words[0]) from error
         return [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
 
     def vjp(self, w: Tensor) -> Tensor:

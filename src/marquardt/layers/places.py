@@ -84,7 +84,8 @@ def _candidates(signs: Signs, dim: int | None, shape: Sequence[int], step: int) 
     if dim is not None and D % N == 0:
         yield Place(dim, 0, ALL)
         yield Place(dim, 0, ALL, apart=True)
-    product, square = ((signs.even * t).sum_to_size(shape).flatten() for t in (signs.rising, signs.even))
+    even = signs.even.conj()  # complex behind a Fourier transform
+    product, square = ((even * t).real.sum_to_size(shape).flatten() for t in (signs.rising, signs.even))
     known = square > 0
     numbers = (product[known] / square[known]).round().long() - 1
     if not len(numbers):

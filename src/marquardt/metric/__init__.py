@@ -1,4 +1,4 @@
-"""The D of (G + λD)δ = −g: the metric in which the length of a step is measured."""
+"""The D of (G + λD)d = −g: the metric in which the length of a step is measured."""
 
 from .base import Diagonal, Dot, Metric, Part, Turn, Whitenable
 from .layered import KINDS, Layered, LayerSides, check_saved, restored, trusted

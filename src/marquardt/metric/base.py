@@ -1,4 +1,4 @@
-"""The D of (G + λD)δ = −g, the metric in which the length of a step is measured, and a D that is a diagonal matrix."""
+"""The D of (G + λD)d = −g, the metric in which the length of a step is measured, and a D that is a diagonal matrix."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _load_cache(cache: Path) -> Digits:
     try:
         return load_mnist(cache)
     except ValueError as error:
-        raise ValueError(f"{error}. Delete the file to have it downloaded again.") from error
+        raise ValueError(f"{error}. Move the file away to have it downloaded again.") from error
 
 
 def _normalised(images: Tensor) -> Tensor:

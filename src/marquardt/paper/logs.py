@@ -34,7 +34,7 @@ STEP = {"step": WHOLE, "seconds": NUMBER, "train_loss": NUMBER}  # any other key
 POINTS = {"x": LIST, "y": LIST}
 END = {"status": TEXT, "step": WHOLE, "message": TEXT}
 STATUSES = ("finished", "diverged", "failed", "unavailable")
-WAY_OUT = "delete the file, and `marquardt paper` runs it again"
+WAY_OUT = "move the file away, and `marquardt paper` runs it again"
 
 PART = re.compile(r"[^.]+\.[^.]+\.\d+\.[0-9a-f]{8}\.part")  # what `files.whole` makes of the name of a log
 HEADED = b'{"kind": "run"'

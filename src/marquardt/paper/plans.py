@@ -139,7 +139,7 @@ def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
         found = documents.loads(documents.content_of(path))
     except ValueError as error:
         raise ValueError(
-            f"{path}: expected the JSON that `marquardt paper tune` writes ({error}); delete the file"
+            f"{path}: expected the JSON that `marquardt paper tune` writes ({error}); move the file away"
         ) from error
     if not all(isinstance(methods, dict) for methods in found.values()):
         raise ValueError(

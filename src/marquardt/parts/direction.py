@@ -1,4 +1,4 @@
-"""What gives a step its direction beside G: the damping D of (G + λD)δ = −g, and momentum."""
+"""What gives a step its direction beside G: the damping D of (G + λD)d = −g, and momentum."""
 
 from __future__ import annotations
 

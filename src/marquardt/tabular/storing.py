@@ -92,7 +92,7 @@ def load_parts(folder: Path | None, count: int, mark: str, law: Law) -> dict[int
 
 
 def _load_part(path: Path, mark: str, law: Law) -> Members:
-    way = "delete it, and the same command trains these networks again"
+    way = "move it away, and the same command trains these networks again"
     try:
         if path.is_symlink() or not path.is_file():
             raise files.Damaged(f"{path} is no file that marquardt has written")
@@ -106,7 +106,7 @@ def _load_part(path: Path, mark: str, law: Law) -> Members:
     except ValueError as error:
         raise ValueError(f"{path} is damaged, or no file of marquardt ({error}); {way}") from None
     if state["mark"] != mark:
-        raise ValueError(f"{path} is of other samples or settings: name another folder, or delete this one")
+        raise ValueError(f"{path} is of other samples or settings: name another folder, or move this file away")
     return part
 
 

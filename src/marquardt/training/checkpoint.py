@@ -105,7 +105,7 @@ class Saver:
         if not (isinstance(found, dict) and "marquardt.fit" in found):
             raise ValueError(
                 f"{path} is no checkpoint of mq.fit, or a damaged one, and would be replaced: name another file, or "
-                "remove this one"
+                "move this one away"
             )
 
 
@@ -122,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
         raise files.Damaged(f"{error}; no checkpoint to go on with: move it away, or name another file") from error
     check_version(path, found)
     if not is_sealed and found["marquardt.fit"] == VERSION:
-        raise files.Damaged(f"{path} is damaged: it has lost its checksum. Remove it, or name another file")
+        raise files.Damaged(f"{path} is damaged: it has lost its checksum. Move it away, or name another file")
     return dict(found)
 
 
