@@ -14,7 +14,7 @@ SHAPES = Shapes(
 )
 FULL = Plan(
     options=(None, 0.9, "auto"), kind="Gram", chunk=7, name="Gram(chunk=7)", bytes=3 << 20, budget=5 << 30, why="m < n",
-    input_size=12, shapes=SHAPES, squeeze=2, work=30.4, seconds=0.0123, sampled=4, fraction=0.5, steady=False,
+    input_size=12, shapes=SHAPES, squeeze=2, work=30.4, seconds=0.0123, sampled=2, fraction=0.5, steady=False,
 )  # fmt: skip
 
 
