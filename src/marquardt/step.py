@@ -1,9 +1,9 @@
-"""The step, told once: `take` is the algorithm box of LM, `attempt` one λ of it; below are their pieces in order.
+"""The step, told once: `take` is the algorithm box of LM, and `attempt` is one λ of it. Their pieces follow in order.
 
-What comes before the judgement works on tensors alone, and from there on on numbers alone. So a step that was recorded
-as a CUDA graph is the same step: `damped`, `propose` and `tried` are recorded, and what a replay has measured goes
-through `judge`, `next_lam` and `conclude` like any other. A recording cannot know what a tensor holds: what is recorded
-asks by `deferred.ask`, and a momentum that must read numbers says so (`recordable`).
+Everything before the judgement works on tensors alone, everything after it on numbers alone. A step that was recorded
+as a CUDA graph is therefore the same step: `damped`, `propose` and `tried` are recorded, and the measurements of a
+replay go through `judge`, `next_lam` and `conclude` like any others. A recording cannot branch on the contents of a
+tensor: recorded code asks through `deferred.ask`, and a momentum that has to read numbers declares it (`recordable`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .policies.lag import ratio
 from .policies.outliers import UNHEARD
 from .tolerances import SAME_LOSS
 
-# A decrease of so many roundings of the loss is taken for one.
+# A decrease of at least this many roundings of the loss counts as a decrease.
 ROUNDINGS = 4
 CONVERGED = "converged: no decrease is left that could be told from the rounding of the loss"
 FAILED = Judgement(None, True, -math.inf, math.inf, 1.0)
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Parts:
-    """What an optimizer is assembled from."""
+    """The parts an optimizer is assembled from."""
 
     curvature: Representation
     rows: Rows | None  # None: chosen with the curvature
@@ -56,7 +56,7 @@ class Parts:
 
     @property
     def remembers(self) -> bool:
-        """Whether the next step asks for this one."""
+        """Whether the next step needs this one: for momentum, or to judge uphill moves."""
         return self.momentum is not None or self.acceptance.looks_back
 
 
@@ -119,8 +119,8 @@ def attempt(
     parts: Parts, lin: Linearization, matrices: Matrices, old: State, start: Start, lam: float, lr: float,
     notes: list[str], unjudged: int = 0,
 ) -> Ending:  # fmt: skip
-    """One λ: propose a step, try it, judge it, or search along its line. The weights are wherever they were last tried:
-    `commit` alone decides where they stay."""
+    """One λ: propose a step, try it, judge it, or search along its line. The weights are left where they were last
+    tried; only `commit` decides where they stay."""
     G, f = matrices.G, start.level.f
     try:
         A = matrices.A
@@ -147,14 +147,14 @@ def attempt(
 
 
 def changed(record: T, **values: Any) -> T:
-    """A copy of a frozen record with other values: what dataclasses.replace does in ten times as many calls."""
+    """A copy of a frozen record with other values; dataclasses.replace takes ten times as many calls."""
     copy = object.__new__(type(record))
     copy.__dict__.update(record.__dict__, **values)
     return copy
 
 
 def like(state: State, theta: Tensor) -> State:
-    """Its tensors in the precision and on the device of θ: the model may have been moved."""
+    """The state with its tensors in the precision and on the device of θ, since the model may have been moved."""
     old: dict[str, Any] = state.__dict__
     moved: dict[str, Any] = {}
     for name in ("previous", "mean", "towards"):
@@ -169,8 +169,8 @@ def like(state: State, theta: Tensor) -> State:
 
 
 def reweighted(old: State, level: Level) -> State:
-    """What earlier steps have left, if weight decay had other weights then: it has another part of f at the same θ. The
-    data stay the same."""
+    """The state of earlier steps, corrected if the weights of weight decay have changed since: its share of f is then
+    another one at the same θ, although the data are the same."""
     if old.decay is None or abs(level.decay - old.decay) <= SAME_LOSS[torch.float64] * max(level.decay, old.decay):
         return old
     by = level.decay - old.decay
@@ -179,8 +179,8 @@ def reweighted(old: State, level: Level) -> State:
 
 
 def begin(old: State, level: Level, theta: Tensor) -> Start:
-    """What the policies say of a batch. These know each other: heights, which outliers stand out of, tell the losses of
-    the same data apart where there is no bound; and what is on the same data is no outlier."""
+    """What the policies say about a batch. Two of them depend on each other: without a lower bound, the heights that
+    outliers are measured by also tell equal losses from different ones; and a batch of the same data is no outlier."""
     f, low, best = level.f, level.low, min(old.best, level.f)
     repeats = old.same_data.repeated(f, theta.dtype, low, old.outliers.height)
     floor, same = old.outliers.floor(best, low), repeats > 1
@@ -188,7 +188,7 @@ def begin(old: State, level: Level, theta: Tensor) -> Start:
 
 
 def first_notes(start: Start, past: Plan | None, plan: Plan | None) -> list[str]:
-    """What is told before any λ is tried."""
+    """The notes of a step before any λ is tried."""
     notes = []
     if plan is not None and plan.squeeze > (0 if past is None else past.squeeze):
         notes.append(f"out of memory, planned anew: {plan}")
@@ -221,7 +221,7 @@ def damped(parts: Parts, G: Curvature, old: State, same_data: bool) -> Matrices:
 
 
 def check_metric(D: Metric, damping: str, sizes: Sequence[int]) -> None:
-    """What a damping of one's own may get wrong: before anything is solved with it."""
+    """Checks the metric that a user's damping returned, before anything is solved with it."""
     if type(D) not in KINDS and not isinstance(D, KINDS):  # those that can be saved and loaded
         raise TypeError(
             f"{damping}.update returned {type(D).__name__}: a damping returns a metric, for example "
@@ -235,7 +235,7 @@ def propose(
     parts: Parts, H: Damped, old: State, lr: float, same_data: bool, doubt: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """−(G + W + λD)⁻¹g with momentum and without it, (n,) each, and the length of the first before it was cut back to
-    the radius, if there is one. In doubt of the batch it is shorter than the last step. None of them is taken."""
+    the radius, if there is one. On an outlier batch the step is shorter than the last one. Nothing moves yet."""
     space, ranks = H.G.parameters, H.G.lin.ranks
     plain = H.step()
     d = plain if parts.momentum is None else parts.momentum.refine(plain, old.previous, H, same_data)
@@ -259,12 +259,12 @@ def tried(
     lin: Linearization, matrices: Matrices, H: Damped, d: Tensor, plain: Tensor, uncut: Tensor | None, lr: float,
     old: State, same_data: bool,
 ) -> list[Tensor | None]:  # fmt: skip
-    """What `Found` holds, all of it (): f(θ + lr·d), and on changing batches f(θ̄) first, for the model stays where it
-    is tried last."""
+    """The entries of `Found`, each of shape (). On changing batches f(θ̄) comes before f(θ + lr·d), because the weights
+    are left where they were tried last."""
     W, space = lin.decay if lin.objective.penalty else None, lin.parameters
     trials = Trials(lin)
     cosine, past = None, old.previous
-    if past is not None:  # without the copies that torch.cosine_similarity makes of vectors that may be large
+    if past is not None:  # torch.cosine_similarity would copy both vectors, which may be large
         cosine = space.dot(plain, past) / (space.norm(plain) * space.norm(past)).clamp(min=1e-30)
     mean_loss = None if old.mean is None or same_data else trials.loss(old.mean - lin.theta, 1.0)
     new_loss = trials.loss(d, lr)
@@ -284,7 +284,7 @@ def present(readings: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def found_of(readings: Sequence[Tensor | None], numbers: Sequence[float]) -> Found:
-    """The numbers of those that are there, in their order"""
+    """`Found` of the numbers that were read, in the order of the readings that are present"""
     found: list[Any] = list(readings)
     for k, number in zip([k for k, t in enumerate(found) if t is not None], numbers, strict=True):
         found[k] = number
@@ -292,13 +292,13 @@ def found_of(readings: Sequence[Tensor | None], numbers: Sequence[float]) -> Fou
 
 
 def judge(parts: Parts, old: State, start: Start, found: Found, lam: float, lr: float) -> Judgement:
-    """Accept θ + lr·d if the loss falls, or rises a little in the direction of the previous step, unless a policy has
-    something against that."""
+    """Accept θ + lr·d if the loss falls, or if it rises a little in the direction of the previous step and no policy
+    objects."""
     f, rounding, f_new = start.level.f, start.level.rounding, found.new_loss
     predicted = -lr * found.gd - 0.5 * lr**2 * found.dGd
-    # The step can be judged if the decrease, as predicted or as found, can be told from rounding. What is estimated
-    # of that knows nothing of the layers within: if the first half of the digits of θ stay as they are, the change that
-    # is found is rounding too.
+    # A step can be judged if its decrease, predicted or measured, can be told from rounding. The estimate of the
+    # rounding leaves out the hidden layers: if the first half of the digits of θ stay the same, the measured change is
+    # taken for rounding as well.
     least = ROUNDINGS * rounding
     hardly_moves = lr * found.length <= torch.finfo(start.theta.dtype).eps ** 0.5 * found.theta
     hidden = abs(predicted) <= least and (abs(f - f_new) <= least or hardly_moves)
@@ -308,7 +308,7 @@ def judge(parts: Parts, old: State, start: Start, found: Found, lam: float, lr: 
     if found.dDd is not None and judged and predicted > 0:
         share = 0.5 * lam * lr**2 * found.dDd / predicted
     rises = judged and all([old.__dict__[name].uphill(start, f_new) for name in RISING])
-    cosine = found.cosine if rises else None  # without it there is no uphill
+    cosine = found.cosine if rises else None  # without a cosine no uphill move is accepted
     rule = parts.acceptance.judge(Trial(f, f_new, start.floor, start.best, cosine, old.recent.late))
     if rule == "uphill" and not rises:  # an acceptance that does not ask for the cosine
         rule = None
@@ -325,9 +325,9 @@ def ended(
     parts: Parts, old: State, start: Start, found: Found, d: Tensor, lam: float, lr: float, unjudged: int,
     coarse: bool = False,
 ) -> Ending:  # fmt: skip
-    """At θ + lr·d as it is judged, or where the step began."""
+    """The ending at θ + lr·d if it was accepted, otherwise where the step began."""
     judgement, f = judge(parts, old, start, found, lam, lr), start.level.f
-    if coarse and found.new_loss == f:  # rounded to the same weights: θ goes on, they follow
+    if coarse and found.new_loss == f:  # both round to the same weights: θ moves on in full precision
         judgement = judgement._replace(rule="decrease")
     unjudged = 0 if judgement.judged else unjudged + 1
     cut = found.uncut is not None and found.cut
@@ -337,14 +337,15 @@ def ended(
 
 
 def searched(parts: Parts, lin: Linearization, end: Ending, d: Tensor, plain: Tensor, f: float) -> Ending:
-    """At a point on the line of the step, or of the plain one, within the radius; as it was if there is none."""
+    """The ending at a point on the line of the step, or of the step without momentum, within the radius; the given
+    ending if no point is better."""
     search, radius, lr = parts.line_search, parts.radius, end.lr
     assert search is not None
     assert end.found is not None
     line = d if search.along_step else plain
     tried = (lr, end.found.new_loss) if line is d else None
     (length,) = floats(lin.parameters.norm(line))
-    # Both were cut back with this lr, so that rounding does not leave it out.
+    # Both lines were cut back with this lr: rounding must not exclude it.
     longest = math.inf if radius is None else max(lr, radius / length if length else math.inf)
 
     def along(rates: Sequence[float]) -> list[float]:
@@ -357,7 +358,7 @@ def searched(parts: Parts, lin: Linearization, end: Ending, d: Tensor, plain: Te
 
 
 def blame_gradient(parameters: Parameters, g: Tensor) -> None:
-    """A gradient that is not finite is an error, not a matter of λ."""
+    """Raises an error for a gradient that is not finite: no λ helps then."""
     for name, part in zip(parameters.names, parameters.split(g), strict=True):
         if not bool(parameters.finite(part)):
             raise ValueError(
@@ -367,9 +368,9 @@ def blame_gradient(parameters: Parameters, g: Tensor) -> None:
 
 
 def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: bool) -> float:
-    """λ ← smaller after a good step, larger after a bad one; in doubt of the batch it stays. After a step that was cut
-    back to the radius, or was too long and saved by the line search, it does not fall: a smaller λ asks for a longer
-    step. `over_batches`: whether G is a running average."""
+    """λ ← smaller after a good step, larger after a bad one, unchanged after an outlier batch. It does not fall after a
+    step that was cut back to the radius or saved by the line search: a smaller λ asks for a longer step.
+    `over_batches`: whether G is a running average."""
     if start.doubt > 1:
         return lam
     full_loss = math.nan if end.found is None else end.found.new_loss
@@ -383,7 +384,7 @@ def next_lam(parts: Parts, start: Start, lam: float, end: Ending, over_batches: 
 
 
 def commit(lin: Linearization, end: Ending) -> float:
-    """The weights ← those of the next step, for good; what weight decay has of f there."""
+    """Moves the weights to where the next step begins, for good; returns the share of weight decay in f there."""
     at = lin.position.at
     if at is None or at[0] is not end.d or at[1] != end.lr:  # not where they were tried last
         lin.position.move(end.d, end.lr)
@@ -392,14 +393,15 @@ def commit(lin: Linearization, end: Ending) -> float:
 
 
 def kept(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[str, Any]:
-    """The tensors that a step leaves for the next one; the others stay. Of a batch in doubt there is the step alone."""
+    """The tensors that a step leaves for the next one; all others stay as they are. An outlier batch leaves only its
+    step."""
     if end.d is None:
         return {}
     previous = {"previous": remembered(parts, end.d, end.lr)}
     if start.doubt > 1:
         return previous
     D = matrices.D
-    if D.turns:  # of a diagonal there is nothing to form anew
+    if D.turns:  # a diagonal has no factors to renew
         D = D.settled(start.steps + 1, matrices.G.lin.ranks)
     past = matrices.G.keep()
     if past:
@@ -408,12 +410,12 @@ def kept(parts: Parts, matrices: Matrices, start: Start, end: Ending) -> dict[st
 
 
 def remembered(parts: Parts, d: Tensor, lr: float) -> Tensor | None:
-    """The step dθ = lr·d, if the next one asks for it: (n,)"""
+    """The step dθ = lr·d, if the next one needs it: (n,)"""
     return None if not parts.remembers else d if lr == 1 else lr * d
 
 
 def check_past(past: Past, G: Curvature) -> None:
-    """What the curvature keeps, which torch.load takes only if it is tensors."""
+    """Checks what a user's curvature keeps: torch.load accepts only tensors."""
     for key, t in past.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{type(G).__name__}.keep returned {type(t).__name__} for {key!r}: tensors only")
@@ -423,8 +425,8 @@ def conclude(
     parts: Parts, objective: Objective, old: State, start: Start, end: Ending, lam: float, used: float,
     left: dict[str, Any], notes: Sequence[str] = (),
 ) -> tuple[Step, State]:  # fmt: skip
-    """What a step did that has left these tensors and numbers, and the next state. `lam` is λ of the next step, `used`
-    that of this one."""
+    """The report of a step that has left these tensors and numbers, and the next state. `lam` is λ of the next step,
+    `used` that of this one."""
     policies = {name: old.__dict__[name].after(start, end) for name in POLICIES}
     best = end.loss if end.loss < start.best else start.best
     if parts.average is not None and end.d is not None:
@@ -438,7 +440,7 @@ def conclude(
 
 
 def averaged(average: Average, old: State, theta: Tensor, start: Start) -> dict[str, Any]:
-    """θ̄ after another θ"""
+    """θ̄ after one more θ"""
     if old.mean is None or (start.same_data and average.restarts):
         return {"mean": theta, "points": 1}
     return {"mean": average.update(old.mean, theta, old.points), "points": old.points + 1}
@@ -447,7 +449,7 @@ def averaged(average: Average, old: State, theta: Tensor, start: Start) -> dict[
 def report(
     loss: Loss, start: Start, end: Ending, lam: float, notes: Sequence[str], converged: bool, decay: float = 0.0
 ) -> Step:
-    """In the units in which the loss is reported. `decay` is what weight decay has of f where the step ends."""
+    """The step in the units in which the loss is reported. `decay` is the share of weight decay in f where it ends."""
     f, _, _, normaliser, before = start.level
     unit = 1.0 if loss.reported is None else loss.report(1.0, normaliser)
     here, there, data, new_data = f * unit, end.loss * unit, (f - before) * unit, (end.loss - decay) * unit
@@ -466,7 +468,7 @@ def report(
 
 
 def rows_of(parts: Parts, plan: Plan | None) -> Rows:
-    """The rows of a step: those that were given, or planned; before there is a plan, some for a first look."""
+    """The rows of a step: those that were given, otherwise those of the plan, or a first choice before there is one."""
     if parts.rows is not None:
         return parts.rows
     return parts.curvature.first_rows if plan is None or plan.kind is None else plan.rows
@@ -477,8 +479,8 @@ def rows_of(parts: Parts, plan: Plan | None) -> Rows:
 
 @dataclass(frozen=True)
 class State(Policies):
-    """Everything a step leaves for the next one, its policies among it; replaced whole when a step is over. It is saved
-    as one flat dict, and what is loaded is held against `ENTRIES`, see plain.py."""
+    """Everything a step leaves for the next one, policies included. It is replaced as a whole when a step is over,
+    saved as one flat dict, and checked against `ENTRIES` when it is loaded, see plain.py."""
 
     lam: float
     steps: int = 0
@@ -488,26 +490,26 @@ class State(Policies):
     previous: Tensor | None = None  # last accepted step dθ
     master: Tensor | None = None  # θ, if the parameters are its rounding
     mean: Tensor | None = None  # average of the weights
-    points: int = 0  # how many points it is of
+    points: int = 0  # how many points it averages
     past: Past | None = None  # what the curvature keeps of earlier steps
     plan: Plan | None = None  # how the curvature is represented, if that was a choice
     most_rows: int = 0  # that a step had
     towards: Tensor | None = None  # θ₀, which the weights decay towards; None for 0
-    decay: float | None = None  # what weight decay has of f after the last step; None if that is not known
+    decay: float | None = None  # the share of weight decay in f after the last step; None if unknown
 
     def flat(self) -> dict[str, Any]:
-        """With the fields of every policy in its place"""
+        """One dict in which the fields of the policies stand in the place of the policies"""
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
             found.update(vars(value) if name in POLICIES else {name: value})
         return found
 
-    def __setstate__(self, found: dict[str, Any]) -> None:  # of a copy, or pickled while State was flat
+    def __setstate__(self, found: dict[str, Any]) -> None:  # from a copy, or from a pickle made while State was flat
         self.__dict__.update(nested(found))
 
 
 def nested(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The policies in the place of their fields; those that a flat dict lacks have their defaults."""
+    """The reverse of `flat`; a policy whose fields are missing gets its defaults."""
     rest, policies = {key: value for key, value in found.items() if key not in RETIRED}, {}
     for name, default in POLICIES.items():
         given = rest.pop(name) if isinstance(rest.get(name), Policy) else None
@@ -516,12 +518,12 @@ def nested(found: Mapping[str, Any]) -> dict[str, Any]:
     return rest | policies
 
 
-# Entries that older files have besides, of the way back after uphill moves: nothing asks for them any more.
+# Entries of older files, for the way back after uphill moves, which nothing needs any more.
 RETIRED = ("haven", "haven_loss", "away", "ceiling", "haven_decay")
 
 
 def entries(policies: Mapping[str, Policy]) -> dict[str, Field[Any]]:
-    """The entries of the flat dict; an error for a name that has two meanings, of which one would be lost."""
+    """The entries of the flat dict. A name with two meanings is an error: one of the two would be lost."""
     own = [f for f in fields(State) if f.name in State.__annotations__]
     taken = dict.fromkeys(RETIRED, "an entry of older files, which is left out")
     taken |= {f.name: "a field of State" for f in own}

@@ -1,4 +1,4 @@
-"""Policies watch a run from step to step, each by itself: a file here, and a line below."""
+"""Policies watch a run from step to step, independently of each other: each is one file here and one line below."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["POLICIES", "RISING", "Ending", "Found", "Judgement", "Policies", "Po
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """Every policy of a run: a line is all that makes another one part of each step, and of what is saved."""
+    """Every policy of a run. One line here makes another policy part of each step and of the saved state."""
 
     same_data: SameData = SameData()
     outliers: Outliers = Outliers()
@@ -27,5 +27,5 @@ class Policies:
 
 POLICIES: dict[str, Policy] = vars(Policies())
 
-# Those that have a say in uphill moves: the others would be asked for nothing.
+# The policies that can object to uphill moves; the others need not be asked.
 RISING = [name for name, policy in POLICIES.items() if type(policy).uphill is not Policy.uphill]

@@ -1,4 +1,4 @@
-"""What a policy is, and what it is shown of every step. Plain numbers: nothing here waits for a device."""
+"""What a policy is, and what it sees of every step. These are plain numbers: nothing here waits for a device."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..jacobian.objective import Level
 
 
 class Start(NamedTuple):
-    """What is known of a step before any λ is tried."""
+    """What is known about a step before any λ is tried."""
 
-    level: Level  # f, its lower bound, its rounding, and what weight decay has of it
+    level: Level  # f, its lower bound, its rounding, and the share of weight decay in it
     theta: Tensor  # the point with this f: (n,)
     steps: int  # before this one
-    best: float  # the least f so far, also of earlier data: a policy for the same data keeps its own
+    best: float  # the least f so far, on earlier data too: a policy for the same data keeps a minimum itself
     floor: float  # what heights are measured from: see Outliers
     repeats: int  # how often in a row the loss before a step was the loss after the last one
-    same_data: bool  # whether that says that the data are the same
-    doubt: float  # what λ is multiplied with on a batch whose loss is unheard-of, 1 on all others
+    same_data: bool  # whether that shows that the data are the same
+    doubt: float  # the factor of λ on a batch with an unusually high loss, 1 on all others
 
 
 class Found(NamedTuple):
@@ -36,8 +36,8 @@ class Found(NamedTuple):
     dDd: float | None  # dᵀDd, on the same data
     cosine: float | None  # between the plain step and the previous one, if there was one
     mean_loss: float | None  # f(θ̄), on changing batches
-    decay: float | None = None  # what weight decay has of f(θ),
-    new_decay: float | None = None  # and of f(θ + lr·d)
+    decay: float | None = None  # the share of weight decay in f(θ),
+    new_decay: float | None = None  # and in f(θ + lr·d)
     uncut: float | None = None  # ‖d‖ before it was cut back to the radius
 
     @property
@@ -47,18 +47,18 @@ class Found(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What a trial point is worth."""
+    """The verdict on a trial point."""
 
     rule: str | None  # "decrease" | "uphill", None if the point is not accepted
     judged: bool  # whether its decrease, predicted or found, exceeds the rounding of f
     gain: float  # ρ, NaN if it was not judged
     predicted: float  # the absolute value of the predicted decrease
-    share: float  # of damping in the step: see judging.Outcome
-    lag: float = math.nan  # of the averaged weights: see judging.Outcome
+    share: float  # of the damping in the predicted decrease: see judging.Outcome
+    lag: float = math.nan  # of the averaged weights behind the last ones: see judging.Outcome
 
 
 class Ending(NamedTuple):
-    """What came of a step, or of one λ of it."""
+    """How a step ended, or one λ of it."""
 
     rule: str  # "decrease" | "uphill" | "search" | "rejected"
     lr: float
@@ -76,24 +76,24 @@ P = TypeVar("P", bound="Policy")
 
 @dataclass(frozen=True)
 class Policy:
-    """A rule that watches a run. Frozen: every step puts another one in its place.
+    """A rule that watches a run. A policy is frozen: every step replaces it.
 
-    Its fields are plain numbers, and entries of the `state_dict` under their own names: neither another policy nor the
-    State has a field of this name, and no other policy is called so, or the import fails. Their defaults are those of a
-    run that begins, and of a file that was written before there was this policy. It has no constructor of its own.
+    Its fields are plain numbers and become entries of the `state_dict` under their own names, so no other policy and no
+    field of State may have the same name; otherwise the import fails. Their defaults are the values at the start of a
+    run, and stand in for a file that was written before the policy existed. A policy defines no constructor.
     """
 
     def uphill(self, start: Start, loss: float) -> bool:
-        """Whether a step may end at this loss if that is a rise. Every policy must agree, and then the acceptance. It
-        is asked about trial points with a lower loss too, where the answer does not matter, and not about those of a
-        line search, which has a rule of its own."""
+        """Whether a step may end at this loss if that is a rise. All policies must agree, and then the acceptance. It
+        is called for trial points with a lower loss too, where the answer does not matter, and never for points of a
+        line search, which follows a separate rule."""
         return True
 
     def after(self: P, start: Start, end: Ending) -> P:
-        """What the next step is left with: also after one that was rejected."""
+        """The policy that the next step begins with; it is called after rejected steps too."""
         return self
 
     def raised(self: P, by: float, low: float) -> P:
-        """The same if weight decay has other weights now, by which f is so much higher where the model is. `low` is the
-        lower bound of f, −∞ if none is known; it stays."""
+        """The policy after the weights of weight decay have changed, which raises f by `by` at the current point. `low`
+        is the lower bound of f, −∞ if none is known, and does not change."""
         return self

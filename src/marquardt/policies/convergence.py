@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from .base import Ending, Policy, Start
 
-# A run on the same data has converged if so many steps in a row, with several λ, predict no more than so many roundings
-# of the loss each, and have found no more all in all.
+# A run on the same data has converged after IDLE steps in a row, with several λ, each of which predicted a decrease of
+# at most FAINT roundings of the loss, and which together found no more than that.
 IDLE, FAINT = 10, 64
 
 
 @dataclass(frozen=True)
 class Convergence(Policy):
-    """Steps that all in all have found next to nothing, and predicted no more. A λ above λ₀ or the radius may be why
-    they predict so little."""
+    """Counts steps that predict next to no decrease and together find none. Steps with a λ above λ₀, or cut back to the
+    radius, do not count: that alone may be why they predict so little."""
 
     idle: int = 0  # steps in a row on the same data that found next to nothing, and predicted no more
     idle_from: float = math.inf  # f before them

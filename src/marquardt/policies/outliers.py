@@ -1,4 +1,4 @@
-"""Batches whose loss is unheard-of: one corrupt sample must not undo what all others have taught."""
+"""Batches with an unusually high loss: one corrupt sample must not undo what all others have taught."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from dataclasses import dataclass
 
 from .base import Ending, Policy, Start
 
-# A batch whose loss is more than so many times those of late is doubted, once so many batches were heard.
+# A batch is an outlier if its loss is more than UNHEARD times the recent ones, from the HEARD-th batch on.
 UNHEARD, HEARD = 10.0, 10
 
-# How far below the best loss a bound is assumed if none is known, in heights of late. With 1 uphill moves give back
-# what took many steps, with 0 there are none: of four losses 0.1 was better than 1 on two, and as good on the others.
+# How far below the best loss a bound is assumed if none is known, in units of the recent heights. With 1, uphill moves
+# give back what took many steps; with 0 there are none. On two of four losses 0.1 was better than 1, on the others
+# equal.
 BELOW = 0.1
 
 
 @dataclass(frozen=True)
 class Outliers(Policy):
-    """On changing batches a loss f over UNHEARD times the largest height h of late is doubted:
+    """On changing batches a loss f of more than UNHEARD times the largest recent height h makes the batch an outlier:
 
         doubt = (f − floor) / (UNHEARD·h)       λ ← doubt·λ, ‖d‖ ≤ the last stride/√doubt, only a decrease counts,
-        h ← max(f − low, 0.9·h)                 and nothing is kept of its curvature
+        h ← max(f − low, 0.9·h)                 and its curvature is not kept
 
-    A sample that is only hard loses little by that: it alone has a large share of tr G, which is as many times λD as G
-    has rank. Two such batches in a row are no accident.
+    A sample that is merely hard loses little by this: it has a large share of tr G alone, which exceeds λD by a factor
+    of the rank of G. Two such batches in a row are no accident, and the second one is treated like any other.
     """
 
-    height: float = 0.0  # the largest f of late, above its lower bound; above its best if there is no bound
+    height: float = 0.0  # the largest recent f above its lower bound; above the best f if there is no bound
     stride: float = math.inf  # how far the last accepted step went
-    doubted: bool = False  # whether the last batch was
+    doubted: bool = False  # whether the last batch was an outlier
 
     def floor(self, best: float, low: float) -> float:
-        """What heights are measured from: the lower bound of the loss. If none is known, a little below the best loss,
-        as heights of late go: a constant in the loss then changes nothing."""
+        """What heights are measured from: the lower bound of the loss. If none is known, it is a little below the best
+        loss, by a share of the recent heights, so that adding a constant to the loss changes nothing."""
         return low if low > -math.inf else best - BELOW * self.height
 
     def doubt(self, f: float, floor: float, steps: int, same_data: bool) -> float:
-        """What λ is multiplied with on a batch with this loss, after so many steps."""
+        """The factor of λ on a batch with this loss, after this number of steps."""
         if same_data or self.doubted or steps < HEARD or not self.height > 0:
             return 1.0
         return max(1.0, (f - floor) / (UNHEARD * self.height))
@@ -53,6 +54,6 @@ class Outliers(Policy):
         return Outliers(max(above, 0.9 * self.height), stride, False)
 
     def raised(self, by: float, low: float) -> Outliers:
-        if low == -math.inf:  # heights above the best loss, which is raised as much
+        if low == -math.inf:  # heights are above the best loss, which rises by as much
             return self
         return Outliers(max(0.0, self.height + by), self.stride, self.doubted)

@@ -1,4 +1,4 @@
-"""What the best loss on the same data was of late: uphill moves near a minimum rise to that and no higher."""
+"""The recent best loss on the same data: uphill moves near a minimum rise to it and no higher."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from .base import Ending, Policy, Start
 
-# How slowly the loss of late falls towards the best one, on the same data. On the sine of the paper 0.9 leaves too
-# little room to follow a valley, and with 0.98 one run in ten is half above its best loss when it stops.
+# How slowly the recent loss falls towards the best one on the same data. On the paper's sine 0.9 leaves too little room
+# to follow a valley; with 0.98 one run in ten stops half as high again as its best loss.
 FADE = 0.95
 
 
@@ -16,8 +16,8 @@ FADE = 0.95
 class Recent(Policy):
     """late ← least + FADE·(late − least)        what uphill moves may rise to with Uphill(of_late=True)"""
 
-    late: float = math.inf  # what the best loss was of late; ∞ on changing batches
-    least: float = math.inf  # the best loss since the data have been the same: that of other data says nothing
+    late: float = math.inf  # the recent best loss; ∞ on changing batches
+    least: float = math.inf  # the best loss since the data have stayed the same
 
     def after(self, start: Start, end: Ending) -> Recent:
         if not start.same_data:

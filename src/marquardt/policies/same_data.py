@@ -1,4 +1,4 @@
-"""Whether the data are the same in every step: nobody says so, but their loss does."""
+"""Whether the data are the same in every step, as their loss shows."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from .base import Ending, Policy, Start
 
 @dataclass(frozen=True)
 class SameData(Policy):
-    """The data are the same if the loss before a step was the loss after the last one, twice in a row: once may be
-    chance, on large batches."""
+    """The data are the same if the loss before a step equalled the loss after the last one twice in a row. Once may be
+    chance on large batches."""
 
     repeats: int = 0  # how often in a row the loss before a step was the loss after the last one
-    expected: float | None = None  # f after the last step: the next one starts with it if the data stay the same
+    expected: float | None = None  # f after the last step, with which the next one starts if the data stay the same
 
     def repeated(self, f: float, dtype: torch.dtype, low: float = 0.0, height: float = 0.0) -> int:
-        """How often in a row it was, if this step begins with f. A loss without a lower bound may pass through 0, where
-        it is told from others by its height."""
+        """How often in a row that was so, if this step begins with f. A loss without a lower bound may pass through 0,
+        where it is compared by its height."""
         if self.expected is None:
             return 0
         size = abs(self.expected) if low > -math.inf else max(abs(self.expected), height)
         return self.repeats + 1 if abs(f - self.expected) <= SAME_LOSS[dtype] * size else 0
 
     def steady(self, steps: int) -> bool | None:
-        """Whether they are, as far as the last of so many steps has shown; None after too few."""
+        """Whether the data are the same, as the last step has shown; None after too few steps."""
         if self.repeats:
             return True
         return None if steps < 2 else False
 
     @property
     def soon(self) -> bool:
-        """Whether the next step will be on the same data, if they stay what they are."""
+        """Whether the next step will count as one on the same data, if they do not change."""
         return self.repeats > 0
 
     def after(self, start: Start, end: Ending) -> SameData:
