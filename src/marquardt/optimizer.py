@@ -76,7 +76,7 @@ class Pace:
             return
         self._nominal = plan.seconds + (0.0 if proven else plan.proof)
         if self.speed is None:
-            # How fast the machine is takes some milliseconds to find out: where that can announce something.
+            # Measuring the speed of the machine takes some milliseconds: only where a long step may be announced.
             self.speed = probe() if device.type != "cuda" and SLOWEST * self._nominal > LONG else 1.0
         self.predicted = self.speed * self._nominal
         if tells and self.predicted > LONG and plan != self._announced:
@@ -89,7 +89,7 @@ class Pace:
         took = time.perf_counter() - self._began
         if not self._nominal or self.speed is None:
             return changed(step, seconds=took)
-        # Half of the way, as a ratio: one step that tries several points does not speak for all.
+        # The geometric mean of the old and new estimate, since one step may try several points.
         self.speed = (self.speed * took / self._nominal) ** 0.5
         note = step.note
         if max(took, self.predicted) > LONG:
@@ -114,7 +114,7 @@ def probe() -> float:
 # --- LM: linearise the batch, represent the curvature G, solve (G + λD)d = −g, add momentum, try, judge, update λ.
 
 
-# What was found out about the model, and whether it holds the averaged weights: no part of the state.
+# Facts about the model, and whether it holds the averaged weights: they are no part of the state.
 OF_THE_MODEL = ("_known", "_recordings", "_pace", "_averaged", "_seen", "_program")
 
 
@@ -125,8 +125,8 @@ Depends = tuple[list[Any], list[Any]]  # objects, of which each must be the same
 
 
 class Program(NamedTuple):
-    """What was checked and made for a step, and holds for the next ones while nothing it depends on has changed. What
-    is found out about the model is in `Known`, by the graph of its passes."""
+    """What was checked and made for a step. It is valid for the next steps as long as nothing it depends on has
+    changed. Facts about the model are in `Known`, by the graph of its passes."""
 
     depends: Depends
     parts: Parts
@@ -138,8 +138,8 @@ class Program(NamedTuple):
 
 
 def hooked(step: Callable[P, T]) -> Callable[P, T]:
-    """A step with torch's wrapper only where there are hooks for it to call, or a profile: it takes a twentieth of a
-    small step."""
+    """A step inside torch's wrapper only if there are hooks to call or a profiler runs: the wrapper takes a twentieth
+    of a small step."""
     wrapped = torch.optim.Optimizer.profile_hook_step(step)
 
     @wraps(step)
@@ -172,10 +172,10 @@ class LM(Unscaled, torch.optim.Optimizer):
         λ        ←  smaller after a good step, larger after a bad   schedule
         θ̄        ←  average of θ                                    average
 
-    A part that is None is left out. Parts do not know each other, and the defaults belong together: Balanced follows
-    an average over some twenty steps, as EMA is, and where the data stay the same KroneckerMetric leaves D to
-    MeanEigenvalue, the momentum begins and the average starts anew. What is remembered of earlier steps to tell that,
-    and what bars an uphill move, are the policies: docs/steps.md.
+    A part that is None is left out. Parts are independent of each other, but the defaults belong together: Balanced
+    follows an average over about twenty steps, such as EMA; on data that stay the same, KroneckerMetric leaves D to
+    MeanEigenvalue, the momentum begins and the average starts again. What is remembered of earlier steps, and what
+    prevents an uphill move, are the policies: docs/steps.md.
 
     Args:
         loss: a name, a torch.nn loss, an object of `mq.losses`, a function of outputs and targets, or a dict of these
@@ -185,14 +185,14 @@ class LM(Unscaled, torch.optim.Optimizer):
         weight_decay: added to the loss that is reported, for all parameters; `WeightDecay` excludes some, or decays
             them towards other weights than 0.
         capture: on a GPU, steps on batches of one shape are recorded as a CUDA graph and replayed: several times faster
-            for small networks. The model must then do the same for every batch, its Python code is not run again; steps
-            that do not go as recorded (rejected ones, bad input) are taken back and done without the graph. Before the
-            eighth replay, the sixteenth, the thirty-second and so on the model is called, and both must find the same
-            loss. None records the second of two equal steps, if the memory of another step is free, and replays that
-            one and the next ones; True forces and False forbids it.
+            for small networks. The model must then do the same for every batch, for its Python code is not run again;
+            steps that do not go as recorded (rejected ones, bad input) are undone and taken without the graph. Before
+            the eighth replay, the sixteenth, the thirty-second and so on the model is called, and both losses must be
+            the same. None records the second of two equal steps, if there is memory for another step, and replays it
+            and the following ones; True forces and False forbids recording.
         group: the ranks of torch.distributed that take every step together, each with a part of the batch: None for
-            those of the default process group, if one is initialised. The step is that of the whole batch. False says
-            that this run is independent of the other ranks.
+            those of the default process group, if one is initialised. The step is that of the whole batch. With False
+            this run is independent of the other ranks.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         weight_decay: float | WeightDecay = 0.0,
         radius: float | None = None,  # the length ‖lr·d‖ of a step, at most
         curvature: Representation = Auto(),  # how G is represented
-        rows: Rows | None = None,  # rows of J̃ that are formed; None for as many as a step has time for
+        rows: Rows | None = None,  # rows of J̃ that are formed; None for as many as there is time for
         damping: Damping = KroneckerMetric(),  # D
         schedule: Schedule = Balanced(),  # the rule for λ
         momentum: Momentum | None = AdaptiveMomentum(dP=math.inf, cap=True, same_data=True),  # of the previous step
@@ -245,7 +245,7 @@ class LM(Unscaled, torch.optim.Optimizer):
 
     @property
     def params(self) -> list[Tensor]:
-        """Of all groups, in their order: θ"""
+        """The parameters of all groups, in their order: θ"""
         return [p for group in self.param_groups for p in group["params"]]
 
     @property
@@ -274,12 +274,13 @@ class LM(Unscaled, torch.optim.Optimizer):
         """One iteration on one batch.
 
         Args:
-            inputs: go to the model as they are: a tensor or an object as model(x), a tuple as model(*x), a dict or what
-                a tokenizer returns as model(**x). An object is never cut, so that it takes no `chunk`.
+            inputs: passed to the model as they are: a tensor or an object as model(x), a tuple as model(*x), a dict or
+            what
+                a tokenizer returns as model(**x). An object is never divided, so it goes with no `chunk`.
             targets: as the loss takes them; None if it takes none.
             weight: of the samples, f = Σwℓ/Σw.
-            closure: for trainers that wrap optimizers and have their hooks in it: it is called once, before the step,
-                and what it returns is not used.
+            closure: for trainers that wrap optimizers and keep their hooks in it: it is called once, before the step,
+                and its result is not used.
         """
         ranks = self._ranks
         with ranks.together() if ranks.several else AS_IS:
@@ -295,8 +296,8 @@ class LM(Unscaled, torch.optim.Optimizer):
     def step_over(self, batches: Iterable[Any]) -> Step:
         """One iteration on all batches together, (inputs, targets) or (inputs, targets, weight) each.
 
-        Exact: f, g and G are those of the whole data, and so is the loss that accepts or rejects. The batches are gone
-        through several times; only one of them is in memory.
+        The step is exact: f, g and G are those of all the data, and so is the loss by which it is accepted or rejected.
+        The batches are iterated several times; only one of them is in memory.
 
         >>> step = opt.step_over([(x[:32], y[:32]), (x[32:], y[32:])])
         """
@@ -325,8 +326,8 @@ class LM(Unscaled, torch.optim.Optimizer):
             try:
                 step = self._agreed(parts, objective, batches, ranks, plan, here, records)
             except (RuntimeError, Coupled) as error:
-                # Memory has run out, or rows turn out to be too dear, or samples cannot be taken apart. Everything is
-                # as it was before the step: again, with the next smaller plan, if there is one.
+                # Memory has run out, or rows turned out to be too expensive, or samples cannot be separated. Everything
+                # is as it was before the step: try again with the next smaller plan, if there is one.
                 plan = self.curvature.smaller(self._planned, cause(error))
                 if plan is None:
                     raise
@@ -335,8 +336,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         return self._pace.end(self._explained(step, batches, ranks))
 
     def _prepared(self, single: bool) -> tuple[Parts, Objective]:
-        """What the step is made of, and what is minimised: looked at and made anew if anything that it depends on has
-        changed since the last step."""
+        """The parts of the step and the objective, checked and made again if anything they depend on has changed since
+        the last step."""
         now = self._depends(single)
         if self._program is not None and now is not None and self._program.holds(now):
             return self._program.parts, self._program.objective
@@ -352,8 +353,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         return parts, objective
 
     def _depends(self, single: bool) -> Depends | None:
-        """All that the checks and the objective depend on; None if that may have changed in place: learning rates and
-        weights of weight decay that are tensors, and shards."""
+        """Everything the checks and the objective depend on; None if some of it may have changed in place, as learning
+        rates or weights of weight decay that are tensors, and shards, may."""
         state = self._state
         known = self._known
         form = known.anatomy = anatomy(self.model, known.anatomy)
@@ -373,7 +374,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         return (objects, values) if plain else None
 
     def _agreed(self, parts: Parts, objective: Objective, batches: Iterable[Batch], ranks: Ranks, *rest: Any) -> Step:
-        """What one of several ranks raises, all raise."""
+        """The step; an error on one of several ranks is raised on all."""
         if not ranks.several:
             return self._try(parts, objective, batches, ranks, *rest)
         with ranks.together(), ranks.deciding():
@@ -383,7 +384,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         self, parts: Parts, objective: Objective, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None,
         here: Surroundings, records: bool,
     ) -> Step:  # fmt: skip
-        """The step with this plan, or one that is made of it, or everything as it was before."""
+        """The step with this plan or one derived from it; after an error everything is as it was before."""
         old = self._state
         rows = plan.rows if parts.rows is None and plan is not None and plan.kind is not None else rows_of(parts, plan)
         lin = Linearization(
@@ -395,7 +396,7 @@ class LM(Unscaled, torch.optim.Optimizer):
 
         def work() -> Step:
             nonlocal lin
-            torch.set_grad_enabled(False)  # after a fault `whole` puts back what there was
+            torch.set_grad_enabled(False)  # after an error `whole` restores it
             with without_autocast(lin.parameters.device.type), uncompiled():
                 objective.eager = True
                 current.drawn = [] if records else None
@@ -408,7 +409,7 @@ class LM(Unscaled, torch.optim.Optimizer):
                 self._pace.expect(self._planned, lin.theta.device, self._known.totals is not None, ranks.rank == 0)
                 step, state = take(parts, lin, representation, self._planned, old, self.lr, self.attempts)
             torch.set_grad_enabled(here.grad)
-            # Seen from outside, one forward pass took place; the buffers it changed count only if its step does.
+            # Seen from outside there was one forward pass, whose changes of buffers are kept only if the step is.
             if not step.accepted:
                 before.restore()
             if lin.end.buffers or lin.chance.drawn:
@@ -424,7 +425,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             seen = Seen.of(form, batches) if form.tracking else NOTHING
             if master is not state.master:
                 state = changed(state, master=master)
-            self._state, self._seen = state, seen  # what is raised before it undoes all
+            self._state, self._seen = state, seen  # an error before this line undoes everything
             return step
 
         def undo() -> None:
@@ -440,8 +441,8 @@ class LM(Unscaled, torch.optim.Optimizer):
             lin.close()
 
     def _represented(self, parts: Parts, lin: Linearization, plan: Plan | None, steady: bool | None) -> Representation:
-        """What represents G, and the plan, in `_planned`: the last ones, while all that was looked at is the same, the
-        shapes of the batch among it."""
+        """The representation of G, with its plan in `_planned`: those of the last step, while everything they were
+        chosen by is the same, including the shapes of the batch."""
         known, (batch, *_) = self._known, lin.batches if lin.in_one and not lin.share.ranks.several else (None,)
         shapes = None if batch is None else batch.form
         now = (plan, parts, steady, lin.start.form)
@@ -455,7 +456,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         return picked
 
     def _replayed(self, parts: Parts, objective: Objective, batches: list[Batch], here: Surroundings) -> Step | None:
-        """The step by a recording; None if there is none (yet), or if it did not go as most steps do."""
+        """The step by replaying a recording; None if there is no recording (yet), or if the step did not go as
+        recorded."""
         old, device, known = self._state, self.params[0].device, self._known
         (batch,) = batches
         recording = self._recordings.of(parts, objective, batch, old, known, self.lr, self.capture is True)
@@ -496,7 +498,8 @@ class LM(Unscaled, torch.optim.Optimizer):
         return totals
 
     def _explained(self, step: Step, batches: Iterable[Batch], ranks: Ranks) -> Step:
-        """A run that has converged says once what may have kept it from learning; of several ranks none has all data"""
+        """The step with a note, once, on what may have kept a converged run from learning; no single rank has all
+        data"""
         if not step.converged or ranks.several:
             self._diagnosis = None
             return step
@@ -526,17 +529,17 @@ class LM(Unscaled, torch.optim.Optimizer):
         )  # fmt: skip
 
     def _begin_anew(self) -> None:
-        """As before the first step, but for what was found out about the model."""
+        """Back to before the first step, except for the facts about the model."""
         self._state = State(lam=self.schedule.initial, towards=self._state.towards)
 
     # Averaged weights, and what torch.optim.Optimizer promises.
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model with its averaged weights, for evaluation: a step would be lost, and is refused. If the average has
-        lagged behind the last weights of late, or none is kept (`average=None`), it is those. The running statistics of
-        BatchNorm and InstanceNorm are those of the last batch at the weights that are shown, for layers that were in
-        train mode when it was seen; afterwards they are as before."""
+        """The model with its averaged weights, for evaluation. A step inside would be lost, and is refused. If the
+        average has recently lagged behind the last weights, or none is kept (`average=None`), the last weights are
+        used. The running statistics of BatchNorm and InstanceNorm are those of the last batch at the weights in use,
+        for layers that were in train mode then; afterwards they are as before."""
         parameters, outer = Parameters(self.model, self.params), self._averaged
         theta = parameters.vector()
         mean = None if self._state.lag.behind or self.average is None else self._state.mean
@@ -571,14 +574,14 @@ class LM(Unscaled, torch.optim.Optimizer):
         try:
             super().load_state_dict({k: v for k, v in state_dict.items() if k != "marquardt"})
             for group, w in zip(self.param_groups, decays, strict=True):
-                group.setdefault("weight_decay", w)  # of which a state of marquardt 0.1.0 does not tell
+                group.setdefault("weight_decay", w)  # a state of marquardt 0.1.0 does not have it
             self.__dict__.update(of_the_model | {"_state": state})
         except BaseException:
             self.__dict__.update(before)
             raise
 
     def _checked(self, state_dict: Any) -> State:
-        """What `load_state_dict` takes of it, if it can be the state of this optimizer; nothing changes."""
+        """The state that `load_state_dict` will take, if it fits this optimizer; nothing is changed here."""
         if not isinstance(state_dict, dict) or "marquardt" not in state_dict:
             raise ValueError(f"this state_dict has no entry 'marquardt': {FOREIGN}")
         parameters, towards = Parameters(self.model, self.params), self._state.towards
@@ -609,7 +612,7 @@ class LM(Unscaled, torch.optim.Optimizer):
 
 
 def whole(here: Surroundings, work: Callable[[], T], undo: Callable[[], object]) -> T:
-    """The work, or everything as it was before it, whatever is raised and at whatever moment."""
+    """The result of the work; whatever is raised, and at whatever moment, everything is as it was before."""
     try:
         return work()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""What gives a step its direction beside G: the damping D of (G + λD)d = −g, and momentum."""
+"""What gives a step its direction besides G: the damping D in (G + λD)d = −g, and momentum."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..metric import Diagonal, Layered, LayerSides, Metric, Part
 
 class Damping(Protocol):
     def update(self, D: Metric | None, G: Curvature) -> Metric:
-        """The next D, from the last one (None at first) and the curvature of this step. One that says `shares = True`
-        takes what it adds up over n through G.parameters.total, and so works with sharded parameters. One that has a
-        method `takes(D)` says whether a D that was saved can be its own."""
+        """The next D, from the last one (None at first) and the curvature of this step. A damping with `shares = True`
+        forms its sums over the n parameters by G.parameters.total, and so works with sharded parameters. A method
+        `takes(D)`, if there is one, tells whether a saved D can come from this damping."""
         ...
 
 
@@ -41,12 +41,12 @@ class Identity:
 
 
 def is_number(D: Metric) -> bool:
-    """Whether all parameters have the same number"""
+    """Whether D is one number for all parameters"""
     return isinstance(D, Diagonal) and D.parts is None
 
 
 def by_entries(D: Metric) -> bool:
-    """Whether each parameter has numbers of its own, or factors of them"""
+    """Whether D has separate entries, or factors of entries, for each parameter"""
     return isinstance(D, Diagonal) and D.parts is not None
 
 
@@ -60,12 +60,13 @@ def check_memory(part: MeanEigenvalue | LayerMeanEigenvalue) -> None:
 
 @dataclass(frozen=True)
 class MeanEigenvalue:
-    """D = τI with τ = tr G / min(n, m), the largest of late: all parameters alike, in the units of the loss.
+    """D = τI with τ = tr G / min(n, m), the recent maximum: one number for all parameters, in the units of the loss.
 
-    n are the parameters and m the rows of the largest batch so far; of `mq.Hessian()`, which is not made of rows, it is
-    Σ|∂²f/∂θᵢ²| / n. G has at most min(n, m) eigenvalues that are not zero, and λ = 1 stands for their mean, whatever
-    the loss and the number of parameters: multiplying the loss by a constant changes nothing. What is remembered of
-    earlier steps is at most `memory` times the present: one batch with an outlier costs a few steps, not the run.
+    n is the number of parameters and m the number of rows of the largest batch so far. For `mq.Hessian()`, which has no
+    rows, τ = Σ|∂²f/∂θᵢ²| / n. G has at most min(n, m) eigenvalues that are not zero, and λ = 1 stands for their mean,
+    whatever the loss and the number of parameters: multiplying the loss by a constant changes nothing. The τ that is
+    remembered from earlier steps is at most `memory` times the present one, so that one batch with an outlier costs a
+    few steps and not the run.
 
     Args:
         memory: how much larger than the present τ the past one may be, at least 1.
@@ -88,10 +89,11 @@ class MeanEigenvalue:
 
 @dataclass(frozen=True)
 class LayerMeanEigenvalue:
-    """D = τₗI in every layer l, with τₗ = tr Gₗ / min(nₗ, m) of its block of G, the largest of late: MeanEigenvalue.
+    """D = τₗI in every layer l, with τₗ = tr Gₗ / min(nₗ, m) of its block of G, the recent maximum as in
+    MeanEigenvalue.
 
-    One number per layer: the dual solve stays as cheap as with one for all. A τₗ below eps times the largest of all
-    layers may be rounding, and is taken for as much.
+    With one number per layer the dual solve stays as cheap as with one number for all. A τₗ below eps times the largest
+    of all layers may be rounding, and is raised to that.
 
     Args:
         memory: how much larger than the present τₗ the past one may be, at least 1.
@@ -117,7 +119,7 @@ class LayerMeanEigenvalue:
 
 
 def largest_of_late(D: Metric | None, tau: Diagonal, memory: float) -> Diagonal:
-    """τ, or the last D if that is larger; of another damping, which has taken turns with this one, nothing is kept"""
+    """τ, or the last D if that is larger; a D of another damping, used in between, is not kept"""
     past = earlier(D)
     return tau if past is None or not past.like(tau) else past.recent(tau, memory).maximum(tau)
 
@@ -126,8 +128,8 @@ def largest_of_late(D: Metric | None, tau: Diagonal, memory: float) -> Diagonal:
 class MaxDiagonal:
     """D ← max(D, diag G) element-wise over all steps: invariant to rescaling a parameter where diag G exceeds D₀.
 
-    A curvature of less than eps times that of another output of the same layer may be rounding, and is taken for as
-    much: there the invariance ends. A Kronecker product can be damped by a product alone: with it D = u ⊗ v, as in
+    A curvature below eps times that of another output of the same layer may be rounding and is raised to that, which is
+    where the invariance ends. A Kronecker product can only be damped by another product: then D = u ⊗ v, as in
     FactoredMaxDiagonal, and u and v start at √D₀.
 
     Args:
@@ -162,10 +164,10 @@ class FactoredMaxDiagonal:
         v_i ← max(v_i, mean a_i²)              a the layer's input; 1 for a bias
         u_o ← max(u_o, max_i (diag G)_oi/v_i)
 
-    At least every diagonal so far, and covariant to rescaling any unit, as far as its u is not below eps times that of
-    another one, where it may be rounding. Dividing a by √v and δ by √u keeps the dual
-    solve exact without J̃: this is the max-diagonal damping for large networks. There G has many more columns than its
-    rank, and D is multiplied by n / min(n, m): λ = 1 stands for the mean eigenvalue, as in MeanEigenvalue.
+    D is at least every diagonal so far, and covariant to rescaling any unit whose u is not below eps times that of
+    another one, where it may be rounding. Dividing a by √v and δ by √u keeps the dual solve exact without J̃: this is
+    the max-diagonal damping for large networks. There G has many more columns than its rank, and D is multiplied by n /
+    min(n, m), so that λ = 1 stands for the mean eigenvalue, as in MeanEigenvalue.
 
     >>> opt = mq.LM(model, "mse", damping=mq.FactoredMaxDiagonal())
     """
@@ -179,25 +181,25 @@ class FactoredMaxDiagonal:
 
 @dataclass(frozen=True)
 class KroneckerMetric:
-    """D = (A/√t + π√γ·I) ⊗ (B/√t + √γ/π·I) in every layer: the curvature of late, as far as a Kronecker product has it.
+    """D = (A/√t + π√γ·I) ⊗ (B/√t + √γ/π·I) in every layer: the recent curvature, as a Kronecker product.
 
         A = Σ JᵀJ, B = Σ JJᵀ      over the rows of J̃, each a matrix J (O × I) with the bias as a last input
         t = tr A = tr B           the trace of the layer's block of G; A and B are its partial traces
-        γ = c·τ, τ = Σt / min(n, m)      one number for all layers, m all exact rows of the largest batch so far
+        γ = c·τ, τ = Σt / min(n, m)      one number for all layers; m counts all exact rows of the largest batch so far
         π² = O/I                  the mean eigenvalues of both sides are then the same
 
-    A and B are running averages, in which the past has the weight min(1 − 1/k, decay) in batch k. (G + λD) is solved
-    with exactly, as with any D: what G of one batch does not know, D knows from those before.
+    A and B are running averages, in which the past has the weight min(1 − 1/k, decay) in batch k. Systems with G + λD
+    are solved exactly, as with any D. D carries the curvature of earlier batches, which G of one batch lacks.
 
-    Groups of a convolution have sides of their own. Of sides longer than 4096, and of the tokens of an embedding, there
-    is only the diagonal. A vector without a weight beside it has the running average of diag G, plus γ. A parameter
-    that parts of a batch reach in different ways is a matrix by itself, of its first dimension and the rest.
+    Groups of a convolution have separate sides. Sides longer than 4096, and the tokens of an embedding, are represented
+    by their diagonal. A vector without a weight next to it has the running average of diag G, plus γ. A parameter that
+    parts of a batch reach in different ways is one matrix, of its first dimension by the rest.
 
-    D is renewed after one step of `every`, and after each of the first 10; with `every` = 1 it is at once, from this
-    batch too. Without partial traces D = τI, as with MeanEigenvalue: if there are no rows, as with samples that depend
-    on each other, and with a G that is a Kronecker product itself, a Hessian, or one that does not offer them. On the
-    same data again, G knows all that D could tell: another damping takes over, `steady`, unless that is None. If the
-    parameters are sharded, no rank has all of a layer, and D = τI too.
+    D is renewed after every `every`-th step, and after each of the first 10; with `every` = 1 it is renewed before the
+    step, from this batch too. D = τI, as with MeanEigenvalue, where there are no partial traces: without rows (samples
+    that depend on each other), with a G that is a Kronecker product or a Hessian, with a user's curvature that does not
+    offer them, and with sharded parameters, of which no rank has a whole layer. On the same data G already contains all
+    that D could add, and another damping takes over, `steady`, unless that is None.
 
     Args:
         c: γ in units of the mean eigenvalue τ.
@@ -256,13 +258,13 @@ class KroneckerMetric:
 
 
 def alike(past: Sequence[LayerSides], present: Sequence[LayerSides]) -> bool:
-    """Whether what was formed of one can stand for the other"""
+    """Whether what was formed from one can replace what is formed from the other"""
     return len(past) == len(present) and all([a.like(b) for a, b in zip(past, present, strict=True)])
 
 
 def averaged(past: Sequence[LayerSides], present: Sequence[LayerSides], weight: Tensor) -> list[LayerSides]:
-    """The sides of every layer, mixed with those of the past; a layer that this batch does not reach keeps its own, and
-    one that has another form than before begins anew."""
+    """The sides of every layer, averaged with the past. A layer that this batch does not reach keeps its sides, and a
+    layer whose form has changed begins again."""
     known = {layer.members: layer for layer in past}
     mixed = [now if (old := known.get(now.members)) is None else old.mixed(now, weight) for now in present]
     reached = {i for layer in present for i in layer.members}

@@ -13,20 +13,20 @@ from torch import Tensor
 
 
 class Trial(NamedTuple):
-    """What is known of a trial point."""
+    """What is known about a trial point."""
 
     loss: float  # f, before
     new_loss: float  # f at the trial point
     lower_bound: float  # of the loss, 0 for most; an estimate if it has none
     best: float  # the least f so far
     cosine: float | None  # between the plain LM direction and the previous accepted step; None where there is none
-    late: float = math.inf  # on the same data, what the least f so far was of late; it falls towards `best`
+    late: float = math.inf  # on the same data, the recent best loss, which falls slowly towards `best`
 
 
 class Acceptance(Protocol):
     @property
     def looks_back(self) -> bool:
-        """Whether it asks for the direction of the previous step, which is then kept."""
+        """Whether it needs the direction of the previous step, which is then kept."""
         ...
 
     def judge(self, trial: Trial) -> str | None:
@@ -54,12 +54,12 @@ class Uphill:
     """f_new < f, or min(1, 1−cos)ᵇ·(f_new − f_low) ≤ f_ref − f_low: uphill moves along the previous step are allowed.
 
     f_ref is f, or with `against_best` the least f so far (for full batches). After Transtrum & Sethna (2012). With
-    `of_late` such a move gives back at most what the last steps on the same data have gained: near a minimum, where
-    somebody may stop at any step, that is next to nothing.
+    `of_late` such a move gives back at most what the last steps on the same data have gained. Near a minimum, where a
+    run may be stopped at any step, that is next to nothing.
 
     Args:
-        b: the larger it is, the more a step may lose that goes in the direction of the previous one.
-        against_best: whether f_ref is the least f so far, and not that before the step.
+        b: the larger it is, the more loss a step in the direction of the previous one may add.
+        against_best: whether f_ref is the least f so far instead of f before the step.
         of_late: whether a move gives back at most what the last steps on the same data have gained.
 
     >>> opt = mq.LM(model, "mse", acceptance=mq.Uphill(b=1.0))
@@ -89,7 +89,7 @@ class Uphill:
         return "uphill" if factor * (trial.new_loss - trial.lower_bound) <= reference - trial.lower_bound else None
 
 
-# --- Schedules: the next λ, from how the last step went.
+# --- Schedules: the next λ, from the outcome of the last step.
 
 
 class Outcome(NamedTuple):
@@ -99,10 +99,10 @@ class Outcome(NamedTuple):
     new_loss: float  # f after the full step; NaN where it could not be computed
     gain: float  # ρ = (f − f_new) / (−lr·gᵀd − ½lr²·dᵀGd), −∞ if the denominator is not positive
     rule: str  # "decrease" | "uphill" | "search" | "rejected"
-    same_data: bool  # the loss before this step was the loss after the last one; False on changing batches
-    averaged_curvature: bool = False  # over batches, not that of this one alone
+    same_data: bool  # whether the data are those of the last steps; False on changing batches
+    averaged_curvature: bool = False  # whether the curvature is an average over batches
     unjudged: int = 0  # steps in a row, this one included, whose decrease could not be told from the rounding of f
-    share: float = 1.0  # λdᵀDd over twice the predicted decrease: what damping has of the step; known on the same data
+    share: float = 1.0  # λdᵀDd over twice the predicted decrease: the share of damping; known on the same data
     lag: float = math.nan  # f(θ̄)/f of the averaged weights θ̄, both above the lower bound and before the step; NaN if
     # there is no average, or on the same data
 
@@ -114,26 +114,26 @@ class Schedule(Protocol):
         ...
 
     def update(self, lam: float, outcome: Outcome) -> float:
-        """The next λ. It does not fall after a step that only the line search saved, rule "search", whatever this says:
-        with this λ the full step was too long."""
+        """The next λ. After a step that only the line search saved, rule "search", λ never falls, whatever is returned
+        here: with this λ the full step was too long."""
         ...
 
 
-# A share of damping in a step that a smaller λ could not use. If λ fell on, rounding would take its place in K + λ·I,
-# and a run by Gram with more rows than parameters would not converge.
+# Below this share of damping in a step, a smaller λ changes nothing. If λ went on falling, rounding would take its
+# place in K + λ·I, and a run by Gram with more rows than parameters would not converge.
 NEGLIGIBLE = 1e-6
 
-# After so many steps in a row that could not be judged, smaller λ have been tried in vain.
+# After this number of steps in a row that could not be judged, smaller λ have been tried in vain.
 ENOUGH = 5
 
 
 def unjudged(lam: float, down: float, initial: float, outcome: Outcome) -> float:
-    """λ after a step whose decrease, predicted and found, is below the rounding of f.
+    """λ after a step whose decrease, predicted and measured, is below the rounding of f.
 
-    Such a step says nothing against its λ: to raise it would make the next step smaller still, until θ + d = θ and
-    nothing could ever lower it again. A λ above λ₀ falls, since the step may be that small because of λ. On the same
-    data λ falls further, since a smaller one may still find a decrease, but not for ever: at a minimum there is none.
-    After some such steps λ goes back to λ₀, where it began and where other data may begin.
+    Such a step is no argument against its λ. A larger λ would make the next step smaller still, until θ + d = θ and
+    nothing could ever lower λ again. A λ above λ₀ falls, since it may be the reason why the step is so small. On the
+    same data λ falls further, since a smaller λ may still find a decrease, but not for ever: at a minimum there is
+    none. After ENOUGH such steps λ returns to λ₀, from where a run on other data would begin.
     """
     if lam > initial:
         return max(down * lam, initial)
@@ -174,12 +174,12 @@ class Constant:
 class TenFold:
     """λ/10 after success, 10λ after failure: the authors' vanilla LM.
 
-    A step that only the line search saved is a failure, which vanilla LM does not know: with a λ that falls, or stays,
-    the full step would be too long every time, and hardly any would be taken.
+    A step that only the line search saved counts as a failure. Vanilla LM has no such steps: if λ fell or stayed after
+    them, every full step would be too long, and hardly any would be taken.
 
     Args:
         initial: λ₀.
-        factor: by which λ falls and rises.
+        factor: the factor by which λ falls and rises.
         minimum: λ falls no further.
         maximum: λ rises no further.
 
@@ -240,10 +240,10 @@ class GainRatio:
     """λ by the gain ratio ρ, actual over predicted decrease: λ falls above ¾, rises below ¼ (Martens' thresholds).
 
     On the same data ρ is exact, and λ moves fast. From batch to batch ρ is noisy, and λ moves slowly. Where the
-    curvature is that of the batch alone, ρ praises every step that fits the noise of the batch: λ then stays above
-    `floor`. A λ that no longer matters to the step does not fall any further: it could not come back in time. After an
-    uphill step λ stays: to follow the valley further with the same λ is what the step was accepted for (Transtrum &
-    Sethna 2012). The factors were measured, docs/recipe.md.
+    curvature is that of one batch alone, ρ is high for every step that fits the noise of the batch, so λ stays above
+    `floor`. A λ that no longer matters to the step does not fall any further, since it could not rise again in time.
+    After an uphill step λ stays, because such a step is accepted in order to follow the valley with the same λ
+    (Transtrum & Sethna 2012). The factors were measured, see docs/recipe.md.
 
     Args:
         initial: λ₀.
@@ -285,7 +285,7 @@ class GainRatio:
             lam = unjudged(lam, down, self.initial, outcome)
         elif outcome.gain > 0.75:
             lam *= down if outcome.share > NEGLIGIBLE else 1.0
-        elif not outcome.gain >= 0.25 and outcome.rule != "uphill":  # also if there is no gain to speak of
+        elif not outcome.gain >= 0.25 and outcome.rule != "uphill":  # NaN included
             lam *= up
         honest = outcome.same_data or outcome.averaged_curvature
         return min(max(lam, self.minimum if honest else self.floor), self.maximum)
@@ -295,15 +295,15 @@ class GainRatio:
 class Balanced:
     """λ by the averaged weights on changing batches, and by the gain ratio on the same data.
 
-    A new batch judges two points that have not been fitted to it: the weights θ and their running average θ̄. If θ̄ is
-    ahead, f(θ̄) < target·f(θ), the steps carry more noise of their batches than progress, and λ rises. If it lags
-    behind, they still make headway, and λ falls: on data without noise as far as rounding allows. So λ has no floor,
-    and depends neither on the units of the loss nor on the numbers of parameters and rows. After a gain ratio below ¼
-    λ rises and never falls: that says how far the model of the loss can be trusted, and nothing of noise. Beyond `most`
-    it rises for that reason alone: steps so short gain nothing, however noisy they are.
+    A new batch compares two points that have not been fitted to it: the weights θ and their running average θ̄. If θ̄
+    is ahead, f(θ̄) < target·f(θ), the steps carry more noise of their batches than progress, and λ rises. If θ̄ lags
+    behind, the steps still make progress, and λ falls; on data without noise it falls as far as rounding allows. λ
+    therefore has no floor, and depends neither on the units of the loss nor on the numbers of parameters and rows.
+    After a gain ratio below ¼ λ always rises: the quadratic model cannot be trusted that far, whatever the noise.
+    Beyond `most` only a bad gain ratio raises λ: steps as short as that gain nothing, however noisy they are.
 
-    It is meant for an average over some twenty steps, as EMA(0.95): a longer one lags behind longer, and λ falls
-    further. Without an average, the gain ratio alone has to do.
+    Balanced is meant for an average over about twenty steps, such as EMA(0.95). A longer average lags behind longer,
+    and λ falls further. Without an average, λ follows the gain ratio alone.
 
     Args:
         initial: λ₀.
@@ -315,7 +315,7 @@ class Balanced:
     >>> opt = mq.LM(model, "mse", schedule=mq.Balanced(initial=10.0))
     """
 
-    initial: float = 3.0  # more than it needs: a first step too long costs more than one too short
+    initial: float = 3.0  # on the large side: a first step that is too long costs more than one that is too short
     target: float = 0.95  # 0.9 and 1 were compared, docs/recipe.md
     quickest: float = 1.5  # the average changes λ by this factor at most
     most: float = 100.0
@@ -349,7 +349,7 @@ class Balanced:
         return min(max(lam, self.gain.minimum), self.gain.maximum)
 
 
-# --- Learning-rate line search after a failed step: no new Jacobian and no new factorisation, so not an iteration.
+# --- The line search for a learning rate after a failed step. It needs no new Jacobian and no new factorisation.
 
 
 # Losses at θ + lr·direction for several lr at once.
@@ -365,8 +365,8 @@ class LineSearch(Protocol):
     def search(
         self, along: Along, loss: float, lr: float, tried: tuple[float, float] | None
     ) -> tuple[float, float] | None:
-        """(rate, f there) of the point to take, or None; lr is the optimizer's, `tried` the point that failed on this
-        line, if it did."""
+        """(rate, f there) of the point to take, or None. lr is the optimizer's, `tried` the point on this line that has
+        failed, if any."""
         ...
 
 
@@ -492,7 +492,7 @@ class Bracket:
         return (rate, f) if f < loss else None
 
     def _next(self, points: list[tuple[float, float]]) -> float:
-        """Where the minimum may be, from points in the order of their rates."""
+        """Where the minimum may lie, from points in the order of their rates."""
         k = min(range(len(points)), key=lambda i: points[i][1] if math.isfinite(points[i][1]) else math.inf)
         if k == 0:  # not even the smallest rate leads down
             return points[1][0] / 4
@@ -510,7 +510,7 @@ class Bracket:
 
 
 def parabola(low: tuple[float, float], best: tuple[float, float], high: tuple[float, float]) -> float | None:
-    """Where the parabola through three points is least; None where there is none."""
+    """The minimum of the parabola through three points; None if it has none."""
     (x0, f0), (x1, f1), (x2, f2) = low, best, high
     if not math.isfinite(f0) or not math.isfinite(f2):
         return None
@@ -518,17 +518,18 @@ def parabola(low: tuple[float, float], best: tuple[float, float], high: tuple[fl
     return None if p == q else x1 - 0.5 * ((x1 - x0) * p - (x1 - x2) * q) / (p - q)
 
 
-# --- Averages of the weights, for evaluation: mini-batch LM fits every batch, and the average takes the noise out.
+# --- Averages of the weights, for evaluation: mini-batch steps fit the noise of every batch, and an average removes it.
 
 
 class Average(Protocol):
     @property
     def restarts(self) -> bool:
-        """Whether the average starts anew with every step on the same data, where each is better than the last."""
+        """Whether the average starts again with every step on the same data, where each step is better than the
+        last."""
         ...
 
     def update(self, mean: Tensor, theta: Tensor, count: int) -> Tensor:
-        """The next average from the last one, which is of `count` points and stays as it is."""
+        """The next average; `mean` is that of `count` points and is not changed."""
         ...
 
 
