@@ -157,7 +157,8 @@ def _loaded(folder: Path) -> Model:
     committee = Committee.from_state(saved["committee"])
     outputs = len(target.classes) if isinstance(target, ClassTarget) else len(target.names)
     known = len(committee.floor) if committee.frequencies is None else len(committee.frequencies)
-    if committee.settings.task != target.task or committee.features != len(columns.names) or outputs != known:
+    inputs = len(committee.inputs.columns)
+    if committee.settings.task != target.task or inputs != len(columns.names) or outputs != known:
         raise ValueError(f"{MODEL} and {PREPROCESSING} do not belong together")
     missing = typed(words["missing"], tuple[str, ...], "missing")
     return Model(columns, target, committee, missing, typed(words.get("decimal_commas", False), bool, "commas"), says)

@@ -15,7 +15,7 @@ import torch
 
 from .. import __version__, documents, files
 from ..documents import typed
-from ..tabular.storing import KEPT
+from ..tabular.building import KEPT
 from ..texts import quoted
 
 RUN, CHECKPOINT = "run.json", "checkpoint"
