@@ -1,4 +1,4 @@
-"""What becomes of columns: numbers, categories, dates, missing values, and what is left out."""
+"""What columns hold and become: numbers, categories, dates, missing values, what is left out; and the target."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ import pandas as pd
 import pytest
 import torch
 
-from marquardt.table.columns import LEVELS, RARE, Columns, learn
+from marquardt.table import columns as inputs
+from marquardt.table.columns import (
+    LEVELS,
+    RARE,
+    ClassTarget,
+    Columns,
+    NumberTarget,
+    check_names,
+    decide_target,
+    kind_of,
+    learn,
+    target_from_json,
+    target_to_json,
+)
 from marquardt.table.reading import BadTable
 
-N = 40
+N = 60
+
+
+def series(values):
+    return pd.Series([None if value is None else str(value) for value in values], dtype="str")
 
 
 def table(**columns):
-    return pd.DataFrame({name: pd.Series(values, dtype="str") for name, values in columns.items()})
-
-
-def text(values):
-    return [None if value is None else str(value) for value in values]
+    return pd.DataFrame({name: series(values) for name, values in columns.items()})
 
 
 def learnt(frame, train=None, **options):
@@ -29,6 +42,96 @@ def learnt(frame, train=None, **options):
 
 def done(columns):
     return {told.name: told.done for told in columns.told}
+
+
+# --- what a column holds ---
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (["1", "2.5", "-3e4", None], "number"),
+        (["a", "b", "1"], "category"),
+        (["2020-01-02", "2021-12-31T10:00"], "date"),
+        ([None, None], "empty"),
+        (["True", "False"], "category"),
+    ],
+)
+def test_the_kind_of_a_column(values, kind):
+    assert kind_of("a", series(values)) == kind
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["1", "2", "abc", "4", None, "6"], "holds numbers, but also text: 'abc' in row 3"),
+        (["1", "2", "1,000", "4"], "holds numbers, but also text: '1,000' in row 3"),
+        (["1", "2", "inf"], "holds numbers that are not finite: 'inf' in row 3"),
+        (["1", "2", "-1e200"], "holds numbers that are too large to compute with: '-1e200' in row 3"),
+        ([*range(20), *["x"] * 9], "'x' in row 25 and in 4 more rows"),
+        (["2020-01-01", "2020-01-02", "2020-02-30"], "dates (year-month-day), but also others: '2020-02-30' in row 3"),
+    ],
+)
+def test_values_that_do_not_fit_are_named_with_their_rows(values, words):
+    with pytest.raises(BadTable) as error:
+        kind_of("a", series(values))
+    for word in (words, "--missing", "--categorical a", "--ignore a"):
+        assert word in str(error.value)
+
+
+def test_rows_keep_their_numbers_if_others_were_left_out():
+    with pytest.raises(BadTable, match="'x' in row 2"):
+        kind_of("a", series(["1", "x", "3", "4"]).iloc[1:])
+
+
+@pytest.mark.parametrize(
+    ("values", "form"),
+    [
+        (["2020-01-02"], "ISO8601"),
+        (["2020/01/02"], "ISO8601"),
+        (["02.01.2020"], "%d.%m.%Y"),
+        (["01/02/2020", "01/13/2020"], "%m/%d/%Y"),
+        (["02/01/2020", "13/01/2020"], "%d/%m/%Y"),
+    ],
+)
+def test_the_format_that_reads_every_date(values, form):
+    assert kind_of("a", series(values)) == "date"
+    assert inputs.date_format(series(values)) == form
+    assert str(inputs.dates("a", series([*values, None]), form).iloc[0].date()) == "2020-01-02"
+
+
+def test_times_are_those_of_utc():
+    found = inputs.dates("a", series(["2020-01-01T02:00:00+02:00", "2020-01-01"]), "ISO8601")
+    assert found.tolist() == [pd.Timestamp("2020-01-01")] * 2
+
+
+@pytest.mark.parametrize(("values", "same"), [([5.0, 5.0], True), ([5.0, 5.0 + 1e-13], True), ([5.0, 5.0001], False)])
+def test_what_is_constant_up_to_rounding(values, same):
+    assert inputs.constant(pd.Series(values).to_numpy()) == same
+    assert inputs.constant(1e9 * pd.Series(values).to_numpy()) == same
+
+
+@pytest.mark.parametrize(
+    ("values", "looks"),
+    [
+        (["85.3 m2", "7 m2", "12 m2"], "numbers with 'm2': remove that"),
+        (["85.3m²", "7m²", "unknown"], "numbers with 'm²': remove that"),
+        (["10 km/h", "7.5 km/h"], "numbers with 'km/h': remove that"),
+        (["$1", "$2.50"], "numbers with '$': remove that"),
+        (["CHF 1'200.50", "CHF 7"], "numbers with 'CHF' and \"'\": remove that"),
+        (["1,007", "2,300,000"], "numbers with ',': remove that"),
+        (["1,5", "2,255"], "numbers with decimal commas: write points"),
+        (["1,5 kg", "2,255 kg"], "numbers with 'kg': remove that"),
+        (["house 1", "house 2", "house 3"], None),
+        (["12a", "12b", "14c"], None),
+        (["1st", "2nd", "3rd"], None),
+        (["5-10", "10-20"], None),
+        (["x", "y", "3 m2"], None),
+        (["1", "2"], None),
+    ],
+)
+def test_numbers_in_disguise(values, looks):
+    assert inputs.disguised(pd.Series([*values, None], dtype="str")) == looks
 
 
 # --- numbers ---
@@ -60,7 +163,7 @@ def test_a_value_that_is_missing_only_in_new_rows_is_told():
 
 
 def test_what_counts_rows_is_told_and_kept():
-    columns = learnt(table(id=text(range(N)), x=text(i / 7 for i in range(N))))
+    columns = learnt(table(id=range(N), x=[i / 7 for i in range(N)]))
     assert columns.names == ["id", "x"]
     assert "--ignore" in done(columns)["id"]
     assert "--ignore" not in done(columns)["x"]
@@ -99,7 +202,7 @@ def test_numbers_as_categories_on_request():
     columns = learnt(frame, categorical=("a", "d"))
     assert columns.names == ["a = 1", "a = 2", "a is missing", "d = 2020-01-01 00:00:00", "d is missing"]
     assert columns.encode(frame)[0][5:].tolist() == [[0, 1, 0, 1, 0], [0, 0, 1, 0, 1]]
-    assert columns.columns[0].encode(table(a=["2"])["a"]).inputs.tolist() == [[0, 1, 0]]
+    assert columns.columns[0].encode(table(a=["2"])["a"])[0].tolist() == [[0, 1, 0]]
 
 
 # --- dates ---
@@ -150,7 +253,7 @@ def test_dates_that_can_be_read_in_two_ways(values, day, said):
     ],
 )
 def test_columns_that_say_nothing_are_left_out(values, why):
-    columns = learnt(table(a=values, x=text(range(N))))
+    columns = learnt(table(a=values, x=range(N)))
     assert columns.names == ["x"]
     assert why in done(columns)["a"]
     assert done(columns)["a"].startswith("left out: ")
@@ -194,3 +297,99 @@ def test_groups_are_the_inputs_of_each_column(mixed):
 def test_a_column_that_new_rows_do_not_have(mixed):
     with pytest.raises(BadTable, match="no column 'c'"):
         learnt(mixed).encode(mixed.drop(columns="c"))
+
+
+# --- the target ---
+
+
+def test_numbers_are_predicted_as_numbers():
+    frame = table(y=[i / 2 for i in range(N)], z=range(N))
+    target, says = decide_target(frame, ("y", "z"), None)
+    assert target == NumberTarget(("y", "z"))
+    assert says == []
+    assert target.values(frame).tolist() == [[i / 2, i] for i in range(N)]
+
+
+def test_text_is_a_class():
+    frame = table(y=["b", "a", "c"] * 20)
+    target, [said] = decide_target(frame, ("y",), None)
+    assert target == ClassTarget(("y",), ("a", "b", "c"))
+    assert "text" in said
+    assert target.values(frame)[:3].tolist() == [1, 0, 2]
+    assert target.values(table(y=["c", "new"])).tolist() == [2, -1]
+
+
+def test_few_whole_numbers_are_classes_and_that_can_be_changed():
+    frame = table(y=[2, 10, 9] * 20)
+    target, [said] = decide_target(frame, ("y",), None)
+    assert target == ClassTarget(("y",), ("2", "9", "10"))  # in the order of numbers
+    assert "--regress" in said
+    assert decide_target(frame, ("y",), False) == (NumberTarget(("y",)), [])
+
+
+@pytest.mark.parametrize("values", [[i % 11 for i in range(N)], [0.5 * (i % 3) for i in range(N)], range(N)])
+def test_other_numbers_are_numbers(values):
+    assert decide_target(table(y=values), ("y",), None)[0].task == "regression"
+
+
+def test_several_targets_are_numbers():
+    assert decide_target(table(y=[1, 2] * 30, z=[1, 2] * 30), ("y", "z"), None)[0].task == "regression"
+
+
+def test_numbers_as_classes_on_request():
+    frame = pd.DataFrame({"y": [0.0, 1.0, 2.5] * 20})
+    assert decide_target(frame, ("y",), True)[0] == ClassTarget(("y",), ("0", "1", "2.5"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "classify", "words"),
+    [
+        ({"y": ["a"] * N}, None, ["one class only", "'a'"]),
+        ({"y": [3] * N}, None, ["one class only", "'3'"]),
+        ({"y": [3.5] * N}, None, ["every value", "3.5"]),
+        ({"y": [3] * N}, False, ["every value", "3"]),
+        ({"y": [5 + 1e-13 * i for i in range(N)]}, None, ["every value", "5"]),
+        ({"y": [*range(N - 1), 1e200]}, None, ["too large", "'1e+200' in row 60"]),
+        ({"y": [f"t{i}" for i in range(N)]}, None, ["60 different values in 60 rows"]),
+        ({"y": range(N)}, True, ["60 different values", "--regress"]),
+        ({"y": ["a", "b"] * 30}, False, ["is text ('a', 'b')", "--regress"]),
+        ({"y": ["a", "b"] * 30, "z": range(N)}, None, ["is text", "alone"]),
+        ({"y": range(N), "z": range(N)}, True, ["--classify takes one --target"]),
+        ({"y": ["2020-01-01", "2020-01-02"] * 30}, None, ["is a date"]),
+        ({"y": [*range(N - 1), "x"]}, None, ["'x' in row 60"]),
+    ],
+)
+def test_targets_that_cannot_be_learnt(columns, classify, words):
+    with pytest.raises(BadTable) as error:
+        decide_target(table(**columns), tuple(columns), classify)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_names_that_are_not_there():
+    frame = table(a=[1], b=[2])
+    check_names(frame, ("a", "b"), "--target")
+    with pytest.raises(BadTable, match="--target: there is no column 'c'; the table has 'a', 'b'"):
+        check_names(frame, ("c",), "--target")
+
+
+def test_a_table_without_names_is_told():
+    frame = pd.DataFrame([["3", "4"]], columns=["1.5", "-2"])
+    with pytest.raises(BadTable, match="the first line must have the names"):
+        check_names(frame, ("y",), "--target")
+
+
+@pytest.mark.parametrize("target", [NumberTarget(("a", "b")), ClassTarget(("c",), ("x", "y"))])
+def test_json(target):
+    assert target_from_json(target_to_json(target)) == target
+
+
+def test_classes_that_look_like_numbers_are_told():
+    frame = pd.DataFrame({"y": pd.Series(["50%", "72%", "90%"] * 10, dtype="str")})
+    target, says = decide_target(frame, ("y",), None)
+    assert target.classes == ("50%", "72%", "90%")
+    assert says == [
+        "'y' is text: a class is predicted. It looks like numbers with '%': remove that to predict it as numbers."
+    ]
+    assert decide_target(frame, ("y",), True)[1] == []
+    with pytest.raises(BadTable, match=r"the target 'y' is text \('50%'\), but looks like numbers with '%'"):
+        decide_target(frame, ("y",), False)
