@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from marquardt.table import report, run
-from marquardt.table.report import Axis, chart, ranking, thinned
+from marquardt.table import charts, run
+from marquardt.table.charts import Axis, chart, ranking, thinned
 from marquardt.table.request import Request
 from support.tables import houses, write
 
@@ -163,8 +163,8 @@ def test_a_chart_is_xml_and_everything_is_inside():
     line = next(path for path in root.iter("path") if path.attrib["class"] == "line first")
     assert "nan" not in line.attrib["d"]
     x, y = map(float, line.attrib["d"][1:].split("L")[0].split())
-    assert report.LEFT <= x <= report.WIDTH
-    assert report.TOP <= y <= report.HEIGHT - report.BOTTOM
+    assert charts.LEFT <= x <= charts.WIDTH
+    assert charts.TOP <= y <= charts.HEIGHT - charts.BOTTOM
 
 
 def test_a_ranking_has_all_its_names():
@@ -177,5 +177,5 @@ def test_a_ranking_has_all_its_names():
 
 def test_too_many_points_are_thinned():
     points = [(float(i), 0.0) for i in range(10_001)]
-    assert len(thinned(points)) <= report.MOST_POINTS
+    assert len(thinned(points)) <= charts.MOST_POINTS
     assert thinned(points[:50]) == points[:50]

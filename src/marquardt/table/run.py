@@ -133,18 +133,14 @@ def _alike(X: Tensor, inputs: Columns) -> list[str]:
 
 
 def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[[Any], None]) -> tabular.Committee:
-    chosen: dict[str, Any] = {"task": prepared.target.task, "seed": asked.seed}
-    if asked.hidden is not None:
-        chosen["hidden"] = asked.hidden
-    if asked.steps is not None:
-        chosen["steps"] = asked.steps
     rows, target = prepared.train, prepared.target
+    hidden = "auto" if asked.hidden is None else asked.hidden
+    settings = tabular.Settings(target.task, hidden, steps=asked.steps, seed=asked.seed)
     classes = len(target.classes) if isinstance(target, ClassTarget) else None
     try:
         return tabular.train(
-            prepared.X[rows], prepared.Y[rows], tabular.Settings(**chosen),
-            checkpoint=checkpoint, watch=watch, classes=classes,
-        )  # fmt: skip
+            prepared.X[rows], prepared.Y[rows], settings, checkpoint=checkpoint, watch=watch, classes=classes
+        )
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not memory.out_of_memory(error):
             raise
