@@ -16,7 +16,6 @@ from marquardt.table.columns import (
     ClassTarget,
     Columns,
     NumberTarget,
-    check_names,
     decide_target,
     kind_of,
     learn,
@@ -134,32 +133,32 @@ def test_numbers_in_disguise(values, looks):
     assert inputs.disguised(pd.Series([*values, None], dtype="str")) == looks
 
 
-# --- numbers ---
+# --- what a column becomes ---
 
 
-def test_a_number_is_one_input_as_it_is():
-    columns = learnt(table(a=["3", "1", "2"]))
-    X, notes = columns.encode(table(a=["5", "-1"]))
-    assert X.dtype == torch.float64
-    assert X.tolist() == [[5.0], [-1.0]]
-    assert notes == []
-    assert done(columns) == {"a": "used as it is"}
-
-
-def test_missing_numbers_are_the_median_of_the_training_rows_and_marked():
-    frame = table(a=["1", None, "3", "100"])
-    columns = learnt(frame, train=[0, 1, 2])
-    X, _ = columns.encode(frame)
-    assert columns.names == ["a", "a is missing"]
-    assert X.tolist() == [[1, 0], [2, 1], [3, 0], [100, 0]]
-    assert "median 2" in done(columns)["a"]
-
-
-def test_a_value_that_is_missing_only_in_new_rows_is_told():
-    columns = learnt(table(a=["1", "2", "9"]))
-    X, [note] = columns.encode(table(a=[None, "5"]))
-    assert X.tolist() == [[2.0], [5.0]]
-    assert "'a': 1 value is missing, as none was in training; it is the median 2." in note
+@pytest.mark.parametrize(
+    ("values", "names", "new", "X", "notes"),
+    [
+        (["3", "1", "2"], ["a"], ["5", "-1"], [[5], [-1]], []),
+        (["1", None, "3"], ["a", "a is missing"], ["100", None], [[100, 0], [2, 1]], []),
+        (["1", "2", "9"], ["a"], [None, "5"], [[2], [5]],
+         ["'a': 1 value is missing, as none was in training; it is the median 2."]),
+        (["u"] * 5 + ["v"] * RARE + ["w"] * (RARE - 1) + [None], ["a = u", "a = v", "a is another", "a is missing"],
+         ["v", "w", "new", None], [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
+         ["'a': 2 rows have a level that was rare or not there in training ('new', 'w'); one input stands for all such "
+          "levels."]),
+        (["u", "v"] * RARE, ["a = u", "a = v"], ["u", "new", "newer", "new"], [[1, 0], [0, 0], [0, 0], [0, 0]],
+         ["'a': 3 rows have a level that was rare or not there in training ('new', 'newer'); they have no level at "
+          "all."]),
+    ],
+)  # fmt: skip
+def test_numbers_and_categories(values, names, new, X, notes):
+    columns = learnt(table(a=values))
+    found, said = columns.encode(table(a=new))
+    assert columns.names == names
+    assert found.dtype == torch.float64
+    assert found.tolist() == X
+    assert said == notes
 
 
 def test_what_counts_rows_is_told_and_kept():
@@ -167,27 +166,6 @@ def test_what_counts_rows_is_told_and_kept():
     assert columns.names == ["id", "x"]
     assert "--ignore" in done(columns)["id"]
     assert "--ignore" not in done(columns)["x"]
-
-
-# --- categories ---
-
-
-def test_levels_rare_levels_and_missing_ones():
-    frame = table(a=["u"] * 5 + ["v"] * RARE + ["w"] * (RARE - 1) + [None])
-    columns = learnt(frame)
-    assert columns.names == ["a = u", "a = v", "a is another", "a is missing"]
-    X, notes = columns.encode(table(a=["v", "w", "new", None]))
-    assert X.tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    assert "'new', 'w'" in notes[0]
-
-
-def test_a_level_that_was_not_there_has_no_input_and_is_told():
-    columns = learnt(table(a=["u", "v"] * RARE))
-    X, [note] = columns.encode(table(a=["u", "new", "newer", "new"]))
-    assert X.tolist() == [[1, 0], [0, 0], [0, 0], [0, 0]]
-    assert (
-        "3 rows have a level that was rare or not there in training ('new', 'newer'); they have no level at all" in note
-    )
 
 
 def test_many_levels_share_an_input_beyond_the_most_frequent():
@@ -203,9 +181,6 @@ def test_numbers_as_categories_on_request():
     assert columns.names == ["a = 1", "a = 2", "a is missing", "d = 2020-01-01 00:00:00", "d is missing"]
     assert columns.encode(frame)[0][5:].tolist() == [[0, 1, 0, 1, 0], [0, 0, 1, 0, 1]]
     assert columns.columns[0].encode(table(a=["2"])["a"])[0].tolist() == [[0, 1, 0]]
-
-
-# --- dates ---
 
 
 def test_a_date_as_days_and_as_turns_of_year_and_week():
@@ -225,17 +200,6 @@ def test_times_of_day_are_a_turn_too_and_missing_dates_are_the_middle():
     X, _ = columns.encode(frame)
     assert X[2, :-1].tolist() == X[0, :-1].tolist()
     assert X[:, -1].tolist() == [0, 0, 1]
-
-
-@pytest.mark.parametrize(("values", "day", "said"), [
-    (["01/02/2020", "03/04/2020"], "2020-01-02", "day/month/year would be possible too"),
-    (["13/02/2020", "03/04/2020"], "2020-02-13", ""),
-])  # fmt: skip
-def test_dates_that_can_be_read_in_two_ways(values, day, said):
-    frame = table(a=values)
-    columns = learnt(frame)
-    assert columns.encode(frame)[0][0, 0] == (pd.Timestamp(day) - pd.Timestamp("2000-01-01")).days
-    assert ("possible too" in done(columns)["a"]) == bool(said)
 
 
 # --- what is left out, and all of it together ---
@@ -261,13 +225,13 @@ def test_columns_that_say_nothing_are_left_out(values, why):
         learnt(table(a=values))
 
 
-def test_what_is_constant_is_judged_by_the_training_rows():
-    columns = learnt(table(a=["5", "5", "6"], x=["1", "2", "3"]), train=[0, 1])
-    assert columns.names == ["x"]
-
-
-def test_columns_on_request_are_left_out():
-    assert learnt(table(a=["1", "2"], x=["1", "2"]), ignore=("a",)).names == ["x"]
+def test_medians_and_what_is_constant_are_those_of_the_training_rows():
+    frame = table(a=["5", "5", "6"], b=["1", "3", "100"], x=["1", "2", "3"])
+    assert learnt(frame, train=[0, 1], ignore=("x",)).names == ["b"]
+    frame = table(a=["1", None, "3", "100"])
+    columns = learnt(frame, train=[0, 1, 2])
+    assert columns.encode(frame)[0].tolist() == [[1, 0], [2, 1], [3, 0], [100, 0]]
+    assert "median 2" in done(columns)["a"]
 
 
 @pytest.fixture
@@ -279,66 +243,51 @@ def mixed():
     )
 
 
-def test_columns_survive_json(mixed):
+def test_columns_survive_json_and_group_their_inputs(mixed):
     columns = learnt(mixed)
     again = Columns.from_json(json.loads(json.dumps(columns.to_json())))
     assert again.columns == columns.columns
     assert torch.equal(again.encode(mixed)[0], columns.encode(mixed)[0])
-
-
-def test_groups_are_the_inputs_of_each_column(mixed):
-    columns = learnt(mixed)
-    groups = columns.groups
-    assert list(groups) == ["n", "c", "d"]
-    assert [place for places in groups.values() for place in places] == list(range(len(columns.names)))
-    assert [columns.names[place] for place in groups["c"]] == ["c = u", "c = v"]
-
-
-def test_a_column_that_new_rows_do_not_have(mixed):
+    assert list(columns.groups) == ["n", "c", "d"]
+    assert [place for places in columns.groups.values() for place in places] == list(range(len(columns.names)))
+    assert [columns.names[place] for place in columns.groups["c"]] == ["c = u", "c = v"]
     with pytest.raises(BadTable, match="no column 'c'"):
-        learnt(mixed).encode(mixed.drop(columns="c"))
+        columns.encode(mixed.drop(columns="c"))
 
 
 # --- the target ---
 
 
-def test_numbers_are_predicted_as_numbers():
-    frame = table(y=[i / 2 for i in range(N)], z=range(N))
-    target, says = decide_target(frame, ("y", "z"), None)
-    assert target == NumberTarget(("y", "z"))
-    assert says == []
-    assert target.values(frame).tolist() == [[i / 2, i] for i in range(N)]
+@pytest.mark.parametrize(
+    ("columns", "classify", "target", "said"),
+    [
+        ({"y": [i / 2 for i in range(N)], "z": range(N)}, None, NumberTarget(("y", "z")), None),
+        ({"y": [1, 2] * 30, "z": [1, 2] * 30}, None, NumberTarget(("y", "z")), None),
+        ({"y": range(N)}, None, NumberTarget(("y",)), None),
+        ({"y": [i % 11 for i in range(N)]}, None, NumberTarget(("y",)), None),
+        ({"y": [0.5 * (i % 3) for i in range(N)]}, None, NumberTarget(("y",)), None),
+        ({"y": [2, 10, 9] * 20}, False, NumberTarget(("y",)), None),
+        ({"y": [2, 10, 9] * 20}, None, ClassTarget(("y",), ("2", "9", "10")), "--regress"),  # in the order of numbers
+        ({"y": ["b", "a", "c"] * 20}, None, ClassTarget(("y",), ("a", "b", "c")), "is text: a class is predicted"),
+        ({"y": ["0", "1", "2.5"] * 20}, True, ClassTarget(("y",), ("0", "1", "2.5")), None),
+        ({"y": ["50%", "72%", "90%"] * 20}, None, ClassTarget(("y",), ("50%", "72%", "90%")),
+         "It looks like numbers with '%': remove that to predict it as numbers."),
+        ({"y": ["50%", "72%", "90%"] * 20}, True, ClassTarget(("y",), ("50%", "72%", "90%")), None),
+    ],
+)  # fmt: skip
+def test_targets(columns, classify, target, said):
+    found, says = decide_target(table(**columns), tuple(columns), classify)
+    assert found == target_from_json(target_to_json(target)) == target
+    assert [said in sentence for sentence in says] == [True] * (said is not None)
 
 
-def test_text_is_a_class():
-    frame = table(y=["b", "a", "c"] * 20)
-    target, [said] = decide_target(frame, ("y",), None)
-    assert target == ClassTarget(("y",), ("a", "b", "c"))
-    assert "text" in said
-    assert target.values(frame)[:3].tolist() == [1, 0, 2]
-    assert target.values(table(y=["c", "new"])).tolist() == [2, -1]
-
-
-def test_few_whole_numbers_are_classes_and_that_can_be_changed():
-    frame = table(y=[2, 10, 9] * 20)
-    target, [said] = decide_target(frame, ("y",), None)
-    assert target == ClassTarget(("y",), ("2", "9", "10"))  # in the order of numbers
-    assert "--regress" in said
-    assert decide_target(frame, ("y",), False) == (NumberTarget(("y",)), [])
-
-
-@pytest.mark.parametrize("values", [[i % 11 for i in range(N)], [0.5 * (i % 3) for i in range(N)], range(N)])
-def test_other_numbers_are_numbers(values):
-    assert decide_target(table(y=values), ("y",), None)[0].task == "regression"
-
-
-def test_several_targets_are_numbers():
-    assert decide_target(table(y=[1, 2] * 30, z=[1, 2] * 30), ("y", "z"), None)[0].task == "regression"
-
-
-def test_numbers_as_classes_on_request():
-    frame = pd.DataFrame({"y": [0.0, 1.0, 2.5] * 20})
-    assert decide_target(frame, ("y",), True)[0] == ClassTarget(("y",), ("0", "1", "2.5"))
+def test_values_of_targets():
+    frame = table(y=["b", "a", "new"], z=[1.5, 2, 3])
+    assert ClassTarget(("y",), ("a", "b")).values(frame).tolist() == [1, 0, -1]
+    values = NumberTarget(("z",)).values(frame)
+    assert values.dtype == torch.float64
+    assert values.tolist() == [[1.5], [2], [3]]
+    assert decide_target(pd.DataFrame({"y": [0.0, 1.0, 2.5] * 20}), ("y",), True)[0].classes == ("0", "1", "2.5")
 
 
 @pytest.mark.parametrize(
@@ -357,39 +306,10 @@ def test_numbers_as_classes_on_request():
         ({"y": range(N), "z": range(N)}, True, ["--classify takes one --target"]),
         ({"y": ["2020-01-01", "2020-01-02"] * 30}, None, ["is a date"]),
         ({"y": [*range(N - 1), "x"]}, None, ["'x' in row 60"]),
+        ({"y": ["50%", "72%", "90%"] * 20}, False, ["is text ('50%'), but looks like numbers with '%'"]),
     ],
 )
 def test_targets_that_cannot_be_learnt(columns, classify, words):
     with pytest.raises(BadTable) as error:
         decide_target(table(**columns), tuple(columns), classify)
     assert all(word in str(error.value) for word in words), error.value
-
-
-def test_names_that_are_not_there():
-    frame = table(a=[1], b=[2])
-    check_names(frame, ("a", "b"), "--target")
-    with pytest.raises(BadTable, match="--target: there is no column 'c'; the table has 'a', 'b'"):
-        check_names(frame, ("c",), "--target")
-
-
-def test_a_table_without_names_is_told():
-    frame = pd.DataFrame([["3", "4"]], columns=["1.5", "-2"])
-    with pytest.raises(BadTable, match="the first line must have the names"):
-        check_names(frame, ("y",), "--target")
-
-
-@pytest.mark.parametrize("target", [NumberTarget(("a", "b")), ClassTarget(("c",), ("x", "y"))])
-def test_json(target):
-    assert target_from_json(target_to_json(target)) == target
-
-
-def test_classes_that_look_like_numbers_are_told():
-    frame = pd.DataFrame({"y": pd.Series(["50%", "72%", "90%"] * 10, dtype="str")})
-    target, says = decide_target(frame, ("y",), None)
-    assert target.classes == ("50%", "72%", "90%")
-    assert says == [
-        "'y' is text: a class is predicted. It looks like numbers with '%': remove that to predict it as numbers."
-    ]
-    assert decide_target(frame, ("y",), True)[1] == []
-    with pytest.raises(BadTable, match=r"the target 'y' is text \('50%'\), but looks like numbers with '%'"):
-        decide_target(frame, ("y",), False)

@@ -227,22 +227,19 @@ def test_targets_are_spread_over_the_folds():
 
 
 @pytest.mark.parametrize(
-    ("samples", "task", "division"),
+    ("samples", "settings", "division"),
     [
-        (10, "regression", Division(0, 0, 5)),
-        (100, "regression", Division(5, 5, 5)),
-        (400, "regression", Division(3, 5, 5)),
-        (400, "classification", Division(5, 5, 0)),
-        (8000, "regression", Division(3, 10, 0)),
-        (40_000, "regression", Division(2, 10, 0)),
+        (10, Settings(), Division(0, 0, 5)),
+        (100, Settings(), Division(5, 5, 5)),
+        (400, Settings(), Division(3, 5, 5)),
+        (400, Settings("classification"), Division(5, 5, 0)),
+        (8000, Settings(), Division(3, 10, 0)),
+        (40_000, Settings(), Division(2, 10, 0)),
+        (400, Settings(held_out=False), Division(0, 0, 5)),
     ],
 )
-def test_division(samples, task, division):
-    assert Settings(task).arranged(samples, 8, 1, 1)[1] == division
-
-
-def test_without_early_stopping_everything_trains():
-    assert Settings(held_out=False).arranged(400, 8, 1, 1)[1] == Division(0, 0, 5)
+def test_division(samples, settings, division):
+    assert settings.arranged(samples, 8, 1, 1)[1] == division
 
 
 def test_given_sizes_are_one_configuration():
