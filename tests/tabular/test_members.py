@@ -39,7 +39,7 @@ def test_gradient_and_matrix_are_those_of_the_reference(law):
     loss = nn.MSELoss(reduction="sum") if isinstance(law, Numbers) else nn.CrossEntropyLoss(reduction="sum")
     factor = 0.5 if isinstance(law, Numbers) else 1.0
     for i in range(K):
-        repeats = run.data.weight[i].long()  # a weight is so many samples
+        repeats = run.data.weight[i].long()  # a weight counts equal samples
         x, y = (t[i].repeat_interleave(repeats, 0) for t in (run.data.x, run.data.y))
         plain = reference.quadratic(module(run.network, run.theta[i]), loss, x, y)
         torch.testing.assert_close(run.loss[i], factor * plain.f)

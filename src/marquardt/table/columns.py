@@ -390,7 +390,7 @@ def learn(
         found = "category" if name in categorical else kind_of(name, frame[name])
         if found == "category" and name not in categorical and (looks := disguised(frame[name])):
             notices.append(f"Column {name!r} looks like {looks} to use it as numbers.")
-        column, why = _learnt(name, frame[name], train, found)
+        column, why = _column_of(name, frame[name], train, found)
         if column is None:
             told.append(Told(name, found, f"left out: {why}"))
         else:
@@ -403,7 +403,7 @@ def learn(
     return Columns(tuple(columns), tuple(told), tuple(notices))
 
 
-def _learnt(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple[Column | None, str]:
+def _column_of(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple[Column | None, str]:
     """The column and a remark, or None and why not."""
     rows = column.iloc[train]
     if kind == "empty" or rows.isna().all():

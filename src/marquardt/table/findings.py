@@ -17,7 +17,7 @@ from .request import Request
 
 LEVEL = 0.95  # of the intervals in predictions.csv and the report
 BINS = 10  # of the reliability diagram
-REPEATS = 5  # of every column whose values are dealt to other rows
+REPEATS = 5  # times that the values of a column are shuffled
 ROWS = 1000  # that are looked at for this
 
 
@@ -192,7 +192,7 @@ def confusion(true: Tensor, probabilities: Tensor) -> list[list[int]]:
     return [list(map(int, row)) for row in counts.view(classes, classes).tolist()]
 
 
-# --- how much a column matters: by how much predictions get worse once its values are dealt to other rows ---
+# --- how much a column matters: by how much predictions get worse once its values are shuffled among the rows ---
 
 
 def permutation(
@@ -207,10 +207,10 @@ def permutation(
     for name, places in groups.items():
         rises = []
         for _ in range(REPEATS):
-            dealt = X.clone()
+            shuffled = X.clone()
             order = torch.randperm(len(X), generator=generator)
-            dealt[:, list(places)] = X[order][:, list(places)]
-            rises.append(error(dealt, rows) - base)
+            shuffled[:, list(places)] = X[order][:, list(places)]
+            rises.append(error(shuffled, rows) - base)
         values = torch.tensor(rises, dtype=torch.float64)
         found.append(Importance(name, float(values.mean()), float(values.std(correction=0))))
     return sorted(found, key=lambda importance: -importance.rise)

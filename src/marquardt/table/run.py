@@ -92,9 +92,9 @@ def split(Y: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     train, test = [], []
     for rows in groups:
         rows = rows[torch.randperm(len(rows), generator=generator)]
-        kept = min(round(fraction * len(rows)), len(rows) - 1)
-        test.append(rows[:kept])
-        train.append(rows[kept:])
+        count = min(round(fraction * len(rows)), len(rows) - 1)
+        test.append(rows[:count])
+        train.append(rows[count:])
     return torch.cat(train).sort().values, torch.cat(test).sort().values
 
 
@@ -108,9 +108,9 @@ def _check_memory(rows: int, inputs: int) -> None:
 
 
 def _sizes(target: Target, Y: Tensor, train: Tensor, test: Tensor, inputs: Columns) -> list[str]:
-    kept = f"{len(test):,} to test with" if len(test) else "none to test with: the report is about rows it has seen"
+    rest = f"{len(test):,} to test with" if len(test) else "none to test with: the report is about rows it has seen"
     sizes = f"{counted(len(inputs.columns), 'column')} as {counted(len(inputs.names), 'input')}"
-    says = [f"{counted(len(train), 'row')} to train on, {kept}; {sizes}."]
+    says = [f"{counted(len(train), 'row')} to train on, {rest}; {sizes}."]
     if isinstance(target, ClassTarget):
         counts = torch.bincount(Y[train], minlength=len(target.classes)).tolist()
         rare = [name for name, count in zip(target.classes, counts, strict=True) if count < columns.RARE]
@@ -177,7 +177,7 @@ def _error(prepared: Prepared, committee: tabular.Committee) -> Callable[[Tensor
 def write(found: Findings, out: Path) -> None:
     prepared = found.prepared
     model = predictions.weights(found.committee, out / request.CHECKPOINT / request.MODEL)
-    kept = (prepared.columns, prepared.target, found.request.missing, prepared.commas, model)
+    inputs = (prepared.columns, prepared.target, found.request.missing, prepared.commas, model)
     table = predictions.frame(prepared.target, found.predicted, LEVEL, prepared.Y)
     sets = np.full(len(table), "train", dtype=object)
     sets[prepared.test.numpy()] = "test"
@@ -187,7 +187,7 @@ def write(found: Findings, out: Path) -> None:
         out,
         {
             request.MODEL: model,
-            request.PREPROCESSING: predictions.preprocessing(*kept),
+            request.PREPROCESSING: predictions.preprocessing(*inputs),
             request.PREDICTIONS: predictions.to_csv(table).encode(),
             request.METRICS: (documents.dumps(_metrics(found), indent=1) + "\n").encode(),
             request.REPORT: report.page(found).encode(),

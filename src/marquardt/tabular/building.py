@@ -144,8 +144,8 @@ def check(x: Tensor, y: Tensor, settings: Settings, weight: Tensor | None) -> No
 
 def distinct(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same rows once, sorted, with the sum of their weights; those of weight 0 left out."""
-    kept = weight > 0
-    x, y, weight = x[kept], y[kept], weight[kept]
+    real = weight > 0
+    x, y, weight = x[real], y[real], weight[real]
     wide = y[:, None].to(x) if y.ndim == 1 else y
     table, place = torch.unique(torch.cat((x, wide), 1), dim=0, return_inverse=True)
     total = torch.zeros(len(table), dtype=x.dtype).index_add_(0, place, weight)
@@ -253,9 +253,9 @@ def not_lost(part: Members, chosen: Members, data: Given) -> Members:
     """The members that fit what they have seen not much worse than those that chose predict what they had not seen, and
     had as many steps as were best for these; otherwise those that chose"""
     outputs = data.y.shape[2] if data.y.ndim == 3 else 1
-    kept = part.error <= WORSE * chosen.error.median() / outputs
+    good = part.error <= WORSE * chosen.error.median() / outputs
     enough = max(len(steps) for steps in part.steps) >= int(chosen.best_step.median())
-    return part.among(kept) if enough and bool(kept.any()) else agreeing(chosen)
+    return part.among(good) if enough and bool(good.any()) else agreeing(chosen)
 
 
 def agreeing(chosen: Members) -> Members:

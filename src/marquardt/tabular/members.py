@@ -100,12 +100,12 @@ class Members:
     def outputs(self, x: Tensor) -> Tensor:
         return self.network.outputs(self.theta, x)
 
-    def among(self, kept: Tensor) -> Members:
-        """Some of them: kept (k,) is true for those"""
+    def among(self, chosen: Tensor) -> Members:
+        """Some of them: chosen (k,) is true for those"""
         names = ("theta", "alpha", "beta", "best_step", "error", "gamma")
-        steps = [s for s, one in zip(self.steps, kept.tolist(), strict=True) if one]
-        root = None if self.root is None else self.root[kept]
-        return replace(self, **{name: getattr(self, name)[kept] for name in names}, root=root, steps=steps)
+        steps = [s for s, one in zip(self.steps, chosen.tolist(), strict=True) if one]
+        root = None if self.root is None else self.root[chosen]
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names}, root=root, steps=steps)
 
     def variance(self, x: Tensor) -> Tensor:
         """√β·diag JH⁻¹Jᵀ of the outputs, for x (N, d): (k, N, c)
@@ -242,9 +242,9 @@ class Descent:
         after = beta * loss + 0.5 * (alpha * new.square()).sum(1)
         accepted: Tensor = (info == 0) & (after < before)
         self.lam[some] = (self.lam[some] * torch.where(accepted, DOWN, UP)).clamp(1e-12, MOST)
-        taken = some[accepted]
-        self.theta[taken], self.moved[taken] = new[accepted], True
-        self.loss[taken] = loss[accepted]
+        movers = some[accepted]
+        self.theta[movers], self.moved[movers] = new[accepted], True
+        self.loss[movers] = loss[accepted]
         small = before - after < SMALL * before.abs()
         self.quiet[some] = torch.where(accepted, torch.where(small, self.quiet[some] + 1, 0), self.quiet[some])
         return accepted
@@ -267,11 +267,11 @@ class Descent:
             self.error[members] = error
             clearly = error < self.mark[members] * (1 - BETTER)
             self.mark[members[clearly]], self.since[members[clearly]] = error[clearly], step
-        kept, best = members[better], self.best
-        self.least[kept] = error[better]
-        best.error[kept], best.best_step[kept] = error[better], step
-        best.theta[kept], best.alpha[kept], best.beta[kept] = self.theta[kept], self.alpha[kept], self.beta[kept]
-        best.gamma[kept] = self.gamma[kept]
+        some, best = members[better], self.best
+        self.least[some] = error[better]
+        best.error[some], best.best_step[some] = error[better], step
+        for name in ("theta", "alpha", "beta", "gamma"):
+            getattr(best, name)[some] = getattr(self, name)[some]
 
     def write(self, some: Tensor, accepted: Tensor) -> None:
         """Loss, error of what is held out, λ and whether the step was accepted"""
