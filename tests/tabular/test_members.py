@@ -27,7 +27,7 @@ def given(law, seed: int = 0) -> Given:
     return Given(x, torch.stack((x.sum(2).tanh(), x[..., 0] ** 2), 2) + noise, weight)
 
 
-def descent(law, limits=None, held=None, data=None, groups="tensors") -> Descent:
+def descent(law, limits=None, held=None, data=None, groups="all") -> Descent:
     network = Network((D, 4, law.rank), "tanh")
     return Descent(network, law, groups, data or given(law), held, limits or Limits(20, 20), generator(1))
 
@@ -66,7 +66,7 @@ def test_rows_that_are_drawn_have_the_matrix_as_their_mean():
 def test_evidence_is_that_of_the_posterior():
     """γ of one α, and the α and β that follow, from mq.posterior of the same network"""
     law = Numbers(2)
-    run = descent(law, groups="all")
+    run = descent(law)
     run.run()
     run.linearise(EVERYONE)
     alpha, beta = run.alpha.clone(), run.beta.clone()
@@ -85,7 +85,7 @@ def test_evidence_is_that_of_the_posterior():
 
 
 def test_a_step_solves_the_damped_equations_and_lowers_the_objective():
-    run = descent(Numbers(2))
+    run = descent(Numbers(2), groups="inputs")
     run.linearise(EVERYONE)
     theta, loss, lam = run.theta.clone(), run.loss.clone(), run.lam.clone()
     a = run.alpha[:, run.groups]
@@ -135,7 +135,7 @@ def test_the_best_weights_on_what_is_held_out_are_kept():
 
 
 def test_variance_is_that_of_the_dense_inverse():
-    run = descent(Numbers(2))
+    run = descent(Numbers(2), groups="inputs")
     found = run.run()
     x = drawn(7, D, seed=9)
     variance = found.variance(x)

@@ -37,10 +37,9 @@ def test_outputs_and_derivatives_are_those_of_the_module(sizes, activation):
     torch.testing.assert_close(network.outputs(theta, x[0])[:1], z[:1])  # inputs that all members share
 
 
-def test_groups_number_columns_tensors_or_everything():
+def test_groups_number_columns_and_tensors_or_everything():
     network = Network((3, 2, 1), "tanh")  # weights 2×3 and 1×2
     assert network.groups("all").tolist() == [0] * 11
-    assert network.groups("tensors").tolist() == [0] * 6 + [1] * 2 + [2] * 2 + [3]
     assert network.groups("inputs").tolist() == [0, 1, 2, 0, 1, 2, 3, 3, 4, 4, 5]
 
 

@@ -35,6 +35,9 @@ ALPHA, LOW, HIGH = 0.1, 1e-6, 1e8
 # At least this share of all targets is left for the noise, however many parameters fit them.
 LEFT = 0.05
 
+# Steps from one estimate of α and β to the next
+EVERY = 3
+
 # Steps that gain less than this share of the objective: after a few of them a member is at its end.
 SMALL, FEW = 1e-5, 5
 
@@ -70,7 +73,6 @@ class Limits:
 
     steps: int
     patience: int
-    every: int = 3  # steps from one estimate of α and β to the next
     rows: int | None = None  # of the data in G, drawn anew for every step; None is all of them
 
 
@@ -162,7 +164,7 @@ class Descent:
             if not len(some):
                 break
             self.linearise(some[self.moved[some]])
-            if step > 1 and (step - 1) % self.plan.every == 0:
+            if step > 1 and (step - 1) % EVERY == 0:
                 self.estimate(some)
             accepted = self.move(some)
             self.compare(some[accepted], step)

@@ -114,14 +114,11 @@ class Network:
         return found.flatten(1, 2)
 
     def groups(self, kind: str) -> Tensor:
-        """Which α every parameter has: one for "all"; one for each weight and bias ("tensors"); and one for each input
-        column of the first weight as well ("inputs"). (n,)"""
-        found = torch.zeros(self.n, dtype=torch.long)
-        if kind == "all":
-            return found
-        count = 0
-        for i, (begin, middle, end) in enumerate(self.places):
-            columns = self.sizes[0] if kind == "inputs" and i == 0 else 1
+        """Which α every parameter has: one for "all"; or ("inputs") one for each input column of the first weight, and
+        one for each other weight and bias. (n,)"""
+        found, count = torch.zeros(self.n, dtype=torch.long), 0
+        for i, (begin, middle, end) in enumerate(self.places if kind == "inputs" else ()):
+            columns = 1 if i else self.sizes[0]
             found[begin:middle] = count + torch.arange(middle - begin) % columns
             found[middle:end] = count + columns
             count += columns + 1

@@ -54,12 +54,7 @@ class Configuration:
 
     def __str__(self) -> str:
         shape = "×".join(map(str, self.hidden)) or "linear"
-        named = {
-            "all": "one precision",
-            "tensors": "precisions by layer",
-            "inputs": "precisions by input",
-            "decay": "weight decay",
-        }
+        named = {"all": "one precision", "inputs": "precisions by input", "decay": "weight decay"}
         return f"{shape} {self.activation}, {named[self.groups]}"
 
 
