@@ -88,7 +88,7 @@ class LMRegressor(RegressorMixin, _LM):  # type: ignore[misc]
     each kind counts, and how wide the intervals are, comes from these parts too. A table of some hundred rows takes
     seconds, and the work is bounded for large ones.
 
-    A `sample_weight` that is a whole number counts as so many equal samples; weights that are not whole are relative.
+    A `sample_weight` that is a whole number counts as that many equal samples; weights that are not whole are relative.
     `committee_` is what was trained, `committee_.says` what it is made of, `history_` the steps of each member.
 
     Args:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from marquardt.tabular.network import ACTIVATIONS, Network
 
 QUICK = {"hidden": (4,), "members": 2, "steps": 15}
 
 
-def table(N: int = 60, outputs: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def module(network: Network, theta: torch.Tensor) -> nn.Sequential:
+    layers = []
+    for a, b in pairwise(network.sizes):
+        layers += [nn.Linear(a, b).double(), ACTIVATIONS[network.activation].module()]
+    found = nn.Sequential(*layers[:-1])
+    nn.utils.vector_to_parameters(theta, found.parameters())
+    return found
+
+
+def table(N: int = 60, outputs: int = 1) -> tuple[Tensor, Tensor]:
+    g = generator()
     x = torch.randn(N, 3, generator=g, dtype=torch.float64)
     y = torch.stack([x[:, 0].tanh() + k * x[:, 1] for k in range(outputs)], 1)
     return x, y + 0.1 * torch.randn(N, outputs, generator=g, dtype=torch.float64)

@@ -1,14 +1,98 @@
-"""How rows are split, and that a committee is judged by rows that it has not seen."""
+"""The folder of a run; how its rows are split, and that a committee is judged by rows that it has not seen."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from marquardt.table import run
+from marquardt import documents
+from marquardt.table import request, run
 from marquardt.table.reading import BadTable
-from marquardt.table.request import Request
+from marquardt.table.request import CHECKPOINT, RUN, BadFolder, Request, begin, check, end, finished
 from support.tables import houses, write
+
+
+@pytest.fixture
+def asked(tmp_path):
+    (tmp_path / "data.csv").write_text("a,y\n1,2\n")
+    return Request(tmp_path / "data.csv", ("y",), hidden=(4,))
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def test_a_run_begins_goes_on_and_ends(asked, out):
+    assert begin(out, asked, resume=False) == []
+    assert not finished(out)
+    (out / CHECKPOINT).mkdir()
+    assert begin(out, asked, resume=True) == []
+    end(out)
+    assert finished(out)
+    assert not (out / CHECKPOINT).exists()
+    assert json.loads((out / RUN).read_text())["options"]["targets"] == ["y"]
+
+
+def test_other_data_and_other_options_are_refused(asked, out):
+    begin(out, asked, resume=False)
+    with pytest.raises(BadFolder, match=r"other options: hidden was \[4\] and is \[5\]"):
+        begin(out, replace(asked, hidden=(5,)), resume=True)
+    with pytest.raises(BadFolder, match="other options: steps was not given and is 7"):
+        begin(out, replace(asked, steps=7), resume=True)
+    asked.data.write_text("a,y\n1,3\n")
+    with pytest.raises(BadFolder, match=r"other data: .*data.csv has changed"):
+        check(out, asked, resume=True)
+
+
+def test_the_same_data_may_have_moved(asked, out, tmp_path):
+    begin(out, asked, resume=False)
+    moved = asked.data.rename(tmp_path / "moved.csv")
+    assert begin(out, replace(asked, data=moved), resume=True) == []
+
+
+def test_what_a_killed_process_left_is_no_obstacle(asked, out):
+    (out / ".run.lock").touch()
+    (out / "run.0123abcd.part").touch()
+    [said] = begin(out, asked, resume=True)
+    assert "has no run to go on with" in said
+    assert {path.name for path in out.iterdir()} == {".run.lock", RUN}
+    assert not finished(out)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"data": {}}'])
+def test_a_damaged_run_file(asked, out, content):
+    (out / RUN).write_text(content)
+    with pytest.raises(BadFolder, match=r"run.json is damaged"):
+        begin(out, asked, resume=True)
+
+
+def test_a_run_goes_on_with_its_threads_and_tells_other_versions(asked, out, monkeypatch):
+    begin(out, asked, resume=False)
+    threads = torch.get_num_threads()
+    found, _ = documents.read(out / RUN)
+    found["versions"] |= {"threads": threads + 1, "torch": "1.0"}
+    documents.write(out / RUN, found)
+    try:
+        [said] = begin(out, asked, resume=True)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    assert "torch was 1.0 and is" in said
+
+
+def test_every_option_is_kept(asked):
+    kept = asked.options()
+    assert set(kept) == set(Request.__dataclass_fields__) - {"data"}
+    assert json.loads(json.dumps(kept)) == kept
+    assert request.identity(asked).data.bytes == asked.data.stat().st_size
+
+
+# --- rows to train on and to test with ---
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.2, 0.9])
@@ -17,6 +101,7 @@ def test_every_row_is_in_one_of_both_sets(fraction, double):
     assert sorted(train.tolist() + test.tolist()) == list(range(50))
     assert len(test) == round(50 * fraction)
     assert torch.equal(run.split(torch.randn(50, 1), fraction, seed=1)[1], test)
+    assert fraction == 0 or not torch.equal(run.split(torch.randn(50, 1), fraction, seed=2)[1], test)
 
 
 def test_each_class_is_split_and_has_a_row_to_train_on():
@@ -24,10 +109,6 @@ def test_each_class_is_split_and_has_a_row_to_train_on():
     train, test = run.split(Y, 0.5, seed=0)
     assert torch.bincount(Y[test], minlength=3).tolist() == [20, 5, 0]
     assert torch.bincount(Y[train], minlength=3).tolist() == [20, 5, 1]
-
-
-def test_another_seed_is_another_split():
-    assert not torch.equal(run.split(torch.zeros(50, 1), 0.2, seed=0)[1], run.split(torch.zeros(50, 1), 0.2, seed=1)[1])
 
 
 def test_columns_are_learnt_from_the_rows_to_train_on(tmp_path):
@@ -53,13 +134,6 @@ def test_a_target_that_is_constant_in_the_rows_to_train_on(tmp_path):
         BadTable, match=r"every value of the target 'y' is 0.5 in the rows to train on \(another --seed"
     ):
         run.prepare(Request(data, ("y",)))
-
-
-def test_the_target_is_no_input(tmp_path):
-    data = write(tmp_path / "data.csv", houses(40))
-    prepared = run.prepare(Request(data, ("price", "rent"), ignore=("sold",)))
-    assert list(prepared.columns.groups) == ["area", "city", "rooms", "built"]
-    assert prepared.Y.shape == (40, 2)
 
 
 def test_rare_classes_are_told(tmp_path):

@@ -1,4 +1,5 @@
-"""From a table to a committee: order, weights, seeds, folders, and tables from which nothing can be learnt."""
+"""From a table to a committee: order, weights, folders, tables from which nothing can be learnt, the work that shapes
+plan, and how much each configuration counts."""
 
 from __future__ import annotations
 
@@ -6,26 +7,20 @@ import pytest
 import torch
 
 from marquardt.tabular import Settings, building, train
-from marquardt.tabular.law import Numbers
+from marquardt.tabular.building import calibrated, distinct, folds, mixed, stacked
 from marquardt.tabular.members import Descent, Given, Limits
-from marquardt.tabular.network import Network
-from support.committees import QUICK, classes, table
+from marquardt.tabular.network import Network, Numbers
+from marquardt.tabular.settings import Division, rows_of
+from support.committees import QUICK, classes, drawn, generator, table
 
 
 def same(a, b, x) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.predict(x), b.predict(x), strict=True))
 
 
-def test_one_seed_is_one_committee_and_another_another():
-    x, y = table()
-    first = train(x, y, Settings(**QUICK))
-    assert same(first, train(x, y, Settings(**QUICK)), x)
-    assert not same(first, train(x, y, Settings(seed=1, **QUICK)), x)
-
-
 def test_the_order_of_the_rows_does_not_matter():
     x, y = table()
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(60, generator=generator(1))
     assert same(train(x, y, Settings(**QUICK)), train(x[order], y[order], Settings(**QUICK)), x)
 
 
@@ -41,7 +36,7 @@ def test_whole_weights_count_as_equal_rows(N):
 
 def test_weights_that_are_not_whole_are_relative():
     x, y = table()
-    weight = torch.rand(60, generator=torch.Generator().manual_seed(0)).double() + 0.5
+    weight = torch.rand(60, generator=generator(0)).double() + 0.5
     first, second = (train(x, y, Settings(**QUICK), weight=c * weight) for c in (1.0, 1024.0))
     assert same(first, second, x)
 
@@ -87,17 +82,21 @@ def test_steps_are_watched():
         assert own[-1]["loss"] < own[0]["loss"]
 
 
-def test_constant_targets_and_columns():
-    x, y = table()
-    found = train(x, torch.full_like(y, 3.7), Settings(**QUICK))
-    mean, std = found.predict(x)
-    assert bool((mean == 3.7).all())
-    assert bool((std == 0).all())
-    assert found.says == ["all targets are the same"]
-    found = train(torch.ones_like(x), y, Settings(**QUICK))
-    mean, std = found.predict(x)
-    torch.testing.assert_close(mean, y.mean(0).expand_as(mean))
-    torch.testing.assert_close(std, y.std(0, unbiased=False).expand_as(std))
+@pytest.mark.parametrize(
+    ("x", "y", "mean", "std", "said"),
+    [
+        (drawn(60, 3), torch.full((60, 1), 3.7).double(), 3.7, 0.0, "all targets are the same"),
+        (torch.ones(60, 3).double(), drawn(60, 1), None, None, "no input column has two different values"),
+        (drawn(1, 3), torch.full((1, 1), -2.5).double(), -2.5, 0.0, "all targets are the same"),
+    ],
+)
+def test_nothing_to_learn(x, y, mean, std, said):
+    found = train(x, y, Settings(**QUICK))
+    means, stds = found.predict(x + 1)
+    wanted = (y.mean(), y.std(unbiased=False)) if mean is None else (torch.tensor(v).double() for v in (mean, std))
+    for t, value in zip((means, stds), wanted, strict=True):
+        torch.testing.assert_close(t, value.expand_as(t))
+    assert found.says == [said]
 
 
 def test_a_constant_target_beside_another():
@@ -108,15 +107,9 @@ def test_a_constant_target_beside_another():
     assert float((mean[:, 0] - y[:, 0]).square().mean()) < 0.1
 
 
-def test_one_sample_and_one_class():
-    x, y = table(1)
-    assert torch.equal(train(x, y, Settings()).mean(x + 1), y)
-    x, y = classes()
-    assert train(x, torch.zeros_like(y), Settings("classification")).probabilities(x).tolist() == [[1.0]] * 60
-
-
-def test_classes_that_are_not_there_are_unlikely():
+def test_one_class_and_classes_that_are_not_there():
     x, y = classes(count=2)
+    assert train(x, torch.zeros_like(y), Settings("classification")).probabilities(x).tolist() == [[1.0]] * 60
     p = train(x, y, Settings("classification", **QUICK), classes=4).probabilities(x)
     assert p.shape == (60, 4)
     assert float(p[:, 2:].mean()) < 0.1
@@ -144,28 +137,24 @@ def test_bad_tables_are_refused(change, words):
 
 
 def test_threads_are_as_they_were():
-    before = torch.get_num_threads()
-    seen = []
-    train(*table(), Settings(**QUICK), watch=lambda event: seen.append(torch.get_num_threads()))
+    before, seen = torch.get_num_threads(), []
+
+    def watch(event):
+        seen.append(torch.get_num_threads())
+        if event["member"] == 2:
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        train(*table(), Settings(**QUICK), watch=watch)
     assert set(seen) == {1}
     assert torch.get_num_threads() == before
-    with pytest.raises(RuntimeError, match="broken"):
-        train(*table(), Settings(**QUICK), watch=broken)
-    assert torch.get_num_threads() == before
-
-
-def broken(event):
-    raise RuntimeError("broken")
 
 
 def trained_part(steps: int, held: bool):
     x, y = table()
     given = Given(x.expand(3, -1, -1), y.expand(3, -1, -1), torch.ones(3, 60, dtype=torch.float64))
-    run = Descent(
-        Network((3, 4, 1), "tanh"), Numbers(1), "all", given, given if held else None, Limits(steps, steps),
-        torch.Generator().manual_seed(0),
-    )  # fmt: skip
-    return run.run(), given
+    network, held = Network((3, 4, 1), "tanh"), given if held else None
+    return Descent(network, Numbers(1), "all", given, held, Limits(steps, steps), generator()).run(), given
 
 
 def test_members_that_are_lost_are_left_out():
@@ -193,3 +182,155 @@ def test_a_member_far_above_the_others_is_left_out():
     assert len(building.agreeing(chosen).theta) == 3
     chosen.error[0] = 100 * chosen.error[1]
     assert torch.equal(building.agreeing(chosen).theta, chosen.theta[1:])
+
+
+# --- equal rows and folds ---
+
+
+def test_equal_rows_once_whatever_their_order():
+    x = torch.tensor([[2.0, 1], [1, 5], [2, 1], [3, 3]], dtype=torch.float64)
+    y = torch.tensor([0, 1, 0, 2])
+    weight = torch.tensor([1.0, 2, 3, 0], dtype=torch.float64)
+    first = distinct(x, y, weight)
+    assert first[0].tolist() == [[1, 5], [2, 1]]
+    assert first[1].tolist() == [1, 0]
+    assert first[2].tolist() == [2, 4]
+    order = torch.tensor([3, 2, 0, 1])
+    for a, b in zip(first, distinct(x[order], y[order], weight[order]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rows_with_equal_inputs_and_other_targets_stay_apart():
+    x = torch.ones(3, 1, dtype=torch.float64)
+    y = torch.tensor([[1.0], [2.0], [1.0]], dtype=torch.float64)
+    _, targets, weight = distinct(x, y, torch.ones(3, dtype=torch.float64))
+    assert targets.tolist() == [[1], [2]]
+    assert weight.tolist() == [2, 1]
+
+
+def test_classes_are_spread_over_the_folds():
+    y = torch.tensor([0] * 50 + [1] * 10 + [2] * 5)
+    fold = folds(y, 5, generator())
+    for k in range(5):
+        assert torch.bincount(y[fold == k], minlength=3).tolist() == [10, 2, 1]
+
+
+def test_targets_are_spread_over_the_folds():
+    y = drawn(100, 1)
+    fold = folds(y, 5, generator())
+    assert torch.bincount(fold).tolist() == [20] * 5
+    low = y[:, 0] <= y[:, 0].sort().values[49]
+    assert torch.bincount(fold[low]).tolist() == [10] * 5
+
+
+# --- what is trained ---
+
+
+@pytest.mark.parametrize(
+    ("samples", "settings", "division"),
+    [
+        (10, Settings(), Division(0, 0, 5)),
+        (100, Settings(), Division(5, 5, 5)),
+        (400, Settings(), Division(3, 5, 5)),
+        (400, Settings("classification"), Division(5, 5, 0)),
+        (8000, Settings(), Division(3, 10, 0)),
+        (40_000, Settings(), Division(2, 10, 0)),
+        (400, Settings(held_out=False), Division(0, 0, 5)),
+    ],
+)
+def test_division(samples, settings, division):
+    assert settings.arranged(samples, 8, 1, 1)[1] == division
+
+
+def test_given_sizes_are_one_configuration():
+    (one,), _ = Settings(hidden=(7, 3), activation="relu").arranged(400, 8, 1, 1)
+    assert (one.hidden, one.activation, one.groups) == ((7, 3), "relu", "inputs")
+    several, _ = Settings(activation="relu").arranged(400, 8, 1, 1)
+    assert {one.activation for one in several} == {"relu"}
+
+
+@pytest.mark.parametrize(("samples", "inputs", "outputs"), [(1500, 60, 10), (100_000, 100, 1)])
+def test_large_matrices_leave_kronecker_factors(samples, inputs, outputs):
+    found, division = Settings().arranged(samples, inputs, outputs, outputs)
+    assert {one.groups for one in found} == {"decay"}
+    assert division.final == 0
+    (one,), _ = Settings(hidden=(500, 500)).arranged(400, 8, 1, 1)
+    assert (one.hidden, one.groups) == ((500, 500), "decay")
+
+
+@pytest.mark.parametrize("samples", [100, 1000, 10_000, 100_000])
+def test_the_work_bounds_the_steps(samples):
+    settings, network = Settings(work=1e11), Network((8, 10, 10, 1), "silu")
+    limits = settings.plan(network, 3, samples, 1, 1e11)
+    work = limits.steps * settings.cost(network, 3, samples, 1)
+    assert limits.steps == 250 or 0.9e11 < work <= 1e11
+    assert settings.plan(network, 3, samples, 1, 1e11, 17).steps <= 17
+
+
+def test_a_matrix_has_all_rows_unless_there_are_many():
+    network = Network((8, 10, 10, 1), "silu")
+    assert rows_of(network, 2000, 1) is None
+    assert rows_of(network, 50_000, 1) == 2000
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"task": "ranking"}, "task='ranking'"), ({"seed": -1}, "seed=-1"), ({"work": 0}, "work=0")]
+)
+def test_bad_settings_are_named(given, words):
+    with pytest.raises(ValueError, match=words):
+        Settings(**given)
+
+
+# --- weights of configurations and widths of intervals, against plain searches ---
+
+
+def simplex(steps: int) -> torch.Tensor:
+    return (
+        torch.tensor([(i, j, steps - i - j) for i in range(steps + 1) for j in range(steps + 1 - i)]).double() / steps
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_weights_have_a_smaller_error(seed):
+    y, weight = drawn(60, 2, seed=seed), torch.rand(60, generator=generator(seed)).double() + 0.1
+    scales = torch.tensor([0.2, 0.3, 1.0], dtype=torch.float64)[:, None, None]
+    p = y + scales * drawn(3, 60, 2, seed=seed + 10)
+
+    def error(w):
+        return float((weight[:, None] * (y - torch.einsum("c,cno->no", w, p)).square()).sum())
+
+    w = stacked(p, y, weight)
+    assert float(w.sum()) == pytest.approx(1)
+    assert bool((w >= 0).all())
+    assert all(error(w) <= error(other) * (1 + 1e-8) for other in simplex(40))
+
+
+def test_equal_configurations_are_no_trouble():
+    y = drawn(30, 1)
+    p = (y + 0.1 * drawn(30, 1, seed=1)).expand(3, -1, -1)
+    w = stacked(p, y, torch.ones(30, dtype=torch.float64))
+    assert float(w.sum()) == pytest.approx(1)
+    assert bool(w.isfinite().all())
+
+
+def test_a_mixture_has_the_largest_likelihood():
+    p = torch.rand(3, 80, generator=generator(3)).double().clamp(min=0.01)
+    weight = torch.ones(80, dtype=torch.float64)
+    w = mixed(p, weight, rounds=2000)
+    best = max(float((other @ p).log().sum()) for other in simplex(40))
+    assert float((w @ p).log().sum()) >= best - 1e-3
+
+
+@pytest.mark.parametrize(("floor", "factor"), [(0.5, 0.0), (0.01, 2.0), (0.3, 1.0)])
+def test_floor_and_factor_are_found(floor, factor):
+    variance = torch.rand(6_000, generator=generator(1)).double() ** 2
+    squares = (floor + factor * variance) * drawn(6_000).square()
+    s2, c = calibrated(squares, variance, torch.ones(6_000, dtype=torch.float64))
+    expected, found = floor + factor * variance, s2 + c * variance
+    assert float((found / expected).log().abs().mean()) < 0.15
+
+
+def test_no_residuals_and_no_variance():
+    zero, one = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    assert calibrated(zero, one, one) == (0.0, 0.0)
+    assert calibrated(2 * one, zero, one) == (2.0, 0.0)

@@ -1,4 +1,4 @@
-"""What a committee predicts, and its state."""
+"""What a committee predicts, its state, and its inputs in units of their spread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from marquardt.tabular import Committee, Settings, train
-from support.committees import QUICK, classes, table
+from marquardt.tabular.committee import Inputs, Scale
+from support.committees import QUICK, classes, drawn, table
 
 
 def stored(found: Committee) -> Committee:
@@ -29,7 +30,7 @@ def test_numbers_after_storing(outputs, hidden):
         assert torch.equal(a, b)
     torch.testing.assert_close(found.mean(x), found.predict(x)[0])
     assert again.history == found.history
-    assert (again.settings.task, again.says, again.sizes) == ("regression", found.says, found.sizes)
+    assert (again.settings.task, again.says) == ("regression", found.says)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -53,7 +54,7 @@ def test_each_kind_names_the_other():
 
 
 def test_the_variance_grows_away_from_the_data():
-    x, y = table(N=200)
+    x, y = table(200)
     found = train(x, y, Settings(held_out=False, **QUICK))
     _, near = found.predict(x[:20])
     _, far = found.predict(x[:20] + 4)
@@ -77,3 +78,45 @@ def test_no_standard_deviation_is_beyond_what_the_targets_say():
     centred = (mean - found.targets.centre) / found.targets.spread
     limit = (found.floor + 1 + centred.square()).sqrt() * found.targets.spread
     assert torch.allclose(std, limit)
+
+
+# --- inputs and targets in units of their spread ---
+
+
+def test_weights_count_as_equal_rows():
+    x, weight = drawn(6, 2), torch.tensor([1.0, 0, 2, 3, 1, 1], dtype=torch.float64)
+    repeated = x.repeat_interleave(weight.long(), 0)
+    scale = Scale.of(x, weight)
+    torch.testing.assert_close(scale.centre, repeated.mean(0))
+    torch.testing.assert_close(scale.spread, repeated.std(0, unbiased=False))
+    torch.testing.assert_close(scale.undo(scale.apply(x)), x)
+
+
+@pytest.mark.parametrize("size", [1e-200, 1.0, 1e200])
+def test_huge_and_tiny_columns(size):
+    scaled = Scale.of(size * drawn(50, 1), torch.ones(50, dtype=torch.float64)).apply(size * drawn(50, 1))
+    torch.testing.assert_close(scaled.square().mean(), torch.tensor(1.0, dtype=torch.float64))
+
+
+def test_constant_columns_are_not_used():
+    x = torch.stack((drawn(20), torch.full((20,), 0.1, dtype=torch.float64)), 1)
+    inputs = Inputs.of(x, torch.ones(20, dtype=torch.float64), 10)
+    assert inputs.columns.tolist() == [True, False]
+    assert inputs.apply(x + torch.tensor([0.0, 7.0])).shape == (20, 1)
+
+
+def test_inputs_end_half_a_range_beyond_those_that_were_seen():
+    x = torch.linspace(0, 1, 11, dtype=torch.float64)[:, None]
+    inputs = Inputs.of(x, torch.ones(11, dtype=torch.float64), 10)
+    near, edge, far = (inputs.apply(torch.full((1, 1), v, dtype=torch.float64)) for v in (1.4, 1.5, 100.0))
+    assert near < edge
+    assert edge == far
+
+
+def test_many_columns_leave_their_main_directions():
+    x = drawn(50, 3) @ drawn(3, 20, seed=1) + 1e-6 * drawn(50, 20, seed=2)
+    inputs = Inputs.of(x, torch.ones(50, dtype=torch.float64), 3)
+    u = inputs.apply(x)
+    assert u.shape == (50, 3)
+    back = torch.linalg.lstsq(u, inputs.scale.apply(x)).residuals
+    assert float(back.sum()) < 1e-8

@@ -43,11 +43,7 @@ class Axis:
         return Axis(10**low, 10**high, first, last, True) if log else Axis(low, high, first, last)
 
     def at(self, value: float) -> float:
-        low, high, value = (
-            (math.log10(self.low), math.log10(self.high), math.log10(value))
-            if self.log
-            else (self.low, self.high, value)
-        )
+        low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
         return self.first + (value - low) / (high - low) * (self.last - self.first)
 
     def ticks(self) -> list[float]:
@@ -72,7 +68,7 @@ def _number(value: float) -> str:
 
 
 def thinned(points: Sequence[T], most: int = MOST_POINTS) -> Sequence[T]:
-    """Every so-many-th point, if there are too many to draw."""
+    """Points at even distances, if there are too many to draw."""
     every = math.ceil(len(points) / most)
     return points[::every] if every > 1 else points
 
@@ -115,8 +111,7 @@ class Chart:
             self.legend.append((style, words))
 
     def svg(self, title: str) -> str:
-        inside = "".join(self.parts)
-        return _whole(title, self._axes() + inside + self._legend())
+        return _whole(title, self._axes() + "".join(self.parts) + self._legend())
 
     def _axes(self) -> str:
         foot, left = HEIGHT - BOTTOM, LEFT

@@ -1,4 +1,4 @@
-"""Columns of a table as inputs of a network, and what was done to each, in words.
+"""What the columns of a table hold, and what they become: inputs of a network, and its target.
 
 | a column of | becomes |
 | --- | --- |
@@ -7,15 +7,17 @@
 | dates | days, and the parts of the year, the week and the day that are over, each as sin and cos |
 
 Levels, medians and what is constant come from the rows that are trained on. Columns that are constant, empty, or text
-that is different in nearly every row are left out.
+that is different in nearly every row are left out. A value that does not fit is named with its row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
@@ -24,21 +26,143 @@ from torch import Tensor
 
 from ..documents import typed
 from ..texts import quoted
-from . import kinds
-from .reading import BadTable, counted, listed
+from .reading import MOST, BadTable, counted, listed, nameless
 
+Kind = Literal["empty", "number", "date", "category"]
+# Tried in this order; a date that is both month/day and day/month in every row is read as the former.
+FORMATS = {
+    "ISO8601": "year-month-day",  # also with strokes
+    "%d.%m.%Y": "day.month.year",
+    "%m/%d/%Y": "month/day/year",
+    "%d/%m/%Y": "day/month/year",
+}
+DATE = r"\d{4}-\d{1,2}-\d{1,2}.*|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./]\d{1,2}[./]\d{4}"
+THOUSANDS = r"[+-]?[1-9]\d{0,2}(?:[,'’\s]\d{3})+(?:\.\d+)?"
+BEFORE = r"(?:[A-Z]{2})?[$€£¥₹]|USD|EUR|GBP|CHF|JPY|Fr\.?|kr\.?|Rs\.?"  # a currency; other words may be names
+AFTER = r"(?:[^\W\d_]|[%‰°$€£¥₹\"'′″]).{0,18}"
+FIGURE = rf"^(?P<before>{BEFORE})?\s*(?P<number>{THOUSANDS}|[+-]?\d+(?:[.,]\d+)?)\s*(?P<after>{AFTER})?$"
+SHOWN = 5  # rows named in an error
+LARGEST = 1e150  # the square of what is larger is no float64
+ROUNDING = 1e-10  # numbers whose standard deviation is less than this part of their size are the same
 RARE = 3  # rows that a level must be in to have an input
 LEVELS = 50  # inputs of a column of categories, beside the one for the others
 UNIQUE = 0.5  # text with more different values than this part of the rows names rows rather than describing them
 EPOCH = pd.Timestamp("2000-01-01")
 CYCLES = ("days", *(f"{turn}, {wave}" for turn in ("year", "week", "time") for wave in ("sin", "cos")))
+FEW = 10  # whole numbers of at most this number of different values are taken for classes
+CLASSES = 100  # more are refused
 
 
-class Encoded(NamedTuple):
-    """Inputs made of one column, and what is to be told of it."""
+# --- what a column holds ---
 
-    inputs: np.ndarray  # (N, k)
-    notes: list[str]
+
+def kind_of(name: str, column: pd.Series) -> Kind:
+    """What a column holds; `BadTable` if it mixes numbers or dates with text."""
+    values = column.dropna()
+    if not len(values):
+        return "empty"
+    if pd.api.types.is_datetime64_any_dtype(values):
+        return "date"
+    if pd.api.types.is_numeric_dtype(values):
+        numbers(name, values)  # infinite ones are refused
+        return "number"
+    if pd.to_numeric(values, errors="coerce").notna().mean() > MOST:
+        numbers(name, column)
+        return "number"
+    if values.str.fullmatch(DATE).mean() > MOST:
+        dates(name, column, date_format(column))
+        return "date"
+    return "category"
+
+
+def numbers(name: str, column: pd.Series) -> np.ndarray:
+    """float64, NaN for no value; text and infinite numbers are refused."""
+    found = pd.to_numeric(column, errors="coerce").astype("float64")
+    _refuse(name, column, column.notna() & found.isna(), "holds numbers, but also text")
+    _refuse(name, column, np.isinf(found), "holds numbers that are not finite")
+    _refuse(name, column, found.abs() > LARGEST, "holds numbers that are too large to compute with")
+    return np.asarray(found)
+
+
+def disguised(column: pd.Series) -> str | None:
+    """What text looks like if it is numbers with a unit, a currency or marks between thousands, and what to do."""
+    if not isinstance(column.dtype, pd.StringDtype):
+        return None
+    values = column.dropna()
+    parts = values.str.extract(FIGURE).fillna("")
+    sides = parts[parts["number"] != ""].value_counts(["before", "after"])
+    if not len(sides) or sides.iloc[0] <= MOST * len(values):
+        return None
+    units = [side for side in sides.index[0] if side]
+    number = parts["number"]
+    thousands = number.str.fullmatch(THOUSANDS)
+    decimal = (number.str.contains(",") & ~thousands).any()
+    marks = [mark for mark in (",", "'", "’", " ") if number[thousands].str.contains(mark, regex=False).any()]
+    marks = units + [mark for mark in marks if not (decimal and mark == ",")]
+    if marks:
+        return f"numbers with {' and '.join(map(repr, marks))}: remove that"
+    return "numbers with decimal commas: write points" if decimal else None
+
+
+def constant(values: np.ndarray) -> bool:
+    """Whether numbers are the same up to rounding."""
+    return bool(values.std() <= ROUNDING * np.abs(values).max())
+
+
+def date_format(column: pd.Series) -> str:
+    """The first of `FORMATS` that reads every date, or else the one that reads most of them."""
+    if not isinstance(column.dtype, pd.StringDtype):
+        return "ISO8601"
+    values = column.dropna()
+    read = {form: read_as(values, form).notna().mean() for form in FORMATS}
+    return max(read, key=lambda form: read[form])
+
+
+def dates(name: str, column: pd.Series, form: str) -> pd.Series:
+    """Dates in UTC without its name, NaT for no value; anything else is refused."""
+    found = read_as(column, form)
+    _refuse(name, column, column.notna() & found.isna(), f"holds dates ({FORMATS[form]}), but also others")
+    return found
+
+
+def read_as(column: pd.Series, form: str) -> pd.Series:
+    """NaT for what is no such date."""
+    if not isinstance(column.dtype, pd.StringDtype):
+        return column
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return pd.to_datetime(column, format=form, errors="coerce", utc=True).dt.tz_localize(None)
+
+
+def _refuse(name: str, column: pd.Series, bad: pd.Series, what: str) -> None:
+    if not bad.any():
+        return
+    places = np.flatnonzero(bad.to_numpy())
+    shown = ", ".join(f"{quoted(column.iloc[i])} in row {column.index[i] + 1}" for i in places[:SHOWN])
+    more = f" and in {counted(len(places) - SHOWN, 'more row')}" if len(places) > SHOWN else ""
+    raise BadTable(
+        f"the column {name!r} {what}: {shown}{more}; correct them",
+        f", or use --missing WORD for a word that means no value, --categorical {_quoted(name)} if these are "
+        f"categories, or --ignore {_quoted(name)}",
+    )
+
+
+def _quoted(name: str) -> str:
+    return f"'{name}'" if set(' ;|&()$"') & set(name) else name
+
+
+def as_text(column: pd.Series) -> pd.Series:
+    """Numbers as people write them, 3 and not 3.0."""
+    if isinstance(column.dtype, pd.StringDtype):
+        return column
+    shown = "{:.12g}".format if pd.api.types.is_numeric_dtype(column) else str
+    return column.map(shown, na_action="ignore").astype("str")
+
+
+# --- what a column becomes ---
+
+
+Encoded: TypeAlias = tuple[np.ndarray, list[str]]  # inputs (N, k) made of one column, and what is to be told of it
 
 
 class Told(NamedTuple):
@@ -61,19 +185,19 @@ class NumberColumn:
 
     @classmethod
     def of(cls, name: str, column: pd.Series) -> NumberColumn:
-        values = kinds.numbers(name, column)
+        values = numbers(name, column)
         known = values[~np.isnan(values)]
-        return cls(name, float(np.median(known)), not kinds.constant(known), len(known) < len(values))
+        return cls(name, float(np.median(known)), not constant(known), len(known) < len(values))
 
     @property
     def names(self) -> list[str]:
         return [self.name] * self.varies + [f"{self.name} is missing"] * self.indicator
 
     def encode(self, column: pd.Series) -> Encoded:
-        values = kinds.numbers(self.name, column)
+        values = numbers(self.name, column)
         absent = np.isnan(values)
         parts = [np.where(absent, self.median, values)] * self.varies + [absent.astype(float)] * self.indicator
-        return Encoded(np.stack(parts, axis=1), _absent(self, absent, f"the median {self.median:.4g}"))
+        return np.stack(parts, axis=1), _absent(self, absent, f"the median {self.median:.4g}")
 
     @property
     def done(self) -> str:
@@ -122,7 +246,7 @@ class CategoryColumn:
                 f"{self.name!r}: {counted(n, 'row')} {have} a level that was rare or not there in training "
                 f"({listed(sorted(set(text[other])), 4)}); {instead}."
             )
-        return Encoded(np.stack(parts, axis=1), notes)
+        return np.stack(parts, axis=1), notes
 
     @property
     def done(self) -> str:
@@ -159,35 +283,35 @@ class DateColumn:
     def __post_init__(self) -> None:
         """A file may have been made by anybody."""
         middle = pd.Timestamp(self.middle)
-        if self.form not in kinds.FORMATS or not set(self.parts) <= set(CYCLES) or middle.tz or pd.isna(middle):
+        if self.form not in FORMATS or not set(self.parts) <= set(CYCLES) or middle.tz or pd.isna(middle):
             raise ValueError(f"no dates have the form {self.form!r}, the middle {self.middle!r} and such parts")
 
     @classmethod
     def of(cls, name: str, column: pd.Series, form: str) -> DateColumn:
-        dates = kinds.dates(name, column, form)
-        known = dates.dropna().sort_values()
+        found = dates(name, column, form)
+        known = found.dropna().sort_values()
         parts = tuple(part for part, values in _cycles(known).items() if np.ptp(values) > 1e-9)
         middle = known.iloc[(len(known) - 1) // 2]
-        return cls(name, form, middle.isoformat(), parts, len(known) < len(dates))
+        return cls(name, form, middle.isoformat(), parts, len(known) < len(found))
 
     @property
     def names(self) -> list[str]:
         return [f"{self.name} ({part})" for part in self.parts] + [f"{self.name} is missing"] * self.indicator
 
     def encode(self, column: pd.Series) -> Encoded:
-        dates = kinds.dates(self.name, column, self.form)
-        absent = dates.isna().to_numpy()
-        cycles = _cycles(dates.fillna(pd.Timestamp(self.middle)))
+        found = dates(self.name, column, self.form)
+        absent = found.isna().to_numpy()
+        cycles = _cycles(found.fillna(pd.Timestamp(self.middle)))
         inputs = [cycles[part] for part in self.parts] + [absent.astype(float)] * self.indicator
-        return Encoded(np.stack(inputs, axis=1), _absent(self, absent, f"the date in the middle, {self.middle[:10]}"))
+        return np.stack(inputs, axis=1), _absent(self, absent, f"the date in the middle, {self.middle[:10]}")
 
     @property
     def done(self) -> str:
-        told = f"read as {kinds.FORMATS[self.form]}; inputs: {'; '.join(self.parts)}"
+        told = f"read as {FORMATS[self.form]}; inputs: {'; '.join(self.parts)}"
         return told + f"; missing ones are {self.middle[:10]}, and a further input says where" * self.indicator
 
 
-Column = NumberColumn | CategoryColumn | DateColumn
+Column: TypeAlias = NumberColumn | CategoryColumn | DateColumn
 
 
 def _absent(column: Column, absent: np.ndarray, instead: str) -> list[str]:
@@ -197,14 +321,6 @@ def _absent(column: Column, absent: np.ndarray, instead: str) -> list[str]:
     n = int(absent.sum())
     are, they = ("is", "it is") if n == 1 else ("are", "they are")
     return [f"{column.name!r}: {counted(n, 'value')} {are} missing, as none was in training; {they} {instead}."]
-
-
-def as_text(column: pd.Series) -> pd.Series:
-    """Numbers as people write them, 3 and not 3.0."""
-    if isinstance(column.dtype, pd.StringDtype):
-        return column
-    shown = "{:.12g}".format if pd.api.types.is_numeric_dtype(column) else str
-    return column.map(shown, na_action="ignore").astype("str")
 
 
 @dataclass(frozen=True)
@@ -242,24 +358,23 @@ class Columns:
     @classmethod
     def from_json(cls, found: Any) -> Columns:
         """What `to_json` has made. Anything else is a ValueError."""
-        columns = tuple(
-            _restored(column, f"columns[{i}]") for i, column in enumerate(typed(found, list[Any], "columns"))
-        )
+        known = {column.kind: column for column in (NumberColumn, CategoryColumn, DateColumn)}
+        entries = typed(found, list[Any], "columns")
+        columns = tuple(_restored(one, known, "kind", f"columns[{i}]") for i, one in enumerate(entries))
         if not columns or len({column.name for column in columns}) < len(columns):
             raise ValueError("columns: there are none, or two of one name")
+        if not all(column.names for column in columns):
+            raise ValueError("columns: one has no inputs")
         return cls(columns)
 
 
-def _restored(saved: Any, place: str) -> Column:
-    known: dict[Any, Any] = {column.kind: column for column in (NumberColumn, CategoryColumn, DateColumn)}
+def _restored(saved: Any, known: Mapping[str, Any], key: str, place: str) -> Any:
+    """The object of the class that the entry `key` names."""
     entries = typed(saved, dict[str, Any], place)
-    kind = typed(entries.pop("kind", None), str, f"{place}.kind")
+    kind = typed(entries.pop(key, None), str, f"{place}.{key}")
     if kind not in known:
-        raise ValueError(f"{place}.kind is {quoted(kind)}, none of {', '.join(known)}")
-    found: Column = typed(entries, known[kind], place)
-    if not found.names:
-        raise ValueError(f"{place} has no inputs")
-    return found
+        raise ValueError(f"{place}.{key} is {quoted(kind)}, none of {', '.join(known)}")
+    return typed(entries, known[kind], place)
 
 
 def learn(
@@ -272,10 +387,10 @@ def learn(
         if name in ignore:
             told.append(Told(name, "–", "left out, as was asked for"))
             continue
-        found = "category" if name in categorical else kinds.kind(name, frame[name])
-        if found == "category" and name not in categorical and (looks := kinds.disguised(frame[name])):
+        found = "category" if name in categorical else kind_of(name, frame[name])
+        if found == "category" and name not in categorical and (looks := disguised(frame[name])):
             notices.append(f"Column {name!r} looks like {looks} to use it as numbers.")
-        column, why = _learnt(name, frame[name], train, found)
+        column, why = _column_of(name, frame[name], train, found)
         if column is None:
             told.append(Told(name, found, f"left out: {why}"))
         else:
@@ -288,7 +403,7 @@ def learn(
     return Columns(tuple(columns), tuple(told), tuple(notices))
 
 
-def _learnt(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple[Column | None, str]:
+def _column_of(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple[Column | None, str]:
     """The column and a remark, or None and why not."""
     rows = column.iloc[train]
     if kind == "empty" or rows.isna().all():
@@ -297,7 +412,7 @@ def _learnt(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple
         number = NumberColumn.of(name, rows)
         return (number, _counter(rows)) if number.names else (None, f"it is always {number.median:.4g}")
     if kind == "date":
-        date = DateColumn.of(name, rows, kinds.date_format(column))
+        date = DateColumn.of(name, rows, date_format(column))
         return (date, _ambiguous(column, date.form)) if date.names else (None, "it is always the same date")
     text = as_text(rows)
     different = text.nunique()
@@ -311,13 +426,140 @@ def _learnt(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple
 
 def _counter(rows: pd.Series) -> str:
     """A remark on whole numbers that are all different and without a gap: perhaps they only count the rows."""
-    values = np.sort(kinds.numbers("", rows.dropna()))
+    values = np.sort(numbers("", rows.dropna()))
     whole = len(values) >= 20 and bool((values == np.round(values)).all()) and bool((np.diff(values) > 0).all())
     counts = whole and values[-1] - values[0] < 2 * len(values)  # the rows of the test are missing here
     return "; its whole numbers are all different, as those that count rows: --ignore leaves it out" if counts else ""
 
 
 def _ambiguous(column: pd.Series, form: str) -> str:
-    if form != "%m/%d/%Y" or kinds.read_as(column.dropna(), "%d/%m/%Y").isna().any():
+    if form != "%m/%d/%Y" or read_as(column.dropna(), "%d/%m/%Y").isna().any():
         return ""
     return "; day/month/year would be possible too: if it is that, write the dates as year-month-day"
+
+
+# --- the target ---
+
+
+@dataclass(frozen=True)
+class NumberTarget:
+    names: tuple[str, ...]
+    task: ClassVar[str] = "regression"
+
+    def values(self, frame: pd.DataFrame) -> Tensor:
+        """(N, targets) in float64."""
+        return torch.from_numpy(np.stack([numbers(name, frame[name]) for name in self.names], axis=1))
+
+
+@dataclass(frozen=True)
+class ClassTarget:
+    names: tuple[str, ...]  # one
+    classes: tuple[str, ...]
+    task: ClassVar[str] = "classification"
+
+    def values(self, frame: pd.DataFrame) -> Tensor:
+        """(N,) places in `classes`; −1 for a class that is not among them."""
+        places = {name: place for place, name in enumerate(self.classes)}
+        return torch.tensor([places.get(text, -1) for text in as_text(frame[self.names[0]])])
+
+
+Target: TypeAlias = NumberTarget | ClassTarget
+
+
+def target_to_json(target: Target) -> dict[str, Any]:
+    return {"task": target.task, **asdict(target)}
+
+
+def target_from_json(found: Any) -> Target:
+    """What `target_to_json` has made. Anything else is a ValueError."""
+    target: Target = _restored(found, {kind.task: kind for kind in (NumberTarget, ClassTarget)}, "task", "target")
+    if not target.names or (isinstance(target, ClassTarget) and (len(target.names) > 1 or len(target.classes) < 2)):
+        raise ValueError("target: there is no target, or one class only")
+    return target
+
+
+def check_names(frame: pd.DataFrame, names: Sequence[str], option: str) -> None:
+    """Refuses names of columns that the table does not have."""
+    absent = [name for name in names if name not in frame.columns]
+    if not absent:
+        return
+    names = list(map(str, frame.columns))
+    raise BadTable(f"{option}: there is no column {listed(absent)}; the table has {listed(names, 20)}{nameless(names)}")
+
+
+@contextmanager
+def own_options(names: Sequence[str]) -> Iterator[None]:
+    """Errors about a target name the options for targets: --ignore and --categorical are for the other columns."""
+    try:
+        yield
+    except BadTable as error:
+        classes = ", or --classify if these are classes" if len(names) == 1 else ""
+        raise BadTable(error.sentence, f", or use --missing WORD for a word that means no value{classes}") from None
+
+
+def decide_target(frame: pd.DataFrame, names: tuple[str, ...], classify: bool | None) -> tuple[Target, list[str]]:
+    """The target and what was assumed; `classify` None lets its values decide. No value is missing in `frame`."""
+    if classify and len(names) > 1:
+        raise BadTable("--classify takes one --target")
+    with own_options(names):
+        found = {name: "category" if classify else kind_of(name, frame[name]) for name in names}
+    for name, kind in found.items():
+        if kind == "date":
+            raise BadTable(f"the target {name!r} is a date, which cannot be predicted: make a number of it")
+        if kind == "category" and (classify is False or len(names) > 1):
+            _refuse_disguised(name, frame[name])
+            way = "leave --regress out" if len(names) == 1 else "predict it alone"
+            raise BadTable(f"the target {name!r} is text ({listed(_levels(frame[name]), 3)}), and no number: {way}")
+    name, column = names[0], frame[names[0]]
+    if "category" in found.values():
+        classes, looks = _classes(frame, name), disguised(column)
+        hint = f" It looks like {looks} to predict it as numbers." if looks else ""
+        return classes, [] if classify else [f"{name!r} is text: a class is predicted.{hint}"]
+    if classify is None and len(names) == 1 and _few(column):
+        classes = _classes(frame, name)
+        few = ", ".join(classes.classes)
+        return classes, [
+            f"{name!r} has only the values {few}: they are taken for classes; with --regress they are numbers."
+        ]
+    target = NumberTarget(names)
+    check_varies(target, target.values(frame), "")
+    return target, []
+
+
+def check_varies(target: Target, Y: Tensor, where: str) -> None:
+    """Refuses numbers that are all the same."""
+    for name, values in zip(target.names, Y.T.numpy() if isinstance(target, NumberTarget) else (), strict=False):
+        if constant(values):
+            raise BadTable(f"every value of the target {name!r} is {values[0]:g}{where}: there is nothing to learn")
+
+
+def _few(column: pd.Series) -> bool:
+    values = np.unique(numbers(str(column.name), column))
+    return len(values) <= min(FEW, len(column) // 5) and bool((values == np.round(values)).all())
+
+
+def _classes(frame: pd.DataFrame, name: str) -> ClassTarget:
+    classes = _levels(frame[name])
+    if len(classes) == 1:
+        raise BadTable(f"the target {name!r} has one class only, {quoted(classes[0])}: there is nothing to tell apart")
+    if len(classes) > min(CLASSES, len(frame) / 2):
+        _refuse_disguised(name, frame[name])
+        raise BadTable(
+            f"the target {name!r} has {len(classes):,} different values in {len(frame):,} rows, too many for classes: "
+            "choose another --target, or use --regress if they are numbers"
+        )
+    return ClassTarget((name,), tuple(classes))
+
+
+def _refuse_disguised(name: str, column: pd.Series) -> None:
+    looks = disguised(column)
+    if looks:
+        shown = quoted(column.dropna().iloc[0])
+        raise BadTable(f"the target {name!r} is text ({shown}), but looks like {looks} to predict numbers")
+
+
+def _levels(column: pd.Series) -> list[str]:
+    """In the order of numbers if all are numbers, or else in that of the alphabet."""
+    levels = sorted(map(str, as_text(column).dropna().unique()))
+    numbers = pd.to_numeric(pd.Series(levels, dtype="str"), errors="coerce")
+    return levels if numbers.isna().any() else [levels[i] for i in np.argsort(numbers.to_numpy(), kind="stable")]

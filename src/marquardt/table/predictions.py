@@ -15,30 +15,13 @@ from .. import documents, files
 from ..documents import digest, digest_of, sealed, typed
 from ..tabular import Committee
 from ..texts import cell, short
-from . import metrics, targets
-from .columns import Columns
+from .columns import ClassTarget, Columns, NumberTarget, Target, target_from_json, target_to_json
+from .findings import Predicted, measured, predicted, quantile, words
 from .reading import BadTable, Sheet, counted, read
 from .request import MODEL, PREPROCESSING, BadFolder
-from .targets import ClassTarget, NumberTarget, Target
 
 FORMAT = 2  # of model.pt and preprocessing.json; the first had no checksums
 OLDEST = 1
-
-
-class Predicted(NamedTuple):
-    """Numbers with standard deviations, or probabilities of classes."""
-
-    mean: Tensor  # (N, targets) or (N, classes)
-    std: Tensor | None  # (N, targets)
-
-    def of(self, rows: Tensor) -> Predicted:
-        return Predicted(self.mean[rows], None if self.std is None else self.std[rows])
-
-
-def predicted(committee: Committee, X: Tensor) -> Predicted:
-    if committee.settings.task == "regression":
-        return Predicted(*committee.predict(X))
-    return Predicted(committee.probabilities(X), None)
 
 
 def frame(target: Target, found: Predicted, level: float, true: Tensor | None = None) -> pd.DataFrame:
@@ -46,19 +29,15 @@ def frame(target: Target, found: Predicted, level: float, true: Tensor | None = 
     if isinstance(target, NumberTarget):
         return pd.DataFrame(_numbers(target.names, found, level, true))
     classes = np.array(target.classes, dtype=object)
-    columns: dict[str, Any] = {} if true is None else {"true": _class_names(classes, true)}
+    columns: dict[str, Any] = {} if true is None else {"true": classes[true.numpy()]}
     columns["predicted"] = classes[found.mean.argmax(1).numpy()]
     columns |= {f"probability of {name}": found.mean[:, k].numpy() for k, name in enumerate(target.classes)}
     return pd.DataFrame(columns)
 
 
-def _class_names(classes: np.ndarray, places: Tensor) -> np.ndarray:
-    return np.array([classes[place] if place >= 0 else None for place in places.tolist()], dtype=object)
-
-
 def _numbers(names: Sequence[str], found: Predicted, level: float, true: Tensor | None) -> dict[str, np.ndarray]:
     assert found.std is not None
-    z = metrics.quantile(level)
+    z = quantile(level)
     columns = {}
     for k, name in enumerate(names):
         before = "" if len(names) == 1 else f"{name} "
@@ -72,15 +51,13 @@ def _numbers(names: Sequence[str], found: Predicted, level: float, true: Tensor 
 
 def to_csv(table: pd.DataFrame) -> str:
     """Text in it is no formula to a spreadsheet: see `texts.cell`."""
-    shown = pd.DataFrame({place: _cells(column) for place, (_, column) in enumerate(table.items())})
+    texts = {
+        name: column.map(lambda value: cell(value) if isinstance(value, str) else value)
+        for name, column in table.select_dtypes(exclude="number").items()
+    }
+    shown = table.assign(**texts)
     shown.columns = [cell(str(name)) for name in table.columns]
     return str(shown.to_csv(index=False, float_format="%.10g", lineterminator="\n"))
-
-
-def _cells(column: pd.Series) -> pd.Series:
-    if pd.api.types.is_numeric_dtype(column):
-        return column
-    return column.map(lambda value: cell(value) if isinstance(value, str) else value)
 
 
 # --- a model in a folder ---
@@ -115,8 +92,8 @@ def _own(value: Any) -> Any:
 def preprocessing(columns: Columns, target: Target, missing: Sequence[str], commas: bool, model: bytes) -> bytes:
     """The file preprocessing.json, which belongs to this model."""
     reading = {"missing": list(missing), "decimal_commas": commas}
-    found = {"target": targets.to_json(target), **reading, "columns": columns.to_json()}
-    return sealed({"format": FORMAT, **found, "inputs": columns.names, "model": digest(model)}, indent=1)
+    found = {"target": target_to_json(target), **reading, "columns": columns.to_json(), "inputs": columns.names}
+    return sealed({"format": FORMAT, **found, "model": digest(model)}, indent=1)
 
 
 def load(folder: Path) -> Model:
@@ -139,9 +116,9 @@ def load(folder: Path) -> Model:
 
 
 def _loaded(folder: Path) -> Model:
-    saved, *is_sealed = files.load(folder / MODEL)
-    words, sealed_too = documents.read(folder / PREPROCESSING)
-    formats = [content.get("format") if isinstance(content, dict) else None for content in (saved, words)]
+    saved, is_sealed = files.load(folder / MODEL)
+    told, is_sealed_too = documents.read(folder / PREPROCESSING)
+    formats = [content.get("format") if isinstance(content, dict) else None for content in (saved, told)]
     if newer := [found for found in formats if type(found) is int and found > FORMAT]:
         raise BadFolder(f"{folder} was written by a newer marquardt (format {newer[0]}): install that")
     if formats[0] != formats[1] or formats[0] not in range(OLDEST, FORMAT + 1):
@@ -149,23 +126,24 @@ def _loaded(folder: Path) -> Model:
     says: tuple[str, ...] = ()
     if formats[0] == OLDEST:
         says = (f"The model in {folder} is of an earlier version, without checksums: damage would not be noticed.",)
-    elif not all([*is_sealed, sealed_too]):
+    elif not (is_sealed and is_sealed_too):
         raise files.Damaged(f"the model in {folder} is damaged: a checksum is missing")
-    elif words["model"] != digest_of(folder / MODEL):
+    elif told["model"] != digest_of(folder / MODEL):
         raise files.Damaged(f"{MODEL} and {PREPROCESSING} in {folder} are of two models")
-    columns, target = Columns.from_json(words["columns"]), targets.from_json(words["target"])
+    columns, target = Columns.from_json(told["columns"]), target_from_json(told["target"])
     committee = Committee.from_state(saved["committee"])
     outputs = len(target.classes) if isinstance(target, ClassTarget) else len(target.names)
     known = len(committee.floor) if committee.frequencies is None else len(committee.frequencies)
-    if committee.settings.task != target.task or committee.features != len(columns.names) or outputs != known:
+    inputs = len(committee.inputs.columns)
+    if committee.settings.task != target.task or inputs != len(columns.names) or outputs != known:
         raise ValueError(f"{MODEL} and {PREPROCESSING} do not belong together")
-    missing = typed(words["missing"], tuple[str, ...], "missing")
-    return Model(columns, target, committee, missing, typed(words.get("decimal_commas", False), bool, "commas"), says)
+    missing = typed(told["missing"], tuple[str, ...], "missing")
+    return Model(columns, target, committee, missing, typed(told.get("decimal_commas", False), bool, "commas"), says)
 
 
 def _reason(error: Exception) -> str:
-    words = str(error).splitlines()[:1]
-    return f"there is no {error}" if isinstance(error, KeyError) else short(words[0] if words else type(error).__name__)
+    lines = str(error).splitlines() or [type(error).__name__]
+    return f"there is no {error}" if isinstance(error, KeyError) else short(lines[0])
 
 
 def predict(folder: Path, data: Path, level: float) -> tuple[pd.DataFrame, list[str]]:
@@ -195,7 +173,5 @@ def _quality(target: Target, sheet: Sheet, found: Predicted, level: float) -> li
     known = (true >= 0) if true.ndim == 1 else true.isfinite().all(1)
     if not known.any():
         return []
-    judged = metrics.measured(target, true[known], *found.of(known), level)
-    return [
-        f"Against the {counted(int(known.sum()), 'known value')}: {words}" for words in metrics.words(judged, level)
-    ]
+    judged = words(measured(target, true[known], *found.of(known), level), level)
+    return [f"Against the {counted(int(known.sum()), 'known value')}: {sentence}" for sentence in judged]

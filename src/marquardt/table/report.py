@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
-from torch import Tensor
 
 from .. import __version__
 from ..texts import on_page, short
-from ..training import History
-from . import metrics
-from .charts import Points, chart, ranking, thinned
-from .findings import LEVEL, Findings
+from .charts import chart, ranking, thinned
+from .columns import ClassTarget
+from .findings import BINS, LEVEL, Findings, confusion, quantile, reliability
 from .reading import counted
-from .targets import ClassTarget, NumberTarget
 
 WORST = 10  # rows in the table of the worst
 SHOWN = 6  # of their columns, the most important ones
@@ -28,8 +24,7 @@ MOST_STEPS = 400  # drawn of a network
 ALIKE = 12  # names of columns to which the same was done
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     title: str
     svg: str
     caption: str
@@ -37,54 +32,45 @@ class Picture:
 
 def page(findings: Findings) -> str:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=on_page,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    prepared = findings.prepared
-    judged, rows = prepared.judged
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=on_page,
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    prepared, networks = findings.prepared, len(findings.committee.history)
+    took = f"A committee of {counted(networks, 'network')} was trained in {findings.seconds:.3g} s."
     classes = isinstance(prepared.target, ClassTarget)
     return environment.get_template("report.html.jinja").render(
         title=f"{', '.join(prepared.target.names)} from {findings.request.data.name}",
-        judged=judged,
+        judged="test" if len(prepared.test) else "training",
         tiles=_tiles(findings),
-        sentences=[*findings.told, *prepared.says, *findings.chosen, _took(findings)],
+        sentences=[*findings.told, *prepared.says, *findings.chosen, took],
         columns=_columns(findings),
         learning=_learning(findings),
         pictures=_of_classes(findings) if classes else _of_numbers(findings),
         confusion=_confusion(findings) if classes else None,
         importance=_importance(findings),
-        worst=_worst_class(findings) if classes else _worst_numbers(findings),
+        worst=_worst(findings),
         measured=_measures(findings),
-        rows=len(rows),
+        rows=len(prepared.judged),
         version=__version__,
         written=datetime.now().astimezone().isoformat(" ", timespec="minutes"),
     )
 
 
-def _took(findings: Findings) -> str:
-    members = len(findings.committee.history)
-    return f"A committee of {counted(members, 'network')} was trained in {findings.seconds:.3g} s."
-
-
 def _tiles(findings: Findings) -> list[tuple[str, str]]:
-    name, rows = findings.prepared.judged
-    found = findings.judged
+    found, prepared = findings.judged, findings.prepared
     first = next(iter(found.values()))
-    size = [(f"{len(rows):,}", f"{name} rows")]
+    size = (f"{len(prepared.judged):,}", f"{'test' if len(prepared.test) else 'training'} rows")
     if "accuracy" in first:
         shares = [(first["accuracy"], "accuracy"), (first["accuracy_of_the_largest_class"], "the largest class alone")]
-        return [(f"{100 * value:.1f} %", words) for value, words in shares] + [
-            (f"{first['log_loss']:.3g}", "log loss"), (f"{first['calibration_error']:.3f}", "calibration error"), *size,
+        return [
+            *((f"{100 * value:.1f} %", words) for value, words in shares),
+            (f"{first['log_loss']:.3g}", "log loss"), (f"{first['calibration_error']:.3f}", "calibration error"), size,
         ]  # fmt: skip
     if len(found) > 1:
-        return [(_number(m["r2"]), f"R² of {name}") for name, m in found.items()] + size
+        return [*((_four(m["r2"]), f"R² of {name}") for name, m in found.items()), size]
     values = [("rmse", "RMSE"), ("rmse_of_the_mean", "RMSE of the mean alone"), ("r2", "R²")]
-    tiles = [(_number(first[key]), words) for key, words in values]
-    return [*tiles, (f"{100 * first['coverage']:.1f} %", f"inside the {100 * LEVEL:.0f} % intervals"), *size]
+    inside = (f"{100 * first['coverage']:.1f} %", f"inside the {100 * LEVEL:.0f} % intervals")
+    return [*((_four(first[key]), words) for key, words in values), inside, size]
 
 
 def _columns(findings: Findings) -> list[tuple[str, str, str]]:
@@ -92,11 +78,10 @@ def _columns(findings: Findings) -> list[tuple[str, str, str]]:
     alike: dict[tuple[str, str], list[str]] = {}
     for name, read, done in findings.prepared.columns.told:
         alike.setdefault((read, done), []).append(name)
-    most = [
-        ", ".join(names[:ALIKE]) + (f" and {len(names) - ALIKE} more" * (len(names) > ALIKE))
-        for names in alike.values()
+    return [
+        (", ".join(names[:ALIKE]) + f" and {len(names) - ALIKE} more" * (len(names) > ALIKE), read, done)
+        for (read, done), names in alike.items()
     ]
-    return [(names, read, done) for names, (read, done) in zip(most, alike, strict=True)]
 
 
 def _measures(findings: Findings) -> list[tuple[str, ...]]:
@@ -106,12 +91,41 @@ def _measures(findings: Findings) -> list[tuple[str, ...]]:
         for target, values in found.items():
             if not rows:
                 rows.append(("rows", "target", *(key.replace("_", " ") for key in values)))
-            rows.append((name, target, *(_number(value) for value in values.values())))
+            rows.append((name, target, *(_four(value) for value in values.values())))
     return rows
 
 
-def _number(value: float) -> str:
+def _four(value: float) -> str:
+    """Four digits of a number, a dash if there is none."""
     return f"{value:.4g}" if math.isfinite(value) else "–"
+
+
+def _worst(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """The worst predictions: the names of a table, and its rows with the values of the columns that matter most."""
+    prepared, (mean, std) = findings.prepared, findings.predicted
+    target, Y, rows = prepared.target, prepared.Y, prepared.judged
+    if isinstance(target, ClassTarget):
+        size = -mean[rows, Y[rows]]
+        head = ["true", "its probability", "predicted", "its probability"]
+    else:
+        size = ((mean - Y)[rows] / Y[prepared.train].std(0)).abs().amax(1)
+        head = [words for name in target.names for words in (f"true {name}", f"predicted {name}", "± (1 std)")]
+
+    def cells(i: int) -> list[str]:
+        if isinstance(target, ClassTarget):
+            places = int(Y[i]), int(mean[i].argmax())
+            return [text for k in places for text in (target.classes[k], f"{mean[i, k]:.3f}")]
+        assert std is not None
+        return [f"{value:.4g}" for triple in zip(Y[i], mean[i], std[i], strict=True) for value in triple]
+
+    names = [importance.name for importance in findings.importances[:SHOWN]]
+    numbers = {column.name for column in prepared.columns.columns if column.kind == "number"}
+    body = []
+    for i in rows[size.argsort(descending=True, stable=True)[:WORST]].tolist():
+        values = [(prepared.frame[name].iloc[i], name in numbers) for name in names]
+        shown = ["–" if v != v else _four(float(v)) if number else short(str(v)) for v, number in values]
+        body.append([f"{prepared.frame.index[i] + 1:,}", *cells(i), *shown])
+    return ["row", *head, *names], body
 
 
 # --- pictures ---
@@ -119,32 +133,30 @@ def _number(value: float) -> str:
 
 def _learning(findings: Findings) -> Picture:
     histories = findings.committee.history
-    lines = {key: [_line(history, key) for history in histories] for key in ("loss", "validation")}
-    everything = [point for found in lines.values() for line in found for point in line]
-    drawn = chart([x for x, _ in everything], [y for _, y in everything], "step", "loss", log=True)
+    curves = []
     for key, style, words in (("loss", "first thin", "training"), ("validation", "second thin", "rows left out")):
-        for k, line in enumerate(filter(None, lines[key])):
-            drawn.line(line, style, words if k == 0 else "")
+        lines = [[(e.step, y) for e in history if (y := getattr(e, key)) == y] for history in histories]
+        curves += [
+            (thinned(line, MOST_STEPS), style, words if k == 0 else "") for k, line in enumerate(filter(None, lines))
+        ]
+    points = [point for line, _, _ in curves for point in line]
+    drawn = chart([x for x, _ in points], [y for _, y in points], "step", "loss", log=True)
+    for curve in curves:
+        drawn.line(*curve)
     caption = f"Every line is one of the {len(histories)} networks, in units of the standardised target."
     return Picture("Learning curve", drawn.svg("Loss by step"), caption)
 
 
-def _line(history: History, key: str) -> Points:
-    return thinned([(entry.step, value) for entry in history if (value := getattr(entry, key)) == value], MOST_STEPS)
-
-
 def _of_numbers(findings: Findings) -> list[Picture]:
     """Predicted against true, and residuals, for each target."""
-    prepared = findings.prepared
-    assert isinstance(prepared.target, NumberTarget)
-    _, rows = prepared.judged
-    z = metrics.quantile(LEVEL)
-    found = findings.predicted.of(rows)
-    assert found.std is not None
+    prepared, rows = findings.prepared, findings.prepared.judged
+    mean, std = findings.predicted.of(rows)
+    assert std is not None
+    half = quantile(LEVEL) * std
     pictures = []
     for k, name in enumerate(prepared.target.names):
-        true, mean, half = (values.tolist() for values in (prepared.Y[rows, k], found.mean[:, k], z * found.std[:, k]))
-        pictures += _pair(name, thinned(list(zip(true, mean, half, strict=True))), len(rows))
+        triples = list(zip(*(t[:, k].tolist() for t in (prepared.Y[rows], mean, half)), strict=True))
+        pictures += _pair(name, thinned(triples), len(rows))
     return pictures
 
 
@@ -170,15 +182,11 @@ def _pair(name: str, triples: Sequence[tuple[float, float, float]], rows: int) -
 
 
 def _of_classes(findings: Findings) -> list[Picture]:
-    prepared = findings.prepared
-    _, rows = prepared.judged
-    bins = metrics.reliability(prepared.Y[rows], findings.predicted.of(rows).mean)
+    rows = findings.prepared.judged
+    bins = reliability(findings.prepared.Y[rows], findings.predicted.mean[rows])
     drawn = chart([0.0, 1.0], [0.0, 1.0], "probability of the predicted class", "part that is right")
-    most = max(b.rows for b in bins)
-    width = 1 / metrics.BINS
-    boxes = [
-        (k := min(int(b.confidence / width), metrics.BINS - 1) * width, k + width, 0.25 * b.rows / most) for b in bins
-    ]
+    most, width = max(b.rows for b in bins), 1 / BINS
+    boxes = [(k := min(int(b.confidence / width), BINS - 1) * width, k + width, 0.25 * b.rows / most) for b in bins]
     drawn.boxes(boxes, "faint")
     drawn.line([(0.0, 0.0), (1.0, 1.0)], "rule")
     drawn.line([(b.confidence, b.accuracy) for b in bins], "first")
@@ -188,10 +196,9 @@ def _of_classes(findings: Findings) -> list[Picture]:
 
 
 def _confusion(findings: Findings) -> dict[str, Any]:
-    prepared = findings.prepared
+    prepared, rows = findings.prepared, findings.prepared.judged
     assert isinstance(prepared.target, ClassTarget)
-    _, rows = prepared.judged
-    counts = metrics.confusion(prepared.Y[rows], findings.predicted.of(rows).mean)
+    counts = confusion(prepared.Y[rows], findings.predicted.mean[rows])
     shares = [[count / max(sum(row), 1) for count in row] for row in counts]
     cells = [list(zip(row, share, strict=True)) for row, share in zip(counts, shares, strict=True)]
     return {"classes": prepared.target.classes, "rows": list(zip(prepared.target.classes, cells, strict=True))}
@@ -203,61 +210,6 @@ def _importance(findings: Findings) -> Picture:
     svg = ranking([(i.name, i.rise, i.spread) for i in shown], f"rise of the {what}", "Importance of the columns")
     more = len(findings.importances) - len(shown)
     caption = "How much worse predictions get once a column's values are dealt to other rows, and its spread."
-    return Picture(
-        "Importance of the columns",
-        svg,
-        caption
-        + (f" {'One more column matters' if more == 1 else f'{more} more columns matter'} less." if more else ""),
-    )
-
-
-# --- the worst rows ---
-
-
-def _worst_numbers(findings: Findings) -> tuple[list[str], list[list[str]]]:
-    prepared, found = findings.prepared, findings.predicted
-    _, rows = prepared.judged
-    assert found.std is not None
-    scale = prepared.Y[prepared.train].std(0)
-    size = ((found.mean - prepared.Y)[rows] / scale).abs().amax(1)
-    names = prepared.target.names
-    head = [words for name in names for words in (f"true {name}", f"predicted {name}", "± (1 std)")]
-
-    def cells(i: int) -> list[str]:
-        triples = zip(prepared.Y[i].tolist(), found.mean[i].tolist(), found.std[i].tolist(), strict=True)  # type: ignore[index]
-        return [f"{value:.4g}" for triple in triples for value in triple]
-
-    return _worst(findings, rows[size.argsort(descending=True, stable=True)[:WORST]], head, cells)
-
-
-def _worst_class(findings: Findings) -> tuple[list[str], list[list[str]]]:
-    prepared, p = findings.prepared, findings.predicted.mean
-    assert isinstance(prepared.target, ClassTarget)
-    classes = prepared.target.classes
-    _, rows = prepared.judged
-    right = p[rows, prepared.Y[rows]]
-
-    def cells(i: int) -> list[str]:
-        k, true = int(p[i].argmax()), int(prepared.Y[i])
-        return [classes[true], f"{p[i, true]:.3f}", classes[k], f"{p[i, k]:.3f}"]
-
-    head = ["true", "its probability", "predicted", "its probability"]
-    return _worst(findings, rows[right.argsort(stable=True)[:WORST]], head, cells)
-
-
-def _worst(
-    findings: Findings, places: Tensor, head: list[str], cells: Callable[[int], list[str]]
-) -> tuple[list[str], list[list[str]]]:
-    """The table's names and rows: row, what was predicted, and the values of the columns that matter most."""
-    frame = findings.prepared.frame
-    names = [importance.name for importance in findings.importances[:SHOWN]]
-    numbers = {column.name for column in findings.prepared.columns.columns if column.kind == "number"}
-    body = []
-    for i in places.tolist():
-        values = [(frame[name].iloc[i], name in numbers) for name in names]
-        shown = [
-            "–" if value != value else _number(float(value)) if number else short(str(value))
-            for value, number in values
-        ]
-        body.append([f"{frame.index[i] + 1:,}", *cells(i), *shown])
-    return ["row", *head, *names], body
+    if more:
+        caption += f" {'One more column matters' if more == 1 else f'{more} more columns matter'} less."
+    return Picture("Importance of the columns", svg, caption)

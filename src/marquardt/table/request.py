@@ -15,7 +15,7 @@ import torch
 
 from .. import __version__, documents, files
 from ..documents import typed
-from ..tabular.storing import KEPT
+from ..tabular.building import KEPT
 from ..texts import quoted
 
 RUN, CHECKPOINT = "run.json", "checkpoint"
@@ -103,7 +103,12 @@ def check(out: Path, request: Request, *, resume: bool) -> None:
     if out.exists() and not out.is_dir():
         raise BadFolder(f"{out} is a file: choose another --out")
     if not os.path.lexists(out / RUN):
-        _check_empty(out)
+        # Locks and what a killed process left half-written do not count.
+        left = documents.left_over(out, Path(RUN).stem)
+        there_already = out.iterdir() if out.is_dir() else ()
+        others = sorted(p.name for p in there_already if not p.name.startswith(".") and p not in left)
+        if others:
+            raise BadFolder(f"{out} is no folder of a run, and not empty ({others[0]}, …): choose another --out")
         return
     there = _read(out)
     if not resume:
@@ -116,8 +121,9 @@ def check(out: Path, request: Request, *, resume: bool) -> None:
             raise BadFolder(f"{out} holds this run, finished, but without {gone[0]}: choose another --out")
     else:
         own(out, dict.fromkeys(OUTPUTS), there.written)
-        if os.path.lexists(out / CHECKPOINT) and ((out / CHECKPOINT).is_symlink() or not (out / CHECKPOINT).is_dir()):
-            raise BadFolder(f"{out / CHECKPOINT} is no folder that marquardt has made: move it away, and --resume")
+        folder = out / CHECKPOINT
+        if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir()):
+            raise BadFolder(f"{folder} is no folder that marquardt has made: move it away, and --resume")
 
 
 def own(out: Path, new: Mapping[str, str | None], known: Collection[str]) -> set[str]:
@@ -135,7 +141,15 @@ def begin(out: Path, request: Request, *, resume: bool) -> list[str]:
     if not (out / RUN).exists():
         write_run(out, here)
         return [f"{out} has no run to go on with: this one starts."] if resume else []
-    return _go_on(_read(out).versions, here.versions)
+    before, now = _read(out).versions, here.versions
+    torch.set_num_threads(before.threads)  # since sums are rounded by them
+    changed = [
+        f"{name} was {was} and is {is_now}"
+        for name, was, is_now in (("marquardt", before.marquardt, now.marquardt), ("torch", before.torch, now.torch))
+        if was != is_now
+    ]
+    differs = "the model may differ in its last digits from that of an undisturbed run."
+    return [f"{'; '.join(changed)}: {differs}"] if changed else []
 
 
 def put(out: Path, contents: Mapping[str, bytes]) -> None:
@@ -172,16 +186,6 @@ def clear(out: Path) -> None:
         folder.rmdir()
 
 
-def _check_empty(out: Path) -> None:
-    """Locks and what a killed process left half-written do not count."""
-    if not out.is_dir():
-        return
-    left = documents.left_over(out, Path(RUN).stem)
-    others = sorted(p.name for p in out.iterdir() if not p.name.startswith(".") and p not in left)
-    if others:
-        raise BadFolder(f"{out} is no folder of a run, and not empty ({others[0]}, …): choose another --out")
-
-
 def _check_same(out: Path, there: Run, here: Run) -> None:
     if there.data.sha256 != here.data.sha256:
         raise BadFolder(
@@ -195,15 +199,6 @@ def _check_same(out: Path, there: Run, here: Run) -> None:
                 f"{out} is a run with other options: {name} was {_word(before)} and is {_word(now)}; give the same, or "
                 "choose another --out"
             )
-
-
-def _go_on(before: Versions, now: Versions) -> list[str]:
-    """The threads of before, since sums are rounded by them; other versions are told."""
-    torch.set_num_threads(before.threads)
-    was, now_is = asdict(before), asdict(now)
-    names = [name for name in ("marquardt", "torch") if was[name] != now_is[name]]
-    changed = "; ".join(f"{name} was {was[name]} and is {now_is[name]}" for name in names)
-    return [f"{changed}: the model may differ in its last digits from that of an undisturbed run."] if names else []
 
 
 def _word(value: Any) -> str:

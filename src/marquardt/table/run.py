@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
 from .. import documents, files, memory, tabular
-from . import columns, importance, metrics, predictions, reading, report, request, targets
-from .columns import Columns
+from . import columns, findings, predictions, reading, report, request
+from .columns import ClassTarget, Columns, Target
 from .findings import LEVEL, Findings, Prepared
 from .reading import BadTable, counted
 from .request import Request
-from .targets import ClassTarget, Target
 
 LEAST = 10  # rows
 EVERY_INPUT = 8 * 4  # bytes of memory for one input of a row: itself, standardised, and two copies in between
@@ -46,10 +44,10 @@ def fit(asked: Request, out: Path, *, resume: bool = False, say: Say, watch: Cal
             return None
         began = time.monotonic()
         committee = train(asked, prepared, out / request.CHECKPOINT, watch)
-        findings = judge(asked, prepared, committee, time.monotonic() - began)
-        write(findings, out)
+        found = judge(asked, prepared, committee, time.monotonic() - began)
+        write(found, out)
         request.end(out)
-    return findings
+    return found
 
 
 # --- before the training ---
@@ -59,13 +57,13 @@ def prepare(asked: Request) -> Prepared:
     """The table as inputs and targets; whatever cannot be trained on is refused here."""
     sheet = reading.read(asked.data, rows=asked.rows, missing=asked.missing)
     for option in ("targets", "ignore", "categorical"):
-        targets.check_names(sheet.frame, getattr(asked, option), "--" + option.removesuffix("s"))
+        columns.check_names(sheet.frame, getattr(asked, option), "--" + option.removesuffix("s"))
     if both := set(asked.targets) & {*asked.ignore, *asked.categorical}:
         raise BadTable(f"{sorted(both)[0]!r} is the target: --ignore and --categorical are for the other columns")
     names = list(asked.targets)
     sheet.check(name for name in sheet.frame.columns if name not in {*asked.ignore, *asked.categorical, *names})
     if not asked.classify:
-        with targets.own_options(names):
+        with columns.own_options(names):
             sheet.check(names)
     frame = sheet.frame[sheet.frame[names].notna().all(axis=1)]
     if len(frame) < LEAST:
@@ -75,10 +73,10 @@ def prepare(asked: Request) -> Prepared:
     says = list(sheet.says)
     if len(frame) < len(sheet.frame):
         says.append(f"Left out, without a target: {counted(len(sheet.frame) - len(frame), 'row')}.")
-    target, assumed = targets.decide(frame, asked.targets, asked.classify)
+    target, assumed = columns.decide_target(frame, asked.targets, asked.classify)
     Y = target.values(frame)
     train, test = split(Y, asked.test_fraction, asked.seed)
-    targets.check_varies(target, Y[train], " in the rows to train on (another --seed draws others)")
+    columns.check_varies(target, Y[train], " in the rows to train on (another --seed draws others)")
     inputs = columns.learn(frame.drop(columns=names), train.numpy(), ignore=asked.ignore, categorical=asked.categorical)
     _check_memory(len(frame), len(inputs.names))
     X, _ = inputs.encode(frame)
@@ -94,9 +92,9 @@ def split(Y: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     train, test = [], []
     for rows in groups:
         rows = rows[torch.randperm(len(rows), generator=generator)]
-        kept = min(round(fraction * len(rows)), len(rows) - 1)
-        test.append(rows[:kept])
-        train.append(rows[kept:])
+        count = min(round(fraction * len(rows)), len(rows) - 1)
+        test.append(rows[:count])
+        train.append(rows[count:])
     return torch.cat(train).sort().values, torch.cat(test).sort().values
 
 
@@ -110,9 +108,9 @@ def _check_memory(rows: int, inputs: int) -> None:
 
 
 def _sizes(target: Target, Y: Tensor, train: Tensor, test: Tensor, inputs: Columns) -> list[str]:
-    kept = f"{len(test):,} to test with" if len(test) else "none to test with: the report is about rows it has seen"
+    rest = f"{len(test):,} to test with" if len(test) else "none to test with: the report is about rows it has seen"
     sizes = f"{counted(len(inputs.columns), 'column')} as {counted(len(inputs.names), 'input')}"
-    says = [f"{counted(len(train), 'row')} to train on, {kept}; {sizes}."]
+    says = [f"{counted(len(train), 'row')} to train on, {rest}; {sizes}."]
     if isinstance(target, ClassTarget):
         counts = torch.bincount(Y[train], minlength=len(target.classes)).tolist()
         rare = [name for name, count in zip(target.classes, counts, strict=True) if count < columns.RARE]
@@ -135,18 +133,14 @@ def _alike(X: Tensor, inputs: Columns) -> list[str]:
 
 
 def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[[Any], None]) -> tabular.Committee:
-    chosen: dict[str, Any] = {"task": prepared.target.task, "seed": asked.seed}
-    if asked.hidden is not None:
-        chosen["hidden"] = asked.hidden
-    if asked.steps is not None:
-        chosen["steps"] = asked.steps
     rows, target = prepared.train, prepared.target
+    hidden = "auto" if asked.hidden is None else asked.hidden
+    settings = tabular.Settings(target.task, hidden, steps=asked.steps, seed=asked.seed)
     classes = len(target.classes) if isinstance(target, ClassTarget) else None
     try:
         return tabular.train(
-            prepared.X[rows], prepared.Y[rows], tabular.Settings(**chosen),
-            checkpoint=checkpoint, watch=watch, classes=classes,
-        )  # fmt: skip
+            prepared.X[rows], prepared.Y[rows], settings, checkpoint=checkpoint, watch=watch, classes=classes
+        )
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not memory.out_of_memory(error):
             raise
@@ -155,69 +149,62 @@ def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[
 
 
 def judge(asked: Request, prepared: Prepared, committee: tabular.Committee, seconds: float) -> Findings:
-    found = predictions.predicted(committee, prepared.X)
+    found = findings.predicted(committee, prepared.X)
     trained = prepared.Y[prepared.train]
-    sets = {"train": prepared.train, "test": prepared.test}
     measured = {
-        name: metrics.measured(prepared.target, prepared.Y[rows], *found.of(rows), LEVEL, trained)
-        for name, rows in sets.items()
+        name: findings.measured(prepared.target, prepared.Y[rows], *found.of(rows), LEVEL, trained)
+        for name, rows in (("train", prepared.train), ("test", prepared.test))
         if len(rows)
     }
-    _, rows = prepared.judged
-    error = _error(prepared, committee, rows)
-    importances = importance.permutation(error, prepared.X[rows], prepared.columns.groups, asked.seed)
+    X, error = prepared.X[prepared.judged], _error(prepared, committee)
+    importances = findings.permutation(error, X, prepared.columns.groups, asked.seed)
     return Findings(asked, prepared, committee, found, measured, importances, seconds)
 
 
-def _error(prepared: Prepared, committee: tabular.Committee, judged: Tensor) -> Callable[[Tensor, Tensor], float]:
+def _error(prepared: Prepared, committee: tabular.Committee) -> Callable[[Tensor, Tensor], float]:
     """RMSE in units of the target's standard deviation, in the mean of several targets; or the log loss."""
-    Y, scale = prepared.Y[judged], prepared.Y[prepared.train].double().std(0)
+    Y, scale = prepared.Y[prepared.judged], prepared.Y[prepared.train].double().std(0)
     sure = replace(committee, factor=torch.zeros_like(committee.factor))  # of these probabilities no variance is needed
 
     def error(X: Tensor, rows: Tensor) -> float:
         if isinstance(prepared.target, ClassTarget):
-            return metrics.classification(Y[rows], sure.probabilities(X))["log_loss"]
+            return findings.classification(Y[rows], sure.probabilities(X))["log_loss"]
         return float((((committee.mean(X) - Y[rows]) / scale).square().mean(0).sqrt()).mean())
 
     return error
 
 
-def write(findings: Findings, out: Path) -> None:
-    prepared = findings.prepared
-    model = predictions.weights(findings.committee, out / request.CHECKPOINT / request.MODEL)
-    kept = (prepared.columns, prepared.target, findings.request.missing, prepared.commas, model)
-    request.put(
-        out,
-        {
-            request.MODEL: model,
-            request.PREPROCESSING: predictions.preprocessing(*kept),
-            request.PREDICTIONS: predictions.to_csv(_predictions(findings)).encode(),
-            request.METRICS: (documents.dumps(_metrics(findings), indent=1) + "\n").encode(),
-            request.REPORT: report.page(findings).encode(),
-        },
-    )
-
-
-def _predictions(findings: Findings) -> pd.DataFrame:
-    prepared = findings.prepared
-    table = predictions.frame(prepared.target, findings.predicted, LEVEL, prepared.Y)
+def write(found: Findings, out: Path) -> None:
+    prepared = found.prepared
+    model = predictions.weights(found.committee, out / request.CHECKPOINT / request.MODEL)
+    inputs = (prepared.columns, prepared.target, found.request.missing, prepared.commas, model)
+    table = predictions.frame(prepared.target, found.predicted, LEVEL, prepared.Y)
     sets = np.full(len(table), "train", dtype=object)
     sets[prepared.test.numpy()] = "test"
     table.insert(0, "set", sets)
     table.insert(0, "row", prepared.frame.index.to_numpy() + 1)
-    return table
+    request.put(
+        out,
+        {
+            request.MODEL: model,
+            request.PREPROCESSING: predictions.preprocessing(*inputs),
+            request.PREDICTIONS: predictions.to_csv(table).encode(),
+            request.METRICS: (documents.dumps(_metrics(found), indent=1) + "\n").encode(),
+            request.REPORT: report.page(found).encode(),
+        },
+    )
 
 
-def _metrics(findings: Findings) -> dict[str, Any]:
-    prepared = findings.prepared
+def _metrics(found: Findings) -> dict[str, Any]:
+    prepared = found.prepared
     return {
         "task": prepared.target.task,
         "targets": list(prepared.target.names),
         "rows": {"train": len(prepared.train), "test": len(prepared.test)},
         "interval": LEVEL,
-        **_without_nan(findings.measured),
-        "importance": [found._asdict() for found in findings.importances],
-        "says": [*prepared.says, *findings.chosen],
+        **_without_nan(found.measured),
+        "importance": [importance._asdict() for importance in found.importances],
+        "says": [*prepared.says, *found.chosen],
     }
 
 

@@ -1,4 +1,4 @@
-"""A committee: networks of several configurations that predict together."""
+"""A committee: networks of several configurations that predict together, from inputs in units of their spread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,76 @@ from torch import Tensor
 
 from ..documents import typed
 from ..training import Entry, History
-from .law import Classes, Law, Numbers, TwoClasses, probabilities, softened
-from .members import Members
-from .scaling import Inputs, Scale
+from .members import Members, check_entries, checked, part_from, part_state
+from .network import law_of, probabilities, softened
 from .settings import Settings
-from .storing import entries, part_from, part_state, tensor
 
-F64 = torch.float64
+# A column whose spread is below this share of its size is constant but for rounding.
+CONSTANT = 1e-10
+
+# Inputs are followed this far beyond those that were seen, in units of their range; from there on nothing changes.
+BEYOND = 0.5
+
+
+@dataclass(frozen=True)
+class Scale:
+    """(x − centre)/spread by column; a spread of 0 is a constant column."""
+
+    centre: Tensor  # (d,)
+    spread: Tensor  # (d,)
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor) -> Scale:
+        """The weighted mean and standard deviation: x (N, d), weight (N,)"""
+        share = (weight / weight.sum())[:, None]
+        size = x.abs().amax(0)
+        unit = torch.where(size > 0, size, 1.0)  # squares of what is huge or tiny stay within range
+        u = x / unit
+        centre = (share * u).sum(0)
+        spread = (share * (u - centre).square()).sum(0).sqrt()
+        spread = torch.where(spread > CONSTANT, spread, 0.0)
+        return cls(torch.where(spread > 0, centre * unit, x[0]), spread * unit)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return (x - self.centre) / torch.where(self.spread > 0, self.spread, 1.0)
+
+    def undo(self, u: Tensor) -> Tensor:
+        return self.centre + self.spread * u
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Columns that are not constant, scaled, within half a range of what was seen; their main directions if there are
+    too many."""
+
+    scale: Scale
+    columns: Tensor  # (d,) which are used
+    low: Tensor
+    high: Tensor
+    rotation: Tensor | None  # (columns, directions)
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, most: int) -> Inputs:
+        scale = Scale.of(x, weight)
+        columns = scale.spread > 0
+        u = scale.apply(x)[:, columns]
+        low, high = (u.amin(0), u.amax(0)) if u.shape[1] else (u.new_zeros(0), u.new_zeros(0))
+        margin = BEYOND * (high - low)
+        rotation = None
+        if u.shape[1] > most:
+            e, Q = torch.linalg.eigh((weight[:, None] * u).T @ u / weight.sum())
+            rotation = Q[:, -most:].flip(1) / e[-most:].mean().sqrt()
+            rotation = rotation * torch.where(rotation.sum(0) < 0, -1.0, 1.0)
+        return cls(scale, columns, low - margin, high + margin, rotation)
+
+    def apply(self, x: Tensor) -> Tensor:
+        u = self.scale.apply(x)[:, self.columns].clamp(self.low, self.high)
+        return u if self.rotation is None else u @ self.rotation
+
+    @property
+    def width(self) -> int:
+        return int(self.columns.sum()) if self.rotation is None else self.rotation.shape[1]
+
 
 # Fields that are stored as they are
 PLAIN = ("frequencies", "weights", "floor", "factor", "says")
@@ -38,43 +101,45 @@ class Committee:
     says: list[str]
 
     @property
-    def features(self) -> int:
-        return len(self.inputs.columns)
-
-    @property
-    def sizes(self) -> list[tuple[int, ...]]:
-        return [part.network.sizes for part in self.parts]
-
-    @property
     def history(self) -> list[History]:
         """The steps of each member, in units of the scaled targets; validation is what it holds out"""
-        return [history_of(steps) for part in self.parts for steps in part.steps]
+        nan = math.nan
+
+        def entry(i: int, loss: float, validation: float, lam: float, accepted: bool) -> Entry:
+            rule = "decrease" if accepted else "rejected"
+            return Entry(i, i - 1, loss, nan, validation, lam, nan, rule, 1.0, nan, nan)
+
+        return [
+            History([entry(i, *step) for i, step in enumerate(steps, 1)]) for part in self.parts for steps in part.steps
+        ]
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of new targets: (N, outputs) each"""
-        if self.targets is None:
-            raise ValueError("a committee of classes has probabilities(x)")
+        targets, u = self._of_numbers(), self.inputs.apply(x)
         mean, variance = x.new_zeros(len(x), len(self.floor)), self.floor.repeat(len(x), 1)
-        u, squares = self.inputs.apply(x), torch.zeros_like(mean)
+        squares = torch.zeros_like(mean)
         for w, part in self.counted():
             z = part.outputs(u)
             mean, squares = mean + w * z.mean(0), squares + w * z.square().mean(0)
             variance = variance + w * self.factor * part.variance(u).mean(0)
         variance = variance + (squares - mean.square()).clamp(min=0)  # what the members do not agree on
-        # Who knows nothing but the targets that were seen, of mean 0 and variance 1, is off by no more than this.
+        # Predicted from nothing but the targets that were seen, of mean 0 and variance 1, it is no more than this.
         variance = variance.minimum(self.floor + 1 + mean.square())
-        return self.targets.undo(mean), variance.sqrt() * self.targets.spread
+        return targets.undo(mean), variance.sqrt() * targets.spread
 
     @torch.no_grad()
     def mean(self, x: Tensor) -> Tensor:
         """What `predict` has as its mean, at less cost: (N, outputs)"""
-        if self.targets is None:
-            raise ValueError("a committee of classes has probabilities(x)")
-        mean, u = x.new_zeros(len(x), len(self.floor)), self.inputs.apply(x)
+        targets, u, mean = self._of_numbers(), self.inputs.apply(x), x.new_zeros(len(x), len(self.floor))
         for w, part in self.counted():
             mean = mean + w * part.outputs(u).mean(0)
-        return self.targets.undo(mean)
+        return targets.undo(mean)
+
+    def _of_numbers(self) -> Scale:
+        if self.targets is None:
+            raise ValueError("a committee of classes has probabilities(x)")
+        return self.targets
 
     @torch.no_grad()
     def probabilities(self, x: Tensor) -> Tensor:
@@ -83,9 +148,11 @@ class Committee:
             raise ValueError("a committee of numbers has predict(x)")
         if not self.parts:
             return self.frequencies.repeat(len(x), 1)
-        u, found = self.inputs.apply(x), x.new_zeros(len(x), len(self.frequencies))
+        u, found, factor = self.inputs.apply(x), x.new_zeros(len(x), len(self.frequencies)), float(self.factor)
         for w, part in self.counted():
-            found = found + w * classes_of(part, u, float(self.factor)).mean(0)
+            z = part.outputs(u)
+            p = softened(z, factor * part.variance(u)) if factor > 0 else probabilities(z)
+            found = found + w * p.mean(0)
         return found / found.sum(1, keepdim=True)
 
     def counted(self) -> list[tuple[float, Members]]:
@@ -95,17 +162,10 @@ class Committee:
         """Tensors and plain values, as torch.load(weights_only=True) takes them"""
         settings = asdict(self.settings)
         settings["hidden"] = settings["hidden"] if isinstance(settings["hidden"], str) else list(settings["hidden"])
-        inputs, targets = self.inputs, self.targets
+        inputs, scale, targets = self.inputs, self.inputs.scale, self.targets
         return {
             "settings": settings,
-            "inputs": [
-                inputs.scale.centre,
-                inputs.scale.spread,
-                inputs.columns,
-                inputs.low,
-                inputs.high,
-                inputs.rotation,
-            ],
+            "inputs": [scale.centre, scale.spread, inputs.columns, inputs.low, inputs.high, inputs.rotation],
             "targets": None if targets is None else [targets.centre, targets.spread],
             "parts": [part_state(part) for part in self.parts],
             **{name: getattr(self, name) for name in PLAIN},
@@ -114,31 +174,28 @@ class Committee:
     @classmethod
     def from_state(cls, state: Any) -> Committee:
         """What `state` has made. Anything else is a ValueError: a file may have been made by anybody."""
-        entries(state, {"settings", "inputs", "targets", "parts", *PLAIN}, "a committee")
+        check_entries(state, {"settings", "inputs", "targets", "parts", *PLAIN}, "a committee")
         settings, inputs = typed(state["settings"], Settings, "settings"), inputs_from(state["inputs"])
-        floor = tensor(state["floor"], "floor", F64, (None,))
-        targets, frequencies = state["targets"], state["frequencies"]
+        floor, targets, frequencies = checked(state["floor"], "floor", (None,)), state["targets"], state["frequencies"]
         if (settings.task == "regression") != (frequencies is None) or (targets is None) == (frequencies is None):
             raise ValueError(f"the targets are not those of {settings.task}")
-        if frequencies is not None and float(tensor(frequencies, "frequencies", F64, (None,)).min()) < 0:
+        if frequencies is not None and float(checked(frequencies, "frequencies", (None,)).min()) < 0:
             raise ValueError("a frequency is negative")
-        law, outputs = law_of(frequencies, len(floor))
-        parts = [part_from(part, law) for part in typed(state["parts"], list[Any], "parts")]
+        _, outputs = law_of(frequencies, len(floor))
+        parts = [part_from(part) for part in typed(state["parts"], list[Any], "parts")]
         if any(part.network.sizes[:: len(part.network.sizes) - 1] != (inputs.width, outputs) for part in parts):
             raise ValueError("a network has other inputs or outputs than the committee")
-        weights = tensor(state["weights"], "weights", F64, (len(parts),))
+        weights = checked(state["weights"], "weights", (len(parts),))
         if bool((weights < 0).any()) or (parts and not bool((weights > 0).any())):
             raise ValueError("the weights of the networks are not positive")
-        factor = tensor(state["factor"], "factor", F64, (len(floor),))
-        return cls(
-            settings, inputs, None if targets is None else scale_from(targets, "targets", len(floor)), frequencies,
-            parts, weights, floor, factor, typed(state["says"], list[str], "says"),
-        )  # fmt: skip
+        factor, says = checked(state["factor"], "factor", (len(floor),)), typed(state["says"], list[str], "says")
+        scale = None if targets is None else scale_from(targets, "targets", len(floor))
+        return cls(settings, inputs, scale, frequencies, parts, weights, floor, factor, says)
 
 
 def scale_from(state: Any, name: str, size: int | None) -> Scale:
     centre, spread = typed(state, tuple[Any, Any], name)
-    found = Scale(tensor(centre, name, F64, (size,)), tensor(spread, name, F64, (size,)))
+    found = Scale(checked(centre, name, (size,)), checked(spread, name, (size,)))
     if len(found.spread) != len(found.centre) or bool((found.spread < 0).any()):
         raise ValueError(f"{name} have no spread")
     return found
@@ -147,35 +204,9 @@ def scale_from(state: Any, name: str, size: int | None) -> Scale:
 def inputs_from(state: Any) -> Inputs:
     centre, spread, columns, low, high, rotation = typed(state, tuple[Any, Any, Any, Any, Any, Any], "inputs")
     scale = scale_from([centre, spread], "inputs", None)
-    used = int(tensor(columns, "columns", torch.bool, (len(scale.spread),)).sum())
-    for name, t in (("low", low), ("high", high)):
-        tensor(t, name, F64, (used,))
-    if bool((low > high).any()):
+    used = int(checked(columns, "columns", (len(scale.spread),), torch.bool).sum())
+    if bool((checked(low, "low", (used,)) > checked(high, "high", (used,))).any()):
         raise ValueError("the range of an input is negative")
     if rotation is not None:
-        tensor(rotation, "rotation", F64, (used, None))
+        checked(rotation, "rotation", (used, None))
     return Inputs(scale, columns, low, high, rotation)
-
-
-def history_of(steps: list[tuple[float, float, float, bool]]) -> History:
-    nan, rules = math.nan, {True: "decrease", False: "rejected"}
-    return History(
-        [
-            Entry(i, i - 1, loss, nan, validation, lam, nan, rules[accepted], 1.0, nan, nan)
-            for i, (loss, validation, lam, accepted) in enumerate(steps, 1)
-        ]
-    )
-
-
-def classes_of(part: Members, u: Tensor, factor: float) -> Tensor:
-    """Probabilities by each member: (k, N, classes)"""
-    z = part.outputs(u)
-    return softened(z, factor * part.variance(u)) if factor > 0 else probabilities(z)
-
-
-def law_of(frequencies: Tensor | None, outputs: int) -> tuple[Law, int]:
-    """What is minimised, and the number of outputs"""
-    if frequencies is None:
-        return Numbers(outputs), outputs
-    classes = len(frequencies)
-    return (TwoClasses(), 1) if classes == 2 else (Classes(classes), classes)

@@ -1,32 +1,42 @@
-"""Members of a committee, trained together: Levenberg–Marquardt with a dense matrix for each, and evidence.
+"""Members of a committee, and the two ways in which they are trained.
 
-Every member k minimises βₖΣwℓ + ½Σαₖθ² over the samples that it is given, each with λ, α and β of its own. All of them
-go through the same operations in one call, for on small tables it is the calls that take time.
+`Descent` trains them together: Levenberg–Marquardt with a dense matrix for each, and evidence. Every member k minimises
+βₖΣwℓ + ½Σαₖθ² over the samples that it is given, with a λ, α and β for each. All of them go through the same operations
+in one call, for on small tables it is the calls that take time. `trained_wide` trains networks whose matrices would be
+too large, one after the other by `mq.fit`, with Kronecker factors.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .law import Law
-from .network import Network
+from ..curvature import Kronecker
+from ..documents import typed
+from ..training import fit
+from .network import ACTIVATIONS, Classes, Law, Network, Numbers
 
-# Numbers of rows that are formed at a time: beyond the caches nothing is gained by more.
+# The numbers in rows that are formed at a time: beyond the caches nothing is gained by more.
 CHUNK = 4_000_000
 
-# Damping in units of the mean of the diagonal of H, to begin with; and what a step that fails or succeeds makes of it.
+# The first damping in units of the mean of the diagonal of H; and what a step that fails or succeeds makes of it.
 LAMBDA, UP, DOWN, MOST = 1.0, 4.0, 0.25, 1e10
 
-# α to begin with, with inputs and targets of variance 1, and its bounds.
+# The first α, with inputs and targets of variance 1, and its bounds.
 ALPHA, LOW, HIGH = 0.1, 1e-6, 1e8
 
-# Of all targets at least this share is left for the noise, however many parameters fit them.
+# At least this share of all targets is left for the noise, however many parameters fit them.
 LEFT = 0.05
+
+# Steps from one estimate of α and β to the next
+EVERY = 3
 
 # Steps that gain less than this share of the objective: after a few of them a member is at its end.
 SMALL, FEW = 1e-5, 5
@@ -34,20 +44,27 @@ SMALL, FEW = 1e-5, 5
 # A new least error is one that is lower by more than this share: others do not put off the end.
 BETTER = 1e-3
 
+# Wide networks: in float32 half the time, and such tables are not without noise. Their weight decay, in units of the
+# mean loss, need not be exact: what is held out decides when to stop.
+DTYPE, DECAY = torch.float32, 0.003
+
+# Called with the step, the members at their best, and whether it was the last step
+Seen = Callable[[int, "Members", bool], None]
+
 
 @dataclass(frozen=True)
 class Given:
-    """Of each member: inputs (k, N, d), targets (k, N, c) or classes (k, N), weights (k, N), 0 for none."""
+    """The samples of each member: inputs (k, N, d), targets (k, N, c) or classes (k, N), weights (k, N), 0 for none."""
 
     x: Tensor
     y: Tensor
     weight: Tensor
 
     def of(self, members: Tensor) -> Given:
+        """Those of some members, which are in order"""
+        if len(members) == len(self.x):
+            return self
         return Given(self.x[members], self.y[members], self.weight[members])
-
-    def some(self, chosen: Tensor) -> Given:
-        return Given(self.x[:, chosen], self.y[:, chosen], self.weight[:, chosen])
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,6 @@ class Limits:
 
     steps: int
     patience: int
-    every: int = 3  # steps from one estimate of α and β to the next
     rows: int | None = None  # of the data in G, drawn anew for every step; None is all of them
 
 
@@ -65,7 +81,6 @@ class Members:
     """Where the members are, at their best on what was held out."""
 
     network: Network
-    law: Law
     theta: Tensor  # (k, n)
     alpha: Tensor  # (k, groups)
     beta: Tensor  # (k,)
@@ -73,53 +88,46 @@ class Members:
     best_step: Tensor  # (k,)
     error: Tensor  # (k,) of what was held out; of the data if nothing was
     gamma: Tensor  # (k,)
-    root: Tensor | None = None  # R with H⁻¹ = RᵀR: (k, n, n)
-    steps: list[list[tuple[float, float, float, bool]]] = field(default_factory=list)  # by member: see Descent.write
+    root: Tensor | None  # R with H⁻¹ = RᵀR: (k, n, n)
+    steps: list[list[tuple[float, float, float, bool]]]  # loss, error of what is held out, λ, accepted; by member
+
+    @classmethod
+    def begun(cls, network: Network, theta: Tensor, alpha: Tensor, groups: Tensor) -> Members:
+        k = len(theta)
+        return cls(
+            network, theta.clone(), alpha.clone(), theta.new_ones(k), groups, torch.zeros(k, dtype=torch.long),
+            theta.new_full((k,), math.inf), theta.new_full((k,), float(network.n)), None, [[] for _ in range(k)],
+        )  # fmt: skip
 
     def outputs(self, x: Tensor) -> Tensor:
         return self.network.outputs(self.theta, x)
 
-    def only(self, i: int) -> Members:
-        """One of them, to predict"""
-        root = None if self.root is None else self.root[i : i + 1]
-        return replace(self, theta=self.theta[i : i + 1], beta=self.beta[i : i + 1], root=root)
-
-    def among(self, kept: Tensor) -> Members:
-        """Some of them: kept (k,) is true for those"""
+    def among(self, chosen: Tensor) -> Members:
+        """Some of them: chosen (k,) is true for those"""
         names = ("theta", "alpha", "beta", "best_step", "error", "gamma")
-        steps = [s for s, one in zip(self.steps, kept.tolist(), strict=True) if one]
-        root = None if self.root is None else self.root[kept]
-        return replace(self, **{name: getattr(self, name)[kept] for name in names}, root=root, steps=steps)
+        steps = [s for s, one in zip(self.steps, chosen.tolist(), strict=True) if one]
+        root = None if self.root is None else self.root[chosen]
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names}, root=root, steps=steps)
 
     def variance(self, x: Tensor) -> Tensor:
-        """√β·diag JH⁻¹Jᵀ of the outputs: (k, N, c)
+        """√β·diag JH⁻¹Jᵀ of the outputs, for x (N, d): (k, N, c)
 
         With β it would be in units of the noise, and without in those of the targets. Members that train longer, on
         more samples, have a larger β, by what they have learnt and by what they fit too closely: half of each.
         """
-        c = self.network.sizes[-1]
+        network, c = self.network, self.network.sizes[-1]
         if self.root is None:
-            return self.theta.new_zeros(len(self.theta), x.shape[-2], c)
+            return self.theta.new_zeros(len(self.theta), len(x), c)
         found = []
-        for i in range(len(self.theta)):
-            theta, R = self.theta[i : i + 1], self.root[i].double()
-            size = max(1, CHUNK // (self.network.n * c))
-            parts = [jacobian(self.network, theta, part) @ R.T for part in own(x, i).split(size)]
-            found.append(torch.cat([p.square().sum(-1) for p in parts]))
+        for theta, R in zip(self.theta[:, None], self.root, strict=True):
+            parts = []
+            for part in x.split(max(1, CHUNK // (network.n * c))):
+                _, inputs, slopes = network.passed(theta, part)
+                J = network.rows(theta, inputs, slopes, torch.eye(c, dtype=x.dtype).expand(1, len(part), c, c))[0]
+                parts.append((J @ R.double().T).square().sum(-1))
+            found.append(torch.cat(parts))
         together: Tensor = torch.stack(found).unflatten(1, (-1, c))
         return self.beta[:, None, None].sqrt() * together
-
-
-def own(x: Tensor, member: int) -> Tensor:
-    """The inputs of one member: all have the same, or each its own"""
-    return x if x.ndim == 2 else x[member]
-
-
-def jacobian(network: Network, theta: Tensor, x: Tensor) -> Tensor:
-    """Of one member: (N·c, n)"""
-    z, inputs, slopes = network.passed(theta, x)
-    c = z.shape[-1]
-    return network.rows(theta, inputs, slopes, torch.eye(c, dtype=z.dtype).expand(1, len(x), c, c))[0]
 
 
 class Descent:
@@ -147,19 +155,16 @@ class Descent:
         self.error = self.theta.new_full((k,), math.nan)
         self.mark, self.since = self.least.clone(), torch.zeros(k, dtype=torch.long)
         self.quiet = torch.zeros(k, dtype=torch.long)  # accepted steps that gained next to nothing
-        self.best = Members(
-            network, law, self.theta.clone(), self.alpha.clone(), self.beta.clone(), self.groups,
-            torch.zeros(k, dtype=torch.long), self.least.clone(), self.gamma.clone(), None, [[] for _ in range(k)],
-        )  # fmt: skip
+        self.best = Members.begun(network, self.theta, self.alpha, self.groups)
 
-    def run(self, watch: Callable[[int, Members, bool], None] | None = None) -> Members:
+    def run(self, watch: Seen | None = None) -> Members:
         self.compare(torch.arange(len(self.theta)), 0)
         for step in range(1, self.plan.steps + 1):
             some = self.active.nonzero()[:, 0]
             if not len(some):
                 break
             self.linearise(some[self.moved[some]])
-            if step > 1 and (step - 1) % self.plan.every == 0:
+            if step > 1 and (step - 1) % EVERY == 0:
                 self.estimate(some)
             accepted = self.move(some)
             self.compare(some[accepted], step)
@@ -170,48 +175,38 @@ class Descent:
         self.finish()
         return self.best
 
-    # One step.
+    # --- one step ---
 
     def linearise(self, members: Tensor) -> None:
         """Σwℓ, its gradient, and G = Σw·JᵀSSᵀJ, of some members"""
-        drawn, scale = self.drawn_rows()
-        per = max(1, CHUNK // (self.network.n * len(drawn)))
-        for part in members.split(per):
+        drawn, count = self.drawn_rows()
+        scale = self.data.x.shape[1] / len(drawn)
+        for part in members.split(max(1, CHUNK // (self.network.n * len(drawn)))):
             theta, data = self.theta[part], self.data.of(part)
             z, inputs, slopes = self.network.passed(theta, data.x)
             self.loss[part] = (data.weight * self.law.value(z, data.y)).sum(1)
             back = data.weight[..., None] * self.law.slope(z, data.y)
             self.g[part] = self.network.gradient(theta, inputs, slopes, back)
-            self.G[part] = scale * self.curvature(theta, data, z, inputs, slopes, drawn)
+            weight = data.weight
+            if len(drawn) < z.shape[1]:
+                weight, z = weight[:, drawn], z[:, drawn]
+                inputs, slopes = [a[:, drawn] for a in inputs], [s[:, drawn] for s in slopes]
+            root = self.law.root(z)  # (k, N, rank, c)
+            if count < self.law.rank:  # E[εεᵀ] = 1
+                signs = torch.randint(0, 2, root.shape[:3], generator=self.generator).to(z) * 2 - 1
+                root = (signs[..., None] * root).sum(2, keepdim=True)
+            J = self.network.rows(theta, inputs, slopes, weight.sqrt()[..., None, None] * root)
+            self.G[part] = scale * (J.mT @ J)
         self.moved[members] = False
 
-    def drawn_rows(self) -> tuple[Tensor, float]:
-        """Which samples and which rows of their roots are in G, as numbers below N·rank, and by what they count"""
-        N, rank = self.data.x.shape[1], self.law.rank
-        wanted = self.plan.rows
+    def drawn_rows(self) -> tuple[Tensor, int]:
+        """The samples that are in G, and how many rows of each: all of its root, or one drawn from it if there are
+        more than two and G does not have all samples"""
+        N, rank, wanted = self.data.x.shape[1], self.law.rank, self.plan.rows
         if wanted is None or wanted >= N * rank:
-            return torch.arange(N), 1.0
-        chosen = torch.randperm(N, generator=self.generator)[: max(1, wanted // self.probes)]
-        return chosen.sort().values, N / len(chosen)
-
-    @property
-    def probes(self) -> int:
-        """Rows of one sample: all of its root, or one that is drawn if G does not have all samples"""
-        N, rank = self.data.x.shape[1], self.law.rank
-        return rank if self.plan.rows is None or self.plan.rows >= N * rank or rank <= 2 else 1
-
-    def curvature(
-        self, theta: Tensor, data: Given, z: Tensor, inputs: list[Tensor], slopes: list[Tensor], drawn: Tensor
-    ) -> Tensor:
-        if len(drawn) < z.shape[1]:
-            z, data = z[:, drawn], data.some(drawn)
-            inputs, slopes = [a[:, drawn] for a in inputs], [s[:, drawn] for s in slopes]
-        back = self.law.root(z)  # (k, N, rank, c)
-        if self.probes < self.law.rank:  # E[εεᵀ] = 1
-            signs = torch.randint(0, 2, back.shape[:3], generator=self.generator).to(z) * 2 - 1
-            back = (signs[..., None] * back).sum(2, keepdim=True)
-        J = self.network.rows(theta, inputs, slopes, data.weight.sqrt()[..., None, None] * back)
-        return J.mT @ J
+            return torch.arange(N), rank
+        count = rank if rank <= 2 else 1
+        return torch.randperm(N, generator=self.generator)[: max(1, wanted // count)].sort().values, count
 
     def estimate(self, some: Tensor) -> None:
         """γ = n − α tr H⁻¹ by group, α = γ/‖θ‖², β = (N − γ)/Σwr² (MacKay, 1992)"""
@@ -223,7 +218,7 @@ class Descent:
         some, gamma, theta = some[good], gamma[good], theta[good]
         self.gamma[some] = gamma.sum(1)
         self.alpha[some] = (gamma / (theta.square() @ self.member_of + 1e-12)).clamp(LOW, HIGH)
-        if self.law.noisy:
+        if isinstance(self.law, Numbers):
             N = self.targets[some]
             left = (N - self.gamma[some]).maximum(LEFT * N)
             self.beta[some] = (left / (2 * self.loss[some]).maximum(1e-12 * N)).clamp(max=1e12)
@@ -243,20 +238,20 @@ class Descent:
         L, info = torch.linalg.cholesky_ex(H)
         g = beta[:, None] * self.g[some] + alpha * theta
         new = theta - torch.cholesky_solve(g[..., None], L)[..., 0]
-        data = self.data.of(some) if len(some) < len(self.theta) else self.data
+        data = self.data.of(some)
         loss = (data.weight * self.law.value(self.network.outputs(new, data.x), data.y)).sum(1)
         before = beta * self.loss[some] + 0.5 * (alpha * theta.square()).sum(1)
         after = beta * loss + 0.5 * (alpha * new.square()).sum(1)
         accepted: Tensor = (info == 0) & (after < before)
         self.lam[some] = (self.lam[some] * torch.where(accepted, DOWN, UP)).clamp(1e-12, MOST)
-        taken = some[accepted]
-        self.theta[taken], self.moved[taken] = new[accepted], True
-        self.loss[taken] = loss[accepted]
+        movers = some[accepted]
+        self.theta[movers], self.moved[movers] = new[accepted], True
+        self.loss[movers] = loss[accepted]
         small = before - after < SMALL * before.abs()
         self.quiet[some] = torch.where(accepted, torch.where(small, self.quiet[some] + 1, 0), self.quiet[some])
         return accepted
 
-    # The best weights.
+    # --- the best weights ---
 
     def compare(self, members: Tensor, step: int) -> None:
         """Members that are better than ever on what they hold out are kept"""
@@ -267,18 +262,18 @@ class Descent:
             better = torch.ones_like(members, dtype=torch.bool)
             self.since[members] = step
         else:
-            held = self.held.of(members) if len(members) < len(self.theta) else self.held
-            errors = self.law.error(self.network.outputs(self.theta[members], held.x), held.y)
+            held = self.held.of(members)
+            errors = self.law.value(self.network.outputs(self.theta[members], held.x), held.y)
             error = (held.weight * errors).sum(1) / held.weight.sum(1)
             better = error < self.least[members]
             self.error[members] = error
             clearly = error < self.mark[members] * (1 - BETTER)
             self.mark[members[clearly]], self.since[members[clearly]] = error[clearly], step
-        kept, best = members[better], self.best
-        self.least[kept] = error[better]
-        best.error[kept], best.best_step[kept] = error[better], step
-        best.theta[kept], best.alpha[kept], best.beta[kept] = self.theta[kept], self.alpha[kept], self.beta[kept]
-        best.gamma[kept] = self.gamma[kept]
+        some, best = members[better], self.best
+        self.least[some] = error[better]
+        best.error[some], best.best_step[some] = error[better], step
+        for name in ("theta", "alpha", "beta", "gamma"):
+            getattr(best, name)[some] = getattr(self, name)[some]
 
     def write(self, some: Tensor, accepted: Tensor) -> None:
         """Loss, error of what is held out, λ and whether the step was accepted"""
@@ -298,3 +293,118 @@ class Descent:
         L = torch.linalg.cholesky(H)
         eye = torch.eye(self.network.n, dtype=L.dtype).expand_as(L)
         best.root = torch.linalg.solve_triangular(L, eye, upper=False).float()
+
+
+# --- wide networks ---
+
+
+def module_of(network: Network, theta: Tensor) -> nn.Sequential:
+    """The same network as a module: θ (n,)"""
+    layers: list[nn.Module] = []
+    for i, (a, b) in enumerate(pairwise(network.sizes)):
+        linear = nn.Linear(a, b, dtype=DTYPE)
+        with torch.no_grad():
+            for p, values in zip(linear.parameters(), network.layer(theta[None], i), strict=True):
+                p.copy_(values.view_as(p))
+        layers += [linear, ACTIVATIONS[network.activation].module()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batch(given: Given, i: int, law: Law) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets and weights of one member, as mq.fit takes them"""
+    real = given.weight[i] > 0
+    y = given.y[i][real]
+    y = y if isinstance(law, Classes) else y.reshape(len(y), -1).to(DTYPE)
+    return given.x[i][real].to(DTYPE), y, given.weight[i][real].to(DTYPE)
+
+
+def trained_wide(
+    network: Network, law: Law, data: Given, held: Given | None, limits: Limits, generator: torch.Generator,
+    watch: Seen | None = None,
+) -> Members:  # fmt: skip
+    """The members, each with the weights that are best on what it holds out"""
+    k = len(data.x)
+    start = network.drawn(k, generator)
+    found = Members.begun(network, start, start.new_full((k, 1), DECAY), network.groups("all"))
+    for i in range(k):
+        model = module_of(network, start[i])
+        seen: Any = None if watch is None else lambda run: watch(int(run.step.step), found, False)
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "mq.fit: ")  # a member that learns nothing counts for little
+            result = fit(
+                model, batch(data, i, law), law.name, validation=None if held is None else batch(held, i, law),
+                steps=limits.steps, patience=limits.patience, weight_decay=DECAY, curvature=Kronecker(), seed=i,
+                batch_size=limits.rows or "all", progress=False, callbacks=() if seen is None else seen,
+                group=False,  # every process that is asked for a committee trains one
+            )  # fmt: skip
+        found.theta[i] = nn.utils.parameters_to_vector(model.parameters()).detach().double()
+        found.best_step[i] = result.best_step
+        found.error[i] = result.loss if math.isfinite(result.loss) else math.nan
+        found.steps[i] = [(e.loss, e.validation, e.lam, e.accepted) for e in result.history]
+    if watch is not None:
+        watch(max(len(steps) for steps in found.steps), found, True)
+    return found
+
+
+# --- members as tensors and plain values ---
+
+TENSORS = ("theta", "alpha", "beta", "groups", "best_step", "error", "gamma", "root")
+
+
+def part_state(part: Members) -> dict[str, Any]:
+    state: dict[str, Any] = {name: getattr(part, name) for name in TENSORS}
+    network = part.network
+    return state | {"sizes": list(network.sizes), "activation": network.activation, "steps": part.steps}
+
+
+def part_from(state: Any) -> Members:
+    """What `part_state` has made. Anything else is a ValueError: a file may have been made by anybody."""
+    check_entries(state, {*TENSORS, "sizes", "activation", "steps"}, "a network")
+    sizes = typed(state["sizes"], list[int], "sizes")
+    if len(sizes) < 2 or min(sizes) < 1 or state["activation"] not in [*ACTIVATIONS]:
+        raise ValueError(f"there is no network of the sizes {sizes} with {state['activation']!r}")
+    network = Network(tuple(sizes), state["activation"])
+    k, n = checked(state["theta"], "theta", (None, network.n)).shape
+    groups = checked(state["groups"], "groups", (n,), torch.long)
+    count = checked(state["alpha"], "alpha", (k, None)).shape[1]
+    if int(groups.min()) < 0 or int(groups.max()) >= count:
+        raise ValueError(f"a group of weights is none of {count}")
+    for name in ("beta", "gamma"):
+        checked(state[name], name, (k,))
+    checked(state["error"], "error", (k,), finite=False)
+    checked(state["best_step"], "best_step", (k,), torch.long)
+    if state["root"] is not None:
+        checked(state["root"], "root", (k, n, n), torch.float32)
+    steps = state["steps"]
+    if not isinstance(steps, list) or len(steps) != k or not all(map(_is_history, steps)):
+        raise ValueError(f"there are no steps of {k} members")
+    tensors = {name: state[name] for name in TENSORS}
+    return Members(network, **tensors, steps=[[tuple(step) for step in some] for some in steps])
+
+
+def _is_history(steps: Any) -> bool:
+    kinds = [float, float, float, bool]
+    return isinstance(steps, list) and all(
+        isinstance(step, (list, tuple)) and [type(value) for value in step] == kinds for step in steps
+    )
+
+
+def check_entries(state: Any, names: set[str], what: str) -> None:
+    if not isinstance(state, dict) or set(state) != names:
+        raise ValueError(f"the entries of {what} are not {', '.join(sorted(names))}")
+
+
+def checked(
+    t: Any, name: str, shape: tuple[int | None, ...], dtype: torch.dtype = torch.float64, *, finite: bool = True
+) -> Tensor:
+    """Refuses another shape (None is any number of at least one), numbers that are not finite, and a tensor of more
+    elements than the file has: in copies of it memory would run out."""
+    if type(t) is not Tensor or t.dtype != dtype or t.layout != torch.strided or t.device.type != "cpu":
+        raise ValueError(f"{name} is no tensor of {dtype}")
+    fits = len(t.shape) == len(shape) and all(a == b or (b is None and a) for a, b in zip(t.shape, shape, strict=True))
+    if not fits or t.numel() * t.element_size() > t.untyped_storage().nbytes():
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has the shape {tuple(t.shape)}, not ({wanted})")
+    if finite and t.is_floating_point() and not bool(t.isfinite().all()):
+        raise ValueError(f"{name} is not finite")
+    return t

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from .members import Limits
 from .network import ACTIVATIONS, Network
@@ -49,16 +50,11 @@ class Configuration:
 
     hidden: tuple[int, ...]
     activation: str
-    groups: str  # of Network.groups
+    groups: str  # of Network.groups, or "decay" for networks that mq.fit trains
 
     def __str__(self) -> str:
         shape = "×".join(map(str, self.hidden)) or "linear"
-        named = {
-            "all": "one precision",
-            "tensors": "precisions by layer",
-            "inputs": "precisions by input",
-            "decay": "weight decay",
-        }
+        named = {"all": "one precision", "inputs": "precisions by input", "decay": "weight decay"}
         return f"{shape} {self.activation}, {named[self.groups]}"
 
 
@@ -69,8 +65,6 @@ AUTO = (
     Configuration((20,), "silu", "inputs"),
     Configuration((12, 12), "tanh", "all"),
 )
-
-
 LARGE_AUTO = (Configuration((16, 16), "silu", "inputs"), Configuration((16, 16), "tanh", "all"))
 WIDE_AUTO = (Configuration((64,), "tanh", "decay"), Configuration((64,), "silu", "decay"))
 SMALL_AUTO = (Configuration((12,), "silu", "inputs"), Configuration((12,), "tanh", "all"))
@@ -78,7 +72,7 @@ SMALL_AUTO = (Configuration((12,), "silu", "inputs"), Configuration((12,), "tanh
 
 @dataclass(frozen=True)
 class Division:
-    """Members that choose, each without one of so many folds; and members that train on everything afterwards, 0 if
+    """Members that choose, each without one of these folds; and members that train on everything afterwards, 0 if
     those that chose are the committee."""
 
     choosing: int
@@ -105,79 +99,64 @@ class Settings:
             raise ValueError(f'task={self.task!r}: "regression" or "classification"')
         if self.activation != "auto" and self.activation not in ACTIVATIONS:
             raise ValueError(f'activation={self.activation!r}: "auto", or one of {", ".join(ACTIVATIONS)}')
-        self._check_hidden()
-        whole(self.members, "members", 1, "auto")
-        whole(self.steps, "steps", 1, None)
-        whole(self.patience, "patience", 1, None)
-        whole(self.seed, "seed", 0)
+        if isinstance(self.hidden, str) and self.hidden != "auto":
+            raise ValueError(f'hidden={self.hidden!r}: "auto", or the sizes of the hidden layers')
+        for size in () if self.hidden == "auto" else self.hidden:
+            check_whole(size, "hidden", 1)
+        check_whole(self.members, "members", 1, "auto")
+        check_whole(self.steps, "steps", 1, None)
+        check_whole(self.patience, "patience", 1, None)
+        check_whole(self.seed, "seed", 0)
         if not self.work > 0:
             raise ValueError(f"work={self.work!r}: floating-point operations of the whole fit, above 0")
-
-    def _check_hidden(self) -> None:
-        if isinstance(self.hidden, str):
-            if self.hidden != "auto":
-                raise ValueError(f'hidden={self.hidden!r}: "auto", or the sizes of the hidden layers')
-            return
-        for size in self.hidden:
-            whole(size, "hidden", 1)
 
     def arranged(
         self, samples: int, inputs: int, outputs: int, rank: int
     ) -> tuple[tuple[Configuration, ...], Division]:
         """What is trained, and on which parts of the samples. Matrices that are too large leave Kronecker factors."""
         found, division = self._configurations(samples), self._division(samples)
-        members = max(division.choosing, division.final)
-        step = 0.0
+        members, step = max(division.choosing, division.final), 0.0
         for one in (c for c in found if c.groups != "decay"):
             network = Network((inputs, *one.hidden, outputs), one.activation)
             step += self.cost(network, members, samples, rank) if network.n <= LARGEST else self.work
         if FEWEST_STEPS * step <= self.work:
             return found, division
-        wide = found if not isinstance(self.hidden, str) else WIDE_AUTO if rank <= 2 else WIDE_AUTO[1:]
-        wide = tuple(Configuration(c.hidden, self._activation(c.activation), "decay") for c in wide)
-        count = members if isinstance(self.members, str) else self.members
+        wide = found if self.hidden != "auto" else self._activated(WIDE_AUTO if rank <= 2 else WIDE_AUTO[1:])
+        count = self._members(members)
         folds = max(count, 10 if samples >= MANY else 5)
-        return wide, Division(count, folds, 0) if division.folds else Division(0, 0, count)
-
-    def _activation(self, own: str) -> str:
-        return own if self.activation == "auto" else self.activation
+        division = Division(count, folds, 0) if division.folds else Division(0, 0, count)
+        return tuple(replace(one, groups="decay") for one in wide), division
 
     def _configurations(self, samples: int) -> tuple[Configuration, ...]:
         """One if the hidden sizes are given, otherwise several to be stacked"""
-        if isinstance(self.hidden, str):
-            found: tuple[Configuration, ...] = SMALL_AUTO if samples < SMALL else AUTO if samples < MANY else LARGE_AUTO
-            found = found if samples < HUGE else LARGE_AUTO[-1:]
-            if self.task == "classification" and self.held_out and samples >= WIDE:
-                found = (*dict.fromkeys((found[0], found[-1])), WIDE_AUTO[1])
-            return tuple(Configuration(c.hidden, self._activation(c.activation), c.groups) for c in found)
-        return (Configuration(tuple(self.hidden), self._activation("silu"), "inputs"),)
+        if not isinstance(self.hidden, str):
+            return self._activated((Configuration(tuple(self.hidden), "silu", "inputs"),))
+        found: tuple[Configuration, ...] = SMALL_AUTO if samples < SMALL else AUTO if samples < MANY else LARGE_AUTO
+        found = found if samples < HUGE else LARGE_AUTO[-1:]
+        if self.task == "classification" and self.held_out and samples >= WIDE:
+            found = (*dict.fromkeys((found[0], found[-1])), WIDE_AUTO[1])
+        return self._activated(found)
+
+    def _activated(self, found: tuple[Configuration, ...]) -> tuple[Configuration, ...]:
+        """The same with the activation that was asked for"""
+        return found if self.activation == "auto" else tuple(replace(one, activation=self.activation) for one in found)
+
+    def _members(self, usual: int) -> int:
+        return usual if isinstance(self.members, str) else self.members
 
     def _division(self, samples: int) -> Division:
         many = samples >= MANY
-        own = 5 if not many else 3 if samples < HUGE else 2
-        wanted = own if isinstance(self.members, str) else self.members
+        members = self._members(5 if not many else 3 if samples < HUGE else 2)
         if not self.held_out or samples < FEWEST:
-            return Division(0, 0, wanted)
-        if many:
-            return Division(wanted, max(wanted, 10), 0)
-        if self.task == "classification":
-            return Division(wanted, max(wanted, 5), 0)
-        return Division(wanted if samples < FEW else min(wanted, 3), max(wanted, 5), wanted)
-
-    def wide_plan(self, network: Network, members: int, samples: int, rank: int, work: float) -> tuple[Limits, float]:
-        """Steps with Kronecker factors, all samples in each or so many, and the work of one"""
-        rows = None if samples <= BATCH else BATCH
-        factors = sum(20.0 * (a + 1) ** 3 + 20.0 * b**3 for a, b in zip(network.sizes, network.sizes[1:], strict=False))
-        once = members * (14.0 * (rows or samples) * rank * network.n + 2.0 * factors)
-        wanted = self.steps or (100 if rows is None else 1000)
-        steps = max(20, min(wanted, int(work / once)))
-        patience = steps if self.patience is None else min(self.patience, PATIENCE)
-        return Limits(steps, patience, rows=rows), once
+            return Division(0, 0, members)
+        if many or self.task == "classification":
+            return Division(members, max(members, 10 if many else 5), 0)
+        return Division(members if samples < FEW else min(members, 3), max(members, 5), members)
 
     def plan(
         self, network: Network, members: int, samples: int, rank: int, work: float, steps: int | None = None
     ) -> Limits:
-        """So many steps, and rows of G, within some work; without a number, patience ends it"""
+        """The steps, and the rows of G, within some work; without a number of steps, patience ends it"""
         wanted = steps or self.steps or LONGEST
         patience = wanted if steps or self.patience is None else self.patience
         possible = int(work / self.cost(network, members, samples, rank))
@@ -188,14 +167,24 @@ class Settings:
         n, rows = network.n, rows_of(network, samples, rank) or samples * rank
         return members * (2.0 * rows * n * n + 0.7 * n**3 + 30.0 * samples * n)
 
+    def wide_plan(self, network: Network, members: int, samples: int, rank: int, work: float) -> tuple[Limits, float]:
+        """The steps with Kronecker factors, of all samples or of a batch, and the work of one"""
+        rows = None if samples <= BATCH else BATCH
+        factors = sum(20.0 * (a + 1) ** 3 + 20.0 * b**3 for a, b in pairwise(network.sizes))
+        once = members * (14.0 * (rows or samples) * rank * network.n + 2.0 * factors)
+        wanted = self.steps or (100 if rows is None else 1000)
+        steps = max(20, min(wanted, int(work / once)))
+        patience = steps if self.patience is None else min(self.patience, PATIENCE)
+        return Limits(steps, patience, rows=rows), once
+
 
 def rows_of(network: Network, samples: int, rank: int) -> int | None:
-    """Of G; None has all of them"""
+    """The number of rows of G; None is all of them"""
     some = max(ROWS * network.n, 2000)
     return None if samples * rank <= 1.5 * some else some
 
 
-def whole(value: object, name: str, least: int, *others: object) -> None:
+def check_whole(value: object, name: str, least: int, *others: object) -> None:
     if value in others and not isinstance(value, bool):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
