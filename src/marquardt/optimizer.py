@@ -275,8 +275,7 @@ class LM(Unscaled, torch.optim.Optimizer):
 
         Args:
             inputs: passed to the model as they are: a tensor or an object as model(x), a tuple as model(*x), a dict or
-            what
-                a tokenizer returns as model(**x). An object is never divided, so it goes with no `chunk`.
+                the result of a tokenizer as model(**x). An object is never divided, so it goes with no `chunk`.
             targets: as the loss takes them; None if it takes none.
             weight: of the samples, f = Σwℓ/Σw.
             closure: for trainers that wrap optimizers and keep their hooks in it: it is called once, before the step,

@@ -26,6 +26,7 @@ OURS = (mq.LM.step, mq.Posterior.sample, mq.Posterior.calibrated, CurveFit, Curv
 OTHERS = (
     torch.nn.Parameter,
     torch.nn.PoissonNLLLoss,
+    torch.autograd.graph.register_multi_grad_hook,
     torch.nn.Module.to_empty,
     torch.utils.checkpoint.checkpoint,
     torch.utils.data.DataLoader,
