@@ -23,9 +23,9 @@ import marquardt
 import marquardt.paper
 from marquardt import files as locks
 from marquardt.cli import paper
-from marquardt.paper import logs, methods, plans, runs, screen
+from marquardt.paper import logs, methods, runs
 from marquardt.paper.data import Digits
-from marquardt.paper.trainers import Unavailable
+from marquardt.paper.methods import Unavailable
 from marquardt.paper.vocabulary import EXPERIMENTS
 from support.command_line import environment, invoked
 
@@ -49,12 +49,12 @@ def winners(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, winners: Path) -> Invoke:
     """Runs of three steps on 60 made-up images; a report that only says which runs it saw."""
     monkeypatch.chdir(tmp_path)
-    small = plans.QUICK._replace(
+    small = runs.QUICK._replace(
         sine_seeds=2, sine_seconds=0.0, mnist_seeds=1, mnist_steps=3, ablation_steps=1, train_sample=20
     )
-    monkeypatch.setattr(plans, "QUICK", small)
-    monkeypatch.setattr(plans, "SINE_STEPS", 3)
-    monkeypatch.setattr(plans, "WINNERS", winners)
+    monkeypatch.setattr(runs, "QUICK", small)
+    monkeypatch.setattr(runs, "SINE_STEPS", 3)
+    monkeypatch.setattr(runs, "WINNERS", winners)
     monkeypatch.setattr(paper.data, "find", lambda name, *_: digits({"mnist": "MNIST"}.get(name, name)))
     monkeypatch.setattr(marquardt.paper, "report", SimpleNamespace(write=list_runs), raising=False)
 
@@ -130,7 +130,7 @@ def test_a_terminal_shows_bars_drawn_between_the_steps(
         return execute(*arguments)
 
     monkeypatch.setattr(runs, "execute", watched)
-    monkeypatch.setattr(screen, "REFRESH", 0.0)
+    monkeypatch.setattr(paper, "REFRESH", 0.0)
     monkeypatch.setattr(paper, "Console", partial(paper.Console, force_terminal=True, width=80, height=24))
     result = invoke("paper", "sine", "swapped", "--seeds", "1", "--optimizers", "adam,sgd", "--out", out)
     assert result.exit_code == 0, result.output
@@ -331,7 +331,7 @@ from types import SimpleNamespace
 
 import marquardt.paper
 from marquardt import cli
-from marquardt.paper import methods, plans, runs
+from marquardt.paper import methods, runs
 
 sgd = methods.METHODS["sgd"]
 
@@ -344,9 +344,9 @@ def build(*arguments):
 
 marquardt.paper.report = SimpleNamespace(write=lambda out: out)
 methods.METHODS["sgd"] = replace(sgd, build=build)
-plans.SINE_STEPS, plans.WINNERS = 3, Path(sys.argv.pop(1))
-plans.QUICK = plans.QUICK._replace(sine_seconds=0.0, train_sample=20)
-plans.FULL = plans.FULL._replace(sine_seconds=0.0)
+runs.SINE_STEPS, runs.WINNERS = 3, Path(sys.argv.pop(1))
+runs.QUICK = runs.QUICK._replace(sine_seconds=0.0, train_sample=20)
+runs.FULL = runs.FULL._replace(sine_seconds=0.0)
 sys.exit(runs.main() if sys.argv[1] != "paper" else cli.main())
 """
 SINE = ("sine", "--optimizers", "sgd", "--seeds", "1")
@@ -432,7 +432,7 @@ def test_two_searches_at_once(invoke: Invoke, holder: Any, out: Path) -> None:
     assert not (out / "tuned.json").exists()
     _, errors = first.communicate()
     assert (first.returncode, errors) == (0, "")
-    assert list(plans.winners(out / "tuned.json")["sine"]) == ["sgd"]
+    assert list(runs.winners(out / "tuned.json")["sine"]) == ["sgd"]
 
 
 def test_a_folder_that_cannot_be_locked(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

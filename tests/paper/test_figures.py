@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from marquardt.documents import typed
-from marquardt.paper import curves, figures, logs, panels, styles
-from marquardt.paper.styles import DARK, FAMILIES, LIGHT, LINES, REFERENCE, STYLES
+from marquardt.paper import figures, logs
+from marquardt.paper.figures import DARK, FAMILIES, LIGHT, LINES, REFERENCE, STYLES
 from support import made_logs
 from support.made_logs import digits, losses
 
@@ -39,12 +39,12 @@ def test_a_line_ends_in_a_cross_when_half_of_the_runs_have_diverged(tmp_path):
         made_logs.write(tmp_path, made_logs.head("sine", "adam", seed=seed, steps=2), losses([1, 0.5, 0.1]), status)
     chart = figures.figures(logs.read_all(tmp_path))[0].charts[0]
     assert chart.lines[0].median == [1, 0.5, None]
-    (panel,) = panels.panels(chart)
+    (panel,) = figures.chart_panels(chart)
     assert 'class="cross"' in panel
     ends = replace(chart.lines[0], median=[1, 0.5, 0.1])
-    assert 'class="cross"' not in panels.panels(replace(chart, lines=[ends]))[0]
+    assert 'class="cross"' not in figures.chart_panels(replace(chart, lines=[ends]))[0]
     never = replace(chart.lines[0], median=[None] * 3)
-    assert "no seed has a value: Adam" in panels.panels(replace(chart, lines=[never]))[0]
+    assert "no seed has a value: Adam" in figures.chart_panels(replace(chart, lines=[never]))[0]
 
 
 def test_figures_come_back_from_json(tmp_path):
@@ -55,40 +55,40 @@ def test_figures_come_back_from_json(tmp_path):
 
 def chart(*methods, ends=None):
     lines = [
-        curves.Line(method, made_logs.METHODS[method][0], [0.0, 1.0], [None] * 2, [1.0, end], [None] * 2)
+        figures.Line(method, made_logs.METHODS[method][0], [0.0, 1.0], [None] * 2, [1.0, end], [None] * 2)
         for method, end in zip(methods, ends or [0.1] * len(methods), strict=True)
     ]
-    return curves.Chart("mean squared error", "iterations", False, False, (0.0, 1.0), (0.01, 2.0), 0.0033, lines)
+    return figures.Chart("mean squared error", "iterations", False, False, (0.0, 1.0), (0.01, 2.0), 0.0033, lines)
 
 
 def test_every_method_is_in_one_panel_and_the_reference_in_all():
-    drawn = panels.panels(chart(*made_logs.METHODS))
+    drawn = figures.chart_panels(chart(*made_logs.METHODS))
     assert len(drawn) == 3
     names = [re.findall(r'class="label"[^>]*>([^<]*)<', panel) for panel in drawn]
-    assert all(styles.SHORT[REFERENCE] in some for some in names)
-    counted = [name for some in names for name in some if name != styles.SHORT[REFERENCE]]
-    assert sorted(counted) == sorted(styles.SHORT[method] for method in made_logs.METHODS if method != REFERENCE)
+    assert all(figures.SHORT[REFERENCE] in some for some in names)
+    counted = [name for some in names for name in some if name != figures.SHORT[REFERENCE]]
+    assert sorted(counted) == sorted(figures.SHORT[method] for method in made_logs.METHODS if method != REFERENCE)
 
 
 def test_a_method_of_a_later_version_is_drawn_too():
     new = replace(chart("adam").lines[0], method="new", label="New")
-    drawn = panels.panels(replace(chart("adam"), lines=[*chart("adam").lines, new]))
+    drawn = figures.chart_panels(replace(chart("adam"), lines=[*chart("adam").lines, new]))
     assert "Other methods" in drawn[-1]
     assert ">New<" in drawn[-1]
 
 
 def test_names_do_not_stand_on_each_other():
     methods = [*FAMILIES["Levenberg–Marquardt"]]
-    panel = ET.fromstring(panels.panels(chart(*methods, ends=[0.01, 0.0101, 0.5, 0.0102, 0.5]))[0])
+    panel = ET.fromstring(figures.chart_panels(chart(*methods, ends=[0.01, 0.0101, 0.5, 0.0102, 0.5]))[0])
     heights = sorted(float(text.get("y")) for text in panel.iter("text") if text.get("class") == "label")
     assert len(heights) == len(methods)
-    assert min(b - a for a, b in itertools.pairwise(heights)) >= panels.ROOM - 1
-    assert heights[-1] <= panels.TOP + panels.INNER[1] + 5
+    assert min(b - a for a, b in itertools.pairwise(heights)) >= figures.ROOM - 1
+    assert heights[-1] <= figures.TOP + figures.INNER[1] + 5
 
 
 def test_paths_lose_points_but_not_their_shape():
     points = [(float(k), 50 * math.sin(k / 20)) for k in range(200)]
-    kept = panels._simple(points)
+    kept = figures._simple(points)
     assert len(kept) < 60
     for x, y in points:
         (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(kept) if pair[0][0] <= x <= pair[1][0])

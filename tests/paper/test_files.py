@@ -12,7 +12,7 @@ import pytest
 
 from marquardt import documents, files
 from marquardt.documents import Foreign
-from marquardt.paper import logs, plans, report, runs, tune
+from marquardt.paper import logs, report, runs, tune
 from support import made_logs
 from support.command_line import invoked
 from support.made_logs import losses
@@ -213,7 +213,7 @@ def test_a_link_is_not_replaced_by_winners(tmp_path):
     with pytest.raises(Foreign, match=r"tuned\.json is a link"):
         tune.save(tmp_path / "tuned.json", "sine", {"sgd": {"lr": 0.5}})
     assert os.readlink(tmp_path / "tuned.json") == str(tmp_path / "shared.json")
-    assert plans.winners(tmp_path / "tuned.json") == {}
+    assert runs.winners(tmp_path / "tuned.json") == {}
 
 
 # --- text in logs ---

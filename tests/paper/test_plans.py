@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from marquardt.paper import plans, vocabulary
+from marquardt.paper import runs, vocabulary
 from marquardt.paper.methods import METHODS, ablation
 from marquardt.paper.vocabulary import EXPERIMENTS
 from support.made_runs import LABELS, ON_DIGITS
@@ -45,7 +45,7 @@ def test_methods_are_those_of_the_tables():
 
 @pytest.mark.parametrize(("full", "sine_seeds", "digit_seeds"), [(False, 3, 1), (True, 20, 10)])
 def test_plan_of_every_experiment(full, sine_seeds, digit_seeds):
-    plan = plans.plan(EXPERIMENTS, full=full)
+    plan = runs.plan(EXPERIMENTS, full=full)
     wanted = expected("sine", LABELS, ["default"], sine_seeds) | expected("mnist", ON_DIGITS, ["default"], digit_seeds)
     wanted |= expected("ablation-sine", ablation("sine"), ["default"], sine_seeds)
     wanted |= expected("ablation-mnist", ablation("mnist"), ["default"], digit_seeds)
@@ -59,13 +59,13 @@ def test_plan_of_every_experiment(full, sine_seeds, digit_seeds):
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_plan_has_nothing_but_what_was_asked_for(experiment):
-    found = {run.experiment for run in plans.plan([experiment])}
+    found = {run.experiment for run in runs.plan([experiment])}
     assert found == ({"ablation-sine", "ablation-mnist"} if experiment == "ablation" else {experiment})
-    assert plans.plan([]) == []
+    assert runs.plan([]) == []
 
 
 def test_length_of_the_runs():
-    quick, full = plans.plan(EXPERIMENTS), plans.plan(EXPERIMENTS, full=True)
+    quick, full = runs.plan(EXPERIMENTS), runs.plan(EXPERIMENTS, full=True)
     lengths = {run.experiment: (run.steps, run.seconds, run.limit) for run in full}
     assert lengths == {
         "sine": (200, 2.0, math.inf),
@@ -85,7 +85,7 @@ def test_length_of_the_runs():
 def test_tuned_column_only_where_there_are_values():
     tuned = {"sine": {"adam": {"lr": 0.5}}, "mnist": {"sgd": {"average": 0.9}, "newton": {"lr": 1.0}}}
     before = {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
-    plan = plans.plan(EXPERIMENTS, seeds=2, tuned=tuned)
+    plan = runs.plan(EXPERIMENTS, seeds=2, tuned=tuned)
     found = [run for run in plan if run.column == "tuned"]
     wanted = expected("sine", ["adam"], ["tuned"], 2)
     wanted |= expected("mnist", ["sgd"], ["tuned"], 2) | expected("swapped", ["sgd"], ["tuned"], 2)
@@ -95,33 +95,33 @@ def test_tuned_column_only_where_there_are_values():
             assert run.hyper == {"average": None, "lr": 0.5, "beta1": 0.9, "beta2": 0.999}
         else:
             assert run.hyper == {"average": 0.9, "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
-    assert len(plan) - len(found) == len(plans.plan(EXPERIMENTS, seeds=2))
+    assert len(plan) - len(found) == len(runs.plan(EXPERIMENTS, seeds=2))
     assert before == {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
 
 
 def test_columns():
     tuned = {"sine": {"adam": {"lr": 0.5}}}
-    assert {run.column for run in plans.plan(["sine"], columns=["default"], tuned=tuned)} == {"default"}
-    assert keys(plans.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 1000)]
-    assert plans.plan(["sine", "mnist"], columns=["tuned"]) == []
-    assert {run.column for run in plans.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"default"}
+    assert {run.column for run in runs.plan(["sine"], columns=["default"], tuned=tuned)} == {"default"}
+    assert keys(runs.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 1000)]
+    assert runs.plan(["sine", "mnist"], columns=["tuned"]) == []
+    assert {run.column for run in runs.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"default"}
 
 
 def test_seeds_and_methods_can_be_chosen():
-    plan = plans.plan(["sine", "mnist", "swapped"], methods=["adam", "newton", "lm"], seeds=2)
+    plan = runs.plan(["sine", "mnist", "swapped"], methods=["adam", "newton", "lm"], seeds=2)
     wanted = expected("sine", ["lm", "newton", "adam"], ["default"], 2)
     wanted |= expected("mnist", ["lm", "adam"], ["default"], 2) | expected("swapped", ["lm", "adam"], ["default"], 2)
     assert sorted(keys(plan)) == sorted(wanted)
-    assert {run.seed for run in plans.plan(["ablation"], seeds=4)} == {1000, 1001, 1002, 1003}
+    assert {run.seed for run in runs.plan(["ablation"], seeds=4)} == {1000, 1001, 1002, 1003}
 
 
 def test_only_digits_go_to_another_device():
-    devices = {(run.problem, run.device) for run in plans.plan(EXPERIMENTS, device="cuda")}
+    devices = {(run.problem, run.device) for run in runs.plan(EXPERIMENTS, device="cuda")}
     assert devices == {("sine", "cpu"), ("mnist", "cuda")}
 
 
 def test_every_run_has_its_own_log(tmp_path):
-    plan = plans.plan(EXPERIMENTS, full=True, tuned=plans.winners(plans.WINNERS))
+    plan = runs.plan(EXPERIMENTS, full=True, tuned=runs.winners(runs.WINNERS))
     paths = [run.log(tmp_path) for run in plan]
     assert len(set(paths)) == len(paths)
     run = next(run for run in plan if run.experiment == "ablation-mnist" and run.method == "vanilla+search")
@@ -141,4 +141,4 @@ def test_every_run_has_its_own_log(tmp_path):
 )
 def test_plan_refuses_what_it_does_not_know(arguments, options, message):
     with pytest.raises(ValueError, match=message):
-        plans.plan(arguments, **options)
+        runs.plan(arguments, **options)

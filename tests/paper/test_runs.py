@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from marquardt.paper import logs, plans, problems, runs, tasks
+from marquardt.paper import logs, problems, runs
 from support.made_runs import Still, digits, lines_of, made, room_for, steps_of
 
 # --- the log, line by line ---
@@ -142,8 +142,8 @@ def test_swapped_is_one_pass_over_the_test_set(tmp_path, trainers):
 
 
 def test_paper_swapped_has_17_steps():
-    run = next(run for run in plans.plan(["swapped"], full=True))
-    assert tasks.length(run, {"train": 10_000}) == 17
+    run = next(run for run in runs.plan(["swapped"], full=True))
+    assert runs.length(run, {"train": 10_000}) == 17
 
 
 def test_steps_to_90_percent(tmp_path, method, monkeypatch):

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from marquardt.paper import problems, runs, tasks
-from marquardt.paper.methods import METHODS, Method
-from marquardt.paper.trainers import Trainer
+from marquardt.paper import problems, runs
+from marquardt.paper.methods import METHODS, Method, Trainer
 from support.made_runs import EVERY, Still, digits, lines_of, made, steps_of, train
 
 # --- the clock ---
@@ -47,7 +46,7 @@ def time(monkeypatch):
     monkeypatch.setattr(problems, "evaluate", time.taking(1000, problems.evaluate))
     monkeypatch.setattr(problems, "mean_squared_error", time.taking(1000, problems.mean_squared_error))
     monkeypatch.setattr(problems, "batches", lambda *arguments: slowly(batches(*arguments)))
-    monkeypatch.setattr(tasks, "itertools", SimpleNamespace(repeat=lambda value: slowly(repeat(value))))
+    monkeypatch.setattr(runs, "itertools", SimpleNamespace(repeat=lambda value: slowly(repeat(value))))
     fake = Method("fake", "Fake", time.taking(1000, Still), {}, {})
     monkeypatch.setattr(Still, "step", time.taking(1.0, Still.step))
     monkeypatch.setitem(METHODS, "fake", fake)

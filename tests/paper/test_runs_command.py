@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from marquardt.paper import plans, runs
+from marquardt.paper import runs
 from marquardt.paper.methods import METHODS
 from support.made_runs import LABELS, digits, lines_of, room_for
 
@@ -42,9 +42,9 @@ def test_help():
 @pytest.fixture
 def main(tmp_path, monkeypatch):
     """The module's own command, on runs of two steps."""
-    monkeypatch.setattr(plans, "SINE_STEPS", 2)
-    small = plans.QUICK._replace(sine_seeds=1, sine_seconds=0.0, mnist_steps=2, ablation_steps=1, train_sample=20)
-    monkeypatch.setattr(plans, "QUICK", small)
+    monkeypatch.setattr(runs, "SINE_STEPS", 2)
+    small = runs.QUICK._replace(sine_seeds=1, sine_seconds=0.0, mnist_steps=2, ablation_steps=1, train_sample=20)
+    monkeypatch.setattr(runs, "QUICK", small)
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["runs", *map(str, arguments), "--out", str(tmp_path / "out")])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from marquardt.paper import plans, problems, runs
+from marquardt.paper import problems, runs
 from marquardt.paper.methods import METHODS
 from support.made_runs import EVERY, LABELS, ON_DIGITS, Still, digits, made, train
 
@@ -86,7 +86,7 @@ def test_evaluation_does_not_disturb_the_training(tmp_path, key):
 @pytest.mark.parametrize("column", ["default", "tuned"])
 @pytest.mark.parametrize("key", LABELS)
 def test_every_method_lowers_the_loss_of_the_sine(tmp_path, key, column):
-    hyper = plans.winners(plans.WINNERS)["sine"][key] if column == "tuned" else {}
+    hyper = runs.winners(runs.WINNERS)["sine"][key] if column == "tuned" else {}
     losses = [line["train_loss"] for line in train(made(key, steps=15, hyper=hyper), tmp_path)]
     assert losses[-1] < losses[0]
     assert math.isfinite(losses[-1])

@@ -11,7 +11,8 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from marquardt.paper import logs, plans, screen
+from marquardt.cli import paper as screen
+from marquardt.paper import logs, runs
 
 
 def test_the_table_takes_medians_and_a_diverged_seed_as_the_worst() -> None:
@@ -38,7 +39,7 @@ def made(reached: int, accuracy: float) -> logs.Log:
 
 
 def test_a_low_screen_shows_the_rows_around_the_one_that_runs() -> None:
-    plan = plans.plan(["sine"], seeds=1)
+    plan = runs.plan(["sine"], seeds=1)
     shown = screen.Screen(Console(width=80, height=14), plan, len(plan))
     shown.start(plan[6])
     assert shown.table("sine", 4).row_count == 4

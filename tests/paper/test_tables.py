@@ -2,7 +2,7 @@
 
 import pytest
 
-from marquardt.paper import logs, tables, verdicts
+from marquardt.paper import logs, tables
 from support import made_logs
 from support.made_logs import digits, losses
 
@@ -112,7 +112,7 @@ def test_effects_are_paired_by_seed(tmp_path):
     assert cells[full] == "+1.00 ± 1.00 (mean of 3, better on 3 of 4 seeds)"
     assert cells[added] == "–"
     assert row(table, "LM (paper) against vanilla")[table.header[1]] == "+2.00 (better on 1 of 1 seeds)"
-    outcomes = {verdict.claim: verdict.outcome for verdict in verdicts.verdicts(found)}
+    outcomes = {verdict.claim: verdict.outcome for verdict in tables.verdicts(found)}
     assert outcomes["Adaptive momentum helps on the sine."] == "held"  # on three of four seeds
     assert "Uphill acceptance helps on the sine." not in outcomes  # the paper does not say so
     assert outcomes["Adaptive momentum helps in classification."] == "not measured"

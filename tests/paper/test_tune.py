@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from marquardt.paper import plans, runs, tune
+from marquardt.paper import runs, tune
 from marquardt.paper.data import Digits
-from marquardt.paper.methods import METHODS, Method, OneOf
-from marquardt.paper.trainers import Stepwise, Unavailable
+from marquardt.paper.methods import METHODS, Method, OneOf, Stepwise, Unavailable
 
 ON = {
     problem: [key for key, spec in METHODS.items() if problem == "sine" or not spec.sine_only] for problem in tune.SEEDS
@@ -47,7 +46,7 @@ def tuned(methods, problem="sine", trials=1, steps=1, **options):
 
 @pytest.mark.parametrize("problem", ON)
 def test_shipped_values_are_for_every_method(problem):
-    found = plans.winners(plans.WINNERS)
+    found = runs.winners(runs.WINNERS)
     assert set(found) == set(ON)
     assert list(found[problem]) == ON[problem]
     for key, hyper in found[problem].items():
@@ -117,7 +116,7 @@ def test_trials_are_runs_of_other_seeds(monkeypatch):
     tuned(["sgd"], "mnist", trials=2, steps=3, limit=7.0)
     for problem in ON:
         own = [run for run in asked if run.problem == problem]
-        reported = {run.seed for run in plans.plan([problem], full=True)}
+        reported = {run.seed for run in runs.plan([problem], full=True)}
         assert not {run.seed for run in own} & reported
         assert [run.seed for run in own] == list(tune.SEEDS[problem]) * 2
         assert {(run.experiment, run.method, run.steps, run.limit) for run in own} == {(problem, "sgd", 3, 7.0)}
@@ -177,7 +176,7 @@ def test_judge_takes_the_mean_of_the_seeds(tmp_path):
     spec = METHODS["adam"]
     found, message = tune.judge(spec, "sine", spec.hyper("sine"), None, tune.Length(2))
     losses = [
-        runs.execute(plans.Run("sine", "adam", "", "", seed, 2, hyper=spec.hyper("sine")), tmp_path).train_loss
+        runs.execute(runs.Run("sine", "adam", "", "", seed, 2, hyper=spec.hyper("sine")), tmp_path).train_loss
         for seed in tune.SEEDS["sine"]
     ]
     assert found == pytest.approx(sum(map(math.log10, losses)) / len(losses))
@@ -262,22 +261,22 @@ def test_save_and_load(tmp_path):
     path = tmp_path / "tuned.json"
     sgd, adam = {"lr": 0.5, "average": None}, {"lr": 0.25, "beta1": 0.9}
     tune.save(path, "sine", {"sgd": sgd})
-    assert plans.winners(path) == {"sine": {"sgd": sgd}}
+    assert runs.winners(path) == {"sine": {"sgd": sgd}}
     tune.save(path, "mnist", {"sgd": sgd})
     tune.save(path, "sine", {"adam": adam})
-    assert plans.winners(path) == {"sine": {"sgd": sgd, "adam": adam}, "mnist": {"sgd": sgd}}
+    assert runs.winners(path) == {"sine": {"sgd": sgd, "adam": adam}, "mnist": {"sgd": sgd}}
     tune.save(path, "sine", {"sgd": {"lr": 1.0}})
     tune.save(path, "sine", {})
-    assert plans.winners(path) == {"sine": {"sgd": {"lr": 1.0}, "adam": adam}, "mnist": {"sgd": sgd}}
+    assert runs.winners(path) == {"sine": {"sgd": {"lr": 1.0}, "adam": adam}, "mnist": {"sgd": sgd}}
     assert [file.name for file in tmp_path.iterdir()] == ["tuned.json"]
 
 
 def test_what_was_found_can_be_saved_and_planned(tmp_path):
     found, _ = tuned(["lbfgs", "sgd"], "mnist", trials=3)
     tune.save(tmp_path / "tuned.json", "mnist", found)
-    loaded = plans.winners(tmp_path / "tuned.json")
+    loaded = runs.winners(tmp_path / "tuned.json")
     assert loaded == {"mnist": found}
-    plan = plans.plan(["mnist"], columns=["tuned"], seeds=1, tuned=loaded)
+    plan = runs.plan(["mnist"], columns=["tuned"], seeds=1, tuned=loaded)
     assert {run.method: run.hyper for run in plan} == found
 
 
@@ -300,7 +299,7 @@ def test_file_that_is_no_search(tmp_path, content, message):
     path = tmp_path / "tuned.json"
     path.write_text(content)
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        plans.winners(path)
+        runs.winners(path)
     assert message in str(error.value)
     assert str(path) in str(error.value)
     with pytest.raises(ValueError) as error:  # noqa: PT011

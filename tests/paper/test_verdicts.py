@@ -2,13 +2,13 @@
 
 import pytest
 
-from marquardt.paper import logs, verdicts
+from marquardt.paper import logs, tables
 from support import made_logs
 from support.made_logs import digits, losses
 
 
 def judged(found, column="default"):
-    return {verdict.claim: verdict for verdict in verdicts.verdicts(found, column)}
+    return {verdict.claim: verdict for verdict in tables.verdicts(found, column)}
 
 
 @pytest.mark.parametrize(("lm", "adam", "outcome"), [(0.96, 0.95, "held"), (0.95, 0.95, "did not hold")])
@@ -34,10 +34,10 @@ def test_evidence_has_a_spread(tmp_path):
 def test_claims_about_other_methods_are_told_apart(tmp_path):
     made_logs.everything(tmp_path, range(1))
     about = {claim: verdict.about for claim, verdict in judged(logs.read_all(tmp_path)).items()}
-    others = {claim for claim, what in about.items() if what == verdicts.THE_OTHERS}
+    others = {claim for claim, what in about.items() if what == tables.THE_OTHERS}
     assert {"L-BFGS ends with the lowest accuracy.", "Hessian-free does not converge."} < others
     assert not any(claim.startswith("LM ") for claim in others)
-    assert set(about.values()) == {verdicts.LM_ITSELF, verdicts.THE_OTHERS}
+    assert set(about.values()) == {tables.LM_ITSELF, tables.THE_OTHERS}
 
 
 def test_the_ratio_to_adam(tmp_path):

@@ -222,6 +222,10 @@ def runs_of(logs: Sequence[Log], experiment: str, method: str, column: str) -> l
     return attempted(select(logs, experiment, method, column) or select(logs, experiment, method, "default"))
 
 
+def data_name(runs: Sequence[Log]) -> str:
+    return str(runs[0].head["data"]["name"]) if runs else ""
+
+
 def horizon(runs: Iterable[Log]) -> int:
     """The number of steps that all runs were asked for."""
     return min((int(log.head["steps"]) for log in attempted(runs)), default=0)

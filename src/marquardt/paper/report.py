@@ -20,12 +20,11 @@ from markupsafe import Markup
 from .. import documents, files
 from ..documents import typed
 from ..texts import on_page, quoted
-from . import logs, panels, styles, tables
-from .figures import Figure, figures
+from . import logs
+from .figures import CSS, FAMILIES, SHORT, Figure, alone, figures, sample
 from .logs import Log, horizon, select
 from .problems import SINE_NOISE_FLOOR
-from .tables import Table
-from .verdicts import HELD, LM_ITSELF, THE_OTHERS, UNKNOWN, Verdict, verdicts
+from .tables import HELD, LM_ITSELF, THE_OTHERS, UNKNOWN, Table, Verdict, tables, verdicts
 from .vocabulary import COLUMNS, CONTENT, LOGS, OPTIMIZERS, TARGET_LABEL, TITLES, WHAT_THEY_ARE
 
 FORMAT = 2  # of report.json; the first had no checksum
@@ -129,7 +128,7 @@ def _put(out: Path, content: Content, made: dict[str, bytes], before: Kept | Non
 def _drawn(content: Content, out: Path) -> dict[str, str]:
     try:
         drawn = {figure.name: figure.panels() for figure in content.figures}
-        pictures = {f"figures/{name}.svg": panels.alone(svgs) for name, svgs in drawn.items()}
+        pictures = {f"figures/{name}.svg": alone(svgs) for name, svgs in drawn.items()}
         return pictures | {PAGE: _page(content, drawn)}
     except (ValueError, LookupError, ArithmeticError, StopIteration, jinja2.TemplateError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -149,7 +148,7 @@ def _gathered(found: Sequence[Log], parts: Sequence[Path]) -> Content:
         experiments=_experiments(found),
         machines=_machines(found),
         verdicts=by_column,
-        tables=tables.tables(found),
+        tables=tables(found),
         figures=figures(found),
     )
 
@@ -178,7 +177,7 @@ def _page(content: Content, drawn: dict[str, list[str]]) -> str:
         titles=TITLES,
         noise=f"{SINE_NOISE_FLOOR:.4f}",
         target=TARGET_LABEL,
-        css=Markup(styles.CSS),
+        css=Markup(CSS),
     )
 
 
@@ -189,9 +188,9 @@ def _by_title(found: dict[str, list[Any]]) -> dict[str, tuple[str, list[Any]]]:
 def _legend(shown: set[str]) -> dict[str, list[tuple[Markup, str, str, str]]]:
     """By family: a piece of the line, the name beside it, the full name if that is another, and what it is."""
     made = {}
-    for family, methods in styles.FAMILIES.items():
+    for family, methods in FAMILIES.items():
         made[family] = [
-            (Markup(panels.sample(method)), styles.SHORT[method], OPTIMIZERS[method], WHAT_THEY_ARE[method])
+            (Markup(sample(method)), SHORT[method], OPTIMIZERS[method], WHAT_THEY_ARE[method])
             for method in methods
             if method in OPTIMIZERS and method in shown
         ]

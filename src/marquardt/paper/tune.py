@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import documents, files
-from . import plans, runs
+from . import runs
 from .data import Digits
-from .methods import METHODS, Method, OneOf
-from .trainers import needed
+from .methods import METHODS, Method, OneOf, needed
 from .vocabulary import PROBLEMS
 
 TRIALS = 20
-SEEDS = {"sine": (0, 1, 2, 3), "mnist": (0, 1)}  # below plans.FIRST_SEED: those from there on are reported
+SEEDS = {"sine": (0, 1, 2, 3), "mnist": (0, 1)}  # below runs.FIRST_SEED: those from there on are reported
 HELD_OUT = 6  # one part in so many of the training set: 10,000 of MNIST's
 WORST = 3.0  # log10: of a trial that diverged; above ten times any start, which is where a run counts as diverged
 
@@ -74,8 +73,8 @@ def tune(
         raise ValueError("tuning on MNIST needs the digits: pass data=, from marquardt.paper.data.find()")
     optuna = needed("optuna", "optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    steps = steps or (plans.SINE_STEPS if problem == "sine" else plans.FULL.mnist_steps)
-    seconds = (plans.FULL.sine_seconds if problem == "sine" else 0.0) if seconds is None else seconds
+    steps = steps or (runs.SINE_STEPS if problem == "sine" else runs.FULL.mnist_steps)
+    seconds = (runs.FULL.sine_seconds if problem == "sine" else 0.0) if seconds is None else seconds
     length = Length(steps, seconds, limit)
     judged = None if data is None else held_out(data)
     found: dict[str, dict[str, Any]] = {}
@@ -123,9 +122,9 @@ def judge(
     steps, seconds, limit = length
     for seed in SEEDS[problem]:
         lines: list[dict[str, Any]] = []
-        run = plans.Run(
+        run = runs.Run(
             problem, method.key, method.label, "tuned", seed, steps, seconds, limit,
-            hyper=hyper, train_sample=plans.QUICK.train_sample, device=device,
+            hyper=hyper, train_sample=runs.QUICK.train_sample, device=device,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             summary = runs.execute(run, Path(scratch), data, lines.append)
@@ -147,7 +146,7 @@ def save(path: Path, problem: str, found: Mapping[str, dict[str, Any]]) -> None:
     """Add these to the file; what it has of other problems and methods stays. One process at a time."""
     if path.is_symlink():
         raise documents.Foreign(f"{path} is a link, which would be replaced: choose another --out")
-    known = plans.winners(path) if path.exists() else {}
+    known = runs.winners(path) if path.exists() else {}
     known[problem] = {**known.get(problem, {}), **found}
     with files.whole(path) as write:
         write(json.dumps(known, indent=1) + "\n")
