@@ -1,18 +1,156 @@
-"""Runs and their logs: what a log holds, how it gets its name, and how a run ends."""
+"""The paper's runs: which there are, what their logs hold and how they end, what is on the clock, and what is done."""
 
+import itertools
+import json
 import math
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from datetime import datetime
 from importlib import machinery
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from marquardt.paper import logs, problems, runs
-from support.made_runs import Still, digits, lines_of, made, room_for, steps_of
+from marquardt.paper import logs, problems, runs, vocabulary
+from marquardt.paper.methods import METHODS, Method, Trainer, ablation
+from marquardt.paper.vocabulary import EXPERIMENTS
+from support.made_runs import EVERY, LABELS, ON_DIGITS, Still, digits, lines_of, made, room_for, steps_of, train
+
+# --- which runs there are ---
+
+PARTS = {
+    "max-diagonal": "max-diagonal damping",
+    "momentum": "momentum",
+    "search": "line search",
+    "uphill": "uphill acceptance",
+    "gain": "gain ratio",
+}
+ABLATION_LABELS = {f"paper-{key}": f"without {name}" for key, name in PARTS.items()}
+ABLATION_LABELS |= {"paper": "LM (paper)", "paper+uphill": "with uphill acceptance", "vanilla": "vanilla"}
+ABLATION_LABELS |= {f"vanilla+{key}": f"vanilla + {name}" for key, name in PARTS.items()}
+
+
+def keys(plan):
+    return [(run.experiment, run.method, run.column, run.seed) for run in plan]
+
+
+def expected(experiment, methods, columns, seeds):
+    return set(itertools.product([experiment], methods, columns, range(1000, 1000 + seeds)))
+
+
+def test_methods_are_those_of_the_tables():
+    assert {key: method.label for key, method in METHODS.items()} == LABELS
+    assert list(METHODS) == list(LABELS)
+    variants = ablation("sine") | ablation("mnist")
+    assert {*METHODS, *variants} == set(vocabulary.METHODS)
+    assert {key: method.label for key, method in variants.items()} == ABLATION_LABELS
+    assert all(key == method.key for key, method in (METHODS | variants).items())
+    assert set(ablation("sine")) ^ set(ablation("mnist")) == {"paper+uphill", "paper-uphill"}
+    for problem in vocabulary.PROBLEMS:
+        assert list(ablation(problem)) == [key for key in vocabulary.METHODS if key in ablation(problem)]
+    assert {key for key, method in METHODS.items() if method.sine_only} == {"newton", "bfgs"}
+
+
+@pytest.mark.parametrize(("full", "sine_seeds", "digit_seeds"), [(False, 3, 1), (True, 20, 10)])
+def test_plan_of_every_experiment(full, sine_seeds, digit_seeds):
+    plan = runs.plan(EXPERIMENTS, full=full)
+    wanted = expected("sine", LABELS, ["default"], sine_seeds) | expected("mnist", ON_DIGITS, ["default"], digit_seeds)
+    wanted |= expected("ablation-sine", ablation("sine"), ["default"], sine_seeds)
+    wanted |= expected("ablation-mnist", ablation("mnist"), ["default"], digit_seeds)
+    wanted |= expected("swapped", ON_DIGITS, ["default"], digit_seeds)
+    assert sorted(keys(plan)) == sorted(wanted)
+    assert runs.plan([]) == []
+    for name in EXPERIMENTS:
+        found = {run.experiment for run in runs.plan([name])}
+        assert found == ({"ablation-sine", "ablation-mnist"} if name == "ablation" else {name})
+    for run in plan:
+        assert run.label == run.spec().label
+        assert run.hyper == run.spec().hyper(run.problem)
+        assert run.problem == ("sine" if run.experiment in ("sine", "ablation-sine") else "mnist")
+
+
+def test_length_of_the_runs():
+    quick, full = runs.plan(EXPERIMENTS), runs.plan(EXPERIMENTS, full=True)
+    lengths = {run.experiment: (run.steps, run.seconds, run.limit) for run in full}
+    assert lengths == {
+        "sine": (200, 2.0, math.inf),
+        "mnist": (100, 0.0, math.inf),
+        "ablation-sine": (200, 0.0, math.inf),
+        "ablation-mnist": (100, 0.0, math.inf),
+        "swapped": (0, 0.0, math.inf),
+    }
+    for run in quick:
+        assert run.steps <= lengths[run.experiment][0]
+        assert run.seconds <= run.limit < math.inf
+        assert run.steps == (200 if run.problem == "sine" else 0 if run.experiment == "swapped" else run.steps)
+    for run in quick + full:
+        assert run.train_sample > 0 or run.problem == "sine"
+    assert runs.length(next(run for run in full if run.experiment == "swapped"), {"train": 10_000}) == 17
+
+
+def test_tuned_column_only_where_there_are_values():
+    tuned = {"sine": {"adam": {"lr": 0.5}}, "mnist": {"sgd": {"average": 0.9}, "newton": {"lr": 1.0}}}
+    before = {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
+    plan = runs.plan(EXPERIMENTS, seeds=2, tuned=tuned)
+    found = [run for run in plan if run.column == "tuned"]
+    wanted = expected("sine", ["adam"], ["tuned"], 2)
+    wanted |= expected("mnist", ["sgd"], ["tuned"], 2) | expected("swapped", ["sgd"], ["tuned"], 2)
+    assert sorted(keys(found)) == sorted(wanted)
+    for run in found:
+        if run.method == "adam":
+            assert run.hyper == {"average": None, "lr": 0.5, "beta1": 0.9, "beta2": 0.999}
+        else:
+            assert run.hyper == {"average": 0.9, "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
+    assert len(plan) - len(found) == len(runs.plan(EXPERIMENTS, seeds=2))
+    assert before == {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
+
+
+def test_columns():
+    tuned = {"sine": {"adam": {"lr": 0.5}}}
+    assert {run.column for run in runs.plan(["sine"], columns=["default"], tuned=tuned)} == {"default"}
+    assert keys(runs.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 1000)]
+    assert runs.plan(["sine", "mnist"], columns=["tuned"]) == []
+    assert {run.column for run in runs.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"default"}
+
+
+def test_seeds_and_methods_can_be_chosen():
+    plan = runs.plan(["sine", "mnist", "swapped"], methods=["adam", "newton", "lm"], seeds=2)
+    wanted = expected("sine", ["lm", "newton", "adam"], ["default"], 2)
+    wanted |= expected("mnist", ["lm", "adam"], ["default"], 2) | expected("swapped", ["lm", "adam"], ["default"], 2)
+    assert sorted(keys(plan)) == sorted(wanted)
+    assert {run.seed for run in runs.plan(["ablation"], seeds=4)} == {1000, 1001, 1002, 1003}
+    devices = {(run.problem, run.device) for run in runs.plan(EXPERIMENTS, device="cuda")}
+    assert devices == {("sine", "cpu"), ("mnist", "cuda")}
+
+
+def test_every_run_has_its_own_log(tmp_path):
+    plan = runs.plan(EXPERIMENTS, full=True, tuned=runs.winners(runs.WINNERS))
+    paths = [run.log(tmp_path) for run in plan]
+    assert len(set(paths)) == len(paths)
+    run = next(run for run in plan if run.experiment == "ablation-mnist" and run.method == "vanilla+search")
+    assert run.log(tmp_path) == tmp_path / "logs" / "ablation-mnist" / "vanilla+search.default.1000.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (["sine", "cosine"], {}, "no experiment 'cosine': choose from sine, mnist, ablation, swapped"),
+        (["sine"], {"methods": ["lm", "sdg"]}, "no optimizer 'sdg': choose from lm, lm-paper"),
+        (["sine"], {"methods": ["vanilla+search"]}, "no optimizer 'vanilla\\+search'"),
+        (["sine"], {"columns": ["best"]}, "no column 'best': choose from default, tuned"),
+        (["sine"], {"seeds": 0}, "seeds=0: how many seeds to run, at least 1"),
+        (["sine"], {"seeds": -3}, "seeds=-3"),
+    ],
+)
+def test_plan_refuses_what_it_does_not_know(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        runs.plan(arguments, **options)
+
 
 # --- the log, line by line ---
 
@@ -141,11 +279,6 @@ def test_swapped_is_one_pass_over_the_test_set(tmp_path, trainers):
     assert first["train_loss"] == pytest.approx(problems.evaluate(model, data.test_images, data.test_labels).loss)
 
 
-def test_paper_swapped_has_17_steps():
-    run = next(run for run in runs.plan(["swapped"], full=True))
-    assert runs.length(run, {"train": 10_000}) == 17
-
-
 def test_steps_to_90_percent(tmp_path, method, monkeypatch):
     method(Still)
     accuracies = iter([0.1, 0.5, 0.1, 0.89, 0.1, 0.9, 0.1, 0.95])  # train and test in turn
@@ -202,15 +335,11 @@ def test_two_at_once_do_not_share_a_file(tmp_path):
 # --- a disk that is full ---
 
 
-def whole_length(out):
-    runs.execute(made("sgd"), out)
-    return made("sgd").log(out).stat().st_size
-
-
 @pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.99])
 def test_log_that_cannot_be_written_is_named_and_replaces_none(tmp_path, part):
-    size = int(part * whole_length(tmp_path / "measured"))
     run, out = made("sgd"), tmp_path / "out"
+    runs.execute(run, tmp_path / "measured")
+    size = int(part * run.log(tmp_path / "measured").stat().st_size)
     runs.execute(replace(run, steps=1), out)  # a log of other length has the name already
     before = run.log(out).read_bytes()
     with room_for(size), pytest.raises(OSError, match="sgd") as error:
@@ -222,20 +351,6 @@ def test_log_that_cannot_be_written_is_named_and_replaces_none(tmp_path, part):
     assert run.log(out).read_bytes() == before
     assert not runs.done(run, out)
     assert runs.execute(run, out).status == "finished"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
-def test_no_space_left(tmp_path, monkeypatch):
-    opened = Path.open
-
-    def full(path, mode="r", **options):
-        return opened(Path("/dev/full") if path.suffix == ".part" else path, mode.replace("x", "w"), **options)
-
-    monkeypatch.setattr(Path, "open", full)
-    run = made("sgd")
-    with pytest.raises(OSError, match=f"{run.log(tmp_path)} could not be written .No space left on device.: free"):
-        runs.execute(run, tmp_path)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_disk_that_is_full_when_the_log_is_whole(tmp_path, monkeypatch):
@@ -285,15 +400,12 @@ def test_error_of_a_method_is_in_its_log(tmp_path, method):
     assert lines_of(run.log(tmp_path))[-1] == {"kind": "end", "status": "failed", "step": 2, "message": message}
     assert [line["step"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2]
     assert not runs.done(run, tmp_path)
-
-
-def test_error_while_a_method_is_built(tmp_path):
-    run = made("sgd", hyper={"lr": -1.0})
-    summary = runs.execute(run, tmp_path)
+    unbuilt = made("sgd", hyper={"lr": -1.0})
+    summary = runs.execute(unbuilt, tmp_path)
     assert (summary.status, summary.step) == ("failed", 0)
     assert "ValueError: Invalid learning rate: -1.0" in summary.message
     assert math.isnan(summary.train_loss)
-    assert [line["kind"] for line in lines_of(run.log(tmp_path))] == ["run", "data", "end"]
+    assert [line["kind"] for line in lines_of(unbuilt.log(tmp_path))] == ["run", "data", "end"]
 
 
 @pytest.mark.parametrize("experiment", ["sine", "mnist"])
@@ -352,31 +464,413 @@ def test_curve_that_is_not_finite(tmp_path, method, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("key", "module", "package"), [("psgd", "psgd_torch", "psgd-torch"), ("bfgs", "scipy.optimize", "scipy")]
+    ("key", "module", "package"),
+    [
+        ("psgd", "psgd_torch", "psgd-torch"),
+        ("bfgs", "scipy.optimize", "scipy"),
+        ("tlm", None, "torch-levenberg-marquardt"),
+    ],
 )
 def test_missing_package(tmp_path, monkeypatch, key, module, package):
-    monkeypatch.setitem(sys.modules, module, None)
-    check_unavailable(made(key), tmp_path, package)
-
-
-def test_missing_peer(tmp_path, monkeypatch):
+    if module is not None:
+        monkeypatch.setitem(sys.modules, module, None)
     for name in [name for name in sys.modules if name.split(".")[0] == "torch_levenberg_marquardt"]:
         monkeypatch.delitem(sys.modules, name)
     find = machinery.PathFinder.find_spec
-    monkeypatch.setattr(
-        machinery.PathFinder,
-        "find_spec",
-        lambda name, *rest: None if name.startswith("torch_levenberg") else find(name, *rest),
-    )
-    check_unavailable(made("tlm"), tmp_path, "torch-levenberg-marquardt")
-
-
-def check_unavailable(run, out, package):
-    summary = runs.execute(run, out)
+    absent = lambda name, *rest: None if name.startswith("torch_levenberg") else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr(machinery.PathFinder, "find_spec", absent)
+    run = made(key)
+    summary = runs.execute(run, tmp_path)
     assert (summary.status, summary.step) == ("unavailable", 0)
     assert f"needs the package {package}: pip install" in summary.message
-    end = lines_of(run.log(out))[-1]
+    end = lines_of(run.log(tmp_path))[-1]
     assert end == {"kind": "end", "status": "unavailable", "step": 0, "message": summary.message}
-    assert logs.read(run.log(out)).status == "unavailable"
-    assert not runs.done(run, out)
-    assert runs.execute(made("sgd"), out).status == "finished"
+    assert logs.read(run.log(tmp_path)).status == "unavailable"
+    assert not runs.done(run, tmp_path)
+    assert "torch_levenberg_marquardt" not in sys.modules
+
+
+# --- the clock ---
+
+
+class Time:
+    """Stands still but for what is said to take time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def taking(self, seconds, function):
+        def slow(*arguments):
+            self.now += seconds
+            return function(*arguments)
+
+        return slow
+
+
+@pytest.fixture
+def time(monkeypatch):
+    """A step of "fake" takes a second; building, evaluating and fetching a batch a thousand each."""
+    time = Time()
+    batches, repeat = problems.batches, itertools.repeat
+
+    def slowly(source):
+        for batch in source:
+            time.now += 1000
+            yield batch
+
+    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=time.perf_counter))
+    monkeypatch.setattr(problems, "evaluate", time.taking(1000, problems.evaluate))
+    monkeypatch.setattr(problems, "mean_squared_error", time.taking(1000, problems.mean_squared_error))
+    monkeypatch.setattr(problems, "batches", lambda *arguments: slowly(batches(*arguments)))
+    monkeypatch.setattr(runs, "itertools", SimpleNamespace(repeat=lambda value: slowly(repeat(value))))
+    fake = Method("fake", "Fake", time.taking(1000, Still), {}, {})
+    monkeypatch.setattr(Still, "step", time.taking(1.0, Still.step))
+    monkeypatch.setitem(METHODS, "fake", fake)
+    return time
+
+
+@pytest.mark.parametrize("experiment", ["sine", "mnist"])
+def test_only_training_is_on_the_clock(tmp_path, time, experiment):
+    run = made("fake", experiment, steps=6)
+    summary = runs.execute(run, tmp_path, digits(), time.taking(1000, lambda line: None))
+    assert [line["seconds"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2, 3, 4, 5, 6]
+    assert summary.seconds == 6
+    assert time.now > 13_000
+
+
+@pytest.mark.parametrize(("experiment", "key"), [pair for pair in EVERY if "ablation" not in pair[0]])
+def test_nothing_else_is_on_the_clock_of_any_method(tmp_path, time, experiment, key):
+    steps = train(made(key, experiment, steps=2), tmp_path, digits())
+    assert [line["seconds"] for line in steps] == [0, 0, 0]
+    assert time.now >= 4000
+
+
+def test_average_is_on_the_clock(tmp_path, time, monkeypatch):
+    monkeypatch.setattr(Trainer, "update_average", time.taking(0.5, Trainer.update_average))
+    assert [line["seconds"] for line in train(made("fake", steps=3), tmp_path)] == [0, 1.5, 3, 4.5]
+
+
+def test_slow_run_is_cut_off(tmp_path, time):
+    run = made("fake", steps=10, limit=2.5)
+    summary = runs.execute(run, tmp_path)
+    assert (summary.status, summary.step, summary.seconds) == ("finished", 3, 3)
+    assert summary.message == "cut off at 2.5 s, after step 3 of 10"
+    assert [line["step"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2, 3]
+    assert lines_of(run.log(tmp_path))[0]["limit"] == 2.5
+    assert runs.done(run, tmp_path)
+    summary = runs.execute(made("fake", steps=3, seconds=100, limit=7), tmp_path)
+    assert (summary.status, summary.step) == ("finished", 7)  # the limit goes before the seconds
+
+
+def test_run_goes_on_until_its_seconds_are_over(tmp_path, time):
+    run = made("fake", steps=10, seconds=400)
+    summary = runs.execute(run, tmp_path)
+    assert (summary.status, summary.step, summary.seconds, summary.message) == ("finished", 400, 400, "")
+    steps = [line["step"] for line in steps_of(run.log(tmp_path))]
+    assert steps[:11] == list(range(11))
+    assert steps[-1] == 400
+    late = [step for step in steps[:-1] if step > 40]
+    assert len(late) > 20
+    assert all(1.05 * a <= b <= 1.08 * a for a, b in itertools.pairwise(late))
+
+
+def test_steps_are_done_though_the_seconds_are_over(tmp_path, time):
+    run = made("fake", steps=10, seconds=4)
+    assert runs.execute(run, tmp_path).step == 10
+    assert [line["step"] for line in steps_of(run.log(tmp_path))] == list(range(11))
+
+
+def test_method_that_stops_by_itself(tmp_path, method):
+    class Stops(Still):
+        def run(self, batches, after):
+            super().run(itertools.islice(batches, 2), after)
+
+    method(Stops)
+    run = made("fake", steps=5)
+    summary = runs.execute(run, tmp_path)
+    assert (summary.status, summary.step) == ("finished", 2)
+    assert summary.message == "it stopped by itself, after step 2 of 5"
+
+
+# --- what is done already ---
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A run that has ended, its folder and its data."""
+    run, data = made("adam", "mnist", steps=2, limit=60.0), digits()
+    assert not runs.done(run, tmp_path, data)
+    runs.execute(run, tmp_path, data)
+    return run, tmp_path, data
+
+
+def test_done(finished):
+    run, out, data = finished
+    assert runs.done(run, out, data)
+    assert runs.done(replace(run, hyper=dict(reversed(run.hyper.items()))), out, data)
+    assert runs.done(run, out, replace(data, source="elsewhere"))
+    sine = made("sgd", seconds=0.01)
+    runs.execute(sine, out)
+    assert runs.done(sine, out)
+    assert runs.done(sine, out, data)
+    for other in (replace(data, name="MNIST"), digits(train=61), digits(test=31), data.swapped()):
+        assert not runs.done(run, out, other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hyper": {"lr": 0.06, "beta1": 0.9, "beta2": 0.999, "average": None}},
+        {"hyper": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "average": 0.9}},
+        {"hyper": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999}},
+        {"steps": 3},
+        {"seconds": 1.0},
+        {"limit": math.inf},
+        {"train_sample": 30},
+        {"device": "cuda"},
+        {"seed": 1},
+        {"column": "tuned"},
+        {"experiment": "swapped"},
+    ],
+)
+def test_another_run_is_not_done(finished, change):
+    run, out, data = finished
+    assert not runs.done(replace(run, **change), out, data)
+
+
+def test_truncated_log_is_not_done(finished):
+    run, out, data = finished
+    content = run.log(out).read_bytes()
+    lines = content.splitlines(keepends=True)
+    cuts = [*itertools.accumulate(map(len, lines[:-1])), 0, 1, len(lines[0]) - 2, len(content) - 3]
+    for cut in cuts:
+        run.log(out).write_bytes(content[:cut])
+        assert not runs.done(run, out, data), content[:cut][-80:]
+    run.log(out).write_bytes(content)
+    assert runs.done(run, out, data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace(b'"finished"', b'"failed"'),
+        lambda text: text.replace(b'"finished"', b'"unavailable"'),
+        lambda text: text.replace(b'"train_loss": ', b'"train_loss": "low", "was": ', 1),
+        *(
+            lambda _, text=text: text
+            for text in (b"", b"\n", b"{}\n{}\n", b"[]\n[]\n", b"null\n1\n", b"\xff\xfe\n\xff\n")
+        ),
+    ],
+)
+def test_what_is_no_log_of_a_run_that_has_ended_is_not_done(finished, damage):
+    run, out, data = finished
+    run.log(out).write_bytes(damage(run.log(out).read_bytes()))
+    assert not runs.done(run, out, data)
+
+
+# --- a few steps of every method ---
+
+
+def test_same_weights_and_batches_within_a_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(problems, "BATCH", 20)  # of 60 digits: three in a pass
+    data = digits()
+    found = {}
+
+    def spied(key, build):
+        def spy(model, loss, hyper):
+            weights = parameters_to_vector(model.parameters()).detach().clone()
+            trainer, batches = build(model, loss, hyper), []
+            found[key, seed, experiment] = weights, batches
+
+            def record(source):
+                for x, y in source:
+                    batches.append((x.clone(), y.clone()))
+                    yield x, y
+
+            run = trainer.run
+            trainer.run = lambda source, after: run(record(source), after)
+            return trainer
+
+        return spy
+
+    for key, spec in METHODS.items():
+        monkeypatch.setitem(METHODS, key, replace(spec, build=spied(key, spec.build)))
+    for experiment, key in [pair for pair in EVERY if "ablation" not in pair[0]]:
+        for seed in (0, 1):
+            runs.execute(made(key, experiment, steps=4 if experiment == "mnist" else 1, seed=seed), tmp_path, data)
+
+    for experiment, methods in [("sine", LABELS), ("mnist", ON_DIGITS)]:
+        base = [found["sgd", seed, experiment] for seed in (0, 1)]
+        for key in methods:
+            for seed in (0, 1):
+                weights, batches = found.get((key, seed, experiment), base[seed])  # unless its package is missing
+                assert torch.equal(weights, base[seed][0])
+                for got, wanted in zip(batches, base[seed][1], strict=True):
+                    assert torch.equal(got[0], wanted[0])
+                    assert torch.equal(got[1], wanted[1])
+        assert not torch.equal(base[0][0], base[1][0])
+        assert not torch.equal(base[0][1][0][1], base[1][1][0][1])
+
+
+@pytest.mark.parametrize("experiment", ["sine", "mnist"])
+def test_warming_up_leaves_no_trace(tmp_path, trainers, monkeypatch, experiment):
+    monkeypatch.setattr(problems, "BATCH", 20)
+    steps = train(made("fake", experiment, seed=3), tmp_path, digits())
+    first, second = trainers
+    assert (len(first.batches), len(second.batches), len(steps)) == (1, 3, 4)
+    assert first.model is not second.model
+    assert torch.equal(first.start, second.start)
+    for warm, real in zip(first.batches[0], second.batches[0], strict=True):
+        assert torch.equal(warm, real)
+
+
+@pytest.mark.parametrize(("experiment", "key"), EVERY)
+def test_runs_repeat(tmp_path, experiment, key):
+    run, data = made(key, experiment, steps=3 if experiment.endswith("sine") else 2), digits()
+    first = train(run, tmp_path / "first", data)
+    torch.rand(7)
+    again = train(run, tmp_path / "again", data)
+    assert [{**line, "seconds": 0} for line in first] == [{**line, "seconds": 0} for line in again]
+    assert len(first) > 1
+    other = train(replace(run, seed=1), tmp_path / "other", data)
+    assert first[0]["train_loss"] != other[0]["train_loss"]
+
+
+@pytest.mark.parametrize("key", ["lm", "kfac", "psgd", "sgd"])
+def test_evaluation_does_not_disturb_the_training(tmp_path, key):
+    few, many = (train(made(key, "mnist", steps=3, train_sample=n), tmp_path / str(n), digits()) for n in (5, 60))
+    assert [line["test_loss"] for line in few] == [line["test_loss"] for line in many]
+
+
+@pytest.mark.parametrize("column", ["default", "tuned"])
+@pytest.mark.parametrize("key", LABELS)
+def test_every_method_lowers_the_loss_of_the_sine(tmp_path, key, column):
+    hyper = runs.winners(runs.WINNERS)["sine"][key] if column == "tuned" else {}
+    losses = [line["train_loss"] for line in train(made(key, steps=15, hyper=hyper), tmp_path)]
+    assert losses[-1] < losses[0]
+    assert math.isfinite(losses[-1])
+
+
+def test_weights_that_are_evaluated_are_those_of_the_trainer(tmp_path, method):
+    class Zero(Still):
+        def evaluated(self):
+            vector_to_parameters(torch.zeros(31, dtype=torch.float64), self.model.parameters())
+            return super().evaluated()
+
+    method(Zero)
+    _, y = problems.sine(0)
+    losses = [line["train_loss"] for line in train(made("fake", steps=1), tmp_path)]
+    assert losses == pytest.approx([y.square().mean().item()] * 2)
+
+
+# --- `python -m marquardt.paper.runs`: the runs without the command line, where torch is all there is ---
+
+FORBIDDEN = {"jinja2", "matplotlib", "mlxtend", "optuna", "psgd_torch", "rich", "scipy", "sklearn", "typer"}
+
+
+def python(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_torch_is_all_that_runs_need():
+    # What torch itself loads does not count, numpy among it.
+    code = "import sys, torch, numpy, torch.distributed.nn.functional; before = set(sys.modules); "
+    code += "import marquardt.paper.runs; print(*sys.modules); "
+    done = python("-c", code + "print(*set(sys.modules) - before)")
+    assert done.returncode == 0, done.stderr
+    everything, new = ({name.split(".")[0] for name in line.split()} for line in done.stdout.splitlines())
+    assert "marquardt" in new
+    assert not everything & FORBIDDEN
+    assert new - sys.stdlib_module_names <= {"marquardt", "torch", "numpy"}
+
+
+def test_help():
+    done = python("-m", "marquardt.paper.runs", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in ["python -m marquardt.paper.runs", "--full", "--optimizers", "--tuned", *LABELS]:
+        assert word in done.stdout
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch):
+    """The module's own command, on runs of two steps."""
+    monkeypatch.setattr(runs, "SINE_STEPS", 2)
+    small = runs.QUICK._replace(sine_seeds=1, sine_seconds=0.0, mnist_steps=2, ablation_steps=1, train_sample=20)
+    monkeypatch.setattr(runs, "QUICK", small)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["runs", *map(str, arguments), "--out", str(tmp_path / "out")])
+        runs.main()
+        return {str(path.relative_to(tmp_path / "out" / "logs")) for path in (tmp_path / "out").rglob("*.jsonl")}
+
+    return call
+
+
+def test_main_goes_on_after_a_failure_and_skips_what_is_done(main, monkeypatch, capsys):
+    def broken(model, loss, hyper):
+        raise ValueError("it is broken")
+
+    monkeypatch.setitem(METHODS, "adam", replace(METHODS["adam"], build=broken))
+    logs = main("sine", "--optimizers", "adam", "sgd", "--columns", "default")
+    assert logs == {"sine/adam.default.1000.jsonl", "sine/sgd.default.1000.jsonl"}
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == ["sine/sgd.default.1000", "sine/adam.default.1000"]
+    assert "finished at step 2" in said[0]
+    assert said[1].endswith("ValueError: it is broken")
+    main("sine", "--optimizers", "adam", "sgd", "--columns", "default")
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sine/adam.default.1000"]
+
+
+def test_main_on_digits_with_tuned_values(main, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(runs, "find", lambda name, folder: digits(name=f"{name} in {folder}"))
+    tuned = tmp_path / "tuned.json"
+    tuned.write_text(json.dumps({"mnist": {"sgd": {"lr": 0.5}}}))
+    options = ["--optimizers", "sgd", "--tuned", tuned, "--data", "mnist-5k", "--data-dir", "here"]
+    assert main("mnist", "swapped", *options) == {
+        f"{experiment}/sgd.{column}.1000.jsonl"
+        for experiment in ("mnist", "swapped")
+        for column in ("default", "tuned")
+    }
+    head = lines_of(tmp_path / "out" / "logs" / "mnist" / "sgd.tuned.1000.jsonl")[0]
+    assert head["hyper"]["lr"] == 0.5
+    assert head["data"]["name"] == "mnist-5k in here"
+    assert "test accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cosine"], "no experiment 'cosine'"),
+        (["sine", "--optimizers", "sdg"], "no optimizer 'sdg'"),
+        (["sine", "--columns", "best"], "no column 'best'"),
+        (["sine", "--seeds", "0"], "seeds=0"),
+        (["mnist", "--data", "cifar"], "cifar"),
+        (["mnist", "--data", "mnist", "--data-dir", "nowhere"], "nowhere"),
+        (["sine", "--tuned", "nowhere.json"], "nowhere.json"),
+        (["sine", "--tuned", "broken.json"], "broken.json"),
+        (["mnist", "--data", "digits"], "scikit-learn"),
+    ],
+)
+def test_main_refuses_bad_input(main, monkeypatch, tmp_path, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # not installed
+    with pytest.raises(SystemExit) as stop:
+        main(*arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_main_names_the_log_that_cannot_be_written(main, tmp_path, capsys):
+    with room_for(400), pytest.raises(SystemExit) as stop:  # enough for the lock
+        main("sine", "--optimizers", "sgd", "--columns", "default")
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert f"error: {tmp_path / 'out/logs/sine/sgd.default.1000.jsonl'} could not be written" in said
+    left = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert [(path.name, path.read_bytes()) for path in left] == [(".logs.lock", b"")]
