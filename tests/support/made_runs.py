@@ -71,10 +71,10 @@ def steps_of(path):
 
 def train(run, out, data=None):
     """The lines of its steps; a method whose package is missing is skipped."""
-    summary = runs.execute(run, out, data)
-    if summary.status == "unavailable":
-        pytest.skip(summary.message)
-    assert summary.status in ("finished", "diverged"), summary.message
+    log = runs.execute(run, out, data)
+    if log.status == "unavailable":
+        pytest.skip(log.message)
+    assert log.status in ("finished", "diverged"), log.message
     return steps_of(run.log(out))
 
 

@@ -8,8 +8,8 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -182,8 +182,7 @@ def execute(plan: Sequence[Run], out: Path, found: dict[str, data.Digits]) -> in
                     screen.add(run, logs.read(run.log(out)))
                     continue
                 screen.start(run)
-                runs.execute(run, out, found.get(run.problem), partial(screen.step, run))
-                log = logs.read(run.log(out))
+                log = runs.execute(run, out, found.get(run.problem), partial(screen.step, run))
                 screen.end(run, log)
                 failed += log.status == "failed"
     except KeyboardInterrupt:
@@ -361,13 +360,8 @@ class Screen:
             get_renderable=self.picture, console=console, auto_refresh=False, transient=True, vertical_overflow="crop"
         )
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        if not self.console.is_terminal:
-            yield
-            return
-        with self.live:
-            yield
+    def on(self) -> AbstractContextManager[Any]:
+        return self.live if self.console.is_terminal else nullcontext()
 
     def row(self, run: Run) -> Row:
         return self.tables[run.experiment][run.method, run.column]
@@ -395,7 +389,7 @@ class Screen:
         self.done += 1
         self.progress.update(self.overall, completed=self.done, count=f"{self.done}/{self.todo}")
         if not self.live.is_started:
-            self.say(f"{self.done}/{self.todo}  {run.name}: {summary(log)}")
+            self.say(f"{self.done}/{self.todo}  {run.name}: {log.summary()}")
         self.add(run, log)
 
     def add(self, run: Run, log: logs.Log) -> None:
@@ -463,17 +457,3 @@ class Screen:
             for status, log in first.items():
                 self.say(f"{row.label}, seed {log.seed}, {status}: {log.message}")
         self.say("")
-
-
-def summary(log: logs.Log) -> str:
-    """How a run went, in one line."""
-    if log.status != "finished":
-        return f"{log.status} at step {log.end}" + (f" ({log.message})" if log.message else "")
-    if "test_accuracy" in log.steps:
-        reached = log.steps_to()
-        steps = f"after {reached:g} steps" if math.isfinite(reached) else "not reached"
-        result = f"{TARGET_LABEL} {steps}"
-        result += f", {log.final('test_accuracy'):.2%} after {log.end}"
-    else:
-        result = f"MSE {log.final('train_loss'):.3g} after {log.end} steps"
-    return f"{result}, {log.final('seconds'):.1f} s"

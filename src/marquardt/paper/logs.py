@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import documents, files
 from ..texts import cell
-from .vocabulary import COLUMNS, LOGS, MEASURES, METHODS, SINE_READINGS, TARGET
+from .vocabulary import COLUMNS, LOGS, MEASURES, METHODS, SINE_READINGS, TARGET, TARGET_LABEL
 
 FORMAT, OLDEST = 2, 1  # of the logs; the first had no checksum
 TEXT, WHOLE, NUMBER, LIST, OBJECT = "text", "a whole number", "a number or null", "a list", "an object"
@@ -98,6 +98,19 @@ class Log:
     def seconds_to(self, level: float = TARGET, key: str = "test_accuracy") -> float:
         """The same in seconds of training."""
         return self._first("seconds", level, key)
+
+    def summary(self) -> str:
+        """How a run went, in one line."""
+        if self.status != "finished":
+            return f"{self.status} at step {self.end}" + (f" ({self.message})" if self.message else "")
+        if "test_accuracy" in self.steps:
+            reached = self.steps_to()
+            steps = f"after {reached:g} steps" if math.isfinite(reached) else "not reached"
+            result = f"{TARGET_LABEL} {steps}"
+            result += f", {self.final('test_accuracy'):.2%} after {self.end}"
+        else:
+            result = f"MSE {self.final('train_loss'):.3g} after {self.end} steps"
+        return f"{result}, {self.final('seconds'):.1f} s"
 
     def _at(self, clock: str, time: float, key: str) -> float:
         values = self.steps.get(key)

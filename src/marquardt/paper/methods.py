@@ -17,7 +17,7 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,14 +58,14 @@ class Trainer(ABC):
             self.mean = theta if self.mean is None else self.average.update(self.mean, theta, self.count)
             self.count += 1
 
-    def evaluated(self) -> AbstractContextManager[None]:
-        """The average in place of the weights, where there is one."""
-        return nullcontext() if self.mean is None else self._averaged(self.mean)
-
     @contextmanager
-    def _averaged(self, mean: Tensor) -> Iterator[None]:
+    def evaluated(self) -> Iterator[None]:
+        """The average in place of the weights, where there is one."""
+        if self.mean is None:
+            yield
+            return
         theta = parameters_to_vector(self.model.parameters()).detach().clone()
-        place(self.model, mean)
+        place(self.model, self.mean)
         try:
             yield
         finally:
@@ -104,8 +104,10 @@ class Ours(Stepwise):
     def step(self, x: Tensor, y: Tensor) -> None:
         self.opt.step(x, y)
 
-    def evaluated(self) -> AbstractContextManager[None]:
-        return self.opt.averaged() if self.opt.average is not None else nullcontext()
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        with self.opt.averaged() if self.opt.average is not None else nullcontext():
+            yield
 
 
 class Torch(Stepwise):

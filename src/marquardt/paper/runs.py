@@ -31,7 +31,7 @@ from ..documents import typed
 from . import logs, problems
 from .data import NAMES, Digits, find
 from .methods import METHODS, Method, Trainer, Unavailable, ablation
-from .vocabulary import COLUMNS, EXPERIMENTS, LOGS, OUT, PROBLEMS, TARGET, TUNED, problem_of
+from .vocabulary import COLUMNS, EXPERIMENTS, LOGS, OUT, PROBLEMS, TUNED, problem_of
 
 SINE_STEPS = 200
 FIRST_SEED = 1000  # of those that are reported: what is chosen, by hand or by a search, is chosen on seeds below
@@ -305,19 +305,7 @@ class Clock:
             yield batch
 
 
-class Summary(NamedTuple):
-    """What a table needs of a run."""
-
-    status: str  # "finished" | "diverged" | "failed" | "unavailable"
-    step: int
-    seconds: float
-    message: str = ""
-    train_loss: float = math.nan
-    test_accuracy: float | None = None
-    steps_to_90: int | None = None
-
-
-def execute(run: Run, out: Path, data: Digits | None = None, watch: Watch | None = None) -> Summary:
+def execute(run: Run, out: Path, data: Digits | None = None, watch: Watch | None = None) -> logs.Log:
     """Train, and write the log: it gets its name when the run has ended, so an interrupted run leaves none.
 
     `watch` is called with every line of a step. An error of the method ends the run as "failed", with its message;
@@ -326,7 +314,8 @@ def execute(run: Run, out: Path, data: Digits | None = None, watch: Watch | None
     """
     check_free(run.log(out))
     with files.whole(run.log(out)) as write:
-        return _Recording(run, data, write, watch).run()
+        _Recording(run, data, write, watch).run()
+    return logs.read(run.log(out))
 
 
 def check_free(path: Path) -> None:
@@ -351,12 +340,11 @@ class _Recording:
         self.clock = Clock(run.device)
         self.step = 0
         self.start = math.inf  # the loss before the first step
-        self.last: dict[str, Any] = {}
+        self.loss = math.inf  # at the last line
         self.written = 0.0  # on the clock, at the last line
-        self.steps_to_90: int | None = None
         self.diverged = False
 
-    def run(self) -> Summary:
+    def run(self) -> None:
         run, task = self.spec, self.task
         self.write({"kind": "run", **_config(run, task.data), **_surroundings(run.device, task)})
         if task.samples is not None:
@@ -367,15 +355,14 @@ class _Recording:
             torch.manual_seed(run.seed)  # RReLU's noise, sampled rows
             trainer = run.spec().build(task.model, task.loss, run.hyper)
             self.observe(trainer)
-            self.start = self.last["train_loss"]
+            self.start = self.loss
             torch.manual_seed(run.seed)
             self.clock.start()
             trainer.run(self.clock.off(task.batches()), lambda: self.after(trainer))
             self.clock.stop()
             if self.diverged:
                 status = "diverged"
-                loss = self.last["train_loss"]
-                message = f"the loss was {loss:g} after step {self.step}, {self.start:g} at the start"
+                message = f"the loss was {self.loss:g} after step {self.step}, {self.start:g} at the start"
             elif self.step < self.steps:
                 cause = "it stopped by itself" if self.clock.seconds < run.limit else f"cut off at {run.limit:g} s"
                 message = f"{cause}, after step {self.step} of {self.steps}"
@@ -386,8 +373,6 @@ class _Recording:
         except Exception as error:
             status, message = "failed", f"{type(error).__name__}: {error}"
         self.write({"kind": "end", "status": status, "step": self.step, "message": message})
-        loss, accuracy = self.last.get("train_loss", math.nan), self.last.get("test_accuracy")
-        return Summary(status, self.step, self.clock.seconds, message, loss, accuracy, self.steps_to_90)
 
     def warm_up(self) -> None:
         """One step of a copy, off the clock: whoever calls a kernel first waits for it to be loaded."""
@@ -412,14 +397,12 @@ class _Recording:
             if self.task.samples is not None and self.step in CURVES:
                 x = torch.linspace(*problems.SINE_ENDS, CURVE_POINTS, dtype=torch.float64).unsqueeze(1)
                 self.write({"kind": "curve", "step": self.step, **_points(x, problems.predict(trainer.model, x))})
-        self.last = {"kind": "step", "step": self.step, "seconds": self.clock.seconds, **found}
-        self.written = self.clock.seconds
-        self.diverged = not found["train_loss"] <= DIVERGED * self.start
-        if self.steps_to_90 is None and found.get("test_accuracy", 0.0) >= TARGET:
-            self.steps_to_90 = self.step
-        self.write(self.last)
+        line = {"kind": "step", "step": self.step, "seconds": self.clock.seconds, **found}
+        self.written, self.loss = self.clock.seconds, found["train_loss"]
+        self.diverged = not self.loss <= DIVERGED * self.start
+        self.write(line)
         if self.watch is not None:
-            self.watch(self.last)
+            self.watch(line)
 
     def write(self, line: dict[str, Any]) -> None:
         self.lines.add(_finite(line), last=line["kind"] == "end")
@@ -520,15 +503,9 @@ def main() -> None:
         with held(options.out):
             for run in todo:
                 if not done(run, options.out, digits):
-                    print(f"{run.name}: {_result(execute(run, options.out, digits))}", flush=True)
+                    print(f"{run.name}: {execute(run, options.out, digits).summary()}", flush=True)
     except (files.Held, files.Unwritable) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
-
-
-def _result(end: Summary) -> str:
-    accuracy = "" if end.test_accuracy is None else f", test accuracy {end.test_accuracy:.2%}"
-    result = f"{end.status} at step {end.step}, {end.seconds:.2f} s, loss {end.train_loss:.4g}{accuracy}"
-    return f"{result} {end.message}".rstrip()
 
 
 if __name__ == "__main__":

@@ -38,14 +38,6 @@ class TuningTrial(NamedTuple):
     hyper: Mapping[str, Any]
 
 
-class Length(NamedTuple):
-    """Of a run: to the end of `steps` and of `seconds`, but no longer than `limit`."""
-
-    steps: int
-    seconds: float = 0.0
-    limit: float = math.inf
-
-
 def tune(
     methods: Sequence[str] | None = None,
     problem: str = "mnist",
@@ -75,7 +67,6 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     steps = steps or (runs.SINE_STEPS if problem == "sine" else runs.FULL.mnist_steps)
     seconds = (runs.FULL.sine_seconds if problem == "sine" else 0.0) if seconds is None else seconds
-    length = Length(steps, seconds, limit)
     judged = None if data is None else held_out(data)
     found: dict[str, dict[str, Any]] = {}
     for method in METHODS.values():
@@ -86,8 +77,13 @@ def tune(
         study.enqueue_trial({name: default[name] for name in choices}, skip_if_exists=True)
         for number in range(trials):
             trial = study.ask()
-            hyper = default | {name: suggest(trial, name, space) for name, space in choices.items()}
-            score, message = judge(method, problem, hyper, judged, length, device)
+            hyper = default | {
+                name: trial.suggest_categorical(name, space.values)
+                if isinstance(space, OneOf)
+                else trial.suggest_float(name, space.low, space.high, log=space.log)
+                for name, space in choices.items()
+            }
+            score, message = judge(method, problem, hyper, judged, steps, seconds, limit, device)
             if score is None:
                 break
             study.tell(trial, score)
@@ -108,18 +104,18 @@ def held_out(data: Digits) -> Digits:
     return replace(data, train_images=x[train], train_labels=y[train], test_images=x[test], test_labels=y[test])
 
 
-def suggest(trial: Any, name: str, space: Any) -> Any:
-    if isinstance(space, OneOf):
-        return trial.suggest_categorical(name, space.values)
-    return trial.suggest_float(name, space.low, space.high, log=space.log)
-
-
 def judge(
-    method: Method, problem: str, hyper: Mapping[str, Any], data: Digits | None, length: Length, device: str = "cpu"
+    method: Method,
+    problem: str,
+    hyper: Mapping[str, Any],
+    data: Digits | None,
+    steps: int,
+    seconds: float = 0.0,
+    limit: float = math.inf,
+    device: str = "cpu",
 ) -> tuple[float | None, str]:
     """The mean score over the seeds, and the last message; None where the method's package is missing."""
     scores = []
-    steps, seconds, limit = length
     for seed in SEEDS[problem]:
         lines: list[dict[str, Any]] = []
         run = runs.Run(
@@ -127,11 +123,11 @@ def judge(
             hyper=hyper, train_sample=runs.QUICK.train_sample, device=device,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
-            summary = runs.execute(run, Path(scratch), data, lines.append)
-        if summary.status == "unavailable":
-            return None, summary.message
-        scores.append(score(lines[: steps + 1]) if summary.status == "finished" else WORST)
-    return sum(scores) / len(scores), summary.message
+            log = runs.execute(run, Path(scratch), data, lines.append)
+        if log.status == "unavailable":
+            return None, log.message
+        scores.append(score(lines[: steps + 1]) if log.status == "finished" else WORST)
+    return sum(scores) / len(scores), log.message
 
 
 def score(lines: Sequence[Mapping[str, Any]]) -> float:
