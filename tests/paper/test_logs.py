@@ -42,14 +42,14 @@ def test_values_at_a_step_and_at_a_time(tmp_path):
     assert log.at(1, "train_loss") == 0.4
     assert log.at(9, "train_loss") == 0.3  # the last line before it
     assert log.at(11, "train_loss") == 0.1  # it had finished
-    assert log.at_seconds(0.99, "train_loss") == 0.4
-    assert log.at_seconds(60.0, "train_loss") == 0.1  # it had finished
+    assert log.at(0.99, "train_loss", "seconds") == 0.4
+    assert log.at(60.0, "train_loss", "seconds") == 0.1  # it had finished
     assert (log.steps_to(0.3, "train_loss"), log.seconds_to(0.3, "train_loss")) == (2, 1.0)
     assert log.steps_to(0.05, "train_loss") == math.inf
     broken = logs.read(made_logs.write(tmp_path, made_logs.head("sine"), steps, "failed", "why"))
     assert broken.at(10, "train_loss") == 0.1
     assert math.isnan(broken.at(11, "train_loss"))
-    assert math.isnan(broken.at_seconds(60.0, "train_loss"))
+    assert math.isnan(broken.at(60.0, "train_loss", "seconds"))
     diverged = logs.read(made_logs.write(tmp_path, made_logs.head("sine"), steps, "diverged", "10×"))
     assert diverged.at(9, "train_loss") == 0.3
     assert math.isnan(diverged.at(10, "train_loss"))  # there it diverged

@@ -447,7 +447,7 @@ def test_the_page_is_well_formed_and_stands_alone(full):
 
 def test_a_claim_has_one_row_for_all_values(full):
     rows = re.findall(r'<tr><th scope="row">(.*?) <small>', full.read_text(encoding="utf-8"))
-    judged = report.Kept.read(full.parent / "report.json").content.verdicts
+    judged = report.Report.read(full.parent / "report.json").content.verdicts
     assert len(rows) == len(set(rows)) == len({verdict.claim for some in judged.values() for verdict in some})
     longest = max(len(verdict.finding) for some in judged.values() for verdict in some)
     assert longest < 130  # all numbers are in the evidence

@@ -792,7 +792,7 @@ def test_main_goes_on_after_a_failure_and_skips_what_is_done(main, monkeypatch, 
     assert [line.split(":")[0] for line in said] == ["sine/sgd.default.1000", "sine/adam.default.1000"]
     assert ": MSE " in said[0]
     assert "after 2 steps" in said[0]
-    assert said[1].endswith("ValueError: it is broken")
+    assert said[1].endswith("(ValueError: it is broken)")
     main("sine", "--optimizers", "adam", "sgd", "--columns", "default")
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sine/adam.default.1000"]
 

@@ -14,7 +14,7 @@ try:
     import typer
 
     from . import fit, paper
-    from .base import complain, superfluous, told
+    from .base import complain, error_messages, superfluous
 except ModuleNotFoundError as error:
     missing, extra = str(error.name).partition(".")[0], "table" if {"fit", "predict"} & set(sys.argv[1:2]) else "paper"
     sys.stderr.write(f"the command line needs {missing}: pip install 'marquardt[{extra}]'\n")
@@ -80,5 +80,5 @@ def bench(
             "run this in a checkout"
         )
         raise typer.Exit(2)
-    with told(debug=False, extra="paper"):
+    with error_messages(debug=False, extra="paper"):
         raise typer.Exit(subprocess.call([sys.executable, str(script), *(arguments or [])]))

@@ -35,7 +35,7 @@ from ..paper import tune as tuning
 from ..paper.methods import Unavailable
 from ..paper.runs import Run
 from ..paper.vocabulary import CONTENT, EXPERIMENTS, LOGS, OPTIMIZERS, OUT, TARGET_LABEL, TUNED
-from .base import Console, Debug, complain, make_folder, say, told
+from .base import Console, Debug, complain, error_messages, make_folder, say
 
 EXTRA = "paper"
 REFRESH = 0.2  # seconds between two pictures of a run
@@ -127,27 +127,23 @@ def run(
     """
     if quick and full:
         raise typer.BadParameter("--quick and --full exclude each other: choose one", param_hint="--quick")
-    with told(debug, EXTRA):
+    with error_messages(debug, EXTRA):
         from ..paper import report  # it needs packages that the runs do not: they are missed now, not after an hour
 
-        names = expand(experiments)
+        asked = [experiment.value for experiment in experiments or [Experiment.all]]
+        names = list(EXPERIMENTS) if "all" in asked else list(dict.fromkeys(asked))
         tuned = runs.winners(out / TUNED if (out / TUNED).exists() else runs.WINNERS)
         options: dict[str, Any] = {"full": full, "seeds": seeds, "device": device, "tuned": tuned}
         methods = check_methods(optimizers, runs.plan(names, **options))
         plan = runs.plan(names, methods=methods, **options)
-        found = find_data(plan, out, images.value, data_dir)
+        digits = find_data(plan, out, images.value, data_dir)
         make_folder(out)
         with runs.held(out):
-            failed = execute(plan, out, found)
+            failed = execute(plan, out, digits)
         say(Console(), f"Report: {report.write(out)}")
         if failed:
             complain(f"{failed} of {len(plan)} runs failed; the same command tries them again")
             raise typer.Exit(1)
-
-
-def expand(experiments: Sequence[Experiment] | None) -> list[str]:
-    asked = [experiment.value for experiment in experiments or [Experiment.all]]
-    return list(EXPERIMENTS) if "all" in asked else list(dict.fromkeys(asked))
 
 
 def check_methods(optimizers: Sequence[str] | None, plan: Sequence[Run]) -> list[str] | None:
@@ -165,12 +161,12 @@ def check_methods(optimizers: Sequence[str] | None, plan: Sequence[Run]) -> list
     return asked
 
 
-def execute(plan: Sequence[Run], out: Path, found: dict[str, data.Digits]) -> int:
+def execute(plan: Sequence[Run], out: Path, digits: dict[str, data.Digits]) -> int:
     """Makes the runs that are not done yet, and returns how many of them failed."""
-    todo = [run for run in plan if not runs.done(run, out, found.get(run.problem))]
+    todo = [run for run in plan if not runs.done(run, out, digits.get(run.problem))]
     screen = Screen(Console(), plan, len(todo))
-    for digits in found.values():
-        screen.say(f"Data: {digits.name}, {digits.source}")
+    for images in digits.values():
+        screen.say(f"Data: {images.name}, {images.source}")
     if len(todo) < len(plan):
         screen.say(f"{len(plan) - len(todo)} of {len(plan)} runs are done already.")
     names = {run.name for run in todo}
@@ -182,7 +178,7 @@ def execute(plan: Sequence[Run], out: Path, found: dict[str, data.Digits]) -> in
                     screen.add(run, logs.read(run.log(out)))
                     continue
                 screen.start(run)
-                log = runs.execute(run, out, found.get(run.problem), partial(screen.step, run))
+                log = runs.execute(run, out, digits.get(run.problem), partial(screen.step, run))
                 screen.end(run, log)
                 failed += log.status == "failed"
     except KeyboardInterrupt:
@@ -203,16 +199,16 @@ def find_data(plan: Sequence[Run], out: Path, name: str, directory: Path | None)
 
     If `out` holds runs on other images than those found now, this is refused: one report cannot compare them.
     """
-    found = {problem: data.find(name, directory) for problem in sorted({run.problem for run in plan} - {"sine"})}
+    digits = {problem: data.find(name, directory) for problem in sorted({run.problem for run in plan} - {"sine"})}
     for log in logs.read_all(out):
-        images, before = found.get(log.head["problem"]), log.head["data"]["name"]
+        images, before = digits.get(log.head["problem"]), log.head["data"]["name"]
         if images is not None and images.name != before:
             raise typer.BadParameter(
                 f"{str(out)!r} holds runs on {before}, but the data found now are {images.name} ({images.source}): "
                 "choose another folder, or the data of before",
                 param_hint="--out",
             )
-    return found
+    return digits
 
 
 @paper.command()
@@ -234,7 +230,7 @@ def tune(
 
     The next run uses the winners, beside the default settings. Each is kept as soon as it is found.
     """
-    with told(debug, EXTRA):
+    with error_messages(debug, EXTRA):
         chosen = [problem.value for problem in problems or TuningProblem]
         plan = runs.plan(chosen, seeds=1)
         asked = check_methods(optimizers, plan)
@@ -251,7 +247,7 @@ def tune(
             for number, (problem, method) in enumerate(jobs, 1):
                 bars.update(bar, description=f"{problem}, {OPTIMIZERS[method]}")
                 try:
-                    found = tuning.tune(
+                    best = tuning.tune(
                         [method], problem, trials=trials, data=images if problem == "mnist" else None,
                         device=device, limit=limit, watch=lambda _: bars.advance(bar),
                     )  # fmt: skip
@@ -261,8 +257,8 @@ def tune(
                     failed += 1
                     result = f"failed ({error})"
                 else:
-                    tuning.save(out / TUNED, problem, found)
-                    result = json.dumps(found[method]) if found else "not available"
+                    tuning.save(out / TUNED, problem, best)
+                    result = json.dumps(best[method]) if best else "not available"
                 say(console, f"{problem}/{method}: {result}")
                 bars.update(bar, completed=number * trials)
         if failed:
@@ -274,7 +270,7 @@ def tune(
 @paper.command("report")
 def write_report(out: Out = OUT, debug: Debug = False) -> None:
     """Draw figures, tables and the page again, from the logs alone, or from report.json if there are none."""
-    with told(debug, EXTRA):
+    with error_messages(debug, EXTRA):
         from ..paper import report
 
         if not logs.read_all(out) and not (out / CONTENT).exists():
@@ -332,7 +328,7 @@ def final(log: logs.Log, key: str) -> float:
 class Screen:
     """The table of the experiment that runs, and two bars below it; in a pipe, a line for each run.
 
-    Drawn between two steps and never by a thread of its own, which would take time from the steps that are timed.
+    Drawn between two steps and never by another thread, which would take time from the steps that are timed.
     """
 
     def __init__(self, console: rich.console.Console, plan: Sequence[Run], todo: int) -> None:

@@ -170,12 +170,12 @@ def _read_set(files: dict[str, Path], images_name: str, labels_name: str, verify
 
 def _look_for_mnist(directory: Path) -> dict[str, Path]:
     """Name of each of the four files → where it lies, as far as they are there; a plain file goes before its .gz."""
-    found = {}
+    paths = {}
     for name in MNIST_MD5:
         candidates = (directory / folder / (name + end) for folder in MNIST_FOLDERS for end in ("", ".gz"))
         if path := next(filter(Path.is_file, candidates), None):
-            found[name] = path
-    return found
+            paths[name] = path
+    return paths
 
 
 def _load_cache(cache: Path) -> Digits:

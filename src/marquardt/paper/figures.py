@@ -84,8 +84,10 @@ def groups(logs: Sequence[Log], experiment: str, column: str) -> list[Group]:
     if not attempted(select(logs, experiment, column=column)):
         return []
     methods = sorted({log.method for log in select(logs, experiment) if log.steps}, key=place)
-    found = {method: runs for method in methods if (runs := runs_of(logs, experiment, method, column))}
-    return [Group(method, runs[0].label + " †" * (runs[0].column != column), runs) for method, runs in found.items()]
+    of_method = {method: runs for method in methods if (runs := runs_of(logs, experiment, method, column))}
+    return [
+        Group(method, runs[0].label + " †" * (runs[0].column != column), runs) for method, runs in of_method.items()
+    ]
 
 
 def over_steps(groups: Sequence[Group], key: str) -> Chart:
@@ -123,14 +125,14 @@ def accuracy_over_seconds(groups: Sequence[Group]) -> Chart:
 
 def fits(groups: Sequence[Group], methods: Sequence[str]) -> list[Fit]:
     """Of the first seed that has curves, after at most four numbers of steps."""
-    found = [
+    first_runs = [
         (group, next(run for run in group.runs if any(run.curves)))  # after step 0
         for group in groups
         if group.method in methods and any(any(run.curves) for run in group.runs)
     ]
-    steps = sorted({step for _, run in found for step in run.curves if step > 0})[:4]
+    steps = sorted({step for _, run in first_runs for step in run.curves if step > 0})[:4]
     made = []
-    for group, run in found:
+    for group, run in first_runs:
         of = [step for step in steps if step in run.curves]
         if of:
             y = {str(step): [_short(value) for value in run.curves[step][1]] for step in of}
@@ -143,7 +145,7 @@ def _times(start: float, end: float) -> list[float]:
 
 
 def _over_seconds(group: Group, key: str, times: list[float]) -> Line:
-    return _line(group, key, times, [[run.at_seconds(t, key) for run in group.runs] for t in times])
+    return _line(group, key, times, [[run.at(t, key, "seconds") for run in group.runs] for t in times])
 
 
 def _line(group: Group, key: str, x: list[float], values: Iterable[Sequence[float]]) -> Line:
@@ -503,7 +505,7 @@ def _names(ends: Sequence[End]) -> str:
         lead = f"M{LEFT + end.x:.1f} {TOP + min(max(end.y, 0), height):.1f}L{LEFT + width + 6} {TOP + at:.1f}"
         name = _text(LEFT + width + 9, TOP + at + 4.5, end.text, "start", "label")
         parts.append(f'<g class="{end.style.color}"><path class="lead" d="{lead}"/>{name}</g>')
-    taken: list[tuple[float, float, float]] = []  # left, right, height
+    places: list[tuple[float, float, float]] = []  # left, right, height
     for end in (end for end in ends if end not in outside):
         x, y = min(max(end.x, 0.0), width), min(max(end.y, 5.0), height - 4.0)
         left = min(x + 9, width + RIGHT - 12 - 6.9 * len(end.text))
@@ -511,11 +513,11 @@ def _names(ends: Sequence[End]) -> str:
         steps = (y + ROOM * k * sign for k in range(12) for sign in (1, -1))
         free = (
             at for at in steps if 4 <= at <= height - 4
-            and all(abs(at - other) >= ROOM or right < a or left > b for a, b, other in taken)
+            and all(abs(at - other) >= ROOM or right < a or left > b for a, b, other in places)
             and all(abs(at - other) >= ROOM or right < width + 6 for other in heights)
         )  # fmt: skip
         at = next(free, y)
-        taken.append((left, right, at))
+        places.append((left, right, at))
         cross = f"M{LEFT + x - 4:.1f} {TOP + y - 4:.1f}l8 8m0 -8l-8 8"
         mark = f'<path class="cross" d="{cross}"/>' if end.broken else ""
         lead = f"M{LEFT + x:.1f} {TOP + y:.1f}L{LEFT + left - 2:.1f} {TOP + at:.1f}"
@@ -570,7 +572,7 @@ def sample(method: str) -> str:
 
 
 def alone(drawn: Sequence[str]) -> str:
-    """The panels as a picture of its own, three to a row."""
+    """The panels as one picture that stands alone, three to a row."""
     columns = 3 if len(drawn) % 3 == 0 else 2
     rows = math.ceil(len(drawn) / columns)
     size = f'viewBox="0 0 {WIDTH * columns} {HEIGHT * rows}" width="{WIDTH * columns}" height="{HEIGHT * rows}"'

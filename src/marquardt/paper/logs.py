@@ -75,29 +75,31 @@ class Log:
     def seed(self) -> int:
         return int(self.head["seed"])
 
-    def at(self, step: int, key: str) -> float:
-        """The last value at or before `step`; NaN after the end of a run that broke off, and where it diverged."""
-        diverged = self.status == "diverged" and step >= self.end
-        broken = self.status != "finished" and step > self.end
-        return math.nan if diverged or broken else self._at("step", step, key)
-
-    def at_seconds(self, seconds: float, key: str) -> float:
-        """The same at a time of training."""
-        broken = self.status != "finished" and seconds > self.final("seconds")
-        return math.nan if broken else self._at("seconds", seconds, key)
+    def at(self, time: float, key: str, clock: str = "step") -> float:
+        """The last value at or before this step, or this time by the clock "seconds"; NaN after the end of a run that
+        broke off, and at the step where it diverged."""
+        if self.status != "finished" and time > (self.end if clock == "step" else self.final("seconds")):
+            return math.nan
+        if self.status == "diverged" and clock == "step" and time >= self.end:
+            return math.nan
+        values = self.steps.get(key)
+        index = bisect_right(self.steps.get(clock, []), time) - 1
+        return values[index] if values and index >= 0 else math.nan
 
     def final(self, key: str) -> float:
         """The last value; NaN where there is none."""
         values = self.steps.get(key)
         return values[-1] if values else math.nan
 
-    def steps_to(self, level: float = TARGET, key: str = "test_accuracy") -> float:
+    def steps_to(self, level: float = TARGET, key: str = "test_accuracy", clock: str = "step") -> float:
         """The first step at which an accuracy reaches `level`, or a loss falls to it; ∞ where none does."""
-        return self._first("step", level, key)
+        sign = -1 if key.endswith("loss") else 1
+        pairs = zip(self.steps.get(clock, []), self.steps.get(key, []), strict=False)
+        return next((time for time, value in pairs if sign * value >= sign * level), math.inf)
 
     def seconds_to(self, level: float = TARGET, key: str = "test_accuracy") -> float:
         """The same in seconds of training."""
-        return self._first("seconds", level, key)
+        return self.steps_to(level, key, "seconds")
 
     def summary(self) -> str:
         """How a run went, in one line."""
@@ -111,16 +113,6 @@ class Log:
         else:
             result = f"MSE {self.final('train_loss'):.3g} after {self.end} steps"
         return f"{result}, {self.final('seconds'):.1f} s"
-
-    def _at(self, clock: str, time: float, key: str) -> float:
-        values = self.steps.get(key)
-        index = bisect_right(self.steps.get(clock, []), time) - 1
-        return values[index] if values and index >= 0 else math.nan
-
-    def _first(self, clock: str, level: float, key: str) -> float:
-        sign = -1 if key.endswith("loss") else 1
-        pairs = zip(self.steps.get(clock, []), self.steps.get(key, []), strict=False)
-        return next((time for time, value in pairs if sign * value >= sign * level), math.inf)
 
 
 def read(path: Path) -> Log:
@@ -174,33 +166,28 @@ def read(path: Path) -> Log:
 
 def read_all(out: Path) -> list[Log]:
     """Every run under `out`/logs that has ended, in the order of tables; those in progress (.part) are left out."""
-    found = [read(path) for path in sorted(Path(out, LOGS).glob("*/*.jsonl"))]
+    runs = [read(path) for path in sorted(Path(out, LOGS).glob("*/*.jsonl"))]
     first: dict[str, Log] = {}
-    for log in found:
+    for log in runs:
         other = first.setdefault(log.experiment, log)
         if _same_data(log) != _same_data(other):
             raise ValueError(
                 f"{log.path} ran on {log.head['data']}, but {other.path} on {other.head['data']}: "
                 "runs on different data cannot be compared, keep them in separate folders"
             )
-    return sorted(found, key=lambda log: (log.experiment, place(log.method), place(log.column), log.seed))
+    return sorted(runs, key=lambda log: (log.experiment, place(log.method), place(log.column), log.seed))
 
 
 def unfinished(out: Path) -> list[Path]:
     """Logs of runs that have not ended: they are named so, and have a head or nothing yet."""
-    return sorted(path for path in Path(out, LOGS).glob("*/*.part") if PART.fullmatch(path.name) and _has_begun(path))
+    named = [path for path in Path(out, LOGS).glob("*/*.part") if PART.fullmatch(path.name)]
+    own = [path for path in named if path.is_file() and not path.is_symlink()]
+    return sorted(path for path in own if not (begun := _first_bytes(path)) or begun == HEADED)
 
 
-def _has_begun(path: Path) -> bool:
-    if path.is_symlink() or not path.is_file():
-        return False
+def _first_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(len(HEADED)) in (b"", HEADED)
-
-
-def run_of(part: Path) -> str:
-    """method.column.seed: what follows is the process's own."""
-    return ".".join(part.name.split(".")[:3])
+        return file.read(len(HEADED))
 
 
 def place(key: str) -> tuple[int, str]:
@@ -219,10 +206,10 @@ def select(logs: Iterable[Log], experiment: str, method: str | None = None, colu
 
 def groups(logs: Iterable[Log], experiment: str) -> dict[tuple[str, str], list[Log]]:
     """The seeds of each (method, column), in the order of tables."""
-    found: dict[tuple[str, str], list[Log]] = {}
+    by_method: dict[tuple[str, str], list[Log]] = {}
     for log in select(logs, experiment):
-        found.setdefault((log.method, log.column), []).append(log)
-    return found
+        by_method.setdefault((log.method, log.column), []).append(log)
+    return by_method
 
 
 def attempted(runs: Iterable[Log]) -> list[Log]:

@@ -49,7 +49,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def run(self, batches: Batches, after: Callable[[], bool]) -> None:
-        """Steps, with a call of `after` behind each, until it says that this was the last."""
+        """Steps, with a call of `after` behind each, until it returns that this was the last."""
 
     @torch.no_grad()
     def update_average(self) -> None:
@@ -197,10 +197,10 @@ class BFGS(Trainer):
 
         # It stops by itself only where the gradient is zero or the line search finds nothing lower.
         options = {"gtol": 0.0, "c1": self.hyper["c1"], "c2": self.hyper["c2"], "maxiter": sys.maxsize}
-        found = self.minimize(
+        result = self.minimize(
             value_and_gradient, start.cpu().numpy(), jac=True, method="BFGS", callback=callback, options=options
         )
-        place(self.model, torch.as_tensor(found.x))
+        place(self.model, torch.as_tensor(result.x))
 
 
 # --- what other libraries need ---

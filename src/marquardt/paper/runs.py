@@ -149,14 +149,14 @@ def plan(
 def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """{problem: {method: hyper-parameters}}, as `marquardt paper tune` wrote it."""
     try:
-        found = documents.loads(documents.content_of(path))
+        content = documents.loads(documents.content_of(path))
     except ValueError as error:
         reason = f"expected the JSON that `marquardt paper tune` writes ({error}); delete the file"
         raise ValueError(f"{path}: {reason}") from error
-    if not all(isinstance(methods, dict) for methods in found.values()):
+    if not all(isinstance(methods, dict) for methods in content.values()):
         form = "{problem: {optimizer: hyper-parameters}}"
         raise ValueError(f"{path}: expected {form}, as `marquardt paper tune` writes it")
-    for problem, methods in found.items():
+    for problem, methods in content.items():
         if problem not in PROBLEMS:
             raise ValueError(f"{path}: no problem {problem!r}: {' or '.join(PROBLEMS)}")
         for name, hyper in methods.items():
@@ -168,7 +168,7 @@ def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
                 raise ValueError(f"{path}: {name} has no hyper-parameter {wrong!r}: choose from {', '.join(known)}")
             for key, value in hyper.items():
                 typed(value, VALUE, f"{path}: {name}.{key}")
-    return found
+    return content
 
 
 # --- a problem as one run sees it: data, network, batches and what is evaluated ---
@@ -179,13 +179,13 @@ class Task(NamedTuple):
     model: nn.Module
     batches: Callable[[], Iterator[tuple[Tensor, Tensor]]]
     evaluate: Callable[[], dict[str, float]]
-    data: dict[str, Any]  # what a log says of it
+    data: dict[str, Any]  # as in the head of a log
     batch: int
     samples: tuple[Tensor, Tensor] | None = None  # of the sine, to draw it
 
 
 def about(run: Run, data: Digits | None) -> dict[str, Any]:
-    """What a log says of the data."""
+    """The data, as in the head of a log."""
     if run.problem == "sine":
         n = problems.SINE_POINTS
         return {"name": "sine", "train": n, "test": 0, "source": f"sin x + {problems.SINE_NOISE}·U(0, 1) at {n} points"}
@@ -194,7 +194,7 @@ def about(run: Run, data: Digits | None) -> dict[str, Any]:
 
 
 def length(run: Run, data: dict[str, Any]) -> int:
-    """The number of steps; of one pass over the data if the run says 0."""
+    """The number of steps; that of one pass over the data where the run has 0."""
     return run.steps or math.ceil(data["train"] / problems.BATCH)
 
 
@@ -202,10 +202,6 @@ def _trained_on(run: Run, data: Digits | None) -> Digits:
     if data is None:
         raise ValueError(f"{run.name} needs the digits: pass data=, from marquardt.paper.data.find()")
     return data.swapped() if run.experiment == "swapped" else data
-
-
-def task_of(run: Run, data: Digits | None) -> Task:
-    return _sine(run) if run.problem == "sine" else _digits(run, data)
 
 
 def _sine(run: Run) -> Task:
@@ -309,7 +305,7 @@ def execute(run: Run, out: Path, data: Digits | None = None, watch: Watch | None
     """Train, and write the log: it gets its name when the run has ended, so an interrupted run leaves none.
 
     `watch` is called with every line of a step. An error of the method ends the run as "failed", with its message;
-    a log that cannot be written is an error of its own, and so is another file of that name, which stays. One process
+    a log that cannot be written is raised as an error, and so is another file of that name, which stays. One process
     at a time: see `held`.
     """
     check_free(run.log(out))
@@ -335,7 +331,7 @@ class _Recording:
 
     def __init__(self, run: Run, data: Digits | None, append: Callable[[bytes], None], watch: Watch | None) -> None:
         self.spec, self.lines, self.watch = run, documents.Sealing(append), watch
-        self.task = task_of(run, data)
+        self.task = _sine(run) if run.problem == "sine" else _digits(run, data)
         self.steps = length(run, self.task.data)
         self.clock = Clock(run.device)
         self.step = 0
@@ -393,12 +389,12 @@ class _Recording:
 
     def observe(self, trainer: Trainer) -> None:
         with trainer.evaluated():
-            found = self.task.evaluate()
+            measures = self.task.evaluate()
             if self.task.samples is not None and self.step in CURVES:
                 x = torch.linspace(*problems.SINE_ENDS, CURVE_POINTS, dtype=torch.float64).unsqueeze(1)
                 self.write({"kind": "curve", "step": self.step, **_points(x, problems.predict(trainer.model, x))})
-        line = {"kind": "step", "step": self.step, "seconds": self.clock.seconds, **found}
-        self.written, self.loss = self.clock.seconds, found["train_loss"]
+        line = {"kind": "step", "step": self.step, "seconds": self.clock.seconds, **measures}
+        self.written, self.loss = self.clock.seconds, measures["train_loss"]
         self.diverged = not self.loss <= DIVERGED * self.start
         self.write(line)
         if self.watch is not None:
@@ -408,14 +404,14 @@ class _Recording:
         self.lines.add(_finite(line), last=line["kind"] == "end")
 
 
-# --- what a log says of itself ---
+# --- the head of a log ---
 
 
 def _config(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     """What makes a run this run: a log with other values is of another."""
     same = {"problem": run.problem, "steps": length(run, data), "device": torch.device(run.device).type}
-    found: dict[str, Any] = _finite({"format": logs.FORMAT, **asdict(run), **same, "data": data})
-    return found
+    config: dict[str, Any] = _finite({"format": logs.FORMAT, **asdict(run), **same, "data": data})
+    return config
 
 
 def _surroundings(device: str, task: Task) -> dict[str, Any]:
@@ -462,13 +458,13 @@ def _processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    numbers = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("marquardt", "numpy", "scipy", "psgd-torch", "torch-levenberg-marquardt"):
         try:
-            found[package] = metadata.version(package)
+            numbers[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return numbers
 
 
 # --- without the command line, where torch is all there is ---

@@ -53,8 +53,11 @@ class Table:
     caption: str
 
     def markdown(self) -> str:
+        def escaped(cell: str) -> str:  # a sign of HTML is none there
+            return visible(" ".join(cell.replace("|", "\\|").replace("<", "&lt;").split()))
+
         lines = [self.header, ("---",) * len(self.header), *self.rows]
-        body = "\n".join("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in lines)
+        body = "\n".join("| " + " | ".join(map(escaped, line)) + " |" for line in lines)
         return f"## {self.title}\n\n{body}\n\n{self.caption}\n"
 
 
@@ -75,7 +78,9 @@ def table1(logs: Sequence[Log]) -> Table:
             ending = f"{100 * paper.accuracy:g} %" if N == 100 else f"{100 * paper.accuracy:g} % after 100 steps"
             printed = (f"{paper.seconds:g}", f"{paper.steps}", paper.converged, ending)
             rows.append((seeds[0].label, "in the paper", *printed, "", "not stated"))
-        *cells, count = _classification(seeds, N, _converged_cell(seeds))
+        ended = [converged(log) for log in attempted(seeds)]
+        words = "yes" if all(ended) else f"{sum(ended)} of {len(ended)} seeds" if any(ended) else "no"
+        *cells, count = _classification(seeds, N, words)
         rows.append((seeds[0].label, column, *cells, _tail(seeds, N), count))
     return Table(
         "table1",
@@ -115,12 +120,14 @@ def variances(logs: Sequence[Log]) -> Table:
 def sine(logs: Sequence[Log]) -> Table:
     runs = select(logs, "sine")
     T = equal_seconds(runs)
-    found = groups(logs, "sine")
+    by_method = groups(logs, "sine")
     after = [f"after {step} iterations" for step in SINE_READINGS]
-    at_time = loss_after_seconds(T)
-    medians = {key: quantile([at_time(log) for log in attempted(s)], 0.5) for key, s in found.items() if attempted(s)}
+    at_time = loss_after(T, "seconds")
+    medians = {
+        key: quantile([at_time(log) for log in attempted(s)], 0.5) for key, s in by_method.items() if attempted(s)
+    }
     rows = []
-    for (method, column), seeds in found.items():
+    for (method, column), seeds in by_method.items():
         tried = attempted(seeds)
         measures = [*(loss_after(step) for step in SINE_READINGS), at_time]
         marks = [*(_early(tried, step) for step in SINE_READINGS), ""]
@@ -144,8 +151,8 @@ def sine(logs: Sequence[Log]) -> Table:
 def swapped(logs: Sequence[Log]) -> Table:
     runs = select(logs, "swapped")
     N = horizon(runs)
-    found = groups(logs, "swapped").items()
-    rows = [(seeds[0].label, column, *_classification(seeds, N)) for (_, column), seeds in found]
+    by_method = groups(logs, "swapped").items()
+    rows = [(seeds[0].label, column, *_classification(seeds, N)) for (_, column), seeds in by_method]
     return Table(
         "swapped",
         f"Train and test sets swapped: {data_name(runs)}",
@@ -239,13 +246,13 @@ def ablation(logs: Sequence[Log], experiment: str) -> Table:
 
 
 def hyperparameters(logs: Sequence[Log]) -> Table:
-    found: dict[tuple[str, str, str], list[str]] = {}
+    experiments_with: dict[tuple[str, str, str], list[str]] = {}
     for log in sorted(logs, key=lambda log: (place(log.method), place(log.column))):
         values = ", ".join(f"{key} = {_plain(value)}" for key, value in log.head["hyper"].items()) or "none"
-        experiments = found.setdefault((log.label, log.column, values), [])
+        experiments = experiments_with.setdefault((log.label, log.column, values), [])
         if log.experiment not in experiments:
             experiments.append(log.experiment)
-    rows = [(label, column, ", ".join(names), values) for (label, column, values), names in found.items()]
+    rows = [(label, column, ", ".join(names), values) for (label, column, values), names in experiments_with.items()]
     return Table(
         "hyperparameters",
         "Hyper-parameters",
@@ -271,13 +278,9 @@ def endings(logs: Sequence[Log]) -> Table:
     )
 
 
-def loss_after(step: int) -> Measure:
+def loss_after(time: float, clock: str = "step") -> Measure:
     """Training loss; ∞ for a run that broke off."""
-    return lambda log: or_worst(log.at(step, "train_loss"), "train_loss")
-
-
-def loss_after_seconds(seconds: float) -> Measure:
-    return lambda log: or_worst(log.at_seconds(seconds, "train_loss"), "train_loss")
+    return lambda log: or_worst(log.at(time, "train_loss", clock), "train_loss")
 
 
 def percent_after(step: int) -> Measure:
@@ -320,12 +323,6 @@ def _early(runs: Sequence[Log], step: int) -> str:
     return f" {EARLY}" if any(log.status == "finished" and log.end < step for log in runs) else ""
 
 
-def _converged_cell(seeds: Sequence[Log]) -> str:
-    tried = attempted(seeds)
-    count = sum(map(converged, tried))
-    return "yes" if count == len(tried) else "no" if count == 0 else f"{count} of {len(tried)} seeds"
-
-
 def over_seeds(values: Sequence[float], form: str, unit: str = "", none: str = "never") -> str:
     """Mean ± standard deviation; never a mean over the lucky seeds unmarked."""
     finite = [value for value in values if math.isfinite(value)]
@@ -362,11 +359,6 @@ def _plain(value: object) -> str:
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _escaped(cell: str) -> str:
-    """Text in a cell of Markdown, where a sign of HTML is none"""
-    return visible(" ".join(cell.replace("|", "\\|").replace("<", "&lt;").split()))
-
-
 # --- what became of the paper's claims ---
 
 HELD, FELL, UNKNOWN = "held", "did not hold", "not measured"
@@ -401,10 +393,10 @@ class Scores:
 
     @staticmethod
     def of_runs(
-        found: Sequence[Log], experiment: str, column: str, what: str, measure: Measure, higher: bool = False
+        logs: Sequence[Log], experiment: str, column: str, what: str, measure: Measure, higher: bool = False
     ) -> Scores:
-        methods = dict.fromkeys(log.method for log in select(found, experiment))
-        runs = {method: seeds for method in methods if (seeds := runs_of(found, experiment, method, column))}
+        methods = dict.fromkeys(log.method for log in select(logs, experiment))
+        runs = {method: seeds for method in methods if (seeds := runs_of(logs, experiment, method, column))}
         levels = {method: [*map(measure, seeds)] for method, seeds in runs.items()}
         form = ".4g" if higher else ".3g"
         low, values, high = (
@@ -425,9 +417,9 @@ class Scores:
         return f" Not run: {', '.join(names)}." if names else ""
 
     def of(self, *methods: str) -> str:
-        found = [method for method in methods if method in self.values]
-        spread = " (quartiles)" if any(low < high for low, high in map(self.quartiles.__getitem__, found)) else ""
-        levels = ", ".join(f"{self.labels[method]} {self._with_quartiles(method)}" for method in found)
+        present = [method for method in methods if method in self.values]
+        spread = " (quartiles)" if any(low < high for low, high in map(self.quartiles.__getitem__, present)) else ""
+        levels = ", ".join(f"{self.labels[method]} {self._with_quartiles(method)}" for method in present)
         return f"{self.what}, median of {self.seeds}{spread}: {levels}."
 
     def _with_quartiles(self, method: str) -> str:
@@ -464,21 +456,21 @@ class Scores:
         return _verdict(self.experiment, claim, source, *self.best(LM, rivals), evidence)
 
 
-def verdicts(found: Sequence[Log], column: str = "default") -> list[Verdict]:
+def verdicts(logs: Sequence[Log], column: str = "default") -> list[Verdict]:
     """What became of the paper's claims; a method that was not tuned enters with its default hyper-parameters."""
     judged = {"sine": _sine_verdicts, "mnist": _mnist_verdicts, "swapped": _swapped_verdicts}
     if column != "default":
-        judged = {experiment: judge for experiment, judge in judged.items() if select(found, experiment, column=column)}
-    of_methods = [verdict for judge in judged.values() for verdict in judge(found, column)]
-    return of_methods + (_part_verdicts(found) if column == "default" else [])
+        judged = {experiment: judge for experiment, judge in judged.items() if select(logs, experiment, column=column)}
+    of_methods = [verdict for judge in judged.values() for verdict in judge(logs, column)]
+    return of_methods + (_part_verdicts(logs) if column == "default" else [])
 
 
-def _sine_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
-    runs = select(found, "sine")
+def _sine_verdicts(logs: Sequence[Log], column: str) -> list[Verdict]:
+    runs = select(logs, "sine")
     N, T = horizon(runs), equal_seconds(runs)
-    scores = partial(Scores.of_runs, found, "sine", column)
+    scores = partial(Scores.of_runs, logs, "sine", column)
     end, first = scores(f"MSE after {N} iterations", loss_after(N)), scores("MSE after 1 iteration", loss_after(1))
-    time = scores(f"MSE after {T:.3g} s of training", loss_after_seconds(T))
+    time = scores(f"MSE after {T:.3g} s of training", loss_after(T, "seconds"))
     stuck = {"sgd": 0.5, "adam": 0.5, "kfac": 0.5, "lbfgs": 0.25, "hessian-free": 0.25}
     seen = [method for method in stuck if method in end.values]
     floor = f"The noise floor is {SINE_NOISE_FLOOR:.4f}."
@@ -514,10 +506,10 @@ def _sine_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
     ]
 
 
-def _mnist_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
-    runs = select(found, "mnist")
+def _mnist_verdicts(logs: Sequence[Log], column: str) -> list[Verdict]:
+    runs = select(logs, "mnist")
     N, where = horizon(runs), f" on {runs[0].head['data']['name']}" if runs else ""
-    scores = partial(Scores.of_runs, found, "mnist", column)
+    scores = partial(Scores.of_runs, logs, "mnist", column)
     steps = scores(f"Steps to {TARGET_LABEL}{where}", Log.steps_to)
     seconds = scores(f"Seconds to {TARGET_LABEL}{where}", Log.seconds_to)
     loss = scores(f"Training loss{where} after {N} steps", loss_after(N))
@@ -526,7 +518,7 @@ def _mnist_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
     ratio = seconds.values[LM] / seconds.values["adam"] if both and seconds.values["adam"] < math.inf else math.nan
     first_order, second_order = ("sgd", "adam"), (LM, "kfac", "hessian-free", "lbfgs")
     faster = [won for method in first_order if (won := seconds.best(method, second_order)[0]) is not None]
-    free = [converged(log) for log in runs_of(found, "mnist", "hessian-free", column)]
+    free = [converged(log) for log in runs_of(logs, "mnist", "hessian-free", column)]
     return [
         steps.first("LM needs the fewest steps to 90 % test accuracy.", "Table 1"),
         loss.first("LM reaches the lowest training loss.", "Figure 2"),
@@ -577,9 +569,9 @@ def _mnist_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
     ]
 
 
-def _swapped_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
-    N = horizon(select(found, "swapped"))
-    scores = partial(Scores.of_runs, found, "swapped", column)
+def _swapped_verdicts(logs: Sequence[Log], column: str) -> list[Verdict]:
+    N = horizon(select(logs, "swapped"))
+    scores = partial(Scores.of_runs, logs, "swapped", column)
     steps = scores(f"Steps to {TARGET_LABEL}", Log.steps_to)
     accuracy = scores(f"Test accuracy after {N} steps", percent_after(N), True)
     swapped = "With train and test sets swapped, LM"
@@ -589,22 +581,22 @@ def _swapped_verdicts(found: Sequence[Log], column: str) -> list[Verdict]:
     ]
 
 
-def _part_verdicts(found: Sequence[Log]) -> list[Verdict]:
+def _part_verdicts(logs: Sequence[Log]) -> list[Verdict]:
     """A part helps if the method is better with it than without on at least three quarters of the seeds."""
     judged = []
     for experiment, where, count in (
         ("ablation-sine", "on the sine", "three"),
         ("ablation-mnist", "in classification", "four"),
     ):
-        name, cost = next(iter(ablation_costs(found, experiment).items()))
+        name, cost = next(iter(ablation_costs(logs, experiment).items()))
         for part, label in PARTS.items():
             if not in_paper(part, problem_of(experiment)):
                 continue
-            full, added = part_effects(found, experiment, part, cost)
+            full, added = part_effects(logs, experiment, part, cost)
             claim = f"{label.capitalize()} helps {where}."
             evidence = f"Gain in the paper's method, {name}: {full}. Added to vanilla LM: {added}."
             judged.append(_verdict(experiment, claim, "section 3", full.clear, full.short, evidence))
-        whole = effect(found, experiment, "paper", "vanilla", cost)
+        whole = effect(logs, experiment, "paper", "vanilla", cost)
         claim = f"The {count} parts together improve on vanilla LM {where}."
         judged.append(_verdict(experiment, claim, "section 3", whole.clear, whole.short, f"Gain, {name}: {whole}."))
     return judged

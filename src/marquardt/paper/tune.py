@@ -25,7 +25,7 @@ from .vocabulary import PROBLEMS
 
 TRIALS = 20
 SEEDS = {"sine": (0, 1, 2, 3), "mnist": (0, 1)}  # below runs.FIRST_SEED: those from there on are reported
-HELD_OUT = 6  # one part in so many of the training set: 10,000 of MNIST's
+HELD_OUT = 6  # a sixth of the training set: 10,000 of MNIST's
 WORST = 3.0  # log10: of a trial that diverged; above ten times any start, which is where a run counts as diverged
 
 
@@ -53,7 +53,7 @@ def tune(
     """{method: hyper-parameters} of the best trial of each. A method whose package is missing has no entry.
 
     A run of a trial goes to the end of `steps` and of `seconds`, those of the runs it stands for by default. `limit`
-    cuts it off after so many seconds of training; it is then judged by what it reached.
+    cuts it off after as many seconds of training; it is then judged by what it reached.
     """
     if problem not in PROBLEMS:
         raise ValueError(f"no problem {problem!r} to tune on: {' or '.join(PROBLEMS)}")
@@ -68,7 +68,7 @@ def tune(
     steps = steps or (runs.SINE_STEPS if problem == "sine" else runs.FULL.mnist_steps)
     seconds = (runs.FULL.sine_seconds if problem == "sine" else 0.0) if seconds is None else seconds
     judged = None if data is None else held_out(data)
-    found: dict[str, dict[str, Any]] = {}
+    best: dict[str, dict[str, Any]] = {}
     for method in METHODS.values():
         if (methods is not None and method.key not in methods) or (problem == "mnist" and method.sine_only):
             continue
@@ -92,8 +92,8 @@ def tune(
         else:
             if study.best_value == WORST:
                 raise RuntimeError(f"no trial of {method.label} came to its end; the last one: {message}")
-            found[method.key] = {**default, **study.best_params}
-    return found
+            best[method.key] = {**default, **study.best_params}
+    return best
 
 
 def held_out(data: Digits) -> Digits:
@@ -138,11 +138,11 @@ def score(lines: Sequence[Mapping[str, Any]]) -> float:
     return sum(map(math.log10, errors)) / len(errors)
 
 
-def save(path: Path, problem: str, found: Mapping[str, dict[str, Any]]) -> None:
+def save(path: Path, problem: str, best: Mapping[str, dict[str, Any]]) -> None:
     """Add these to the file; what it has of other problems and methods stays. One process at a time."""
     if path.is_symlink():
         raise documents.Foreign(f"{path} is a link, which would be replaced: choose another --out")
     known = runs.winners(path) if path.exists() else {}
-    known[problem] = {**known.get(problem, {}), **found}
+    known[problem] = {**known.get(problem, {}), **best}
     with files.whole(path) as write:
         write(json.dumps(known, indent=1) + "\n")
