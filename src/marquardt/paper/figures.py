@@ -8,7 +8,7 @@ value; lengths are units of about a pixel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import NamedTuple
@@ -84,43 +84,40 @@ def groups(logs: Sequence[Log], experiment: str, column: str) -> list[Group]:
     if not attempted(select(logs, experiment, column=column)):
         return []
     methods = sorted({log.method for log in select(logs, experiment) if log.steps}, key=place)
-    of_method = {method: runs for method in methods if (runs := runs_of(logs, experiment, method, column))}
-    return [
-        Group(method, runs[0].label + " †" * (runs[0].column != column), runs) for method, runs in of_method.items()
-    ]
+    seeds = [runs for method in methods if (runs := runs_of(logs, experiment, method, column))]
+    return [Group(runs[0].method, runs[0].label + " †" * (runs[0].column != column), runs) for runs in seeds]
 
 
 def over_steps(groups: Sequence[Group], key: str) -> Chart:
     N = horizon(run for group in groups for run in group.runs)
     steps = [float(step) for step in range(N + 1)]
-    lines = [
-        _line(group, key, steps, [[run.at(t, key) for run in group.runs] for t in range(N + 1)]) for group in groups
-    ]
-    iterations = groups[0].runs[0].head["problem"] == "sine"
-    return _chart(groups, key, lines, "iterations" if iterations else "steps", (0.0, float(max(N, 1))))
+    return _chart(groups, key, [_line(group, key, steps) for group in groups], (0.0, float(max(N, 1))))
 
 
 def loss_over_seconds(groups: Sequence[Group]) -> Chart:
     """Up to the time that all runs were given."""
-    runs = [run for group in groups for run in group.runs]
-    T = equal_seconds(runs)
-    start = min((t for run in runs for t in run.steps.get("seconds", ()) if t > 0), default=T)
-    times = _times(min(max(start, T / 1e4), T / 2), T)
-    lines = [_over_seconds(group, "train_loss", times) for group in groups]
-    return _chart(groups, "train_loss", lines, "seconds of training", (times[0], T), seconds=True)
+    T = equal_seconds(run for group in groups for run in group.runs)
+    times = _times(min(max(_first_step(groups, T), T / 1e4), T / 2), T)
+    lines = [_line(group, "train_loss", times, "seconds") for group in groups]
+    return _chart(groups, "train_loss", lines, (times[0], T), seconds=True)
 
 
 def accuracy_over_seconds(groups: Sequence[Group]) -> Chart:
     """Every line up to the end of its fastest run."""
-    start = min((t for group in groups for run in group.runs for t in run.steps.get("seconds", ()) if t > 0), default=1)
+    start = _first_step(groups, 1.0)
     lines = []
     for group in groups:
         ends = [run.final("seconds") for run in group.runs if run.status == "finished"]
         end = min(ends, default=max(run.final("seconds") for run in group.runs if run.steps))
-        lines.append(_over_seconds(group, "test_accuracy", _times(start, max(start, end))))
+        lines.append(_line(group, "test_accuracy", _times(start, max(start, end)), "seconds"))
     last = max(line.x[-1] for line in lines)
-    ends_of_x = (start, last if last > start else 2 * start)
-    return _chart(groups, "test_accuracy", lines, "seconds of training", ends_of_x, seconds=True)
+    return _chart(groups, "test_accuracy", lines, (start, last if last > start else 2 * start), seconds=True)
+
+
+def _first_step(groups: Sequence[Group], default: float) -> float:
+    """The seconds of the fastest first step."""
+    runs = [run for group in groups for run in group.runs]
+    return min((t for run in runs for t in run.steps.get("seconds", ()) if t > 0), default=default)
 
 
 def fits(groups: Sequence[Group], methods: Sequence[str]) -> list[Fit]:
@@ -144,22 +141,19 @@ def _times(start: float, end: float) -> list[float]:
     return [float(f"{t:.5g}") for t in np.geomspace(start, end, TIMES)]
 
 
-def _over_seconds(group: Group, key: str, times: list[float]) -> Line:
-    return _line(group, key, times, [[run.at(t, key, "seconds") for run in group.runs] for t in times])
-
-
-def _line(group: Group, key: str, x: list[float], values: Iterable[Sequence[float]]) -> Line:
+def _line(group: Group, key: str, x: list[float], clock: str = "step") -> Line:
     """A run that broke off counts as the worst there is."""
-    ranked = [[or_worst(value, key) for value in at_x] for at_x in values]
-    low, median, high = ([_short(quantile(at_x, q)) for at_x in ranked] for q in (0.25, 0.5, 0.75))
+    ranked = [[or_worst(run.at(t, key, clock), key) for run in group.runs] for t in x]
+    low, median, high = ([_short(quantile(values, q)) for values in ranked] for q in (0.25, 0.5, 0.75))
     return Line(group.method, group.label, x, low, median, high)
 
 
 def _chart(
-    groups: Sequence[Group], key: str, lines: list[Line], xlabel: str, xlim: tuple[float, float], seconds: bool = False
+    groups: Sequence[Group], key: str, lines: list[Line], xlim: tuple[float, float], seconds: bool = False
 ) -> Chart:
     sine = groups[0].runs[0].head["problem"] == "sine"
     measure = "mean squared error" if sine else MEASURES[key]
+    xlabel = "seconds of training" if seconds else "iterations" if sine else "steps"
     accuracy = key.endswith("accuracy")
     runs = [run for group in groups for run in group.runs]
     if accuracy:
