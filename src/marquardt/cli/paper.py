@@ -161,12 +161,12 @@ def check_methods(optimizers: Sequence[str] | None, plan: Sequence[Run]) -> list
     return asked
 
 
-def execute(plan: Sequence[Run], out: Path, digits: dict[str, data.Digits]) -> int:
+def execute(plan: Sequence[Run], out: Path, digits: data.Digits | None) -> int:
     """Makes the runs that are not done yet, and returns how many of them failed."""
-    todo = [run for run in plan if not runs.done(run, out, digits.get(run.problem))]
+    todo = [run for run in plan if not runs.done(run, out, digits)]
     screen = Screen(Console(), plan, len(todo))
-    for images in digits.values():
-        screen.say(f"Data: {images.name}, {images.source}")
+    if digits is not None:
+        screen.say(f"Data: {digits.name}, {digits.source}")
     if len(todo) < len(plan):
         screen.say(f"{len(plan) - len(todo)} of {len(plan)} runs are done already.")
     names = {run.name for run in todo}
@@ -178,7 +178,7 @@ def execute(plan: Sequence[Run], out: Path, digits: dict[str, data.Digits]) -> i
                     screen.add(run, logs.read(run.log(out)))
                     continue
                 screen.start(run)
-                log = runs.execute(run, out, digits.get(run.problem), partial(screen.step, run))
+                log = runs.execute(run, out, digits, partial(screen.step, run))
                 screen.end(run, log)
                 failed += log.status == "failed"
     except KeyboardInterrupt:
@@ -194,17 +194,17 @@ def execute(plan: Sequence[Run], out: Path, digits: dict[str, data.Digits]) -> i
     return failed
 
 
-def find_data(plan: Sequence[Run], out: Path, name: str, directory: Path | None) -> dict[str, data.Digits]:
-    """{problem: images} of the problems in the plan; the sine has none.
+def find_data(plan: Sequence[Run], out: Path, name: str, directory: Path | None) -> data.Digits | None:
+    """The images that runs of the plan need; the sine has none.
 
     If `out` holds runs on other images than those found now, this is refused: one report cannot compare them.
     """
-    digits = {problem: data.find(name, directory) for problem in sorted({run.problem for run in plan} - {"sine"})}
+    digits = data.find(name, directory) if any(run.problem != "sine" for run in plan) else None
     for log in logs.read_all(out):
-        images, before = digits.get(log.head["problem"]), log.head["data"]["name"]
-        if images is not None and images.name != before:
+        before = log.head["data"]["name"]
+        if digits is not None and log.head["problem"] != "sine" and digits.name != before:
             raise typer.BadParameter(
-                f"{str(out)!r} holds runs on {before}, but the data found now are {images.name} ({images.source}): "
+                f"{str(out)!r} holds runs on {before}, but the data found now are {digits.name} ({digits.source}): "
                 "choose another folder, or the data of before",
                 param_hint="--out",
             )
@@ -320,9 +320,7 @@ class Row:
 
 def final(log: logs.Log, key: str) -> float:
     """A run that did not finish counts as worse than any: an infinite loss, an accuracy of −∞."""
-    if log.status == "finished":
-        return log.final(key)
-    return math.inf if key.endswith("loss") else -math.inf
+    return logs.or_worst(log.final(key) if log.status == "finished" else math.nan, key)
 
 
 class Screen:
