@@ -22,7 +22,28 @@ from marquardt.paper import data as paper_data
 from marquardt.paper.data import MIRRORS, MNIST_MD5, Digits, cache_directory, data_directory, find, load_mnist, read_idx
 from marquardt.paper.problems import accuracy, cnn_for, mnist_cnn
 from support.idx_files import flipped, idx
-from support.mnist_mirror import ALL, FILES, files_in, no_name, refuse, serve, write_files
+from support.mnist_mirror import ALL, FILES, Web, files_in, no_name, refuse, serve, write_files
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MARQUARDT_DATA", raising=False)
+    for name, content in FILES.items():
+        monkeypatch.setitem(MNIST_MD5, name, hashlib.md5(content).hexdigest())
+    return tmp_path / "cache" / "marquardt"
+
+
+@pytest.fixture
+def web(cache, monkeypatch):
+    web = Web()
+    monkeypatch.setattr(paper_data, "urlopen", web)
+    return web
+
+
+@pytest.fixture
+def no_mlxtend(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
 
 
 def rows(images):

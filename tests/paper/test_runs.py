@@ -21,6 +21,38 @@ from marquardt.paper.methods import METHODS, Method, Trainer, ablation
 from marquardt.paper.vocabulary import EXPERIMENTS
 from support.made_runs import EVERY, LABELS, ON_DIGITS, Still, digits, lines_of, made, room_for, steps_of, train
 
+
+@pytest.fixture
+def method(monkeypatch):
+    """Adds a method "fake" that is built so."""
+
+    def add(build):
+        monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", build, {}, {}))
+
+    return add
+
+
+@pytest.fixture
+def trainers(method):
+    """Every trainer that the method "fake" was built as, with its batches: one to warm up, one for the run."""
+    found = []
+
+    class See(Still):
+        def __init__(self, model, loss, hyper):
+            super().__init__(model, loss, hyper)
+            self.start = parameters_to_vector(model.parameters()).detach().clone()
+            self.batches = []
+            found.append(self)
+
+        def step(self, x, y):
+            self.batches.append((x, y))
+            torch.nn.init.zeros_(self.model[-1].bias)
+            torch.rand(1)
+
+    method(See)
+    return found
+
+
 # --- which runs there are ---
 
 PARTS = {

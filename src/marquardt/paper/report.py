@@ -85,9 +85,6 @@ class Report:
         except ValueError as error:
             raise files.Damaged(f"{path} is damaged ({error}): {way}") from None
 
-    def text(self) -> bytes:
-        return documents.sealed({"format": FORMAT, **asdict(self)})
-
 
 def write(out: Path) -> Path:
     """Everything that can be made from the logs under `out`: results.csv, figures, tables, report.json, report.html.
@@ -119,7 +116,7 @@ def _put(out: Path, content: Content, made: dict[str, bytes], before: Report | N
     way = "move it away, or choose another --out"
     there = documents.own(dict(new), before.written if before else (), way)
     with files.whole(out / CONTENT) as put:
-        put(Report(content, sorted(there | {*new.values()})).text())
+        put(documents.sealed({"format": FORMAT, **asdict(Report(content, sorted(there | {*new.values()})))}))
     for name, text in made.items():
         with files.whole(out / name) as put:
             put(text)
@@ -187,14 +184,15 @@ def _by_title(by_experiment: dict[str, list[Any]]) -> dict[str, tuple[str, list[
 
 def _legend(methods: set[str]) -> dict[str, list[tuple[Markup, str, str, str]]]:
     """By family: a piece of the line, the name beside it, the full name if that is another, and what it is."""
-    made = {}
-    for family, members in FAMILIES.items():
-        made[family] = [
+    lines = {
+        family: [
             (Markup(sample(method)), SHORT[method], OPTIMIZERS[method], WHAT_THEY_ARE[method])
             for method in members
             if method in OPTIMIZERS and method in methods
         ]
-    return {family: lines for family, lines in made.items() if lines}
+        for family, members in FAMILIES.items()
+    }
+    return {family: some for family, some in lines.items() if some}
 
 
 def _topics(by_column: dict[str, list[Verdict]]) -> dict[str, list[dict[str, Verdict]]]:
@@ -244,12 +242,11 @@ def _experiments(runs: Sequence[Log]) -> list[list[str]]:
 
 def _machines(runs: Sequence[Log]) -> list[list[str]]:
     """Machine, versions and number of runs, one row for each that differs."""
-    count: Counter[tuple[str, str]] = Counter()
-    for log in runs:
-        machine = {**log.head["machine"], "device": log.head["device"]}
-        texts = (
-            ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
-            for values in (machine, log.head["versions"])
-        )
-        count[next(texts), next(texts)] += 1
-    return [[*texts, str(count_of_runs)] for texts, count_of_runs in count.items()]
+
+    def words(values: dict[str, Any]) -> str:
+        return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+
+    count = Counter(
+        (words({**log.head["machine"], "device": log.head["device"]}), words(log.head["versions"])) for log in runs
+    )
+    return [[*texts, str(number)] for texts, number in count.items()]
