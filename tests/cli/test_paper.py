@@ -158,7 +158,7 @@ def log_of(reached: int, accuracy: float) -> logs.Log:
         "test_accuracy": [0, 0.9, accuracy],
     }
     columns = {key: [float(value) for value in values] for key, values in steps.items()}
-    return logs.Log(Path(), {}, columns, {}, None, "finished", 10, "")
+    return logs.Log(Path(), {}, columns, {}, "finished", 10, "")
 
 
 def test_a_low_screen_shows_the_rows_around_the_one_that_runs() -> None:

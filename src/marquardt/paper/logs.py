@@ -50,7 +50,6 @@ class Log:
     head: dict[str, Any]
     steps: dict[str, list[float]]  # "step", "seconds", "train_loss", …; NaN where the log has null
     curves: dict[int, Curve]  # the fitted curve by step (sine)
-    data: Curve | None  # the noisy samples (sine)
     status: str
     end: int  # the step at which the run ended
     message: str
@@ -121,7 +120,6 @@ def read(path: Path) -> Log:
     end: dict[str, Any] | None = None
     records: list[dict[str, float]] = []
     curves: dict[int, Curve] = {}
-    data: Curve | None = None
     number = 0
     content = documents.content_of(path)
     for number, text in enumerate(io.BytesIO(content), 1):
@@ -139,7 +137,7 @@ def read(path: Path) -> Log:
             elif kind == "curve":
                 curves[_checked(line, {"step": WHOLE})["step"]] = _points(line)
             elif kind == "data":
-                data = _points(line)
+                _points(line)  # the noisy samples of the sine: nothing is drawn from them
             elif kind == "end":
                 line.pop("sha256", None)
                 end = _checked(line, END)
@@ -161,7 +159,7 @@ def read(path: Path) -> Log:
     if not is_sealed and head["format"] != OLDEST:
         raise files.Damaged(f"{path} is damaged: it has lost its checksum; {WAY_OUT}")
     steps = {key: [record.get(key, math.nan) for record in records] for key in (records[0] if records else ())}
-    return Log(path, head, steps, curves, data, end["status"], end["step"], end["message"])
+    return Log(path, head, steps, curves, end["status"], end["step"], end["message"])
 
 
 def read_all(out: Path) -> list[Log]:
