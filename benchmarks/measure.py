@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from marquardt.paper import data as paper_data
 from marquardt.paper import problems
-from marquardt.paper.trainers import Unavailable, peer
+from marquardt.paper.methods import Unavailable, peer
 
 MIB = 2**20
 PEER = "torch_levenberg_marquardt"

@@ -33,7 +33,7 @@ import marquardt as mq
 from marquardt import presets
 from marquardt.paper import problems
 from marquardt.paper.data import Digits, data_directory, load_mnist
-from marquardt.paper.plans import FIRST_SEED
+from marquardt.paper.runs import FIRST_SEED
 from marquardt.paper.tune import held_out
 
 BATCH = 600  # the paper's

@@ -32,7 +32,7 @@ import measure
 from contest.contestants import CONTESTANTS, Contestant, Feed, Method, fed
 from contest.tasks import Problem, Rows, Score
 from marquardt.paper import problems
-from marquardt.paper.trainers import Peer
+from marquardt.paper.methods import Peer
 
 SHOWN = range(1000, 1009)  # seeds
 TRIED = range(3)  # those on which rates are chosen

@@ -33,7 +33,7 @@ import marquardt as mq
 import measure
 from marquardt.paper import problems
 from marquardt.paper.data import data_directory
-from marquardt.paper.trainers import deterministic
+from marquardt.paper.methods import deterministic
 from measure import Batch, Peak, Step, Timing, Verdict
 
 BATCH = 600  # the paper's

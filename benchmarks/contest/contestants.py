@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import marquardt as mq
 import physics
-from marquardt.paper.trainers import Peer
+from marquardt.paper.methods import Peer
 
 from .tasks import Problem
 

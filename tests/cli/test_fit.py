@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -15,7 +19,7 @@ import torch
 from marquardt import files as locks
 from marquardt.cli import fit as command
 from marquardt.table import reading, run
-from support.command_line import invoked, program
+from support.command_line import invoked, program, refused
 from support.tables import houses, write
 
 QUICK = ("--hidden", "3", "--steps", "4")
@@ -49,16 +53,6 @@ def files(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".run.lock"}
 
 
-def refused(result, *words: str) -> None:
-    """One clear sentence, and nothing of a traceback."""
-    assert result.exit_code == 1, result.output
-    assert result.output.strip().count("\n") == 0, result.output
-    assert result.output.startswith("Error: ")
-    assert "Traceback" not in result.output
-    for word in words:
-        assert word in result.output, result.output
-
-
 # --- what is written ---
 
 
@@ -85,11 +79,8 @@ def test_everything_is_written_and_said(data: Path, tmp_path: Path) -> None:
     inside = (test["lower"] <= test["true"]) & (test["true"] <= test["upper"])
     assert metrics["test"]["price"]["coverage"] == inside.mean()
     assert {found["name"] for found in metrics["importance"]} == {"area", "city", "rooms", "built"}
-
-
-def test_weights_load_without_code_and_columns_are_json(trained: Path) -> None:
-    assert set(torch.load(trained / "model.pt", weights_only=True)) == {"format", "committee"}
-    found = json.loads((trained / "preprocessing.json").read_text())
+    assert set(torch.load(out / "model.pt", weights_only=True)) == {"format", "committee"}  # without code
+    found = json.loads((out / "preprocessing.json").read_text())
     assert [column["name"] for column in found["columns"]] == ["area", "city", "rooms", "built"]
     assert "city = Bern" in found["inputs"]
 
@@ -136,19 +127,14 @@ def test_without_rows_to_test_with(data: Path, tmp_path: Path) -> None:
 
 
 def test_rows_without_a_target_are_left_out_and_keep_their_numbers(tmp_path: Path) -> None:
-    rows = houses()
+    rows = houses(12)  # fewer than weights
     rows[0]["price"] = ""
     data = write(tmp_path / "data.csv", rows, without=("rent", "sold"))
-    result = invoked("fit", data, "--target", "price", *QUICK)
-    assert "Left out, without a target: 1 row." in result.output
-    assert pd.read_csv(tmp_path / "data-model/predictions.csv")["row"].tolist() == list(range(2, 81))
-
-
-def test_fewer_rows_than_weights(tmp_path: Path) -> None:
-    data = write(tmp_path / "data.csv", houses(12), without=("rent", "sold"))
     result = invoked("fit", data, "--target", "price", "--hidden", "20", "--steps", "4")
-    assert result.exit_code == 0, result.output
-    assert pd.read_csv(tmp_path / "data-model/predictions.csv")["predicted"].notna().all()
+    assert "Left out, without a target: 1 row." in result.output
+    table = pd.read_csv(tmp_path / "data-model/predictions.csv")
+    assert table["row"].tolist() == list(range(2, 13))
+    assert table["predicted"].notna().all()
 
 
 def test_one_seed_is_one_model(data: Path, tmp_path: Path) -> None:
@@ -192,13 +178,10 @@ def test_thousands_with_dots_are_whole_numbers(tmp_path: Path) -> None:
     new, same = (invoked("predict", tmp_path / "data-model", tmp_path / name) for name in ("new.csv", "same.csv"))
     assert new.stdout == same.stdout
     assert "separates thousands" in new.stderr
-
-
-def test_thousands_only(tmp_path: Path) -> None:
-    data = german(tmp_path / "data.csv", [f"1.{200 + i}" for i in range(40)])
+    data = german(tmp_path / "only.csv", [f"1.{200 + i}" for i in range(40)])
     result = invoked("fit", data, "--target", "price", *QUICK)
     assert "A dot in its numbers separates thousands: 'people' (1.200)." in result.output
-    columns = json.loads((tmp_path / "data-model/preprocessing.json").read_text())["columns"]
+    columns = json.loads((tmp_path / "only-model/preprocessing.json").read_text())["columns"]
     assert 1200 <= columns[1]["median"] < 1240
 
 
@@ -320,23 +303,15 @@ def test_bad_tables(tmp_path: Path, content: bytes, target: str, words: list[str
     assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]  # nothing was made
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    refused(invoked("fit", tmp_path / "no.csv", "--target", "y"), "no.csv cannot be read (No such file")
-
-
-def test_a_huge_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "available_memory", lambda: 1000)
-    refused(invoked("fit", data, "--target", "price"), "GB of memory", "--rows N")
-
-
-def test_more_inputs_than_memory(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_before_the_training(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = ("fit", data, "--target", "price")
+    refused(invoked("fit", data.with_name("no.csv"), "--target", "y"), "no.csv cannot be read (No such file")
+    refused(invoked(*fit, "--ignore", "price"), "'price' is the target")
+    refused(invoked(*fit, "--ignore", "prize"), "--ignore", "no column 'prize'")
     monkeypatch.setattr(run, "EVERY_INPUT", 10**15)
-    refused(invoked("fit", data, "--target", "price"), "80 rows of", "GB of memory", "--rows N", "--ignore")
-
-
-def test_the_target_is_no_input(data: Path) -> None:
-    refused(invoked("fit", data, "--target", "price", "--ignore", "price"), "'price' is the target")
-    refused(invoked("fit", data, "--target", "price", "--ignore", "prize"), "--ignore", "no column 'prize'")
+    refused(invoked(*fit), "80 rows of", "GB of memory", "--rows N", "--ignore")
+    monkeypatch.setattr(reading, "available_memory", lambda: 1000)
+    refused(invoked(*fit), "GB of memory", "--rows N")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
@@ -361,19 +336,14 @@ def test_memory_that_runs_out_in_training(data: Path, monkeypatch: pytest.Monkey
         (["--test-fraction", "1"], ["--test-fraction"]),
         (["--steps", "0"], ["--steps"]),
         (["--seed", "-1"], ["--seed"]),
+        (None, ["--target"]),
     ],
 )
-def test_bad_options(data: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
-    result = invoked("fit", data, "--target", "price", *options)
+def test_bad_options(data: Path, tmp_path: Path, options: list[str] | None, words: list[str]) -> None:
+    result = invoked("fit", data, *([] if options is None else ["--target", "price", *options]))
     assert result.exit_code == 2
     assert all(word in result.output for word in words), result.output
     assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
-
-
-def test_a_missing_target_option(data: Path) -> None:
-    result = invoked("fit", data)
-    assert result.exit_code == 2
-    assert "--target" in result.output
 
 
 def test_an_error_of_torch_is_one_sentence_and_debug_shows_where(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,14 +358,11 @@ def test_an_error_of_torch_is_one_sentence_and_debug_shows_where(data: Path, mon
     assert isinstance(invoked("fit", data, "--target", "price", "--resume", "--debug").exception, RuntimeError)
 
 
-def test_a_missing_package_is_named_with_its_extra() -> None:
+def test_a_missing_package_is_named_with_its_extra(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import sys; sys.argv = ['marquardt', 'predict']; sys.modules['rich'] = None; import marquardt.cli"
     result = program("-c", code)
     assert result.returncode == 2
     assert result.stderr == "the command line needs rich: pip install 'marquardt[table]'\n"
-
-
-def test_pandas_is_missed_in_a_sentence(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("marquardt.table")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -534,26 +501,21 @@ def test_bad_tables_to_predict(trained: Path, tmp_path: Path, change, words: lis
     assert "--" not in result.output  # options that this command does not have
 
 
-@pytest.mark.parametrize(("value", "why"), [("1e200", "are too large to compute with"), ("inf", "are not finite")])
-def test_no_options_of_fit_for_a_target_that_cannot_be_judged(trained: Path, tmp_path: Path, value, why) -> None:
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("1e200", "numbers that are too large to compute with"),
+        ("inf", "numbers that are not finite"),
+        ("secret", "numbers, but also text"),
+    ],
+)
+def test_a_target_that_cannot_be_judged_stands_in_no_way(trained: Path, tmp_path: Path, value: str, why: str) -> None:
     rows = houses(20)
     rows[3]["price"] = value
     result = invoked("predict", trained, write(tmp_path / "new.csv", rows))
     assert result.exit_code == 0, result.output
-    assert (
-        f"not judged: the column 'price' holds numbers that {why}: '{value}' in row 4; correct them." in result.stderr
-    )
-    assert "--" not in result.stderr
-
-
-def test_a_target_that_cannot_be_read_stands_in_no_way(trained: Path, tmp_path: Path) -> None:
-    rows = houses(20)
-    rows[3]["price"] = "secret"
-    result = invoked("predict", trained, write(tmp_path / "new.csv", rows))
-    assert result.exit_code == 0, result.output
-    assert (
-        "not judged: the column 'price' holds numbers, but also text: 'secret' in row 4; correct them." in result.stderr
-    )
+    assert f"not judged: the column 'price' holds {why}: '{value}' in row 4; correct them." in result.stderr
+    assert "--" not in result.stderr  # options that this command does not have
     assert result.stdout.count("\n") == 21
 
 
@@ -568,8 +530,84 @@ def test_folders_without_a_model(trained: Path, tmp_path: Path) -> None:
         refused(invoked("predict", broken, data), "is damaged", "train it again")
 
 
-def test_a_file_of_predictions_is_not_overwritten(trained: Path, tmp_path: Path) -> None:
-    data = write(tmp_path / "new.csv", houses(20))
-    result = invoked("predict", trained, data, "--out", data)
-    assert result.exit_code == 2
-    assert "is there already" in result.output
+# --- what tables hold is shown so that neither a terminal nor a spreadsheet nor a browser obeys it ---
+
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+NAMES = {"Bern": "=cmd|' /C calc'!A0", "Genf": "\x1b[31mred\x07\u202e", "Zürich": "-1"}
+
+
+def odd_table(path: Path, *, without: tuple[str, ...] = (), **renamed: str) -> Path:
+    rows = [{**row, "city": NAMES[row["city"]]} for row in houses(40)]
+    names = [name for name in rows[0] if name not in {"name", "rent", "sold", "built", "country", *without}]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow([renamed.get(name, name) for name in names])
+        lines.writerows([row[name] for name in names] for row in rows)
+    return path
+
+
+def check(result: Any, folder: Path) -> None:
+    assert result.exit_code == 0, result.output
+    assert not CONTROL.search(result.output), ascii(result.output)
+    for path in folder.iterdir():
+        if path.suffix in (".html", ".csv", ".json"):
+            assert not CONTROL.search(path.read_text(encoding="utf-8")), path
+    for line in csv.reader(io.StringIO((folder / "predictions.csv").read_text(encoding="utf-8"))):
+        for found in line:
+            assert re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", found) or found[:1] not in ("=", "+", "-", "@", "\t"), line
+
+
+def test_classes_are_obeyed_by_nobody(tmp_path: Path) -> None:
+    data, out = odd_table(tmp_path / "data.csv"), tmp_path / "out"
+    check(invoked("fit", data, "--target", "city", "--out", out, *QUICK), out)
+    found = pd.read_csv(out / "predictions.csv", dtype=str)
+    cells = {"Bern": "'=cmd|' /C calc'!A0", "Genf": "\\x1b[31mred\\x07\\u202e", "Zürich": "-1"}  # the last is a number
+    assert found["true"].tolist() == [cells[row["city"]] for row in houses(40)]
+    printed = invoked("predict", out, data)
+    assert not CONTROL.search(printed.output)
+    assert invoked("predict", out, data, "--out", tmp_path / "p.csv").exit_code == 0
+    assert (tmp_path / "p.csv").read_text(encoding="utf-8") == printed.stdout
+
+
+def test_names_of_columns_and_targets(tmp_path: Path) -> None:
+    names = {"price": "=price\x1b[2J", "area": "@area<img src=x>", "rooms": "rooms\x9b"}
+    data, out = odd_table(tmp_path / "data.csv", **names), tmp_path / "out"
+    targets = ("--target", "=price\x1b[2J", "--target", "rooms\x9b")
+    check(invoked("fit", data, *targets, "--out", out, *QUICK), out)
+    head = (out / "predictions.csv").read_text(encoding="utf-8").splitlines()[0]
+    assert head.startswith("row,set,'=price\\x1b[2J true,'=price\\x1b[2J predicted")
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "<img" not in page
+    assert "@area&lt;img src=x&gt;" in page
+    check(invoked("predict", out, data), out)
+
+
+@pytest.mark.parametrize("values", [("1", "\x1b[31m"), ("1e400", "2")])
+def test_values_in_errors(tmp_path: Path, values: tuple[str, str]) -> None:
+    rows = "\n".join(f"{i},{values[i > 20]},{i}.5" for i in range(30))
+    (tmp_path / "data.csv").write_text(f"a,b\x1b[1m,y\n{rows}\n")
+    result = invoked("fit", tmp_path / "data.csv", "--target", "y", *QUICK)
+    assert result.exit_code == 1
+    assert "'b\\x1b[1m'" in result.output
+    assert not CONTROL.search(result.output)
+
+
+def test_values_as_long_as_a_book_are_cut(tmp_path: Path) -> None:
+    rows = "\n".join(f"{i},{'word' * 20_000 if i > 20 else i},{i}.5" for i in range(30))
+    (tmp_path / "data.csv").write_text(f"a,b,y\n{rows}\n")
+    result = invoked("fit", tmp_path / "data.csv", "--target", "y", *QUICK)
+    assert result.exit_code == 1
+    assert "(80,000 characters) in row 22" in result.output
+    assert len(result.output) < 5000
+
+
+def test_a_terminal_gets_no_control_characters_but_those_of_the_program(tmp_path: Path, monkeypatch: Any) -> None:
+    console = command.Console
+    monkeypatch.setattr(command, "Console", lambda **o: console(force_terminal=True, width=80, height=24, **o))
+    data = odd_table(tmp_path / "data\x1b[31m.csv")
+    result = invoked("fit", data, "--target", "city", *QUICK)
+    assert result.exit_code == 0, result.output
+    ours = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", result.output)
+    assert not CONTROL.search(ours), ascii(ours)
+    assert "\x1b[31m.csv" not in result.output
+    assert "data\\x1b[31m-model" in ours.replace("\n", "")

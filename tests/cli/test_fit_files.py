@@ -16,7 +16,7 @@ import torch
 from marquardt import documents
 from marquardt import files as archives
 from marquardt.tabular import building
-from support.command_line import invoked
+from support.command_line import invoked, program, refused
 from support.made_runs import room_for
 from support.tables import houses, write
 
@@ -30,17 +30,6 @@ def files(out: Path) -> dict[str, bytes | str]:
         for path in out.rglob("*")
         if (path.is_symlink() or path.is_file()) and path.name != ".run.lock"
     }
-
-
-def refused(result: Any, *words: str) -> None:
-    """One clear sentence, and nothing of a traceback."""
-    assert result.exit_code == 1, result.output
-    assert result.output.strip().count("\n") == 0, result.output
-    assert result.output.startswith("Error: ")
-    assert "Traceback" not in result.output
-    assert "--debug" not in result.output
-    for word in words:
-        assert word in result.output, result.output
 
 
 @pytest.fixture
@@ -150,11 +139,12 @@ def test_a_link_in_the_place_of_the_checkpoint_is_not_followed(data: Path, stopp
     assert files(tmp_path / "elsewhere") == before
 
 
-def test_a_link_that_leads_nowhere_is_not_replaced_by_predictions(models: Path, data: Path, tmp_path: Path) -> None:
+def test_nothing_is_replaced_by_predictions(models: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "p.csv").symlink_to(tmp_path / "nowhere")
-    result = invoked("predict", models / "whole", data, "--out", tmp_path / "p.csv")
-    assert result.exit_code == 2
-    assert "is there already" in result.output
+    for there in (data, tmp_path / "p.csv"):
+        result = invoked("predict", models / "whole", data, "--out", there)
+        assert result.exit_code == 2
+        assert "is there already" in result.output
     assert (tmp_path / "p.csv").is_symlink()
 
 
@@ -190,12 +180,9 @@ def test_a_changed_bit_of_a_model_is_noticed(models: Path, data: Path, tmp_path:
         at = draw.randrange(len(whole))
         (out / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
         refused(invoked("predict", out, data), "damaged", "train it again")
-
-
-def test_files_of_two_models_are_not_taken_for_one(models: Path, data: Path, tmp_path: Path) -> None:
-    shutil.copytree(models / "whole", tmp_path / "out")
-    shutil.copy(models / "other/model.pt", tmp_path / "out")
-    refused(invoked("predict", tmp_path / "out", data), "are of two models")
+    (out / name).write_bytes(whole)
+    shutil.copy(models / "other/model.pt", out)
+    refused(invoked("predict", out, data), "are of two models")
 
 
 def test_a_damaged_checkpoint_is_named_before_anything_is_trained(
@@ -273,21 +260,17 @@ def test_a_model_of_an_earlier_version_predicts_and_says_so(models: Path, data: 
     out = tmp_path / "out"
     shutil.copytree(models / "whole", out)
     expected = invoked("predict", out, data).stdout
+    for name in ("model.pt", "preprocessing.json"):
+        before = (out / name).read_bytes()
+        unsealed(out / name)
+        refused(invoked("predict", out, data), "damaged", "checksum is missing")
+        (out / name).write_bytes(before)
     unsealed(out / "model.pt", format=1)
     refused(invoked("predict", out, data), "not of one version")
     unsealed(out / "preprocessing.json", format=1, model=None)
     result = invoked("predict", out, data)
     assert result.stdout == expected
     assert "of an earlier version, without checksums: damage would not be noticed" in result.stderr
-
-
-@pytest.mark.parametrize("name", ["model.pt", "preprocessing.json"])
-def test_a_model_of_this_version_without_its_checksum_is_refused(
-    models: Path, data: Path, tmp_path: Path, name
-) -> None:
-    shutil.copytree(models / "whole", tmp_path / "out")
-    unsealed(tmp_path / "out" / name)
-    refused(invoked("predict", tmp_path / "out", data), "damaged", "checksum is missing")
 
 
 def test_a_run_of_an_earlier_version_is_refused(data: Path, stopped: Path) -> None:
@@ -334,3 +317,75 @@ def test_names_that_are_no_utf8_and_hold_control_characters(data: Path, tmp_path
     assert invoked("predict", model, parquet).exit_code == 0
     os.truncate(parquet, 300)
     refused(invoked("predict", model, parquet), f"{shown}.parquet is a damaged Parquet file", "write it again")
+
+
+# --- a run that is killed goes on to the same model, bit for bit ---
+
+# Files are written in two moves, flushed and renamed. One process is there to be forked: each of its children fits, and
+# is killed (−9) before or after one of these moves, or is not; how many moves there were is left in a file.
+FORKS = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from marquardt import cli
+from marquardt.table import run
+
+torch.set_num_threads(1)
+moves = [os.fsync, os.replace]
+
+
+def watched(move, at, late, count):
+    def moved(*arguments):
+        count.append(move.__name__)
+        last = len(count) == at
+        if last and not late:
+            os.kill(os.getpid(), signal.SIGKILL)
+        move(*arguments)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return moved
+
+
+def child(words, at=0, late=False):
+    process = os.fork()
+    if process == 0:
+        count = []
+        os.fsync, os.replace = (watched(move, at, late, count) for move in moves)
+        sys.argv = ["marquardt", *words]
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        Path("moves").write_text(str(len(count)))
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+data, folder = sys.argv[1:]
+os.chdir(folder)
+words = ["fit", data, "--target", "price", "--steps", "3", "--out"]
+codes = {"whole": [child([*words, "whole"])]}
+total = int(Path("moves").read_text())
+for at, late in [(1, False), (2, True), (total // 3, True), (2 * total // 3, False), (total, False)]:
+    name = f"killed-{at}-{late}"
+    codes[name] = [child([*words, name], at, late), child([*words, name, "--resume"])]
+Path("codes.json").write_text(json.dumps(codes))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+def test_killed_between_any_two_moves_and_resumed(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.csv", houses(30), without=("rent", "sold"))
+    result = program("-c", FORKS, data, tmp_path)
+    assert result.returncode == 0, result.stderr
+    codes = json.loads((tmp_path / "codes.json").read_text())
+    assert codes.pop("whole") == [0]
+    assert list(codes.values()) == [[-9, 0]] * 5, codes
+    whole = tmp_path / "whole"
+    for name in codes:
+        for file in ("model.pt", "preprocessing.json", "predictions.csv", "metrics.json"):
+            assert (tmp_path / name / file).read_bytes() == (whole / file).read_bytes(), (name, file)
+        found = {path.name for path in (tmp_path / name).iterdir()}
+        assert found == {path.name for path in whole.iterdir()}  # nothing half-written stays
+        assert json.loads((tmp_path / name / "run.json").read_text())["finished"]

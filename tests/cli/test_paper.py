@@ -17,15 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import Result
 
 import marquardt
 import marquardt.paper
 from marquardt import files as locks
 from marquardt.cli import paper
-from marquardt.paper import logs, methods, plans, runs, screen
+from marquardt.paper import logs, methods, runs
 from marquardt.paper.data import Digits
-from marquardt.paper.trainers import Unavailable
+from marquardt.paper.methods import Unavailable
 from marquardt.paper.vocabulary import EXPERIMENTS
 from support.command_line import environment, invoked
 
@@ -49,12 +50,12 @@ def winners(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, winners: Path) -> Invoke:
     """Runs of three steps on 60 made-up images; a report that only says which runs it saw."""
     monkeypatch.chdir(tmp_path)
-    small = plans.QUICK._replace(
+    small = runs.QUICK._replace(
         sine_seeds=2, sine_seconds=0.0, mnist_seeds=1, mnist_steps=3, ablation_steps=1, train_sample=20
     )
-    monkeypatch.setattr(plans, "QUICK", small)
-    monkeypatch.setattr(plans, "SINE_STEPS", 3)
-    monkeypatch.setattr(plans, "WINNERS", winners)
+    monkeypatch.setattr(runs, "QUICK", small)
+    monkeypatch.setattr(runs, "SINE_STEPS", 3)
+    monkeypatch.setattr(runs, "WINNERS", winners)
     monkeypatch.setattr(paper.data, "find", lambda name, *_: digits({"mnist": "MNIST"}.get(name, name)))
     monkeypatch.setattr(marquardt.paper, "report", SimpleNamespace(write=list_runs), raising=False)
 
@@ -112,12 +113,9 @@ def test_runs_are_made_told_and_drawn(invoke: Invoke, out: Path) -> None:
 def test_without_a_word_every_experiment_runs(invoke: Invoke, out: Path) -> None:
     result = invoke("paper", "--out", out, "--optimizers", "adam", "--seeds", "1")
     assert result.exit_code == 0, result.output
+    assert [word.value for word in paper.Experiment] == [*EXPERIMENTS, "all"]
     experiments = {name.split("/")[0] for name in names(out)}
     assert experiments == {"sine", "mnist", "ablation-sine", "ablation-mnist", "swapped"}
-
-
-def test_the_words_are_the_experiments() -> None:
-    assert [word.value for word in paper.Experiment] == [*EXPERIMENTS, "all"]
 
 
 def test_a_terminal_shows_bars_drawn_between_the_steps(
@@ -125,12 +123,12 @@ def test_a_terminal_shows_bars_drawn_between_the_steps(
 ) -> None:
     execute, threads, before = runs.execute, [], threading.active_count()
 
-    def watched(*arguments: Any) -> runs.Summary:
+    def watched(*arguments: Any) -> logs.Log:
         threads.append(threading.active_count())
         return execute(*arguments)
 
     monkeypatch.setattr(runs, "execute", watched)
-    monkeypatch.setattr(screen, "REFRESH", 0.0)
+    monkeypatch.setattr(paper, "REFRESH", 0.0)
     monkeypatch.setattr(paper, "Console", partial(paper.Console, force_terminal=True, width=80, height=24))
     result = invoke("paper", "sine", "swapped", "--seeds", "1", "--optimizers", "adam,sgd", "--out", out)
     assert result.exit_code == 0, result.output
@@ -138,6 +136,41 @@ def test_a_terminal_shows_bars_drawn_between_the_steps(
     for text in ("all runs", "Adam, seed 1000", "step 2", "running", "waiting", "done", "Report: "):
         assert text in result.output
     assert "sine/adam.default.1000" not in result.output  # the lines of a pipe
+
+
+def test_the_table_takes_medians_and_a_diverged_seed_as_the_worst() -> None:
+    row = paper.Row("Adam", "mnist", seeds=3)
+    assert [str(cell) for cell in row.cells()] == ["Adam", "waiting", "0/3", "–", "–", "–"]
+    row.ended = [log_of(4, 0.97), log_of(6, 0.95)]
+    assert [str(cell) for cell in row.cells()] == ["Adam", "under way", "2/3", "5", "96.00%", "2.0"]
+    row.ended.append(replace(log_of(1, 0.99), status="diverged"))
+    assert [str(cell) for cell in row.cells()] == ["Adam", "1 diverged", "3/3", "4", "95.00%", "2.0"]
+    row.ended = [replace(log, status="unavailable") for log in row.ended]
+    assert [str(cell) for cell in row.cells()] == ["Adam", "unavailable", "3/3", "–", "–", "–"]
+
+
+def log_of(reached: int, accuracy: float) -> logs.Log:
+    """90 % at step `reached`, `accuracy` at the end."""
+    steps = {
+        "step": [0, reached, 10],
+        "seconds": [0, 1, 2],
+        "train_loss": [2, 1, 1],
+        "test_accuracy": [0, 0.9, accuracy],
+    }
+    columns = {key: [float(value) for value in values] for key, values in steps.items()}
+    return logs.Log(Path(), {}, columns, {}, "finished", 10, "")
+
+
+def test_a_low_screen_shows_the_rows_around_the_one_that_runs() -> None:
+    plan = runs.plan(["sine"], seeds=1)
+    shown = paper.Screen(Console(width=80, height=14), plan, len(plan))
+    shown.start(plan[6])
+    assert shown.table("sine", 4).row_count == 4
+    lines = shown.console.render_lines(shown.picture())
+    assert len(lines) < 14
+    text = "".join(segment.text for line in lines for segment in line)
+    assert plan[6].label in text
+    assert plan[0].label not in text
 
 
 def test_what_is_done_is_skipped(invoke: Invoke, out: Path) -> None:
@@ -196,18 +229,16 @@ def test_a_diverged_run_is_no_failure(invoke: Invoke, out: Path, monkeypatch: py
     assert "sine/sgd.default.1000: diverged at step 1" in result.output
 
 
-def test_winners_of_the_tuning_run_too(invoke: Invoke, out: Path) -> None:
+def test_winners_of_the_tuning_run_too(invoke: Invoke, out: Path, winners: Path) -> None:
     out.mkdir()
     (out / "tuned.json").write_text(json.dumps({"sine": {"adam": {"lr": 0.123}}}))
     assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam,sgd", "--out", out).exit_code == 0
     assert names(out) == {"sine/adam.default.1000", "sine/sgd.default.1000", "sine/adam.tuned.1000"}
     assert logs.read(out / "logs/sine/adam.tuned.1000.jsonl").head["hyper"]["lr"] == 0.123
-
-
-def test_tuned_settings_come_with_the_package(invoke: Invoke, out: Path, winners: Path) -> None:
-    winners.write_text(json.dumps({"sine": {"adam": {"lr": 0.123}}}))
-    assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam", "--out", out).exit_code == 0
-    assert logs.read(out / "logs/sine/adam.tuned.1000.jsonl").head["hyper"]["lr"] == 0.123
+    winners.write_text(json.dumps({"sine": {"adam": {"lr": 0.456}}}))  # as if they came with the package
+    other = out.with_name("other")
+    assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam", "--out", other).exit_code == 0
+    assert logs.read(other / "logs/sine/adam.tuned.1000.jsonl").head["hyper"]["lr"] == 0.456
 
 
 def test_other_images_on_request(invoke: Invoke, out: Path) -> None:
@@ -331,7 +362,7 @@ from types import SimpleNamespace
 
 import marquardt.paper
 from marquardt import cli
-from marquardt.paper import methods, plans, runs
+from marquardt.paper import methods, runs
 
 sgd = methods.METHODS["sgd"]
 
@@ -344,9 +375,9 @@ def build(*arguments):
 
 marquardt.paper.report = SimpleNamespace(write=lambda out: out)
 methods.METHODS["sgd"] = replace(sgd, build=build)
-plans.SINE_STEPS, plans.WINNERS = 3, Path(sys.argv.pop(1))
-plans.QUICK = plans.QUICK._replace(sine_seconds=0.0, train_sample=20)
-plans.FULL = plans.FULL._replace(sine_seconds=0.0)
+runs.SINE_STEPS, runs.WINNERS = 3, Path(sys.argv.pop(1))
+runs.QUICK = runs.QUICK._replace(sine_seconds=0.0, train_sample=20)
+runs.FULL = runs.FULL._replace(sine_seconds=0.0)
 sys.exit(runs.main() if sys.argv[1] != "paper" else cli.main())
 """
 SINE = ("sine", "--optimizers", "sgd", "--seeds", "1")
@@ -432,7 +463,7 @@ def test_two_searches_at_once(invoke: Invoke, holder: Any, out: Path) -> None:
     assert not (out / "tuned.json").exists()
     _, errors = first.communicate()
     assert (first.returncode, errors) == (0, "")
-    assert list(plans.winners(out / "tuned.json")["sine"]) == ["sgd"]
+    assert list(runs.winners(out / "tuned.json")["sine"]) == ["sgd"]
 
 
 def test_a_folder_that_cannot_be_locked(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,14 +501,15 @@ def test_tune(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("error", "winners"),
+    ("error", "code", "found"),
     [
-        (RuntimeError("no trial came to its end"), {"sine": {"adam": {"lr": 0.5}}}),  # the others go on
-        (Unavailable("needs the package optuna"), None),  # nothing can
+        (RuntimeError("no trial came to its end"), 1, ["lm-vanilla", "adam"]),  # the others go on
+        (Unavailable("needs the package optuna"), 1, ["lm-vanilla"]),  # no other can
+        (KeyboardInterrupt(), 130, ["lm-vanilla"]),
     ],
 )
 def test_a_search_that_fails(
-    invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, winners: dict[str, Any] | None
+    invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, found: list[str]
 ) -> None:
     def tune(names: list[str], problem: str, **_: Any) -> dict[str, Any]:
         if names == ["sgd"]:
@@ -485,41 +517,26 @@ def test_a_search_that_fails(
         return {name: {"lr": 0.5} for name in names}
 
     monkeypatch.setattr(paper.tuning, "tune", tune)
-    result = invoke("paper", "tune", "sine", "--optimizers", "sgd,adam", "--out", out)
-    assert result.exit_code == 1
+    result = invoke("paper", "tune", "sine", "--optimizers", "lm-vanilla,sgd,adam", "--out", out)
+    assert result.exit_code == code
     assert str(error) in result.output
-    file = out / "tuned.json"
-    assert (json.loads(file.read_text()) if file.exists() else None) == winners
+    assert json.loads((out / "tuned.json").read_text()) == {"sine": {name: {"lr": 0.5} for name in found}}
 
 
-def test_ctrl_c_keeps_what_is_tuned(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tune(names: list[str], problem: str, **_: Any) -> dict[str, Any]:
-        if names == ["adam"]:
-            raise KeyboardInterrupt
-        return {name: {"lr": 0.5} for name in names}
-
-    monkeypatch.setattr(paper.tuning, "tune", tune)
-    result = invoke("paper", "tune", "sine", "--optimizers", "sgd,adam", "--out", out)
-    assert result.exit_code == 130
-    assert json.loads((out / "tuned.json").read_text()) == {"sine": {"sgd": {"lr": 0.5}}}
-
-
-def test_report_draws_from_logs_alone(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam", "--out", out).exit_code == 0
-    (out / "report.html").unlink()
-    monkeypatch.setattr(runs, "execute", None)
-    result = invoke("paper", "report", "--out", out)
-    assert result.exit_code == 0
-    assert (out / "report.html").read_text() == "sine/adam.1000"
-
-
-def test_report_draws_from_its_content_if_there_are_no_logs(invoke: Invoke, out: Path) -> None:
+def test_report_draws_from_logs_alone_or_from_its_content(
+    invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert invoke("paper", "report", "--out", out).exit_code == 2
     out.mkdir()
     (out / "report.json").write_text("{}")
     result = invoke("paper", "report", "--out", out)
     assert result.exit_code == 0
     assert f"Report: {out / 'report.html'}" in result.output
+    assert invoke("paper", "sine", "--seeds", "1", "--optimizers", "adam", "--out", out).exit_code == 0
+    (out / "report.html").unlink()
+    monkeypatch.setattr(runs, "execute", None)
+    assert invoke("paper", "report", "--out", out).exit_code == 0
+    assert (out / "report.html").read_text() == "sine/adam.1000"
 
 
 def test_a_package_for_drawing_is_missed_before_the_first_run(

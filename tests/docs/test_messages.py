@@ -14,7 +14,7 @@ import transformers
 
 import marquardt as mq
 from marquardt.fitting.fit import CurveFit
-from marquardt.paper.plans import plan
+from marquardt.paper.runs import plan
 from marquardt.tabular import Settings
 from support.pages import ROOT
 

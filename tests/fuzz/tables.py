@@ -36,7 +36,7 @@ import typer.testing
 from fuzz import attacks
 from fuzz.attacks import Fault
 from marquardt import documents, files
-from marquardt.paper import plans, runs
+from marquardt.paper import runs
 from marquardt.table import request
 from support.command_line import invoked
 from support.made_runs import made
@@ -87,7 +87,7 @@ def world() -> World:
     log = runs.execute(made("sgd", steps=2, seed=1000), folder / "paper")
     assert log.status == "finished"
     did("paper", "report", "--out", folder / "paper")
-    (folder / "paper/tuned.json").write_text(json.dumps(json.loads(plans.WINNERS.read_text())))
+    (folder / "paper/tuned.json").write_text(json.dumps(json.loads(runs.WINNERS.read_text())))
     alone = folder / "alone"
     alone.mkdir()
     shutil.copy(folder / "paper/report.json", alone)

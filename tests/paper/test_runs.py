@@ -1,18 +1,188 @@
-"""Runs and their logs: what a log holds, how it gets its name, and how a run ends."""
+"""The paper's runs: which there are, what their logs hold and how they end, what is on the clock, and what is done."""
 
+import itertools
+import json
 import math
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from datetime import datetime
 from importlib import machinery
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from marquardt.paper import logs, plans, problems, runs, tasks
-from support.made_runs import Still, digits, lines_of, made, room_for, steps_of
+from marquardt.paper import logs, problems, runs, vocabulary
+from marquardt.paper.methods import METHODS, Method, Trainer, ablation
+from marquardt.paper.vocabulary import EXPERIMENTS
+from support.made_runs import EVERY, LABELS, ON_DIGITS, Still, digits, lines_of, made, room_for, steps_of, train
+
+
+@pytest.fixture
+def method(monkeypatch):
+    """Adds a method "fake" that is built so."""
+
+    def add(build):
+        monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", build, {}, {}))
+
+    return add
+
+
+@pytest.fixture
+def trainers(method):
+    """Every trainer that the method "fake" was built as, with its batches: one to warm up, one for the run."""
+    found = []
+
+    class See(Still):
+        def __init__(self, model, loss, hyper):
+            super().__init__(model, loss, hyper)
+            self.start = parameters_to_vector(model.parameters()).detach().clone()
+            self.batches = []
+            found.append(self)
+
+        def step(self, x, y):
+            self.batches.append((x, y))
+            torch.nn.init.zeros_(self.model[-1].bias)
+            torch.rand(1)
+
+    method(See)
+    return found
+
+
+# --- which runs there are ---
+
+PARTS = {
+    "max-diagonal": "max-diagonal damping",
+    "momentum": "momentum",
+    "search": "line search",
+    "uphill": "uphill acceptance",
+    "gain": "gain ratio",
+}
+ABLATION_LABELS = {f"paper-{key}": f"without {name}" for key, name in PARTS.items()}
+ABLATION_LABELS |= {"paper": "LM (paper)", "paper+uphill": "with uphill acceptance", "vanilla": "vanilla"}
+ABLATION_LABELS |= {f"vanilla+{key}": f"vanilla + {name}" for key, name in PARTS.items()}
+
+
+def keys(plan):
+    return [(run.experiment, run.method, run.column, run.seed) for run in plan]
+
+
+def expected(experiment, methods, columns, seeds):
+    return set(itertools.product([experiment], methods, columns, range(1000, 1000 + seeds)))
+
+
+def test_methods_are_those_of_the_tables():
+    assert {key: method.label for key, method in METHODS.items()} == LABELS
+    assert list(METHODS) == list(LABELS)
+    variants = ablation("sine") | ablation("mnist")
+    assert {*METHODS, *variants} == set(vocabulary.METHODS)
+    assert {key: method.label for key, method in variants.items()} == ABLATION_LABELS
+    assert all(key == method.key for key, method in (METHODS | variants).items())
+    assert set(ablation("sine")) ^ set(ablation("mnist")) == {"paper+uphill", "paper-uphill"}
+    for problem in vocabulary.PROBLEMS:
+        assert list(ablation(problem)) == [key for key in vocabulary.METHODS if key in ablation(problem)]
+    assert {key for key, method in METHODS.items() if method.sine_only} == {"newton", "bfgs"}
+
+
+@pytest.mark.parametrize(("full", "sine_seeds", "digit_seeds"), [(False, 3, 1), (True, 20, 10)])
+def test_plan_of_every_experiment(full, sine_seeds, digit_seeds):
+    plan = runs.plan(EXPERIMENTS, full=full)
+    wanted = expected("sine", LABELS, ["default"], sine_seeds) | expected("mnist", ON_DIGITS, ["default"], digit_seeds)
+    wanted |= expected("ablation-sine", ablation("sine"), ["default"], sine_seeds)
+    wanted |= expected("ablation-mnist", ablation("mnist"), ["default"], digit_seeds)
+    wanted |= expected("swapped", ON_DIGITS, ["default"], digit_seeds)
+    assert sorted(keys(plan)) == sorted(wanted)
+    assert runs.plan([]) == []
+    for name in EXPERIMENTS:
+        found = {run.experiment for run in runs.plan([name])}
+        assert found == ({"ablation-sine", "ablation-mnist"} if name == "ablation" else {name})
+    for run in plan:
+        assert run.label == run.spec().label
+        assert run.hyper == run.spec().hyper(run.problem)
+        assert run.problem == ("sine" if run.experiment in ("sine", "ablation-sine") else "mnist")
+
+
+def test_length_of_the_runs():
+    quick, full = runs.plan(EXPERIMENTS), runs.plan(EXPERIMENTS, full=True)
+    lengths = {run.experiment: (run.steps, run.seconds, run.limit) for run in full}
+    assert lengths == {
+        "sine": (200, 2.0, math.inf),
+        "mnist": (100, 0.0, math.inf),
+        "ablation-sine": (200, 0.0, math.inf),
+        "ablation-mnist": (100, 0.0, math.inf),
+        "swapped": (0, 0.0, math.inf),
+    }
+    for run in quick:
+        assert run.steps <= lengths[run.experiment][0]
+        assert run.seconds <= run.limit < math.inf
+        assert run.steps == (200 if run.problem == "sine" else 0 if run.experiment == "swapped" else run.steps)
+    for run in quick + full:
+        assert run.train_sample > 0 or run.problem == "sine"
+    assert runs.length(next(run for run in full if run.experiment == "swapped"), {"train": 10_000}) == 17
+
+
+def test_tuned_column_only_where_there_are_values():
+    tuned = {"sine": {"adam": {"lr": 0.5}}, "mnist": {"sgd": {"average": 0.9}, "newton": {"lr": 1.0}}}
+    before = {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
+    plan = runs.plan(EXPERIMENTS, seeds=2, tuned=tuned)
+    found = [run for run in plan if run.column == "tuned"]
+    wanted = expected("sine", ["adam"], ["tuned"], 2)
+    wanted |= expected("mnist", ["sgd"], ["tuned"], 2) | expected("swapped", ["sgd"], ["tuned"], 2)
+    assert sorted(keys(found)) == sorted(wanted)
+    for run in found:
+        if run.method == "adam":
+            assert run.hyper == {"average": None, "lr": 0.5, "beta1": 0.9, "beta2": 0.999}
+        else:
+            assert run.hyper == {"average": 0.9, "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
+    assert len(plan) - len(found) == len(runs.plan(EXPERIMENTS, seeds=2))
+    assert before == {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
+
+
+def test_columns():
+    tuned = {"sine": {"adam": {"lr": 0.5}}}
+    assert {run.column for run in runs.plan(["sine"], columns=["default"], tuned=tuned)} == {"default"}
+    assert keys(runs.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 1000)]
+    assert runs.plan(["sine", "mnist"], columns=["tuned"]) == []
+    assert {run.column for run in runs.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"default"}
+
+
+def test_seeds_and_methods_can_be_chosen():
+    plan = runs.plan(["sine", "mnist", "swapped"], methods=["adam", "newton", "lm"], seeds=2)
+    wanted = expected("sine", ["lm", "newton", "adam"], ["default"], 2)
+    wanted |= expected("mnist", ["lm", "adam"], ["default"], 2) | expected("swapped", ["lm", "adam"], ["default"], 2)
+    assert sorted(keys(plan)) == sorted(wanted)
+    assert {run.seed for run in runs.plan(["ablation"], seeds=4)} == {1000, 1001, 1002, 1003}
+    devices = {(run.problem, run.device) for run in runs.plan(EXPERIMENTS, device="cuda")}
+    assert devices == {("sine", "cpu"), ("mnist", "cuda")}
+
+
+def test_every_run_has_its_own_log(tmp_path):
+    plan = runs.plan(EXPERIMENTS, full=True, tuned=runs.winners(runs.WINNERS))
+    paths = [run.log(tmp_path) for run in plan]
+    assert len(set(paths)) == len(paths)
+    run = next(run for run in plan if run.experiment == "ablation-mnist" and run.method == "vanilla+search")
+    assert run.log(tmp_path) == tmp_path / "logs" / "ablation-mnist" / "vanilla+search.default.1000.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (["sine", "cosine"], {}, "no experiment 'cosine': choose from sine, mnist, ablation, swapped"),
+        (["sine"], {"methods": ["lm", "sdg"]}, "no optimizer 'sdg': choose from lm, lm-paper"),
+        (["sine"], {"methods": ["vanilla+search"]}, "no optimizer 'vanilla\\+search'"),
+        (["sine"], {"columns": ["best"]}, "no column 'best': choose from default, tuned"),
+        (["sine"], {"seeds": 0}, "seeds=0: how many seeds to run, at least 1"),
+        (["sine"], {"seeds": -3}, "seeds=-3"),
+    ],
+)
+def test_plan_refuses_what_it_does_not_know(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        runs.plan(arguments, **options)
+
 
 # --- the log, line by line ---
 
@@ -24,7 +194,7 @@ HEAD = {
 }
 
 
-def check_frame(lines, summary, wanted_steps):
+def check_frame(lines, log, wanted_steps):
     """One head, one end, steps numbered from 0, a clock that never goes back."""
     head, *body, end = lines
     assert head["kind"] == "run"
@@ -34,7 +204,7 @@ def check_frame(lines, summary, wanted_steps):
     seconds = [line["seconds"] for line in steps]
     assert seconds[0] == 0.0
     assert seconds == sorted(seconds)
-    assert 0 < seconds[-1] <= summary.seconds
+    assert 0 < seconds[-1] <= log.final("seconds")
     assert end == {"kind": "end", "status": "finished", "step": wanted_steps, "message": ""}
     assert set(head) >= HEAD
     assert datetime.fromisoformat(head["started"]).tzinfo is not None
@@ -49,8 +219,8 @@ def check_frame(lines, summary, wanted_steps):
 def test_log_of_the_sine(tmp_path):
     run = made("adam", steps=21, seed=2, seconds=0.001, hyper={"average": 0.9})
     seen = []
-    summary = runs.execute(run, tmp_path, watch=seen.append)
-    head, body, steps = check_frame(lines_of(run.log(tmp_path)), summary, 21)
+    log = runs.execute(run, tmp_path, watch=seen.append)
+    head, body, steps = check_frame(lines_of(run.log(tmp_path)), log, 21)
     said = {
         "format": 2, "experiment": "sine", "problem": "sine", "method": "adam", "label": "Adam", "column": "default",
         "seed": 2, "steps": 21, "seconds": 0.001, "batch": 1000, "parameters": 31, "device": "cpu",
@@ -68,10 +238,9 @@ def test_log_of_the_sine(tmp_path):
     assert samples["x"] == pytest.approx(x.flatten().tolist(), abs=1e-6)
     assert samples["y"] == pytest.approx(y.flatten().tolist(), abs=1e-6)
     assert steps[0]["train_loss"] == problems.mean_squared_error(problems.sine_mlp(2), x, y, 1000)
-    assert (summary.status, summary.step, summary.message) == ("finished", 21, "")
-    assert summary.train_loss == steps[-1]["train_loss"] < steps[0]["train_loss"]
-    assert (summary.test_accuracy, summary.steps_to_90) == (None, None)
-    assert logs.read(run.log(tmp_path)).steps["train_loss"] == [line["train_loss"] for line in steps]
+    assert (log.status, log.end, log.message) == ("finished", 21, "")
+    assert log.final("train_loss") == steps[-1]["train_loss"] < steps[0]["train_loss"]
+    assert log.steps["train_loss"] == [line["train_loss"] for line in steps]
 
 
 def test_fitted_curves_of_the_sine(tmp_path, method):
@@ -98,8 +267,8 @@ def test_log_of_digits(tmp_path, side):
     data = digits(side=side)
     run = made("sgd", "mnist", steps=3, seed=1)
     seen = []
-    summary = runs.execute(run, tmp_path, data, seen.append)
-    head, body, steps = check_frame(lines_of(run.log(tmp_path)), summary, 3)
+    log = runs.execute(run, tmp_path, data, seen.append)
+    head, body, steps = check_frame(lines_of(run.log(tmp_path)), log, 3)
     said = {
         "experiment": "mnist", "problem": "mnist", "method": "sgd", "label": "SGD", "seed": 1, "steps": 3, "batch": 60,
         "parameters": {8: 506, 28: 2202}[side], "noise_floor": None, "device": "cpu",
@@ -115,8 +284,10 @@ def test_log_of_digits(tmp_path, side):
     test = problems.evaluate(model, data.test_images, data.test_labels)
     assert (steps[0]["train_loss"], steps[0]["train_accuracy"]) == pytest.approx(train)
     assert (steps[0]["test_loss"], steps[0]["test_accuracy"]) == pytest.approx(test)
-    assert (summary.train_loss, summary.test_accuracy) == (steps[-1]["train_loss"], steps[-1]["test_accuracy"])
-    log = logs.read(run.log(tmp_path))
+    assert (log.final("train_loss"), log.final("test_accuracy")) == (
+        steps[-1]["train_loss"],
+        steps[-1]["test_accuracy"],
+    )
     assert (log.status, log.end, log.steps["test_loss"]) == ("finished", 3, [line["test_loss"] for line in steps])
 
 
@@ -141,17 +312,12 @@ def test_swapped_is_one_pass_over_the_test_set(tmp_path, trainers):
     assert first["train_loss"] == pytest.approx(problems.evaluate(model, data.test_images, data.test_labels).loss)
 
 
-def test_paper_swapped_has_17_steps():
-    run = next(run for run in plans.plan(["swapped"], full=True))
-    assert tasks.length(run, {"train": 10_000}) == 17
-
-
 def test_steps_to_90_percent(tmp_path, method, monkeypatch):
     method(Still)
     accuracies = iter([0.1, 0.5, 0.1, 0.89, 0.1, 0.9, 0.1, 0.95])  # train and test in turn
     monkeypatch.setattr(problems, "evaluate", lambda *_: problems.Evaluation(1.0, next(accuracies)))
-    summary = runs.execute(made("fake", "mnist", steps=3), tmp_path, digits())
-    assert (summary.steps_to_90, summary.test_accuracy) == (2, 0.95)
+    log = runs.execute(made("fake", "mnist", steps=3), tmp_path, digits())
+    assert (log.steps_to(), log.final("test_accuracy")) == (2, 0.95)
 
 
 # --- the name of a log ---
@@ -187,30 +353,14 @@ def test_interrupted_run_leaves_nothing(tmp_path, key, at):
     assert not runs.done(run, tmp_path)
 
 
-def test_two_at_once_do_not_share_a_file(tmp_path):
-    run = made("sgd")
-
-    def another(line):
-        if line["step"] == 1:
-            runs.execute(run, tmp_path)  # as a process that knows of no lock
-
-    runs.execute(run, tmp_path, watch=another)
-    assert runs.done(run, tmp_path)
-    assert [path.name for path in run.log(tmp_path).parent.iterdir()] == ["sgd.default.0.jsonl"]
-
-
 # --- a disk that is full ---
-
-
-def whole_length(out):
-    runs.execute(made("sgd"), out)
-    return made("sgd").log(out).stat().st_size
 
 
 @pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.99])
 def test_log_that_cannot_be_written_is_named_and_replaces_none(tmp_path, part):
-    size = int(part * whole_length(tmp_path / "measured"))
     run, out = made("sgd"), tmp_path / "out"
+    runs.execute(run, tmp_path / "measured")
+    size = int(part * run.log(tmp_path / "measured").stat().st_size)
     runs.execute(replace(run, steps=1), out)  # a log of other length has the name already
     before = run.log(out).read_bytes()
     with room_for(size), pytest.raises(OSError, match="sgd") as error:
@@ -222,30 +372,6 @@ def test_log_that_cannot_be_written_is_named_and_replaces_none(tmp_path, part):
     assert run.log(out).read_bytes() == before
     assert not runs.done(run, out)
     assert runs.execute(run, out).status == "finished"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
-def test_no_space_left(tmp_path, monkeypatch):
-    opened = Path.open
-
-    def full(path, mode="r", **options):
-        return opened(Path("/dev/full") if path.suffix == ".part" else path, mode.replace("x", "w"), **options)
-
-    monkeypatch.setattr(Path, "open", full)
-    run = made("sgd")
-    with pytest.raises(OSError, match=f"{run.log(tmp_path)} could not be written .No space left on device.: free"):
-        runs.execute(run, tmp_path)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_disk_that_is_full_when_the_log_is_whole(tmp_path, monkeypatch):
-    def full(file):
-        raise OSError(28, "No space left on device")  # network file systems say so here
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"sgd\.default\.0\.jsonl could not be written"):
-        runs.execute(made("sgd"), tmp_path)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_log_that_cannot_be_read_is_not_run_again(tmp_path, monkeypatch):
@@ -279,33 +405,30 @@ class Fails(Still):
 def test_error_of_a_method_is_in_its_log(tmp_path, method):
     method(Fails)
     run = made("fake", steps=5)
-    summary = runs.execute(run, tmp_path)
+    log = runs.execute(run, tmp_path)
     message = "FloatingPointError: the matrix is not positive definite"
-    assert (summary.status, summary.step, summary.message) == ("failed", 2, message)
+    assert (log.status, log.end, log.message) == ("failed", 2, message)
     assert lines_of(run.log(tmp_path))[-1] == {"kind": "end", "status": "failed", "step": 2, "message": message}
     assert [line["step"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2]
     assert not runs.done(run, tmp_path)
-
-
-def test_error_while_a_method_is_built(tmp_path):
-    run = made("sgd", hyper={"lr": -1.0})
-    summary = runs.execute(run, tmp_path)
-    assert (summary.status, summary.step) == ("failed", 0)
-    assert "ValueError: Invalid learning rate: -1.0" in summary.message
-    assert math.isnan(summary.train_loss)
-    assert [line["kind"] for line in lines_of(run.log(tmp_path))] == ["run", "data", "end"]
+    unbuilt = made("sgd", hyper={"lr": -1.0})
+    log = runs.execute(unbuilt, tmp_path)
+    assert (log.status, log.end) == ("failed", 0)
+    assert "ValueError: Invalid learning rate: -1.0" in log.message
+    assert math.isnan(log.final("train_loss"))
+    assert [line["kind"] for line in lines_of(unbuilt.log(tmp_path))] == ["run", "data", "end"]
 
 
 @pytest.mark.parametrize("experiment", ["sine", "mnist"])
 def test_divergence_ends_a_run(tmp_path, experiment):
     run = made("sgd", experiment, steps=50, hyper={"lr": 1e6})
     data = digits()
-    summary = runs.execute(run, tmp_path, data)
-    assert summary.status == "diverged"
-    assert 1 <= summary.step < 50
+    log = runs.execute(run, tmp_path, data)
+    assert log.status == "diverged"
+    assert 1 <= log.end < 50
     *_, last, end = lines_of(run.log(tmp_path))
-    assert (end["status"], end["step"], last["step"]) == ("diverged", summary.step, summary.step)
-    assert f"after step {summary.step}, " in end["message"]
+    assert (end["status"], end["step"], last["step"]) == ("diverged", log.end, log.end)
+    assert f"after step {log.end}, " in end["message"]
     assert runs.done(run, tmp_path, data)
 
 
@@ -314,9 +437,9 @@ def test_ten_times_the_start_is_divergence(tmp_path, method, monkeypatch):
     losses = iter([1.0, 9.9, 0.5, 10.1, 0.1])
     monkeypatch.setattr(problems, "mean_squared_error", lambda *_: next(losses))
     run = made("fake", steps=4)
-    summary = runs.execute(run, tmp_path)
-    assert (summary.status, summary.step, summary.train_loss) == ("diverged", 3, 10.1)
-    assert summary.message == "the loss was 10.1 after step 3, 1 at the start"
+    log = runs.execute(run, tmp_path)
+    assert (log.status, log.end, log.final("train_loss")) == ("diverged", 3, 10.1)
+    assert log.message == "the loss was 10.1 after step 3, 1 at the start"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -329,13 +452,13 @@ def test_numbers_that_are_not_finite(tmp_path, method, experiment, value):
 
     method(Break)
     run = made("fake", experiment, steps=8, hyper={"average": value})  # it is in the head too
-    summary = runs.execute(run, tmp_path, digits())
+    log = runs.execute(run, tmp_path, digits())
     head, *_, end = lines_of(run.log(tmp_path))
     assert head["hyper"] == {"average": None}
     assert (end["status"], end["step"]) == ("diverged", 1)
     assert steps_of(run.log(tmp_path))[-1]["train_loss"] is None
-    assert summary.status == "diverged"
-    assert math.isnan(logs.read(run.log(tmp_path)).final("train_loss"))
+    assert log.status == "diverged"
+    assert math.isnan(log.final("train_loss"))
 
 
 def test_curve_that_is_not_finite(tmp_path, method, monkeypatch):
@@ -352,31 +475,396 @@ def test_curve_that_is_not_finite(tmp_path, method, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("key", "module", "package"), [("psgd", "psgd_torch", "psgd-torch"), ("bfgs", "scipy.optimize", "scipy")]
+    ("key", "module", "package"),
+    [
+        ("psgd", "psgd_torch", "psgd-torch"),
+        ("bfgs", "scipy.optimize", "scipy"),
+        ("tlm", None, "torch-levenberg-marquardt"),
+    ],
 )
 def test_missing_package(tmp_path, monkeypatch, key, module, package):
-    monkeypatch.setitem(sys.modules, module, None)
-    check_unavailable(made(key), tmp_path, package)
-
-
-def test_missing_peer(tmp_path, monkeypatch):
+    if module is not None:
+        monkeypatch.setitem(sys.modules, module, None)
     for name in [name for name in sys.modules if name.split(".")[0] == "torch_levenberg_marquardt"]:
         monkeypatch.delitem(sys.modules, name)
     find = machinery.PathFinder.find_spec
-    monkeypatch.setattr(
-        machinery.PathFinder,
-        "find_spec",
-        lambda name, *rest: None if name.startswith("torch_levenberg") else find(name, *rest),
-    )
-    check_unavailable(made("tlm"), tmp_path, "torch-levenberg-marquardt")
+    absent = lambda name, *rest: None if name.startswith("torch_levenberg") else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr(machinery.PathFinder, "find_spec", absent)
+    run = made(key)
+    log = runs.execute(run, tmp_path)
+    assert (log.status, log.end) == ("unavailable", 0)
+    assert f"needs the package {package}: pip install" in log.message
+    end = lines_of(run.log(tmp_path))[-1]
+    assert end == {"kind": "end", "status": "unavailable", "step": 0, "message": log.message}
+    assert not runs.done(run, tmp_path)
+    assert "torch_levenberg_marquardt" not in sys.modules
 
 
-def check_unavailable(run, out, package):
-    summary = runs.execute(run, out)
-    assert (summary.status, summary.step) == ("unavailable", 0)
-    assert f"needs the package {package}: pip install" in summary.message
-    end = lines_of(run.log(out))[-1]
-    assert end == {"kind": "end", "status": "unavailable", "step": 0, "message": summary.message}
-    assert logs.read(run.log(out)).status == "unavailable"
-    assert not runs.done(run, out)
-    assert runs.execute(made("sgd"), out).status == "finished"
+# --- the clock ---
+
+
+class Time:
+    """Stands still but for what is said to take time."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def taking(self, seconds, function):
+        def slow(*arguments):
+            self.now += seconds
+            return function(*arguments)
+
+        return slow
+
+
+@pytest.fixture
+def time(monkeypatch):
+    """A step of "fake" takes a second; building, evaluating and fetching a batch a thousand each."""
+    time = Time()
+    batches, repeat = problems.batches, itertools.repeat
+
+    def slowly(source):
+        for batch in source:
+            time.now += 1000
+            yield batch
+
+    monkeypatch.setattr(runs, "time", SimpleNamespace(perf_counter=time.perf_counter))
+    monkeypatch.setattr(problems, "evaluate", time.taking(1000, problems.evaluate))
+    monkeypatch.setattr(problems, "mean_squared_error", time.taking(1000, problems.mean_squared_error))
+    monkeypatch.setattr(problems, "batches", lambda *arguments: slowly(batches(*arguments)))
+    monkeypatch.setattr(runs, "itertools", SimpleNamespace(repeat=lambda value: slowly(repeat(value))))
+    fake = Method("fake", "Fake", time.taking(1000, Still), {}, {})
+    monkeypatch.setattr(Still, "step", time.taking(1.0, Still.step))
+    monkeypatch.setitem(METHODS, "fake", fake)
+    return time
+
+
+@pytest.mark.parametrize("experiment", ["sine", "mnist"])
+def test_only_training_is_on_the_clock(tmp_path, time, experiment):
+    run = made("fake", experiment, steps=6)
+    log = runs.execute(run, tmp_path, digits(), time.taking(1000, lambda line: None))
+    assert [line["seconds"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2, 3, 4, 5, 6]
+    assert log.final("seconds") == 6
+    assert time.now > 13_000
+
+
+@pytest.mark.parametrize(("experiment", "key"), [pair for pair in EVERY if "ablation" not in pair[0]])
+def test_nothing_else_is_on_the_clock_of_any_method(tmp_path, time, experiment, key):
+    steps = train(made(key, experiment, steps=2), tmp_path, digits())
+    assert [line["seconds"] for line in steps] == [0, 0, 0]
+    assert time.now >= 4000
+
+
+def test_average_is_on_the_clock(tmp_path, time, monkeypatch):
+    monkeypatch.setattr(Trainer, "update_average", time.taking(0.5, Trainer.update_average))
+    assert [line["seconds"] for line in train(made("fake", steps=3), tmp_path)] == [0, 1.5, 3, 4.5]
+
+
+def test_slow_run_is_cut_off(tmp_path, time):
+    run = made("fake", steps=10, limit=2.5)
+    log = runs.execute(run, tmp_path)
+    assert (log.status, log.end, log.final("seconds")) == ("finished", 3, 3)
+    assert log.message == "cut off at 2.5 s, after step 3 of 10"
+    assert [line["step"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2, 3]
+    assert lines_of(run.log(tmp_path))[0]["limit"] == 2.5
+    assert runs.done(run, tmp_path)
+    log = runs.execute(made("fake", steps=3, seconds=100, limit=7), tmp_path)
+    assert (log.status, log.end) == ("finished", 7)  # the limit goes before the seconds
+
+
+def test_run_goes_on_until_its_seconds_are_over(tmp_path, time):
+    run = made("fake", steps=10, seconds=400)
+    log = runs.execute(run, tmp_path)
+    assert (log.status, log.end, log.final("seconds"), log.message) == ("finished", 400, 400, "")
+    steps = [line["step"] for line in steps_of(run.log(tmp_path))]
+    assert steps[:11] == list(range(11))
+    assert steps[-1] == 400
+    late = [step for step in steps[:-1] if step > 40]
+    assert len(late) > 20
+    assert all(1.05 * a <= b <= 1.08 * a for a, b in itertools.pairwise(late))
+
+
+def test_steps_are_done_though_the_seconds_are_over(tmp_path, time):
+    run = made("fake", steps=10, seconds=4)
+    assert runs.execute(run, tmp_path).end == 10
+    assert [line["step"] for line in steps_of(run.log(tmp_path))] == list(range(11))
+
+
+def test_method_that_stops_by_itself(tmp_path, method):
+    class Stops(Still):
+        def run(self, batches, after):
+            super().run(itertools.islice(batches, 2), after)
+
+    method(Stops)
+    run = made("fake", steps=5)
+    log = runs.execute(run, tmp_path)
+    assert (log.status, log.end) == ("finished", 2)
+    assert log.message == "it stopped by itself, after step 2 of 5"
+
+
+# --- what is done already ---
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A run that has ended, its folder and its data."""
+    run, data = made("adam", "mnist", steps=2, limit=60.0), digits()
+    assert not runs.done(run, tmp_path, data)
+    runs.execute(run, tmp_path, data)
+    return run, tmp_path, data
+
+
+def test_done(finished):
+    run, out, data = finished
+    assert runs.done(run, out, data)
+    assert runs.done(replace(run, hyper=dict(reversed(run.hyper.items()))), out, data)
+    assert runs.done(run, out, replace(data, source="elsewhere"))
+    sine = made("sgd", seconds=0.01)
+    runs.execute(sine, out)
+    assert runs.done(sine, out)
+    assert runs.done(sine, out, data)
+    for other in (replace(data, name="MNIST"), digits(train=61), digits(test=31), data.swapped()):
+        assert not runs.done(run, out, other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hyper": {"lr": 0.06, "beta1": 0.9, "beta2": 0.999, "average": None}},
+        {"hyper": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "average": 0.9}},
+        {"hyper": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999}},
+        {"steps": 3},
+        {"seconds": 1.0},
+        {"limit": math.inf},
+        {"train_sample": 30},
+        {"device": "cuda"},
+        {"seed": 1},
+        {"column": "tuned"},
+        {"experiment": "swapped"},
+    ],
+)
+def test_another_run_is_not_done(finished, change):
+    run, out, data = finished
+    assert not runs.done(replace(run, **change), out, data)
+
+
+def test_truncated_log_is_not_done(finished):
+    run, out, data = finished
+    content = run.log(out).read_bytes()
+    lines = content.splitlines(keepends=True)
+    cuts = [*itertools.accumulate(map(len, lines[:-1])), 0, 1, len(lines[0]) - 2, len(content) - 3]
+    for cut in cuts:
+        run.log(out).write_bytes(content[:cut])
+        assert not runs.done(run, out, data), content[:cut][-80:]
+    run.log(out).write_bytes(content)
+    assert runs.done(run, out, data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace(b'"finished"', b'"failed"'),
+        lambda text: text.replace(b'"finished"', b'"unavailable"'),
+        lambda text: text.replace(b'"train_loss": ', b'"train_loss": "low", "was": ', 1),
+        *(
+            lambda _, text=text: text
+            for text in (b"", b"\n", b"{}\n{}\n", b"[]\n[]\n", b"null\n1\n", b"\xff\xfe\n\xff\n")
+        ),
+    ],
+)
+def test_what_is_no_log_of_a_run_that_has_ended_is_not_done(finished, damage):
+    run, out, data = finished
+    run.log(out).write_bytes(damage(run.log(out).read_bytes()))
+    assert not runs.done(run, out, data)
+
+
+# --- a few steps of every method ---
+
+
+def test_same_weights_and_batches_within_a_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(problems, "BATCH", 20)  # of 60 digits: three in a pass
+    found = {}
+
+    def spied(key, build):
+        def spy(model, loss, hyper):
+            start = parameters_to_vector(model.parameters()).detach().clone()
+            trainer = build(model, loss, hyper)
+            run, seen = trainer.run, found.setdefault((experiment, seed), {}).setdefault(key, [start])
+            seen[1:] = []  # those of the copy that warms up
+
+            def record(source):
+                for x, y in source:
+                    seen.extend((x.clone(), y.clone()))
+                    yield x, y
+
+            trainer.run = lambda source, after: run(record(source), after)
+            return trainer
+
+        return spy
+
+    for key, spec in METHODS.items():
+        monkeypatch.setitem(METHODS, key, replace(spec, build=spied(key, spec.build)))
+    for (experiment, key), seed in itertools.product([pair for pair in EVERY if "ablation" not in pair[0]], (0, 1)):
+        runs.execute(made(key, experiment, steps=4 if experiment == "mnist" else 1, seed=seed), tmp_path, digits())
+    for experiment, seed in itertools.product(("sine", "mnist"), (0, 1)):
+        base, other = found[experiment, seed]["sgd"], found[experiment, 1 - seed]["sgd"]
+        for seen in found[experiment, seed].values():
+            assert len(seen) == len(base) > 2
+            assert all(torch.equal(got, wanted) for got, wanted in zip(seen, base, strict=True))
+        assert not torch.equal(base[0], other[0])
+        assert not torch.equal(base[2], other[2])
+
+
+@pytest.mark.parametrize("experiment", ["sine", "mnist"])
+def test_warming_up_leaves_no_trace(tmp_path, trainers, monkeypatch, experiment):
+    monkeypatch.setattr(problems, "BATCH", 20)
+    steps = train(made("fake", experiment, seed=3), tmp_path, digits())
+    first, second = trainers
+    assert (len(first.batches), len(second.batches), len(steps)) == (1, 3, 4)
+    assert first.model is not second.model
+    assert torch.equal(first.start, second.start)
+    for warm, real in zip(first.batches[0], second.batches[0], strict=True):
+        assert torch.equal(warm, real)
+
+
+@pytest.mark.parametrize(("experiment", "key"), EVERY)
+def test_runs_repeat(tmp_path, experiment, key):
+    run, data = made(key, experiment, steps=3 if experiment.endswith("sine") else 2), digits()
+    first = train(run, tmp_path / "first", data)
+    torch.rand(7)
+    again = train(run, tmp_path / "again", data)
+    assert [{**line, "seconds": 0} for line in first] == [{**line, "seconds": 0} for line in again]
+    assert len(first) > 1
+    other = train(replace(run, seed=1), tmp_path / "other", data)
+    assert first[0]["train_loss"] != other[0]["train_loss"]
+
+
+@pytest.mark.parametrize("key", ["lm", "kfac", "psgd", "sgd"])
+def test_evaluation_does_not_disturb_the_training(tmp_path, key):
+    few, many = (train(made(key, "mnist", steps=3, train_sample=n), tmp_path / str(n), digits()) for n in (5, 60))
+    assert [line["test_loss"] for line in few] == [line["test_loss"] for line in many]
+
+
+@pytest.mark.parametrize("column", ["default", "tuned"])
+@pytest.mark.parametrize("key", LABELS)
+def test_every_method_lowers_the_loss_of_the_sine(tmp_path, key, column):
+    hyper = runs.winners(runs.WINNERS)["sine"][key] if column == "tuned" else {}
+    losses = [line["train_loss"] for line in train(made(key, steps=15, hyper=hyper), tmp_path)]
+    assert losses[-1] < losses[0]
+    assert math.isfinite(losses[-1])
+
+
+def test_weights_that_are_evaluated_are_those_of_the_trainer(tmp_path, method):
+    class Zero(Still):
+        def evaluated(self):
+            vector_to_parameters(torch.zeros(31, dtype=torch.float64), self.model.parameters())
+            return super().evaluated()
+
+    method(Zero)
+    _, y = problems.sine(0)
+    losses = [line["train_loss"] for line in train(made("fake", steps=1), tmp_path)]
+    assert losses == pytest.approx([y.square().mean().item()] * 2)
+
+
+# --- `python -m marquardt.paper.runs`: the runs without the command line, where torch is all there is ---
+
+FORBIDDEN = {"jinja2", "matplotlib", "mlxtend", "optuna", "psgd_torch", "rich", "scipy", "sklearn", "typer"}
+
+
+def python(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_torch_is_all_that_runs_need():
+    # What torch itself loads does not count, numpy among it.
+    code = "import sys, torch, numpy, torch.distributed.nn.functional; before = set(sys.modules); "
+    code += "import marquardt.paper.runs; print(*sys.modules); "
+    done = python("-c", code + "print(*set(sys.modules) - before)")
+    assert done.returncode == 0, done.stderr
+    everything, new = ({name.split(".")[0] for name in line.split()} for line in done.stdout.splitlines())
+    assert "marquardt" in new
+    assert not everything & FORBIDDEN
+    assert new - sys.stdlib_module_names <= {"marquardt", "torch", "numpy"}
+
+
+def test_help():
+    done = python("-m", "marquardt.paper.runs", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in ["python -m marquardt.paper.runs", "--full", "--optimizers", "--tuned", *LABELS]:
+        assert word in done.stdout
+
+
+@pytest.fixture
+def main(tmp_path, monkeypatch):
+    """The module's own command, on runs of two steps."""
+    monkeypatch.setattr(runs, "SINE_STEPS", 2)
+    small = runs.QUICK._replace(sine_seeds=1, sine_seconds=0.0, mnist_steps=2, ablation_steps=1, train_sample=20)
+    monkeypatch.setattr(runs, "QUICK", small)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["runs", *map(str, arguments), "--out", str(tmp_path / "out")])
+        runs.main()
+        return {str(path.relative_to(tmp_path / "out" / "logs")) for path in (tmp_path / "out").rglob("*.jsonl")}
+
+    return call
+
+
+def test_main_goes_on_after_a_failure_and_skips_what_is_done(main, monkeypatch, capsys):
+    def broken(model, loss, hyper):
+        raise ValueError("it is broken")
+
+    monkeypatch.setitem(METHODS, "adam", replace(METHODS["adam"], build=broken))
+    logs = main("sine", "--optimizers", "adam", "sgd", "--columns", "default")
+    assert logs == {"sine/adam.default.1000.jsonl", "sine/sgd.default.1000.jsonl"}
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == ["sine/sgd.default.1000", "sine/adam.default.1000"]
+    assert ": MSE " in said[0]
+    assert "after 2 steps" in said[0]
+    assert said[1].endswith("(ValueError: it is broken)")
+    main("sine", "--optimizers", "adam", "sgd", "--columns", "default")
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["sine/adam.default.1000"]
+
+
+def test_main_on_digits_with_tuned_values(main, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(runs, "find", lambda name, folder: digits(name=f"{name} in {folder}"))
+    tuned = tmp_path / "tuned.json"
+    tuned.write_text(json.dumps({"mnist": {"sgd": {"lr": 0.5}}}))
+    options = ["--optimizers", "sgd", "--tuned", tuned, "--data", "mnist-5k", "--data-dir", "here"]
+    assert main("mnist", "swapped", *options) == {
+        f"{experiment}/sgd.{column}.1000.jsonl"
+        for experiment in ("mnist", "swapped")
+        for column in ("default", "tuned")
+    }
+    head = lines_of(tmp_path / "out" / "logs" / "mnist" / "sgd.tuned.1000.jsonl")[0]
+    assert head["hyper"]["lr"] == 0.5
+    assert head["data"]["name"] == "mnist-5k in here"
+    assert "90 % " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cosine"], "no experiment 'cosine'"),
+        (["sine", "--optimizers", "sdg"], "no optimizer 'sdg'"),
+        (["sine", "--columns", "best"], "no column 'best'"),
+        (["sine", "--seeds", "0"], "seeds=0"),
+        (["mnist", "--data", "cifar"], "cifar"),
+        (["mnist", "--data", "mnist", "--data-dir", "nowhere"], "nowhere"),
+        (["sine", "--tuned", "nowhere.json"], "nowhere.json"),
+        (["sine", "--tuned", "broken.json"], "broken.json"),
+        (["mnist", "--data", "digits"], "scikit-learn"),
+    ],
+)
+def test_main_refuses_bad_input(main, monkeypatch, tmp_path, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # not installed
+    with pytest.raises(SystemExit) as stop:
+        main(*arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

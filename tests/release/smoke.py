@@ -51,7 +51,7 @@ def torch_alone() -> None:
 
 @check
 def paper() -> None:
-    for name in ("figures", "report", "runs", "tune", "verdicts"):
+    for name in ("figures", "report", "runs", "tables", "tune"):
         importlib.import_module(f"marquardt.paper.{name}")
     assert "--full" in succeeds("paper", "--help")
 

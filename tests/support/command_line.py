@@ -27,3 +27,14 @@ def invoked(*arguments: str | Path) -> Any:
     from marquardt import cli
 
     return CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, list(map(str, arguments)), prog_name="marquardt")
+
+
+def refused(result: Any, *words: str) -> None:
+    """One clear sentence, and nothing of a traceback."""
+    assert result.exit_code == 1, result.output
+    assert result.output.strip().count("\n") == 0, result.output
+    assert result.output.startswith("Error: ")
+    for word in ("Traceback", "--debug"):
+        assert word not in result.output
+    for word in words:
+        assert word in result.output, result.output

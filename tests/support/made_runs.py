@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from marquardt.paper import plans, runs
+from marquardt.paper import runs
 from marquardt.paper.data import Digits
-from marquardt.paper.methods import ablation
-from marquardt.paper.trainers import Stepwise
+from marquardt.paper.methods import Stepwise, ablation
 
 LABELS = {  # in the order of tables
     "lm": "LM (ours)",
@@ -52,7 +51,7 @@ def digits(train=60, test=30, side=8, **changes):
 def made(method="sgd", experiment="sine", steps=3, hyper=None, **options):
     """A run with default hyper-parameters, but for those given."""
     options = {"column": "default", "seed": 0, "train_sample": 20, **options}
-    run = plans.Run(experiment, method, "", steps=steps, **options)
+    run = runs.Run(experiment, method, "", steps=steps, **options)
     return replace(run, label=run.spec().label, hyper={**run.spec().hyper(run.problem), **(hyper or {})})
 
 
@@ -72,10 +71,10 @@ def steps_of(path):
 
 def train(run, out, data=None):
     """The lines of its steps; a method whose package is missing is skipped."""
-    summary = runs.execute(run, out, data)
-    if summary.status == "unavailable":
-        pytest.skip(summary.message)
-    assert summary.status in ("finished", "diverged"), summary.message
+    log = runs.execute(run, out, data)
+    if log.status == "unavailable":
+        pytest.skip(log.message)
+    assert log.status in ("finished", "diverged"), log.message
     return steps_of(run.log(out))
 
 

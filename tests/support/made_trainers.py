@@ -7,8 +7,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from marquardt.paper import problems
-from marquardt.paper.methods import METHODS
-from marquardt.paper.trainers import Unavailable
+from marquardt.paper.methods import METHODS, Unavailable
 
 PROBLEMS = {"sine": "mse", "mnist": "cross_entropy"}
 EVERY = [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 from .. import __version__
@@ -10,8 +13,8 @@ from .. import __version__
 try:
     import typer
 
-    from . import bench, fit, paper
-    from .base import superfluous
+    from . import fit, paper
+    from .base import complain, error_messages, superfluous
 except ModuleNotFoundError as error:
     missing, extra = str(error.name).partition(".")[0], "table" if {"fit", "predict"} & set(sys.argv[1:2]) else "paper"
     sys.stderr.write(f"the command line needs {missing}: pip install 'marquardt[{extra}]'\n")
@@ -21,7 +24,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command()(fit.fit)
 app.command()(fit.predict)
 app.add_typer(paper.paper, name="paper")
-app.command(context_settings={"allow_interspersed_args": False})(bench.bench)
 
 
 def main() -> None:
@@ -42,3 +44,41 @@ def marquardt(
     ] = False,
 ) -> None:
     """Levenberg–Marquardt for PyTorch: networks for tables, the paper's experiments and the benchmarks."""
+
+
+class Benchmark(str, Enum):
+    """What is asked for, by the name of its file."""
+
+    arena = "arena"
+    regret = "regret"
+    step = "step"
+    scale = "scale"
+    precision = "precision"
+    time_to_target = "time"
+    line_search = "line-search"
+    quality = "quality"
+    models = "models"
+    least_squares = "least-squares"
+    tables = "tables"
+    trainbr = "trainbr"
+    uncertainty = "uncertainty"
+    resume = "resume"
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def bench(
+    name: Annotated[Benchmark, typer.Argument(help="Which one.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Passed on to it.")] = None,
+) -> None:
+    """Run a benchmark, from a checkout of the repository; `marquardt bench step --help` shows its own options."""
+    file = f"{name.name}.py"
+    folders = (Path(__file__).parents[3] / "benchmarks", Path.cwd() / "benchmarks")
+    script = next((folder / file for folder in folders if (folder / file).is_file()), None)
+    if script is None:
+        complain(
+            f"no {file} in {' or '.join(map(str, folders))}: the benchmarks are in the repository, not in the package; "
+            "run this in a checkout"
+        )
+        raise typer.Exit(2)
+    with error_messages(debug=False, extra="paper"):
+        raise typer.Exit(subprocess.call([sys.executable, str(script), *(arguments or [])]))

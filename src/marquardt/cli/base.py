@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ class Console(rich.console.Console):
 
 
 @contextmanager
-def told(debug: bool, extra: str) -> Iterator[None]:
+def error_messages(debug: bool, extra: str) -> Iterator[None]:
     """Prints an error as one sentence and ends the program with its exit code; `debug` lets the traceback through.
 
     `extra` is the one that installs a package that is missing.
@@ -77,12 +76,6 @@ def complain(message: str) -> None:
     """On one line."""
     words = visible(short(" ".join(message.split("\n")), MOST))
     Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), words), soft_wrap=True)
-
-
-def put_out(text: str) -> None:
-    """To standard output as it is, and at once: a disk that is full is noticed here."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def make_folder(out: Path) -> None:

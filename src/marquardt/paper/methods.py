@@ -1,37 +1,252 @@
-"""The methods: optimizers with their default hyper-parameters and what may be tuned, and the ablation's variants."""
+"""The methods that are compared: how each one steps, its default hyper-parameters and what may be tuned, and the
+variants of the ablation.
+
+Of the packages that are compared torch alone is imported here; SciPy, psgd-torch and torch-levenberg-marquardt are
+imported by the trainers that need them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.machinery
+import io
 import math
 import re
-from collections.abc import Callable, Mapping
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
 
-from marquardt import (
-    EMA,
-    LM,
-    AdaptiveMomentum,
-    Balanced,
-    Decrease,
-    Empirical,
-    Exact,
-    GainRatio,
-    Grid,
-    Identity,
-    MaxDiagonal,
-    RelativeDecrease,
-    Sampled,
-    TenFold,
-    Uphill,
-    presets,
-)
+import marquardt as mq
 
-from .trainers import BFGS, PSGD, Hyper, Ours, Peer, Torch, Trainer
 from .vocabulary import ADDED, OPTIMIZERS, PARTS, REMOVED, RULE, compared
+
+Hyper = Mapping[str, Any]  # plain values: they go into logs and files
+Batches = Iterable[tuple[Tensor, Tensor]]
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "cross_entropy": F.cross_entropy}
+
+
+# --- trainers: how a method steps, and which weights are evaluated ---
+
+
+class Trainer(ABC):
+    """Trains a model, batch by batch, and keeps an average of its weights where `average`."""
+
+    def __init__(self, model: nn.Module, average: float | None = None) -> None:
+        self.model = model
+        self.average = None if average is None else mq.EMA(average)
+        self.mean: Tensor | None = None
+        self.count = 0
+
+    @abstractmethod
+    def run(self, batches: Batches, after: Callable[[], bool]) -> None:
+        """Steps, with a call of `after` behind each, until it returns that this was the last."""
+
+    @torch.no_grad()
+    def update_average(self) -> None:
+        if self.average is not None:
+            theta = parameters_to_vector(self.model.parameters())
+            self.mean = theta if self.mean is None else self.average.update(self.mean, theta, self.count)
+            self.count += 1
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """The average in place of the weights, where there is one."""
+        if self.mean is None:
+            yield
+            return
+        theta = parameters_to_vector(self.model.parameters()).detach().clone()
+        place(self.model, self.mean)
+        try:
+            yield
+        finally:
+            place(self.model, theta)
+
+
+class Stepwise(Trainer):
+    """A step for every batch."""
+
+    @abstractmethod
+    def step(self, x: Tensor, y: Tensor) -> None: ...
+
+    def run(self, batches: Batches, after: Callable[[], bool]) -> None:
+        for x, y in batches:
+            self.step(x, y)
+            self.update_average()
+            if after():
+                return
+
+
+@torch.no_grad()
+def place(model: nn.Module, theta: Tensor) -> None:
+    """θ into the parameters, in place: an optimizer may hold views of them."""
+    parameters = list(model.parameters())
+    for p, values in zip(parameters, theta.split([p.numel() for p in parameters]), strict=True):
+        p.copy_(values.view_as(p))
+
+
+class Ours(Stepwise):
+    """LM and its relatives: they keep the average themselves."""
+
+    def __init__(self, opt: mq.LM) -> None:
+        super().__init__(opt.model)
+        self.opt = opt
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.opt.step(x, y)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        with self.opt.averaged() if self.opt.average is not None else nullcontext():
+            yield
+
+
+class Torch(Stepwise):
+    """An optimizer of torch.optim, or one with its manners."""
+
+    def __init__(self, model: nn.Module, loss: str, opt: torch.optim.Optimizer, average: float | None) -> None:
+        super().__init__(model, average)
+        self.loss, self.opt = FUNCTIONS[loss], opt
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        def closure() -> Any:  # a tensor, where torch.optim declares a float
+            self.opt.zero_grad()
+            value = self.loss(self.model(x), y)
+            value.backward()
+            return value
+
+        self.opt.step(closure)
+
+
+class PSGD(Stepwise):
+    """psgd-torch: Kronecker-product preconditioners fitted to Hessian-vector products (Li 2018)."""
+
+    def __init__(self, model: nn.Module, loss: str, hyper: Hyper) -> None:
+        super().__init__(model, hyper["average"])
+        psgd = needed("psgd_torch", "psgd-torch")
+        self.loss = FUNCTIONS[loss]
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints advice on its defaults
+            self.opt = psgd.Kron(
+                list(model.parameters()),
+                lr_params=hyper["lr"],
+                lr_preconditioner=hyper["lr_preconditioner"],
+                momentum=hyper["momentum"],
+                grad_clip_max_norm=hyper["clip"],
+            )
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.opt.step(lambda: self.loss(self.model(x), y))
+
+
+class Peer(Stepwise):
+    """torch-levenberg-marquardt, with its fastest solver. Its vmap refuses RReLU: it gets the LeakyReLU of eval mode.
+
+    On cross-entropy it takes the root of each sample's loss as residual, one row per sample.
+    """
+
+    def __init__(self, model: nn.Module, loss: str, hyper: Hyper) -> None:
+        super().__init__(deterministic(model), hyper["average"])
+        training, losses, damping = (peer(name) for name in ("training", "loss", "damping"))
+        self.module = training.LevenbergMarquardtModule(
+            self.model,
+            {"mse": losses.MSELoss, "cross_entropy": losses.CrossEntropyLoss}[loss](),
+            learning_rate=hyper["lr"],
+            attempts_per_step=hyper["attempts"],
+            damping_strategy=damping.StandardDampingStrategy(starting_value=hyper["lam"]),
+            solve_method="cholesky",
+        )
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints every factorisation that fails
+            self.module.training_step(x, y)
+
+
+class BFGS(Trainer):
+    """SciPy's BFGS on the full batch: one iteration of it is a step."""
+
+    def __init__(self, model: nn.Module, loss: str, hyper: Hyper) -> None:
+        super().__init__(model, hyper["average"])
+        self.minimize = needed("scipy.optimize", "scipy").minimize
+        self.loss, self.hyper = FUNCTIONS[loss], hyper
+
+    def run(self, batches: Batches, after: Callable[[], bool]) -> None:
+        x, y = next(iter(batches))
+        parameters = list(self.model.parameters())
+        start = parameters_to_vector(parameters).detach()
+
+        def value_and_gradient(theta: Any) -> tuple[float, Any]:
+            place(self.model, torch.as_tensor(theta))
+            value = self.loss(self.model(x), y)
+            gradient = torch.autograd.grad(value, parameters)
+            return value.item(), parameters_to_vector(gradient).cpu().numpy()
+
+        def callback(theta: Any) -> None:
+            place(self.model, torch.as_tensor(theta))
+            self.update_average()
+            if after():
+                raise StopIteration
+
+        # It stops by itself only where the gradient is zero or the line search finds nothing lower.
+        options = {"gtol": 0.0, "c1": self.hyper["c1"], "c2": self.hyper["c2"], "maxiter": sys.maxsize}
+        result = self.minimize(
+            value_and_gradient, start.cpu().numpy(), jac=True, method="BFGS", callback=callback, options=options
+        )
+        place(self.model, torch.as_tensor(result.x))
+
+
+# --- what other libraries need ---
+
+
+class Unavailable(RuntimeError):
+    """A package that this method needs is not installed."""
+
+
+def deterministic(model: nn.Module) -> nn.Module:
+    """Every RReLU becomes the LeakyReLU that it is in eval mode."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.RReLU):
+            setattr(model, name, nn.LeakyReLU((child.lower + child.upper) / 2))
+        else:
+            deterministic(child)
+    return model
+
+
+def needed(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unavailable(f"needs the package {package}: pip install {package} ({error})") from error
+
+
+def peer(name: str) -> types.ModuleType:
+    """A module of torch-levenberg-marquardt. The package itself imports Lightning and torchmetrics for its training
+    loop, which a step does not need: without those, only the modules of the step are imported."""
+    package = "torch_levenberg_marquardt"
+    if package not in sys.modules:
+        spec = importlib.machinery.PathFinder.find_spec(package)
+        if spec is None or spec.submodule_search_locations is None:
+            raise Unavailable(
+                "needs the package torch-levenberg-marquardt: pip install --no-deps torch-levenberg-marquardt"
+            )
+        try:
+            return importlib.import_module(f"{package}.{name}")
+        except ImportError:
+            for loaded in [loaded for loaded in sys.modules if loaded.split(".")[0] == package]:
+                del sys.modules[loaded]
+        bare = types.ModuleType(package)
+        bare.__path__ = list(spec.submodule_search_locations)
+        sys.modules[package] = bare
+    return importlib.import_module(f"{package}.{name}")
+
 
 # --- what may be tuned ---
 
@@ -53,10 +268,14 @@ class OneOf(NamedTuple):
 AVERAGE = OneOf((None, 0.8, 0.9, 0.95, 0.98))  # offered to every optimizer
 LAMBDA = Range(1e-3, 1e2)
 XI, DP = Range(0.6, 0.99, log=False), Range(0.05, 5.0)
+DECAY = OneOf((0.0, 1e-5, 1e-4, 5e-4))
 UPHILL = OneOf((None, 1.0, 2.0))  # b; None: only a decrease is accepted
 
 
 # --- methods ---
+
+
+Build = Callable[[nn.Module, str, Hyper], Trainer]  # model, loss, hyper-parameters
 
 
 @dataclass(frozen=True)
@@ -65,7 +284,7 @@ class Method:
 
     key: str
     label: str
-    build: Callable[[nn.Module, str, Hyper], Trainer]  # model, loss, hyper-parameters
+    build: Build
     default: Hyper
     space: Mapping[str, Range | OneOf]
     on_mnist: Hyper = field(default_factory=dict)  # if other values hold there
@@ -79,108 +298,68 @@ class Method:
         return {**self.space, **(self.mnist_space if problem != "sine" else {}), "average": AVERAGE}
 
 
-def _average(hyper: Hyper) -> EMA | None:
-    return None if hyper["average"] is None else EMA(hyper["average"])
+def _average(h: Hyper) -> mq.EMA | None:
+    return None if h["average"] is None else mq.EMA(h["average"])
 
 
-def _acceptance(hyper: Hyper, of_late: bool = False) -> Decrease | Uphill:
-    return Decrease() if hyper["b"] is None else Uphill(hyper["b"], of_late=of_late)
+RULES = {"gain ratio": mq.GainRatio, "tenfold": mq.TenFold, "relative decrease": mq.RelativeDecrease}  # for λ
+ROWS = {"auto": None, "exact": mq.Exact(), "empirical": mq.Empirical(), "sampled": mq.Sampled(1)}
 
 
-RULES = {"gain ratio": GainRatio, "tenfold": TenFold, "relative decrease": RelativeDecrease}  # for λ
-ROWS = {"auto": None, "exact": Exact(), "empirical": Empirical(), "sampled": Sampled(1)}
+def _ours(make: Callable[..., mq.LM], parts: Callable[[Hyper], dict[str, Any]] = lambda h: {}) -> Build:
+    """LM or a preset with the parts that the hyper-parameters name."""
+    return lambda model, loss, h: Ours(make(model, loss, lr=h["lr"], average=_average(h), **parts(h)))
 
 
-def _lm(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    opt = LM(
-        model,
-        loss,
-        lr=h["lr"],
-        rows=ROWS[h["rows"]],
-        schedule=Balanced(initial=h["lam"], target=h["target"]),
-        momentum=AdaptiveMomentum(xi=h["xi"], dP=math.inf, cap=True, same_data=True),
-        acceptance=_acceptance(h, of_late=True),
-        average=_average(h),
-    )
-    return Ours(opt)
+def _of_torch(make: Callable[..., torch.optim.Optimizer]) -> Build:
+    return lambda model, loss, h: Torch(model, loss, make(model.parameters(), h), h["average"])
 
 
-def _paper(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    opt = presets.paper(
-        model,
-        loss,
-        lr=h["lr"],
-        rows=ROWS[h["rows"]],
-        schedule=RULES[h["rule"]](initial=h["lam"]),
-        momentum=AdaptiveMomentum(xi=h["xi"], dP=h["dP"], cap=True),
-        acceptance=_acceptance(h),
-        average=_average(h),
-    )
-    return Ours(opt)
+def _lm(h: Hyper) -> dict[str, Any]:
+    return {
+        "rows": ROWS[h["rows"]],
+        "schedule": mq.Balanced(initial=h["lam"], target=h["target"]),
+        "momentum": mq.AdaptiveMomentum(xi=h["xi"], dP=math.inf, cap=True, same_data=True),
+        "acceptance": mq.Decrease() if h["b"] is None else mq.Uphill(h["b"], of_late=True),
+    }
 
 
-def _code(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    opt = presets.authors_code(
-        model,
-        loss,
-        lr=h["lr"],
-        schedule=RelativeDecrease(initial=h["lam"]),
-        momentum=AdaptiveMomentum(xi=h["xi"], dP=h["dP"]),
-        acceptance=Uphill(h["b"]),
-        average=_average(h),
-    )
-    return Ours(opt)
+def _paper(h: Hyper) -> dict[str, Any]:
+    return {
+        "rows": ROWS[h["rows"]],
+        "schedule": RULES[h["rule"]](initial=h["lam"]),
+        "momentum": mq.AdaptiveMomentum(xi=h["xi"], dP=h["dP"], cap=True),
+        "acceptance": mq.Decrease() if h["b"] is None else mq.Uphill(h["b"]),
+    }
 
 
-def _vanilla(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    schedule = TenFold(initial=h["lam"], factor=h["factor"])
-    return Ours(presets.vanilla(model, loss, lr=h["lr"], schedule=schedule, average=_average(h)))
+def _code(h: Hyper) -> dict[str, Any]:
+    return {
+        "schedule": mq.RelativeDecrease(initial=h["lam"]),
+        "momentum": mq.AdaptiveMomentum(xi=h["xi"], dP=h["dP"]),
+        "acceptance": mq.Uphill(h["b"]),
+    }
 
 
-def _gauss_newton(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    return Ours(presets.gauss_newton(model, loss, lr=h["lr"], average=_average(h)))
+def _hessian_free(h: Hyper) -> dict[str, Any]:  # as in the preset
+    rule = mq.GainRatio(initial=h["lam"], down=2 / 3, up=1.5, slow_down=2 / 3, slow_up=1.5, floor=1e-12)
+    return {"schedule": rule}
 
 
-def _newton(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    return Ours(presets.newton(model, loss, lr=h["lr"], schedule=TenFold(initial=h["lam"]), average=_average(h)))
+def _sgd(parameters: Any, h: Hyper) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, h["lr"], momentum=h["momentum"], weight_decay=h["weight_decay"], fused=True)
 
 
-def _hessian_free(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    schedule = GainRatio(
-        initial=h["lam"], down=2 / 3, up=1.5, slow_down=2 / 3, slow_up=1.5, floor=1e-12
-    )  # as in the preset
-    return Ours(presets.hessian_free(model, loss, lr=h["lr"], schedule=schedule, average=_average(h)))
+def _adam(parameters: Any, h: Hyper) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, h["lr"], betas=(h["beta1"], h["beta2"]), fused=True)
 
 
-def _kfac(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    schedule = GainRatio(initial=h["lam"], floor=h["floor"])
-    return Ours(presets.kfac(model, loss, lr=h["lr"], schedule=schedule, average=_average(h)))
+def _lbfgs(parameters: Any, h: Hyper) -> torch.optim.Optimizer:
+    options = {"max_iter": h["iterations"], "history_size": h["history"], "line_search_fn": h["search"]}
+    return torch.optim.LBFGS(parameters, h["lr"], **options)
 
 
-def _sgd(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    options = {name: h[name] for name in ("lr", "momentum", "weight_decay")}
-    return Torch(model, loss, torch.optim.SGD(model.parameters(), fused=True, **options), h["average"])
-
-
-def _adam(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    opt = torch.optim.Adam(model.parameters(), lr=h["lr"], betas=(h["beta1"], h["beta2"]), fused=True)
-    return Torch(model, loss, opt, h["average"])
-
-
-def _lbfgs(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-    opt = torch.optim.LBFGS(
-        model.parameters(), h["lr"], max_iter=h["iterations"], history_size=h["history"], line_search_fn=h["search"]
-    )
-    return Torch(model, loss, opt, h["average"])
-
-
-def _optimizer(
-    key: str,
-    build: Callable[[nn.Module, str, Hyper], Trainer],
-    default: Hyper,
-    space: Mapping[str, Range | OneOf],
-    **options: Any,
-) -> Method:
+def _optimizer(key: str, build: Build, default: Hyper, space: Mapping[str, Range | OneOf], **options: Any) -> Method:
     return Method(key, OPTIMIZERS[key], build, default, space, **options)
 
 
@@ -189,7 +368,7 @@ METHODS = {
     for method in [
         _optimizer(
             "lm",
-            _lm,
+            _ours(mq.LM, _lm),
             # the defaults of mq.LM
             {"lr": 1.0, "lam": 3.0, "xi": 0.9, "b": 1.0, "rows": "auto", "target": 0.95, "average": 0.95},
             {"lr": Range(0.3, 1.0), "lam": LAMBDA, "xi": XI, "b": UPHILL},
@@ -197,7 +376,7 @@ METHODS = {
         ),
         _optimizer(
             "lm-paper",
-            _paper,
+            _ours(mq.presets.paper, _paper),
             {"lr": 1.0, "lam": 1.0, "rule": "gain ratio", "xi": 0.9, "dP": 0.6, "b": None, "rows": "exact"},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA, "rule": OneOf(tuple(RULES)), "xi": XI, "dP": DP, "b": UPHILL},
             on_mnist={"dP": 1.0, "b": 2.0},
@@ -205,20 +384,20 @@ METHODS = {
         ),
         _optimizer(
             "lm-code",
-            _code,
+            _ours(mq.presets.authors_code, _code),
             {"lr": 1.0, "lam": 1.0, "xi": 0.9, "dP": 0.6, "b": 2.0},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA, "xi": XI, "dP": DP, "b": OneOf((1.0, 2.0))},
         ),
         _optimizer(
             "lm-vanilla",
-            _vanilla,
+            _ours(mq.presets.vanilla, lambda h: {"schedule": mq.TenFold(initial=h["lam"], factor=h["factor"])}),
             {"lr": 1.0, "lam": 1.0, "factor": 10.0},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA, "factor": Range(1.5, 10.0)},
         ),
-        _optimizer("gauss-newton", _gauss_newton, {"lr": 1.0}, {"lr": Range(0.01, 1.0)}),
+        _optimizer("gauss-newton", _ours(mq.presets.gauss_newton), {"lr": 1.0}, {"lr": Range(0.01, 1.0)}),
         _optimizer(
             "newton",
-            _newton,
+            _ours(mq.presets.newton, lambda h: {"schedule": mq.TenFold(initial=h["lam"])}),
             {"lr": 1.0, "lam": 1.0},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA},
             sine_only=True,
@@ -232,24 +411,20 @@ METHODS = {
         ),
         _optimizer(
             "lbfgs",
-            _lbfgs,
+            _of_torch(_lbfgs),
             {"lr": 0.005, "iterations": 1, "history": 100, "search": None},  # torch's defaults beside the paper's lr
-            {
-                "lr": Range(1e-3, 1.0),
-                "history": OneOf((5, 20, 100)),
-                "search": OneOf((None, "strong_wolfe")),
-            },
+            {"lr": Range(1e-3, 1.0), "history": OneOf((5, 20, 100)), "search": OneOf((None, "strong_wolfe"))},
             on_mnist={"iterations": 20},  # of torch's step, on one batch: its default
         ),
         _optimizer(
             "hessian-free",
-            _hessian_free,
+            _ours(mq.presets.hessian_free, _hessian_free),
             {"lr": 0.1, "lam": 1.0},
             {"lr": Range(0.05, 1.0), "lam": LAMBDA},
         ),
         _optimizer(
             "kfac",
-            _kfac,
+            _ours(mq.presets.kfac, lambda h: {"schedule": mq.GainRatio(initial=h["lam"], floor=h["floor"])}),
             {"lr": 0.05, "lam": 1.0, "floor": 0.3},  # the preset's beside the paper's lr
             {"lr": Range(0.01, 1.0), "lam": LAMBDA},
             on_mnist={"lr": 1.0},
@@ -257,18 +432,14 @@ METHODS = {
         ),
         _optimizer(
             "sgd",
-            _sgd,
+            _of_torch(_sgd),
             {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4},
-            {
-                "lr": Range(1e-3, 1.0),
-                "momentum": Range(0.5, 0.99, log=False),
-                "weight_decay": OneOf((0.0, 1e-5, 1e-4, 5e-4)),
-            },
+            {"lr": Range(1e-3, 1.0), "momentum": Range(0.5, 0.99, log=False), "weight_decay": DECAY},
             on_mnist={"lr": 0.1},
         ),
         _optimizer(
             "adam",
-            _adam,
+            _of_torch(_adam),
             {"lr": 0.01, "beta1": 0.9, "beta2": 0.999},
             {"lr": Range(1e-3, 0.3), "beta1": OneOf((0.8, 0.9, 0.95)), "beta2": OneOf((0.9, 0.99, 0.999))},
             on_mnist={"lr": 0.05},
@@ -278,10 +449,8 @@ METHODS = {
             PSGD,
             {"lr": 0.01, "lr_preconditioner": 0.1, "momentum": 0.0, "clip": None},  # psgd-torch's defaults
             {
-                "lr": Range(1e-3, 1.0),
-                "lr_preconditioner": Range(0.01, 1.0),
-                "momentum": OneOf((0.0, 0.5, 0.9)),
-                "clip": OneOf((None, 1.0, 10.0)),
+                **{"lr": Range(1e-3, 1.0), "lr_preconditioner": Range(0.01, 1.0)},
+                **{"momentum": OneOf((0.0, 0.5, 0.9)), "clip": OneOf((None, 1.0, 10.0))},
             },
         ),
         _optimizer(
@@ -301,18 +470,18 @@ def improvements(loss: str) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """What the paper has, and what is there without it."""
     dP = METHODS["lm-paper"].hyper("sine" if loss == "mse" else "mnist")["dP"]
     return {
-        "max-diagonal": ({"damping": MaxDiagonal()}, {"damping": Identity()}),
-        "momentum": ({"momentum": AdaptiveMomentum(dP=dP, cap=True)}, {"momentum": None}),
-        "search": ({"line_search": Grid()}, {"line_search": None}),
-        "uphill": ({"acceptance": Uphill()}, {"acceptance": Decrease()}),
-        RULE: ({"schedule": GainRatio()}, {"schedule": TenFold()}),
+        "max-diagonal": ({"damping": mq.MaxDiagonal()}, {"damping": mq.Identity()}),
+        "momentum": ({"momentum": mq.AdaptiveMomentum(dP=dP, cap=True)}, {"momentum": None}),
+        "search": ({"line_search": mq.Grid()}, {"line_search": None}),
+        "uphill": ({"acceptance": mq.Uphill()}, {"acceptance": mq.Decrease()}),
+        RULE: ({"schedule": mq.GainRatio()}, {"schedule": mq.TenFold()}),
     }
 
 
 def _variant(key: str, label: str) -> Method:
     """ "paper", "paper-search", "vanilla+search", …: a preset with one part added or taken away."""
     name, sign, part = re.fullmatch(r"(paper|vanilla)(?:([+-])(.+))?", key).groups()  # type: ignore[union-attr]
-    preset = {"paper": presets.paper, "vanilla": presets.vanilla}[name]
+    preset = mq.presets.paper if name == "paper" else mq.presets.vanilla
 
     def build(model: nn.Module, loss: str, h: Hyper) -> Trainer:
         parts = improvements(loss)[part][sign == "-"] if part else {}

@@ -33,10 +33,12 @@ def sine(seed: int, dtype: torch.dtype = torch.float64, device: Device = "cpu") 
 def sine_mlp(seed: int, dtype: torch.dtype = torch.float64, device: Device = "cpu") -> nn.Sequential:
     """MLP 1–10–1 with ELU: 31 parameters, torch's default initialisation under `seed`."""
 
-    def build() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(1, 10, dtype=torch.float32), nn.ELU(), nn.Linear(10, 1, dtype=torch.float32))
-
-    return _seeded(build, seed, dtype, device)
+    return _seeded(
+        lambda: nn.Sequential(nn.Linear(1, 10, dtype=torch.float32), nn.ELU(), nn.Linear(10, 1, dtype=torch.float32)),
+        seed,
+        dtype,
+        device,
+    )
 
 
 # --- digits ---------------------------------------------------------------------------------------------------------
@@ -45,8 +47,8 @@ def sine_mlp(seed: int, dtype: torch.dtype = torch.float64, device: Device = "cp
 def mnist_cnn(seed: int, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> nn.Sequential:
     """The paper's CNN on 1×28×28 images: 2,202 parameters, torch's default initialisation under `seed`."""
 
-    def build() -> nn.Sequential:
-        return nn.Sequential(
+    return _seeded(
+        lambda: nn.Sequential(
             nn.Conv2d(1, 4, 5, dtype=torch.float32),  # (N, 4, 24, 24)
             nn.RReLU(),
             nn.MaxPool2d(2),  # (N, 4, 12, 12)
@@ -55,16 +57,18 @@ def mnist_cnn(seed: int, dtype: torch.dtype = torch.float32, device: Device = "c
             nn.MaxPool2d(2),  # (N, 8, 4, 4)
             nn.Flatten(),
             nn.Linear(128, MNIST_CLASSES, dtype=torch.float32),  # (N, 10)
-        )
-
-    return _seeded(build, seed, dtype, device)
+        ),
+        seed,
+        dtype,
+        device,
+    )
 
 
 def digits_cnn(seed: int, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> nn.Sequential:
     """A CNN like the paper's on 1×8×8 images: 506 parameters, torch's default initialisation under `seed`."""
 
-    def build() -> nn.Sequential:
-        return nn.Sequential(
+    return _seeded(
+        lambda: nn.Sequential(
             nn.Conv2d(1, 4, 3, dtype=torch.float32),  # (N, 4, 6, 6)
             nn.RReLU(),
             nn.MaxPool2d(2),  # (N, 4, 3, 3)
@@ -72,9 +76,11 @@ def digits_cnn(seed: int, dtype: torch.dtype = torch.float32, device: Device = "
             nn.RReLU(),
             nn.Flatten(),
             nn.Linear(32, MNIST_CLASSES, dtype=torch.float32),  # (N, 10)
-        )
-
-    return _seeded(build, seed, dtype, device)
+        ),
+        seed,
+        dtype,
+        device,
+    )
 
 
 class Build(Protocol):

@@ -20,12 +20,11 @@ from markupsafe import Markup
 from .. import documents, files
 from ..documents import typed
 from ..texts import on_page, quoted
-from . import logs, panels, styles, tables
-from .figures import Figure, figures
+from . import logs
+from .figures import CSS, FAMILIES, SHORT, Figure, alone, figures, sample
 from .logs import Log, horizon, select
 from .problems import SINE_NOISE_FLOOR
-from .tables import Table
-from .verdicts import HELD, LM_ITSELF, THE_OTHERS, UNKNOWN, Verdict, verdicts
+from .tables import HELD, LM_ITSELF, THE_OTHERS, UNKNOWN, Table, Verdict, tables, verdicts
 from .vocabulary import COLUMNS, CONTENT, LOGS, OPTIMIZERS, TARGET_LABEL, TITLES, WHAT_THEY_ARE
 
 FORMAT = 2  # of report.json; the first had no checksum
@@ -61,33 +60,30 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Report:
     """report.json: the content of the page, and the checksums of the files that were drawn from it."""
 
     content: Content
     written: list[str]
 
     @staticmethod
-    def read(path: Path) -> Kept:
+    def read(path: Path) -> Report:
         way = "move it away, and `marquardt paper report` writes it again from logs"
         try:
             if path.is_symlink():
                 raise files.Damaged(f"{path} is a link, which marquardt has not made")
-            found, is_sealed = documents.read(path)
-            version = found.pop("format", None)
+            entries, is_sealed = documents.read(path)
+            version = entries.pop("format", None)
             if version != FORMAT:
                 raise files.Damaged(f"{path} has the format {version!r}, this version reads {FORMAT}")
             if not is_sealed:
                 raise files.Damaged(f"{path} is damaged: it has lost its checksum")
-            kept: Kept = typed(found, Kept)
-            return kept
+            report: Report = typed(entries, Report)
+            return report
         except files.Damaged as error:
             raise files.Damaged(f"{error}: {way}") from None
         except ValueError as error:
             raise files.Damaged(f"{path} is damaged ({error}): {way}") from None
-
-    def text(self) -> bytes:
-        return documents.sealed({"format": FORMAT, **asdict(self)})
 
 
 def write(out: Path) -> Path:
@@ -97,15 +93,15 @@ def write(out: Path) -> Path:
     of these names and was not written here is refused by name.
     """
     out = Path(out)
-    found = logs.read_all(out)
-    before = Kept.read(out / CONTENT) if os.path.lexists(out / CONTENT) else None
-    if not found and before is None:
+    runs = logs.read_all(out)
+    before = Report.read(out / CONTENT) if os.path.lexists(out / CONTENT) else None
+    if not runs and before is None:
         raise ValueError(f"{out / LOGS} has no log of a run that has ended: run `marquardt paper` first")
     with files.held(out, "report"):
         made: dict[str, str] = {}
-        if found:
-            content = _gathered(found, logs.unfinished(out))
-            made["results.csv"] = logs.as_csv(found)
+        if runs:
+            content = _gathered(runs, logs.unfinished(out))
+            made["results.csv"] = logs.as_csv(runs)
             made |= {f"tables/{table.name}.md": table.markdown() for table in content.tables}
         elif before is not None:
             content = before.content
@@ -114,13 +110,13 @@ def write(out: Path) -> Path:
     return out / PAGE
 
 
-def _put(out: Path, content: Content, made: dict[str, bytes], before: Kept | None) -> None:
+def _put(out: Path, content: Content, made: dict[str, bytes], before: Report | None) -> None:
     """report.json comes first: also if the process is killed in between, what it has written is known for its own."""
     new = {out / name: documents.digest(text) for name, text in made.items()}
     way = "move it away, or choose another --out"
     there = documents.own(dict(new), before.written if before else (), way)
     with files.whole(out / CONTENT) as put:
-        put(Kept(content, sorted(there | {*new.values()})).text())
+        put(documents.sealed({"format": FORMAT, **asdict(Report(content, sorted(there | {*new.values()})))}))
     for name, text in made.items():
         with files.whole(out / name) as put:
             put(text)
@@ -129,28 +125,28 @@ def _put(out: Path, content: Content, made: dict[str, bytes], before: Kept | Non
 def _drawn(content: Content, out: Path) -> dict[str, str]:
     try:
         drawn = {figure.name: figure.panels() for figure in content.figures}
-        pictures = {f"figures/{name}.svg": panels.alone(svgs) for name, svgs in drawn.items()}
+        pictures = {f"figures/{name}.svg": alone(svgs) for name, svgs in drawn.items()}
         return pictures | {PAGE: _page(content, drawn)}
     except (ValueError, LookupError, ArithmeticError, StopIteration, jinja2.TemplateError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{out / CONTENT} holds what cannot be drawn ({reason}): move it away") from error
 
 
-def _gathered(found: Sequence[Log], parts: Sequence[Path]) -> Content:
-    by_column = {column: verdicts(found, column) for column in COLUMNS if any(r.column == column for r in found)}
-    started = sorted(log.head["started"] for log in found)
+def _gathered(runs: Sequence[Log], parts: Sequence[Path]) -> Content:
+    by_column = {column: verdicts(runs, column) for column in COLUMNS if any(r.column == column for r in runs)}
+    started = sorted(log.head["started"] for log in runs)
     return Content(
-        runs=len(found),
-        statuses=dict(Counter(log.status for log in found)),
-        unfinished=sorted({f"{path.parent.name}/{logs.run_of(path)}" for path in parts}),
-        hours=sum(seconds for log in found if math.isfinite(seconds := log.final("seconds"))) / 3600,
+        runs=len(runs),
+        statuses=dict(Counter(log.status for log in runs)),
+        unfinished=sorted({f"{path.parent.name}/{path.name.rsplit('.', 2)[0]}" for path in parts}),
+        hours=sum(seconds for log in runs if math.isfinite(seconds := log.final("seconds"))) / 3600,
         started=[started[0], started[-1]],
-        summary=_summary(found, by_column),
-        experiments=_experiments(found),
-        machines=_machines(found),
+        summary=_summary(runs, by_column),
+        experiments=_experiments(runs),
+        machines=_machines(runs),
         verdicts=by_column,
-        tables=tables.tables(found),
-        figures=figures(found),
+        tables=tables(runs),
+        figures=figures(runs),
     )
 
 
@@ -165,10 +161,10 @@ def _page(content: Content, drawn: dict[str, list[str]]) -> str:
     )
     by_experiment = {name: TABLES.get(name, (name,)) for name in TITLES}
     placed = {name for names in by_experiment.values() for name in names}
-    shown = {line.method for figure in content.figures for chart in figure.charts for line in chart.lines}
+    methods = {line.method for figure in content.figures for chart in figure.charts for line in chart.lines}
     return environment.get_template("report.html.jinja").render(
         content=content,
-        legend=_legend(shown),
+        legend=_legend(methods),
         pictures=_by_title({name: [f for f in content.figures if f.experiment == name] for name in TITLES}),
         panels={name: [*map(Markup, svgs)] for name, svgs in drawn.items()},
         topics=_topics(content.verdicts),
@@ -178,38 +174,39 @@ def _page(content: Content, drawn: dict[str, list[str]]) -> str:
         titles=TITLES,
         noise=f"{SINE_NOISE_FLOOR:.4f}",
         target=TARGET_LABEL,
-        css=Markup(styles.CSS),
+        css=Markup(CSS),
     )
 
 
-def _by_title(found: dict[str, list[Any]]) -> dict[str, tuple[str, list[Any]]]:
-    return {name: (TITLES[name], some) for name, some in found.items() if some}
+def _by_title(by_experiment: dict[str, list[Any]]) -> dict[str, tuple[str, list[Any]]]:
+    return {name: (TITLES[name], some) for name, some in by_experiment.items() if some}
 
 
-def _legend(shown: set[str]) -> dict[str, list[tuple[Markup, str, str, str]]]:
+def _legend(methods: set[str]) -> dict[str, list[tuple[Markup, str, str, str]]]:
     """By family: a piece of the line, the name beside it, the full name if that is another, and what it is."""
-    made = {}
-    for family, methods in styles.FAMILIES.items():
-        made[family] = [
-            (Markup(panels.sample(method)), styles.SHORT[method], OPTIMIZERS[method], WHAT_THEY_ARE[method])
-            for method in methods
-            if method in OPTIMIZERS and method in shown
+    lines = {
+        family: [
+            (Markup(sample(method)), SHORT[method], OPTIMIZERS[method], WHAT_THEY_ARE[method])
+            for method in members
+            if method in OPTIMIZERS and method in methods
         ]
-    return {family: lines for family, lines in made.items() if lines}
+        for family, members in FAMILIES.items()
+    }
+    return {family: some for family, some in lines.items() if some}
 
 
 def _topics(by_column: dict[str, list[Verdict]]) -> dict[str, list[dict[str, Verdict]]]:
     """{title: [{column: verdict}, …]}, a claim each; the columns are its judgements with default and tuned values."""
     titles = [*TITLES.values(), OTHER_METHODS]
-    found: dict[str, dict[str, dict[str, Verdict]]] = {title: {} for title in titles}
+    judged: dict[str, dict[str, dict[str, Verdict]]] = {title: {} for title in titles}
     for column, some in by_column.items():
         for verdict in some:
             title = OTHER_METHODS if verdict.about == THE_OTHERS else TITLES[verdict.experiment]
-            found[title].setdefault(verdict.claim, {})[column] = verdict
-    return {title: [*claims.values()] for title, claims in found.items() if claims}
+            judged[title].setdefault(verdict.claim, {})[column] = verdict
+    return {title: [*claims.values()] for title, claims in judged.items() if claims}
 
 
-def _summary(found: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
+def _summary(runs: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
     sentences = []
     for column, judged in by_column.items():
         counts = []
@@ -218,7 +215,7 @@ def _summary(found: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
             missing = f" ({count[UNKNOWN]} not measured)" if count[UNKNOWN] else ""
             counts.append(f"{count[HELD]} of {count.total()} about {about}{missing}")
         sentences.append(f"With {column} values these claims of the paper held: {' and '.join(counts)}.")
-    digits = [log.head["data"] for log in found if log.head["problem"] != "sine"]
+    digits = [log.head["data"] for log in runs if log.head["problem"] != "sine"]
     others = sorted({data["name"] for data in digits if data["train"] + data["test"] != MNIST_SIZE})
     if others:
         sentences.append(
@@ -227,30 +224,29 @@ def _summary(found: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
     return " ".join(sentences)
 
 
-def _experiments(found: Sequence[Log]) -> list[list[str]]:
+def _experiments(runs: Sequence[Log]) -> list[list[str]]:
     """Data, size, length and seeds of each experiment."""
     rows = []
     for name, title in TITLES.items():
-        runs = select(found, name)
-        if runs:
-            head, data = runs[0].head, runs[0].head["data"]
+        of_it = select(runs, name)
+        if of_it:
+            head, data = of_it[0].head, of_it[0].head["data"]
             sizes = ", ".join(f"{data[key]:,} {key}" for key in ("train", "test") if data.get(key))
             if 0 < head.get("train_sample", 0) < data["train"]:
                 sizes += f" (training loss and accuracy of {head['train_sample']:,})"
-            length = f"{horizon(runs)} steps" + (f", {head['seconds']:g} s" if head["seconds"] else "")
-            seeds = len({log.seed for log in runs})
-            rows.append([title, data["name"], sizes, data["source"], length, str(seeds), str(len(runs))])
+            length = f"{horizon(of_it)} steps" + (f", {head['seconds']:g} s" if head["seconds"] else "")
+            seeds = len({log.seed for log in of_it})
+            rows.append([title, data["name"], sizes, data["source"], length, str(seeds), str(len(of_it))])
     return rows
 
 
-def _machines(found: Sequence[Log]) -> list[list[str]]:
+def _machines(runs: Sequence[Log]) -> list[list[str]]:
     """Machine, versions and number of runs, one row for each that differs."""
-    count: Counter[tuple[str, str]] = Counter()
-    for log in found:
-        machine = {**log.head["machine"], "device": log.head["device"]}
-        texts = (
-            ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
-            for values in (machine, log.head["versions"])
-        )
-        count[next(texts), next(texts)] += 1
-    return [[*texts, str(runs)] for texts, runs in count.items()]
+
+    def words(values: dict[str, Any]) -> str:
+        return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+
+    count = Counter(
+        (words({**log.head["machine"], "device": log.head["device"]}), words(log.head["versions"])) for log in runs
+    )
+    return [[*texts, str(number)] for texts, number in count.items()]

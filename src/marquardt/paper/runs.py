@@ -1,4 +1,4 @@
-"""The paper's runs, each from its first step to its log.
+"""The paper's runs: which there are, and each from its first step to its log.
 
 Imports torch alone, so that it runs where nothing else is installed; figures and tables are drawn from the logs.
 Within a seed every method has the same initial weights and the same batches. The clock runs while a method trains;
@@ -9,33 +9,233 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import os
+import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import documents, files
-from . import logs, plans, problems, tasks
+from ..documents import typed
+from . import logs, problems
 from .data import NAMES, Digits, find
-from .machine import machine, versions
-from .methods import METHODS
-from .plans import Run
-from .trainers import Trainer, Unavailable
-from .vocabulary import COLUMNS, EXPERIMENTS, LOGS, OUT, TARGET
+from .methods import METHODS, Method, Trainer, Unavailable, ablation
+from .vocabulary import COLUMNS, EXPERIMENTS, LOGS, OUT, PROBLEMS, TUNED, problem_of
+
+SINE_STEPS = 200
+FIRST_SEED = 1000  # of those that are reported: what is chosen, by hand or by a search, is chosen on seeds below
+TRAIN_SAMPLE = 1000  # of the training set, evaluated after each step
+VALUE: Any = float | str | bool | None  # of a hyper-parameter
+WINNERS = Path(__file__).with_name(TUNED)  # of 20 trials each, on MNIST and on the sine
 
 DIVERGED = 10.0  # times the loss at the start
 CURVES = (5, 20, 50, 200)  # steps at which the sine's fit is kept
 CURVE_POINTS = 200
+Watch = Callable[[dict[str, Any]], None]  # called with every line of a step
 SPARSER = 1.05  # past the steps that have a line each, the next line when the clock has grown by this factor
+
+
+# --- which runs there are ---
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method on one problem from one seed, to the end of `steps` and of `seconds`."""
+
+    experiment: str  # one of vocabulary.TITLES
+    method: str
+    label: str
+    column: str
+    seed: int
+    steps: int  # 0: one pass over the data
+    seconds: float = 0.0
+    limit: float = math.inf  # of seconds: a slow method is cut off there
+    hyper: Mapping[str, Any] = field(default_factory=dict)
+    train_sample: int = TRAIN_SAMPLE  # the test set is always evaluated whole
+    device: str = "cpu"
+
+    @property
+    def problem(self) -> str:
+        return problem_of(self.experiment)
+
+    @property
+    def name(self) -> str:
+        return f"{self.experiment}/{self.method}.{self.column}.{self.seed}"
+
+    def log(self, out: Path) -> Path:
+        return out / LOGS / f"{self.name}.jsonl"
+
+    def spec(self) -> Method:
+        return (ablation(self.problem) if self.experiment.startswith("ablation") else METHODS)[self.method]
+
+
+class Size(NamedTuple):
+    """How much is run: the seeds, steps and seconds of each experiment."""
+
+    sine_seeds: int
+    sine_seconds: float
+    mnist_seeds: int
+    mnist_steps: int
+    ablation_steps: int
+    train_sample: int
+    limit: float = math.inf
+
+
+QUICK = Size(3, 1.0, 1, 40, 20, TRAIN_SAMPLE, limit=8.0)
+FULL = Size(20, 2.0, 10, 100, 100, 10_000)
+
+
+def plan(
+    experiments: Sequence[str],
+    *,
+    full: bool = False,
+    seeds: int | None = None,
+    methods: Sequence[str] | None = None,
+    columns: Sequence[str] = COLUMNS,
+    device: str = "cpu",
+    tuned: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Run]:
+    """All runs of these experiments. `tuned[problem][method]` has hyper-parameters: without them, no tuned column."""
+    for what, asked, known in (
+        ("experiment", experiments, EXPERIMENTS), ("optimizer", methods or (), METHODS), ("column", columns, COLUMNS)
+    ):  # fmt: skip
+        if unknown := [name for name in asked if name not in known]:
+            raise ValueError(f"no {what} {unknown[0]!r}: choose from {', '.join(known)}")
+    if seeds is not None and seeds < 1:
+        raise ValueError(f"seeds={seeds}: how many seeds to run, at least 1")
+    size, best = FULL if full else QUICK, tuned or {}
+    chosen = [method for key, method in METHODS.items() if methods is None or key in methods]
+
+    def of(experiment: str, column: str, specs: Iterable[Method] = chosen, **options: Any) -> Iterator[Run]:
+        problem = problem_of(experiment)
+        if problem == "sine":  # always on the CPU: a GPU only waits for 31 parameters
+            count = size.sine_seeds
+        else:
+            count, options = size.mnist_seeds, {**options, "train_sample": size.train_sample, "device": device}
+        for seed, spec in itertools.product(range(FIRST_SEED, FIRST_SEED + (seeds or count)), specs):
+            hyper = spec.hyper(problem)
+            if column == "tuned":
+                if spec.key not in best.get(problem, {}):
+                    continue
+                hyper |= best[problem][spec.key]
+            if problem == "sine" or not spec.sine_only:
+                yield Run(experiment, spec.key, spec.label, column, seed, limit=size.limit, hyper=hyper, **options)
+
+    runs: list[Run] = []
+    for column in columns:
+        if "sine" in experiments:
+            runs += of("sine", column, steps=SINE_STEPS, seconds=size.sine_seconds)
+        if "mnist" in experiments:
+            runs += of("mnist", column, steps=size.mnist_steps)
+    if "ablation" in experiments:
+        runs += of("ablation-sine", "default", ablation("sine").values(), steps=SINE_STEPS)
+        runs += of("ablation-mnist", "default", ablation("mnist").values(), steps=size.ablation_steps)
+    for column in columns if "swapped" in experiments else ():
+        runs += of("swapped", column, steps=0)
+    return runs
+
+
+def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """{problem: {method: hyper-parameters}}, as `marquardt paper tune` wrote it."""
+    try:
+        content = documents.loads(documents.content_of(path))
+    except ValueError as error:
+        reason = f"expected the JSON that `marquardt paper tune` writes ({error}); move the file away"
+        raise ValueError(f"{path}: {reason}") from error
+    if not all(isinstance(methods, dict) for methods in content.values()):
+        form = "{problem: {optimizer: hyper-parameters}}"
+        raise ValueError(f"{path}: expected {form}, as `marquardt paper tune` writes it")
+    for problem, methods in content.items():
+        if problem not in PROBLEMS:
+            raise ValueError(f"{path}: no problem {problem!r}: {' or '.join(PROBLEMS)}")
+        for name, hyper in methods.items():
+            if name not in METHODS:
+                raise ValueError(f"{path}: no optimizer {name!r} in {problem!r}: choose from {', '.join(METHODS)}")
+            known = METHODS[name].hyper(problem)
+            if not isinstance(hyper, dict) or (unknown := [key for key in hyper if key not in known]):
+                wrong = hyper if not isinstance(hyper, dict) else unknown[0]
+                raise ValueError(f"{path}: {name} has no hyper-parameter {wrong!r}: choose from {', '.join(known)}")
+            for key, value in hyper.items():
+                typed(value, VALUE, f"{path}: {name}.{key}")
+    return content
+
+
+# --- a problem as one run sees it: data, network, batches and what is evaluated ---
+
+
+class Task(NamedTuple):
+    loss: str
+    model: nn.Module
+    batches: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+    evaluate: Callable[[], dict[str, float]]
+    data: dict[str, Any]  # as in the head of a log
+    batch: int
+    samples: tuple[Tensor, Tensor] | None = None  # of the sine, to draw it
+
+
+def about(run: Run, data: Digits | None) -> dict[str, Any]:
+    """The data, as in the head of a log."""
+    if run.problem == "sine":
+        n = problems.SINE_POINTS
+        return {"name": "sine", "train": n, "test": 0, "source": f"sin x + {problems.SINE_NOISE}·U(0, 1) at {n} points"}
+    data = _trained_on(run, data)
+    return {"name": data.name, "train": len(data.train_labels), "test": len(data.test_labels), "source": data.source}
+
+
+def length(run: Run, data: dict[str, Any]) -> int:
+    """The number of steps; that of one pass over the data where the run has 0."""
+    return run.steps or math.ceil(data["train"] / problems.BATCH)
+
+
+def _trained_on(run: Run, data: Digits | None) -> Digits:
+    if data is None:
+        raise ValueError(f"{run.name} needs the digits: pass data=, from marquardt.paper.data.find()")
+    return data.swapped() if run.experiment == "swapped" else data
+
+
+def _sine(run: Run) -> Task:
+    x, y = problems.sine(run.seed)
+    model = problems.sine_mlp(run.seed)
+
+    def evaluate() -> dict[str, float]:
+        return {"train_loss": problems.mean_squared_error(model, x, y, len(x))}
+
+    return Task("mse", model, lambda: itertools.repeat((x, y)), evaluate, about(run, None), len(x), (x, y))
+
+
+def _digits(run: Run, data: Digits | None) -> Task:
+    digits = _trained_on(run, data).to(run.device)
+    model = problems.cnn_for(digits)(run.seed, device=run.device)
+    n = len(digits.train_labels)
+    batch = min(problems.BATCH, n)
+    seen = slice(0, min(run.train_sample, n))
+    chunk = n if run.device.startswith("cuda") else problems.CHUNK
+
+    def evaluate() -> dict[str, float]:
+        train = problems.evaluate(model, digits.train_images[seen], digits.train_labels[seen], chunk)
+        test = problems.evaluate(model, digits.test_images, digits.test_labels, chunk)
+        return {
+            "train_loss": train.loss, "train_accuracy": train.accuracy,
+            "test_loss": test.loss, "test_accuracy": test.accuracy,
+        }  # fmt: skip
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for index in problems.batches(n, batch, run.seed):
+            index = index.to(run.device)
+            yield digits.train_images[index], digits.train_labels[index]
+
+    return Task("cross_entropy", model, batches, evaluate, about(run, data), batch)
 
 
 # --- what is done already ---
@@ -47,7 +247,7 @@ def done(run: Run, out: Path, data: Digits | None = None) -> bool:
         log = logs.read(run.log(out))
     except (FileNotFoundError, ValueError):  # any other error may hide a log that is whole
         return False
-    wanted = json.loads(json.dumps(_config(run, tasks.about(run, data))))
+    wanted = json.loads(json.dumps(_config(run, about(run, data))))
     for line in (wanted, log.head):
         line["data"].pop("source", None)  # the same digits may lie elsewhere
     wanted.pop("format")  # of the log, and not of the run
@@ -101,30 +301,17 @@ class Clock:
             yield batch
 
 
-class Summary(NamedTuple):
-    """What a table needs of a run."""
-
-    status: str  # "finished" | "diverged" | "failed" | "unavailable"
-    step: int
-    seconds: float
-    message: str = ""
-    train_loss: float = math.nan
-    test_accuracy: float | None = None
-    steps_to_90: int | None = None
-
-
-def execute(
-    run: Run, out: Path, data: Digits | None = None, watch: Callable[[dict[str, Any]], None] | None = None
-) -> Summary:
+def execute(run: Run, out: Path, data: Digits | None = None, watch: Watch | None = None) -> logs.Log:
     """Train, and write the log: it gets its name when the run has ended, so an interrupted run leaves none.
 
     `watch` is called with every line of a step. An error of the method ends the run as "failed", with its message;
-    a log that cannot be written is an error of its own, and so is another file of that name, which stays. One process
+    a log that cannot be written is raised as an error, and so is another file of that name, which stays. One process
     at a time: see `held`.
     """
     check_free(run.log(out))
     with files.whole(run.log(out)) as write:
-        return _Recording(run, data, write, watch).run()
+        _Recording(run, data, write, watch).run()
+    return logs.read(run.log(out))
 
 
 def check_free(path: Path) -> None:
@@ -142,25 +329,18 @@ def check_free(path: Path) -> None:
 class _Recording:
     """A run in progress."""
 
-    def __init__(
-        self,
-        run: Run,
-        data: Digits | None,
-        append: Callable[[bytes], None],
-        watch: Callable[[dict[str, Any]], None] | None,
-    ) -> None:
+    def __init__(self, run: Run, data: Digits | None, append: Callable[[bytes], None], watch: Watch | None) -> None:
         self.spec, self.lines, self.watch = run, documents.Sealing(append), watch
-        self.task = tasks.build(run, data)
-        self.steps = tasks.length(run, self.task.data)
+        self.task = _sine(run) if run.problem == "sine" else _digits(run, data)
+        self.steps = length(run, self.task.data)
         self.clock = Clock(run.device)
         self.step = 0
         self.start = math.inf  # the loss before the first step
-        self.last: dict[str, Any] = {}
+        self.loss = math.inf  # at the last line
         self.written = 0.0  # on the clock, at the last line
-        self.steps_to_90: int | None = None
         self.diverged = False
 
-    def run(self) -> Summary:
+    def run(self) -> None:
         run, task = self.spec, self.task
         self.write({"kind": "run", **_config(run, task.data), **_surroundings(run.device, task)})
         if task.samples is not None:
@@ -171,16 +351,14 @@ class _Recording:
             torch.manual_seed(run.seed)  # RReLU's noise, sampled rows
             trainer = run.spec().build(task.model, task.loss, run.hyper)
             self.observe(trainer)
-            self.start = self.last["train_loss"]
+            self.start = self.loss
             torch.manual_seed(run.seed)
             self.clock.start()
             trainer.run(self.clock.off(task.batches()), lambda: self.after(trainer))
             self.clock.stop()
             if self.diverged:
                 status = "diverged"
-                message = (
-                    f"the loss was {self.last['train_loss']:g} after step {self.step}, {self.start:g} at the start"
-                )
+                message = f"the loss was {self.loss:g} after step {self.step}, {self.start:g} at the start"
             elif self.step < self.steps:
                 cause = "it stopped by itself" if self.clock.seconds < run.limit else f"cut off at {run.limit:g} s"
                 message = f"{cause}, after step {self.step} of {self.steps}"
@@ -191,8 +369,6 @@ class _Recording:
         except Exception as error:
             status, message = "failed", f"{type(error).__name__}: {error}"
         self.write({"kind": "end", "status": status, "step": self.step, "message": message})
-        loss, accuracy = self.last.get("train_loss", math.nan), self.last.get("test_accuracy")
-        return Summary(status, self.step, self.clock.seconds, message, loss, accuracy, self.steps_to_90)
 
     def warm_up(self) -> None:
         """One step of a copy, off the clock: whoever calls a kernel first waits for it to be loaded."""
@@ -213,34 +389,32 @@ class _Recording:
 
     def observe(self, trainer: Trainer) -> None:
         with trainer.evaluated():
-            found = self.task.evaluate()
+            measures = self.task.evaluate()
             if self.task.samples is not None and self.step in CURVES:
                 x = torch.linspace(*problems.SINE_ENDS, CURVE_POINTS, dtype=torch.float64).unsqueeze(1)
                 self.write({"kind": "curve", "step": self.step, **_points(x, problems.predict(trainer.model, x))})
-        self.last = {"kind": "step", "step": self.step, "seconds": self.clock.seconds, **found}
-        self.written = self.clock.seconds
-        self.diverged = not found["train_loss"] <= DIVERGED * self.start
-        if self.steps_to_90 is None and found.get("test_accuracy", 0.0) >= TARGET:
-            self.steps_to_90 = self.step
-        self.write(self.last)
+        line = {"kind": "step", "step": self.step, "seconds": self.clock.seconds, **measures}
+        self.written, self.loss = self.clock.seconds, measures["train_loss"]
+        self.diverged = not self.loss <= DIVERGED * self.start
+        self.write(line)
         if self.watch is not None:
-            self.watch(self.last)
+            self.watch(line)
 
     def write(self, line: dict[str, Any]) -> None:
         self.lines.add(_finite(line), last=line["kind"] == "end")
 
 
-# --- what a log says of itself ---
+# --- the head of a log ---
 
 
 def _config(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     """What makes a run this run: a log with other values is of another."""
-    same = {"problem": run.problem, "steps": tasks.length(run, data), "device": torch.device(run.device).type}
-    found: dict[str, Any] = _finite({"format": logs.FORMAT, **asdict(run), **same, "data": data})
-    return found
+    same = {"problem": run.problem, "steps": length(run, data), "device": torch.device(run.device).type}
+    config: dict[str, Any] = _finite({"format": logs.FORMAT, **asdict(run), **same, "data": data})
+    return config
 
 
-def _surroundings(device: str, task: tasks.Task) -> dict[str, Any]:
+def _surroundings(device: str, task: Task) -> dict[str, Any]:
     return {
         "batch": task.batch,
         "parameters": sum(p.numel() for p in task.model.parameters()),
@@ -264,6 +438,35 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def machine(device: str) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else None
+    return {
+        "cpu": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    numbers = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("marquardt", "numpy", "scipy", "psgd-torch", "torch-levenberg-marquardt"):
+        try:
+            numbers[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return numbers
+
+
 # --- without the command line, where torch is all there is ---
 
 
@@ -279,17 +482,13 @@ def main() -> None:
     add("--device", default="cpu")
     add("--data", default="mnist", help=f"one of {', '.join(NAMES)}")
     add("--data-dir", type=Path, help="where MNIST's files lie")
-    add(
-        "--tuned",
-        type=Path,
-        default=plans.WINNERS,
-        help="what `marquardt paper tune` wrote; by default what comes with the package",
-    )
+    wrote = "what `marquardt paper tune` wrote; by default what comes with the package"
+    add("--tuned", type=Path, default=WINNERS, help=wrote)
     add("--out", type=Path, default=OUT)
     options = parser.parse_args()
     try:
-        tuned = plans.winners(options.tuned)
-        todo = plans.plan(
+        tuned = winners(options.tuned)
+        todo = plan(
             options.experiments, full=options.full, seeds=options.seeds, methods=options.optimizers,
             columns=options.columns, device=options.device, tuned=tuned,
         )  # fmt: skip
@@ -300,15 +499,9 @@ def main() -> None:
         with held(options.out):
             for run in todo:
                 if not done(run, options.out, digits):
-                    print(f"{run.name}: {_result(execute(run, options.out, digits))}", flush=True)
+                    print(f"{run.name}: {execute(run, options.out, digits).summary()}", flush=True)
     except (files.Held, files.Unwritable) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
-
-
-def _result(end: Summary) -> str:
-    accuracy = "" if end.test_accuracy is None else f", test accuracy {end.test_accuracy:.2%}"
-    result = f"{end.status} at step {end.step}, {end.seconds:.2f} s, loss {end.train_loss:.4g}{accuracy}"
-    return f"{result} {end.message}".rstrip()
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
-"""Tables of the paper's experiments, computed from logs: mean ± standard deviation or quartiles over the seeds."""
+"""What logs of the paper's experiments come to: tables, mean ± standard deviation or quartiles over the seeds, and
+verdicts on the paper's claims, each with its evidence.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from ..texts import visible
-from .logs import Log, attempted, equal_seconds, groups, horizon, or_worst, place, quantile, select
+from .logs import Log, attempted, data_name, equal_seconds, groups, horizon, or_worst, place, quantile, runs_of, select
 from .problems import SINE_NOISE_FLOOR
-from .vocabulary import PARTS, RULE, SINE_READINGS, TARGET, TARGET_LABEL, compared, problem_of
+from .vocabulary import OPTIMIZERS, PARTS, RULE, SINE_READINGS, TARGET, TARGET_LABEL, compared, in_paper, problem_of
 
 TAIL = 10  # last steps, whose mean accuracy is given too
+TO_TARGET = ("method", "values", f"time to {TARGET_LABEL} (s)", f"steps to {TARGET_LABEL}")  # of headers
 EARLY = "†"
 EARLY_CAPTION = f"{EARLY} A run among them ended early, by itself or cut off in time: its last value counts."
 
@@ -49,23 +53,18 @@ class Table:
     caption: str
 
     def markdown(self) -> str:
+        def escaped(cell: str) -> str:  # a sign of HTML is none there
+            return visible(" ".join(cell.replace("|", "\\|").replace("<", "&lt;").split()))
+
         lines = [self.header, ("---",) * len(self.header), *self.rows]
-        body = "\n".join("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in lines)
+        body = "\n".join("| " + " | ".join(map(escaped, line)) + " |" for line in lines)
         return f"## {self.title}\n\n{body}\n\n{self.caption}\n"
 
 
 def tables(logs: Sequence[Log]) -> list[Table]:
     """Every table that the logs have something for."""
-    made = [
-        sine(logs),
-        table1(logs),
-        variances(logs),
-        ablation(logs, "ablation-sine"),
-        ablation(logs, "ablation-mnist"),
-        swapped(logs),
-        hyperparameters(logs),
-        endings(logs),
-    ]
+    ablations = [ablation(logs, experiment) for experiment in ("ablation-sine", "ablation-mnist")]
+    made = [sine(logs), table1(logs), variances(logs), *ablations, swapped(logs), hyperparameters(logs), endings(logs)]
     return [table for table in made if table.rows]
 
 
@@ -79,21 +78,14 @@ def table1(logs: Sequence[Log]) -> Table:
             ending = f"{100 * paper.accuracy:g} %" if N == 100 else f"{100 * paper.accuracy:g} % after 100 steps"
             printed = (f"{paper.seconds:g}", f"{paper.steps}", paper.converged, ending)
             rows.append((seeds[0].label, "in the paper", *printed, "", "not stated"))
-        *cells, count = _classification(seeds, N, _converged_cell(seeds))
+        ended = [converged(log) for log in attempted(seeds)]
+        words = "yes" if all(ended) else f"{sum(ended)} of {len(ended)} seeds" if any(ended) else "no"
+        *cells, count = _classification(seeds, N, words)
         rows.append((seeds[0].label, column, *cells, _tail(seeds, N), count))
     return Table(
         "table1",
-        f"Table 1: {_data_name(runs)}",
-        (
-            "method",
-            "values",
-            f"time to {TARGET_LABEL} (s)",
-            f"steps to {TARGET_LABEL}",
-            "converged",
-            f"accuracy after {N} steps",
-            f"mean over the last {TAIL} steps",
-            "seeds",
-        ),
+        f"Table 1: {data_name(runs)}",
+        (*TO_TARGET, "converged", f"accuracy after {N} steps", f"mean over the last {TAIL} steps", "seeds"),
         tuple(rows),
         "Mean ± standard deviation over the seeds; if only some seeds have a value, their number follows it. Steps "
         "are batches (the paper calls them epochs), accuracies those of the test set. Times in the paper are on its "
@@ -128,11 +120,14 @@ def variances(logs: Sequence[Log]) -> Table:
 def sine(logs: Sequence[Log]) -> Table:
     runs = select(logs, "sine")
     T = equal_seconds(runs)
-    found = groups(logs, "sine")
-    at_time = loss_after_seconds(T)
-    medians = {key: quantile([at_time(log) for log in attempted(s)], 0.5) for key, s in found.items() if attempted(s)}
+    by_method = groups(logs, "sine")
+    after = [f"after {step} iterations" for step in SINE_READINGS]
+    at_time = loss_after(T, "seconds")
+    medians = {
+        key: quantile([at_time(log) for log in attempted(s)], 0.5) for key, s in by_method.items() if attempted(s)
+    }
     rows = []
-    for (method, column), seeds in found.items():
+    for (method, column), seeds in by_method.items():
         tried = attempted(seeds)
         measures = [*(loss_after(step) for step in SINE_READINGS), at_time]
         marks = [*(_early(tried, step) for step in SINE_READINGS), ""]
@@ -145,11 +140,7 @@ def sine(logs: Sequence[Log]) -> Table:
     return Table(
         "sine",
         "Sine regression: mean squared error",
-        (
-            *("method", "values"),
-            *(f"after {step} iterations" for step in SINE_READINGS),
-            *(f"after {T:g} s", f"rank after {T:g} s", "seeds"),
-        ),
+        ("method", "values", *after, f"after {T:g} s", f"rank after {T:g} s", "seeds"),
         tuple(rows),
         f"Median over the seeds (quartiles; worst). The noise alone has a variance of {SINE_NOISE_FLOOR:.4f}: a fit "
         "far below that would be of the noise. A run that diverged or failed counts as ∞. Ranks are among methods with "
@@ -160,17 +151,12 @@ def sine(logs: Sequence[Log]) -> Table:
 def swapped(logs: Sequence[Log]) -> Table:
     runs = select(logs, "swapped")
     N = horizon(runs)
-    rows = []
-    for (_, column), seeds in groups(logs, "swapped").items():
-        seconds, steps, accuracy, count = _classification(seeds, N)
-        rows.append((seeds[0].label, column, seconds, steps, accuracy, count))
+    by_method = groups(logs, "swapped").items()
+    rows = [(seeds[0].label, column, *_classification(seeds, N)) for (_, column), seeds in by_method]
     return Table(
         "swapped",
-        f"Train and test sets swapped: {_data_name(runs)}",
-        (
-            *("method", "values", f"time to {TARGET_LABEL} (s)", f"steps to {TARGET_LABEL}"),
-            *(f"accuracy after {N} steps", "seeds"),
-        ),
+        f"Train and test sets swapped: {data_name(runs)}",
+        (*TO_TARGET, f"accuracy after {N} steps", "seeds"),
         tuple(rows),
         "Trained on the smaller set, one pass. Mean ± standard deviation over the seeds, test accuracy. "
         + EARLY_CAPTION,
@@ -225,7 +211,12 @@ def ablation_costs(logs: Sequence[Log], experiment: str) -> dict[str, Measure]:
     """What an ablation counts, by name: lower is better."""
     N = horizon(select(logs, experiment))
     if experiment == "ablation-sine":
-        return {f"log₁₀ MSE after {N} iterations": log_mse_after(N)}
+
+        def log_mse(log: Log) -> float:
+            mse = loss_after(N)(log)
+            return math.log10(mse) if mse > 0 else -math.inf
+
+        return {f"log₁₀ MSE after {N} iterations": log_mse}
     return {f"accuracy after {N} steps (points)": _error_after(N), f"steps to {TARGET_LABEL}": Log.steps_to}
 
 
@@ -242,7 +233,7 @@ def ablation(logs: Sequence[Log], experiment: str) -> Table:
     places = ("in the paper's method", "added to vanilla")
     return Table(
         experiment,
-        f"What each part gains: {_data_name(runs)}",
+        f"What each part gains: {data_name(runs)}",
         ("part", *(f"{place}: {name}" for place in places for name in costs)),
         tuple(rows) if runs else (),
         "A positive number: the part helps (a lower loss, a higher accuracy, fewer steps). In the paper's method: with "
@@ -255,13 +246,13 @@ def ablation(logs: Sequence[Log], experiment: str) -> Table:
 
 
 def hyperparameters(logs: Sequence[Log]) -> Table:
-    found: dict[tuple[str, str, str], list[str]] = {}
+    experiments_with: dict[tuple[str, str, str], list[str]] = {}
     for log in sorted(logs, key=lambda log: (place(log.method), place(log.column))):
         values = ", ".join(f"{key} = {_plain(value)}" for key, value in log.head["hyper"].items()) or "none"
-        experiments = found.setdefault((log.label, log.column, values), [])
+        experiments = experiments_with.setdefault((log.label, log.column, values), [])
         if log.experiment not in experiments:
             experiments.append(log.experiment)
-    rows = [(label, column, ", ".join(names), values) for (label, column, values), names in found.items()]
+    rows = [(label, column, ", ".join(names), values) for (label, column, values), names in experiments_with.items()]
     return Table(
         "hyperparameters",
         "Hyper-parameters",
@@ -287,21 +278,9 @@ def endings(logs: Sequence[Log]) -> Table:
     )
 
 
-def loss_after(step: int) -> Measure:
+def loss_after(time: float, clock: str = "step") -> Measure:
     """Training loss; ∞ for a run that broke off."""
-    return lambda log: or_worst(log.at(step, "train_loss"), "train_loss")
-
-
-def log_mse_after(step: int) -> Measure:
-    def measure(log: Log) -> float:
-        mse = loss_after(step)(log)
-        return math.log10(mse) if mse > 0 else -math.inf
-
-    return measure
-
-
-def loss_after_seconds(seconds: float) -> Measure:
-    return lambda log: or_worst(log.at_seconds(seconds, "train_loss"), "train_loss")
+    return lambda log: or_worst(log.at(time, "train_loss", clock), "train_loss")
 
 
 def percent_after(step: int) -> Measure:
@@ -344,12 +323,6 @@ def _early(runs: Sequence[Log], step: int) -> str:
     return f" {EARLY}" if any(log.status == "finished" and log.end < step for log in runs) else ""
 
 
-def _converged_cell(seeds: Sequence[Log]) -> str:
-    tried = attempted(seeds)
-    count = sum(map(converged, tried))
-    return "yes" if count == len(tried) else "no" if count == 0 else f"{count} of {len(tried)} seeds"
-
-
 def over_seeds(values: Sequence[float], form: str, unit: str = "", none: str = "never") -> str:
     """Mean ± standard deviation; never a mean over the lucky seeds unmarked."""
     finite = [value for value in values if math.isfinite(value)]
@@ -380,16 +353,258 @@ def number(value: float, form: str = ".3g") -> str:
     return "∞" if math.isinf(value) else "–" if math.isnan(value) else f"{value:{form}}"
 
 
-def _data_name(runs: Sequence[Log]) -> str:
-    return str(runs[0].head["data"]["name"]) if runs else ""
-
-
 def _plain(value: object) -> str:
     if isinstance(value, float):
         return f"{float(f'{value:.3g}')!r}"
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _escaped(cell: str) -> str:
-    """Text in a cell of Markdown, where a sign of HTML is none"""
-    return visible(" ".join(cell.replace("|", "\\|").replace("<", "&lt;").split()))
+# --- what became of the paper's claims ---
+
+HELD, FELL, UNKNOWN = "held", "did not hold", "not measured"
+LM = "lm-paper"  # the claims are the paper's; ours stands beside it in the evidence
+RIVALS = ("kfac", "hessian-free", "lbfgs", "adam", "sgd")  # of the paper
+FACTOR = 2  # "about": within a factor of two
+LM_ITSELF, THE_OTHERS = "LM itself", "the other methods"  # what a claim is about
+
+
+@dataclass(frozen=True)
+class Verdict:
+    claim: str
+    source: str  # where the paper makes it
+    outcome: str  # HELD, FELL or UNKNOWN
+    finding: str  # what decided it, in a few words
+    evidence: str  # all numbers
+    experiment: str
+    about: str = LM_ITSELF
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The median over the seeds of one measure, by method, rounded to the digits shown: a tie in them is a tie."""
+
+    experiment: str
+    what: str
+    values: dict[str, float]
+    quartiles: dict[str, tuple[float, float]]
+    labels: dict[str, str]
+    seeds: str
+    higher: bool  # is better: accuracies, in per cent
+
+    @staticmethod
+    def of_runs(
+        logs: Sequence[Log], experiment: str, column: str, what: str, measure: Measure, higher: bool = False
+    ) -> Scores:
+        methods = dict.fromkeys(log.method for log in select(logs, experiment))
+        runs = {method: seeds for method in methods if (seeds := runs_of(logs, experiment, method, column))}
+        levels = {method: [*map(measure, seeds)] for method, seeds in runs.items()}
+        form = ".4g" if higher else ".3g"
+        low, values, high = (
+            {method: float(f"{quantile(reached, q):{form}}") for method, reached in levels.items()}
+            for q in (0.25, 0.5, 0.75)
+        )
+        labels = {method: seeds[0].label for method, seeds in runs.items()}
+        counts = sorted({len(seeds) for seeds in runs.values()}) or [0]
+        words = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' * (counts[0] != 1)}"
+        quartiles = {method: (low[method], high[method]) for method in runs}
+        return Scores(experiment, what, values, quartiles, labels, words, higher)
+
+    def __str__(self) -> str:
+        return self.of(LM, "lm", *RIVALS) + self.missing(RIVALS)
+
+    def missing(self, methods: Iterable[str]) -> str:
+        names = [OPTIMIZERS[method] for method in methods if method not in self.values]
+        return f" Not run: {', '.join(names)}." if names else ""
+
+    def of(self, *methods: str) -> str:
+        present = [method for method in methods if method in self.values]
+        spread = " (quartiles)" if any(low < high for low, high in map(self.quartiles.__getitem__, present)) else ""
+        levels = ", ".join(f"{self.labels[method]} {self._with_quartiles(method)}" for method in present)
+        return f"{self.what}, median of {self.seeds}{spread}: {levels}."
+
+    def _with_quartiles(self, method: str) -> str:
+        low, high = self.quartiles[method]
+        return self.level(method) + (f" ({self._text(low)} to {self._text(high)})" if low < high else "")
+
+    def _text(self, value: float) -> str:
+        return "broke off" if value == -math.inf else number(value, ".4g") + " %" * self.higher
+
+    def brief(self, *methods: str) -> str:
+        """Medians alone."""
+        return ", ".join(f"{self.labels[m]} {self.level(m)}" for m in methods if m in self.values)
+
+    def level(self, method: str) -> str:
+        return self._text(self.values[method]) if method in self.values else ""
+
+    def best(self, method: str, rivals: Iterable[str]) -> tuple[bool | None, str]:
+        """Whether `method` beats all rivals that were measured, None where it or they were not; and LM, which it is,
+        beside the best rival."""
+        sign = -1 if self.higher else 1
+        others = [rival for rival in rivals if rival in self.values and rival != method]
+        if method not in self.values or not others:
+            return None, ""
+        first = min(others, key=lambda rival: sign * self.values[rival])
+        won = sign * self.values[method] < sign * self.values[first]
+        return won, f"LM {self.level(method)}, {self.labels[first]} {self.level(first)}"
+
+    def about(self, method: str, level: float) -> bool:
+        return level / FACTOR <= self.values[method] <= level * FACTOR
+
+    def first(self, claim: str, source: str, rivals: Sequence[str] = RIVALS) -> Verdict:
+        """On the claim that LM is the best in this."""
+        evidence = str(self) if rivals is RIVALS else self.of(LM, "lm", *rivals)
+        return _verdict(self.experiment, claim, source, *self.best(LM, rivals), evidence)
+
+
+def verdicts(logs: Sequence[Log], column: str = "default") -> list[Verdict]:
+    """What became of the paper's claims; a method that was not tuned enters with its default hyper-parameters."""
+    judged = {"sine": _sine_verdicts, "mnist": _mnist_verdicts, "swapped": _swapped_verdicts}
+    if column != "default":
+        judged = {experiment: judge for experiment, judge in judged.items() if select(logs, experiment, column=column)}
+    of_methods = [verdict for judge in judged.values() for verdict in judge(logs, column)]
+    return of_methods + (_part_verdicts(logs) if column == "default" else [])
+
+
+def _sine_verdicts(logs: Sequence[Log], column: str) -> list[Verdict]:
+    runs = select(logs, "sine")
+    N, T = horizon(runs), equal_seconds(runs)
+    scores = partial(Scores.of_runs, logs, "sine", column)
+    end, first = scores(f"MSE after {N} iterations", loss_after(N)), scores("MSE after 1 iteration", loss_after(1))
+    time = scores(f"MSE after {T:.3g} s of training", loss_after(T, "seconds"))
+    stuck = {"sgd": 0.5, "adam": 0.5, "kfac": 0.5, "lbfgs": 0.25, "hessian-free": 0.25}
+    seen = [method for method in stuck if method in end.values]
+    floor = f"The noise floor is {SINE_NOISE_FLOOR:.4f}."
+    return [
+        end.first("The modified LM fits the sine better than vanilla LM.", "Figure 1a", ["lm-vanilla"]),
+        end.first("LM fits the sine better than all other methods.", "Figure 1b"),
+        time.first("LM fits the sine better than all other methods at equal wall-clock time.", "section 3.2"),
+        _verdict(
+            "sine",
+            "LM fits the sine to a loss of 0.001.",
+            "section 3.2",
+            end.values[LM] < 0.0015 if LM in end.values else None,  # to the digit that the paper gives
+            f"LM {end.level(LM)}, the noise alone {SINE_NOISE_FLOOR:.4f}",
+            f"{end.of(LM, 'lm')} {floor}",
+        ),
+        _verdict(
+            "sine",
+            "SGD, Adam and KFAC stay at about 0.5 on the sine, L-BFGS and Hessian-free at about 0.25.",
+            "section 3.2",
+            all(end.about(method, stuck[method]) for method in seen) if seen else None,
+            end.brief(*stuck),
+            f"{end.of(*stuck)} About: within a factor of {FACTOR}.{end.missing(stuck)}",
+            THE_OTHERS,
+        ),
+        _verdict(
+            "sine",
+            "LM learns the sine in a single iteration.",
+            "appendix C",
+            first.values[LM] <= 2 * SINE_NOISE_FLOOR if LM in first.values else None,
+            f"LM {first.level(LM)}, learned would be {2 * SINE_NOISE_FLOOR:.4f}",
+            f"{first.of(LM, 'lm', 'kfac', 'adam')} {floor} Learned: at most twice that.",
+        ),
+    ]
+
+
+def _mnist_verdicts(logs: Sequence[Log], column: str) -> list[Verdict]:
+    runs = select(logs, "mnist")
+    N, where = horizon(runs), f" on {runs[0].head['data']['name']}" if runs else ""
+    scores = partial(Scores.of_runs, logs, "mnist", column)
+    steps = scores(f"Steps to {TARGET_LABEL}{where}", Log.steps_to)
+    seconds = scores(f"Seconds to {TARGET_LABEL}{where}", Log.seconds_to)
+    loss = scores(f"Training loss{where} after {N} steps", loss_after(N))
+    accuracy = scores(f"Test accuracy{where} after {N} steps", percent_after(N), True)
+    both = {LM, "adam"} <= set(seconds.values)
+    ratio = seconds.values[LM] / seconds.values["adam"] if both and seconds.values["adam"] < math.inf else math.nan
+    first_order, second_order = ("sgd", "adam"), (LM, "kfac", "hessian-free", "lbfgs")
+    faster = [won for method in first_order if (won := seconds.best(method, second_order)[0]) is not None]
+    free = [converged(log) for log in runs_of(logs, "mnist", "hessian-free", column)]
+    return [
+        steps.first("LM needs the fewest steps to 90 % test accuracy.", "Table 1"),
+        loss.first("LM reaches the lowest training loss.", "Figure 2"),
+        accuracy.first("LM reaches the highest test accuracy.", "Table 1"),
+        _verdict(
+            "mnist",
+            "LM reaches 97.5 % after 100 steps.",
+            "Table 1",
+            accuracy.values[LM] >= 97.25 if LM in accuracy.values and N >= 100 else None,  # to the half point given
+            f"LM {accuracy.level(LM)}",
+            f"{accuracy.of(LM, 'lm')} Judged to the half point that the paper gives: from 97.25 %.",
+        ),
+        _verdict(
+            "mnist",
+            "LM takes about nine times as long as Adam to 90 %.",
+            "Table 1",
+            9 / FACTOR <= ratio <= 9 * FACTOR if both else None,
+            f"{number(ratio)} times" if math.isfinite(ratio) else seconds.brief(LM, "adam"),
+            f"{seconds.of(LM, 'lm', 'adam')} The ratio is {number(ratio)}. About: within a factor of {FACTOR}.",
+        ),
+        _verdict(
+            "mnist",
+            "First-order methods take less time to 90 %.",
+            "section 3.3",
+            all(faster) if faster else None,
+            f"seconds: {seconds.brief(*first_order, *second_order)}",
+            str(seconds),
+            THE_OTHERS,
+        ),
+        _verdict(
+            "mnist",
+            "L-BFGS ends with the lowest accuracy.",
+            "Table 1",
+            replace(accuracy, higher=False).best("lbfgs", (LM, *RIVALS))[0],
+            accuracy.brief("lbfgs", LM, *RIVALS[:2], *RIVALS[3:]),
+            str(accuracy),
+            THE_OTHERS,
+        ),
+        _verdict(
+            "mnist",
+            "Hessian-free does not converge.",
+            "Table 1",
+            2 * sum(free) < len(free) if free else None,
+            f"{sum(free)} of {len(free)} seeds converged",
+            f"It converged on {sum(free)} of {len(free)} seeds. {accuracy.of('hessian-free')}",
+            THE_OTHERS,
+        ),
+    ]
+
+
+def _swapped_verdicts(logs: Sequence[Log], column: str) -> list[Verdict]:
+    N = horizon(select(logs, "swapped"))
+    scores = partial(Scores.of_runs, logs, "swapped", column)
+    steps = scores(f"Steps to {TARGET_LABEL}", Log.steps_to)
+    accuracy = scores(f"Test accuracy after {N} steps", percent_after(N), True)
+    swapped = "With train and test sets swapped, LM"
+    return [
+        steps.first(f"{swapped} needs the fewest steps to 90 %.", "appendix C"),
+        accuracy.first(f"{swapped} is the most accurate.", "appendix C"),
+    ]
+
+
+def _part_verdicts(logs: Sequence[Log]) -> list[Verdict]:
+    """A part helps if the method is better with it than without on at least three quarters of the seeds."""
+    judged = []
+    for experiment, where, count in (
+        ("ablation-sine", "on the sine", "three"),
+        ("ablation-mnist", "in classification", "four"),
+    ):
+        name, cost = next(iter(ablation_costs(logs, experiment).items()))
+        for part, label in PARTS.items():
+            if not in_paper(part, problem_of(experiment)):
+                continue
+            full, added = part_effects(logs, experiment, part, cost)
+            claim = f"{label.capitalize()} helps {where}."
+            evidence = f"Gain in the paper's method, {name}: {full}. Added to vanilla LM: {added}."
+            judged.append(_verdict(experiment, claim, "section 3", full.clear, full.short, evidence))
+        whole = effect(logs, experiment, "paper", "vanilla", cost)
+        claim = f"The {count} parts together improve on vanilla LM {where}."
+        judged.append(_verdict(experiment, claim, "section 3", whole.clear, whole.short, f"Gain, {name}: {whole}."))
+    return judged
+
+
+def _verdict(
+    experiment: str, claim: str, source: str, held: bool | None, finding: str, evidence: str, about: str = LM_ITSELF
+) -> Verdict:
+    if held is None:
+        return Verdict(claim, source, UNKNOWN, "", "No runs that could tell.", experiment, about)
+    return Verdict(claim, source, HELD if held else FELL, finding, evidence, experiment, about)

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import documents, files
-from . import plans, runs
+from . import runs
 from .data import Digits
-from .methods import METHODS, Method, OneOf
-from .trainers import needed
+from .methods import METHODS, Method, OneOf, needed
 from .vocabulary import PROBLEMS
 
 TRIALS = 20
-SEEDS = {"sine": (0, 1, 2, 3), "mnist": (0, 1)}  # below plans.FIRST_SEED: those from there on are reported
-HELD_OUT = 6  # one part in so many of the training set: 10,000 of MNIST's
+SEEDS = {"sine": (0, 1, 2, 3), "mnist": (0, 1)}  # below runs.FIRST_SEED: those from there on are reported
+HELD_OUT = 6  # a sixth of the training set: 10,000 of MNIST's
 WORST = 3.0  # log10: of a trial that diverged; above ten times any start, which is where a run counts as diverged
 
 
@@ -37,14 +36,6 @@ class TuningTrial(NamedTuple):
     number: int
     score: float  # less is better
     hyper: Mapping[str, Any]
-
-
-class Length(NamedTuple):
-    """Of a run: to the end of `steps` and of `seconds`, but no longer than `limit`."""
-
-    steps: int
-    seconds: float = 0.0
-    limit: float = math.inf
 
 
 def tune(
@@ -62,7 +53,7 @@ def tune(
     """{method: hyper-parameters} of the best trial of each. A method whose package is missing has no entry.
 
     A run of a trial goes to the end of `steps` and of `seconds`, those of the runs it stands for by default. `limit`
-    cuts it off after so many seconds of training; it is then judged by what it reached.
+    cuts it off after as many seconds of training; it is then judged by what it reached.
     """
     if problem not in PROBLEMS:
         raise ValueError(f"no problem {problem!r} to tune on: {' or '.join(PROBLEMS)}")
@@ -74,11 +65,10 @@ def tune(
         raise ValueError("tuning on MNIST needs the digits: pass data=, from marquardt.paper.data.find()")
     optuna = needed("optuna", "optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    steps = steps or (plans.SINE_STEPS if problem == "sine" else plans.FULL.mnist_steps)
-    seconds = (plans.FULL.sine_seconds if problem == "sine" else 0.0) if seconds is None else seconds
-    length = Length(steps, seconds, limit)
+    steps = steps or (runs.SINE_STEPS if problem == "sine" else runs.FULL.mnist_steps)
+    seconds = (runs.FULL.sine_seconds if problem == "sine" else 0.0) if seconds is None else seconds
     judged = None if data is None else held_out(data)
-    found: dict[str, dict[str, Any]] = {}
+    best: dict[str, dict[str, Any]] = {}
     for method in METHODS.values():
         if (methods is not None and method.key not in methods) or (problem == "mnist" and method.sine_only):
             continue
@@ -87,8 +77,13 @@ def tune(
         study.enqueue_trial({name: default[name] for name in choices}, skip_if_exists=True)
         for number in range(trials):
             trial = study.ask()
-            hyper = default | {name: suggest(trial, name, space) for name, space in choices.items()}
-            score, message = judge(method, problem, hyper, judged, length, device)
+            hyper = default | {
+                name: trial.suggest_categorical(name, space.values)
+                if isinstance(space, OneOf)
+                else trial.suggest_float(name, space.low, space.high, log=space.log)
+                for name, space in choices.items()
+            }
+            score, message = judge(method, problem, hyper, judged, steps, seconds, limit, device)
             if score is None:
                 break
             study.tell(trial, score)
@@ -97,8 +92,8 @@ def tune(
         else:
             if study.best_value == WORST:
                 raise RuntimeError(f"no trial of {method.label} came to its end; the last one: {message}")
-            found[method.key] = {**default, **study.best_params}
-    return found
+            best[method.key] = {**default, **study.best_params}
+    return best
 
 
 def held_out(data: Digits) -> Digits:
@@ -109,30 +104,30 @@ def held_out(data: Digits) -> Digits:
     return replace(data, train_images=x[train], train_labels=y[train], test_images=x[test], test_labels=y[test])
 
 
-def suggest(trial: Any, name: str, space: Any) -> Any:
-    if isinstance(space, OneOf):
-        return trial.suggest_categorical(name, space.values)
-    return trial.suggest_float(name, space.low, space.high, log=space.log)
-
-
 def judge(
-    method: Method, problem: str, hyper: Mapping[str, Any], data: Digits | None, length: Length, device: str = "cpu"
+    method: Method,
+    problem: str,
+    hyper: Mapping[str, Any],
+    data: Digits | None,
+    steps: int,
+    seconds: float = 0.0,
+    limit: float = math.inf,
+    device: str = "cpu",
 ) -> tuple[float | None, str]:
     """The mean score over the seeds, and the last message; None where the method's package is missing."""
     scores = []
-    steps, seconds, limit = length
     for seed in SEEDS[problem]:
         lines: list[dict[str, Any]] = []
-        run = plans.Run(
+        run = runs.Run(
             problem, method.key, method.label, "tuned", seed, steps, seconds, limit,
-            hyper=hyper, train_sample=plans.QUICK.train_sample, device=device,
+            hyper=hyper, train_sample=runs.QUICK.train_sample, device=device,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
-            summary = runs.execute(run, Path(scratch), data, lines.append)
-        if summary.status == "unavailable":
-            return None, summary.message
-        scores.append(score(lines[: steps + 1]) if summary.status == "finished" else WORST)
-    return sum(scores) / len(scores), summary.message
+            log = runs.execute(run, Path(scratch), data, lines.append)
+        if log.status == "unavailable":
+            return None, log.message
+        scores.append(score(lines[: steps + 1]) if log.status == "finished" else WORST)
+    return sum(scores) / len(scores), log.message
 
 
 def score(lines: Sequence[Mapping[str, Any]]) -> float:
@@ -143,11 +138,11 @@ def score(lines: Sequence[Mapping[str, Any]]) -> float:
     return sum(map(math.log10, errors)) / len(errors)
 
 
-def save(path: Path, problem: str, found: Mapping[str, dict[str, Any]]) -> None:
+def save(path: Path, problem: str, best: Mapping[str, dict[str, Any]]) -> None:
     """Add these to the file; what it has of other problems and methods stays. One process at a time."""
     if path.is_symlink():
         raise documents.Foreign(f"{path} is a link, which would be replaced: choose another --out")
-    known = plans.winners(path) if path.exists() else {}
-    known[problem] = {**known.get(problem, {}), **found}
+    known = runs.winners(path) if path.exists() else {}
+    known[problem] = {**known.get(problem, {}), **best}
     with files.whole(path) as write:
         write(json.dumps(known, indent=1) + "\n")
