@@ -164,7 +164,8 @@ class Layered(Metric):
     a vector D₀ is the diagonal left + γ.
 
     `roots` are the inverses of the Cholesky factors of both sides: D₀⁻¹ = WᵀW, layer by layer. With `every` > 1 they
-    are older than the sides, until `settled` forms them again. `rank` and `batches` are kept for the damping."""
+    are older than the sides, until `settled` forms them again. `rank` and `batches` are kept for the damping.
+    """
 
     turns = True
 
@@ -479,8 +480,8 @@ def _raised(S: Tensor) -> Tensor:
 
 
 def _inverted(L: Tensor) -> Tensor:
-    """L⁻¹ of a lower triangle, by halves: products are faster than a triangular solve, and half as many are needed. (G,
-    d, d)"""
+    """L⁻¹ (G, d, d) of a lower triangle, by halves: products are faster than a triangular solve, and half as many
+    are needed."""
     d = L.shape[1]
     if d <= WHOLE.get(L.device.type, WHOLE["cuda"]):
         one = torch.eye(d, dtype=L.dtype, device=L.device).expand_as(L)
