@@ -23,7 +23,7 @@ from .model.shards import let_go, sharded
 from .plain import MAX, short
 from .ranks import Ranks
 
-# Learning rates below this one are hardly meant: those of Adam and SGD, and not the length of a step over that of LM.
+# A learning rate below this one is probably a mistake: it suits Adam and SGD, but LM's is a factor of the full step.
 SMALL = 0.05
 
 

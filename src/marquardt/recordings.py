@@ -96,7 +96,8 @@ class RecordedStep:
     All inputs of a step are in tensors that the recording owns: the batch, λ, random draws, weight decay by element,
     and what one step leaves to the next (D, what the curvature keeps, the step). A replay begins by copying `next` to
     `kept` and ends by writing the new values to `next`. Conditions that are asked on the way are assumed to be true and
-    verified after the replay; if one was false, the caller undoes the step and repeats it without the recording."""
+    verified after the replay; if one was false, the caller undoes the step and repeats it without the recording.
+    """
 
     def __init__(
         self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, assumed: Totals, lr: float

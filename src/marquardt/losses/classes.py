@@ -384,7 +384,7 @@ class Hinge(Elementwise):
     """The squared hinge, y = ±1, e = max(0, margin − yz):  ℓ = e²,  ℓ′ = −2ye,  s = √2 if e > 0 else 0.
 
     Args:
-        margin: from here on an output costs nothing.
+        margin: the yz from which on an output costs nothing.
 
     >>> opt = mq.LM(model, mq.losses.Hinge())  # or "hinge"
     >>> step = opt.step(x, y.sign())

@@ -24,16 +24,16 @@ class Function(Loss):
 
     A scalar is the mean over the samples, or their sum: the first batch shows which, and for every batch the values of
     its parts must add up. S comes from the Hessian of every sample, by automatic differentiation, with negative
-    eigenvalues made positive; the part of the gradient outside its range is the remainder. `low` is a number that no
-    value of fn is below, if one is known. Sample weights require the value of every sample: fn is then called on one
-    sample at a time if it returns a scalar.
+    eigenvalues made positive; the part of the gradient outside its range is the remainder. `low` is a lower bound of
+    all values of fn, if one is known. Sample weights require the value of every sample: fn is then called on one sample
+    at a time if it returns a scalar.
 
     If the model returns more than a tensor, fn receives all outputs that are floating-point tensors with a row per
     sample, see `OutputLayout.structure`.
 
     Args:
         fn: a function of outputs and targets.
-        low: a number that no value of fn is below; −∞ if none is known.
+        low: a lower bound of all values of fn; −∞ if unknown.
         layout: the layout if the model returns more than a tensor; None before the model has been called.
 
     >>> opt = mq.LM(model, mq.losses.Function(lambda z, y: (z - y).abs().pow(1.5).mean(1), low=0.0))

@@ -115,8 +115,8 @@ class Quantile(Elementwise):
 
 @dataclass(frozen=True, eq=False)
 class StudentT(Elementwise):
-    """Errors e = z − y with heavy tails, ν degrees of freedom, scale σ:  ℓ = ½(ν + 1) log(1 + e²/(νσ²)),  ℓ′ = s²e, s =
-    √((ν + 1)/(νσ² + e²)), the root of the curvature of the quadratic that touches ℓ at e and lies above it.
+    """Errors e = z − y with heavy tails, ν degrees of freedom, scale σ:  ℓ = ½(ν + 1) log(1 + e²/(νσ²)),  ℓ′ = s²e,
+    s = √((ν + 1)/(νσ² + e²)), the root of the curvature of the quadratic that touches ℓ at e and lies above it.
 
     Args:
         dof: ν; the smaller it is, the less an outlier counts.

@@ -70,7 +70,7 @@ class Tasks(Loss):
         tasks: the losses and their outputs.
         layout: the layout of the outputs; None before the model has been called.
         c: cₜ, (T,); None before all data have been seen.
-        kept: νₜ, (T,), 0 if all targets of a task are ignored.
+        kept: νₜ, (T,), 0 if no target of a task counts.
 
     >>> class Heads(nn.Linear):
     ...     def forward(self, x):
@@ -86,7 +86,7 @@ class Tasks(Loss):
     tasks: tuple[Term, ...]
     layout: OutputLayout | None = None  # of the outputs; None before the model has been called
     c: Tensor | None = None  # (T,)
-    kept: Tensor | None = None  # (T,) νₜ: 0 if all targets of a task are ignored
+    kept: Tensor | None = None  # (T,) νₜ: 0 if no target of a task counts
 
     def __post_init__(self) -> None:
         super().__post_init__()
