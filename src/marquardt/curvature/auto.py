@@ -72,9 +72,9 @@ class Auto(Interchangeable):
     formed only up to 6 gradients, unless it costs no more than one, or the loss is a sum of squares. On the same data
     all rows are formed, whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that
     resumed runs, and processes that work together, make the same choice. If the first step finds that a row of one
-    sample takes a backward pass through all samples, as for the nodes of a graph, the rows are `Sampled(k,
-    together=True)`. Samples that are coupled by BatchNorm in train mode have no rows, and MatrixFree is chosen. Samples
-    that depend on each other in another way stay together, without chunks.
+    sample takes a backward pass through all samples, as for the nodes of a graph, the rows are
+    `Sampled(k, together=True)`. Samples that are coupled by BatchNorm in train mode have no rows, and MatrixFree is
+    chosen. Samples that depend on each other in another way stay together, without chunks.
 
     Args:
         chunk: samples that are linearised at once; None for all, or as many as memory allows.
