@@ -1,4 +1,4 @@
-"""Checks of what LM is given, when it is made and before every step, and how its parts read in words."""
+"""Checks of the arguments of LM, when it is created and before every step, and short texts for its parts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .model.shards import let_go, sharded
 from .plain import MAX, short
 from .ranks import Ranks
 
-# Learning rates below this one are hardly meant: those of Adam and SGD, and not the length of a step over that of LM.
+# A learning rate below this one is probably a mistake: it suits Adam and SGD, but LM's is a factor of the full step.
 SMALL = 0.05
 
 
 class Unscaled:
-    """An optimizer that torch.amp.GradScaler must leave alone."""
+    """An optimizer that torch.amp.GradScaler must not be used with."""
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What GradScaler.step asks before it does anything."""
+        """The property that GradScaler.step reads first."""
         raise TypeError(
             "LM takes no GradScaler: that scales the loss for the sake of .backward(), and LM forms its gradients "
             "itself, from cotangents of ordinary size. Call opt.step(inputs, targets), in torch.autocast as it is"
@@ -40,7 +40,7 @@ class Unscaled:
 
 
 def check_ready(model: nn.Module, params: Sequence[Tensor], lr: float, by_sample: bool, averaged: bool) -> None:
-    """What may have changed since the optimizer was made."""
+    """Checks for everything that may have changed since the optimizer was created."""
     if averaged:
         raise RuntimeError(
             "a step within `with opt.averaged():` would be lost when the weights are put back: end the block first"
@@ -67,10 +67,10 @@ def transformed(call: str, what: str) -> ValueError:
 
 
 def check_batch(inputs: Any, targets: Any) -> None:
-    """A closure in the place of the batch, as other optimizers take it, or nothing."""
+    """Checks for a closure instead of the batch, as other optimizers take it, or for nothing."""
     if inputs.__class__ is Tensor:
         return
-    # Not every callable is a closure: a graph of PyG is one too.
+    # Not every callable is a closure: a graph of PyG is callable as well.
     closure = inspect.isroutine(inputs) or isinstance(inputs, (partial, type))
     if closure or (inputs is None and targets is None):
         raise TypeError(
@@ -82,7 +82,7 @@ def check_batch(inputs: Any, targets: Any) -> None:
 
 
 def check_places(call: str, model: Any, loss: Any, data: Any) -> None:
-    """Arguments that have changed places, or a class or inputs alone in the place of one."""
+    """Checks for arguments that were exchanged, and for a class, or inputs alone, instead of a model or a loss."""
     if isinstance(model, type):
         raise TypeError(f"{call} takes a model and not its class: make one, {model.__name__}(…)")
     if not isinstance(model, nn.Module):
@@ -98,7 +98,7 @@ def check_places(call: str, model: Any, loss: Any, data: Any) -> None:
 
 
 def holds_data(item: Any) -> bool:
-    """Whether it is what data are made of, and no loss: a name with its option is a tuple too."""
+    """Whether the item is a kind of data and not a loss: a name with its option is a tuple as well."""
     if isinstance(item, (tuple, list)):
         return any(map(holds_data, item))
     return isinstance(item, (Tensor, Dataset, DataLoader)) or hasattr(item, "__array__")
@@ -114,7 +114,8 @@ def check_rate(lr: Any) -> None:
 
 
 def warn_of_small(lr: float) -> None:
-    """A learning rate from the habits of first-order methods, given by hand; schedulers change it afterwards."""
+    """Warns of a learning rate that is usual for first-order methods, if the user sets it; schedulers may lower it
+    later."""
     if 0 < lr < SMALL:
         warnings.warn(
             f"lr={lr:g} makes every step {1 / lr:.3g} times shorter than the step of LM, which has the right length "
@@ -140,8 +141,8 @@ def check_radius(radius: Any) -> None:
 
 
 def check_sums(representation: Representation, single: bool, ranks: Ranks, sharded: bool = False) -> None:
-    """Several batches, for a representation that needs all rows at once, or several ranks for one that cannot add up
-    over them."""
+    """Refuses several batches if the representation needs all rows at once, and several ranks if the representation
+    cannot take sums over them."""
     if sharded:
         check_shared(representation)
         return
@@ -160,7 +161,7 @@ def check_sums(representation: Representation, single: bool, ranks: Ranks, shard
 def check_shards(
     model: nn.Module, parts: Any, groups: Sequence[dict[str, Any]], single: bool = True, towards: object = None
 ) -> None:
-    """What needs all parameters on one rank, if they are sharded; before a step what was gathered of them is let go."""
+    """If the parameters are sharded: checks for parts that need all of them on one rank, and releases gathered ones."""
     if not any(sharded(p) for group in groups for p in group["params"]):
         return
     let_go(model)
@@ -183,14 +184,14 @@ def check_shards(
         raise ValueError('towards= takes "start" or None if the parameters are sharded: other tensors are not cut')
     if any(isinstance(group.get("weight_decay"), Tensor) for group in groups):
         raise ValueError("a group's weight_decay is a tensor, which is not cut if the parameters are sharded: a number")
-    if not single:  # of which ranks that gather weights in every pass might have different numbers
+    if not single:  # ranks that gather weights in every pass might have different numbers of batches
         raise ValueError(
             "step_over does not take a model whose parameters are sharded: take a step on one batch, opt.step(...)"
         )
 
 
 def check_shared(representation: Representation) -> None:
-    """Sharded parameters, for a representation that needs all of them on one rank."""
+    """Refuses sharded parameters if the representation needs all parameters on one rank."""
     if not representation.shares:
         raise ValueError(
             f"curvature={brief(representation)} needs all parameters on one rank, and those of the model are sharded: "
@@ -204,7 +205,7 @@ def check_shared(representation: Representation) -> None:
 
 
 def brief(part: Any) -> str:
-    """A part with the options that are not its defaults."""
+    """A part as text, with the options that differ from its defaults."""
     if not is_dataclass(part):
         return str(part)
     found = [(f.name, getattr(part, f.name), f.default) for f in fields(part) if f.repr]
@@ -219,7 +220,7 @@ def check_parts(parts: object) -> None:
 
 
 def check_part(name: str, part: Any) -> None:
-    """Parts are objects: not their names, not their classes, not another part's."""
+    """Checks that a part is an object: not a name, a class, or a part for another purpose."""
     method, examples, optional = {
         "curvature": ("represent", "mq.Dense() or mq.Gram()", False),
         "rows": ("draw", "mq.Exact() or mq.Sampled(1)", True),
@@ -234,16 +235,16 @@ def check_part(name: str, part: Any) -> None:
         return
     if isinstance(part, type):
         raise TypeError(f"{name}={part.__name__} is a class: pass an object of it, {part.__name__}()")
-    # A schedule and an average have an update too.
+    # A schedule and an average also have a method `update`.
     kin = method == "update" and (hasattr(part, "initial") or hasattr(part, "restarts"))
-    base = {"curvature": Representation, "rows": Rows}.get(name, object)  # what these two derive from has defaults
+    base = {"curvature": Representation, "rows": Rows}.get(name, object)  # the base classes of these two have defaults
     if not hasattr(part, method) or kin or not isinstance(part, base):
         raise TypeError(f"{name}={part!r} is no {name.replace('_', ' ')}: pass for example {examples}")
 
 
 def users() -> int:
-    """The level of the first call that is not ours, for a warning: torch and schedulers wrap `step`, and `with` enters
-    by contextlib."""
+    """The stack level of the first call outside this package, for a warning: torch and schedulers wrap `step`, and a
+    `with` block is entered by contextlib."""
     frame, level, wraps = inspect.currentframe(), 0, ("marquardt", "torch", "contextlib")
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in wraps:
         frame, level = frame.f_back, level + 1

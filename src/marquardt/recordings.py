@@ -1,7 +1,7 @@
-"""Steps as CUDA graphs: for small networks the GPU waits for the host, which launches hundreds of kernels.
+"""Steps as CUDA graphs: for small networks the GPU waits for the host, which has to launch hundreds of kernels.
 
-A step is recorded when it comes for the second time in a row, with the same signature, and replayed from then on while
-the signature stays. See step.py: what a replay has measured is judged and concluded as in any other step.
+A step is recorded when it occurs for the second time in a row with the same signature, and replayed from then on as
+long as the signature is the same. See step.py: the result of a replay is judged and concluded as in any other step.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from .step import (
     tried,
 )
 
-# A model may take numbers from where no signature sees them. So before this replay of a recording, and the one of twice
-# the number, and so on, the model is called outside of the graph, and both must find the same loss.
+# A model may use numbers that no signature contains. Therefore, before this replay of a recording, and before the
+# replay of twice the number, and so on, the model is called outside of the graph, and both losses must be the same.
 LOOK = 8
 
-# Kinds of steps that are remembered.
+# How many kinds of steps are remembered.
 KINDS = 64
 
 
 class Recorder(Protocol):
-    """Makes a recording of some work on tensors that stay where they are."""
+    """Records some work on tensors that keep their places in memory."""
 
     def record(self, work: Callable[[], Tensor]) -> Tensor:
-        """Does or records the work; the tensor that it returns is what every replay fills again."""
+        """Does or records the work; the tensor that it returns is filled again by every replay."""
         ...
 
     def replay(self) -> None: ...
 
 
 class CudaGraph:
-    """By a CUDA graph."""
+    """A recorder that uses a CUDA graph."""
 
     def __init__(self, device: torch.device) -> None:
         self.graph, self.device = torch.cuda.CUDAGraph(), device
 
     def record(self, work: Callable[[], Tensor]) -> Tensor:
-        # Other threads of the program, such as one that pins memory for a DataLoader, go on as they like.
+        # Other threads of the program may do anything, for example pin memory for a DataLoader.
         with capturing(self.device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             return work()
 
@@ -82,22 +82,21 @@ class CudaGraph:
         self.graph.replay()
 
 
-# How a step is recorded on each kind of device; on others it is not.
+# The recorder for each kind of device; on other devices no step is recorded.
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraph}
 
 
 class Unlike(Exception):
-    """A step that does not go on as it began, such as the first one after a change of the data."""
+    """A step does not end as it began, for example the first one after a change of the data."""
 
 
 class RecordedStep:
-    """One step, recorded: linearise, represent, solve, try. The judgement stays with the host.
+    """One step, recorded: linearise, represent, solve, try. It is judged by the host.
 
-    All inputs of a step lie in tensors that the recording owns: the batch, λ, what is drawn, weight decay by element,
-    and what one step leaves to the next (D, what the curvature keeps, the step). At the start of a replay `next` is
-    copied to `kept`, at its end the new ones are written to `next`. Questions on the way are assumed to be answered by
-    yes and verified after the replay; if one was not, the caller takes the step back and does it again without the
-    recording.
+    All inputs of a step are in tensors that the recording owns: the batch, λ, random draws, weight decay by element,
+    and what one step leaves to the next (D, what the curvature keeps, the step). A replay begins by copying `next` to
+    `kept` and ends by writing the new values to `next`. Conditions that are asked on the way are assumed to be true and
+    verified after the replay; if one was false, the caller undoes the step and repeats it without the recording.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class RecordedStep:
 
     @property
     def looks(self) -> bool:
-        """Whether the next replay is compared with the model outside of the graph."""
+        """Whether the next replay is compared with a call of the model outside of the graph."""
         number = self.replays + 1
         return number >= LOOK and number & (number - 1) == 0
 
@@ -149,7 +148,7 @@ class RecordedStep:
             return answers(tape, *present(self.readings))
 
     def run(self, batch: Batch, state: State, objective: Objective) -> None:
-        """The model one step further, before the host knows whether that is right: see `concluded`."""
+        """Takes a step before the host knows whether it is right: see `concluded`."""
         self.replays += 1
         _copy(self.batch, vars(batch))
         _copy(_elements(self.objective), _elements(objective))
@@ -160,7 +159,7 @@ class RecordedStep:
         self.recorder.replay()
 
     def _result(self) -> tuple[Level, Found] | None:
-        """None if something was not as assumed."""
+        """The result of a replay; None if an assumption was wrong."""
         found: list[float] = self.answers.tolist()
         asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
         self.totals = Totals(*totals)
@@ -171,7 +170,7 @@ class RecordedStep:
         return (level, read) if math.isfinite(level.f) else None
 
     def concluded(self, old: State) -> tuple[Step, State] | None:
-        """What a replay came to, and the next state; None unless it was accepted and went as recorded: then `undo`."""
+        """The report of a replay and the next state; None unless it was accepted and ran as recorded, see `undo`."""
         result, parts, lr = self._result(), self.parts, self.lr
         if result is None:
             return None
@@ -189,19 +188,19 @@ class RecordedStep:
             return conclude(parts, self.objective, old, start, end, lam, old.lam, left)
 
     def undo(self, state: State) -> State:
-        """The model as before the step, and its state."""
+        """Restores the model before the step, and returns its state."""
         self.objective.parameters.assign(self.theta)
         return changed(state, **_left(self.kept))
 
 
 def carried(state: State) -> list[Any]:
     """The tensors that one step leaves to the next."""
-    mean = None if state.same_data.soon else state.mean  # of which the loss is asked
+    mean = None if state.same_data.soon else state.mean  # if its loss is needed
     return [None if state.D is None else state.D.state(), state.past, state.previous, mean]
 
 
 def _left(carried: list[Any]) -> dict[str, Any]:
-    """The same, as fields of the state"""
+    """The carried tensors as fields of the state"""
     D, past, previous, _ = carried
     return {"D": None if D is None else restored(D), "past": past, "previous": previous}
 
@@ -220,7 +219,7 @@ def _copy(to: Any, source: Any) -> None:
         raise Unlike("the step leaves other tensors for the next one than it was given")
     pairs = [(a, b) for a, b in zip(there, here, strict=True) if isinstance(a, Tensor) and a is not b]
     if pairs:
-        with torch.no_grad():  # a model may ask for the gradient of its inputs
+        with torch.no_grad():  # inputs may require a gradient
             torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
 
 
@@ -232,31 +231,31 @@ class Kind:
     """Steps with the same signature."""
 
     key: Any
-    needed: int = 2  # how many in a row are recorded; twice as many after each recording, in case kinds take turns
-    refused: str = ""  # why there shall be no recording
+    needed: int = 2  # how many in a row are recorded; doubled by each recording, in case kinds alternate
+    refused: str = ""  # the reason why it is not to be recorded
 
 
 class Recordings:
-    """The recording in use, if there is one. A step of another kind, such as the last batch of an epoch, is done
-    without; if others come often enough in a row, theirs takes its place."""
+    """The recording in use, if there is one. A step of another kind, such as the last batch of an epoch, is taken
+    without it; if another kind occurs often enough in a row, its recording replaces this one."""
 
     def __init__(self) -> None:
-        self.made: tuple[Any, RecordedStep] | None = None  # of this kind
-        self.note = ""  # what came of it, in words
-        self._kinds: list[Kind] = []  # the last one at the end,
-        self._row = 0  # and how often it came in a row
+        self.made: tuple[Any, RecordedStep] | None = None  # the key of its kind, and the recording
+        self.note = ""  # the outcome, as text
+        self._kinds: list[Kind] = []  # in the order of their last steps
+        self._row = 0  # how many steps of the last kind came in a row
 
     def of(
         self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float, forced: bool
     ) -> RecordedStep | None:
-        """The recording of such a step; None if there is none."""
+        """The recording for such a step; None if there is none."""
         totals = known.totals
         if totals is None or not recordable(parts, objective, batch, state, known):
             return None
         if not forced and (any(hooks(objective.model)) or torch.are_deterministic_algorithms_enabled()):
-            return None  # hooks are not called in a replay
+            return None  # because a replay does not call hooks
         now = signature(parts, objective, batch, state, known, lr)
-        # What the modules hold takes long to look at: that waits until the replay has begun, see `confirmed`.
+        # Comparing the contents of the modules takes long: this is left until the replay has begun, see `confirmed`.
         if self.made is not None and self.made[0][0] == now:
             self._row = 0
             return self.made[1]
@@ -266,13 +265,13 @@ class Recordings:
         if not forced and not room(state, objective.parameters.device):
             self._refuse(kind, "there is no memory for it")
             return None
-        self.made = None  # first: its memory may be needed
+        self.made = None  # first, as its memory may be needed
         try:
             made = RecordedStep(parts, objective, batch, state, known, totals, lr)
         except Unlike as error:
             self._refuse(kind, str(error))
             return None
-        except Exception as error:  # CUDA refuses in many ways
+        except Exception as error:  # there are many reasons why CUDA may refuse
             self._refuse(kind, f"it ran out of memory: {error}" if out_of_memory(error) else str(error))
             if forced:
                 words = "this step cannot be recorded as a CUDA graph, it goes on without"
@@ -282,15 +281,15 @@ class Recordings:
         return made
 
     def confirmed(self, objective: Objective) -> bool:
-        """Whether the modules are as they were when the replay that is under way was recorded."""
+        """Whether the modules are still the same as when the replay that is running was recorded."""
         if self.made is not None and self.made[0][1] == attributes(objective.model):
             return True
         self.made = None
         return False
 
     def agrees(self, recording: RecordedStep, totals: Totals) -> bool:
-        """Whether a replay has found the loss that the model has outside of it. One that takes numbers from elsewhere,
-        such as a global variable, may not do as it did."""
+        """Whether a replay has found the same loss as the model outside of it. They may differ if the model uses
+        numbers from elsewhere, such as a global variable."""
         relative = tolerances.of_trials(recording.objective.parameters.dtype)
         allowed = relative * abs(totals.value) + FAINT * totals.rounding
         if abs(recording.totals.value - totals.value) <= allowed:
@@ -305,7 +304,7 @@ class Recordings:
         return False
 
     def _come(self, key: Any) -> Kind:
-        """One step more of this kind"""
+        """Counts one more step of this kind"""
         place = next((i for i, kind in enumerate(self._kinds) if kind.key == key), -1)
         self._row = self._row + 1 if 0 <= place == len(self._kinds) - 1 else 1
         kind = Kind(key) if place < 0 else self._kinds.pop(place)
@@ -318,21 +317,21 @@ class Recordings:
 
 def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known) -> bool:
     """Whether a step can be recorded at all."""
-    # What an object holds cannot be copied, nor is the θ of coarse parameters carried along.
+    # The contents of an object cannot be copied, and the θ of coarse parameters is not carried over.
     if batch.opaque or objective.parameters.coarse or not objective.loss.recordable:
         return False
     if not known.only_slopes or not rows_of(parts, state.plan).recordable or state.D is None:
         return False
     plan = state.plan
     if plan is not None and plan.options and plan.steady != state.same_data.steady(state.steps):
-        return False  # Auto is about to plan anew, which a replay would not notice
-    unlike = parts.remembers and state.previous is None  # the next step will have one
+        return False  # Auto is about to make a new plan, which a replay would not notice
+    unlike = parts.remembers and state.previous is None  # the next step will have a previous step
     steady = known.steady or next(objective.model.buffers(), None) is None
     return steady and not unlike and (parts.momentum is None or parts.momentum.recordable)
 
 
 def room(state: State, device: torch.device) -> bool:
-    """Whether the memory of another step is free: a recording keeps it for itself, and not all steps are replayed."""
+    """Whether there is memory for another step: a recording keeps its memory, and not all steps are replayed."""
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     size, limit, budget = idle, None, free(device)
     if state.plan is not None:
@@ -341,7 +340,7 @@ def room(state: State, device: torch.device) -> bool:
 
 
 def signature(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float) -> Any:
-    """What a recording depends on, beside the `attributes` of the model."""
+    """Everything a recording depends on, except for the `attributes` of the model."""
     leaves, spec = tree_flatten([vars(batch), carried(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)
     places = tuple(t.data_ptr() for t in held(objective.model))
@@ -354,12 +353,12 @@ def signature(parts: Parts, objective: Objective, batch: Batch, state: State, kn
     )  # fmt: skip
 
 
-OWN = frozenset(vars(nn.Module()))  # what every module has
+OWN = frozenset(vars(nn.Module()))  # the attributes of every module
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 def attributes(model: nn.Module) -> list[Any]:
-    """What else the modules hold: a model whose temperature was changed is another one to a recording."""
+    """The other attributes of the modules: for a recording, a model whose temperature was changed is another model."""
     return [
         (name, seen(value))
         for module in submodules(model)
@@ -370,7 +369,7 @@ def attributes(model: nn.Module) -> list[Any]:
 
 
 def seen(value: Any, deep: bool = True) -> Any:
-    """A plain value itself, a tensor by where it is and how often it was changed, of an object what it holds."""
+    """A plain value itself; the place and the version of a tensor; the attributes of an object."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):

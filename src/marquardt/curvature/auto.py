@@ -1,4 +1,4 @@
-"""The fastest representation that fits into memory, and as many rows as a step has time for."""
+"""The fastest representation that fits into memory, with as many rows as there is time for."""
 
 from __future__ import annotations
 
@@ -24,54 +24,57 @@ from .matrix_free import MatrixFree
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
 
-# What is left to the rest of the world when memory is measured and not given.
+# The share of the free memory that a step may take, if no amount was given: the rest is left to other programs.
 SHARE = 0.8
 
-# How often a step is repeated with a smaller plan.
+# How many times a step may be repeated with a smaller plan.
 PLANS = 9
 
-# Gradients that a step on changing batches may cost: about what a step of the paper's CNN costs on a CPU, twice.
+# How many gradients a step on changing batches may cost: about twice the cost of a step of the paper's CNN on a CPU.
 WORK = 30.0
 
-# And with more than one row per sample of a loss that is no sum of squares, if that is more than with one: a second row
-# brings next to nothing there, docs/recipe.md. Rows of residuals do, and so do those of other samples.
+# The same limit for more than one row per sample of a loss that is not a sum of squares, unless one row costs more:
+# there a second row brings next to nothing, see docs/recipe.md. More rows of residuals do help, and so do rows of other
+# samples.
 WORK_OF_ROWS = 6.0
 
-# Seconds, on a machine of the usual speed, that a step may take all the same: rows of a part of the samples with the
-# gradient of all leave a fit without noise ten times less accurate, and a tenth of a second is seldom worth that.
+# A step that takes no more than this many seconds on a machine of the usual speed is allowed in any case: rows of some
+# samples with the gradient of all make a fit without noise ten times less accurate, which a tenth of a second seldom
+# justifies.
 QUICK = 0.1
 
-# Seconds, on a machine of the usual speed, that the first two steps may take beyond that with all rows: only after them
-# is it known whether the data are always the same, and then nothing is cut.
+# The seconds, on a machine of the usual speed, up to which the first two steps keep all rows. Whether the data are
+# always the same is only known after them, and in that case all rows are kept anyway.
 UNTOLD = 0.5
 
-# Conjugate gradients lose digits, and may take ten times as many iterations as is likely: they must promise to be so
-# many times faster than a matrix.
+# Conjugate gradients lose digits and may take ten times as many iterations as expected, so their predicted time must be
+# shorter than that of a matrix by this factor.
 DIRECT = 30.0
 
-# If nothing is in time, fewer rows must make a step so many times cheaper to be worth leaving out.
+# If no plan is fast enough, fewer rows must make a step cheaper by at least this factor.
 SAVES = 1.25
 
-# Rows that are left at least, however little work is allowed.
+# The least number of samples whose rows are formed, however small the limit is.
 FEWEST = 16
 
 
 @dataclass(frozen=True)
 class Auto(Interchangeable):
-    """Dense if there are fewer parameters than rows, otherwise Gram; in chunks, or MatrixFree, if these do not fit
-    into memory: `memory`, such as "4GiB", or what the device has free. `opt.plan` says what was picked and why.
+    """Dense if there are fewer parameters than rows, otherwise Gram; in chunks, or MatrixFree, if these do not fit into
+    memory: `memory`, such as "4GiB", or what the device has free. `opt.plan` gives the choice and the reason.
 
     All three solve the same system, MatrixFree to its tolerance: they differ in speed and memory. If a prediction was
     too low and memory runs out, the step is repeated with the next smaller plan.
 
     On changing batches a step costs at most `work` gradients, by default 30 or what takes a tenth of a second on a
-    usual machine. If all rows cost more, and LM was given none, fewer are formed: `Sampled(k)`, k as large as possible,
-    and at last those of a `Fraction` of the samples. By default more than one row per sample is formed only up to 6
-    gradients, unless it costs no more than one, or the loss is a sum of squares. On the same data all rows are formed,
-    whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that runs that are resumed and
-    processes that work together agree. If the first step finds that a row of one sample takes a backward pass through
-    all of them, as for the nodes of a graph, they are `Sampled(k, together=True)`. Samples that BatchNorm in train mode
-    couples have no rows: MatrixFree then. Samples that see each other in another way stay together, without chunks.
+    usual machine. If all rows would cost more, and LM was given no `rows`, fewer are formed: `Sampled(k)` with k as
+    large as possible, and finally those of a `Fraction` of the samples. By default more than one row per sample is
+    formed only up to 6 gradients, unless it costs no more than one, or the loss is a sum of squares. On the same data
+    all rows are formed, whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that
+    resumed runs, and processes that work together, make the same choice. If the first step finds that a row of one
+    sample takes a backward pass through all samples, as for the nodes of a graph, the rows are
+    `Sampled(k, together=True)`. Samples that are coupled by BatchNorm in train mode have no rows, and MatrixFree is
+    chosen. Samples that depend on each other in another way stay together, without chunks.
 
     Args:
         chunk: samples that are linearised at once; None for all, or as many as memory allows.
@@ -107,14 +110,14 @@ class Auto(Interchangeable):
 
     @property
     def first_rows(self) -> Rows:
-        return Sampled(1)  # for a first look: all of them may be too many
+        return Sampled(1)  # for a first look, since all rows may be too many
 
     def form(self, lin: Linearization) -> Curvature:
         return self.choose(lin, None, lin.rows_kind)[0].represent(lin)
 
     @property
     def _most(self) -> float:
-        """Gradients that a step on changing batches may cost."""
+        """How many gradients a step on changing batches may cost."""
         return WORK if self.work is None else self.work
 
     @property
@@ -122,7 +125,7 @@ class Auto(Interchangeable):
         return self.chunk, self.inertia, self.memory, self.work
 
     def of(self, plan: Plan) -> Representation:
-        """What a plan has picked."""
+        """The representation that a plan has chosen."""
         if plan.kind == "MatrixFree":
             return limited(plan.chunk, plan.iterations)
         return Dense(plan.chunk, self.inertia) if plan.kind == "Dense" else Gram(plan.chunk)
@@ -130,7 +133,7 @@ class Auto(Interchangeable):
     def choose(
         self, lin: Linearization, plan: Plan | None, rows: Rows | None = None, steady: bool | None = None
     ) -> tuple[Representation, Plan]:
-        """The last plan, while the shapes are the same and so are the data, or not; otherwise another one."""
+        """The last plan as long as the shapes and `steady` are the same, otherwise a new one."""
         kind = lin.single, lin.start.form.coupled is not None
         other_kind = plan is not None and plan.shapes is not None and (plan.shapes.single, plan.couples) != kind
         if plan is None or plan.options != self._options or other_kind:
@@ -143,7 +146,7 @@ class Auto(Interchangeable):
             shapes = plan.shapes  # a forward pass of the whole batch may not fit
         else:
             shapes = self._shapes(lin, plan, rows is None)
-        steady = steady if lin.single else True  # step_over goes through all data
+        steady = steady if lin.single else True  # step_over iterates over all data
         if plan.kind is None or plan.steady != steady or shapes != plan.shapes:
             plan = lin.share.ranks.agreed(self._plan(lin, replace(plan, shapes=shapes, steady=steady), rows is None))
         return self.of(plan), plan
@@ -175,7 +178,7 @@ class Auto(Interchangeable):
             return look(lin, plan, free_rows)
         if plan.shapes is not None:  # there was less memory than predicted
             return plan.shapes
-        # There was not enough memory for a forward pass: one of a part of the samples tells as much.
+        # There was not enough memory for a forward pass: a pass of some of the samples shows the same shapes.
         whole = lin.parameters.shards is None
         if whole and lin.ranks.all(lin.single and all(batch.divisible(batch.samples) for batch in lin.batches)):
             part = max(1, lin.share.samples // lin.ranks.size // 4**plan.squeeze)
@@ -193,10 +196,10 @@ class Auto(Interchangeable):
         )
 
     def _plan(self, lin: Linearization, plan: Plan, free_rows: bool) -> Plan:
-        """For these shapes, the fastest that fits, with as many rows as there is time for; after memory ran out, so
-        many further down the list."""
+        """The fastest plan for these shapes that fits, with as many rows as there is time for; after memory ran out
+        `squeeze` times, the one that many places further down the list."""
         assert plan.shapes is not None
-        budget = plan.budget  # what is free is measured once for each batch that is larger
+        budget = plan.budget  # free memory is measured again only for a larger batch
         if plan.kind is None or budget is None or lin.share.input_size > plan.input_size:
             budget = parse(self.memory) if self.memory is not None else free(lin.parameters.device)
         cut = lin.single and plan.shapes.divisible and not any(batch.opaque for batch in lin.batches)
@@ -215,7 +218,7 @@ class Auto(Interchangeable):
                 found.append((share, fitting[plan.squeeze]))
                 if self._in_time(*found[-1], plan.shapes, plan.steady, most):
                     return self._picked(lin, plan, *found[-1], budget)
-        if found:  # nothing is in time: no fewer rows than it pays to leave out
+        if found:  # nothing is fast enough: leave out only as many rows as pays
             costs = [in_gradients(share.shapes, way.cost, plan.shapes) for share, way in found]
             enough = next(i for i, cost in enumerate(costs) if cost <= SAVES * min(costs))
             return self._picked(lin, plan, *found[enough], budget)
@@ -245,7 +248,7 @@ class Auto(Interchangeable):
         return replace(plan, faster="rows=mq.Sampled(1) takes fewer rows, and mq.Fraction(0.1) those of fewer samples")
 
     def _work_of_rows(self, every: Sequence[_Share], plan: Plan) -> float:
-        """What a step with more than one row per sample may cost."""
+        """How many gradients a step with more than one row per sample may cost."""
         assert plan.shapes is not None
         one = next((share.shapes for share in every if share.shapes.R == 1), plan.shapes)
         cost = in_gradients(one, next(self._ways(one, True, plan.couples, plan.steady)).cost, plan.shapes)
@@ -262,7 +265,7 @@ class Auto(Interchangeable):
         return steady is None and direct and seconds <= UNTOLD
 
     def _ways(self, s: Shapes, cut: bool = True, couples: bool = False, steady: bool | None = True) -> Iterator[_Way]:
-        """Every way to go, fastest first."""
+        """All ways to represent G, fastest first."""
         why = f"{s.n:,} parameters, {s.m:,} rows" if s.single else f"{s.n:,} parameters, several batches"
         smaller = [s.N // k for k in (4, 16, 64) if s.N // k > 0] if cut and self.chunk is None else []
         if not couples:
@@ -279,19 +282,19 @@ class Auto(Interchangeable):
         first: Dense | Gram = Dense(self.chunk, self.inertia) if primal else Gram(self.chunk)
         other: Dense | Gram = Gram(self.chunk) if primal else Dense(self.chunk, self.inertia)
         products = MatrixFree(self.chunk)
-        either = s.single and not s.sharded  # whether Dense and Gram could be
+        either = s.single and not s.sharded  # whether Dense and Gram are both possible
         best = min(step(s, way.cost(s)).seconds(s) for way in ((first, other) if either else (first,)))
         if steady and best > DIRECT * step(s, products.cost(s)).seconds(s):
             yield _Way(products, products.cost(s), f"{why}, a matrix takes too long")
         yield _Way(first, first.cost(s), why)
-        for part in smaller if primal else smaller[:2]:  # Gram goes through every pair of chunks
+        for part in smaller if primal else smaller[:2]:  # Gram linearises every pair of chunks
             chunked = replace(first, chunk=part)
             yield _Way(chunked, chunked.cost(s), f"{why}, in chunks of {part}")
         if either:
             yield _Way(other, other.cost(s), f"{why}, the larger matrix does not fit")
 
     def _within(self, s: Shapes, chunk: int | None) -> MatrixFree:
-        """Conjugate gradients that end when the work is done."""
+        """Conjugate gradients limited to the iterations that `work` allows."""
         none, one = (in_gradients(s, limited(chunk, k).cost(s)) for k in (1, 2))
         allowed = int((self._most - none) / (one - none)) + 1 if self._most < math.inf else MatrixFree().iterations
         return limited(chunk, min(max(allowed, 5), MatrixFree().iterations))
@@ -310,7 +313,7 @@ class _Way:
 
 @dataclass(frozen=True)
 class _Share:
-    """All rows, or a part of them."""
+    """All rows, or some of them."""
 
     shapes: Shapes
     sampled: int | None = None
@@ -319,8 +322,8 @@ class _Share:
 
 
 def _fewer(s: Shapes, chunk: int | None = None, joined: bool = False, whole: bool = False) -> Iterator[_Share]:
-    """All rows, then fewer and fewer of them. Every chunk that is given has a row at least, so that it takes as long
-    with a part of its samples; and of samples that depend on each other there are no parts."""
+    """All rows, then fewer and fewer of them. If a chunk size is given, every chunk has at least one row, so that fewer
+    samples would not save time; and samples that depend on each other cannot be divided."""
     yield _Share(s)
     k = 1 << (s.R - 1).bit_length() >> 1 if s.R > 1 else 0  # the largest power of two below R
     while k:
@@ -336,7 +339,7 @@ def _fewer(s: Shapes, chunk: int | None = None, joined: bool = False, whole: boo
 
 
 def free(device: torch.device) -> int | None:
-    """Bytes that a step may take on this device, None if it does not say."""
+    """The bytes that a step may take on this device, None if they are unknown."""
     if device.type == "cuda":
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(SHARE * (torch.cuda.mem_get_info(device)[0] + idle))

@@ -1,11 +1,11 @@
-"""The contract of the curvature: what a representation of G has to say, and what it may say better.
+"""The contract of the curvature: what a representation of G must define, and what it may override.
 
 To add one, write two classes in one file. The first is a frozen dataclass with the options, derived from
-`Representation`: `needs` says what it asks of the linearisation, `form` returns the second. The second derives from
-`Curvature` and defines `__matmul__` and `newton`; docs/extending.md adds one from outside the package.
+`Representation`: `needs` states the requirements for the linearisation, `form` returns the second. The second derives
+from `Curvature` and defines `__matmul__` and `newton`; docs/extending.md adds one from outside the package.
 
     entries of a damping A      Diagonal.of(A, sizes).entries(sizes): (n,)
-    a question about tensors    deferred.ask(condition) instead of bool(condition), if steps shall be recorded
+    a question about tensors    deferred.ask(condition) instead of bool(condition), if steps are to be recorded
     the first pass              f, scale and m are known after the first loop over lin.pieces(), not within it
 """
 
@@ -33,35 +33,35 @@ KEPT = "the state 'past'"
 
 FASTER = "curvature=mq.Auto() picks what is faster"
 
-# Steps that are looked at, at most, whether weight decay is in them.
+# In how many steps, at most, it is checked that weight decay is included.
 LOOKS = 8
 
 
 class Curvature(ABC):
-    """G at one point. A representation has to say what Gv and (G + A)⁻¹g are; the rest may be cheaper in some.
+    """G at one point. A representation must define Gv and (G + A)⁻¹g, and may override the rest by something cheaper.
 
-    G and its statistics are those of the data, g is that of the objective, with weight decay W(θ − θ₀). W is a part of
-    the A that `newton` is given, see `with_decay`.
+    G and its statistics are those of the data, g is that of the objective, with weight decay W(θ − θ₀). W is part of
+    the A that `newton` receives, see `with_decay`.
 
     >>> G = mq.Dense().represent(mq.linearize(model, "mse", x, y))
     >>> G.gradient.shape, (G @ G.gradient).shape, G.newton(torch.tensor(0.1)).shape
     (torch.Size([33]), torch.Size([33]), torch.Size([33]))
     """
 
-    averaged = False  # whether the G of `model` is a running average over batches, and not that of this batch alone
+    averaged = False  # whether `model` uses a running average of G over batches, not G of this batch alone
     same_data = False  # whether the data are those of the step before
-    takes_sums: ClassVar[bool] = False  # whether `newton` takes a Sum, that has products and `beside` but no `solve`
-    selects: ClassVar[bool] = False  # whether `with_decay` refuses some dampings, also if nothing decays
-    separable: ClassVar[bool] = False  # whether it can only be damped by a D that is u ⊗ v in every layer
+    takes_sums: ClassVar[bool] = False  # whether `newton` takes a Sum, which has products and `beside` but no `solve`
+    selects: ClassVar[bool] = False  # whether `with_decay` refuses some dampings, even without weight decay
+    separable: ClassVar[bool] = False  # whether the damping D must have the form u ⊗ v in every layer
 
     def __init__(self, lin: Linearization) -> None:
         self.lin, self.parameters = lin, lin.parameters
-        self.notes: list[str] = []  # escalations since the last step, in words
+        self.notes: list[str] = []  # escalations since the last step, as texts
 
     @property
     def rank(self) -> int:
-        """Of G, at most. That of J̃ᵀJ̃ is the smaller of parameters and rows, in the largest batch so far; another G says
-        what it has: λ = 1 stands for tr G / rank"""
+        """The rank of G, at most: for J̃ᵀJ̃ the number of parameters or of rows in the largest batch so far, whichever
+        is smaller. Another G overrides it: λ = 1 stands for tr G / rank"""
         return min(self.lin.n, self.lin.most)
 
     @property
@@ -76,11 +76,11 @@ class Curvature(ABC):
     @abstractmethod
     def newton(self, damping: Metric | Tensor) -> Tensor:
         """(G + A)⁻¹g: (n,); A is a metric, one number () or one per parameter (n,). If G + A is not positive definite,
-        a FactorizationError: the step fails, and λ rises."""
+        it raises FactorizationError: the step fails, and λ rises."""
 
     def with_decay(self, A: Metric) -> Metric:
-        """λD + W, which `newton` and `damped_quadratic` take for A; if D is no diagonal matrix, a metric of the same
-        form above it, see Metric.plus"""
+        """λD + W, the A that `newton` and `damped_quadratic` receive; if D is not diagonal, a metric of the same form
+        that is at least λD + W, see Metric.plus"""
         decay, sizes = self.lin.decay, self.parameters.sizes
         if decay is None:
             return A
@@ -89,18 +89,18 @@ class Curvature(ABC):
 
     def step(self, A: Metric) -> Tensor:
         """−(G + A)⁻¹g: (n,)"""
-        return -self.newton(A)  # not in place: `newton` may return what it keeps
+        return -self.newton(A)  # not in place: `newton` may return a tensor that it keeps
 
     def quadratic(self, v: Tensor) -> Tensor:
         """vᵀGv"""
         return self.parameters.dot(v, self @ v)
 
     def products(self, V: Tensor) -> Tensor:
-        """vᵢᵀGvⱼ of a few vectors, with the G of this batch alone if that is at hand: (k, n) → (k, k)"""
+        """vᵢᵀGvⱼ of a few vectors, with the G of this batch alone if that is available: (k, n) → (k, k)"""
         return torch.stack([torch.stack([self.parameters.dot(v, Gw) for v in V]) for Gw in (self @ w for w in V)], 1)
 
     def damped_quadratic(self, v: Tensor, damping: Metric) -> Tensor:
-        """vᵀHv with the H that `newton` solves with: G + A, unless a representation damps in a way of its own"""
+        """vᵀHv with the H that `newton` solves with: G + A, unless a representation adds the damping in another way"""
         return self.quadratic(v) + damping.quadratic(v, self.parameters.sizes, self.parameters.dot)
 
     def slope(self, D: Metric) -> Tensor:
@@ -112,14 +112,14 @@ class Curvature(ABC):
         """gᵀd and dᵀGd: the model of the loss is f + gᵀd + ½dᵀ(G + W)d"""
         return self.parameters.dot(self.gradient, d), self.quadratic(d)
 
-    # From step to step.
+    # What is kept from step to step.
 
     def recall(self, past: Past | None, same_data: bool) -> None:
-        """Takes up what an earlier step kept."""
+        """Restores what an earlier step kept."""
         return None
 
     def keep(self) -> Past | None:
-        """What the next step shall recall."""
+        """The tensors that the next step will recall."""
         return None
 
     # Statistics, for damping. Only the diagonal may have negative entries, if G is indefinite.
@@ -133,25 +133,26 @@ class Curvature(ABC):
         return self.diagonal().sum()
 
     def traces(self) -> list[tuple[list[int], Tensor, int]]:
-        """Of every layer: its parameters, by number; the trace of its block of G (); the rank of the block, at most"""
+        """For every layer: the indices of its parameters, the trace of its block of G (), and at most the rank of the
+        block"""
         sizes, most = self.parameters.whole.sizes, self.lin.most
         found = {tuple(members): trace for members, trace in statistics.traces(self.lin)}
         totals = self.parameters.ranks.sums_by(found, self.lin.theta)
         return [(list(key), trace, min(sum(sizes[i] for i in key), most)) for key, trace in totals.items()]
 
     def moments(self) -> Iterator[Moments]:
-        """diag G layer by layer, with the mean squares of the layer's inputs"""
+        """diag G layer by layer, with the mean squares of the inputs of the layer"""
         return statistics.moments(self.lin)
 
     def partial_traces(self) -> PartialTraces | None:
-        """Of the block of G that every layer has, see statistics. A D that is made of them is no diagonal matrix: None
-        if `newton` does not take one (`Metric.turns`), or if there are no rows to tell"""
+        """The partial traces of the block of G of every layer, see statistics. A D formed from them is not diagonal:
+        None if `newton` does not accept such a D (`Metric.turns`), or if there are no rows to form them from"""
         return None
 
 
 class Damped:
-    """H, the matrix the step solves with: G + A + W, A the damping and W weight decay; with Kronecker the product of
-    the damped factors. Weight decay joins here, for all representations."""
+    """H, the matrix the step solves with: G + A + W, where A is the damping and W weight decay; with Kronecker the
+    product of the damped factors. Weight decay is added here, for all representations."""
 
     def __init__(self, G: Curvature, A: Metric) -> None:
         self.G, self.A, self.decay = G, A, G.lin.decay
@@ -172,9 +173,9 @@ class Damped:
         return d
 
     def _proven(self, d: Tensor) -> bool:
-        """Whether weight decay is in g and H, by gᵀd = −dᵀHd for the step −H⁻¹g; False if it has too little of them to
-        tell. A curvature of one's own may leave it out: refused if the equation does not hold, and far better without.
-        """
+        """Whether weight decay is shown to be in g and H, by gᵀd = −dᵀHd for the step −H⁻¹g; False if its share is too
+        small to tell. A user's curvature may leave weight decay out: it is refused if the equation fails, and holds far
+        better without that term."""
         lin = self.G.lin
         assert self.decay is not None
         assert lin.pull is not None
@@ -205,7 +206,7 @@ class Damped:
         return gd, dGd if self.decay is None else dGd + self.decay.quadratic(d)
 
     def products(self, V: Tensor) -> Tensor:
-        """vᵢᵀ(G + A + W)vⱼ of a few vectors, also if H is not that sum: (k, n) → (k, k)"""
+        """vᵢᵀ(G + A + W)vⱼ of a few vectors, even if H is not that sum: (k, n) → (k, k)"""
         AV = torch.stack([self.A.times(v, self.G.parameters.sizes) for v in V])
         if self.decay is not None:
             AV = AV + torch.stack([self.decay.times(v) for v in V])
@@ -214,24 +215,24 @@ class Damped:
 
 @dataclass(frozen=True)
 class Representation(ABC):
-    """A way to represent G, chosen before there is one.
+    """A way to represent G, chosen before G exists.
 
-    `form` is all that one must define; [a page](../extending.md) has a whole one.
+    `form` is the only method that must be defined; [a page](../extending.md) has a complete example.
 
     >>> isinstance(mq.Gram(), mq.Representation)
     True
     """
 
-    adds_up: ClassVar[bool] = False  # whether what it adds up over pieces it adds up over ranks too, by lin.ranks
-    shares: ClassVar[bool] = False  # whether what it adds up over n is added up by `Parameters`: for sharded parameters
+    adds_up: ClassVar[bool] = False  # whether its sums over pieces are also taken over ranks, by lin.ranks
+    shares: ClassVar[bool] = False  # whether `Parameters` takes its sums over n: for sharded parameters
 
     @property
     def needs(self) -> Needs:
-        """What it asks of the linearisation."""
+        """The requirements for the linearisation."""
         return Needs()
 
     def represent(self, lin: Linearization) -> Curvature:
-        """G of a batch. If `lin` was made for other needs, another linearisation of the same batch takes its place."""
+        """G of a batch. If `lin` was made for other needs, another linearisation of the same batch replaces it."""
         needs, there = self.needs, lin.needs
         serves = needs.chunk in (None, there.chunk) and (there.graph or not needs.graph)
         G = self.form(lin if serves else lin.made_for(needs))
@@ -249,20 +250,21 @@ class Representation(ABC):
         return Exact()
 
     def cost(self, s: Shapes) -> Cost | None:
-        """What it takes to form G and to solve with it once, from shapes alone; None if that is not known."""
+        """The cost of forming G and solving with it once, from shapes alone; None if unknown."""
         return None
 
     def sent(self, s: Shapes) -> float | None:
-        """Bytes that every rank sends in the mean, from shapes alone, for a G that is solved with once; None if that is
-        not known."""
+        """The bytes that each rank sends on average to form G and solve with it once, from shapes alone; None if
+        unknown."""
         return None
 
     def choose(
         self, lin: Linearization, plan: Plan | None, rows: Rows | None = None, steady: bool | None = None
     ) -> tuple[Representation, Plan | None]:
-        """What represents G in this step, after a look at the batch, and what the next step shall know of that. `lin`
-        is made for the needs of this; if those of the choice are others, there will be another one. Without `rows` they
-        are a choice too. `steady` says whether the data are the same in every step, None that it is not known yet."""
+        """The representation of G in this step, chosen after a look at the batch, and a plan for the next step. `lin`
+        is made for the needs of this representation; if the chosen one has other needs, another linearisation is made.
+        Without `rows` the rows are chosen too. `steady` is whether the data are the same in every step, None if that is
+        not known yet."""
         if self.cost(NOTHING) is None:
             return self, None
         shapes = look(lin, plan)
@@ -273,27 +275,27 @@ class Representation(ABC):
         return self, plan.with_cost(shapes, self.cost(shapes))
 
     def smaller(self, plan: Plan | None, error: BaseException) -> Plan | None:
-        """The next plan after memory ran out, or if rows turn out to be too dear; None if there is no other."""
+        """The next plan after memory ran out, or if rows turned out to be too expensive; None if there is no other."""
         return None
 
     def restored(self, plan: Plan, device: torch.device) -> Plan | None:
-        """A plan that was saved, if it still holds here."""
+        """A saved plan, if it is still valid here."""
         return plan if plan.name == str(self) else None
 
     def takes(self, name: str) -> bool:
-        """Whether it goes on with what another representation, of this name, has kept."""
+        """Whether this representation can continue with what another one, of this name, has kept."""
         return name == type(self).__name__
 
     def check(self, past: Past, sizes: Mapping[str, int]) -> None:
-        """Raises ValueError if what an earlier step kept, tensors of finite numbers, cannot be that of parameters of
+        """Raises ValueError if `past`, tensors of finite numbers, cannot have been kept by a step with parameters of
         these names and sizes."""
         return None
 
 
 @dataclass(frozen=True)
 class Interchangeable(Representation):
-    """Auto, and what it may pick: all solve the same system, and each goes on with what another of them has kept, or
-    leaves it."""
+    """Auto, and what it may choose: all solve the same system, and each can continue with, or ignore, what another one
+    has kept."""
 
     def takes(self, name: str) -> bool:
         return name in ("Auto", "Dense", "Gram", "MatrixFree")
@@ -312,7 +314,7 @@ class Interchangeable(Representation):
 
 
 def check_count(t: Tensor, name: str, least: int = 1) -> None:
-    """A number of steps or batches, as a tensor"""
+    """Checks a number of steps or batches, given as a tensor"""
     if t.ndim or not least <= float(t) <= MOST:
         raise ValueError(f"{KEPT} {name!r} is {short(t.tolist())}, and a number of at least {least} is due: {WAY_OUT}")
 

@@ -1,9 +1,9 @@
-"""What a step costs, in bytes and work, and the plan that it is taken by: from shapes alone, so that every process
-that sees the same shapes agrees.
+"""The cost of a step, in bytes and work, and the plan of the step. Both follow from shapes alone, so that all processes
+with the same shapes agree.
 
-Work is counted by kinds, each of which a machine does at a rate of its own. A step is measured in gradients: its time
-on a machine of the usual speed over that of a forward and a backward pass there. How fast the machine at hand is enters
-only what is announced, never the choice.
+Work is counted by kinds, because a machine does each at a different rate. The cost of a step is measured in gradients:
+its time on a machine of the usual speed, divided by that of a forward and a backward pass there. The speed of the
+actual machine only affects what is announced, never the choice.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ..ranks import BLOCK_ROWS
 
 @dataclass(frozen=True)
 class Layer:
-    """One use of a weight: P positions per sample, G groups, I inputs and O outputs in each of them."""
+    """One use of a weight: P positions per sample, G groups, I inputs and O outputs in each group."""
 
     P: float
     G: int
     I: int
     O: int
-    lookup: bool = False  # a row of a table at every position
+    lookup: bool = False  # whether it looks up a row of a table at every position
 
     @property
     def inputs(self) -> float:
-        """Numbers that the weight multiplies, per sample."""
+        """How many numbers the weight multiplies, per sample."""
         return self.P if self.lookup else self.P * self.G * self.I
 
     @property
     def outputs(self) -> float:
-        """Numbers at its output, per sample."""
+        """How many numbers are at its output, per sample."""
         return self.P * self.G * self.O
 
     @property
     def patches(self) -> float:
-        """Numbers that a convolution brings together, per sample."""
+        """How many numbers a convolution gathers into patches, per sample."""
         return self.inputs if self.P > 1 and self.I > 1 else 0.0
 
     @property
@@ -49,13 +49,13 @@ class Layer:
 
     @property
     def flops(self) -> float:
-        """Operations of its product in a forward pass, per sample."""
+        """The operations of its product in a forward pass, per sample."""
         return 0.0 if self.lookup else 2 * self.P * self.G * self.I * self.O
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What memory and work depend on. Numbers of a forward pass are per sample."""
+    """The sizes that memory and work depend on. Numbers of a forward pass are per sample."""
 
     n: int  # parameters
     N: int  # samples
@@ -67,19 +67,19 @@ class Shapes:
     numbers: float = 0.0  # numbers at the outputs of all functions that the model calls
     nodes: int = 0  # of the graph of a forward pass
     cuda: bool = False
-    single: bool = True  # one batch, not several in step_over
-    piece: int = 0  # samples of one of them
-    divisible: bool = True  # whether the batch can be cut into samples
-    ranks: int = 1  # that share the samples
-    shards: int = 1  # ranks that share the parameters; then each has the rows of all samples
-    sharded: bool = False  # whether they do, which one rank can too
+    single: bool = True  # whether there is one batch, not several as in step_over
+    piece: int = 0  # samples in one of several batches
+    divisible: bool = True  # whether the batch can be divided into samples
+    ranks: int = 1  # number of ranks that share the samples
+    shards: int = 1  # number of ranks that share the parameters; then each has the rows of all samples
+    sharded: bool = False  # whether parameters are sharded, which is possible on one rank too
 
     @property
     def m(self) -> int:
         return self.R * self.N
 
     def check(self, where: str) -> None:
-        """Raises ValueError if no model and no batch have them"""
+        """Raises ValueError if no model and batch can have these shapes"""
         for name in ("N", "R", "itemsize", "out", "ranks", "shards"):
             if getattr(self, name) == 0:
                 raise ValueError(f"{where} {name} is 0, and must be at least 1: {WAY_OUT}")
@@ -87,7 +87,7 @@ class Shapes:
             raise ValueError(f"{where} have {self.others:,} others of {self.n:,} parameters: {WAY_OUT}")
 
     def with_others(self, found: Shapes) -> Shapes:
-        """The larger of each, if the model is the same: a ragged batch or shorter sequences change nothing."""
+        """The larger of each size, if the model is the same: a ragged batch or shorter sequences change nothing."""
         if self._structure() != found._structure():
             return found
         N, R, out, piece = (max(getattr(x, k) for x in (self, found)) for k in ("N", "R", "out", "piece"))
@@ -98,7 +98,7 @@ class Shapes:
         return replace(found, N=N, R=R, out=out, piece=piece, layers=layers, numbers=numbers, nodes=nodes)
 
     def covers(self, N: int, out: int, uses: int, single: bool) -> bool:
-        """Whether a batch is no larger, at a glance."""
+        """Whether a batch is no larger, as far as a quick look tells."""
         return N <= self.N and out <= self.out and uses == len(self.layers) and single == self.single
 
     def _structure(self) -> object:
@@ -107,7 +107,7 @@ class Shapes:
         return self.n, self.itemsize, self.others, self.cuda, self.single, self.divisible, ranks, layers
 
     def at_once(self, chunk: int | None) -> int:
-        """Samples that a rank linearises together."""
+        """How many samples a rank linearises together."""
         own = -(-self.N // self.ranks)
         return min(own if self.single else self.piece, chunk or own)
 
@@ -116,12 +116,12 @@ class Shapes:
 
     @property
     def inputs(self) -> float:
-        """Numbers that the weights multiply, per sample."""
+        """How many numbers the weights multiply, per sample."""
         return sum(layer.inputs for layer in self.layers)
 
     @property
     def outputs(self) -> float:
-        """Numbers at the outputs of these layers, per sample."""
+        """How many numbers are at the outputs of these layers, per sample."""
         return sum(layer.outputs for layer in self.layers)
 
 
@@ -130,11 +130,11 @@ NOTHING = Shapes(1, 1, 1, (), 4)
 
 @dataclass(frozen=True)
 class Work:
-    """Operations by kind: each has a rate of its own."""
+    """Operations by kind, because each kind has a different rate."""
 
     products: float = 0.0  # operations of matrix products
     factor: float = 0.0  # operations of a Cholesky factorisation
-    numbers: float = 0.0  # numbers that pass through memory
+    numbers: float = 0.0  # numbers read from or written to memory
     calls: float = 0.0  # functions called, whatever they do
 
     def __add__(self, other: Work) -> Work:
@@ -166,18 +166,18 @@ class Rates:
     message: float  # and seconds per message
 
 
-# Of two CPU cores, and of a large GPU (`cuda`), fitted to the steps of benchmarks/limits.py on an H200 and on two cores
-# beside it. That machines differ matters little: what counts is the ratio of these rates to each other. The network of
-# CPUs is gloo within one machine, that of GPUs is a tenth of NVLink's peak (900 GB/s).
+# The rates of two CPU cores and of a large GPU (`cuda`), fitted to the steps of benchmarks/limits.py on an H200 and on
+# two cores of its host. Other machines matter little, since only the ratios of these rates count. The network of CPUs
+# is gloo within one machine, that of GPUs is a tenth of NVLink's peak (900 GB/s).
 USUAL = {
     False: Rates(products=3e11, factor=1.2e11, numbers=3.3e9, call=3.6e-6, network=1e9, message=3e-4),
     True: Rates(products=4e13, factor=4e12, numbers=6e11, call=9e-6, network=9e10, message=5e-5),
 }
 
-# Columns of a matrix that ranks factor together which one of them factors at a time.
+# How many columns one rank factors at a time, when ranks factor a matrix together.
 COLUMNS = 256
 
-# Functions that a step calls whatever the model is, that it calls for every block of columns, and that a loss calls.
+# The number of functions that a step calls for any model, that it calls per block of columns, and that a loss calls.
 STEP, BLOCK, LOSS = 600, 30, 10
 
 
@@ -187,33 +187,33 @@ class Cost:
     work: Work
 
 
-# What ranks send, in bytes by each of them in the mean. Sums go round a ring: every number twice, but for a rank's own
-# part.
+# Communication, in bytes that each rank sends on average. Sums are formed in a ring: every number is sent twice, except
+# for a rank's own part.
 
 
 def reduced(s: Shapes, numbers: float) -> float:
-    """A sum of so many numbers"""
+    """A sum of this number of numbers over the ranks"""
     return 2 * (s.ranks - 1) / s.ranks * s.itemsize * numbers
 
 
 def gathered(s: Shapes, numbers: float) -> float:
-    """So many numbers that the ranks have in all, sent by each to every other; or that one of them has"""
+    """This number of numbers, held by all ranks together or by one of them, after which every rank has them all"""
     return (s.ranks - 1) / s.ranks * s.itemsize * numbers
 
 
 def half(m: int) -> float:
-    """Numbers of a symmetric matrix that are sent"""
+    """The numbers of a symmetric matrix that are sent"""
     return m * (m + m / BLOCK_ROWS) / 2
 
 
 def factor(s: Shapes, m: int) -> float:
-    """The factor of an m×m matrix, if the ranks form it together"""
+    """The factor of an m×m matrix, if the ranks compute it together"""
     together = factors_together(m, s.ranks, s.itemsize, s.cuda)
     return gathered(s, m * (m + COLUMNS) / 2) if together else 0.0
 
 
 def factors_together(m: int, ranks: int, itemsize: int, cuda: bool) -> bool:
-    """Whether so many ranks factor an m×m matrix faster together than each by itself."""
+    """Whether this number of ranks factor an m×m matrix faster together than each one alone."""
     rates = USUAL[cuda]
     alone = m**3 / 3 / rates.factor * (itemsize / 4)
     sent = itemsize * m**2 / 2 / rates.network + m / COLUMNS * rates.message
@@ -221,12 +221,12 @@ def factors_together(m: int, ranks: int, itemsize: int, cuda: bool) -> bool:
 
 
 def sides(s: Shapes) -> float:
-    """Numbers in the Kronecker factors of all layers"""
+    """The numbers in the Kronecker factors of all layers"""
     return sum(b.G * (float(b.O) ** 2 + (b.I + 1.0) ** 2) for b in s.layers if not b.lookup)
 
 
 def forward(s: Shapes, pieces: int = 1) -> Work:
-    """One forward pass, or a backward pass to the inputs of all layers, or to their weights."""
+    """One forward pass; also a backward pass to the inputs of all layers, or to their weights."""
     flops = sum(layer.flops for layer in s.layers)
     numbers = s.numbers + 2 * sum(layer.patches for layer in s.layers)
     return Work(products=s.N * flops, numbers=s.N * numbers, calls=pieces * (s.nodes + LOSS))
@@ -238,25 +238,26 @@ def gradient(s: Shapes) -> Work:
 
 
 def deltas(s: Shapes, pieces: int = 1) -> Work:
-    """Backward passes of R rows to the outputs of the layers: on a GPU all of them in one."""
+    """Backward passes of R rows to the outputs of the layers: on a GPU all rows in one pass."""
     one = forward(s, pieces)
     calls = 2 * one.calls + (pieces - 1) * BLOCK * len(s.layers)
     return replace(s.R * one, calls=calls if s.cuda else s.R * calls)
 
 
 def overhead(s: Shapes) -> Work:
-    """What is neither network nor matrix: the parts of the algorithm, vectors of θ, bookkeeping of every layer."""
+    """Work that belongs neither to the network nor to a matrix: the other parts of the algorithm, vectors of θ, the
+    bookkeeping of every layer."""
     return Work(numbers=20.0 * s.n + 2 * s.R * s.N * s.out, calls=STEP + BLOCK * len(s.layers))
 
 
 def step(s: Shapes, cost: Cost, whole: Shapes | None = None) -> Work:
-    """All of it: linearise, what the representation does, try. `whole` is the batch, if the rows are of a part."""
+    """The whole step: linearise, represent, try. `whole` is the batch, if only some of its samples have rows."""
     total = overhead(s) + cost.work
     return total + 2 * forward(s) if whole is None or whole.N == s.N else total + forward(s) + 2 * forward(whole)
 
 
 def proof(s: Shapes) -> Work:
-    """What is proven on first use: the rows once more, some backward passes to compare them with, and the loss."""
+    """The checks on first use: the rows once more, some backward passes to compare them with, and the loss."""
     return deltas(s) + 5 * gradient(s) + Work(calls=2 * STEP)
 
 
@@ -269,39 +270,39 @@ PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class Plan:
-    """What was picked, for which shapes and options, and how often memory has run out since. All of it plain values:
-    a part of the state, to be saved and to be agreed on."""
+    """What was chosen, for which shapes and options, and how often memory has run out since. It consists of plain
+    values, because it is saved with the state and agreed on by the ranks."""
 
     options: tuple[Any, ...]  # of the representation that made it
-    kind: str | None = None  # the class of the representation that was picked; None: another one is to be picked
-    chunk: int | None = None  # its samples at once
+    kind: str | None = None  # the class of the representation that was chosen; None: a new choice is needed
+    chunk: int | None = None  # how many samples it linearises at once
     iterations: int | None = None  # of conjugate gradients, if they are limited
     sampled: int | None = None  # rows per sample, drawn at random; None: all of them, or those that LM was given
     fraction: float | None = None  # of the samples whose rows are formed; None: all
-    steady: bool | None = None  # whether it is for the same data in every step; None: not known yet
-    couples: bool = False  # whether it is for samples that depend on each other
-    joined: bool = False  # whether rows are of all samples together: those of one take a backward pass each
-    whole: bool = False  # whether a part of the samples is never taken alone: they depend on each other
-    name: str = ""  # in words
+    steady: bool | None = None  # whether it was made for the same data in every step; None: not known yet
+    couples: bool = False  # whether it was made for samples that depend on each other
+    joined: bool = False  # whether rows are of all samples together: those of one sample take a backward pass each
+    whole: bool = False  # whether samples always stay together, because they depend on each other
+    name: str = ""  # of the representation, with its options
     bytes: int = 0  # predicted for a step, beside the parameters themselves
     budget: int | None = None
     work: float = 0.0  # predicted for a step, in gradients
     seconds: float = 0.0  # predicted for a step on a machine of the usual speed,
     proof: float = 0.0  # and for what the first one proves
     why: str = ""
-    faster: str = ""  # what would be, if it is slow
-    input_size: int = 0  # numbers in the inputs of the batch that it was made for
+    faster: str = ""  # a faster choice, if this one is slow
+    input_size: int = 0  # how many numbers the inputs of its batch have
     shapes: Shapes | None = None
     squeeze: int = 0  # how often memory ran out
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """What was picked, whatever it was picked by."""
+        """What was chosen, without the reasons."""
         return self.kind, self.chunk, self.iterations, self.sampled, self.fraction
 
     @cached_property
     def rows(self) -> Rows:
-        """The rows, if they are a choice."""
+        """The rows, if they were chosen."""
         rows: Rows = Exact() if self.sampled is None else Sampled(self.sampled, together=self.joined)
         return rows if self.fraction is None else Fraction(self.fraction, rows)
 
@@ -310,8 +311,8 @@ class Plan:
 
     @staticmethod
     def restored(state: Any, n: int) -> Plan | None:
-        """From a saved state, if it can be one of n parameters. None if an earlier version has made it: then there will
-        be another one."""
+        """The plan in a saved state, checked for n parameters. None if an earlier version has saved it: then a new plan
+        is made."""
         where = "the plan in this state"
         if isinstance(state, dict) and "work" not in state:
             return None
@@ -329,7 +330,7 @@ class Plan:
         return found
 
     def check(self, where: str) -> None:
-        """Raises ValueError if it is none that was ever made"""
+        """Raises ValueError if no step can have made this plan"""
         if self.kind is not None and self.shapes is None:
             raise ValueError(f"{where} has picked {short(self.kind)} for no shapes: {WAY_OUT}")
         for name in ("chunk", "iterations", "sampled"):
@@ -350,7 +351,7 @@ class Plan:
                 raise ValueError(f"{where} draws {self.sampled:,} of {self.shapes.R:,} rows: {WAY_OUT}")
 
     def with_cost(self, s: Shapes, cost: Cost | None) -> Plan:
-        """With the cost of rows of these shapes."""
+        """The plan with the cost of rows of these shapes."""
         if cost is None:
             return self
         work = step(s, cost, self.shapes)
@@ -373,12 +374,12 @@ def _shapes(state: Any, where: str) -> Shapes:
 
 
 def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:
-    """The shapes of a batch, as rank 0 sees them, by a forward pass: that of the step itself, if all samples are
-    linearised at once. If the rows are `free` to be chosen, R is that of all of them. The samples are those of all
-    ranks: a plan is the same however they are shared."""
+    """The shapes of a batch, as seen by rank 0 in a forward pass: that of the step itself, if all samples are
+    linearised at once. If the rows are `free` to be chosen, R is the number of all rows per sample. The samples of all
+    ranks are counted: a plan is the same however they are shared."""
     known = None if plan is None else plan.shapes
     if not lin.in_one and known is not None and known.single == lin.single:
-        # Another forward pass would tell no more than how many samples there are.
+        # Another forward pass would only show the number of samples.
         return replace(known, N=max(known.N, lin.share.expected(known.piece)))
     found = _seen(lin, plan, free)
     ranks = lin.share.ranks
@@ -388,9 +389,9 @@ def look(lin: Linearization, plan: Plan | None, free: bool = False) -> Shapes:
 def _seen(lin: Linearization, plan: Plan | None, free: bool) -> Shapes:
     known = None if plan is None else plan.shapes
     piece = lin.whole() if lin.in_one else lin.first()
-    together = piece.N if free and plan is not None and plan.joined else 1  # samples that are taken as one
+    together = piece.N if free and plan is not None and plan.joined else 1  # samples that count as one
     watch, N, out = piece.whole.watch, piece.N // together, together * piece.z[0].numel()
-    samples = N if free else piece.jacobian.N  # whose rows are formed
+    samples = N if free else piece.jacobian.N  # that have rows
     total = sum(lin.share.ranks.numbers(samples)) if lin.in_one else lin.share.expected(samples)
     larger = plan is None or lin.share.input_size > plan.input_size
     if not larger and known is not None and known.covers(total, out, len(watch.calls), lin.single):

@@ -26,9 +26,9 @@ from .cost import COLUMNS, Cost, Layer, Shapes, Work, deltas, factor, factors_to
 
 
 class FactorizationError(ArithmeticError):
-    """G + λD is not positive definite in floating point: the step fails, and a larger λ is the way out.
+    """G + λD is not positive definite in floating point: the step fails, and a larger λ helps.
 
-    `LM` catches it and raises λ; it reaches those who solve by themselves.
+    `LM` catches it and raises λ; only code that calls `newton` itself sees it.
 
     >>> G = mq.Hessian().represent(mq.linearize(model, "mse", x, y, needs=mq.Hessian().needs))
     >>> try:
@@ -40,7 +40,7 @@ class FactorizationError(ArithmeticError):
 
 
 def norm(M: Tensor, s: Tensor | None = None) -> Tensor:
-    """‖diag s · M · diag s‖ for positive semi-definite M, by a few power iterations: right to a factor of two."""
+    """‖diag s · M · diag s‖ for positive semi-definite M, by a few power iterations: accurate to a factor of two."""
     v = M.diagonal().clone() if s is None else s
     for _ in range(6):
         v = v / torch.linalg.vector_norm(v)
@@ -50,8 +50,9 @@ def norm(M: Tensor, s: Tensor | None = None) -> Tensor:
 
 
 def holds(condition: Callable[[Tensor], Tensor], M: Tensor, s: Tensor | None = None) -> bool:
-    """Whether a condition on ‖diag s · M · diag s‖ holds that no smaller norm could spoil. The trace is an upper bound
-    and mostly does: the iterations are thirty kernels. A recording knows no answer, and takes the closer one."""
+    """Whether ‖diag s · M · diag s‖ satisfies a condition that every smaller norm satisfies too. The trace is an upper
+    bound that usually suffices, while the iterations take thirty kernels. While a step is recorded no answer is known,
+    and the closer estimate is used."""
     diagonal = M.diagonal()
     if current.tape is None and ask(condition(diagonal.sum() if s is None else torch.dot(diagonal, s * s))):
         return True
@@ -59,15 +60,15 @@ def holds(condition: Callable[[Tensor], Tensor], M: Tensor, s: Tensor | None = N
 
 
 def told(fine: Tensor) -> bool:
-    """deferred.ask in one call, where nothing is recorded and nobody has to agree: ()"""
+    """deferred.ask in one call, if nothing is recorded and no ranks have to agree: ()"""
     return bool(fine) if current.tape is None and current.agree is None else ask(fine)
 
 
 def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str], ranks: Ranks = ALONE) -> Tensor:
     """(H + diag A)⁻¹b for symmetric positive definite H + diag A by Cholesky; on failure in float64, then with jitter.
 
-    A is added to H in place and taken off again: H may be large. All ranks have the same H, and factor it together if
-    that takes less time.
+    A is added to H in place and removed again, because H may be large. All ranks have the same H, and factor it
+    together if that takes less time.
     """
     diagonal = H.diagonal()
     kept = diagonal.clone()
@@ -96,9 +97,9 @@ def spd_solve(H: Tensor, A: Tensor, b: Tensor, notes: list[str], ranks: Ranks = 
 def refined(
     H: Callable[[Tensor], Tensor], M: Callable[[Tensor], Tensor], b: Tensor, tolerance: float, products: int
 ) -> Tensor | None:
-    """H⁻¹b by conjugate gradients in the precision of b, with an M that solves with nearly the same matrix in another.
-    None if the error, in the metric of H and relative to the solution, is not within the tolerance after so many
-    products: its square is rᵀH⁻¹r, for which rᵀMr is taken.
+    """H⁻¹b by conjugate gradients in the precision of b, preconditioned by M, which solves with nearly the same matrix
+    in another precision. None if the error, in the metric of H and relative to the solution, is above the tolerance
+    after this number of products. The square of the error is rᵀH⁻¹r, which is approximated by rᵀMr.
     """
     size = torch.linalg.vector_norm(b)
     if ask(size == 0):
@@ -110,12 +111,12 @@ def refined(
     for _ in range(products):
         Hp = H(p)
         (pHp,) = floats(p @ Hp)
-        if not (rz > 0 and pHp > 0):  # also if they are not finite
+        if not (rz > 0 and pHp > 0):  # also if they are NaN
             return None
         x.add_(p, alpha=rz / pHp)
         r.sub_(Hp, alpha=rz / pHp)
         before, z = z, M(r)
-        # rᵀ(z − z') instead of rᵀz: M is rounded, and no fixed matrix.
+        # rᵀ(z − z') instead of rᵀz, since M is rounded and not a fixed matrix.
         changed, after = floats(r @ (z - before), r @ z)
         if after <= enough:
             r = b - H(x)
@@ -126,7 +127,7 @@ def refined(
 
 
 def factored(H: Tensor, A: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """v ↦ (H + diag A)⁻¹v in the precision of H, for v of any; None if the matrix cannot be factored."""
+    """v ↦ (H + diag A)⁻¹v in the precision of H, for v in any precision; None if the matrix cannot be factored."""
     kept = H.diagonal().clone()
     H.diagonal().add_(A)
     L, fine = _factor(H)
@@ -135,7 +136,7 @@ def factored(H: Tensor, A: Tensor) -> Callable[[Tensor], Tensor] | None:
         return None
 
     def solve(v: Tensor) -> Tensor:
-        size = torch.linalg.vector_norm(v)  # whatever the range of the lower precision
+        size = torch.linalg.vector_norm(v)  # to stay within the range of the lower precision
         return _solve(L, (v / size).to(H.dtype)).to(v.dtype).mul_(size)
 
     return solve
@@ -150,8 +151,9 @@ def _cholesky(H: Tensor, b: Tensor, ranks: Ranks) -> Tensor | None:
 
 
 def shared_factor(H: Tensor, ranks: Ranks, width: int = COLUMNS) -> tuple[Tensor, Tensor]:
-    """L with LLᵀ = H, and whether there is one: (). Block columns go round the ranks: the one that has the next factors
-    it and sends it, and every rank takes its product off those that it has."""
+    """L with LLᵀ = H, and whether it exists: (). Block columns are dealt out to the ranks in turn: the owner of the
+    next one factors it and sends it to the others, and every rank subtracts its product from the columns that it
+    owns."""
     m = len(H)
     cuts = list(itertools.pairwise([*range(0, m, width), m]))
     L, rest = torch.zeros_like(H), H.clone()
@@ -170,8 +172,8 @@ def shared_factor(H: Tensor, ranks: Ranks, width: int = COLUMNS) -> tuple[Tensor
 
 
 def _factor(H: Tensor) -> tuple[Tensor, Tensor]:
-    """L with LLᵀ = H, and whether there is one: ()"""
-    upper = not H.is_cuda  # the faster one: by a fifth on a CPU, and by half on a GPU
+    """L with LLᵀ = H, and whether it exists: ()"""
+    upper = not H.is_cuda  # whichever is faster: by a fifth on a CPU, and by half on a GPU
     F, info = torch.linalg.cholesky_ex(H, upper=upper)
     return F.mT if upper else F, info == 0
 
@@ -183,34 +185,34 @@ def _solve(L: Tensor, b: Tensor) -> Tensor:
     return x
 
 
-# --- G as an n×n matrix, added up chunk by chunk.
+# --- G as an n×n matrix, summed over the chunks.
 
 
-# Up to this many parameters products cost nothing, and are formed in float64 at once.
+# Up to this many parameters products cost next to nothing, and are formed in float64 at once.
 SMALL = 256
 
 AGAIN = "curvature formed again in float64"
 
-# From this many parameters on, G and its factor in float32 and a few products in float64 take less time on a CPU than
-# both in float64: up to this eps‖A^-½GA^-½‖, with at most so many products. Measured are 3 to 5 up to 1e-2, 8 at 0.1
-# and 15 at 1; at 10 there is no factor.
+# From this many parameters on, G and its factor in float32 plus a few products in float64 take less time on a CPU than
+# both in float64. This holds up to this eps‖A^-½GA^-½‖, with at most this many products: 3 to 5 were measured up to
+# 1e-2, 8 at 0.1 and 15 at 1; at 10 there is no factor.
 REFINED, ROUGH, PRODUCTS = 1024, 0.3, 12
 
 
 @dataclass(frozen=True)
 class Dense(Interchangeable):
-    """G = J̃ᵀJ̃ itself. For up to some ten thousand parameters; any number of samples, `chunk` of them at a time.
+    """G = J̃ᵀJ̃ itself. For up to some ten thousand parameters and any number of samples, in chunks of `chunk`.
 
     On changing batches G is a running average, Ḡ ← β·Ḡ + (1−β)·G with β = `inertia`. A step that divides the gradient
-    of a batch by the curvature of the same batch fits its noise, and its gain ratio does not notice; with an averaged
-    curvature both are honest. On the same data again, G is that of the data.
+    of a batch by the curvature of the same batch fits the noise of the batch, and the gain ratio does not show it; with
+    an averaged curvature both are unbiased. On the same data again, G is that of the data.
 
     Args:
-        chunk: samples that are linearised at once; None for all. Samples must not depend on each other; backward hooks
-            that mix them, and state in plain attributes of the model, are not noticed.
+        chunk: samples that are linearised at once; None for all. Samples must not depend on each other; neither
+            backward hooks that mix them nor state in plain attributes of the model is detected.
         inertia: β, the weight of earlier batches, at least 0 and below 1.
-        small: up to so many parameters G is one product, in float64 at once.
-        double: whether G is in float64, whatever the model is.
+        small: up to this many parameters G is one product, in float64 at once.
+        double: whether G is in float64, whatever the dtype of the model.
 
     >>> opt = mq.LM(model, "mse", curvature=mq.Dense(chunk=1000))
     """
@@ -219,8 +221,8 @@ class Dense(Interchangeable):
 
     chunk: int | None = None
     inertia: float = 0.0
-    small: int = field(default=SMALL, repr=False)  # up to so many parameters G is one product, in float64 at once
-    double: bool = field(default=False, repr=False)  # G in float64, whatever the model is
+    small: int = field(default=SMALL, repr=False)  # up to this many parameters G is one product, in float64 at once
+    double: bool = field(default=False, repr=False)  # G in float64, whatever the dtype of the model
 
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
@@ -234,7 +236,7 @@ class Dense(Interchangeable):
         return DenseCurvature(lin, self.inertia, self.small, self.double)
 
     def cost(self, s: Shapes) -> Cost:
-        """G, G + A, its scaled copy and its factor, the average; the rows and what they are made of."""
+        """G, G + A, its scaled copy and its factor, the average; the rows and their ingredients."""
         samples = s.at_once(self.chunk)
         matrices = (4 + (self.inertia > 0)) * s.n**2
         rows = s.R * samples * (s.n + s.out) + samples * (s.inputs + 3 * s.R * s.outputs)
@@ -259,8 +261,8 @@ class Dense(Interchangeable):
 
 
 class DenseCurvature(Curvature):
-    """Of a large model in float64, G is formed in float32 and the step refined as long as the damping is large enough.
-    Until it is not, the rows make all other products."""
+    """For a large model in float64, G is formed in float32 and the step refined, as long as the damping is large enough
+    for that. As long as it is, all other products are formed from the rows."""
 
     takes_sums = True
 
@@ -268,16 +270,16 @@ class DenseCurvature(Curvature):
         super().__init__(lin)
         self.beta, self.small = inertia, small
         self._past: Tensor | None = None
-        self._weight: Tensor | None = None  # of the past in the average
-        self._batches: Tensor | None = None  # that it is of
+        self._weight: Tensor | None = None  # the weight of the past in the average
+        self._batches: Tensor | None = None  # how many batches are in the average
         self._keeps = inertia > 0
-        self._by_rows = not self._keeps  # whether G has not been formed, and is what the rows say
-        self._formed: Tensor | Callable[[], Tensor] | None = None  # J̃ᵀJ̃, or what waits for that of all ranks
+        self._by_rows = not self._keeps  # whether G has not been formed, and products come from the rows
+        self._formed: Tensor | Callable[[], Tensor] | None = None  # J̃ᵀJ̃, or a function that awaits its sum over ranks
         self._G: Tensor | None = None
         self._g: Tensor | None = None
         self._rough: Tensor | None = None  # J̃ᵀJ̃ in float32
-        self._turned: tuple[object, Tensor] | None = None  # D₀, and G in the coordinates in which it is a number
-        # Products need rows that stay. On a GPU, each of them would wait for the one before.
+        self._turned: tuple[object, Tensor] | None = None  # D₀, and G in coordinates in which D₀ is a number
+        # Products need rows that are kept. On a GPU each product would wait for the previous one.
         self._rows_serve = lin.in_one and self.parameters.device.type == "cpu"
         large = lin.n > small and lin.n >= REFINED
         if not (self._rows_serve and self.parameters.dtype == torch.float64 and large):
@@ -300,15 +302,15 @@ class DenseCurvature(Curvature):
         self._by_rows = False
 
     def _form(self, dtype: torch.dtype) -> tuple[Tensor | Callable[[], Tensor], Tensor]:
-        """ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks and the ranks, in that precision from the same rows. The
-        matrix is on its way while this rank goes on."""
+        """ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks and the ranks, in this precision, from the same rows.
+        The matrix is summed over the ranks while this rank continues."""
         lin, device, n = self.lin, self.parameters.device, self.lin.n
         G = torch.zeros(n, n, dtype=dtype, device=device)
         g = torch.zeros(n, dtype=dtype, device=device)
         for piece in lin.pieces():
             u = piece.u  # (R, N)
             u = u if u is None or u.dtype is dtype else u.to(dtype)
-            if n <= self.small:  # one product: there is nothing to save but calls
+            if n <= self.small:  # one product: only the number of calls matters
                 rows = piece.dense(dtype)  # (m, n)
                 G.addmm_(rows.T, rows)
                 if u is not None:
@@ -330,15 +332,15 @@ class DenseCurvature(Curvature):
         return self._g if self._g.dtype is self.parameters.dtype else self._g.to(self.parameters.dtype)
 
     def _slope(self) -> Tensor:
-        """g = J̃ᵀu + h from rows that stay, in float64: (n,)"""
+        """g = J̃ᵀu + h from rows that are kept, in float64: (n,)"""
         piece, h = self.lin.whole(), self.lin.remainder
         u = piece.z.new_zeros(piece.m) if piece.u is None else piece.u.flatten()
         g = self.lin.ranks.sum(piece.adjoint(u.double()).mul_(self.lin.scale))
         return g if h is None else g + h
 
     def _add_blocks(self, G: Tensor, g: Tensor, blocks: list[Block], u: Tensor | None) -> None:
-        """G += J̃ᵀJ̃ and g += J̃ᵀu by pairs of layers: half of them by symmetry, each in its cheapest form."""
-        plain = sorted((b for b in blocks if not b.factored), key=self._first)  # neighbours in θ side by side
+        """G += J̃ᵀJ̃ and g += J̃ᵀu by pairs of layers: half of the pairs by symmetry, each in its cheapest form."""
+        plain = sorted((b for b in blocks if not b.factored), key=self._first)  # adjacent in θ, adjacent here
         factored = [b for b in blocks if b.factored]
         for k, left in enumerate(factored):
             self._place(G, [left], [left], left.square(G.dtype))
@@ -365,7 +367,7 @@ class DenseCurvature(Curvature):
                 self._add(g, plain, rows.T @ u.T.flatten())
 
     def _add(self, g: Tensor, blocks: list[Block], part: Tensor) -> None:
-        """g += a part that belongs to some blocks: (n,), (columns,)"""
+        """g += the part that belongs to some blocks: (n,), (columns,)"""
         for here, there in self._ranges(blocks):
             g[here] += part[there]
 
@@ -394,7 +396,7 @@ class DenseCurvature(Curvature):
         if self._keeps:
             self._batches = torch.ones((), dtype=torch.float64, device=self.parameters.device)
         if self._keeps and past is not None and "G" in past:
-            # Short memory at first, so that the very first batch, at weights of no interest, does not linger.
+            # The memory is short at first, so that the very first batch, at weights of no interest, is soon forgotten.
             G, k = self.G, past["batches"]
             self._weight = (k / (k + 2)).clamp(max=self.beta) * trusted(past["G"].diagonal(), G.diagonal())
             self._past, self._batches = past["G"], k + 1
@@ -460,7 +462,7 @@ class DenseCurvature(Curvature):
         return x if x.dtype is self.parameters.dtype else x.to(self.parameters.dtype)
 
     def _in_coordinates(self, D: Metric) -> Tensor:
-        """WGWᵀ with WD₀Wᵀ = 1, and what D has beside D₀; G itself if D is diagonal: (n, n)"""
+        """WGWᵀ with WD₀Wᵀ = 1, including what D has beside D₀; G itself if D is diagonal: (n, n)"""
         if not D.turns:
             return self.G
         if self._turned is None or self._turned[0] is not D.shape or self._turned[1].dtype != self.G.dtype:
@@ -477,7 +479,8 @@ class DenseCurvature(Curvature):
         diagonal, limits = self.diagonal(), torch.finfo(torch.float32)
         size = diagonal + A
         within = (size.min() > limits.tiny / limits.eps) & (size.max() < limits.max * limits.eps)
-        # The trace is an upper bound of the norm, and not far from it: one eigenvalue of a network is a large part.
+        # The trace is an upper bound of the norm, and not far above it: one eigenvalue of a network is a large share of
+        # it.
         if not ask(within & (limits.eps * (diagonal / A).sum() <= ROUGH)):
             return None
         if self._rough is None:
@@ -489,10 +492,10 @@ class DenseCurvature(Curvature):
         return x
 
     def _checked(self, A: Tensor, D: Metric) -> Tensor | None:
-        """(G + A)⁻¹g if G in float32 alone is not enough; None if it is, or if G is in float64 now.
+        """(G + A)⁻¹g if G in float32 alone is not accurate enough; None if it is, or if G has been formed in float64.
 
-        JᵀJ is good to eps‖G‖, so in the metric of the damping A the step is good to eps‖A^-½ G A^-½‖. That is the worst
-        case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
+        JᵀJ is accurate to eps‖G‖, so in the metric of the damping A the step is accurate to eps‖A^-½ G A^-½‖. That is
+        the worst case; on real networks the error of a step is a tenth of it (2e-5 to 5e-5 at 4e-4, 2e-4 at 4e-3).
         """
         eps, s = torch.finfo(self.G.dtype).eps, A.rsqrt()
         if holds(lambda size: eps * size <= 1e-3, self._in_coordinates(D), s):
@@ -506,7 +509,7 @@ class DenseCurvature(Curvature):
         return None
 
     def _refined(self, rough: Tensor, A: Tensor, tolerance: float) -> Tensor | None:
-        """(J̃ᵀJ̃ + A)⁻¹g in float64, by the factor of another precision"""
+        """(J̃ᵀJ̃ + A)⁻¹g in float64, with the factor in another precision"""
         M = factored(rough, A)
         if M is None:
             return None
@@ -514,26 +517,26 @@ class DenseCurvature(Curvature):
         return refined(lambda v: A * v + self._product(v), M, self._g, tolerance, PRODUCTS)
 
 
-# --- G through its dual: J̃J̃ᵀ is m×m (m rows), however many parameters there are.
+# --- G by its dual: J̃J̃ᵀ is m×m (m rows), however many parameters there are.
 
 
-# The relative error that rounding may leave in a float32 step, as a bound that is seldom reached: errors are a tenth of
-# it. Where it would be more, K is formed and factored in float64, and then the products with the rows as well.
+# The relative error that rounding may leave in a float32 step. The estimate is a bound: actual errors are a tenth of
+# it. Where it is exceeded, K is formed and factored in float64, and after that the products with the rows as well.
 ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class Gram(Interchangeable):
-    """K = J̃D⁻¹J̃ᵀ, layer by layer: J̃ is never built where a layer has a rule.
+    """K = J̃D⁻¹J̃ᵀ, layer by layer: J̃ is never formed where a layer has a rule.
 
     For more parameters than rows. With `chunk` the rows of two chunks at a time are in memory; they are computed again
-    for every pair. Of several ranks each forms some of the blocks of K, from inputs and gradients of the layers that
-    another one has sent; if the parameters are sharded, the part of all of them that its own columns have.
+    for every pair. Each of several ranks forms some of the blocks of K, from inputs and gradients of the layers that
+    another rank has sent; with sharded parameters it forms the share of its own columns in all blocks.
 
     Args:
         chunk: samples whose rows are in memory at once, twice as many in all; None for all. Samples must not depend on
-            each other; backward hooks that mix them, and state in plain attributes of the model, are not noticed.
-        whole: J̃ of up to so many numbers is built, for fewer and larger products.
+            each other; neither backward hooks that mix them nor state in plain attributes of the model is detected.
+        whole: a J̃ of up to this many numbers is formed, for fewer and larger products.
 
     >>> opt = mq.LM(model, "mse", curvature=mq.Gram())
     """
@@ -541,7 +544,7 @@ class Gram(Interchangeable):
     adds_up = shares = True
 
     chunk: int | None = None
-    whole: int = field(default=1 << 22, repr=False)  # J̃ of up to so many numbers is built: fewer, larger products
+    whole: int = field(default=1 << 22, repr=False)  # a J̃ of up to this many numbers is formed: fewer, larger products
 
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
@@ -571,7 +574,7 @@ class Gram(Interchangeable):
         return gathered(s, s.pieces(self.chunk) * rows + s.m + s.n) + reduced(s, half(s.m) + s.n) + factor(s, s.m)
 
     def _products(self, s: Shapes) -> Work:
-        """J̃J̃ᵀ layer by layer, in the cheaper of the two forms that Bilinear.gram has."""
+        """J̃J̃ᵀ layer by layer, in the cheaper of the two forms of Bilinear.gram."""
         explicit = Work(products=2.0 * s.m**2 * s.others, numbers=2.0 * s.m * s.others)
         if s.m * s.n <= self.whole:
             outer = s.m * sum(b.flops for b in s.layers)
@@ -587,12 +590,12 @@ class Gram(Interchangeable):
 
 
 class Layout:
-    """Where the rows of every piece of every rank are among the m rows."""
+    """The places of the rows of every piece of every rank among the m rows."""
 
     def __init__(self, sizes: Sequence[Sequence[int]], rank: int) -> None:
-        self.sizes, self.rank = sizes, rank  # rows of the pieces of each rank
+        self.sizes, self.rank = sizes, rank  # sizes: the rows of the pieces of each rank
         self.own_sizes = list(sizes[rank])
-        self.most = max(map(len, sizes))  # pieces that a rank has
+        self.most = max(map(len, sizes))  # the most pieces of any rank
         self.own = slice(self.place(rank, 0).start, self.place(rank, len(self.own_sizes) - 1).stop)
 
     def place(self, rank: int, piece: int) -> slice:
@@ -600,7 +603,7 @@ class Layout:
         return slice(first, first + self.sizes[rank][piece])
 
     def order(self, i: int) -> list[tuple[int, int]]:
-        """The pieces that piece i of a rank is multiplied with, or that other ranks wait for: rank and number"""
+        """The pieces, as (rank, number), that piece i of a rank is multiplied with, or that other ranks wait for"""
         return [
             (rank, j)
             for rank, sizes in enumerate(self.sizes)
@@ -609,15 +612,15 @@ class Layout:
         ]
 
     def forms(self, i: int, rank: int, j: int) -> bool:
-        """Whether this rank forms the block of its piece i and piece j of another: of two ranks one does, and every
-        rank with half of the others."""
+        """Whether this rank forms the block of its piece i and piece j of another rank: one of two ranks does, so that
+        every rank forms blocks with half of the others."""
         ahead = (rank - self.rank) % len(self.sizes)
         behind = len(self.sizes) - ahead
         return j >= i if ahead == 0 else ahead < behind or (ahead == behind and self.rank < rank)
 
 
 class GramCurvature(Curvature):
-    """In what follows J̃ and u carry the normaliser: J̃ = √scale·SᵀJ, so that G = J̃ᵀJ̃ and g = J̃ᵀu + h."""
+    """Here J̃ and u include the normaliser: J̃ = √scale·SᵀJ, so that G = J̃ᵀJ̃ and g = J̃ᵀu + h."""
 
     def __init__(self, lin: Linearization, whole: int = 0) -> None:
         super().__init__(lin)
@@ -633,10 +636,10 @@ class GramCurvature(Curvature):
         self.u = (lin.ranks.gather(u) if several else u) * self.root  # (m,)
         self._h: Tensor | None = None
         self._only: list[Block] | None = None  # the blocks of the only piece
-        self._K: dict[torch.dtype, tuple[object, Tensor]] = {}  # and the D₀ that it was formed with
+        self._K: dict[torch.dtype, tuple[object, Tensor]] = {}  # K by dtype, with its D₀
         self._whole: list[Block] | None = None
         self._Jh: Tensor | None = None
-        self._image: tuple[Tensor, int, Tensor] | None = None  # a step, its version, J̃ times it
+        self._image: tuple[Tensor, int, Tensor] | None = None  # a step, its version, and J̃ times the step
         self._steep: tuple[object, Tensor] | None = None  # D₀ of the last solve, and gᵀD₀⁻¹g
 
     @property
@@ -662,7 +665,7 @@ class GramCurvature(Curvature):
         return (self.lin.ranks.gather(found) if self.lin.ranks.several else found).mul_(self.root)
 
     def _each(self) -> Iterable[list[Block]]:
-        """The blocks of every piece; the only one has the same all the time."""
+        """The blocks of every piece; if there is only one piece, its blocks are kept."""
         if not self.lin.in_one:
             return (self._blocks(piece) for piece in self.lin.pieces())
         if self._only is None:
@@ -670,7 +673,7 @@ class GramCurvature(Curvature):
         return [self._only]
 
     def _blocks(self, piece: Piece) -> list[Block]:
-        """The blocks of a piece; where J̃ is small, as one."""
+        """The blocks of a piece; if J̃ is small, it is one block."""
         if self.whole == 0 or self.lin.m * self.lin.n > self.whole or not self.lin.in_one:
             return piece.blocks
         if self._whole is None:
@@ -699,7 +702,7 @@ class GramCurvature(Curvature):
         return (self.u @ Jd if h is None else self.u @ Jd + self.parameters.dot(h, d)), Jd @ Jd
 
     def slope(self, D: Metric) -> Tensor:
-        """gᵀD⁻¹g = uᵀKu + 2uᵀJ̃D⁻¹h + hᵀD⁻¹h, found by the last solve if it had the same D₀"""
+        """gᵀD⁻¹g = uᵀKu + 2uᵀJ̃D⁻¹h + hᵀD⁻¹h, known from the last solve if that had the same D₀"""
         if self._steep is None or self._steep[0] is not D.shape:
             return super().slope(D)
         return (self._steep[1] / D.scale).to(self.u.dtype)
@@ -709,16 +712,16 @@ class GramCurvature(Curvature):
         return self._gram(None, self.u.dtype).diagonal().sum()
 
     def partial_traces(self) -> PartialTraces | None:
-        """None if every rank has a part of a layer"""
+        """None if the parameters are sharded, since every rank has only part of a layer"""
         return statistics.partial_traces(self.lin) if self.parameters.shards is None else None
 
     def gram(self, D: Metric | None, dtype: torch.dtype) -> Tensor:
-        """J̃D₀⁻¹J̃ᵀ: (m, m); None is the identity"""
+        """J̃D₀⁻¹J̃ᵀ: (m, m); D = None is the identity"""
         if D is not None and D.turns:
-            self.whole, self._only = 0, None  # to turn a and δ takes less time than to turn rows
+            self.whole, self._only = 0, None  # turning a and δ takes less time than turning rows
         m = self.u.shape[0]
         K = torch.zeros(m, m, dtype=dtype, device=self.u.device)
-        # J̃h is wanted with K, and comes along where K is in one piece and D is no more than a number.
+        # J̃h is needed with K, and is formed at the same time if K is in one piece and D is only a number.
         plain = D is None or D.shape is None
         whole = self.layout.own_sizes == [m]
         together = self.h is not None and plain and whole and dtype == self.u.dtype
@@ -732,20 +735,21 @@ class GramCurvature(Curvature):
                     K[columns, rows] = part.T
         if Jh is not None:
             self._Jh = self.parameters.total(Jh.mul_(self.root))
-        for ranks in (self.lin.ranks, self.parameters.ranks):  # that have other rows, or other columns
+        for ranks in (self.lin.ranks, self.parameters.ranks):  # ranks that have other rows, or other columns
             if ranks.several:
                 K = ranks.sum_later(K)()
         return K.mul_(self.lin.scale)
 
     def _pairs(self, D: Metric | None) -> Iterator[tuple[slice, slice, list[Block], list[Block]]]:
-        """The blocks of K that this rank forms: their rows and columns, and the blocks of J̃D₀^-½ that they are products
-        of. All ranks go through all pieces in the same order, and each is sent by the rank that has it."""
+        """The blocks of K that this rank forms: their rows and columns, and the two blocks of J̃D₀^-½ whose product
+        each of them is. All ranks iterate over all pieces in the same order, and each piece is sent by the rank that
+        owns it."""
         ranks, layout = self.lin.ranks, self.layout
         if layout.own_sizes == [self.u.shape[0]] and not ranks.several:
             all_of_them, blocks = slice(0, self.u.shape[0]), self._piece(0, D)
             yield all_of_them, all_of_them, blocks, blocks
             return
-        turned = D is not None and D.turns  # before it is sent, for that is much work; other metrics are applied after
+        turned = D is not None and D.turns  # turned before it is sent, as that is much work; other metrics come after
         for i in range(layout.most):
             left = self._piece(i, D if turned else None) if i < len(layout.own_sizes) else None
             here = None if left is None or turned else self._whitened(left, D)
@@ -769,21 +773,21 @@ class GramCurvature(Curvature):
         return [D.whiten(b, b.members or self.parameters.of(b)) or b for b in blocks]
 
     def _add_pairs(self, K: Tensor, left: list[Block], right: list[Block], Jh: Tensor | None) -> None:
-        """K += J̃J̃'ᵀ of two pieces, and J̃h if it is asked for"""
+        """K += J̃J̃'ᵀ of two pieces, and also J̃h if needed"""
         if all([b.empty for b in left]) or all([b.empty for b in right]):
-            return  # zero, as with weights that are all zero
+            return  # the product is zero, as with weights that are all zero
         alike = left is right or len(left) == len(right)
         if left is right or (alike and all([a.pairs_with(b) for a, b in zip(left, right, strict=True)])):
             h = None if Jh is None or self.h is None else self.parameters.split(self.h)
             for a, b in zip(left, right, strict=True):
                 v = None if h is None else [h[i] for i in self.parameters.of(a)]
                 a.gram(K, b, None if v is None or Jh is None else Product(v, Jh))
-        else:  # samples that take different ways through the model
+        else:  # samples for which the model takes different branches
             K.addmm_(dense(left, K.dtype, self.parameters), dense(right, K.dtype, self.parameters).T)
 
     def with_decay(self, A: Metric) -> Metric:
-        """At λ = 0 parameters that do not decay have nearly the limit λ → 0: a smaller λ costs digits beside W, and a
-        larger one matters by its root if D is no diagonal matrix."""
+        """At λ = 0 parameters that do not decay get nearly the limit λ → 0: a smaller λ loses digits next to W, and a
+        larger one has an effect, by its root if D is not diagonal."""
         decay = self.lin.decay
         if decay is not None and not decay.weights.everywhere and not ask(A.scale > 0):
             A = A.with_scale((1e-12 if A.turns else 1e-8) * self._gram(A, self.u.dtype).diagonal().max())
@@ -795,10 +799,10 @@ class GramCurvature(Curvature):
     def step(self, A: Metric) -> Tensor:
         """−A⁻¹[h + J̃ᵀ(I + J̃A⁻¹J̃ᵀ)⁻¹(u − J̃A⁻¹h)]: solve in the m rows, not the n parameters.
 
-        Plain Woodbury, A⁻¹g − A⁻¹J̃ᵀ(…)⁻¹J̃A⁻¹g, loses all digits of float32 at small λ; this form keeps them.
+        Plain Woodbury, A⁻¹g − A⁻¹J̃ᵀ(…)⁻¹J̃A⁻¹g, loses all digits of float32 at small λ; this form does not.
         """
         own, m = self.u.dtype, self.u.shape[0]
-        # With more rows than parameters, u always has a part outside the range of J̃: see below.
+        # With more rows than parameters, u always has a part outside the range of J̃, see below.
         for inner in dict.fromkeys((own, torch.float64)) if m <= self.lin.n else ():
             d = self._solve(A, inner, own)
             if d is not None:
@@ -810,12 +814,13 @@ class GramCurvature(Curvature):
         return d
 
     def _solve(self, A: Metric, inner: torch.dtype, outer: torch.dtype) -> Tensor | None:
-        """The formula with K in one precision and the products with J̃ in another, or None where rounding spoils it."""
+        """The formula with K in one precision and the products with J̃ in another; None if rounding spoils the
+        result."""
         sizes, shape = self.parameters.sizes, A.shape
         K = self._gram(A, inner)
         like = self.u if self.u.dtype is outer else self.u.to(outer)
         A = A if A.scale.dtype is outer and A.scale.device == like.device else A.to(like)
-        # λ = 0 is the limit λ → 0, which is the shortest of the Gauss-Newton steps.
+        # λ = 0 means the limit λ → 0, the shortest of the Gauss-Newton steps.
         A = A.with_scale(A.scale.where(A.scale > 0, 1e-12 * K.diagonal().max().to(outer)))
         K = K / A.scale.to(inner)
         h = self.h
@@ -847,7 +852,7 @@ class GramCurvature(Curvature):
             if not holds(lambda size: error(size) <= ROUNDING * length, K):
                 return None
         d = d.to(self.u.dtype)
-        # At small λ, w has a large part outside the range of J̃, and Kw only the rounding of its product with K.
+        # At small λ, w has a large part outside the range of J̃, and Kw consists only of the rounding of the product.
         length_of = torch.linalg.vector_norm
         lost = torch.finfo(inner).eps * K.diagonal().sum() * length_of(w)
         sound = outer != torch.float64 or (len(self.u) <= self.lin.n and told(lost <= 1e-6 * length_of(Kw)))
@@ -857,10 +862,10 @@ class GramCurvature(Curvature):
     def _error(
         self, norm: Tensor, w: Tensor, h: Tensor | None, plain: Tensor | None, inner: torch.dtype, outer: torch.dtype
     ) -> Tensor:
-        """What rounding leaves in d, in the metric A, with the norm of K.
+        """A bound on what rounding leaves in d, in the metric A, from the norm of K.
 
-        Of the errors in K and in J̃A⁻¹h at most half get through the solve, σ/(1 + σ²) ≤ ½. The part of w outside the
-        range of J̃ cancels only in J̃ᵀw, and A⁻¹h only against it.
+        Of the errors in K and in J̃A⁻¹h at most half pass through the solve, σ/(1 + σ²) ≤ ½. The part of w outside the
+        range of J̃ is only cancelled in J̃ᵀw, and A⁻¹h only by J̃ᵀw.
         """
         large, size = norm.to(outer), torch.linalg.vector_norm(w).to(outer)
         error: Tensor = 0.5 * torch.finfo(inner).eps * large * size + torch.finfo(outer).eps * large.sqrt() * size
@@ -869,7 +874,7 @@ class GramCurvature(Curvature):
         return error
 
     def _gram(self, A: Metric | None, dtype: torch.dtype) -> Tensor:
-        """Does not depend on the scale of A: another λ costs only the factorisation."""
+        """K for the shape of A, whatever its scale: with another λ only the factorisation is repeated."""
         shape = None if A is None else A.shape
         if dtype not in self._K or self._K[dtype][0] is not shape:
             if A is not None and A.scale.dtype is not dtype:

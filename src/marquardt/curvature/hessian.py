@@ -22,16 +22,16 @@ from ..model.parameters import joined
 from .contract import Curvature, Representation
 from .direct import SMALL, FactorizationError
 
-# Numbers that the cotangents of one batched backward pass may hold.
+# How many numbers the cotangents of one batched backward pass may have.
 BATCH = 1 << 22
 
 
 @dataclass(frozen=True)
 class Hessian(Representation):
-    """G = ∇²f, all of it and not only its Gauss-Newton part: Newton's method, for up to some thousand parameters.
+    """G = ∇²f, not only its Gauss-Newton part: Newton's method, for up to some thousand parameters.
 
-    It needs a model that can be differentiated twice, and may be indefinite: where G + λD is not positive definite the
-    step fails and λ rises. Damping goes by |diag ∇²f|.
+    The model must be twice differentiable, and G may be indefinite: where G + λD is not positive definite the step
+    fails and λ rises. Damping uses |diag ∇²f|.
 
     >>> opt = mq.LM(model, "mse", curvature=mq.Hessian(), damping=mq.Identity(), attempts=10)
     """
@@ -73,17 +73,17 @@ class HessianCurvature(Curvature):
         return (self.G @ v.to(self.G.dtype)).to(v.dtype)
 
     def newton(self, damping: Metric | Tensor) -> Tensor:
-        """(G + A)⁻¹g by Cholesky, which is also the test for positive definiteness: so no jitter."""
+        """(G + A)⁻¹g by Cholesky, which is also the test for positive definiteness, so that no jitter is added."""
         H = self.G.double()
         if H is self.G:
             H = H.clone()
         H.diagonal().add_(Diagonal.of(damping, self.parameters.sizes).entries(self.parameters.sizes))
         diagonal = H.diagonal()
-        if not ask((diagonal > 0).all()):  # also where it is NaN
+        if not ask((diagonal > 0).all()):  # False for NaN as well
             raise FactorizationError(NOT_POSITIVE)
         s = diagonal.rsqrt()
-        L, info = torch.linalg.cholesky_ex(H * s * s[:, None])  # unit diagonal: the units of the parameters are gone
-        # A pivot that is all rounding has no sign.
+        L, info = torch.linalg.cholesky_ex(H * s * s[:, None])  # unit diagonal: the units of the parameters cancel
+        # The sign of a pivot that consists of rounding means nothing.
         smallest = L.diagonal().square().min()
         if not ask((info == 0) & (smallest > len(H) * torch.finfo(H.dtype).eps)):
             raise FactorizationError(NOT_POSITIVE)
@@ -92,7 +92,7 @@ class HessianCurvature(Curvature):
             raise FactorizationError("the step is not finite")
         return x.to(self.parameters.dtype)
 
-    # Statistics: damping goes by |diag ∇²f|.
+    # Statistics: damping uses |diag ∇²f|.
 
     def diagonal(self) -> Tensor:
         return self.G.diagonal().to(self.parameters.dtype)
@@ -102,12 +102,12 @@ class HessianCurvature(Curvature):
         return self.diagonal().abs().sum()
 
     def traces(self) -> list[tuple[list[int], Tensor, int]]:
-        """Every parameter by itself"""
+        """Those of every parameter separately"""
         parts = self.parameters.split(self.diagonal().abs())
         return [([i], part.sum(), len(part)) for i, part in enumerate(parts)]
 
     def moments(self) -> Iterator[Moments]:
-        """The diagonal of a Hessian has no factors: every parameter by itself"""
+        """The diagonal of a Hessian has no factors, so every parameter is separate"""
         for i, part in enumerate(self.parameters.split(self.diagonal().abs())):
             yield Moments((i,), (part,), None)
 
@@ -122,7 +122,7 @@ NOT_SYMMETRIC = (
 
 
 def slope_with_graph(piece: Piece) -> list[Tensor | None]:
-    """∂value/∂θ by parameters, to be differentiated again; None for those that the outputs do not depend on."""
+    """∂value/∂θ by parameters, differentiable again; None for parameters that the outputs do not depend on."""
     objective = piece.objective
     with torch.enable_grad():
         value = objective.value(piece.whole.graph.view_as(piece.z), piece.batch)
@@ -134,7 +134,7 @@ def slope_with_graph(piece: Piece) -> list[Tensor | None]:
 
 
 def ends_early(slopes: Sequence[Tensor | None]) -> bool:
-    """Whether a @once_differentiable function cuts the graph off: autograd takes what lies behind it for constant."""
+    """Whether a @once_differentiable function ends the graph: autograd treats everything behind it as constant."""
     todo = [s.grad_fn for s in slopes if s is not None and s.grad_fn is not None]
     seen = set(todo)
     while todo:
@@ -148,15 +148,15 @@ def ends_early(slopes: Sequence[Tensor | None]) -> bool:
 
 
 def hessian_of(slopes: Sequence[Tensor | None], params: Sequence[Tensor], coarsest: torch.dtype) -> Tensor:
-    """∂slopes/∂θ: (n, n), many rows in one backward pass, or one by one where vmap refuses or is wrong."""
+    """∂slopes/∂θ: (n, n), many rows in one backward pass, or one at a time where vmap refuses or is wrong."""
     for batched in (True, False):
         try:
             H = widened(torch.cat([rows_of(s, p, params, batched) for s, p in zip(slopes, params, strict=True)]))
         except RuntimeError as error:
             if not batched or out_of_memory(error):
                 raise
-            continue  # an operation whose backward vmap refuses
-        # What is not finite, newton sees.
+            continue  # an operation whose backward pass vmap refuses
+        # If H is not finite, `newton` finds out.
         if not bool((H - H.T).norm() > tolerances.of_symmetry(coarsest) * H.norm()):
             return (H + H.T) / 2
     raise ValueError(NOT_SYMMETRIC)

@@ -1,4 +1,4 @@
-"""G layer by layer as a Kronecker product B ⊗ A, from the layer's inputs and the gradients at its outputs (KFAC)."""
+"""G of every layer as a Kronecker product B ⊗ A, from its inputs and the gradients at its outputs (KFAC)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .direct import FactorizationError
 
 
 class Layer:
-    """left ⊗ right for the parameters of one layer: X ↦ left·X·right with all of them in one X (K, L, R).
+    """left ⊗ right for the parameters of one layer: X ↦ left·X·right, where X (K, L, R) holds all of them.
 
-    K independent blocks. A weight is X[:, :, :-1] and its bias X[:, :, -1]. A factor is a matrix (K, d, d) or the
-    diagonal of one (K, d).
+    There are K independent blocks. A weight is X[:, :, :-1] and its bias X[:, :, -1]. A factor is a matrix (K, d, d) or
+    the diagonal of one (K, d).
         linear    K = groups, left = B, right = A
         lookup    K = 1, left = diag A (how often each token occurs), right = B: the table is (tokens, outputs)
         small     L = 1, left = 1, right = the block itself
@@ -36,13 +36,13 @@ class Layer:
         self, members: list[int], sizes: Sequence[int], left: Tensor, right: Tensor, bias: bool, small: bool
     ) -> None:
         self.members, self.left, self.right = members, left, right
-        self.bias = bias  # whether the last parameter is one
+        self.bias = bias  # whether the last parameter is a bias
         self.small = small
         self.K, self.L = left.shape[:2]
         self.widths = [sizes[i] // (self.K * self.L) for i in members]  # columns of each parameter in X
 
     def join(self, parts: Iterable[Tensor]) -> Tensor:
-        """X from the parameters, each flat"""
+        """X from the flat parameters"""
         pieces = [p.reshape(self.K, self.L, -1) for p in parts]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
 
@@ -56,18 +56,18 @@ class Layer:
         return X @ right if right.ndim == 3 else X * right[:, None]
 
     def diagonal(self) -> Tensor:
-        """Of left ⊗ right: (K, L, R)"""
+        """The diagonal of left ⊗ right: (K, L, R)"""
         return diagonal_of(self.left)[:, :, None] * diagonal_of(self.right)[:, None]
 
     def trace(self) -> Tensor:
         return (diagonal_of(self.left).sum(1) * diagonal_of(self.right).sum(1)).sum()
 
     def scales(self, D: Sequence[Part] | None) -> tuple[Tensor, Tensor] | None:
-        """u (K, L) and v (K, R) with D = u ⊗ v, None if D (of each parameter) is not of that form"""
+        """u (K, L) and v (K, R) with D = u ⊗ v; None if D, a part for each parameter, does not have that form"""
         one = self.left.new_ones(self.K, self.L)
         if D is None:
             return one, diagonal_of(torch.ones_like(self.right))
-        if self.small:  # every D is
+        if self.small:  # every D has that form
             return one, self.join(d.flat(self.K * width) for d, width in zip(D, self.widths, strict=True))[:, 0]
         us: list[Tensor] = []
         vs: list[Tensor] = []
@@ -81,7 +81,7 @@ class Layer:
                 X = d.entries.view(self.K, self.L, width)
                 if torch.equal(X, X[:, :1].expand_as(X)):
                     v = X[:, 0]
-                elif width == 1:  # a number for every output of a bias
+                elif width == 1:  # one number per output of a bias
                     u = d.entries
                 else:
                     return None
@@ -93,7 +93,7 @@ class Layer:
 
 
 def joined(key: tuple[int, ...], sums: Sums, other: tuple[int, ...], more: Sums) -> tuple[tuple[int, ...], Sums]:
-    """Both added up. A weight or a bias that one of them lacks has the input 0 there."""
+    """The sum of both. A weight or a bias that is missing in one of them counts as having the input 0 there."""
     if len(key) < len(other):
         key, sums, other, more = other, more, key, sums
     if key != other:
@@ -105,7 +105,7 @@ def joined(key: tuple[int, ...], sums: Sums, other: tuple[int, ...], more: Sums)
 
 
 def over(ranks: Ranks, sums: dict[tuple[int, ...], Sums], device: torch.device) -> dict[tuple[int, ...], Sums]:
-    """The same of all ranks. A layer that one of them lacks, or a part of it, has zeros there."""
+    """The sums over all ranks. A layer, or a part of it, that a rank lacks counts as zeros there."""
     if not ranks.several:
         return sums
     total: dict[tuple[int, ...], Sums] = {}
@@ -125,13 +125,13 @@ def over(ranks: Ranks, sums: dict[tuple[int, ...], Sums], device: torch.device) 
 
 
 def _on(device: torch.device, s: Sums) -> Sums:
-    """The same with zeros, or with shapes alone if that is no real device"""
+    """Zeros of the same form; shapes alone on the meta device"""
     A, B = (None if t is None else torch.zeros_like(t, device=device) for t in (s.A, s.B))
     return Sums(s.A if A is None else A, B, 0.0, s.bias, s.table)
 
 
 def layer_of(members: list[int], sums: Sums, sizes: Sequence[int], scale: float) -> Layer:
-    """The factors from what the pieces add up to: A a mean over samples and positions, B a sum"""
+    """The factors of a layer from the sums over the pieces: A is a mean over samples and positions, B a sum"""
     if sums.B is None:
         return Layer(members, sizes, torch.ones_like(sums.A[:, :1, 0]), sums.A * scale, sums.bias, True)
     A, B = sums.A / torch.as_tensor(sums.count).clamp(min=torch.finfo(sums.A.dtype).tiny), sums.B * scale
@@ -153,7 +153,7 @@ class Factor(ABC):
         """(M + c·diag w)⁻¹X in the precision of X, and whether that failed"""
 
     def kept(self) -> dict[str, Tensor]:
-        """What makes it again in later steps, if it is worth that"""
+        """The tensors from which later steps can restore the factor, if that saves time"""
         return {}
 
 
@@ -173,7 +173,7 @@ class DiagonalFactor(Factor):
 
 
 class FullFactor(Factor):
-    """By a Cholesky decomposition for every c."""
+    """A factor with a Cholesky decomposition for every c."""
 
     def __init__(self, M: Tensor, w: Tensor) -> None:
         self.M, self.w = M, w[:, :, None]
@@ -195,7 +195,7 @@ class FullFactor(Factor):
 
 
 class Spectrum(Factor):
-    """By one eigendecomposition for all c: w^-½ M w^-½ = Q·diag e·Qᵀ."""
+    """A factor with one eigendecomposition for all c: w^-½ M w^-½ = Q·diag e·Qᵀ."""
 
     def __init__(self, Q: Tensor, e: Tensor, w: Tensor) -> None:
         self.Q, self.e, self.w = Q, e, w  # (K, d, d), (K, d), (K, d)
@@ -223,7 +223,7 @@ class Spectrum(Factor):
 
 
 def spectra(ranks: Ranks, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Spectrum]:
-    """Of every M and w; each is decomposed by one of the ranks."""
+    """The spectrum for each M and w; each M is decomposed by one of the ranks."""
     scaled = [M * w.rsqrt()[:, :, None] * w.rsqrt()[:, None] for M, w in pairs]
     own = [decomposed(M) for M in owned(ranks, scaled)]
     found = completed(ranks, own, scaled, [(M, M[:, 0]) for M in scaled])
@@ -233,7 +233,7 @@ def spectra(ranks: Ranks, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Spectr
 
 
 def decomposed(M: Tensor) -> tuple[Tensor, Tensor]:
-    """Q and e with M = Q·diag e·Qᵀ, e at least its rounding; not finite if there are none: (K, d, d), (K, d)"""
+    """Q and e with M = Q·diag e·Qᵀ, e at least its rounding; NaN if there is no decomposition: (K, d, d), (K, d)"""
     try:
         e, Q = torch.linalg.eigh(M)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
@@ -242,14 +242,14 @@ def decomposed(M: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Pair:
-    """H = (left + √λ/π·diag u) ⊗ (right + π√λ·diag v) of one layer; of a small one 1 ⊗ (right + λ·diag v)"""
+    """H = (left + √λ/π·diag u) ⊗ (right + π√λ·diag v) of one layer; 1 ⊗ (right + λ·diag v) of a small one"""
 
     def __init__(self, left: Factor, right: Factor, lam: Tensor, small: bool) -> None:
         self.left, self.right = left, right
         if small:
             self.c_left, self.c_right = torch.zeros_like(lam), lam.clone()
             return
-        # A layer without any curvature has no π: any will do.
+        # For a layer without any curvature π is undefined, and any value will do.
         live = (left.mean > 0) & (right.mean > 0)
         pi = (right.mean / left.mean).where(live, 1).sqrt()
         self.c_left, self.c_right = lam.sqrt() / pi, lam.sqrt() * pi
@@ -273,44 +273,45 @@ class Solver:
 
 
 def diagonal_of(M: Tensor) -> Tensor:
-    """Of a matrix, or of what already is the diagonal of one: (K, d)"""
+    """The diagonal of a matrix that is given whole or by its diagonal: (K, d)"""
     return M if M.ndim == 2 else M.diagonal(dim1=1, dim2=2)
 
 
 class NoFactors(ValueError):
-    """A parameter that does not belong to one layer with Kronecker factors."""
+    """A parameter is not part of one layer with Kronecker factors."""
 
 
 @dataclass(frozen=True)
 class Kronecker(Representation):
-    """G ≈ B ⊗ A for every layer and nothing between layers: O² + I² numbers in the place of (O·I)².
+    """G ≈ B ⊗ A for every layer and 0 between layers: O² + I² numbers instead of (O·I)².
 
         A = mean of aaᵀ      over samples and positions; a the layer's input, with a 1 for the bias
         B = sum of δδᵀ       over rows, samples and positions; δ the gradients of the rows at the layer's output
 
     (Martens & Grosse 2015; convolutions Grosse & Martens 2016; positions of a sequence count as samples, which is the
-    "expand" of Eschenhagen et al. 2023.) It is exact for one linear layer under squared error, and for one sample
-    within every layer. With λD = λ·u ⊗ v the step solves with
+    "expand" of Eschenhagen et al. 2023.) This is exact for one linear layer under squared error, and within every layer
+    for one sample. With λD = λ·u ⊗ v the step solves with
 
         H = (B + √λ/π·diag u) ⊗ (A + π√λ·diag v)      π² = mean of A_ii/v_i over mean of B_oo/u_o
 
-    Weight decay W joins λD: if λD + W is u ⊗ v again, as for a D that is one number in every layer, these u and v stand
-    above with λ = 1. Otherwise λ·u ⊗ v + w becomes (√λ·u + √w/ρ) ⊗ (√λ·v + ρ√w), ρ² the mean of v over that of u. Of
-    a w by element the largest of every column stands for all of it: of a weight (O, I) with a w (1, I) that is all.
+    Weight decay W is added to λD. If λD + W has the form u ⊗ v again, as for a D that is one number in every layer,
+    these u and v are used above with λ = 1. Otherwise λ·u ⊗ v + w becomes (√λ·u + √w/ρ) ⊗ (√λ·v + ρ√w), where ρ² is the
+    mean of v over that of u. If w differs by element, the largest w of each column is used for all of the column;
+    nothing is lost for a weight (O, I) with a w (1, I).
 
-    Layers: Linear, Conv, Embedding. Where every output has inputs of its own (scales of normalisation layers, depthwise
-    convolutions) the block of each output is small, and taken as it is: H = G + λD there.
+    Layers: Linear, Conv, Embedding. If every output has separate inputs (scales of normalisation layers, depthwise
+    convolutions), the block of each output is small and not approximated: there H = G + λD.
 
-    From batch to batch A and B are running averages; the past has the weight min(1 − 1/k, decay) in step k. On the
-    same data again they are those of the data.
+    On changing batches A and B are running averages, in which the past has the weight min(1 − 1/k, decay) in step k. On
+    the same data again they are those of the data.
 
-    With `every` > 1 the factors are decomposed in one step of so many, and the step solves with factors A, B, u and v
-    as old as that; λ is always that of the step. Products with G use the latest A and B. The model of the loss (and so
-    the gain ratio) is that of the rows of the batch, as Martens & Grosse have it: it knows what lies between layers.
-    Of several ranks each adds its samples to the factors, and solves with those of some of the layers.
+    With `every` > 1 the factors are decomposed in every `every`-th step, and the steps in between solve with the same
+    A, B, u and v; λ is always that of the step. Products with G use the latest A and B. The quadratic model of the
+    loss, and with it the gain ratio, uses the rows of the batch, as in Martens & Grosse, and so includes what lies
+    between layers. Each of several ranks adds its samples to the factors, and solves for some of the layers.
 
     Args:
-        decay: the weight of earlier batches in A and B, at most.
+        decay: the largest weight of earlier batches in A and B.
         every: steps from one decomposition of the factors to the next.
         chunk: samples that are linearised at once; None for all.
 
@@ -338,7 +339,7 @@ class Kronecker(Representation):
         return Needs(self.chunk)
 
     def sent(self, s: Shapes) -> float:
-        """The factors of all layers, the gradient, H⁻¹g of the layers of each rank, and the step"""
+        """The factors of all layers, the gradient, H⁻¹g for the layers of each rank, and the step"""
         return reduced(s, sides(s) + 2.0 * s.n) + gathered(s, s.n)
 
     def form(self, lin: Linearization) -> KroneckerCurvature:
@@ -361,7 +362,7 @@ class Kronecker(Representation):
             self.check_part(part, t, [past.get(f"{side} of {names}") for side in ("left", "right")], size, where)
 
     def check_part(self, part: str, t: Tensor, sides: Sequence[Tensor | None], size: int, where: str) -> None:
-        """A factor of a layer with parameters of this size, beside the other one, or something made of them"""
+        """Checks a factor of a layer with parameters of this total size, or a tensor derived from it"""
         left, right = sides
         if left is None or right is None or min(left.ndim, right.ndim) < 2 or len(left) != len(right):
             raise ValueError(f"{where} is without a left and a right factor that belong together: {WAY_OUT}")
@@ -376,7 +377,7 @@ class Kronecker(Representation):
 
 
 def check_kept(part: str, t: Tensor, sides: Sequence[Tensor | None], where: str) -> None:
-    """Q, e or w of the decomposition of a factor"""
+    """Checks Q, e or w of the decomposition of a factor"""
     name, _, side = part.partition(" of ")
     if name not in ("Q", "e", "w") or side not in ("left", "right"):
         raise ValueError(f"{where} is nothing that this version knows: {WAY_OUT}")
@@ -398,20 +399,20 @@ class KroneckerCurvature(Curvature):
         self.decay, self.every = decay, every
         self._count = torch.ones((), dtype=torch.int64, device=self.parameters.device)  # batches in the averages
         self._age = 0  # steps since the decomposition
-        self._earlier: Past = {}  # the averages of the batches before
-        self._recalled: Past = {}  # with a decomposition that is still good
-        self._decomposed: tuple[object, list[tuple[Factor, Factor]]] | None = None  # with the D₀ it belongs to
+        self._earlier: Past = {}  # the averages before this batch
+        self._recalled: Past = {}  # contains a decomposition that is recent enough
+        self._decomposed: tuple[object, list[tuple[Factor, Factor]]] | None = None  # D₀, and the factors made with it
         sums = self._sums()
         self.layers = [layer_of(list(key), s, self.parameters.sizes, lin.scale) for key, s in sums.items()]
-        for i in sorted(set(range(len(self.parameters))) - {i for key in sums for i in key}):  # without influence
+        for i in sorted(set(range(len(self.parameters))) - {i for key in sums for i in key}):  # no influence
             zero = lin.theta.new_zeros(self.parameters.sizes[i], 1)
             self.layers.append(Layer([i], self.parameters.sizes, zero + 1, zero, bias=False, small=True))
 
     def _sums(self) -> dict[tuple[int, ...], Sums]:
-        """Of all pieces, by the parameters of a layer"""
+        """The sums of all pieces, by the parameters of each layer"""
         sums: dict[tuple[int, ...], Sums] = {}
         for piece in self.lin.pieces():
-            weight = piece.jacobian.forward.batch.weight  # of the samples that have rows
+            weight = piece.jacobian.forward.batch.weight  # of those samples that have rows
             if weight is not None and piece.whole.joined:
                 raise ValueError(
                     "rows of all samples together have no Kronecker factors with a weight per sample: take rows of "
@@ -426,7 +427,7 @@ class KroneckerCurvature(Curvature):
                         "belong to one Linear, Conv, Embedding or normalisation layer that sees all samples in their "
                         "order; use curvature=mq.MatrixFree(), mq.Dense() or mq.Gram()"
                     )
-                # In another piece a weight or a bias may be without influence, and its layer without it.
+                # A weight or a bias may have no influence in another piece, where its layer then lacks it.
                 for other in [k for k in sums if set(k) & set(key)]:
                     key, found = joined(key, found, other, sums.pop(other))
                 sums[key] = found
@@ -449,7 +450,7 @@ class KroneckerCurvature(Curvature):
             self._recalled, self._age = past, int(past["age"]) + 1
 
     def _weight(self) -> Tensor:
-        """Of the past in the running averages: ()"""
+        """The weight of the past in the running averages: ()"""
         return (1 - 1 / self._count.to(self.parameters.dtype)).clamp(max=self.decay)
 
     def keep(self) -> Past | None:
@@ -470,13 +471,13 @@ class KroneckerCurvature(Curvature):
         return ",".join(self.parameters.names[i] for i in layer.members)
 
     def _by_layer(self, v: Tensor, functions: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
-        """One function for every layer, X ↦ Y: (n,) → (n,)"""
+        """v with one function, X ↦ Y, applied to every layer: (n,) → (n,)"""
         parts = self.parameters.split(v)
         pairs = zip(self.layers, functions, strict=True)
         return self._joined(function(layer.join(parts[i] for i in layer.members)) for layer, function in pairs)
 
     def _by_own_layers(self, v: Tensor, solvers: Sequence[Solver]) -> tuple[Tensor, Tensor]:
-        """The same for the layers of this rank, added up over the ranks, and whether one of them has failed"""
+        """H⁻¹v, of which each rank solves for its layers, and whether any solver has failed"""
         ranks = self.lin.ranks
         own = owners([max(layer.left, layer.right, key=Tensor.numel) for layer in self.layers], ranks.size)
         x = self._by_layer(v, [s if k == ranks.rank else torch.zeros_like for s, k in zip(solvers, own, strict=True)])
@@ -498,7 +499,7 @@ class KroneckerCurvature(Curvature):
         return self._by_layer(v, [layer.times for layer in self.layers])
 
     def products(self, V: Tensor) -> Tensor:
-        """From the rows of the batch, which know what lies between layers"""
+        """From the rows of the batch, which include what lies between layers"""
         rows = torch.cat([torch.stack([piece.apply(v) for v in V]) for piece in self.lin.pieces()], 1)  # (k, m)
         return self.lin.ranks.sum(self.lin.scale * (rows @ rows.T))
 
@@ -516,7 +517,7 @@ class KroneckerCurvature(Curvature):
         return [(x.members, x.trace(), min(sum(sizes[i] for i in x.members), most)) for x in self.layers]
 
     def moments(self) -> Iterator[Moments]:
-        """Inputs are the diagonal of the right factor: A of a weight; an embedding has A and B the other way round"""
+        """Inputs are the diagonal of the right factor: A for a weight. For an embedding A and B are exchanged"""
         for layer in self.layers:
             inputs = None
             if not layer.small and not (layer.bias and len(layer.members) == 1):
@@ -526,7 +527,7 @@ class KroneckerCurvature(Curvature):
     # H, the damped factors.
 
     def with_decay(self, A: Metric) -> Metric:
-        """In the form of D, u ⊗ v in every layer. Factors that are older than λ have the λD + W of their time."""
+        """λD + W in the form of D, u ⊗ v in every layer. Kept factors contain the λD + W of their step."""
         if self.lin.decay is None:
             return A
         w = self.lin.decay.weights
@@ -559,7 +560,7 @@ class KroneckerCurvature(Curvature):
         return self.parameters.dot(v, self._by_layer(v, [pair.times for pair in self._damped(damping)]))
 
     def _damped(self, A: Metric) -> list[Pair]:
-        """H by layers. The factors do not depend on the scale of A: another λ reuses them."""
+        """H by layers. The factors do not depend on the scale of A, so they are used again for another λ."""
         if self._decomposed is None or self._decomposed[0] is not A.shape:
             self._decomposed = (A.shape, self._factors(A.parts))
         return [
@@ -568,8 +569,8 @@ class KroneckerCurvature(Curvature):
         ]
 
     def _factors(self, D: Sequence[Part] | None) -> list[tuple[Factor, Factor]]:
-        """Both sides of every layer"""
-        asked: list[tuple[Tensor, Tensor]] = []  # what is to be decomposed: the matrix, and w
+        """Both factors of every layer"""
+        asked: list[tuple[Tensor, Tensor]] = []  # the pairs of M and w that are to be decomposed
         sides: list[Factor | None] = []
         for layer in self.layers:
             scales = layer.scales(None if D is None else [D[i] for i in layer.members])
@@ -587,7 +588,7 @@ class KroneckerCurvature(Curvature):
         return [(next(whole), next(whole)) for _ in self.layers]
 
     def _factor(self, where: str, M: Tensor, w: Tensor, small: bool) -> Factor | None:
-        """None if it is to be decomposed now"""
+        """The factor of M, or None if it has to be decomposed now"""
         if M.ndim == 2:
             return DiagonalFactor(M, w)
         if self.every == 1 or small:
@@ -610,27 +611,28 @@ class EKFAC(Kronecker):
 
         s = Σ (Qᵀx)²      over the rows x of the layer's J̃, each summed over positions first
 
-    (George et al. 2018.) Of all matrices that are diagonal in this basis it is the nearest to the layer's block of G,
-    so it is never further from it than B ⊗ A, which is one of them. The step solves with
+    (George et al. 2018.) Of all matrices that are diagonal in this basis this is the nearest to the layer's block of G.
+    It is never further from that block than B ⊗ A, which is one of these matrices. The step solves with
 
         H = Q·diag(s + λ + w)·Qᵀ      for a D that is one number: no other is diagonal in every basis, and it is refused
 
-    Weight decay w may differ between layers. If it differs within one, as between a weight and its bias, w stands for
-    the diagonal of QᵀWQ, as s does for that of QᵀGQ; the gradient has all of W.
+    Weight decay w may differ between layers. If it differs within a layer, as between a weight and its bias, w is the
+    diagonal of QᵀWQ, just as s is that of QᵀGQ; the gradient contains all of W.
 
-    From batch to batch s is a running average like A and B, though their eigenvectors move meanwhile.
+    On changing batches s is a running average like A and B, although the eigenvectors of A and B change meanwhile.
 
     Args:
-        decay: the weight of earlier batches in A, B and s, at most.
+        decay: the largest weight of earlier batches in A, B and s.
         chunk: samples that are linearised at once; None for all.
 
     >>> opt = mq.LM(model, "mse", curvature=mq.EKFAC(), damping=mq.MeanEigenvalue())
     """
 
-    every: int = field(default=1, init=False, repr=False)  # the basis is that of the step
+    every: int = field(default=1, init=False, repr=False)  # the basis is always that of the step
 
     def sent(self, s: Shapes) -> float:
-        """The same, every eigenbasis, and the second moments in it; the step is formed by every rank"""
+        """What Kronecker sends, and every eigenbasis with the second moments in it; every rank computes the whole
+        step"""
         return super().sent(s) + gathered(s, sides(s))
 
     def form(self, lin: Linearization) -> EKFACCurvature:
@@ -645,10 +647,10 @@ class EKFAC(Kronecker):
 
 
 class Basis:
-    """Q_left ⊗ Q_right of one layer, and s in it: X ↦ Q_left·(f(s) ∘ Q_leftᵀ·X·Q_right)·Q_rightᵀ, X as in Layer."""
+    """Q_left ⊗ Q_right of one layer with its s: X ↦ Q_left·(f(s) ∘ Q_leftᵀ·X·Q_right)·Q_rightᵀ, X as in Layer."""
 
     def __init__(self, layer: Layer, left: Tensor | None, right: Tensor | None) -> None:
-        self.left, self.right = left, right  # (K, d, d), None: the unit vectors
+        self.left, self.right = left, right  # (K, d, d), or None for the unit vectors
         self.s = torch.zeros_like(layer.diagonal())  # (K, L, R)
 
     def times(self, f: Callable[[Tensor], Tensor], damping: Tensor | float, X: Tensor) -> Tensor:
@@ -660,7 +662,7 @@ class Basis:
         return X if right is None else X @ right.mT
 
     def diagonal(self) -> Tensor:
-        """Of Q·diag s·Qᵀ: (K, L, R)"""
+        """The diagonal of Q·diag s·Qᵀ: (K, L, R)"""
         X = self.s if self.left is None else self.left.square() @ self.s
         return X if self.right is None else X @ self.right.square().mT
 
@@ -679,7 +681,7 @@ class EKFACCurvature(KroneckerCurvature):
 
     @property
     def bases(self) -> list[Basis]:
-        """Of every layer, with s from the rows once more, now that the factors are known"""
+        """The basis of every layer. s takes another pass over the rows, after the factors are known"""
         if self._bases is None:
             self._bases = bases_of(self.layers, self.lin.ranks)
             found = {i: basis for x, basis in zip(self.layers, self._bases, strict=True) for i in x.members}
@@ -721,7 +723,7 @@ class EKFACCurvature(KroneckerCurvature):
         return self._by_layer(v, [partial(basis.times, f, self._in_basis(A, x, basis)) for x, basis in pairs])
 
     def _in_basis(self, A: Metric, layer: Layer, basis: Basis) -> Tensor:
-        """The diagonal of QᵀAQ, which is all of it if A is one number in the layer: (), (K, 1, R) or (K, L, R)"""
+        """The diagonal of QᵀAQ, exact if A is one number in the layer: (), (K, 1, R) or (K, L, R)"""
         if A.parts is None:
             return A.scale
         entries = [part.entries for part in (A.parts[i] for i in layer.members)]
@@ -745,7 +747,7 @@ class EKFACCurvature(KroneckerCurvature):
 
 
 def bases_of(layers: Sequence[Layer], ranks: Ranks) -> list[Basis]:
-    """The diagonal of a matrix has no eigenvectors but the unit vectors."""
+    """The eigenbasis of every layer; for a factor that is diagonal these are the unit vectors."""
     sides = [M for layer in layers for M in (layer.left, layer.right)]
     found = iter(spectra(ranks, [(M, torch.ones_like(M[:, 0])) for M in sides if M.ndim == 3]))
     Q = iter(next(found).Q if M.ndim == 3 else None for M in sides)

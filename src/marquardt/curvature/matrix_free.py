@@ -1,4 +1,4 @@
-"""G by products alone, and (G + A)⁻¹g by conjugate gradients: Hessian-free optimisation.
+"""G in products only, and (G + A)⁻¹g by conjugate gradients: Hessian-free optimisation.
 
 J. Martens, Deep learning via Hessian-free optimization, ICML 2010.
 """
@@ -37,7 +37,7 @@ from .hessian import NOT_SYMMETRIC, again, slope_with_graph
 
 
 class Products(ABC):
-    """A linear map of one piece, in Σ-units."""
+    """A linear map of one piece, as a sum over its samples."""
 
     def __init__(self, piece: Piece) -> None:
         self.piece, self.parameters = piece, piece.objective.parameters
@@ -68,13 +68,13 @@ class GaussNewton(Products):
     def proven(self) -> bool:
         """Whether tᵀ(SᵀJv) = (JᵀSt)ᵀv for random t and v = JᵀSt.
 
-        A layer may have derivatives that autograd takes without complaint and that are wrong: a backward pass that is
-        no function of its cotangent, weights that are kept where nothing replaces them.
+        A layer may have wrong derivatives that autograd accepts without complaint: a backward pass that is not a
+        function of its cotangent, or weights that are stored where nothing replaces them.
         """
         t = self.piece.random()
         v = self.adjoint(t)
         there, here = (t * self.rows(v)).sum().item(), self.parameters.dot(v, v).item()
-        # What is not finite, the step will see.
+        # If something is not finite, the step finds out.
         return not abs(there - here) > tolerances.of_rules(self.piece.jacobian.forward.coarsest) * here
 
 
@@ -103,14 +103,14 @@ class HessianProducts(Products):
         return not abs(difference.item()) > tolerances.of_rules(self.piece.whole.coarsest) * size.item()
 
 
-# Ways to SᵀJv, (n,) → (R, N), and JᵀSt, (R, N) → (n,). The first that is proven right is taken.
+# Ways to form SᵀJv, (n,) → (R, N), and JᵀSt, (R, N) → (n,). The first one that is proven right is used.
 
 Pair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 Way = Callable[[Piece], Pair]
 
 
 def by_double_backward(piece: Piece) -> Pair:
-    """Jᵀw is linear in w, so that its derivative by w along v is Jv: the graph of Jᵀw is made once."""
+    """Jᵀw is linear in w, and its derivative with respect to w along v is Jv: the graph of Jᵀw is made once."""
     J, parameters = piece.jacobian, piece.objective.parameters
     z = J.forward.graph
     with torch.enable_grad():
@@ -129,7 +129,7 @@ def by_double_backward(piece: Piece) -> Pair:
 
 
 def by_forward_mode(piece: Piece) -> Pair:
-    """A forward pass with dual numbers, for every product."""
+    """Jv by a forward pass with dual numbers, for every product."""
     J, parameters = piece.jacobian, piece.objective.parameters
 
     def rows(v: Tensor) -> Tensor:
@@ -143,25 +143,25 @@ def by_forward_mode(piece: Piece) -> Pair:
 
 
 def by_rows(piece: Piece) -> Pair:
-    """From the rows of every layer, for operations that can be differentiated only once."""
+    """Products from the rows of every layer, for operations that can be differentiated only once."""
     R, _ = piece.jacobian.R, piece.blocks
     return lambda v: piece.apply(v).view(R, -1), lambda t: piece.adjoint(t.flatten())
 
 
 def ways(model: nn.Module) -> tuple[Way, ...]:
-    """Fastest first. Of a convolution torch's double backward also computes the gradients that nobody asked for, and
-    takes twice as long as forward mode (paper CNN on a CPU: 114 against 66 ms a product)."""
+    """Fastest first. For a convolution torch's double backward also computes gradients that are not needed, and takes
+    twice as long as forward mode (paper CNN on a CPU: 114 against 66 ms a product)."""
     if any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules()):
         return by_forward_mode, by_double_backward, by_rows
     return by_double_backward, by_forward_mode, by_rows
 
 
 def versions(model: nn.Module) -> list[tuple[int, int]]:
-    """What autograd looks at before it trusts a graph."""
+    """The tensors and their versions, which autograd compares before it uses a graph."""
     return [(id(t), t._version) for t in [*model.parameters(), *model.buffers()]]
 
 
-# Iterates number ⌈1.3ʲ⌉ are kept for backtracking: Martens, section 4.6.
+# Iterates number ⌈1.3ʲ⌉ are kept for backtracking (Martens, section 4.6).
 SPACING = 1.3
 
 
@@ -183,8 +183,8 @@ def conjugate_gradients(
     keep: bool = True,
     dot: Callable[[Tensor, Tensor], Tensor] = torch.dot,
 ) -> tuple[list[Iterate], bool]:
-    """Minimises φ(x) = ½xᵀHx − gᵀx, preconditioned by a diagonal M or by r ↦ M⁻¹r: some of the iterates, the last
-    one always, and whether negative curvature ended it.
+    """Minimises φ(x) = ½xᵀHx − gᵀx, preconditioned by a diagonal M or by r ↦ M⁻¹r. Returns some of the iterates, always
+    including the last one, and whether negative curvature ended the iteration.
 
     Stops at i > k, φᵢ < 0, (φᵢ − φᵢ₋ₖ)/φᵢ < kε with k = max(10, ⌈0.1·i⌉) (Martens, section 4.4).
     """
@@ -213,7 +213,7 @@ def conjugate_gradients(
             raise FactorizationError("conjugate gradients overflowed")
         if pHp <= 0:
             curved = True
-            if i == 0 and gx == 0:  # the preconditioned gradient, as long as if the curvature had the other sign
+            if i == 0 and gx == 0:  # the preconditioned gradient, as long as for the opposite curvature
                 x = p.mul_(rz / -pHp if pHp < 0 else 1.0)
                 (gx,) = floats(dot(g, x))
                 xr = gx - pHp * (rz / pHp) ** 2 if pHp < 0 else gx
@@ -236,11 +236,11 @@ def conjugate_gradients(
     return [*iterates, Iterate(x, i, gx, gx - xr)], curved
 
 
-# Random signs in an estimate of a trace: it is right to √(2/8) at the worst.
+# The number of random sign vectors in an estimate of a trace: accurate to √(2/8) in the worst case.
 PROBES = 8
-# Iterations until the stopping rule ends them, on most networks at most λ: between 10 and 100.
+# The usual number of iterations until the stopping rule applies, between 10 and 100 on most networks at most λ.
 LIKELY = 30
-# Up to this many rows per sample the trace comes from the rows: beyond, the products of an estimate cost less.
+# Up to this many rows per sample the trace comes from the rows; beyond it, an estimate from products costs less.
 FEW_ROWS = 64
 
 
@@ -248,19 +248,19 @@ FEW_ROWS = 64
 class MatrixFree(Interchangeable):
     """(G + A)x = g by preconditioned conjugate gradients: G appears only in products Gv = JᵀS(SᵀJv) (Martens, 2010).
 
-    A product costs about as much as two gradients, and memory grows with the activations alone. Samples may depend on
-    each other, as with BatchNorm in train mode. With `hessian` G is the full ∇²f; the iteration then ends where it
-    meets negative curvature.
+    A product costs about as much as two gradients, and only the activations need memory beyond some vectors of θ.
+    Samples may depend on each other, as with BatchNorm in train mode. With `hessian` G is the full ∇²f; the iteration
+    then ends where it meets negative curvature.
 
-    The iteration stops where k steps together improved the quadratic model by less than kε of it, k = max(10, i/10),
-    ε = `tolerance`, or after `iterations`. It starts from `warm` times the last solution and is preconditioned by
-    (diag G + A)^`precondition`, where layers have rules for the diagonal; by A itself if that is no diagonal matrix.
-    With `backtrack` the step is the earlier iterate, if the loss itself is lower there. With `chunk` that many samples
-    are linearised at once, for every product again. Of several ranks each forms its part of a product.
+    The iteration stops where the last k steps together improved the quadratic model by less than a share kε, k =
+    max(10, i/10), ε = `tolerance`, or after `iterations`. It starts from `warm` times the last solution and is
+    preconditioned by (diag G + A)^`precondition`, where layers have rules for the diagonal; by A itself if A is not
+    diagonal. With `backtrack` the step is an earlier iterate, if the loss itself is lower there. With `chunk` that many
+    samples are linearised at once, again for every product. Each of several ranks forms its part of a product.
 
     Args:
-        chunk: samples that are linearised at once; None for all. Samples must not depend on each other; backward hooks
-            that mix them, and state in plain attributes of the model, are not noticed.
+        chunk: samples that are linearised at once; None for all. Samples must not depend on each other; neither
+            backward hooks that mix them nor state in plain attributes of the model is detected.
         hessian: whether G is the full ∇²f.
         iterations: of conjugate gradients in one step, at most.
         tolerance: ε, the relative progress at which they stop.
@@ -277,13 +277,13 @@ class MatrixFree(Interchangeable):
     hessian: bool = False
     iterations: int = 250  # Martens (2010)
     tolerance: float = 5e-4  # section 4.4
-    warm: float = 0.95  # Martens and Sutskever (2012) decay it so
+    warm: float = 0.95  # Martens and Sutskever (2012) use this factor
     backtrack: bool = True
     precondition: float | None = 0.75  # section 4.7
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
-        """Of sharded parameters products are formed from rows, which a Hessian has not."""
+        """With sharded parameters products are formed from rows, which a Hessian does not have."""
         return not self.hessian
 
     def __post_init__(self) -> None:
@@ -311,9 +311,9 @@ class MatrixFree(Interchangeable):
         return MatrixFreeCurvature(lin, self)
 
     def cost(self, s: Shapes) -> Cost:
-        """Vectors of conjugate gradients, iterates that are kept among them, and two graphs."""
+        """The vectors of conjugate gradients, including the iterates that are kept, and two graphs."""
         samples = s.at_once(self.chunk)
-        # Two gradients and some trial points; in chunks the forward pass is made again for every product.
+        # Two gradients and some trial points; in chunks the forward pass is repeated for every product.
         passes = (8 if self.chunk is None else 11) * forward(s, s.pieces(self.chunk))
         product = passes + Work(numbers=12.0 * s.R * s.N * s.out + 10.0 * s.n, calls=40)
         size = s.itemsize * (32 * s.n / s.shards + samples * (4 * (s.inputs + s.outputs) + s.R * s.out))
@@ -325,7 +325,7 @@ class MatrixFree(Interchangeable):
 
     @property
     def probes(self) -> int:
-        """Of a trace: fewer where there is no time for many iterations."""
+        """The sign vectors in an estimate of a trace: fewer if there is no time for many iterations."""
         return PROBES if self.iterations >= LIKELY else PROBES // 2
 
 
@@ -335,15 +335,15 @@ class MatrixFreeCurvature(Curvature):
     def __init__(self, lin: Linearization, options: MatrixFree) -> None:
         super().__init__(lin)
         self.options = options
-        # One piece that stays open between products; several are linearised again for every product.
+        # A single piece stays open between products; several pieces are linearised again for every product.
         self._open: Products | None = None
-        shared = self.parameters.shards is not None  # derivatives of derivatives are not gathered
-        self._ways = [by_rows] if shared else list(ways(lin.objective.model))  # that have not failed
+        shared = self.parameters.shards is not None  # second derivatives are not gathered
+        self._ways = [by_rows] if shared else list(ways(lin.objective.model))  # the ways that have not failed
         self._way: Way | None = None  # the first of them, once it is proven
         self._proven = False
         self._R = 0  # rows per sample
         for piece in lin.pieces():
-            if not self._R and lin.known.proven is None:  # otherwise the rows have shown it
+            if not self._R and lin.known.proven is None:  # otherwise the proof of the rows has shown it
                 lin.known.differentiates = not piece.whole.same_without_grad()
             self._R, self._rows_fit = piece.jacobian.R, _fits(piece, piece.m)
             self._sketch_fits = _fits(piece, piece.jacobian.N)
@@ -354,8 +354,8 @@ class MatrixFreeCurvature(Curvature):
         own = None if self._open is None else self._open.piece.gradient * lin.scale
         self._g = lin.slope if own is None else lin.ranks.sum(own)  # of the data
         self._rows_fit, self._sketch_fits = lin.ranks.all(self._rows_fit), lin.ranks.all(self._sketch_fits)
-        self._inert: set[int] | None = None  # parameters without influence, as the preconditioner has found
-        self._zeros: set[int] | None = None  # and as all ranks have found
+        self._inert: set[int] | None = None  # parameters without influence, as found by the preconditioner
+        self._zeros: set[int] | None = None  # and as agreed by all ranks
         self._start: Tensor | None = None  # (n,) of an earlier step
         self._last: Tensor | None = None  # (n,) where CG ended
         self._known: tuple[Tensor, float, float] | None = None  # x, gᵀx, xᵀGx of the step taken
@@ -382,13 +382,14 @@ class MatrixFreeCurvature(Curvature):
         return self._without_inert(self.lin.ranks.sum(total.mul_(self.lin.scale)))
 
     def quadratic(self, v: Tensor) -> Tensor:
-        """vᵀGv = ‖SᵀJv‖², half of a product; of a Hessian it is a whole one"""
+        """vᵀGv = ‖SᵀJv‖², at half the cost of a product; for a Hessian at that of a whole one"""
         with torch.no_grad(), twice_differentiable(self.lin.objective.model):
             squares = list(self._each(lambda part: part.square(v)))
         return self.lin.ranks.sum(torch.stack(squares).sum() * self.lin.scale)
 
     def _each(self, form: Callable[[Products], Tensor]) -> Iterator[Tensor]:
-        """Something of every part; if the way there fails on these data, by the next one."""
+        """The result of `form` for every part; if the current way to form products fails on these data, the next is
+        used."""
         for part in self._parts():
             while True:
                 try:
@@ -410,7 +411,7 @@ class MatrixFreeCurvature(Curvature):
             for piece in lin.pieces():
                 yield self._products(piece)
             return
-        if self._open.versions != versions(lin.objective.model):  # trial points were tried, and the graph is spoilt
+        if self._open.versions != versions(lin.objective.model):  # trial points have changed what the graph refers to
             self._open = None
             self._open = self._products(lin.reopened())
         yield self._open
@@ -431,7 +432,7 @@ class MatrixFreeCurvature(Curvature):
                     self._way = way
                     return found
                 reason = "its derivatives contradict each other"
-            except Exception as error:  # autograd refuses models in many ways
+            except Exception as error:  # there are many reasons why autograd may refuse a model
                 if out_of_memory(error):
                     raise
                 reason = str(error).split("\n")[0]
@@ -442,7 +443,7 @@ class MatrixFreeCurvature(Curvature):
     # The step.
 
     def newton(self, damping: Metric | Tensor) -> Tensor:
-        """(G + A)⁻¹g by conjugate gradients, until the stopping rule sees no more progress"""
+        """(G + A)⁻¹g by conjugate gradients, until the stopping rule applies"""
         lin, options, sizes = self.lin, self.options, self.parameters.sizes
         with torch.no_grad():
             if not ask(self.parameters.finite(self._g)):
@@ -450,7 +451,7 @@ class MatrixFreeCurvature(Curvature):
             A = Diagonal.of(damping, sizes).to(lin.theta)
             M = self._preconditioner(A)
             self._zeros = None
-            g = self.gradient  # after the preconditioner, whose rows show which parameters have no influence
+            g = self.gradient  # after the preconditioner, whose rows show the parameters without influence
             start = None if self._start is None or options.warm == 0 else options.warm * self._start.to(g)
             iterates, curved = conjugate_gradients(
                 lambda v: (self @ v).add_(A.times(v, sizes)), g, M, start, options.iterations, options.tolerance,
@@ -472,7 +473,7 @@ class MatrixFreeCurvature(Curvature):
             return taken.x.clone()
 
     def _best(self, iterates: list[Iterate]) -> Iterate:
-        """Backtracking: while the loss of the iterate before is lower (Martens, section 4.6)"""
+        """Backtracking: go back as long as the loss of the previous iterate is lower (Martens, section 4.6)"""
         trials = Trials(self.lin)
 
         def loss(x: Tensor) -> float:
@@ -490,7 +491,7 @@ class MatrixFreeCurvature(Curvature):
 
     def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
         known = self._known is not None and torch.equal(d.neg(), self._known[0])
-        if self.parameters.ranks.all(known) and self._known is not None:  # CG has formed this product
+        if self.parameters.ranks.all(known) and self._known is not None:  # CG has formed this product already
             numbers = torch.tensor([-self._known[1], self._known[2]], dtype=torch.float64, device=d.device)
             return numbers[0], numbers[1]
         return super().model(d)
@@ -514,9 +515,10 @@ class MatrixFreeCurvature(Curvature):
         return super().moments()
 
     def trace(self) -> Tensor:
-        """tr G from the rows, or by Hutchinson's estimate vᵀGv with random signs v, the same in every step
+        """tr G from the rows, or Hutchinson's estimate vᵀGv with random signs v, the same in every step
 
-        A Hessian may have any trace, where damping asks for a size: there it is max(|tr|, ‖·‖_F), both estimated.
+        The trace of a Hessian may have any sign, but damping needs a size: the result is max(|tr|, ‖·‖_F), both
+        estimated.
         """
         if self._has_rows() and self._R <= FEW_ROWS and self._rows_fit:
             return self.parameters.total(
@@ -531,12 +533,12 @@ class MatrixFreeCurvature(Curvature):
         return [([i], self._size(self.parameters.slice_of(i)), min(size, most)) for i, size in enumerate(sizes)]
 
     def partial_traces(self) -> PartialTraces | None:
-        """Estimated from one row per sample, as the diagonal of the preconditioner is"""
+        """Estimated from one row per sample, like the diagonal in the preconditioner"""
         told = self._has_rows() and self._sketch_fits and self.parameters.shards is None
         return statistics.partial_traces(self.lin, self._combined) if told else None
 
     def _size(self, block: slice) -> Tensor:
-        """The trace of a diagonal block of G, estimated by signs in this block alone: it cannot become negative"""
+        """The trace of a diagonal block of G, estimated with signs in this block alone: it cannot become negative"""
         generator = torch.Generator("cpu").manual_seed(self.parameters.ranks.rank)
         v = torch.zeros_like(self.lin.theta)
         trace, square = v.new_zeros(()), v.new_zeros(())
@@ -567,7 +569,8 @@ class MatrixFreeCurvature(Curvature):
             raise ValueError(f"{what} needs rows that belong to one sample each, but {error}. Or {ways_out}") from error
 
     def _preconditioner(self, A: Metric) -> Tensor | Callable[[Tensor], Tensor] | None:
-        """(diag G + A)^¾: (n,); or A⁻¹, up to a number, if A is no diagonal: it is what is known of G then"""
+        """(diag G + A)^¾: (n,); or A⁻¹, up to a factor, if A is not diagonal, since A then contains what is known of
+        G"""
         if self.options.precondition is None:
             return None
         if A.turns:
@@ -580,7 +583,7 @@ class MatrixFreeCurvature(Curvature):
         return M.where(M > 0, 1)
 
     def _sketch(self) -> Tensor | None:
-        """diag G, estimated from one row per sample: one backward pass, however many outputs there are."""
+        """diag G, estimated from one row per sample: one backward pass, whatever the number of outputs."""
         total, fits = torch.zeros_like(self.lin.theta), True
         for piece in self._combined():
             fits = fits and _fits(piece, piece.m)
@@ -589,7 +592,7 @@ class MatrixFreeCurvature(Curvature):
         return self.lin.ranks.sum(total.mul_(self.lin.scale)) if self.lin.ranks.all(fits) else None
 
     def _combined(self) -> Iterator[Piece]:
-        """Every piece with one row per sample, and a note of the parameters that have no influence"""
+        """Every piece with one row per sample; notes the parameters that have no influence"""
         lin = self.lin
         lin.rewind()
         for i, batch in enumerate(lin.cut()):
@@ -600,5 +603,5 @@ class MatrixFreeCurvature(Curvature):
 
 
 def _fits(piece: Piece, m: int) -> bool:
-    """Whether so many rows of parameters without a rule, which are written out, are few enough."""
+    """Whether m rows of the parameters without a rule, which are formed explicitly, are few enough."""
     return m * piece.others() <= SLAB

@@ -1,8 +1,8 @@
-"""Losses: what they are taken of, and value, gradient and curvature root of each, side by side; and those of
-each output on its own.
+"""Losses: the outputs that a loss is taken of; value, gradient and curvature root of a loss, side by side; and the
+elementwise losses.
 
 z, y    outputs of the model (N, …) and targets; w sample weights (N,), or None for 1
-value   Σᵢ wᵢ ℓᵢ: a sum, so everything here adds up over batches; f = factor · value / normaliser
+value   Σᵢ wᵢ ℓᵢ: a sum, so that batches add up; f = factor · value / normaliser
 S, u    SSᵀ = ∂²ℓ/∂z² and Su = ∂ℓ/∂z of each group of outputs that ℓ couples:
         N samples, P groups per sample, C outputs per group, r columns
 """
@@ -26,12 +26,12 @@ from ..deferred import ask_here, current
 
 Name: TypeAlias = Any  # a string, an integer for a position, or a tuple of them
 
-# The name of the only output of a model that returns a tensor.
+# The name of the output of a model that returns one tensor.
 ALONE = "output"
 
 
 def named(raw: Any) -> dict[Name, Any]:
-    """By key, field or attribute; those of a tuple or list by position."""
+    """The outputs by key, field or attribute; those of a tuple or list by position."""
     if isinstance(raw, Tensor):
         return {ALONE: raw}
     if isinstance(raw, Mapping):
@@ -46,22 +46,23 @@ def named(raw: Any) -> dict[Name, Any]:
 
 
 def shown(raw: Any) -> str:
-    """The names, with the shapes of tensors, for errors."""
+    """The names of the outputs, with the shapes of tensors, for error messages."""
     found = named(raw)
     parts = [f"{k!r} {tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__}" for k, t in found.items()]
     return f"a {type(raw).__name__} of {', '.join(parts) or 'nothing'}"
 
 
 def floating(raw: Any) -> list[Tensor]:
-    """All that a loss can be taken of, nested or not; a single number, such as a loss of the model's own, is not."""
+    """All tensors that can have a loss, nested or not; a single number, such as a loss computed by the model,
+    cannot."""
     leaves = tree_leaves(list(named(raw).values()))
     return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
 
 
 def taken(raw: Any, count: int = 1) -> Tensor:
     """z of a single loss: the tensor that the model returns, its `logits`, or the only floating-point tensor in what it
-    returns. If the loss takes several outputs, all of them in their order, flattened and side by side: those of a dict
-    have names and no order."""
+    returns. If the loss takes several outputs, z is all of them in their order, flattened and put side by side; outputs
+    of a dict have names but no order, and are refused."""
     if raw.__class__ is Tensor and raw.ndim:
         return raw
     if isinstance(raw, Tensor) and raw.ndim:
@@ -91,7 +92,7 @@ def taken(raw: Any, count: int = 1) -> Tensor:
 
 
 def side_by_side(parts: Sequence[Tensor], raw: Any) -> Tensor:
-    """(N, *shape) each → (N, K)"""
+    """Outputs (N, *shape) as one tensor (N, K)"""
     if len({(t.shape[:1], t.device) for t in parts}) != 1 or not all(t.is_floating_point() for t in parts):
         kinds = ", ".join(dict.fromkeys(f"{t.dtype} on {t.device}" for t in parts))
         raise ValueError(
@@ -103,7 +104,7 @@ def side_by_side(parts: Sequence[Tensor], raw: Any) -> Tensor:
 
 
 def picked(raw: Any, name: Name) -> Any:
-    """One output by its name, or several by a tuple of names; positions in a named tuple are names too."""
+    """One output by its name, or several by a tuple of names; positions in a named tuple count as names."""
     if isinstance(name, tuple):
         return tuple(picked(raw, one) for one in name)
     found = dict(enumerate(raw)) if isinstance(raw, tuple) and isinstance(name, int) else named(raw)
@@ -127,7 +128,7 @@ class Outputs(dict[Name, Tensor]):
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """Which outputs are taken, and the shape of each for one sample: side by side they are z (N, K).
+    """Which outputs have a loss, and the shape of each for one sample: side by side they are z (N, K).
 
     >>> raw = {"mean": torch.zeros(5, 2), "scale": torch.ones(5)}
     >>> layout = mq.losses.OutputLayout.of(raw)  # all floating-point tensors that the model returns, none within others
@@ -138,12 +139,12 @@ class OutputLayout:
     Args:
         names: of the outputs.
         shapes: of each, for one sample.
-        length: of a tuple or list; 0 if the model returns a tensor, None if it returns names.
+        length: the length of a tuple or list; 0 if the model returns a tensor, None if outputs have names.
     """
 
     names: tuple[Name, ...]
     shapes: tuple[tuple[int, ...], ...]  # of one sample
-    length: int | None = None  # of a tuple or list; 0 if the model returns a tensor, None if it returns names
+    length: int | None = None  # of a tuple or list; 0 if the model returns a tensor, None if outputs have names
 
     @classmethod
     def of(cls, raw: Any) -> OutputLayout:
@@ -155,7 +156,7 @@ class OutputLayout:
 
     @classmethod
     def like(cls, found: Mapping[Name, Tensor], length: int | None = None) -> OutputLayout:
-        """Of all these tensors."""
+        """The layout of all these tensors."""
         return cls(tuple(found), tuple(tuple(t.shape[1:]) for t in found.values()), length)
 
     @property
@@ -170,26 +171,23 @@ class OutputLayout:
         return side_by_side([found[k] for k in self.names], raw)
 
     def split(self, z: Tensor) -> dict[Name, Tensor]:
-        """(N, K) → (N, *shape) by name"""
+        """z (N, K) as tensors (N, *shape) by name"""
         parts = zip(self.columns.items(), self.shapes, strict=True)
         return {k: z[:, some].reshape(len(z), *shape) for (k, some), shape in parts}
 
     def structure(self, z: Tensor) -> Any:
-        """A tensor if the model returns one; a tuple for a tuple or list, with None in the place of what is not taken;
-        for everything that has names a dict whose keys are attributes too."""
+        """A tensor if the model returns a tensor; a tuple for a tuple or list, with None for outputs that are left out;
+        otherwise, since outputs have names, a dict whose keys are attributes as well."""
         found = self.split(z)
         if self.length is None:
             return Outputs(found)
         return found[ALONE] if self.length == 0 else tuple(found.get(i) for i in range(self.length))
 
 
-# --- Losses: value, gradient and curvature root of each, side by side. z, y outputs of the model (N, …) and targets;
-# w sample weights (N,), or None for 1 value Σᵢ wᵢ ℓᵢ: a sum, so everything here adds up over batches; f = factor ·
-# value / normaliser S, u SSᵀ = ∂²ℓ/∂z² and Su = ∂ℓ/∂z of each group of outputs that ℓ couples: N samples, P groups
-# per sample, C outputs per group, r columns
+# --- The base class: value, gradient and curvature root side by side, in the symbols of the docstring of this file.
 
 
-Target: TypeAlias = Any  # a tensor; Residual takes None too
+Target: TypeAlias = Any  # a tensor; None is allowed for Residual
 
 WEIGHTS = "sample weights must be finite and not negative"
 
@@ -200,7 +198,7 @@ class Root(NamedTuple):
     Attributes:
         S: the root of the curvature, (N, P, C, r).
         u: (N, P, r).
-        v: what of the gradient is not Su, (N, P, C); None means 0.
+        v: the part of the gradient that is not Su, (N, P, C); None means 0.
 
     >>> S, u, v = mq.losses.SquaredError().root(model(x), y)
     >>> S.shape, u.shape
@@ -213,26 +211,26 @@ class Root(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A condition on the data that must hold nowhere, and what to tell the user where it does.
+    """A condition on the data that must hold nowhere, and advice to the user if it does.
 
     Attributes:
-        bad: mask of what is wrong, shaped like `data`.
-        data: what is looked at.
-        name: of the data, for the message.
-        advice: what to do about it.
+        bad: where the condition holds, shaped like `data`.
+        data: the numbers that are checked.
+        name: the name of the data, for the message.
+        advice: the way out.
 
     >>> t = torch.tensor([1.0, -2.0])
     >>> print(mq.losses.Fault(t < 0, t, "targets", "sizes are positive"))
     targets[1] is -2: sizes are positive
     """
 
-    bad: Tensor  # mask, shaped like `data`
+    bad: Tensor  # where the condition holds, shaped like `data`
     data: Tensor
     name: str
     advice: str
 
     def __str__(self) -> str:
-        index = [int(i) for i in self.bad.nonzero()[0]]  # the first offender
+        index = [int(i) for i in self.bad.nonzero()[0]]  # the first place where the condition holds
         value = self.data[tuple(index)].item()
         return f"{self.name}{index or ''} is {value:{'g' if isinstance(value, float) else ''}}: {self.advice}"
 
@@ -243,7 +241,7 @@ def weighted(t: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def part(item: Any, index: Tensor, N: int, dtype: torch.dtype | None = None) -> Any:
-    """Some of the N samples, if need be in another precision; what has no row per sample goes along whole."""
+    """Some of the N samples, in another precision if given; items without a row per sample stay whole."""
 
     def take(t: Any) -> Any:
         if not isinstance(t, Tensor):
@@ -258,22 +256,22 @@ def part(item: Any, index: Tensor, N: int, dtype: torch.dtype | None = None) -> 
 class Loss(ABC):
     """f = factor · Σᵢ wᵢ ℓ(zᵢ, yᵢ) / normaliser with reduction="mean", factor · Σᵢ wᵢ ℓ(zᵢ, yᵢ) with "sum".
 
-    A loss defines ℓ (`ell`), ∂ℓ/∂z (`slope`) and the factors S, u of its curvature (`factors`). It may say how the
-    outputs fall into groups, what the targets must be and what empirical rows are; weights and normalisation are the
-    same for all.
+    A loss defines ℓ (`ell`), ∂ℓ/∂z (`slope`) and the factors S, u of its curvature (`factors`). It may also define how
+    outputs are grouped, what targets are allowed, and the empirical rows; weights and normalisation are the same for
+    all losses.
 
-    On the first step a loss of your own is compared with its `ell` on a few samples: `slope` with ∂ℓ/∂z, Su with
-    `slope`, SSᵀ with ∂²ℓ/∂z². If SSᵀ lies above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class says
-    `majorises = True`; if it is the mean of ∂²ℓ/∂z² over the targets that the outputs predict, `fisher = True`, and it
-    is not compared. A loss that is a sum of squared residuals says `sum_of_squares = True`: `presets.paper` asks. A
-    loss of several outputs, such as a mean and a variance, says how many, `outputs_taken = 2`: z (N, K) has them
-    flattened and side by side. A loss that is −log p(y|z), but for a constant, names p, `likelihood = "categorical"`
-    and the like, see uncertainty/likelihood.py: `mq.posterior` asks.
+    On the first step a user's loss is compared with its `ell` on a few samples: `slope` with ∂ℓ/∂z, Su with `slope`,
+    SSᵀ with ∂²ℓ/∂z². If SSᵀ is above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class sets
+    `majorises = True`; if SSᵀ is the mean of ∂²ℓ/∂z² over the targets that the outputs predict, it sets
+    `fisher = True`, and SSᵀ is not compared. A loss that is a sum of squared residuals sets `sum_of_squares = True`,
+    which `presets.paper` requires. A loss of several outputs, such as a mean and a variance, sets their number,
+    `outputs_taken = 2`: z (N, K) has them flattened and side by side. A loss that is −log p(y|z), up to a constant,
+    names p, such as `likelihood = "categorical"`, see uncertainty/likelihood.py; `mq.posterior` requires it.
 
     Args:
-        reduction: "mean", as torch takes it, or "sum".
-        factor: of the whole loss.
-        reported: the same loss in the units in which it is reported, if they are others.
+        reduction: "mean", as in torch, or "sum".
+        factor: a factor of the whole loss.
+        reported: the same loss in the units in which it is reported, if they are different.
 
     >>> loss = mq.losses.SquaredError(reduction="sum", factor=0.5)
     >>> opt = mq.LM(model, loss)
@@ -281,15 +279,15 @@ class Loss(ABC):
 
     majorises: ClassVar[bool] = False
     fisher: ClassVar[bool] = False
-    automatic: ClassVar[bool] = False  # its derivatives come from autograd, which then cannot judge them
-    recordable: ClassVar[bool] = True  # it asks the device nothing, so that a step can be a CUDA graph
+    automatic: ClassVar[bool] = False  # its derivatives come from autograd, which therefore cannot check them
+    recordable: ClassVar[bool] = True  # it never reads values from the device, so that a step can be a CUDA graph
     sum_of_squares: ClassVar[bool] = False
     outputs_taken: ClassVar[int] = 1
     surveys: ClassVar[bool] = False
     likelihood: ClassVar[str | None] = None
     reduction: str = "mean"
     factor: float = 1.0
-    reported: Loss | None = None  # the same loss in the units in which it is reported, where they are others
+    reported: Loss | None = None  # the same loss in the units in which it is reported, if they are different
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
@@ -314,10 +312,11 @@ class Loss(ABC):
 
     @property
     def curvature_kind(self) -> str:
-        """What SSᵀ is: the "hessian" ∂²ℓ/∂z², its mean over predicted targets ("fisher"), or a "majoriser" above it."""
+        """The kind of SSᵀ: "hessian" is ∂²ℓ/∂z², "fisher" its mean over predicted targets, "majoriser" a matrix above
+        it."""
         return "fisher" if self.fisher else "majoriser" if self.majorises else "hessian"
 
-    # what a loss defines, for weight 1
+    # Required of a loss, for weight 1.
     @abstractmethod
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         """ℓ, one entry per group, with the samples first."""
@@ -330,9 +329,9 @@ class Loss(ABC):
     def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """S (N, P, C, r) and u (N, P, r) with SSᵀ = ∂²ℓ/∂z² and Su = ∂ℓ/∂z."""
 
-    # and what it may define: by default all outputs of a sample are one group, with targets like the outputs
+    # Optional: by default all outputs of a sample are one group, and targets have the shape of the outputs.
     def empirical_factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """S and u with the gradients of log-likelihood terms as columns of S: here one for each group, S = ∂ℓ/∂z."""
+        """S and u with the gradients of log-likelihood terms as columns of S: here one per group, S = ∂ℓ/∂z."""
         g = self.group(self.slope(z, y))
         return g[..., None], torch.ones_like(g[..., :1])
 
@@ -346,7 +345,7 @@ class Loss(ABC):
         return t.reshape(*t.shape[:-3], *z.shape)
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        """Raises for targets of the wrong shape or dtype; the faults are conditions on their values."""
+        """Raises an error for targets of the wrong shape or dtype; the faults are conditions on their values."""
         name = type(self).__name__
         if y is None:
             raise TypeError(
@@ -373,20 +372,21 @@ class Loss(ABC):
             )
         return [Fault(~y.isfinite(), y, "targets", "the targets are non-finite; drop or repair such samples")]
 
-    # what the model returns
+    # The outputs of the model.
     def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> Loss:
-        """The loss for outputs of this form, if that says more than z and y do; it holds for any number of samples."""
+        """The loss for outputs of this form, if the form adds information to z and y; it is valid for any number of
+        samples."""
         return self
 
     def joined(self, raw: Any) -> Tensor:
-        """z: what the loss is taken of, in what the model has returned."""
+        """z, the outputs that the loss is taken of."""
         return taken(raw, self.outputs_taken)
 
     def sums(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        """If the loss `surveys`: what `bound` must know of all data, as numbers that add up over batches, (k,)."""
+        """If the loss `surveys`: numbers from all data that `bound` needs, which add up over batches, (k,)."""
         raise NotImplementedError(f"{self.display_name} says `surveys`, and has no `sums`")
 
-    # what the optimizer calls
+    # Called by the optimizer.
     def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """Σᵢ wᵢ ℓᵢ."""
         ell = self.ell(z, y)
@@ -409,7 +409,7 @@ class Loss(ABC):
         return torch.einsum("npcr,knpr->knpc", S, signs((*S.shape[:2], S.shape[3])))
 
     def count(self, z: Tensor, y: Target, weight: Tensor | None = None) -> int:
-        """Columns of S that one sample has, over all its groups; z and y are those of one sample."""
+        """The number of columns of S of one sample, over all its groups; z and y are those of one sample."""
         S = self.root(z, y, weight).S
         return S.shape[1] * S.shape[3]
 
@@ -420,7 +420,7 @@ class Loss(ABC):
         return Root(S, u) if root_w is None else Root(weighted(S, root_w), weighted(u, root_w))
 
     def _shaped(self, method: str, found: Any, N: int) -> tuple[Tensor, Tensor]:
-        """S and u as a loss of one's own has returned them"""
+        """S and u as returned by a user's loss, after a check of their shapes"""
         name = f"{type(self).__name__}.{method}"
         if not (isinstance(found, tuple) and len(found) == 2 and found[0].__class__ is found[1].__class__ is Tensor):
             raise TypeError(
@@ -435,7 +435,7 @@ class Loss(ABC):
         return S, u
 
     def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        """What torch's mean divides by: P · Σw."""
+        """The divisor of torch's mean: P · Σw."""
         groups = self.group(z[:1]).shape[-2]
         return z.new_full((), groups * z.shape[0]) if weight is None else groups * weight.sum()
 
@@ -450,13 +450,13 @@ class Loss(ABC):
         return f * self.reported.scale(normaliser) / self.scale(normaliser)
 
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        """A number that value never falls below, whatever z; −∞ if there is none."""
+        """A number that is never above value, whatever z; −∞ if there is none."""
         return z.new_zeros(())
 
     def check(self, z: Tensor, y: Target, weight: Tensor | None = None, *, part: bool = False) -> None:
-        """Raises ValueError or TypeError, with the way out, if the loss cannot be taken of these arguments.
+        """Raises ValueError or TypeError, with the way out, if the loss is undefined for these arguments.
 
-        A part of a batch may have no weight at all.
+        With `part`, a batch whose total weight is 0 is allowed.
         """
         if not isinstance(z, Tensor):
             raise TypeError(f"the model must return one tensor, got {type(z).__name__}: wrap it so that it does")
@@ -472,7 +472,7 @@ class Loss(ABC):
         if weight is not None:
             check_weight(weight, z)
             bad = ~(weight >= 0) | weight.isinf()
-            faults.insert(0, Fault(bad, weight, "weight", WEIGHTS))  # sums of such weights would be faults too
+            faults.insert(0, Fault(bad, weight, "weight", WEIGHTS))  # first: sums of such weights are faults as well
         if not part:
             total = self.normaliser(z, y, weight)
             nothing = "every target has weight 0 or is ignored (ignore_index), leave this batch out"
@@ -485,7 +485,7 @@ class Loss(ABC):
 
 
 def spread(loss: Loss, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """One row for every column of S in every group, zero outside its own group: (R, N, *out), (R, N), v (N, *out)"""
+    """One row for each column of S in each group, zero outside its group: (R, N, *out), (R, N), v (N, *out)"""
     S, u, v = root
     N, P, C, r = S.shape
     if P == 1:
@@ -499,7 +499,7 @@ def spread(loss: Loss, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def check_like(t: Any, z: Tensor, name: str) -> None:
-    """t is a tensor with the dtype and device of the outputs."""
+    """Checks that t is a tensor with the dtype and device of the outputs."""
     if t.__class__ is not Tensor and not isinstance(t, Tensor):
         raise TypeError(
             f"{name} must be a tensor, got {type(t).__name__}: use torch.as_tensor({name}, dtype={z.dtype})"
@@ -523,7 +523,7 @@ def same_device(t: Tensor, z: Tensor, name: str) -> None:
 
 
 def check_weights(t: Any, name: str) -> None:
-    """t is a floating tensor, finite, not negative, not all zero: for options of a loss."""
+    """Checks an option of a loss: a floating-point tensor, finite, not negative and not all zero."""
     if not isinstance(t, Tensor) or not t.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {t!r}")
     if t.numel() == 0 or not bool(t.isfinite().all() & (t >= 0).all() & (t > 0).any()):
@@ -531,7 +531,7 @@ def check_weights(t: Any, name: str) -> None:
 
 
 def check_number(value: Any, name: str) -> None:
-    """For options of a loss."""
+    """Checks an option of a loss."""
     if not (isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0)):
         raise TypeError(f"{name} must be a number, got {value!r}")
 
@@ -542,16 +542,16 @@ def check_positive(value: Any, name: str) -> None:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
 
 
-# --- Losses of each output on its own: squared error, Huber, binary cross-entropy, Poisson.
+# --- Losses of separate outputs: squared error, Huber, binary cross-entropy, Poisson.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Elementwise(Loss):
-    """ℓ(zₒ, yₒ) of each output on its own: P = outputs per sample, C = r = 1.
+    """ℓ(zₒ, yₒ) of each output separately: P = outputs per sample, C = r = 1.
 
-    S = s = √ℓ″ and u = ℓ′/s. Empirical rows are per output too: S = ℓ′, u = 1.
+    S = s = √ℓ″ and u = ℓ′/s. Empirical rows are also per output: S = ℓ′, u = 1.
 
-    A loss of your own defines three functions, which are compared with each other on the first step:
+    A user's loss defines three functions, which are compared with each other on the first step:
 
     >>> @dataclass(frozen=True, kw_only=True, eq=False)
     ... class LogCosh(mq.losses.Elementwise):
@@ -568,10 +568,10 @@ class Elementwise(Loss):
 
     @abstractmethod
     def s(self, z: Tensor, y: Tensor) -> Tensor:
-        """√ℓ″, or with `majorises` the root of more, like z."""
+        """√ℓ″, or with `majorises` the root of something larger, like z."""
 
     def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        # s·(ℓ′/s) is the gradient for any s > 0; the floor keeps it so where ℓ″ underflows and ℓ′ does not
+        # s·(ℓ′/s) is the gradient for any s > 0; thanks to the floor also where ℓ″ underflows and ℓ′ does not
         s = self.s(z, y).clamp(min=torch.finfo(z.dtype).eps)
         return self.group(s)[..., None], self.group(self.slope(z, y) / s)
 
@@ -603,7 +603,7 @@ class SquaredError(Elementwise):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Residual(SquaredError):
-    """ℓ = z²: the squared error of residuals that the model returns itself; targets are not looked at.
+    """ℓ = z²: the squared error of residuals that the model itself returns; targets are ignored.
 
     >>> opt = mq.LM(model, mq.losses.Residual())  # or "residual"
     >>> step = opt.step(x)
@@ -623,11 +623,11 @@ class Residual(SquaredError):
 class Huber(Elementwise):
     """With e = z − y:  ℓ = ½e² if |e| ≤ δ else δ(|e| − ½δ),  ℓ′ = min(1, δ/|e|) e,  s = √min(1, δ/|e|).
 
-    Beyond δ the curvature is 0 where the gradient is not: s is the root of the quadratic that touches ℓ at e
-    and lies above it everywhere, so Su = ℓ′ holds on both sides.
+    Beyond δ the curvature is 0 although the gradient is not: s is the root of the curvature of the quadratic that
+    touches ℓ at e and lies above it everywhere, so that Su = ℓ′ holds on both sides.
 
     Args:
-        delta: δ, up to which an error counts as its square.
+        delta: δ, the largest error that is squared.
 
     >>> opt = mq.LM(model, mq.losses.Huber(delta=0.5))  # or "huber"
     """
@@ -655,8 +655,8 @@ class BinaryCrossEntropy(Elementwise):
     ℓ′ = b((1 − y)σ − a y(1 − σ)),  s = √(b(a y + 1 − y) σ(1 − σ)):  `nn.BCEWithLogitsLoss`.
 
     Args:
-        pos_weight: a, of the targets 1; broadcasts against the outputs of a sample.
-        output_weight: b, of every output; broadcasts likewise.
+        pos_weight: a, for targets of 1; broadcasts against the outputs of a sample.
+        output_weight: b, one per output; broadcasts likewise.
 
     >>> opt = mq.LM(model, mq.losses.BinaryCrossEntropy())  # or "bce"
     >>> step = opt.step(x, (y > 0).float())
@@ -664,7 +664,7 @@ class BinaryCrossEntropy(Elementwise):
 
     likelihood: ClassVar[str | None] = "bernoulli"
     pos_weight: Tensor | None = None  # broadcasts against one sample's outputs
-    output_weight: Tensor | None = None  # and so does this
+    output_weight: Tensor | None = None  # broadcasts likewise
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -696,14 +696,14 @@ class BinaryCrossEntropy(Elementwise):
 
 
 def of_outputs(t: Tensor, z: Tensor, name: str) -> None:
-    """t must broadcast to the outputs of one sample: a weight of samples comes with the step."""
+    """Checks that t broadcasts to the outputs of one sample: weights of samples are given to the step."""
     shape = (1, *z.shape[1:])
     if not broadcasts(t.shape, shape):
         raise ValueError(f"{name} of shape {tuple(t.shape)} does not broadcast to the outputs of one sample, {shape}")
 
 
 def broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """a broadcasts to b without widening it."""
+    """Whether a broadcasts to b, with the result having the shape b."""
     return len(a) <= len(b) and all(i in (1, j) for i, j in zip(reversed(a), reversed(b), strict=False))
 
 

@@ -1,4 +1,4 @@
-"""Losses of classes, with logits or probabilities at the outputs: two, many, or in an order."""
+"""Losses of classes, from logits or probabilities: two classes, many, or ordered ones."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class CrossEntropy(Loss):
 
     y: class indices (N, d₁, …), or probabilities q (N, C, d₁, …). One group per position: P = d₁⋯, r = C − 1.
 
-    `class_dim` is the dimension of the classes in the logits. 1 is torch's; None is that too, unless class indices show
-    that the classes come last, (N, d₁, …, C), as language models have them.
+    `class_dim` is the dimension of the classes in the logits. It is 1 in torch, and here with None, unless class
+    indices show that the classes come last, (N, d₁, …, C), as in language models.
 
     Args:
-        label_smoothing: the share of every target that is spread over all classes.
-        class_weight: of every class, (C,).
-        ignore_index: the target of positions that do not count.
+        label_smoothing: the share of every target that is distributed evenly over all classes.
+        class_weight: one per class, (C,).
+        ignore_index: the target of positions that are ignored.
         class_dim: the dimension of the classes in the logits.
 
     >>> opt = mq.LM(classifier, mq.losses.CrossEntropy(label_smoothing=0.1))  # or "cross_entropy"
@@ -89,7 +89,7 @@ class CrossEntropy(Loss):
         if z.ndim > 2 and (axis := self.axis(z)) != 1:
             z, y = z.movedim(axis, 1), y.movedim(axis, 1) if y.is_floating_point() else y
         if current.tape is not None and not y.is_floating_point():
-            # `check` is answered when all is done; until then no class that does not exist may end the process.
+            # The result of `check` is only read after the step; until then no invalid class may end the process.
             y = y.long()
             y = torch.where((y >= 0) & (y < z.shape[1]), y, self.ignore_index)
         return F.cross_entropy(
@@ -116,12 +116,13 @@ class CrossEntropy(Loss):
         p, q = self.group(z).softmax(-1), self.targets(z, y)  # (N, P, C)
         w = q.sum(-1, keepdim=True)  # (N, P, 1)
         root_w, limits = w.sqrt(), torch.finfo(p.dtype)
-        # Su = ∂ℓ/∂z for any s > 0: the floor keeps it so, and u bounded, for a class with q > 0 whose p underflows
+        # Su = ∂ℓ/∂z for any s > 0: so also with the floor, which keeps u bounded for a class with q > 0 whose p
+        # underflows
         s = p.sqrt()
         s = torch.where(q == 0, s.clamp(min=limits.tiny), s.clamp(min=limits.eps))
-        u = self.difference(p, q, w) / root_w.clamp(min=limits.tiny) / s  # 0 if w̃ is
+        u = self.difference(p, q, w) / root_w.clamp(min=limits.tiny) / s  # 0 if w̃ = 0
         n = p / s  # |n| = 1
-        # column m leaves, the last one takes its place; m = argmax p keeps 1 − pₘ, which cancels, away from a large u
+        # column m is left out and the last one replaces it; m = argmax p avoids a large u times 1 − pₘ, which cancels
         top = p.argmax(-1, keepdim=True)  # (N, P, 1)
         classes = torch.arange(p.shape[-1], device=p.device)
         keep = torch.where(classes[:-1] == top, classes[-1], classes[:-1])  # (N, P, C−1)
@@ -138,7 +139,7 @@ class CrossEntropy(Loss):
         return S, u_k - h_k * ((n * u).sum(-1, keepdim=True) + u_m)
 
     def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        """√w̃ (s∘ε − p(sᵀε)): S itself has as many numbers as pairs of classes"""
+        """√w̃ (s∘ε − p(sᵀε)): S itself would have as many numbers as there are pairs of classes"""
         if self._other_root:
             return super().mixed(z, y, weight, signs)
         p, q = self.group(z).softmax(-1), self.targets(z, y)  # (N, P, C)
@@ -153,22 +154,22 @@ class CrossEntropy(Loss):
 
     @property
     def _other_root(self) -> bool:
-        """Whether a subclass has an S of its own."""
+        """Whether a subclass has its own S."""
         return type(self).factors is not CrossEntropy.factors or type(self).root is not CrossEntropy.root
 
     def empirical_factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Hard labels: S = √w̃ (p − e_y), u = √w̃, r = 1. Soft: one column √q̃ₖ (p − eₖ), uₖ = √q̃ₖ, per class."""
+        """Hard labels: S = √w̃ (p − e_y), u = √w̃, r = 1. Soft: one column per class, √q̃ₖ (p − eₖ), uₖ = √q̃ₖ."""
         p, q = self.group(z).softmax(-1), self.targets(z, y)  # (N, P, C)
         if not y.is_floating_point() and self.label_smoothing == 0:
             w = q.sum(-1, keepdim=True)
             u = w.sqrt()  # (N, P, 1)
-            return (self.difference(p, q, w) / u.clamp(min=torch.finfo(p.dtype).tiny))[..., None], u  # 0 if w̃ is
+            return (self.difference(p, q, w) / u.clamp(min=torch.finfo(p.dtype).tiny))[..., None], u  # 0 if w̃ = 0
         p = p[..., None]  # (N, P, C, 1)
         columns = tangent(p - torch.eye(p.shape[-2], dtype=p.dtype, device=p.device), p, dim=-2)
         return columns * q.sqrt()[..., None, :], q.sqrt()
 
     def targets(self, z: Tensor, y: Tensor) -> Tensor:
-        """q̃ (N, P, C): smoothed, times the class weights, 0 where ignored."""
+        """q̃ (N, P, C): smoothed, times the class weights, and 0 at ignored positions."""
         C = z.shape[1] if z.ndim == 2 else z.shape[self.axis(z)]
         if y.dtype.is_floating_point:
             q, kept = self.group(y), z.new_ones(())
@@ -182,7 +183,7 @@ class CrossEntropy(Loss):
         return q if self.class_weight is None else q * self.class_weight.to(z)
 
     def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        """Class indices: Σ w · class_weight[y] over the positions not ignored. Probabilities: P · Σw."""
+        """For class indices Σ w · class_weight[y] over the positions not ignored, for probabilities P · Σw."""
         if y.is_floating_point():
             return super().normaliser(z, y, weight)
         y = y.long()
@@ -251,16 +252,16 @@ class CrossEntropy(Loss):
 
 
 def tangent(d: Tensor, p: Tensor, dim: int = -1) -> Tensor:
-    """(I − p1ᵀ)d: unchanged when Σd = 0. Where pₘ ≈ 1, pₘ − 1 has lost its digits; the other entries restore them."""
+    """(I − p1ᵀ)d: unchanged if Σd = 0. Where pₘ ≈ 1, pₘ − 1 has lost its digits, and the other entries restore them."""
     return d - p * d.sum(dim, keepdim=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NegativeLogLikelihood(CrossEntropy):
-    """Cross-entropy of outputs that are log-probabilities z = log p already:  ℓ = −Σₖ q̃ₖ zₖ:  `nn.NLLLoss`.
+    """Cross-entropy of outputs that are already log-probabilities z = log p:  ℓ = −Σₖ q̃ₖ zₖ:  `nn.NLLLoss`.
 
-    ℓ is linear in z, and the curvature is in the log-softmax of the model. The softmax of z is p, so that the S of
-    cross-entropy, sent back through the log-softmax, is that of the logits.
+    ℓ is linear in z, and the curvature is that of the log-softmax in the model. The softmax of z is p, so the S of
+    cross-entropy, taken back through the log-softmax, is that of the logits.
 
     >>> log_probabilities = nn.Sequential(classifier, nn.LogSoftmax(1))
     >>> opt = mq.LM(log_probabilities, mq.losses.NegativeLogLikelihood())  # or "nll"
@@ -281,11 +282,11 @@ class NegativeLogLikelihood(CrossEntropy):
 class KLDivergence(NegativeLogLikelihood):
     """From log-probabilities z (N, C, …) to probabilities q:  ℓ = Σₖ qₖ(log qₖ − zₖ):  `nn.KLDivLoss`.
 
-    With `log_target` the targets are log q. The mean is that over N, or without `batchmean` that over all outputs.
+    With `log_target` the targets are log q. The mean is over N, or without `batchmean` over all outputs.
 
     Args:
         log_target: whether the targets are log q.
-        batchmean: whether the mean is that over the samples, and not over all outputs.
+        batchmean: whether the mean is over the samples instead of all outputs.
 
     >>> log_probabilities = nn.Sequential(classifier, nn.LogSoftmax(1))
     >>> opt = mq.LM(log_probabilities, mq.losses.KLDivergence())  # or "kl_div"
@@ -318,7 +319,7 @@ class KLDivergence(NegativeLogLikelihood):
         return N if self.batchmean else N * z[0].numel()
 
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        """Σ w Q log Q with Q = Σ q, 1 for probabilities: where p = q/Q."""
+        """Σ w Q log Q with Q = Σ q, which is 1 for probabilities: the value at p = q/Q."""
         Q = self.q(y).sum(1)
         return weighted(torch.xlogy(Q, Q), weight).sum()
 
@@ -333,11 +334,11 @@ class KLDivergence(NegativeLogLikelihood):
 class BinaryProbabilities(Elementwise):
     """Probabilities z, v = z(1 − z):  ℓ = −y log z − (1 − y) log(1 − z),  ℓ′ = (z − y)/v,  s = v^−½:  `nn.BCELoss`.
 
-    s² is the mean of ℓ″ over y of this probability: behind a sigmoid it is the curvature of the logits. As in torch,
-    logarithms are at least −100, and v is at least 1e-12.
+    s² is the mean of ℓ″ over y with this probability: if the outputs come from a sigmoid, it is the curvature of the
+    logits. As in torch, logarithms are at least −100, and v is at least 1e-12.
 
     Args:
-        output_weight: of every output; broadcasts against those of a sample.
+        output_weight: one per output; broadcasts against those of a sample.
 
     >>> opt = mq.LM(nn.Sequential(model, nn.Sigmoid()), mq.losses.BinaryProbabilities())  # or "binary_probabilities"
     >>> step = opt.step(x, (y > 0).float())
@@ -345,7 +346,7 @@ class BinaryProbabilities(Elementwise):
 
     fisher: ClassVar[bool] = True
     likelihood: ClassVar[str | None] = "bernoulli probability"
-    output_weight: Tensor | None = None  # of every output; broadcasts against one sample's
+    output_weight: Tensor | None = None  # one per output; broadcasts against one sample's outputs
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -383,7 +384,7 @@ class Hinge(Elementwise):
     """The squared hinge, y = ±1, e = max(0, margin − yz):  ℓ = e²,  ℓ′ = −2ye,  s = √2 if e > 0 else 0.
 
     Args:
-        margin: beyond which an output costs nothing.
+        margin: the yz from which on an output costs nothing.
 
     >>> opt = mq.LM(model, mq.losses.Hinge())  # or "hinge"
     >>> step = opt.step(x, y.sign())
@@ -443,8 +444,8 @@ class Ordinal(Loss):
         ℓ = −log(σ(b) − σ(a)) = log(1 + e^−b) + log(1 + e^a) − log(1 − e^−d),
         S = columns √(σ(b)σ(−b)) e_b,  √(σ(a)σ(−a)) e_a,  (e_b − e_a)/(2 sinh ½d).
 
-    The thresholds live in the model: it returns zₖ = tₖ − m, m the place of a sample and tₖ increasing, such as the
-    cumulative sums of F.softplus of parameters.
+    The thresholds are part of the model: it returns zₖ = tₖ − m, with m the place of a sample and tₖ increasing, such
+    as the cumulative sums of F.softplus of parameters.
 
     >>> class Ordered(nn.Module):
     ...     def __init__(self):
@@ -460,7 +461,7 @@ class Ordinal(Loss):
     likelihood: ClassVar[str | None] = "ordered"
 
     def ends(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """b, a and the masks of the samples that have them: (N,)"""
+        """b, a and masks of the samples for which they exist: (N,)"""
         last = z.shape[1] - 1
         b, a = (z.gather(1, k.clamp(0, last)[:, None])[:, 0] for k in (y.long(), y.long() - 1))
         return b, a, y <= last, y >= 1
@@ -472,7 +473,7 @@ class Ordinal(Loss):
         return F.softplus(-b) * has_b + F.softplus(a) * has_a + between * (has_b & has_a)
 
     def slopes(self, z: Tensor, y: Tensor) -> Tensor:
-        """∂ℓ/∂b, ∂ℓ/∂a and ∂ℓ/∂d of the three terms, 0 if a sample has no such: (3, N)"""
+        """∂ℓ/∂b, ∂ℓ/∂a and ∂ℓ/∂d of the three terms, 0 for samples without the term: (3, N)"""
         b, a, has_b, has_a = self.ends(z, y)
         d = (b - a).where(has_b & has_a, 1)
         return torch.stack((-(-b).sigmoid() * has_b, a.sigmoid() * has_a, -1 / d.expm1() * (has_b & has_a)))
@@ -481,7 +482,7 @@ class Ordinal(Loss):
         return torch.einsum("rn,rnc->nc", self.slopes(z, y), self.directions(z, y))
 
     def directions(self, z: Tensor, y: Tensor) -> Tensor:
-        """e_b, e_a and e_b − e_a, without the units that a sample does not have: (3, N, K − 1)"""
+        """e_b, e_a and e_b − e_a, without unit vectors that do not exist for a sample: (3, N, K − 1)"""
         places = torch.arange(z.shape[1], device=z.device)
         e_b, e_a = ((places == k[:, None]).to(z) for k in (y.long(), y.long() - 1))
         return torch.stack((e_b, e_a, e_b - e_a))
@@ -490,7 +491,7 @@ class Ordinal(Loss):
         b, a, _, _ = self.ends(z, y)
         s = torch.stack(((b.sigmoid() * (-b).sigmoid()).sqrt(), (a.sigmoid() * (-a).sigmoid()).sqrt(), (b - a) / 2))
         s[2] = 0.5 / s[2].sinh().abs()
-        # as for elementwise losses: Su is the gradient for any s > 0, also where s² underflows
+        # as for elementwise losses: Su is the gradient for any s > 0, even where s² underflows
         s = s.clamp(torch.finfo(z.dtype).eps, 1 / torch.finfo(z.dtype).eps)
         slopes = self.slopes(z, y)
         S = s[..., None] * self.directions(z, y) * (slopes != 0)[..., None]  # (3, N, K − 1)

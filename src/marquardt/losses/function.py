@@ -1,4 +1,4 @@
-"""A function of one's own as a loss: its derivatives come from automatic differentiation."""
+"""A user's function as a loss, with derivatives by automatic differentiation."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .separability import PER_SAMPLE, Samples, some
 class Function(Loss):
     """f is the mean of fn(outputs, targets): of one value per sample (N,), or of several (N, …).
 
-    A scalar is the mean over the samples, or their sum: the first batch tells which, and every batch must add up from
-    its parts. S comes from the Hessian of every sample, by automatic differentiation, with its negative eigenvalues
-    made positive; what of the gradient lies outside its range is the remainder. `low` is what no value of fn falls
-    below, if that is known. Sample weights ask for the value of every sample: a scalar is then taken of them one by
-    one.
+    A scalar is the mean over the samples, or their sum: the first batch shows which, and for every batch the values of
+    its parts must add up. S comes from the Hessian of every sample, by automatic differentiation, with negative
+    eigenvalues made positive; the part of the gradient outside its range is the remainder. `low` is a lower bound of
+    all values of fn, if one is known. Sample weights require the value of every sample: fn is then called on one sample
+    at a time if it returns a scalar.
 
-    If the model returns more than a tensor, fn is given all outputs that are floating-point tensors with a row per
+    If the model returns more than a tensor, fn receives all outputs that are floating-point tensors with a row per
     sample, see `OutputLayout.structure`.
 
     Args:
-        fn: of outputs and targets.
-        low: what no value of fn falls below; −∞ if that is not known.
-        layout: of outputs that are more than a tensor; None before the model has been called.
+        fn: a function of outputs and targets.
+        low: a lower bound of all values of fn; −∞ if unknown.
+        layout: the layout if the model returns more than a tensor; None before the model has been called.
 
     >>> opt = mq.LM(model, mq.losses.Function(lambda z, y: (z - y).abs().pow(1.5).mean(1), low=0.0))
     >>> step = opt.step(x, y)
@@ -45,8 +45,8 @@ class Function(Loss):
     recordable: ClassVar[bool] = False
     fn: Callable[[Any, Any], Any]
     low: float = -math.inf
-    layout: OutputLayout | None = field(default=None, repr=False)  # of outputs that are more than a tensor
-    # What batches have shown of fn: whether it is "curved", and "proven", and what Samples found.
+    layout: OutputLayout | None = field(default=None, repr=False)  # if the model returns more than a tensor
+    # What batches have shown about fn: "curved", "proven", and the results of Samples.
     found: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -77,23 +77,23 @@ class Function(Loss):
     def curvature_kind(self) -> str:
         return "projected hessian"
 
-    # what the model returns
+    # The outputs of the model.
 
     def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> Function:
         layout = None if isinstance(raw, Tensor) else OutputLayout.of(raw)
         if layout == self.layout:
             return self
-        bound = copy(self)  # which shares what was found
+        bound = copy(self)  # `found` is shared
         object.__setattr__(bound, "layout", layout)
         return bound
 
     def joined(self, raw: Any) -> Tensor:
         return super().joined(raw) if isinstance(raw, Tensor) else OutputLayout.of(raw).joined(raw)
 
-    # values
+    # Values.
 
     def called(self, z: Tensor, y: Target) -> Tensor:
-        """What fn returns: () or (N, …)"""
+        """The result of fn: () or (N, …)"""
         out = self.fn(z if self.layout is None else self.layout.structure(z), y)
         if not isinstance(out, Tensor) or not out.is_floating_point():
             got = out.dtype if isinstance(out, Tensor) else type(out).__name__
@@ -116,7 +116,7 @@ class Function(Loss):
         return self._total(out, len(z)) if weight is None else weighted(self.ell(z, y), weight).sum()
 
     def _total(self, out: Tensor, N: int) -> Tensor:
-        """Σℓ from what fn returned for N samples"""
+        """Σℓ from the result of fn for N samples"""
         return out.sum() if out.ndim or self.found.get("sum") else N * out
 
     def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
@@ -129,7 +129,7 @@ class Function(Loss):
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         return self.low * self.normaliser(z, y, weight) if self.low > -math.inf else z.new_full((), self.low)
 
-    # derivatives
+    # Derivatives.
 
     def slope(self, z: Tensor, y: Target) -> Tensor:
         return self._sloped(z, y, False)[1].detach()
@@ -144,7 +144,7 @@ class Function(Loss):
         assert blocks is not None
         values, Q = eigen(self._finite(blocks, z, y))
         self._check_curved(values.any(), slope)
-        # Columns of 0 would need an endless u: that part of the gradient is the remainder.
+        # Columns of 0 would need an infinite u: that part of the gradient goes into the remainder.
         eps, largest = torch.finfo(z.dtype).eps, values.amax()
         s = values.where(values > eps * largest, 0).sqrt()  # (N, P, C)
         along = torch.einsum("npcr,npc->npr", Q, group(slope, blocks.dim))
@@ -174,7 +174,7 @@ class Function(Loss):
         return z[0].numel()
 
     def _sloped(self, z: Tensor, y: Target, again: bool) -> tuple[Tensor, Tensor]:
-        """z and ∂value/∂z, with a graph if it is to be differentiated again"""
+        """z and ∂value/∂z, with a graph if ∂value/∂z is to be differentiated again"""
         with torch.enable_grad():
             x = z.detach().requires_grad_()
             total = self._total(self.called(x, y), len(z))
@@ -203,7 +203,8 @@ class Function(Loss):
         return product, slope.detach()
 
     def _finite(self, blocks: Blocks, z: Tensor, y: Target) -> Blocks:
-        """A value that is not finite is an error of the step, which looks for its cause."""
+        """The blocks, or zeros if the value itself is not finite: that is an error of the step, which finds the
+        cause."""
         fine = blocks.H.isfinite().flatten(1).all(1)  # (N,)
         if bool(fine.all()):
             return blocks
@@ -215,7 +216,7 @@ class Function(Loss):
         return blocks._replace(H=torch.zeros_like(blocks.H))
 
     def _check_curved(self, curved: Tensor, slope: Tensor) -> None:
-        """Without any curvature there is no Gauss-Newton matrix, and no scale for a step."""
+        """Raises ValueError without any curvature: there is then no Gauss-Newton matrix, and no scale for a step."""
         told = bool(slope.any() & slope.isfinite().all())
         if told and not self.found.get("curved") and not bool(curved):
             raise ValueError(
@@ -226,7 +227,7 @@ class Function(Loss):
             )
         self.found["curved"] = True
 
-    # what batches show
+    # What batches show.
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         samples, proven = Samples(self.name, self.called, self.found), self.found.get("proven")
@@ -241,5 +242,5 @@ class Function(Loss):
 
 
 def _each(z: Tensor) -> tuple[Tensor, ...]:
-    """The places of the samples, one by one: (1,) each"""
+    """The indices of the samples, one at a time: (1,) each"""
     return torch.arange(len(z), device=z.device)[:, None].unbind()

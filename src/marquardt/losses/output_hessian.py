@@ -1,7 +1,7 @@
-"""∂²ℓ/∂z² of any function by products: as few as its structure allows; and a root of its absolute value.
+"""∂²ℓ/∂z² of any function, from as few products as its structure allows; and a root of its absolute value.
 
-H = ∂²ℓ/∂z² couples no samples. Within a sample, outputs are coupled in P groups of C: each alone, along one dimension,
-or all of them, c = PC.
+H = ∂²ℓ/∂z² does not couple samples. Within a sample it couples outputs in P groups of C: each output alone, those along
+one dimension, or all of them, c = PC.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Outputs that are coupled and whose H is formed if rows of it are drawn at random; Lanczos beyond.
+# The largest groups whose H is formed when rows of it are drawn at random; larger ones use Lanczos' method.
 FORMED = 64
 
-# Products of Lanczos' method: the square root of a matrix of condition 1000 is right to 1e-3 then.
+# The number of products in Lanczos' method: the square root of a matrix of condition 1000 is then accurate to 1e-3.
 PRODUCTS = 24
 
-# H of a random vector, from the blocks and by a product.
+# The relative difference allowed between two results for H times a random vector: by the blocks, and by a product.
 SAME = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 Product = Callable[[Tensor], Tensor]  # Hv, like z
 
 
 class Blocks(NamedTuple):
-    """H, as blocks of the groups along a dimension of z: 0 for each output alone, −1 for all of them."""
+    """H as blocks of groups along a dimension of z: 0 for each output alone, −1 for all of them."""
 
     dim: int
     H: Tensor  # (N, P, C, C)
@@ -49,7 +49,7 @@ def product_of(slope: Tensor, z: Tensor) -> Product:
     """v ↦ ∂(slopeᵀv)/∂z"""
 
     def product(v: Tensor) -> Tensor:
-        if not slope.requires_grad:  # a function that is linear in z
+        if not slope.requires_grad:  # fn is linear in z
             return torch.zeros_like(v)
         (Hv,) = torch.autograd.grad(slope, z, v, retain_graph=True)
         return Hv.detach()
@@ -58,7 +58,7 @@ def product_of(slope: Tensor, z: Tensor) -> Product:
 
 
 def find(product: Product, z: Tensor, most: float) -> Blocks | None:
-    """The smallest blocks that hold all of H; None if they have more than `most` outputs."""
+    """The smallest blocks that contain all of H; None if they have more than `most` outputs."""
     v = torch.randn(z.shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64).to(z)
     Hv = product(v)
     for dim, C in _sizes(z):
@@ -72,14 +72,14 @@ def find(product: Product, z: Tensor, most: float) -> Blocks | None:
 
 
 def _sizes(z: Tensor) -> Iterator[tuple[int, int]]:
-    """Every way that outputs may be coupled, fewest first: the dimension, and how many."""
+    """The ways in which outputs may be coupled, smallest groups first: the dimension, and the size of a group."""
     yield 0, 1
     yield from sorted(((dim, z.shape[dim]) for dim in range(1, z.ndim) if z.ndim > 2), key=lambda pair: pair[1])
     yield -1, z[0].numel()
 
 
 def _leaks(product: Product, v: Tensor, dim: int) -> bool:
-    """Whether H couples every other group with those between: one product tells, before there are C of them."""
+    """Whether H couples the groups with even and odd numbers: one product shows it, before C of them are formed."""
     t = group(v, dim)
     here = torch.arange(t.shape[1], device=v.device) % 2 == 0
     Hv = group(product(ungroup(t * here[:, None], dim, v)), dim)
@@ -94,7 +94,8 @@ def _column(product: Product, z: Tensor, dim: int, k: int) -> Tensor:
 
 
 def eigen(blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """|λ| (N, P, C) and eigenvectors Q (N, P, C, C), in float64: those of 0 are told from rounding"""
+    """|λ| (N, P, C) and eigenvectors Q (N, P, C, C), computed in float64: eigenvalues of 0 differ from rounding
+    there"""
     if blocks.H.shape[-1] == 1:
         return blocks.H[..., 0].abs(), torch.ones_like(blocks.H)
     values, Q = torch.linalg.eigh(blocks.H.double())
@@ -102,7 +103,7 @@ def eigen(blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 
 def spread(S: Tensor, dim: int, z: Tensor) -> Tensor:
-    """Blocks (N, P, C, C) as one matrix of a sample: (N, 1, c, c)"""
+    """Blocks (N, P, C, C) as one matrix per sample: (N, 1, c, c)"""
     index = group(torch.arange(z[0].numel(), device=z.device).reshape(1, *z.shape[1:]), dim)[0]  # (P, C)
     full = S.new_zeros(len(z), 1, z[0].numel(), z[0].numel())
     full[:, 0, index[:, :, None], index[:, None, :]] = S
@@ -110,14 +111,14 @@ def spread(S: Tensor, dim: int, z: Tensor) -> Tensor:
 
 
 def lanczos(product: Product, e: Tensor) -> Tensor:
-    """|H|^½ e of every sample: ‖e‖ V|T|^½e₁ with H ≈ VTVᵀ on the first powers of H times e, like e"""
+    """|H|^½ e of every sample: ‖e‖ V|T|^½e₁ with H ≈ VTVᵀ on the span of the first powers of H times e, like e"""
     norm = e.flatten(1).norm(dim=1)  # (N,)
     v = e.flatten(1) / norm[:, None]
     V, diagonal, beside = [v], [], []
     for _ in range(min(PRODUCTS, v.shape[1])):
         w = product(V[-1].reshape(e.shape)).flatten(1)
         diagonal.append((w * V[-1]).sum(1))
-        for _ in range(2):  # rounding leaves what one pass does not take
+        for _ in range(2):  # one pass leaves rounding behind
             for u in V:
                 w = w - (w * u).sum(1, keepdim=True) * u
         length = w.norm(dim=1)

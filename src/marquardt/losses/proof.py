@@ -1,4 +1,4 @@
-"""A loss that is not one of ours, on first use: its gradient and its root against its value."""
+"""The check of a user's loss on first use: its gradient and its root are compared with its value."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .resolve import NAMES
 from .separability import Coarsest
 from .tasks import Tasks
 
-OURS = {type(loss) for loss in NAMES.values()}  # the tests have proven them; a subclass may compute anything
+OURS = {type(loss) for loss in NAMES.values()}  # these are covered by the tests; a subclass may compute anything
 
-# Samples that are looked at.
+# How many samples are compared.
 FEW = 4
 
 
 class Check(NamedTuple):
-    """Two numbers that must agree, for every sample."""
+    """Two numbers that must be equal, for every sample."""
 
     method: str
     what: str
     found: Tensor  # (k,)
     expected: Tensor  # (k,)
-    by: str  # how the expected ones were found
-    size: Tensor  # of the terms that were added up: (k,)
-    rounding: Tensor  # (k,) of the same at outputs where nothing underflows
+    by: str  # how `expected` was computed
+    size: Tensor  # the size of the terms that were added up: (k,)
+    rounding: Tensor  # (k,) the same at outputs where nothing underflows
     advice: str
 
     def fault(self) -> str | None:
-        """What is wrong, "" if nothing is; None if a number is not finite, which proves nothing."""
+        """The fault, or "" if there is none; None if a number is not finite, for then nothing is proven."""
         if not bool((self.found.isfinite() & self.expected.isfinite()).all()):
             return None
         eps = torch.finfo(self.found.dtype).eps
@@ -49,12 +49,13 @@ class Check(NamedTuple):
 
 
 def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None) -> bool:
-    """A ValueError if the derivatives of the loss are not those of its value; False if these outputs cannot tell.
+    """Raises ValueError if the derivatives of the loss are not those of its value; False if these outputs cannot show
+    it.
 
-    `empirical`: whether the rows are those of `Loss.empirical`, and not of `Loss.root`.
+    `empirical`: whether the rows are those of `Loss.empirical` instead of `Loss.root`.
 
-    In float64, or in the precision of z if the loss refuses that, or computes in a coarser one. At a kink of the loss a
-    right formula may differ from autograd: it is wrong only if it is wrong beside the outputs too.
+    Computed in float64, or in the precision of z if the loss refuses float64 or computes in a coarser precision. At a
+    kink of the loss a right formula may differ from autograd, so it is only wrong if it is also wrong near the outputs.
     """
     if type(loss) in OURS:
         return True
@@ -64,7 +65,7 @@ def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None)
     index = torch.arange(len(z), device=z.device) if weight is None else weight.nonzero().flatten()
     if len(index) == 0:
         return False
-    index = index[:FEW] if len(index) > 1 else index.expand(2)  # a single sample twice: do the two add up?
+    index = index[:FEW] if len(index) > 1 else index.expand(2)  # a single sample is used twice: do the two add up?
     for dtype in dict.fromkeys((torch.float64, z.dtype)):
         at, *data = (part(item, index, len(z), dtype) for item in (z, y, weight))
         try:
@@ -73,16 +74,16 @@ def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None)
                 if found != "":
                     beside = _fault(loss, empirical, at + 0.01 * (1 + at.abs()) * _random(at, 1), *data)
                     found = beside if beside == "" else found or beside
-        except Exception as error:  # whatever a loss says to a few samples in another precision
+        except Exception as error:  # a loss may raise anything for a few samples in another precision
             unless_interrupted(error)
             continue
-        # Differences of values that were rounded tell nothing, and otherwise the outputs' own precision decides.
+        # Differences of values that were rounded prove nothing; otherwise the precision of the outputs decides.
         if found and coarser(seen.dtype, dtype) != dtype and (loss.automatic or dtype != z.dtype):
             continue
         if found:
             raise ValueError(f"{loss.display_name}.{found}")
         return found is not None
-    return True  # other outputs would not tell either
+    return True  # other outputs would not show more
 
 
 def _random(z: Tensor, seed: int) -> Tensor:
@@ -99,7 +100,8 @@ def _fault(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None
 
 
 def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None) -> Iterator[Check]:
-    """Everything along a random direction v of the outputs: an error would have to be orthogonal to it."""
+    """All checks are along a random direction v of the outputs: a fault would have to be orthogonal to v to be
+    missed."""
     singles, zero = _singles(loss, z, y, weight), z.new_zeros(len(z))
     advice = "ell must return an entry for every group of outputs, with the samples first, and couple no samples"
     yield Check(
@@ -108,7 +110,7 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
         "It couples the samples: return one value per sample" if loss.automatic else advice,
     )  # fmt: skip
     value, low = (f(z, y, weight)[None] for f in (loss.value, loss.lower_bound))
-    low = low.clamp(min=torch.finfo(low.dtype).min)  # −∞ is a bound too
+    low = low.clamp(min=torch.finfo(low.dtype).min)  # −∞ is a valid bound
     yield Check(
         "lower_bound", "a bound that the value never falls below", torch.minimum(low, value), low, "is returned",
         low.abs() + value.abs(), low.new_zeros(1),
@@ -120,7 +122,7 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
         "ungroup", "vᵀ ungroup(group(v), v) of a random v", _by_sample(there_and_back), _by_sample(v * v), "by vᵀv",
         _by_sample(v * v), zero, "ungroup must be the inverse of group",
     )  # fmt: skip
-    mild = z / z.abs().max().clamp(min=1)  # where nothing underflows
+    mild = z / z.abs().max().clamp(min=1)  # at these outputs nothing underflows
     slope = _named(loss, gradient="slope")
     gv, mild_gv = (loss.gradient(t, y, weight) * v for t in (z, mild))
     true_slope, true_curvature = _derivatives(loss, z, y, weight, v)
@@ -139,11 +141,11 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
         method, "Su along a random direction", _by_sample(Suv), _by_sample(gv), f"by {slope}", _by_sample(Suv.abs()),
         _by_sample(mild_gv.abs()), "S and u must give the gradient, Su = ∂ℓ/∂z",
     )  # fmt: skip
-    if empirical or loss.fisher:  # a mean over other targets than these
+    if empirical or loss.fisher:  # SSᵀ is then a mean over other targets than these
         return
     if isinstance(loss, Elementwise) and method == "factors" and type(loss).factors is Elementwise.factors:
         method = "s"
-    floor = 2 * torch.finfo(z.dtype).eps ** 1.5 * _by_sample(v * v)  # Elementwise does not let s fall below eps
+    floor = 2 * torch.finfo(z.dtype).eps ** 1.5 * _by_sample(v * v)  # the s of Elementwise is at least eps
     curvature, mild_curvature = (_by_sample(_along(t, loss.group(v)).square()) for t in (S, root(mild, y, weight).S))
     expected = torch.maximum(curvature, true_curvature) if loss.majorises else true_curvature
     yield Check(
@@ -154,13 +156,13 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
 
 
 def _singles(loss: Loss, z: Tensor, y: Any, weight: Tensor | None) -> Tensor:
-    """The value of every sample by itself: (k,)"""
+    """The value of every sample alone: (k,)"""
     one = [torch.tensor([i], device=z.device) for i in range(len(z))]
     return torch.stack([loss.value(*(part(item, i, len(z), z.dtype) for item in (z, y, weight))) for i in one])
 
 
 def _derivatives(loss: Loss, z: Tensor, y: Any, weight: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
-    """∂ℓ/∂z·v and vᵀ∂²ℓ/∂z²v of every sample, by autograd, or if it has no graph by differences: (k,), (k,)"""
+    """∂ℓ/∂z·v and vᵀ∂²ℓ/∂z²v of every sample, by autograd, or by differences if there is no graph: (k,), (k,)"""
     try:
         if loss.automatic:
             raise RuntimeError("autograd would be compared with itself")
@@ -191,6 +193,7 @@ def _along(S: Tensor, v: Tensor) -> Tensor:
 
 
 def _named(loss: Loss, **inherited: str) -> str:
-    """The method that the class itself has: the one that calls it, or if that is inherited, the one that it calls."""
+    """The method that the user's class defines: the method that calls the other, or if it is inherited, the called
+    one."""
     ((method, called),) = inherited.items()
     return called if getattr(type(loss), method) is getattr(Loss, method) else method

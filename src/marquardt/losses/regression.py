@@ -1,5 +1,5 @@
-"""Losses of numbers: some that outliers do not rule, some for positive targets, and a normal law whose variance is an
-output."""
+"""Losses of numbers: some are robust against outliers, some are for positive targets, and one is for a normal
+distribution whose variance is an output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .base import Elementwise, Fault, Loss, Target, check_number, check_positive, weighted
 
-# Of the mean residual; between 1e-8 and 0.1 it makes no difference to a small regression, 1 is too much.
+# The share of the mean residual; values from 1e-8 to 0.1 make no difference to a small regression, 1 is too large.
 SHARE = 0.01
 
 
@@ -22,8 +22,9 @@ SHARE = 0.01
 class AbsoluteError(Elementwise):
     """With e = z − y:  ℓ = |e|,  ℓ′ = sign e,  s = 1/√max(|e|, ε):  `nn.L1Loss`.
 
-    s² is the quadratic that touches ℓ at e and lies above it. Near e = 0 it would hold the residual there, whatever the
-    others ask for: ε is a hundredth of the mean |e| of the outputs that are linearised together, and falls with it.
+    s² is the curvature of the quadratic that touches ℓ at e and lies above it. Near e = 0 it would fix the residual
+    there, whatever the other residuals need, so ε is a hundredth of the mean |e| of the outputs that are linearised
+    together, and falls with it.
 
     >>> opt = mq.LM(model, mq.losses.AbsoluteError())  # or "l1"
     """
@@ -47,12 +48,12 @@ class Quantile(Elementwise):
     """The q-quantile, with e = y − z and corners rounded over the width h:  ℓ = (q − ½)e + ½√(e² + h²),
     ℓ′ = ½ − q − ½e/√(e² + h²),  s = (4(e² + h²))^(−¼).
 
-    s² is that of the quadratic that touches ½√(e² + h²) and lies above it. `smoothing`, h, is in the units of the
-    targets; the quantile is off by about h. Several levels q are those of the outputs (N, …, k) along their last
+    s² is the curvature of the quadratic that touches ½√(e² + h²) and lies above it. `smoothing`, h, is in the units of
+    the targets; the quantile is off by about h. Several levels q belong to the outputs (N, …, k) along their last
     dimension, with targets of the same shape: y.expand_as(z).
 
     Args:
-        q: the level, between 0 and 1, or one for each of the outputs.
+        q: the level, between 0 and 1, or one level per output.
         smoothing: h, the width over which the corner is rounded.
 
     >>> opt = mq.LM(model, mq.losses.Quantile(0.9))  # the median is "quantile"
@@ -93,7 +94,7 @@ class Quantile(Elementwise):
         return torch.hypot(y - z, z.new_full((), self.smoothing))
 
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        """Σ w h√(q(1 − q)): the least of each ℓ."""
+        """Σ w h√(q(1 − q)): the minimum of each ℓ."""
         least = [self.smoothing * math.sqrt(q * (1 - q)) for q in self._levels]
         return sum(least) / len(least) * self.normaliser(z, y, weight)
 
@@ -115,11 +116,11 @@ class Quantile(Elementwise):
 @dataclass(frozen=True, eq=False)
 class StudentT(Elementwise):
     """Errors e = z − y with heavy tails, ν degrees of freedom, scale σ:  ℓ = ½(ν + 1) log(1 + e²/(νσ²)),  ℓ′ = s²e,
-    s = √((ν + 1)/(νσ² + e²)), the root of the quadratic that touches ℓ at e and lies above it.
+    s = √((ν + 1)/(νσ² + e²)), the root of the curvature of the quadratic that touches ℓ at e and lies above it.
 
     Args:
-        dof: ν; the fewer, the less an outlier counts.
-        sigma: σ, the size of an ordinary error.
+        dof: ν; the smaller it is, the less an outlier counts.
+        sigma: σ, the size of a typical error.
 
     >>> opt = mq.LM(model, mq.losses.StudentT(dof=3, sigma=0.1))  # or "student_t"
     """
@@ -228,13 +229,13 @@ class GaussianNLL(Loss):
 
         ℓ = ½(log v + e²/v),  ∂ℓ/∂m = e/v,  ∂ℓ/∂log v = ½(1 − e²/v),  S = diag(v^−½, 2^−½).
 
-    SSᵀ is the mean of ∂²ℓ/∂z² over y of this distribution, for ℓ is not convex. With `variance` the second half is v
-    itself, at least `eps`: `nn.GaussianNLLLoss`; then S = diag(v^−½, 2^−½/v). `full` adds ½ log 2π. ℓ has no lower
-    bound: where e = 0 it falls with v. A model may return (mean, variance) as a tuple; of outputs that have names
-    {("mean", "variance"): loss} says which is which.
+    SSᵀ is the mean of ∂²ℓ/∂z² over y of this distribution, because ℓ is not convex. With `variance` the second half of
+    z is v itself, at least `eps`, as in `nn.GaussianNLLLoss`; then S = diag(v^−½, 2^−½/v). `full` adds ½ log 2π. ℓ has
+    no lower bound: where e = 0 it falls with v. A model may return (mean, variance) as a tuple; if its outputs have
+    names, {("mean", "variance"): loss} tells them apart.
 
     Args:
-        variance: whether the model returns v, and not log v.
+        variance: whether the model returns v instead of log v.
         eps: the least v.
         full: whether ½ log 2π is part of the loss.
 
@@ -254,7 +255,7 @@ class GaussianNLL(Loss):
         check_positive(self.eps, "eps")
 
     def parts(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """e, v and ∂v/∂z of its output: (N, k, …) each"""
+        """e, v and the derivative of v by its output: (N, k, …) each"""
         mean, spread = z.chunk(2, 1)
         v = spread.clamp(min=self.eps) if self.variance else spread.exp()
         return mean - _like(y, mean), v, torch.ones_like(v) if self.variance else v
@@ -305,5 +306,5 @@ class GaussianNLL(Loss):
 
 
 def _like(y: Tensor, mean: Tensor) -> Tensor:
-    """Of two outputs the mean has lost its shape, and the targets have not."""
+    """y in the shape of the mean: joining two outputs has flattened the mean, but not the targets."""
     return y.reshape(mean.shape) if y.shape[:1] == mean.shape[:1] and y.numel() == mean.numel() else y

@@ -1,4 +1,4 @@
-"""The loss that a name, a torch.nn loss or a function stands for."""
+"""The conversion of a name, a torch.nn loss or a function into a loss."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NAMES: dict[str, Loss] = {
 
 
 def from_smooth_l1(loss: nn.SmoothL1Loss) -> Loss:
-    """Smooth-L1 of β is Huber of δ = β, divided by β; of 0 it is the absolute error."""
+    """Smooth-L1 with β is Huber with δ = β, divided by β; with β = 0 it is the absolute error."""
     if loss.beta == 0:
         return AbsoluteError(reduction=loss.reduction)
     if not loss.beta > 0:
@@ -87,7 +87,7 @@ def from_kl(loss: nn.KLDivLoss) -> Loss:
 
 
 def from_multi_label(loss: nn.MultiLabelSoftMarginLoss) -> Loss:
-    """The mean over the classes, and over the samples, is the mean over all outputs."""
+    """The mean over the classes and then over the samples is the mean over all outputs."""
     if loss.reduction == "sum":
         raise ValueError(
             'MultiLabelSoftMarginLoss(reduction="sum") is not supported, for it divides by the number C of classes: '
@@ -131,7 +131,7 @@ def from_outputs(losses: dict[Name, Any]) -> Loss:
     return Tasks(tasks=tuple(tasks))
 
 
-# The functions of torch.nn.functional take the options of these, and have the same defaults.
+# Functions of torch.nn.functional have the options of these modules, with the same defaults.
 FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     F.mse_loss: nn.MSELoss,
     F.cross_entropy: nn.CrossEntropyLoss,
@@ -169,19 +169,19 @@ INSTEAD: dict[Any, str] = {
 }
 
 
-# Names of others that look like those of another loss.
+# Names in other libraries that resemble the name of a different loss.
 ELSEWHERE = {"mae": "l1", "absolute_error": "l1", "pinball": "quantile"}
 
 
 def resolve(loss: Any) -> Loss:
-    """The Loss that a name, a torch.nn loss, a function of outputs and targets, or a Loss stands for, with its options;
-    of a dict by the names of outputs, or a tuple by their positions, the sum of such losses.
+    """The Loss for a name, a torch.nn loss, a function of outputs and targets, or a Loss, with its options; for a dict
+    by names of outputs, or a tuple by their positions, the sum of such losses.
 
     Args:
-        loss: what `mq.LM` is given for one.
+        loss: a loss as `mq.LM` accepts it.
 
     Returns:
-        The object of `mq.losses`.
+        An object of `mq.losses`.
 
     >>> mq.losses.resolve("huber")
     Huber(reduction='mean', factor=1.0, reported=None, delta=1.0)
@@ -218,8 +218,8 @@ def _named(name: str) -> Loss:
 
 
 def _functional(loss: Any) -> nn.Module | None:
-    """The torch.nn loss that a function of torch.nn.functional is, with the options of a partial; None if there is
-    none, or if it returns something else than that module: one value per output, or with other options."""
+    """The torch.nn loss that is the same as a function of torch.nn.functional, with the options of a partial; None if
+    there is none, or if the function returns something else: one value per output, or a loss with other options."""
     fn, args, options = loss, (), {}
     if isinstance(loss, functools.partial):
         fn, args, options = loss.func, loss.args, loss.keywords
@@ -232,7 +232,7 @@ def _functional(loss: Any) -> nn.Module | None:
 
 
 def _hashed(fn: Any) -> Any:
-    """fn, to be looked up: an object of one's own may have no hash."""
+    """fn as a key, or None: a user's object may have no hash."""
     try:
         hash(fn)
     except TypeError:

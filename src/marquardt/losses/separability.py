@@ -1,4 +1,5 @@
-"""Whether a function of a batch is a mean or a sum over its samples: fn of the batch against fn of its parts."""
+"""Whether a function of a batch is a mean or a sum over its samples: fn of the batch is compared with fn of its
+parts."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from .base import Target, part
 
 PER_SAMPLE = "return one value per sample, a tensor (N,)"
 
-# Samples among which a coarse precision still shows what one of them changes.
+# The number of samples among which the effect of one of them is visible even in a coarse precision.
 FEW = 5
 
 
 class Coarsest(TorchFunctionMode):
-    """In which precision something is computed, if that is coarser than what it is computed from."""
+    """Records the precision in which something is computed, if it is coarser than that of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,19 +40,19 @@ class Coarsest(TorchFunctionMode):
 
 
 class Samples(NamedTuple):
-    """What batches show of fn; `found` keeps whether a scalar is a "sum"."""
+    """What batches show about fn; `found` stores whether a scalar is a "sum"."""
 
     name: str
     called: Callable[[Tensor, Target], Tensor]  # () or (N, …)
     found: dict[str, bool]
 
     def prove(self, z: Tensor, y: Target) -> bool:
-        """A ValueError if samples are coupled, for then they have no derivatives of their own; False if this batch
-        cannot tell."""
+        """Raises ValueError if samples are coupled, for then a sample has no derivatives of its own; False if this
+        batch cannot show it."""
         self._check_gradients(z, y)
         out, again = self.called(z, y), self.called(z, y)
         if not bool(out.isfinite().all()):
-            return False  # the value of the batch is not finite then, and the step says so
+            return False  # the value of the batch is then not finite, which the step reports
         if not torch.equal(out, again):
             i = int((out != again).flatten().nonzero()[0])
             raise ValueError(
@@ -63,18 +64,19 @@ class Samples(NamedTuple):
         return len(z) > 1 and (bool(out.ndim) or "sum" in self.found)
 
     def prove_again(self, z: Tensor, y: Target) -> None:
-        """A scalar may couple the samples of this batch, as with a mask, though not those of the first one."""
+        """Repeats the check of a scalar: it may couple the samples of this batch, as with a mask, but not those of the
+        first."""
         if len(z) > 1:
             self._check(z, y, lambda i: [i == 0])
 
     def _check(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]]) -> None:
-        """In float64, for what cancels in float32 would look coupled. fn may hold numbers in another precision, or
-        compute in one: then that of the outputs decides."""
+        """Compares in float64, because numbers that cancel in float32 would look coupled. If fn contains numbers in
+        another precision, or computes in another one, the precision of the outputs decides."""
         try:
             at, data = (part(item, torch.arange(len(z), device=z.device), len(z), torch.float64) for item in (z, y))
             fault = self._fault(at, data, firsts, SAME_LOSS[torch.float64])
             own = bool(fault) and self._precision(at, data) != torch.float64
-        except Exception as error:  # whatever fn says to another precision
+        except Exception as error:  # fn may raise anything in another precision
             unless_interrupted(error)
             own = True
         if own:
@@ -84,13 +86,14 @@ class Samples(NamedTuple):
             raise ValueError(f"{self.name} {fault}{_broadcast(z, y)}")
 
     def _precision(self, z: Tensor, y: Target) -> torch.dtype:
-        """That of z, or a coarser one in which fn computes"""
+        """The precision of z, or a coarser one in which fn computes"""
         with Coarsest() as seen:
             self.called(z, y)
         return coarser(seen.dtype, z.dtype)
 
     def _check_gradients(self, z: Tensor, y: Target) -> None:
-        """The gradient goes through the outputs: whatever else fn depends on would not train by it."""
+        """Checks that fn depends on nothing else that requires gradients: its gradient is only taken through the
+        outputs."""
         with torch.enable_grad():
             x = z.detach().requires_grad_()
             out = self.called(x, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y))
@@ -104,7 +107,7 @@ class Samples(NamedTuple):
             )
 
     def _fault(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]], allowed: float) -> str:
-        """What fn of the batch and fn of its parts contradict each other in, "" if in nothing."""
+        """The contradiction between fn of the batch and fn of its parts, "" if there is none."""
         out, cuts = self.called(z, y), list(self._cuts(z, y, firsts))
         if not out.ndim:
             return self._fault_of_scalar(out, cuts, len(z), allowed)
@@ -112,7 +115,8 @@ class Samples(NamedTuple):
         return next(filter(None, found), "")
 
     def _cuts(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the batch, each with the rest, and fn of them; a single sample twice, to tell mean and sum."""
+        """Parts of the batch, each with the rest, and fn of them; a single sample twice, to distinguish mean and
+        sum."""
         N, i = len(z), torch.arange(len(z), device=z.device)
         halves = [i[half] for first in firsts(i) for half in (first, ~first)] if N > 1 else [i.expand(2), i]
         for index in halves:
@@ -127,14 +131,14 @@ class Samples(NamedTuple):
             yield index, found
 
     def _fault_of_scalar(self, out: Tensor, cuts: list[tuple[Tensor, Tensor]], N: int, allowed: float) -> str:
-        """Mean or sum, whichever adds up."""
+        """Finds out whether a scalar is a mean or a sum, by which of the two adds up."""
         if N == 1:
             twice, once = (float(found) for _, found in cuts)
             if once:
                 self.found["sum"] = abs(twice - 2 * once) < abs(twice - once)
             return ""
         if not bool(out.isfinite()):
-            return ""  # and so the step says
+            return ""  # the step reports that as well
         known = self.found.get("sum")
         fits = [not known, known is not False]  # as a mean, as a sum
         for (i, a), (j, b) in zip(cuts[::2], cuts[1::2], strict=True):
@@ -185,7 +189,7 @@ def _firsts(i: Tensor) -> list[Tensor]:
 
 
 def _leaves(t: Tensor) -> Iterator[Tensor]:
-    """All that t is computed from and that requires gradients"""
+    """All tensors that t is computed from and that require gradients"""
     nodes: list[Any] = [t.grad_fn]
     met = set()
     while nodes:
@@ -198,7 +202,7 @@ def _leaves(t: Tensor) -> Iterator[Tensor]:
 
 
 def _broadcast(z: Tensor, y: Target) -> str:
-    """A likely cause of coupled samples: z (N, 1) and y (N,), or the other way round"""
+    """A likely cause of coupled samples: z (N, 1) and y (N,), or vice versa"""
     if not isinstance(y, Tensor) or not y.is_floating_point() or {z.shape, y.shape} != {z.shape[:1], (len(z), 1)}:
         return ""
     way_out = "targets.unsqueeze(-1), or outputs.squeeze(-1)" if y.ndim < z.ndim else "targets.squeeze(-1)"

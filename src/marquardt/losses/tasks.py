@@ -1,4 +1,4 @@
-"""Several losses at once: one for each output of the model that has one, or several for the same output."""
+"""Several losses at once: one for each output of the model that has a loss, or several for the same output."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .base import (
 
 
 class Term(NamedTuple):
-    """A loss of one output, and what it counts in the sum.
+    """A loss of one output, and its weight in the sum.
 
     Attributes:
-        name: of the output, or its position.
-        loss: that is taken of it.
-        weight: what it counts.
+        name: the name of the output, or its position.
+        loss: the loss of this output.
+        weight: the weight in the sum.
 
     >>> term = mq.losses.Term("size", mq.losses.Huber(), 0.1)
     """
@@ -45,7 +45,7 @@ class Term(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A task with its own outputs and targets."""
+    """A task with its outputs and targets."""
 
     name: Name
     loss: Loss
@@ -59,16 +59,17 @@ class Placed(NamedTuple):
 class Tasks(Loss):
     """f = Σₜ weightₜ · fₜ, each fₜ with the reduction and the normaliser νₜ of its own loss.
 
-    z (N, K) are the outputs that have a loss, flattened and side by side; all rows of all tasks make one G. In Σ-units
+    z (N, K) is made of the outputs that have a loss, flattened and side by side; the rows of all tasks make one G. In
+    Σ-units
 
         value = Σₜ cₜ Σᵢ wᵢ ℓₜ(zᵢ, yᵢ),  cₜ = weightₜ · factorₜ · Σw / νₜ,
 
-    so that f = value / Σw. Both sums are those of all data, see `sums`.
+    so that f = value / Σw. Both sums are over all data, see `sums`.
 
     Args:
         tasks: the losses and their outputs.
-        layout: of the outputs; None before the model has been called.
-        c: cₜ, (T,); None before all data have been looked at.
+        layout: the layout of the outputs; None before the model has been called.
+        c: cₜ, (T,); None before all data have been seen.
         kept: νₜ, (T,), 0 if no target of a task counts.
 
     >>> class Heads(nn.Linear):
@@ -111,7 +112,7 @@ class Tasks(Loss):
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """Of the outputs that have a loss."""
+        """The names of the outputs that have a loss."""
         return tuple(dict.fromkeys(task.name for task in self.tasks))
 
     # The outputs.
@@ -128,7 +129,7 @@ class Tasks(Loss):
         return side_by_side(list(self._outputs(raw).values()), raw)
 
     def _outputs(self, raw: Any) -> dict[Name, Tensor]:
-        """What each output is to its loss, which may find it in something nested: (N, *shape)"""
+        """The tensor of each output that its loss is taken of, which may be nested in the output: (N, *shape)"""
         found: dict[Name, Tensor] = {}
         for name, loss, _ in self.tasks:
             if name not in found:
@@ -137,12 +138,13 @@ class Tasks(Loss):
         return found
 
     def sums(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        """Σw and every νₜ: (1 + T,)"""
+        """Σw and νₜ of every task: (1 + T,)"""
         counts = [part.loss.normaliser(part.z, part.y, weight) for part in self.parts(z, y)]
         return torch.stack([self.normaliser(z, y, weight), *counts])
 
     def _placed(self, raw: Any, y: Target, weight: Tensor | None) -> Tasks:
-        """With the layout of these outputs, and every loss bound to its own; raises if targets do not fit."""
+        """The tasks with the layout of these outputs, and every loss bound to its output; raises if targets do not
+        fit."""
         outputs = {name: picked(raw, name) for name in self.names}
         targets, tasks = self._targets(y), []
         for name, loss, factor in self.tasks:
@@ -157,7 +159,7 @@ class Tasks(Loss):
         return found
 
     def _targets(self, y: Target) -> dict[Name, Target]:
-        """By the names of the outputs."""
+        """The targets by the names of the outputs."""
         names = self.names
         if isinstance(y, Mapping):
             found = dict(y)
@@ -216,7 +218,8 @@ class Tasks(Loss):
         return self._together(z, [(p, p.loss.empirical(p.z, p.y, weight)) for p in self.parts(z, y)])
 
     def _together(self, z: Tensor, roots: list[tuple[Placed, Root]]) -> Root:
-        """One group of K outputs, with the columns of all tasks: each is zero outside its own outputs."""
+        """One group of K outputs, with the columns of all tasks: each column is zero outside the outputs of its
+        task."""
         rows = [(p, *spread(p.loss, _times(root, p.c), p.z)) for p, root in roots]  # S (R, N, *shape), u (R, N), v
         S = z.new_zeros(sum(len(u) for _, _, u, _ in rows), *z.shape)  # (R, N, K)
         v = None if all(v is None for *_, v in rows) else torch.zeros_like(z)
@@ -230,13 +233,13 @@ class Tasks(Loss):
         return Root(S.permute(1, 2, 0)[:, None], u.T[:, None], None if v is None else v[:, None])
 
     def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
-        """Every task with random signs of its own."""
+        """The sum over the tasks, each with different random signs."""
         used, found = 0, []
         for p in self.parts(z, y):
 
             def own(shape: tuple[int, ...]) -> Tensor:
                 nonlocal used
-                first, used = used, used + math.prod(shape[1:])  # of a sample
+                first, used = used, used + math.prod(shape[1:])  # of one sample
                 return signs((len(z), used))[:, :, first:].reshape(-1, *shape)
 
             rows = p.loss.ungroup(p.loss.mixed(p.z, p.y, weight, own), p.z)  # (k, N, *shape)
@@ -268,7 +271,7 @@ class Tasks(Loss):
 
 @contextmanager
 def _about(name: Name) -> Iterator[None]:
-    """Errors name the output."""
+    """Adds the name of the output to errors."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -277,7 +280,7 @@ def _about(name: Name) -> Iterator[None]:
 
 
 def _times(root: Root, c: Tensor) -> Root:
-    """Of c times the loss."""
+    """The root of c times the loss."""
     S, u, v = root
     return Root(c.sqrt() * S, c.sqrt() * u, None if v is None else c * v)
 

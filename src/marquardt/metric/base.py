@@ -1,4 +1,4 @@
-"""The D of (G + λD)d = −g, the metric in which the length of a step is measured, and a D that is a diagonal matrix."""
+"""The D of (G + λD)d = −g, the metric in which the length of a step is measured, and diagonal D."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ B = TypeVar("B")
 
 
 class Part(NamedTuple):
-    """The entries of D for one parameter: written out, or a product."""
+    """The entries of D for one parameter, given one by one or as a product."""
 
-    entries: Tensor | None = None  # one for every entry of the parameter, flat; or one for all of them: ()
-    u: Tensor | None = None  # by output: (G, O, 1)
-    v: Tensor | None = None  # by input: (G, 1, I); None means 1, as for a bias
+    entries: Tensor | None = None  # one per entry of the parameter, flat; or one for all entries: ()
+    u: Tensor | None = None  # one per output: (G, O, 1)
+    v: Tensor | None = None  # one per input: (G, 1, I); None means 1, as for a bias
 
     def flat(self, size: int) -> Tensor:
-        """All of them: (size,)"""
+        """All entries: (size,)"""
         if self.entries is not None:
             return self.entries.expand(size)
         assert self.u is not None
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     @property
     def sizes(self) -> Sequence[int] | range:
-        """The sizes of parameters that it can be of"""
+        """The sizes of parameters that this part can belong to"""
         if self.entries is not None:
             numbers = self.entries.numel()
             return range(1 << 62) if numbers == 1 else [numbers] * (self.entries.ndim == 1)
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
     @staticmethod
     def of(factors: Sequence[Tensor]) -> Part:
-        """From the tensors alone, as a saved state has them."""
+        """A part from its tensors alone, as they are saved."""
         if len(factors) == 1 and factors[0].ndim < 3:
             return Part(factors[0])
         return Part(None, *factors)
@@ -73,20 +73,20 @@ class Whitenable(Protocol[B_co]):
 
 
 class Turn(NamedTuple):
-    """W with WᵀW = D⁻¹ in a layer, whose parameters are one matrix X (G, O, I): WX is left·X·rightᵀ."""
+    """W with WᵀW = D⁻¹ in a layer whose parameters form one matrix X (G, O, I): WX is left·X·rightᵀ."""
 
-    places: Sequence[int]  # of its parameters among those of a block
-    left: Tensor  # (G, O, O), or the diagonal of it (G, O)
-    right: Tensor | None  # (G, I, I), or the diagonal of it (G, I); None: 1
+    places: Sequence[int]  # indices of its parameters among those of a block
+    left: Tensor  # (G, O, O), or its diagonal (G, O)
+    right: Tensor | None  # (G, I, I), or its diagonal (G, I); None: 1
 
     @staticmethod
     def joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """X from the parameters, each flat: (…, size) → (…, G, O, I)"""
+        """X from the flat parameters: (…, size) → (…, G, O, I)"""
         pieces = [part.view(*part.shape[:-1], *shape, -1) for part in parts]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
     def __call__(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """WX, flattened as a whole and cut into pieces of the sizes of the parameters: (…, size)"""
+        """WX, flattened as a whole and split into pieces of the sizes of the parameters: (…, size)"""
         X = self.joined(parts, self.left.shape[:2])
         right = self.right if self.right is None or self.right.ndim == 2 else self.right.mT
         pieces: Sequence[Tensor] = between(self.left, X, right).flatten(-3).split([t.shape[-1] for t in parts], -1)
@@ -94,7 +94,7 @@ class Turn(NamedTuple):
 
 
 def between(left: Tensor, X: Tensor, right: Tensor | None) -> Tensor:
-    """left·X·right, each of them a matrix or its diagonal: (…, G, O, I)"""
+    """left·X·right, where left and right are matrices or diagonals: (…, G, O, I)"""
     X = left @ X if left.ndim == 3 else left[:, :, None] * X
     if right is None:
         return X
@@ -102,7 +102,7 @@ def between(left: Tensor, X: Tensor, right: Tensor | None) -> Tensor:
 
 
 class Metric(ABC):
-    """scale·D₀ with a D₀ that stays the same while λ changes: what a damping returns and the solvers work with.
+    """scale·D₀ with a D₀ that does not change with λ. A damping returns it and the solvers work with it.
 
     `sizes` are the numbers of entries of the parameters, in the order of θ.
 
@@ -113,7 +113,7 @@ class Metric(ABC):
     """
 
     scale: Tensor  # ()
-    shape: object = None  # D₀ itself: while this is the same object, what was formed with D₀ still holds
+    shape: object = None  # identity of D₀: as long as it is the same object, results formed with D₀ are valid
 
     @abstractmethod
     def with_scale(self, scale: Tensor) -> Metric:
@@ -121,7 +121,7 @@ class Metric(ABC):
 
     @abstractmethod
     def solve(self, x: Tensor, sizes: Sequence[int], *, scaled: bool = True) -> Tensor:
-        """A⁻¹x: (n,) → (n,), in place; D₀⁻¹x if the scale is done already"""
+        """A⁻¹x: (n,) → (n,), in place; D₀⁻¹x if `scaled` is False"""
 
     def times(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
         """Av: (n,) → (n,)"""
@@ -137,57 +137,58 @@ class Metric(ABC):
 
     @abstractmethod
     def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
-        """The columns J̃D₀^-½ of some parameters, by number; None if D₀ = I leaves them as they are. The scale stays
-        out: J̃D₀⁻¹J̃ᵀ is formed once for all λ."""
+        """The columns J̃D₀^-½ of some parameters, given by index; None if D₀ = I, which leaves them unchanged. The
+        scale is not included, so that J̃D₀⁻¹J̃ᵀ is formed once for all λ."""
 
     @abstractmethod
     def to(self, like: Tensor) -> Metric:
-        """In the precision and on the device of another tensor."""
+        """The metric in the precision and on the device of another tensor."""
 
     @abstractmethod
     def positive(self) -> Metric:
-        """With 1 in the place of 0. A zero says that the curvature of a parameter has always been zero: its step is
-        zero then, whatever its damping, or a gradient step if its rows were not picked."""
+        """The metric with every 0 replaced by 1. A zero means that the curvature of a parameter has always been zero:
+        its step is then zero, whatever its damping, or a gradient step if its rows were not drawn."""
 
     @abstractmethod
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Whether it can be that of parameters of these sizes."""
+        """Whether this metric can belong to parameters of these sizes."""
 
     def check(self, where: str) -> None:
-        """Raises ValueError if its numbers, all of which are finite, can be those of no D: one that was saved."""
+        """Raises ValueError if a saved metric, whose numbers are all finite, cannot be a D."""
         check_above(self.scale, f"{where}, its scale,")
 
     @abstractmethod
     def state(self) -> list[Any]:
-        """What makes it again: tensors, and lists of them. A new kind of metric extends `restored`."""
+        """The data from which the metric is restored: tensors, and lists of tensors. A new kind of metric extends
+        `restored`."""
 
     def plus(self, w: Weights, sizes: Sequence[int]) -> Metric:
-        """A + diag w in the form of A. If that form has no such sum, what lies above it: A itself if w = 0, and diag w
-        in the limit of A = 0; of a w by element the largest in every column."""
+        """A + diag w in the form of A. If that form has no such sum, a metric above the sum that is A itself if w = 0,
+        and diag w in the limit of A = 0; if w differs by element, the largest w of each column counts."""
         raise ValueError(f"{type(self).__name__} has no sum with weight decay: {WAY_OUT}")
 
     def sum(self, w: Weights, sizes: Sequence[int]) -> Metric:
-        """A + diag w, for products: its form may be none that can be solved with."""
+        """A + diag w for products: it may have a form that cannot be solved with."""
         return self.plus(w, sizes)
 
-    # D₀⁻¹ = WᵀW, if D₀ is no diagonal matrix: in the coordinates y = W⁻ᵀx the solvers see the number that is left of A.
+    # If D₀ is not diagonal, D₀⁻¹ = WᵀW: in the coordinates y = W⁻ᵀx the solvers see A as the number that remains.
 
-    turns = False  # whether W is anything but 1
+    turns = False  # whether W differs from 1
 
     @property
     def above(self) -> Metric:
-        """What can be solved with: A itself, or a metric that lies above it"""
+        """A metric that can be solved with: A itself, or one that lies above it"""
         return self
 
-    beside: Tensor | None = None  # a diagonal that is added to A and is none in these coordinates: (n,)
+    beside: Tensor | None = None  # a diagonal that is added to A and is not diagonal in these coordinates: (n,)
 
     @property
     def coupled(self) -> Sequence[Sequence[int]]:
-        """Parameters that D₀ has in one block, by number; those that have blocks of their own need not be named"""
+        """Indices of parameters that share a block of D₀; parameters with separate blocks need not be listed"""
         return ()
 
     def turned(self, X: Tensor, sizes: Sequence[int]) -> Tensor:
-        """WX, along the last dimension: (…, n) → (…, n)"""
+        """WX along the last dimension: (…, n) → (…, n)"""
         return X
 
     def turned_back(self, X: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -195,11 +196,11 @@ class Metric(ABC):
         return X
 
     def damping(self, sizes: Sequence[int]) -> Tensor:
-        """The diagonal of WAWᵀ, which is all of it: (n,)"""
+        """The diagonal of WAWᵀ, which is a diagonal matrix: (n,)"""
         return self.entries(sizes)
 
     def entries(self, sizes: Sequence[int]) -> Tensor:
-        """The diagonal, if that is all of it: (n,)"""
+        """The diagonal of A, if A is diagonal: (n,)"""
         raise ValueError(f"{type(self).__name__} is no diagonal matrix: {WAY_OUT}")
 
     @property
@@ -208,7 +209,7 @@ class Metric(ABC):
         raise ValueError(f"{type(self).__name__} is no diagonal matrix: {WAY_OUT}")
 
     def settled(self, steps: int, ranks: Ranks = ALONE) -> Metric:
-        """What the next step takes up, after so many of them. This is never part of a recorded step."""
+        """The metric that the next step starts from, after `steps` steps. This is never part of a recorded step."""
         return self
 
     def __rmul__(self, c: float | Tensor) -> Metric:
@@ -219,7 +220,7 @@ class Metric(ABC):
 
 
 class Diagonal(Metric):
-    """scale·I, or for every parameter scale times its part, in as few numbers as describe it.
+    """scale·I, or scale times a part for every parameter, in as few numbers as possible.
 
     all entries of a parameter        Part(entries)                 as many numbers as the parameter
     one number for a parameter        Part(entries)                 ()
@@ -227,7 +228,7 @@ class Diagonal(Metric):
 
     Args:
         scale: one number, ().
-        parts: of every parameter; None for the identity.
+        parts: one for every parameter; None for the identity.
 
     >>> D = mq.Diagonal.of(torch.ones(33), [p.numel() for p in model.parameters()])
     """
@@ -238,7 +239,7 @@ class Diagonal(Metric):
 
     @staticmethod
     def of(A: Metric | Tensor, sizes: Sequence[int]) -> Metric:
-        """Also from one number () or one per parameter (n,)."""
+        """Also accepts one number () or one per parameter (n,)."""
         if A.__class__ is not Tensor and isinstance(A, Metric):
             return A
         if A.ndim == 0:
@@ -301,8 +302,8 @@ class Diagonal(Metric):
         return Diagonal(one, [Part(self.scale * e + w[i]) for i, e in enumerate(entries)])
 
     def plus(self, w: Weights, sizes: Sequence[int]) -> Diagonal:
-        """Of u ⊗ v it is (√s·u + √w/ρ) ⊗ (√s·v + ρ√w·E), s the scale and ρ² the mean of v over that of u; w is the
-        largest in the layer and E the share that the largest of every column has of it."""
+        """For u ⊗ v it is (√s·u + √w/ρ) ⊗ (√s·v + ρ√w·E), where s is the scale and ρ² the mean of v over that of u; w
+        is the largest in the layer and E the ratio of the largest w of each column to it."""
         exact = self.sum(w, sizes)
         if self._parts is None or exact.parts is None:
             return exact
@@ -318,7 +319,7 @@ class Diagonal(Metric):
         return Diagonal(exact.scale, found)
 
     def _raised(self, layer: Sequence[Part], w: Weights) -> list[Part]:
-        """`plus` of a weight and its bias; of a bias alone it is exact"""
+        """`plus` for a weight and its bias; for a bias alone it is exact"""
         u, most, root = layer[0].u, w.most, self.scale.sqrt()
         assert u is not None
         if all(part.v is None for part in layer):
@@ -330,7 +331,7 @@ class Diagonal(Metric):
         return [Part(None, left, root * v + rho * most**0.5 * share) for v, share in pairs]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> list[Part] | None:
-        """Every factor changed; one that a weight and its bias share stays shared."""
+        """Changes every factor; a factor that a weight and its bias share stays shared."""
         if self._parts is None:
             return None
         changed = {id(f): change(f) for part in self._parts for f in part.factors}
@@ -347,23 +348,23 @@ class Diagonal(Metric):
         for factor in (f for part in self._parts or () for f in part.factors):
             check_above(factor, where)
 
-    # From step to step: what dampings remember.
+    # Memory from step to step, for dampings.
 
     def maximum(self, other: Diagonal) -> Diagonal:
-        """At least both of them, factor by factor; if there are parts, both have the same scale."""
+        """The larger of both, factor by factor; if there are parts, both have the same scale."""
         if self._parts is None and other._parts is None:
             return Diagonal(torch.maximum(self.scale, other.scale))
         return self._with(other, torch.maximum)
 
     def recent(self, present: Diagonal, memory: float) -> Diagonal:
-        """This, but at most `memory` times the present; nothing at present is no reason to forget."""
+        """This, but at most `memory` times the present; zeros at present are no reason to forget."""
         if self._parts is None and present._parts is None:
             now = present.scale
             return Diagonal(torch.minimum(self.scale, (memory * now).where(now > 0, math.inf)))
         return self._with(present, lambda past, now: torch.minimum(past, (memory * now).where(now > 0, math.inf)))
 
     def like(self, other: Diagonal) -> bool:
-        """Whether both have the same factors, of the same shapes"""
+        """Whether both have the same factors, with the same shapes"""
         if self._parts is None or other._parts is None:
             return self._parts is other._parts
         mine, theirs = ([[f.shape for f in part.factors] for part in d._parts or ()] for d in (self, other))

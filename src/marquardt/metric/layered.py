@@ -1,4 +1,4 @@
-"""A D that is a Kronecker product in every layer, and one with a diagonal beside it."""
+"""A D that is a Kronecker product in every layer, and the sum of such a D and a diagonal."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from .base import B, Diagonal, Metric, Part, Turn, Whitenable, between
 NO_SOLVE = "a sum of two metrics can be multiplied with, and not solved with: `above` can"
 
 
-# In a running average the past has at most so many times the trace of the present.
+# In a running average the trace of the past counts at most as this multiple of the present trace.
 MEMORY = 10.0
 
 
 def trusted(past: Tensor, present: Tensor) -> Tensor:
-    """The share of its weight that the past keeps in a running average of matrices, from their diagonals (…, n): all of
-    it, unless it is far larger than the present. One outlier would otherwise rule the average for a hundred batches."""
+    """The share of its weight that the past keeps in a running average of matrices, from their diagonals (…, n). The
+    past keeps all of it, unless it is far larger than the present: otherwise one outlier would dominate the average for
+    a hundred batches."""
     return (MEMORY * (present.sum(-1) / past.sum(-1))).nan_to_num(1.0).clamp(max=1)
 
 
 class Sum(Metric):
-    """A + diag w for an A that is no diagonal matrix: by products, and in the coordinates of A. It is never saved."""
+    """A + diag w for a non-diagonal A, in the form of products and in the coordinates of A. It is never saved."""
 
     def __init__(self, A: Metric, w: Weights, sizes: Sequence[int]) -> None:
         self.A, self.w, self.sizes, self.scale, self.turns = A, w, sizes, A.scale, A.turns
@@ -84,11 +85,11 @@ class Sum(Metric):
 # --- A D that is a Kronecker product in every layer.
 
 
-# The first steps all form their own roots: the averages are over a few batches, at weights that change most.
+# Each of the first steps forms new roots: the averages are over a few batches, at weights that change quickly.
 EARLY = 10
 
-# A triangle of up to so many rows is inverted at once. On an H200 six sides of 1,024 take 8.8 ms in parts of 128 rows,
-# where the host launches one small kernel after the other, and 3.9 ms at once.
+# A triangle of up to this many rows is inverted as a whole. On an H200 six sides of 1,024 take 8.8 ms in parts of 128
+# rows, where the host launches many small kernels in sequence, and 3.9 ms as a whole.
 WHOLE = {"cpu": 128, "cuda": 2048}
 
 Pair = tuple[Tensor, Tensor | None]  # left and right
@@ -96,15 +97,15 @@ Pair = tuple[Tensor, Tensor | None]  # left and right
 
 @dataclass(frozen=True)
 class LayerSides:
-    """What D is made of in one layer, whose parameters are one matrix X (G, O, I) of G groups.
+    """The sides of D in one layer, whose parameters form one matrix X (G, O, I) of G groups.
 
-    Its first parameter is X[..., :-1] and a second one X[..., -1], or the only one is all of it. A side is a matrix
-    (G, d, d) or the diagonal of one (G, d).
+    Its first parameter is X[..., :-1] and a second one X[..., -1]; a single parameter is all of X. A side is a matrix
+    (G, d, d) or its diagonal (G, d).
     """
 
-    members: tuple[int, ...]  # its parameters, by number
-    left: Tensor  # at the outputs, d = O; of a vector the diagonal of G itself, with G = I = 1
-    right: Tensor | None  # at the inputs, d = I, with the same trace in every group; None: of a vector
+    members: tuple[int, ...]  # indices of its parameters
+    left: Tensor  # at the outputs, d = O; for a vector the diagonal of G itself, with G = I = 1
+    right: Tensor | None  # at the inputs, d = I, with the same trace in every group; None for a vector
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -114,7 +115,7 @@ class LayerSides:
 
     @property
     def trace(self) -> Tensor:
-        """By groups: (G,)"""
+        """The trace of each group: (G,)"""
         return (self.left if self.left.ndim == 2 else self.left.diagonal(0, 1, 2)).sum(1)
 
     @property
@@ -123,7 +124,7 @@ class LayerSides:
         return self.left.shape, None if self.right is None else self.right.shape
 
     def like(self, other: LayerSides) -> bool:
-        """Whether both are of the same parameters in the same form"""
+        """Whether both belong to the same parameters in the same form"""
         right, its = self.right, other.right
         return (
             self.members == other.members
@@ -132,7 +133,7 @@ class LayerSides:
         )
 
     def damped(self, gamma: Tensor) -> Pair:
-        """left/√t + √γ/π and right/√t + π√γ with π² = O/I, whose mean eigenvalues have the ratio π² then"""
+        """left/√t + √γ/π and right/√t + π√γ with π² = O/I, which is also the ratio of their mean eigenvalues"""
         if self.right is None:
             return self.left + gamma, None
         _, O, I = self.shape
@@ -142,27 +143,28 @@ class LayerSides:
         return shifted(self.left, share, root / balance), shifted(self.right, share, root * balance)
 
     def mixed(self, now: LayerSides, weight: Tensor) -> LayerSides:
-        """The running average, in which this has the weight; less if it is far larger than what is now."""
+        """The running average, in which these sides have the weight; less if they are far larger than the present
+        ones."""
         if not self.like(now):
             return now
         trace = now.trace
-        share = (weight * trusted(self.trace, trace)).where(trace.sum() > 0, 1)  # zeros say nothing
+        share = (weight * trusted(self.trace, trace)).where(trace.sum() > 0, 1)  # zeros contain no information
         right = None if now.right is None or self.right is None else torch.lerp(now.right, self.right, share)
         return LayerSides(now.members, torch.lerp(now.left, self.left, share), right)
 
     def each(self, change: Callable[..., Tensor], *others: LayerSides) -> LayerSides:
-        """Both sides changed, each with that of others of the same form"""
+        """Changes both sides, each together with that of others of the same form"""
         left = change(self.left, *[other.left for other in others])
         right = None if self.right is None else change(self.right, *[other.right for other in others])
         return LayerSides(self.members, left, right)
 
 
 class Layered(Metric):
-    """scale·D₀ with D₀ = (right/√t + π√γ) ⊗ (left/√t + √γ/π) in every layer, t the trace of either side, π² = O/I. Of
-    a vector it is the diagonal left + γ.
+    """scale·D₀ with D₀ = (right/√t + π√γ) ⊗ (left/√t + √γ/π) in every layer, t the trace of either side, π² = O/I. For
+    a vector D₀ is the diagonal left + γ.
 
-    `roots` are the inverses of the Cholesky factors of both: D₀⁻¹ = WᵀW, layer by layer. With `every` > 1 they are
-    older than the sides, until `settled` forms them again. `rank` and `batches` are what a damping remembers.
+    `roots` are the inverses of the Cholesky factors of both sides: D₀⁻¹ = WᵀW, layer by layer. With `every` > 1 they
+    are older than the sides, until `settled` forms them again. `rank` and `batches` are kept for the damping.
     """
 
     turns = True
@@ -175,16 +177,15 @@ class Layered(Metric):
         self.shape = self.roots
         self.rank = rank  # of G, the largest so far
         self.batches = batches  # in the running averages: ()
-        self.every = every  # steps from one set of roots to the next
-        self.early = early  # whether the next step forms its own
-        self._sizes = sizes  # that it is known to fit
+        self.every = every  # number of steps for which roots are kept
+        self.early = early  # whether the next step forms new roots
+        self._sizes = sizes  # the sizes that it is known to fit
 
     @staticmethod
     def of(
         layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, every: int = 1, ranks: Ranks = ALONE
     ) -> Layered:
-        """With the roots formed anew, each by one of the ranks. A γ of 0 says that nothing has any curvature: then it
-        is 1."""
+        """With new roots, each formed by one of the ranks. If γ is 0, nothing has any curvature, and γ is set to 1."""
         gamma = gamma.where(gamma > 0, 1)
         roots = rooted([layer.damped(gamma) for layer in layers], ranks)
         return Layered(torch.ones_like(gamma), layers, gamma, roots, rank=rank, batches=batches, every=every)
@@ -207,7 +208,7 @@ class Layered(Metric):
         )  # fmt: skip
 
     def averaged(self, layers: Sequence[LayerSides], gamma: Tensor, rank: int, batches: Tensor, every: int) -> Layered:
-        """With the same roots and sides of the same forms, which are averages over one more batch"""
+        """The same roots with sides of the same forms, which are averages over one more batch"""
         return Layered(
             torch.ones_like(gamma), layers, gamma, self.roots, rank=rank, batches=batches, every=every, early=False,
             sizes=self._sizes,
@@ -298,9 +299,9 @@ class Layered(Metric):
         return Sum(self, w, sizes)
 
     def plus(self, w: Weights, sizes: Sequence[int]) -> Raised:
-        """(√s·right + π√w·I) ⊗ (√s·left + √w/π·I) of D₀ = right ⊗ left in every layer, s the scale and π² the ratio of
-        the mean traces of right and left. If a weight and its bias have different w, or their elements, the largest
-        stands here and I is diagonal on the right, with the share that the largest of every column has."""
+        """(√s·right + π√w·I) ⊗ (√s·left + √w/π·I) of D₀ = right ⊗ left in every layer, where s is the scale and π² the
+        ratio of the mean traces of right and left. If w differs between a weight and its bias, or between elements, the
+        largest w is used, and I on the right becomes a diagonal: the ratio of the largest w of each column to it."""
         each = zip(self.layers, self._damped, strict=True)
         sides = [
             raised(layer, left, right, self.scale, w.of(layer.members), [sizes[i] for i in layer.members])
@@ -308,7 +309,7 @@ class Layered(Metric):
         ]
         return Raised(self, sides, rooted(sides))
 
-    # As it is saved.
+    # The saved form.
 
     def fits(self, sizes: Sequence[int]) -> bool:
         if self._sizes is None and self._fits(sizes):
@@ -357,7 +358,8 @@ class Layered(Metric):
 
 
 class Raised(Layered):
-    """What lies above the sum of a Layered and a diagonal, with the sides of D₀ given: for one solve, never saved."""
+    """A metric above the sum of a Layered and a diagonal, with the sides of D₀ given. It is used for one solve, never
+    saved."""
 
     def __init__(
         self, origin: Layered, sides: Sequence[Pair], roots: Sequence[Pair], scale: Tensor | None = None
@@ -386,7 +388,7 @@ class Raised(Layered):
 def raised(
     layer: LayerSides, left: Tensor, right: Tensor | None, scale: Tensor, w: Weights, sizes: Sequence[int]
 ) -> Pair:
-    """See Layered.plus; of a vector scale·left + w"""
+    """The sides for Layered.plus; for a vector scale·left + w"""
     if right is None:
         return scale * left + w[0], None
     G, O, I = layer.shape
@@ -407,18 +409,18 @@ def added(side: Tensor, diagonal: Tensor) -> Tensor:
 
 
 def rooted(sides: Sequence[Pair], ranks: Ranks = ALONE) -> list[Pair]:
-    """The inverse roots of every pair"""
+    """The inverse roots of every pair of sides"""
     roots = iter(inverse_roots([side for pair in sides for side in pair if side is not None], ranks))
     return [(next(roots), None if right is None else next(roots)) for _, right in sides]
 
 
 def diagonal_of(side: Tensor) -> Tensor:
-    """(G, d, d) or the diagonal itself → (G, d)"""
+    """The diagonal (G, d) of a matrix (G, d, d), or of what is already a diagonal"""
     return side if side.ndim == 2 else side.diagonal(dim1=1, dim2=2)
 
 
 def shifted(side: Tensor, share: Tensor, shift: Tensor) -> Tensor:
-    """share·side + shift·I, with a share for every group (G,)"""
+    """share·side + shift·I, with one share per group (G,)"""
     if side.ndim == 2:
         return side * share[:, None] + shift
     found = side * share[:, None, None]
@@ -448,7 +450,7 @@ def _spread(X: Tensor, out: Sequence[Tensor]) -> None:
 
 
 def side_of(root: Tensor) -> Tensor:
-    """S of W with WᵀW = S⁻¹"""
+    """S from W with WᵀW = S⁻¹"""
     if root.ndim == 2:
         return root.square().reciprocal()
     L = _inverted(root)
@@ -456,9 +458,9 @@ def side_of(root: Tensor) -> Tensor:
 
 
 def inverse_roots(sides: Sequence[Tensor], ranks: Ranks = ALONE) -> list[Tensor]:
-    """W with WᵀW = S⁻¹ for each S, a matrix or a diagonal: the inverse of the Cholesky factor, by one of the ranks. If
-    one of them cannot be factored, all are in float64, with a little more on their diagonals: they are not positive
-    definite by rounding."""
+    """W with WᵀW = S⁻¹ for each S, a matrix or a diagonal: the inverse of the Cholesky factor, formed by one of the
+    ranks. If a matrix cannot be factored, all are factored in float64 with slightly larger diagonals, since only
+    rounding can be the reason."""
     matrices = [S for S in sides if S.ndim == 3]
     own = owned(ranks, matrices)
     factors = [torch.linalg.cholesky_ex(S) for S in own]
@@ -471,15 +473,15 @@ def inverse_roots(sides: Sequence[Tensor], ranks: Ranks = ALONE) -> list[Tensor]
 
 
 def _raised(S: Tensor) -> Tensor:
-    """In float64, with more on its diagonal than the rounding of its own precision"""
+    """S in float64, with its diagonal enlarged by more than the rounding of the precision of S"""
     found = S.double().clone()
     diagonal_of(found).add_(10 * torch.finfo(S.dtype).eps * diagonal_of(found).sum(1, keepdim=True))
     return found
 
 
 def _inverted(L: Tensor) -> Tensor:
-    """L⁻¹ of a lower triangle, by halves: products are faster than a triangular solve, and there are half as many of
-    them. (G, d, d)"""
+    """L⁻¹ (G, d, d) of a lower triangle, by halves: products are faster than a triangular solve, and half as many
+    are needed."""
     d = L.shape[1]
     if d <= WHOLE.get(L.device.type, WHOLE["cuda"]):
         one = torch.eye(d, dtype=L.dtype, device=L.device).expand_as(L)
@@ -496,7 +498,7 @@ KINDS = (Diagonal, Layered)
 
 
 def restored(state: list[Any]) -> Metric:
-    """The metric that a saved state holds, in one precision: the finest of its tensors"""
+    """The metric in a saved state, in one precision: the finest of its tensors"""
     precisions = {t.dtype for t in tree_leaves(state) if _real(t)}
     if len(precisions) > 1:
         finest = reduce(torch.promote_types, precisions)
@@ -512,7 +514,7 @@ def _real(t: Any) -> bool:
 
 
 def check_saved(state: Any, sizes: Sequence[int], dtype: torch.dtype) -> Metric:
-    """The same, if it is one of parameters of these sizes, in the precision of θ"""
+    """The metric in a saved state, checked for parameters of these sizes and for the precision of θ"""
     where = "the damping D in this state"
     if not isinstance(state, list) or len(state) != 2:
         raise ValueError(f"{where} is {short(state)}, not a scale and its parts: {WAY_OUT}")
@@ -541,7 +543,7 @@ def _listed(item: Any, where: str, lengths: Sequence[int] | None = None) -> Sequ
 
 
 def _check_layered(parts: dict[Any, Any], where: str) -> None:
-    """Sides (G, d, d) or (G, d), and roots of the same shapes"""
+    """Checks the sides, (G, d, d) or (G, d), and the roots, which have the same shapes"""
     missing = {"layers", "gamma", "rank", "batches", "every", "early"} - set(parts)
     if missing:
         raise ValueError(f"{where} has no entry {min(missing)!r}: {WAY_OUT}")

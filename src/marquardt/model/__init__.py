@@ -1,1 +1,1 @@
-"""The model as a step sees it: called on batches, repeated as it was, with its parameters as one vector."""
+"""The model in a step: called on batches, repeated exactly, with its parameters as one vector."""

@@ -1,4 +1,4 @@
-"""A model at one moment: its modules and what they hold, and what chance and state bring into a forward pass."""
+"""A model at one moment: its modules with their contents, and the randomness and state of a forward pass."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Norm = nn.modules.batchnorm._NormBase  # BatchNorm, SyncBatchNorm and InstanceNo
 
 
 class Anatomy:
-    """A model at one moment: its modules, what they hold and how they are called. While the same object is found again,
-    none of this has changed, and what was made of it still holds."""
+    """A model at one moment: its modules, their contents and how they are called. As long as the same object is found
+    again, nothing of this has changed, and everything derived from it is still valid."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules, self.tensors = [model], list[Tensor]()  # each once; those of several modules more than once
+        self.modules, self.tensors = [model], list[Tensor]()  # each module once; shared tensors repeatedly
         self.forward_hooks: list[int] = [*every_module._global_forward_pre_hooks, *every_module._global_forward_hooks]
         self.backward_hooks: list[int] = [
             *every_module._global_backward_pre_hooks, *every_module._global_backward_hooks
         ]  # fmt: skip
         modules, tensors, forward, backward = self.modules, self.tensors, self.forward_hooks, self.backward_hooks
-        objects: list[Any] = []  # which they are,
-        values: list[Any] = []  # and what they are like
+        objects: list[Any] = []  # compared by identity
+        values: list[Any] = []  # compared by value
         seen = {id(model): True}
-        for m in modules:  # which grows on the way
+        for m in modules:  # the list grows during the loop
             own = m.__dict__
             objects += (m, m.__class__.forward, own["forward"] if "forward" in own else None)
             values += (m.training,)
@@ -81,8 +81,8 @@ class Anatomy:
 
     @cached_property
     def modes(self) -> tuple[object, ...]:
-        """What its modules do, and whether in training. A model may take other ways, and draw other numbers, in another
-        mode."""
+        """The forward function and the training mode of every module. In another mode a model may take other branches,
+        and draw other random numbers."""
         return tuple((m.training, type(m).forward) for m in self.modules)
 
     @cached_property
@@ -92,23 +92,23 @@ class Anatomy:
 
     @cached_property
     def coupled(self) -> str | None:
-        """The name of a layer that makes the samples of a batch depend on each other."""
+        """The name of a layer that makes the samples of a batch depend on each other, if there is one."""
         found = {id(m) for m in self.modules if isinstance(m, BatchNorm) and _couples(m)}
         return next((name for name, m in self.modules[0].named_modules() if id(m) in found), None) if found else None
 
     @cached_property
     def tracking(self) -> list[Norm]:
-        """The layers that keep statistics."""
+        """The layers that keep running statistics."""
         return [m for m in self.modules if isinstance(m, Norm) and m.running_mean is not None]
 
     @cached_property
     def recurrent(self) -> bool:
-        """Whether there are recurrent layers,"""
+        """Whether there are recurrent layers"""
         return any(isinstance(m, nn.RNNBase) for m in self.modules)
 
     @cached_property
     def has_lstm(self) -> bool:
-        """and LSTMs among them"""
+        """Whether there are LSTMs"""
         return any(isinstance(m, nn.LSTM) for m in self.modules)
 
 
@@ -117,7 +117,7 @@ def _couples(layer: nn.Module) -> bool:
 
 
 def anatomy(model: nn.Module, last: Anatomy | None = None) -> Anatomy:
-    """That of now; the last one, if nothing has changed since."""
+    """The present anatomy; the same object as the last one, if nothing has changed since."""
     found = Anatomy(model)
     return last if last is not None and found.same(last) else found
 
@@ -128,23 +128,23 @@ def submodules(model: nn.Module) -> list[nn.Module]:
 
 
 def hooks(model: nn.Module) -> tuple[list[int], list[int]]:
-    """Those that forward passes call and those that backward passes call, of its modules and parameters, and of all
-    modules there are: torch has a number for every hook, and none comes twice."""
+    """The hooks that forward passes call and those that backward passes call, of the modules and parameters of the
+    model and of torch as a whole. torch numbers all hooks, and no number is used twice."""
     found = Anatomy(model)
     return found.forward_hooks, found.backward_hooks
 
 
 def held(model: nn.Module) -> list[Tensor]:
-    """Its parameters and buffers, those of several modules more than once."""
+    """The parameters and buffers of the model; those of several modules more than once."""
     return Anatomy(model).tensors
 
 
-# --- What chance and state bring into a forward pass, and how a pass is repeated as it was: random number generators,
-# buffers, and the slopes of RReLU.
+# --- The randomness and state of a forward pass, and how a pass is repeated exactly: random number generators, buffers,
+# and the slopes of RReLU.
 
 
 class Draws(TorchDispatchMode):
-    """Looks for operations that draw random numbers."""
+    """Notices operations that draw random numbers."""
 
     drew = False
 
@@ -155,15 +155,16 @@ class Draws(TorchDispatchMode):
 
 @dataclass
 class Chance:
-    """Whether the model draws random numbers. If not, the generators are left to the other threads of the program."""
+    """Whether the model draws random numbers. If not, the generators are not restored, since other threads may use
+    them."""
 
     drawn: bool = False
-    untold: bool = False  # amid a forward pass, before it is known
+    untold: bool = False  # during a forward pass, before it is known
 
 
 class Moment:
-    """The state that a forward pass changes: random number generators and buffers. `form` is the model as it is, if
-    that is known."""
+    """The state that a forward pass changes: random number generators and buffers. `form` is the present anatomy of the
+    model, if it is known."""
 
     def __init__(self, model: nn.Module, device: torch.device, chance: Chance, form: Anatomy | None = None) -> None:
         self.buffers: list[Any] = []
@@ -171,9 +172,9 @@ class Moment:
         self.device, self.chance = device, chance
         self.cpu: Tensor | None = None
         self.cuda: Tensor | None = None
-        if current.tape is not None:  # a model that is recorded changes no buffers, and the graph knows the generator
+        if current.tape is not None:  # a recorded model changes no buffers, and the graph handles the generator
             return
-        # By name: a forward pass may put another tensor in the place of a buffer, or a first one.
+        # By name: a forward pass may replace a buffer by another tensor, or set one that was None.
         self.buffers = [
             (module, {name: (b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()})
             for module in form.buffered
@@ -182,7 +183,7 @@ class Moment:
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def drew_since(self) -> bool:
-        """Whether random numbers were drawn since, by the model or another thread."""
+        """Whether random numbers have been drawn since this moment, by the model or another thread."""
         if self.cpu is None:
             return False
         if self.cuda is not None and not torch.equal(self.cuda, torch.cuda.get_rng_state(self.device)):
@@ -203,7 +204,7 @@ class Moment:
         return not pairs or bool(torch.stack([(a == b).all().to(self.device) for a, b in pairs]).all())
 
     def changed(self, other: Moment, model: nn.Module) -> str | None:
-        """The name of the first buffer that has another value at another moment."""
+        """The name of the first buffer whose value is different at another moment."""
         names = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
         for (module, here), (_, there) in zip(self.buffers, other.buffers, strict=False):
             for name, (_, value) in here.items():
@@ -213,7 +214,7 @@ class Moment:
         return None
 
     def restore(self, *, buffers: bool = True, gently: bool = False) -> None:
-        """As it was; gently where a graph may hold the buffers, which then must not be touched for nothing."""
+        """Restores this moment. `gently` writes only to buffers that have changed, since a graph may refer to them."""
         if self.cpu is None:
             return
         if buffers and self.buffers:
@@ -231,27 +232,27 @@ class Moment:
 
 
 class Slopes:
-    """The slopes one RReLU drew, as the model would have drawn them. torch draws for negative inputs only; the others
-    have the mean slope here, for trials in which an input changes its sign."""
+    """The slopes that one RReLU drew, to be used as if the model had drawn them again. torch draws slopes for negative
+    inputs only; here the other inputs have the mean slope, for trials in which an input changes its sign."""
 
     def __init__(self, noise: Tensor, lower: float, upper: float, started: Tensor | None) -> None:
         self.noise, self.mean = noise, (lower + upper) / 2
-        self.part: tuple[Tensor, int] | None = None  # these of so many samples
+        self.part: tuple[Tensor, int] | None = None  # the samples that these are for, and N
         self.convex = upper <= 1
-        self.started, self.state = started, rng_state(noise.device)  # of the generator, before and after
+        self.started, self.state = started, rng_state(noise.device)  # of the generator, before and after the draw
 
     @cached_property
     def slope(self) -> Tensor:
         return self.noise.where(self.noise != 1, self.mean)  # 1 marks an input that was positive
 
     def take(self, index: Tensor, N: int) -> Slopes:
-        """Those of some of the N samples."""
+        """The slopes of some of the N samples."""
         some = copy.copy(self)
         some.part = (index.to(self.noise.device), N) if len(index) < N else None
         return some
 
     def _like(self, x: Tensor) -> Tensor:
-        """The slopes for x: of a part of the samples, which are in the dimension that is shorter in x"""
+        """The slopes for x; if x has some of the samples only, they are in the dimension that is shorter in x"""
         if self.part is None or x.shape == self.slope.shape:
             return self.slope
         index, N = self.part
@@ -270,21 +271,21 @@ class Slopes:
             set_rng_state(self.noise.device, self.state)  # as if the slopes had been drawn
         slope = self._like(x)
         if self.convex and not inplace and not torch.is_grad_enabled():
-            return torch.maximum(x, x * slope).contiguous()  # the same, faster
+            return torch.maximum(x, x * slope).contiguous()  # the same result, but faster
         factor = torch.where(x.detach() < 0, slope, 1)
         return x.mul_(factor) if inplace else (x * factor).contiguous()
 
 
 def drawn_rrelu(x: Tensor, lower: float, upper: float, inplace: bool) -> tuple[Tensor, Slopes]:
-    """RReLU in training, and the slopes that it drew. Written as a product: the backward pass of torch's own cannot be
-    batched over rows."""
+    """RReLU in training mode, and the slopes that it drew. It is written as a product, because the backward pass of
+    torch's own cannot be batched over rows."""
     started = rng_state(x.device)
-    # The kernel writes the slopes one after the other, whatever the strides.
+    # The kernel writes the slopes in order, whatever the strides.
     noise = torch.empty_like(x, requires_grad=False, memory_format=torch.contiguous_format)
     with torch.no_grad():
-        torch.ops.aten.rrelu_with_noise(x, noise, lower, upper, True)  # the slopes, 1 where positive
+        torch.ops.aten.rrelu_with_noise(x, noise, lower, upper, True)  # the slopes, and 1 where x is positive
     slopes = Slopes(noise, lower, upper, started)
-    return x.mul_(noise) if inplace else (x * noise).contiguous(), slopes  # as torch has it, for Dropout after it
+    return x.mul_(noise) if inplace else (x * noise).contiguous(), slopes  # contiguous as torch's, for Dropout after it
 
 
 class SameSlopes(TorchFunctionMode):
@@ -324,9 +325,10 @@ def set_rng_state(device: torch.device, state: Tensor) -> None:
 
 @contextmanager
 def substituted(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
-    """Other tensors in the place of some parameters and buffers, by the id of each.
+    """Replaces some parameters and buffers, given by their ids, with other tensors.
 
-    By identity and not by name as torch.func.functional_call has it: that restores a module with two names wrongly.
+    Tensors are matched by identity and not by name as in torch.func.functional_call, which restores a module with two
+    names wrongly.
     """
     kept: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -338,7 +340,7 @@ def substituted(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None
         for module in model.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise RuntimeError("the tensors of a scripted module cannot be replaced")
-            if isinstance(module, nn.RNNBase):  # makes itself new lists of its weights when it is called
+            if isinstance(module, nn.RNNBase):  # creates new lists of its weights when it is called
                 own = vars(module)
                 kept += [(own, name, own[name]) for name in ("_flat_weights", "_flat_weight_refs") if name in own]
             places: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -351,7 +353,7 @@ def substituted(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None
 
 
 def call_with(model: nn.Module, others: Mapping[int, Tensor]) -> Callable[..., Any]:
-    """The model as a function, with these tensors in it."""
+    """The model as a function in which these tensors replace its own."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with substituted(model, others):

@@ -1,4 +1,4 @@
-"""What a step is taken on, and how the model is called on it: batches, precision, and kernels that leave a graph."""
+"""The data of a step and how the model is called on them: batches, precision, and kernels that leave a graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COARSE = (torch.bfloat16, torch.float16)
 
 
 class Autocast(NamedTuple):
-    """torch.autocast as the caller of a step has set it: for the forward passes of the model and nothing else."""
+    """torch.autocast as the caller of a step has set it. It only applies to the forward passes of the model."""
 
     device: str
     enabled: bool
@@ -44,7 +44,7 @@ class Autocast(NamedTuple):
         )
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """Around a forward pass"""
+        """The context of a forward pass"""
         if not self.enabled:
             return without_autocast(self.device)
         return torch.autocast(self.device, self.dtype, cache_enabled=self.cache)
@@ -55,7 +55,8 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def full(item: Any) -> Any:
-    """Tensors of bfloat16 and float16 in float32, also in a dataclass: losses and their derivatives need its digits."""
+    """Tensors of bfloat16 and float16 in float32, also inside a dataclass: losses and their derivatives need the
+    digits."""
     if item is None:
         return None
     if item.__class__ is Tensor:
@@ -79,19 +80,19 @@ def widened(t: Tensor) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """That of θ, of gradients and of rows, for a parameter of this dtype"""
+    """The dtype of θ, of gradients and of rows, for a parameter of this dtype"""
     return torch.float32 if dtype in COARSE else dtype
 
 
-# --- Kernels that can be differentiated twice, or that leave a graph, in the place of fused or compiled ones.
+# --- Kernels that can be differentiated twice, or that leave a graph, instead of fused or compiled ones.
 
 
 class Shared:
-    """A setting of the whole program: the first thread that enters makes it, the last one that leaves takes it back."""
+    """A setting of the whole program: the first thread that enters changes it, the last one that leaves restores it."""
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], object], value: Any) -> None:
         self.get, self.put, self.value = get, put, value
-        self.lock, self.held = threading.Lock(), set[object]()  # by those who are inside
+        self.lock, self.held = threading.Lock(), set[object]()  # by the entries that have not left
         self.before: Any = None
 
     def __call__(self) -> Held:
@@ -107,7 +108,7 @@ class Shared:
                 self.put(self.value)
 
     def leave(self, entry: object) -> None:
-        """As often as one likes, also after an interrupt amid `enter` or amid this"""
+        """May be called any number of times, also after an interrupt during `enter` or during this method"""
         with self.lock:
             if self.held == {entry}:
                 self.put(self.before)
@@ -115,7 +116,7 @@ class Shared:
 
 
 class Held(Leavable):
-    """A block within which such a setting is made"""
+    """A block during which a shared setting is changed"""
 
     def __init__(self, setting: Shared) -> None:
         self.setting = setting
@@ -143,7 +144,7 @@ def _enabled(backend: Any) -> Shared:
 
 
 def _attention() -> list[bool]:
-    """Which kernels may be used"""
+    """Which kernels of attention are enabled"""
     of = torch.backends.cuda
     return [
         of.math_sdp_enabled(), of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.cudnn_sdp_enabled()
@@ -180,27 +181,29 @@ UNCOMPILED = Shared(_stance, _set_stance, None)
 
 @contextmanager
 def twice_differentiable(model: nn.Module) -> Iterator[None]:
-    """Kernels that can be differentiated twice, where a fused one cannot: attention, and cuDNN's recurrent layers."""
+    """Kernels that can be differentiated twice instead of fused ones that cannot: attention, cuDNN's recurrent
+    layers."""
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
     with PLAIN_ATTENTION(), PLAIN_RECURRENCE() if recurrent else nullcontext():
         yield
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """The code of a model or of a part of it as it was before torch.compile. What is compiled hides its layers, can be
-    differentiated once only, draws random numbers of its own, and would be compiled anew for every way to call it."""
+    """The original code of a model, or of part of it, instead of its torch.compile version. Compiled code hides its
+    layers, can be differentiated only once, draws different random numbers, and would be compiled again for every way
+    it is called."""
     return Held(UNCOMPILED) if DYNAMO in sys.modules else AS_IS
 
 
 def open_cells(model: nn.Module) -> AbstractContextManager[object]:
-    """LSTMs on a CPU whose products are nodes of the graph: those of oneDNN are one node that says nothing."""
+    """LSTMs on a CPU whose products are nodes of the graph: oneDNN's are one node without any structure."""
     return OPEN_CELLS() if Anatomy(model).has_lstm else nullcontext()
 
 
-# --- What a step is taken on: batches, and the model called on them.
+# --- The data of a step: batches, and the model called on them.
 
 
-# What holds no samples, whatever the model makes of it.
+# Types that contain no samples, whatever the model does with them.
 PLAIN = (
     Number, str, bytes, type, type(None), range, slice, Enum, Iterator, Set, torch.dtype, torch.device, torch.Generator,
     nn.Module,
@@ -208,12 +211,13 @@ PLAIN = (
 
 
 def opaque(t: Any) -> bool:
-    """Whether it is an object that holds samples in a way of its own: a graph, a dataclass, an encoding."""
+    """Whether t is an object that contains samples in a form unknown here: a graph, a dataclass, an encoding."""
     return not (isinstance(t, (Tensor, *PLAIN)) or hasattr(t, "__array__") or inspect.isroutine(t))
 
 
 def tensors(item: Any, depth: int = 3) -> list[Tensor]:
-    """The tensors in it, also those in the attributes of objects, which may hold others (a PyG graph: two levels)."""
+    """All tensors in an item, including those in attributes of objects, down to `depth` levels (a PyG graph has
+    two)."""
     if isinstance(item, Tensor):
         return [item]
     found: list[Tensor] = []
@@ -227,16 +231,17 @@ def tensors(item: Any, depth: int = 3) -> list[Tensor]:
 
 
 def leaves(item: Any) -> list[Any]:
-    """What it is made of. A PackedSequence is a tuple of tensors without a row per sample, and goes along whole."""
+    """The leaves of an item. A PackedSequence is a tuple of tensors without a row per sample, and is kept as one
+    leaf."""
     return [item] if isinstance(item, Tensor) else tree_leaves(item, is_leaf=lambda t: isinstance(t, PackedSequence))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs as the model takes them, targets, and a weight per sample, both in float32 at least.
+    """Inputs as the model takes them, and targets and a weight per sample, both at least in float32.
 
-    The inputs are a tensor, a tuple or dict of tensors, or an object that the model takes whole. What a tokenizer
-    returns is a dict by another name.
+    The inputs are a tensor, a tuple or dict of tensors, or an object that is passed to the model unchanged. The result
+    of a tokenizer counts as a dict.
     """
 
     inputs: Any
@@ -252,7 +257,7 @@ class Batch:
                 object.__setattr__(self, name, found)
 
     def check(self) -> None:
-        """Inputs that no model can take a batch from, and tensors that autograd refuses."""
+        """Checks for inputs from which no model can take a batch, and for tensors that autograd refuses."""
         for name, item in (("inputs", self.inputs), ("targets", self.targets), ("weight", self.weight)):
             if item is None:
                 continue
@@ -274,14 +279,15 @@ class Batch:
             raise TypeError(f"the inputs are {type(self.inputs).__name__}, not a tensor: use torch.as_tensor()")
 
     def versions(self) -> object:
-        """What an operation in place would change, or another tensor in the place of an object's attribute."""
+        """The versions of the input tensors, which an operation in place or a replaced attribute of an object
+        changes."""
         if self.inputs.__class__ is Tensor:
             return self.inputs._version
         return [(id(t), t._version) for t in tensors(self.inputs)]
 
     @property
     def form(self) -> object:
-        """Shapes, dtypes and devices; None if there is an object that may hold more than tensors"""
+        """Shapes, dtypes and devices; None if there is an object that may contain more than tensors"""
         found: list[object] = []
         for item in (self.inputs, self.targets, self.weight):
             if item.__class__ is Tensor:
@@ -296,19 +302,19 @@ class Batch:
         return found
 
     def checksum(self) -> Tensor | float:
-        """One number for the targets, or for the inputs where there are none."""
+        """One number that depends on the targets, or on the inputs if there are no targets."""
         found = tensors([self.targets, self.inputs])
         return found[0].sum(dtype=torch.float64) if found else 0.0
 
     @property
     def opaque(self) -> bool:
-        """Whether the inputs cannot be taken apart."""
+        """Whether the inputs cannot be divided into samples."""
         return any(opaque(t) for t in leaves(self.inputs))
 
     @property
     def samples(self) -> int:
-        """0 where it is not known before the model is called."""
-        # Targets have a row per sample; inputs may hold other tensors too, such as a mask.
+        """The number of samples; 0 if it is unknown before the model is called."""
+        # Targets have a row per sample; inputs may contain other tensors as well, such as a mask.
         targets = self.targets
         if (targets.__class__ is Tensor or isinstance(targets, Tensor)) and targets.ndim:
             return targets.shape[0]
@@ -316,8 +322,9 @@ class Batch:
         return next((len(t) for t in tree_leaves(items) if isinstance(t, Tensor) and t.ndim), 0)
 
     def divisible(self, N: int) -> bool:
-        """Whether a part of the samples can go through the model: that N outputs belong to N rows of the inputs shows
-        it. Logits of all tokens in one list do not, nor residuals of points of several kinds, one after the other."""
+        """Whether the model can be called on some of the samples: this requires that N outputs belong to N rows of the
+        inputs. It does not hold for logits of all tokens in one list, nor for residuals of several kinds of points in
+        sequence."""
         rows = {len(t) for t in leaves(self.inputs) if isinstance(t, Tensor) and t.ndim}
         return not self.opaque and self.samples == N and N in rows
 
@@ -330,7 +337,7 @@ class Batch:
                 )
 
     def split(self, size: int | None) -> list[Batch]:
-        """The fewest parts of at most `size` samples: tensors with a row per sample are cut, others go along whole."""
+        """The fewest parts of at most `size` samples. Tensors with a row per sample are divided, others stay whole."""
         N = self.samples
         if size is None or (size >= N and (N or not self.opaque)):
             return [self]
@@ -356,7 +363,7 @@ class Batch:
         ]
 
     def head(self, N: int) -> Batch:
-        """Target and weight of the first of N samples; the inputs stay as they are."""
+        """Target and weight of the first of N samples; the inputs stay the same."""
 
         def first(t: Any) -> Any:
             return t[:1] if isinstance(t, Tensor) and t.ndim and len(t) == N else t
@@ -375,20 +382,21 @@ class Batch:
 
 
 def bounds(N: int, size: int) -> list[int]:
-    """Where the fewest parts of at most so many samples begin and end: as even as can be, so that no sample is left by
-    itself, of which some models make something else (or nothing)."""
+    """The ends of the fewest parts with at most `size` samples each. The parts are as even as possible, so that no
+    sample is left alone: some models treat a single sample differently, or fail."""
     parts = -(-N // size)
     return [-(-k * N // parts) for k in range(parts + 1)]
 
 
 def _cut(t: Tensor, first: int, last: int) -> Tensor:
-    """Some of the samples, a leaf as t may be: what no_grad takes of a leaf is none, though it requires a gradient."""
+    """Some of the samples, as a leaf if t requires a gradient: a slice of a leaf under no_grad is not a proper
+    leaf, although it requires one."""
     found = t.detach()[first:last]
     return found.requires_grad_() if t.requires_grad else found
 
 
 class Batches:
-    """The user's batches as Batch objects, every time they are gone through."""
+    """The user's batches as Batch objects, on every iteration."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         if isinstance(batches, Iterator):
@@ -413,7 +421,8 @@ class Batches:
 
 def forward(model: Callable[..., Any], inputs: Any) -> Any:
     """model(inputs), for a tensor or an object, a tuple (positional) or a dict (by name)."""
-    # Converted weights are kept until the outermost autocast ends, which may be the caller's: they have changed since.
+    # Converted weights are cached until the outermost autocast ends, which may be the caller's; they have changed
+    # since.
     torch.clear_autocast_cache()
     if inputs.__class__ is Tensor:
         return model(inputs)

@@ -1,4 +1,4 @@
-"""What no step can work with, found before anything changes; and why a model failed on its inputs."""
+"""Checks for what no step can work with, before anything changes; and reasons why a model failed on its inputs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .anatomy import Anatomy, held
 from .batch import Batch, tensors, wide
 from .shards import check_sharded, let_go, sharded
 
-# What keeps several copies or parts of a model, on devices or ranks.
+# Wrappers that keep several copies or parts of a model, on devices or ranks.
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
 def unwrapped(model: Any, group: Any) -> tuple[Any, Any]:
-    """The model within DistributedDataParallel, and its process group, or that of its shards, if none is given: LM adds
-    up by itself."""
+    """The model inside DistributedDataParallel, and its process group, or that of its shards, if none is given: LM
+    itself takes the sums over ranks."""
     if isinstance(model, nn.Module):
-        let_go(model)  # before the parameters are looked at
+        let_go(model)  # before the parameters are inspected
         if any(sharded(p) for p in model.parameters()):
             return model, _of_shards(model, group)
     if not isinstance(model, nn.parallel.DistributedDataParallel):
@@ -45,7 +45,7 @@ def _of_shards(model: nn.Module, group: Any) -> Any:
 
 
 def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
-    """The parameters that train, after a look at all that no step can work with."""
+    """The parameters that train, after checks for everything that no step can work with."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f'mq.LM(model, loss) takes the model itself, not a {type(model).__name__}: mq.LM(model, "mse"), and '
@@ -89,7 +89,7 @@ def trainable(model: nn.Module, params: Iterable[Any] | None) -> list[Tensor]:
 
 
 def check_usable(model: nn.Module, tensors: Iterable[Tensor], params: Sequence[Tensor]) -> None:
-    """Of what the model holds: parameters that no step can change, and buffers that none can put back."""
+    """Checks for parameters that no step can change, and for buffers that no step can restore."""
     for t in [t for t in tensors if t.is_inference()]:
         if not isinstance(t, nn.Parameter) or any(t is p for p in params):
             raise ValueError(
@@ -113,7 +113,7 @@ def _called(model: nn.Module, t: Tensor) -> str:
 
 
 def check_whole(model: nn.Module) -> None:
-    """A step sees all of the model, once: nothing here adds up over copies, ranks or shards."""
+    """Checks that the model is not wrapped: nothing in a step takes sums over copies or shards."""
     for module in model.modules():
         for kind in type(module).__mro__:
             if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
@@ -125,12 +125,12 @@ def check_whole(model: nn.Module) -> None:
 
 
 def coupled(model: nn.Module) -> str | None:
-    """The name of a layer that makes the samples of a batch depend on each other."""
+    """The name of a layer that makes the samples of a batch depend on each other, if there is one."""
     return Anatomy(model).coupled
 
 
 def check_coupling(model: nn.Module) -> None:
-    """Samples that depend on each other have no rows of their own."""
+    """Raises ValueError if samples depend on each other, for then a sample has no rows of its own."""
     name = coupled(model)
     if name is not None:
         call = f"model.get_submodule({name!r}).eval()" if name else "model.eval()"
@@ -142,12 +142,12 @@ def check_coupling(model: nn.Module) -> None:
         )
 
 
-# What a model raises if a batch does not fit; an error of another kind is the model's own.
+# The errors a model raises if a batch does not fit; errors of other kinds are not explained.
 FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
 
 
 def explained(error: Exception, model: nn.Module, batch: Batch, p: Tensor) -> Exception | None:
-    """The same error with its reason, if the batch is to blame; `p` is one of the parameters."""
+    """The same error with its reason, if the batch is the cause; `p` is one of the parameters."""
     if out_of_memory(error) or isinstance(error, RankError):
         return None
     if isinstance(error, TypeError):
@@ -160,7 +160,7 @@ def explained(error: Exception, model: nn.Module, batch: Batch, p: Tensor) -> Ex
 
 
 def unbound(model: nn.Module, inputs: Any) -> str | None:
-    """Several inputs, or other names, than the model has arguments"""
+    """The reason, if there are more inputs than the model has arguments, or inputs with other names"""
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else ()
     named = inputs if isinstance(inputs, dict) else {}
     if not args and not named:
@@ -179,7 +179,7 @@ def unbound(model: nn.Module, inputs: Any) -> str | None:
 
 
 def unlike(error: Exception, inputs: Any, p: Tensor) -> str | None:
-    """Inputs on another device, or of another precision"""
+    """The reason, if inputs are on another device or have another dtype"""
     if not isinstance(error, RuntimeError):
         return None
     for t in tensors(inputs):
@@ -191,7 +191,7 @@ def unlike(error: Exception, inputs: Any, p: Tensor) -> str | None:
 
 
 def odd(batch: Batch) -> str | None:
-    """Inputs that have no row for each sample"""
+    """The reason, if the inputs do not have one row per sample"""
     x, y = batch.inputs, batch.targets
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
@@ -204,7 +204,7 @@ def odd(batch: Batch) -> str | None:
 
 
 def unfit(error: Exception, model: nn.Module, batch: Batch) -> str | None:
-    """The layer that failed, if it was given what it does not take"""
+    """The reason, if a layer was called with an input of the wrong shape or type"""
     layer, given = failed(error)
     if layer is None or not isinstance(given, Tensor):
         return None
@@ -233,7 +233,7 @@ def failed(error: Exception) -> tuple[nn.Module | None, Any]:
 
 
 def takes(layer: nn.Module, x: Tensor) -> tuple[str, str] | None:
-    """What a layer takes, and what of x is something else; None if x is what it takes, or if nobody knows"""
+    """What a layer takes, and in what way x differs; None if x is right, or if the layer is not a known one"""
     got = f"the shape {shape(x)}"
     if isinstance(layer, nn.Linear):
         return (f"(N, {layer.in_features})", got) if differs(x, -1, layer.in_features) else None
@@ -264,7 +264,7 @@ def differs(x: Tensor, dim: int, size: int) -> bool:
 
 
 def way_out(layer: nn.Module, x: Tensor, y: Any) -> str:
-    """What to do with the inputs"""
+    """Advice on how to change the inputs"""
     if isinstance(layer, nn.Linear):
         size = layer.in_features
         if x.ndim == 1:

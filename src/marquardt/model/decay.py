@@ -1,4 +1,4 @@
-"""Weight decay: ½Σwᵢ‖θᵢ − θ₀ᵢ‖² beside the loss of the data."""
+"""Weight decay: ½Σwᵢ‖θᵢ − θ₀ᵢ‖² added to the loss of the data."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ KINDS = ("bias", "norm")
 
 @dataclass(frozen=True, eq=False)
 class WeightDecay:
-    """½w‖θ − θ₀‖² is added to the loss that is reported: its minimum moves, and its curvature is at least w.
+    """Adds ½w‖θ − θ₀‖² to the loss that is reported, which moves its minimum and makes its curvature at least w.
 
-    `exclude` names the parameters that do not decay: "bias" stands for all biases, "norm" for all parameters of
-    normalisation layers. Anything else is a part of the parameter's name between dots, as "head" or "LayerNorm.weight"
-    is of "bert.LayerNorm.weight", or, with wildcards, a pattern for the whole name, as "layers.[01].*"; or it is a
-    function of the name and the parameter. By default all decay, as with a plain number, and as torch.optim has it.
+    `exclude` names the parameters that do not decay: "bias" means all biases, "norm" all parameters of normalisation
+    layers. Any other string is a part of the parameter's name between dots, such as "head" or "LayerNorm.weight" in
+    "bert.LayerNorm.weight", or, with wildcards, a pattern for the whole name, such as "layers.[01].*". `exclude` may
+    also be a function of the name and the parameter. By default all parameters decay, as with a plain number, and as in
+    torch.optim.
 
-    `towards` is θ₀: None for 0, "start" for the weights at the time LM is made, as in fine-tuning, or tensors: those of
-    a state_dict by name, or one for each parameter that trains. It is saved with the optimizer.
+    `towards` is θ₀: None for 0, "start" for the weights at the time LM is created, as in fine-tuning, or tensors: a
+    state_dict, or one tensor for each parameter that trains. θ₀ is saved with the optimizer.
 
-    A number for every element of a parameter, a tensor, is the `weight_decay` of a parameter group.
+    A tensor with one number per element of a parameter is given as the `weight_decay` of a parameter group.
 
     Args:
         w: the weight, at least 0.
@@ -60,11 +61,11 @@ class WeightDecay:
 
     @staticmethod
     def of(given: Any) -> WeightDecay:
-        """Also from a number"""
+        """Accepts a number as well"""
         return given if isinstance(given, WeightDecay) else WeightDecay(given)
 
     def spared(self, model: nn.Module, parameters: Parameters) -> list[bool]:
-        """Which parameters are excluded"""
+        """For each parameter, whether it is excluded"""
         pairs = list(zip(parameters.names, parameters.tensors, strict=True))
         if callable(self.exclude):
             return [bool(self.exclude(name, p)) for name, p in pairs]
@@ -80,7 +81,7 @@ class WeightDecay:
         return [any(_matches(model, name, pattern) for pattern in patterns) for name in parameters.names]
 
     def anchor(self, parameters: Parameters, spared: Sequence[bool]) -> Tensor | None:
-        """θ₀, a copy; None for 0: (n,)"""
+        """A copy of θ₀, or None for 0: (n,)"""
         if self.towards is None:
             return None
         if isinstance(self.towards, str):
@@ -106,12 +107,12 @@ def _matches(model: nn.Module, name: str, pattern: str) -> bool:
 
 
 def _named(name: str, pattern: str) -> bool:
-    """A part of the name between dots; with wildcards, all of it."""
+    """Whether the pattern is a part of the name between dots; with wildcards, whether it matches all of it."""
     return fnmatchcase(name, pattern) if set("*?[") & set(pattern) else f".{pattern}." in f".{name}."
 
 
 def _towards(name: str, p: Tensor, there: Any, spared: bool) -> Tensor:
-    """θ₀ of one parameter; one that does not decay needs none"""
+    """θ₀ of one parameter; not needed for a parameter that does not decay"""
     if there is None and spared:
         return torch.zeros_like(p, requires_grad=False)
     if not isinstance(there, Tensor) or there.shape != p.shape or not bool(there.isfinite().all()):
@@ -164,14 +165,14 @@ class Penalty:
         return self.times(theta if self.towards is None else theta - self.towards.to(theta))
 
     def value(self, params: Sequence[Tensor]) -> Tensor:
-        """Where the parameters have these values: () in float64"""
+        """The penalty for these values of the parameters: () in float64"""
         here = [p.detach() for p in params]
         if self.towards is not None:
             here = list(torch._foreach_sub(here, self.parameters.shaped(self.towards.to(here[0]))))
         return self.parameters.total(0.5 * self.weights.squares(here))
 
     def along(self, theta: Tensor, d: Tensor, rates: Sequence[float]) -> list[float]:
-        """At θ + lr·d for every lr"""
+        """The penalty at θ + lr·d for every lr"""
         slope = self.slope(theta.double())
         here = theta.double() if self.towards is None else theta.double() - self.towards.to(slope)
         dot, d = self.parameters.dot, d.double()

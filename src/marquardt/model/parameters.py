@@ -14,10 +14,10 @@ from ..ranks import ALONE, Ranks
 from .batch import COARSE, wide, widened
 from .shards import Shards, sharded
 
-# Of sharded parameters this part of all their gradients is formed at once, or that of the largest layer.
+# For sharded parameters, gradients of at most 1/SHARE of all numbers are formed at once, or those of one larger layer.
 SHARE = 8
 
-Range = tuple[slice, slice]  # columns of θ, columns of some blocks side by side
+Range = tuple[slice, slice]  # columns of θ, columns of some blocks put side by side
 
 
 class HasParameters(Protocol):
@@ -28,20 +28,19 @@ class HasParameters(Protocol):
 
 
 class Parameters:
-    """n numbers in the parameters of a model, flattened one after the other: the vectors θ, g and d are (n,).
+    """n numbers in the parameters of a model, flattened one after another: the vectors θ, g and d are (n,).
 
-    Products of two such vectors are formed here and nowhere else. θ is in float32 at least: parameters of bfloat16 or
-    float16 are its rounding, and `master` is the θ that they were rounded from.
+    Products of two such vectors are only formed here. θ is at least in float32: parameters of bfloat16 or float16 are
+    its rounding, and `master` is the unrounded θ.
 
-    Of parameters that are sharded, `tensors` are the shards of this rank, and all such vectors have their n numbers:
-    what is added up over n is added up over `ranks` too, by `total`. `whole` are the parameters as a forward pass sees
-    them.
+    If parameters are sharded, `tensors` are the shards of this rank, and all such vectors have their n numbers: `total`
+    completes a sum over n by a sum over `ranks`. `whole` are the parameters as a forward pass sees them.
     """
 
     def __init__(self, model: nn.Module, params: Sequence[Tensor], master: Tensor | None = None) -> None:
         self._model, self.given = model, list(params)
         self.shards = Shards(model, self.given) if sharded(self.given[0]) else None
-        self.ranks: Ranks = ALONE if self.shards is None else self.shards.ranks  # those that hold parts of θ
+        self.ranks: Ranks = ALONE if self.shards is None else self.shards.ranks  # the ranks that hold parts of θ
         # aᵀb and ‖a‖ of vectors whose numbers may be shared among ranks: ()
         self.dot: Callable[[Tensor, Tensor], Tensor] = torch.dot if self.shards is None else self._dot
         self.norm: Callable[[Tensor], Tensor] = torch.linalg.vector_norm if self.shards is None else self._norm
@@ -63,7 +62,8 @@ class Parameters:
 
     @cached_property
     def whole(self) -> Parameters:
-        """The parameters as a forward pass sees them: all their numbers, and where they have memory at that time."""
+        """The parameters as a forward pass sees them: with all their numbers, and in the memory they have during the
+        pass."""
         if self.shards is None:
             return self
         found = Parameters(self._model, self.shards.whole)
@@ -76,7 +76,7 @@ class Parameters:
     # θ and the model.
 
     def vector(self) -> Tensor:
-        """θ, a copy: (n,). Numbers that are no longer what they were rounded to were changed by somebody else."""
+        """A copy of θ: (n,). Numbers that differ from the rounding of `master` were set by other code, and are kept."""
         held = self._joined(self.tensors)
         if self.master is None:
             return held
@@ -90,12 +90,12 @@ class Parameters:
         return found
 
     def unrounded(self) -> Tensor | None:
-        """θ, if the parameters cannot hold it: (n,)"""
+        """θ, if the parameters cannot represent it: (n,)"""
         return self.vector() if self.coarse else None
 
     def assign(self, theta: Tensor) -> None:
         """The parameters ← θ"""
-        torch.clear_autocast_cache()  # of other weights
+        torch.clear_autocast_cache()  # which belongs to other weights
         if self.shards is not None:
             self.let_go()
         self.master = theta if self.coarse else None
@@ -105,7 +105,7 @@ class Parameters:
         torch._foreach_copy_(self.tensors, self.shaped(theta))
 
     def shift(self, d: Tensor, lr: float) -> None:
-        """The parameters += lr·d, without another vector in memory unless they are rounded"""
+        """The parameters += lr·d, without another vector in memory unless the parameters are rounded"""
         if self.coarse:
             return self.assign(self.vector().add_(d, alpha=lr))
         if self.shards is not None:
@@ -122,32 +122,32 @@ class Parameters:
         self.assign(theta)
 
     def let_go(self) -> None:
-        """Of sharded parameters as they were gathered for the last pass"""
+        """Releases sharded parameters that were gathered for the last pass"""
         if self.shards is not None:
             self.shards.let_go()
 
     # Vectors and their pieces.
 
     def split(self, v: Tensor) -> Sequence[Tensor]:
-        """By parameter, flat"""
+        """The flat part of each parameter"""
         parts: Sequence[Tensor] = v.split_with_sizes(self.sizes)
         return parts
 
     def shaped(self, v: Tensor) -> tuple[Tensor, ...]:
-        """By parameter, in its shape"""
+        """The part of each parameter, in its shape"""
         parts: tuple[Tensor, ...] = _unflatten_dense_tensors(v, self.tensors)
         return parts
 
     def joined(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """One vector from gradients by parameter, None for 0: (n,)"""
+        """One vector from one gradient per parameter, None for 0: (n,)"""
         return joined(grads, self.tensors)
 
     def members(self, some: Iterable[Tensor]) -> list[int]:
-        """The numbers of some parameters"""
+        """The indices of some parameters"""
         return [self.index[id(p)] for p in some]
 
     def of(self, block: HasParameters) -> Sequence[int]:
-        """The numbers of those of a block of columns, looked up once"""
+        """The indices of the parameters of a block of columns, looked up only once"""
         if block.members is None:
             block.members = self.members(block.params)
         return block.members
@@ -156,7 +156,8 @@ class Parameters:
         return slice(self.starts[i], self.starts[i] + self.sizes[i])
 
     def ranges(self, params: Iterable[Tensor]) -> list[Range]:
-        """Where some parameters are, flattened side by side: (columns of θ, columns there), with neighbours joined"""
+        """The ranges of some parameters, flattened side by side: (columns of θ, columns there), adjacent ranges
+        merged"""
         joined: list[Range] = []
         start = 0
         for i in self.members(params):
@@ -177,7 +178,8 @@ class Parameters:
         return v
 
     def portions(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Of which gradients of these sizes are asked for at once: of all, but no rank holds all of sharded ones."""
+        """Groups of gradients, by their sizes, that are formed at once: all together, but no rank can hold all sharded
+        ones."""
         if not self.ranks.several:
             return [list(range(len(sizes)))]
         found: list[list[int]] = []
@@ -193,17 +195,17 @@ class Parameters:
     # Products.
 
     def total(self, t: Tensor) -> Tensor:
-        """What was added up over the n numbers of this rank, over all"""
+        """The sum over all ranks that hold parts of θ, of sums over the n numbers of each rank"""
         return self.ranks.sum(t)
 
     def largest(self, t: Tensor, dim: int) -> Tensor:
-        """Along the rows of a parameter, those of all ranks: a dimension of t, which stays with length 1"""
+        """The largest along the rows of a parameter on all ranks: a dimension of t, which is kept with length 1"""
         shape = [1 if k == dim else size for k, size in enumerate(t.shape)]
         most = t.amax(dim, keepdim=True) if t.shape[dim] else t.new_zeros(shape)
         return most if self.shards is None else self.ranks.gather(most[None]).amax(0)
 
     def finite(self, v: Tensor) -> Tensor:
-        """Whether all of its numbers are, those of other ranks among them: ()"""
+        """Whether all numbers of v are finite, including those on other ranks: ()"""
         return v.isfinite().all() if self.shards is None else self.total((~v.isfinite()).sum()) == 0
 
     def _dot(self, a: Tensor, b: Tensor) -> Tensor:
@@ -214,19 +216,19 @@ class Parameters:
         return self.total(length.double().square()).sqrt().to(length.dtype)
 
     def cosine(self, a: Tensor, b: Tensor) -> Tensor:
-        """Without the copies that torch.cosine_similarity makes of vectors that may be large: ()"""
+        """The cosine, without torch.cosine_similarity's copies of vectors that may be large: ()"""
         return self.dot(a, b) / (self.norm(a) * self.norm(b)).clamp(min=1e-30)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By the names that they had before torch.compile"""
+    """The parameters by the names they had before torch.compile"""
     for name, p in model.named_parameters():
         yield name.replace("_orig_mod.", ""), p
 
 
 def changing(model: nn.Module, params: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Of a state_dict what differs between the last and the averaged weights, copies: parameters that train, under all
-    their names, and buffers."""
+    """Copies of the entries of a state_dict that may differ between the last and the averaged weights: parameters that
+    train, under all their names, and buffers."""
     trained = {id(p) for p in params}
     entries = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     return {k: t.detach().clone() for k, t in entries.items() if id(t) in trained or not isinstance(t, nn.Parameter)}
@@ -240,7 +242,7 @@ def flat(gradient: Tensor | None, p: Tensor) -> Tensor:
 
 
 def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
-    """One vector from the gradients of some parameters, None for 0"""
+    """One vector from one gradient for each of some parameters, None for 0"""
     plain = len(grads) > 1
     for g, p in zip(grads, params, strict=True):
         if g is None or g.dtype is not p.dtype or g.is_sparse or g.dtype in COARSE:
@@ -252,7 +254,7 @@ def joined(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
 
 
 class Position:
-    """Where the parameters are: at θ, or at a trial point θ + lr·d."""
+    """The present values of the parameters: θ, or a trial point θ + lr·d."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
@@ -260,7 +262,7 @@ class Position:
         self.at: tuple[Tensor, float] | None = None  # d and lr of a trial point; None: at θ
 
     def move(self, d: Tensor | None = None, lr: float = 0.0) -> None:
-        """The parameters to θ + lr·d, or back to θ."""
+        """Moves the parameters to θ + lr·d, or back to θ."""
         there = None if d is None else (d, lr)
         if self.at is not None:
             if there is not None and self.at[0] is there[0] and self.at[1] == there[1]:

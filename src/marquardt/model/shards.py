@@ -1,5 +1,5 @@
-"""Parameters that FSDP2 has sharded (`torch.distributed.fsdp.fully_shard`): of each a rank holds some rows, and a
-forward pass sees it whole while its module is called."""
+"""Parameters sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): each rank holds some rows of each parameter, and
+a forward pass sees the whole parameter while its module is called."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from ..ranks import Ranks, of
 
 WAY_OUT = "(docs/sharded.md says which models LM takes in shards)"
 
-# The parameters of a model, sharded and whole, by the ids of the sharded ones. FSDP2 keeps the whole ones, without
-# memory between two passes.
+# The sharded parameters of a model with their whole versions, by the ids of the sharded ones. FSDP2 keeps the whole
+# ones, without memory between two passes.
 _seen: WeakKeyDictionary[nn.Module, dict[int, tuple[Any, Tensor]]] = WeakKeyDictionary()
 
 
 def sharded(p: Any) -> bool:
-    """Whether it is a DTensor"""
+    """Whether p is a DTensor"""
     return hasattr(p, "to_local")
 
 
 def own_part(p: Any) -> Tensor:
-    """What this rank holds of a parameter"""
+    """The part of a parameter that this rank holds"""
     part: Tensor = p.to_local() if sharded(p) else p
     return part.detach()
 
 
 def shard_of(p: Any) -> tuple[int, int] | None:
-    """The number of this rank among those that share a parameter, and how many they are; None if it is whole"""
+    """The index of this rank among those that share a parameter, and their number; None if the parameter is whole"""
     return (p.device_mesh.get_local_rank(), p.device_mesh.size()) if sharded(p) else None
 
 
 def gathering(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 gathers the parameters of"""
+    """The modules whose parameters are gathered by FSDP2"""
     return [m for m in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(m).__mro__)]
 
 
 def let_go(model: nn.Module) -> None:
-    """Of what was gathered, by the caller too: it is of other weights, or takes memory for nothing."""
+    """Releases gathered parameters, including those gathered by the caller: they are outdated, or occupy memory in
+    vain."""
     for module in gathering(model):
         module.reshard()
 
@@ -54,7 +55,7 @@ def refuse_sharded(params: Iterable[Any], what: str) -> None:
 
 
 def check_sharded(model: nn.Module, params: Sequence[Any]) -> None:
-    """All of them in rows, over the same ranks, by FSDP2."""
+    """Checks that all parameters are sharded in rows, over the same ranks, by FSDP2."""
     some, names = [p for p in params if sharded(p)], {id(p): name for name, p in model.named_parameters()}
     if not some and not gathering(model):
         return
@@ -88,7 +89,8 @@ def check_sharded(model: nn.Module, params: Sequence[Any]) -> None:
 
 
 def _whole(model: nn.Module, params: Sequence[Any]) -> list[Tensor | None]:
-    """By a visit to every module: its parameters are gathered once. None for those that stay as they are."""
+    """The whole versions, by gathering the parameters of every module once. None for parameters that FSDP2 leaves as
+    they are."""
     known = _seen.get(model, {})
     if not all(id(p) in known for p in params):
         places = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if sharded(p)]
@@ -102,7 +104,7 @@ def _whole(model: nn.Module, params: Sequence[Any]) -> list[Tensor | None]:
 
 
 class Shards:
-    """What this rank holds of some parameters, and what a forward pass sees of them."""
+    """The parts of some parameters on this rank, and the parameters as a forward pass sees them."""
 
     def __init__(self, model: nn.Module, params: Sequence[Any]) -> None:
         let_go(model)
@@ -133,7 +135,8 @@ class Shards:
         return whole
 
     def rows(self, length: int) -> list[slice]:
-        """Of so many rows, those that every rank holds: as torch.chunk cuts them, the last may be fewer or none"""
+        """The rows that each rank holds, out of `length`: as torch.chunk divides them, the last rank may have fewer or
+        none"""
         each = -(-length // self.ranks.size)
         cuts = [min(length, each * rank) for rank in range(self.ranks.size + 1)]
         return [slice(first, last) for first, last in itertools.pairwise(cuts)]
@@ -143,7 +146,7 @@ class Shards:
             module.reshard()
 
     def recover(self) -> None:
-        """From a pass that was broken off"""
+        """Restores FSDP2 after an interrupted pass"""
         for module in self._roots():
             if hasattr(module, "reset_iter_state"):
                 module.reset_iter_state()

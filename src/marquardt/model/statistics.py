@@ -1,4 +1,4 @@
-"""Running statistics of normalisation layers: those that belong to other weights are found anew."""
+"""Running statistics of normalisation layers: they are estimated again if they belong to other weights."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .batch import Batch, forward
 
 
 def tracking(model: nn.Module) -> list[Norm]:
-    """The layers that keep statistics."""
+    """The layers that keep running statistics."""
     return Anatomy(model).tracking
 
 
 def counting(model: nn.Module) -> list[Norm]:
-    """Those in train mode: a forward pass changes their statistics."""
+    """The layers whose statistics change in a forward pass, because they are in train mode."""
     return [m for m in tracking(model) if m.training]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the layers that keep statistics have seen last."""
+    """The last batches that the layers with running statistics have seen."""
 
-    inputs: tuple[Any, ...] = ()  # of batches,
-    training: tuple[nn.Module, ...] = ()  # and the modules that were in train mode then
+    inputs: tuple[Any, ...] = ()  # of these batches
+    training: tuple[nn.Module, ...] = ()  # the modules that were in train mode
 
     @staticmethod
     def of(form: Anatomy, batches: Iterable[Batch]) -> Seen:
-        """The first of these batches, if a layer of this model counts it"""
+        """The first of these batches, if a layer of this model takes it into its statistics"""
         if not any([layer.training for layer in form.tracking]):
             return NOTHING
         return Seen(tuple(b.inputs for b in islice(batches, 1)), tuple(m for m in form.modules if m.training))
@@ -46,9 +46,10 @@ NOTHING = Seen()
 
 @contextmanager
 def estimated(model: nn.Module, seen: Seen) -> Iterator[None]:
-    """The statistics of what was seen, at the weights that the model has now; afterwards those from before.
+    """The statistics of the batches in `seen` at the present weights of the model; afterwards the old ones are
+    restored.
 
-    As torch.optim.swa_utils.update_bn has it: all batches weigh the same, in the modes of training.
+    As in torch.optim.swa_utils.update_bn, all batches have the same weight, in the modes of training.
     """
     kept = [(layer, {k: b.clone() for k, b in layer.named_buffers(recurse=False)}) for layer in tracking(model)]
 
@@ -85,7 +86,7 @@ def _estimate(model: nn.Module, seen: Seen) -> None:
 
 
 def _pass(model: nn.Module, inputs: Iterable[Any], layers: list[Norm]) -> None:
-    """Forward passes that leave random numbers, and the buffers of all other modules, as they were."""
+    """Forward passes that change neither random number generators nor the buffers of any other modules."""
     device = next(model.parameters()).device
     before, own = torch.get_rng_state(), rng_state(device)
     others = {id(b) for layer in layers for b in layer.buffers()}
@@ -101,6 +102,6 @@ def _pass(model: nn.Module, inputs: Iterable[Any], layers: list[Norm]) -> None:
 
     with back_afterwards(back), torch.no_grad():
         for i, batch in enumerate(inputs):
-            for layer in layers:  # the mean of all batches: None has it, which InstanceNorm does not know
+            for layer in layers:  # a mean over all batches: momentum=None, which InstanceNorm does not support
                 layer.momentum = None if isinstance(layer, nn.modules.batchnorm._BatchNorm) else 1 / (i + 1)
             forward(model, batch)
