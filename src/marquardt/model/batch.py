@@ -389,8 +389,7 @@ def bounds(N: int, size: int) -> list[int]:
 
 
 def _cut(t: Tensor, first: int, last: int) -> Tensor:
-    """Some of the samples, as a leaf if t requires a gradient: a slice of a leaf under no_grad is not a proper
-    leaf, although it requires one."""
+    """Some of the samples, as a new leaf if t requires a gradient"""
     found = t.detach()[first:last]
     return found.requires_grad_() if t.requires_grad else found
 
