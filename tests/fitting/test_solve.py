@@ -8,9 +8,8 @@ from torch import Tensor, exp
 
 import marquardt as mq
 from marquardt import least_squares
-from marquardt.fitting.options import Options
-from marquardt.fitting.robust import RobustLoss
-from marquardt.fitting.solve import is_stationary, linearised
+from marquardt.fitting.problems import build
+from marquardt.fitting.solve import Options, is_stationary, linearised
 from support.decay.residuals import decay
 
 D = torch.float64
@@ -44,9 +43,11 @@ def test_a_column_that_was_longer_is_no_column_of_nothing():
     """The cosine of the only column is 0.6; that D is 1e10 times its length says nothing about the point."""
     f, J = torch.tensor([[3.0, 4.0]], dtype=D), torch.tensor([[[1.0], [0.0]]], dtype=D)
     x, options = torch.tensor([[2.0]], dtype=D), Options()
-    assert not is_stationary(linearised(x, f, J, torch.full_like(x, 1e10), RobustLoss(), None, options), options)
+    far = torch.full_like(x, math.inf)
+    line, _ = build(lambda p: torch.cat([p + 1, 0 * p + 4]), x, "auto", (), {}, False, -far, far, False)
+    assert not is_stationary(linearised(line, x, f, J, torch.full_like(x, 1e10), options), options)
     # One that changes nothing even if its parameter is doubled is another matter.
-    assert is_stationary(linearised(x, f, 1e-10 * J, torch.ones_like(x), RobustLoss(), None, options), options)
+    assert is_stationary(linearised(line, x, f, 1e-10 * J, torch.ones_like(x), options), options)
 
 
 def test_a_step_held_short_does_not_end_the_search():

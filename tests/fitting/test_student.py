@@ -5,7 +5,7 @@ import math
 import pytest
 from scipy import stats
 
-from marquardt.fitting.student import quantile
+from marquardt.fitting.fit import quantile
 
 
 @pytest.mark.parametrize("nu", [1, 2, 3, 7, 30, 1000, 1e5, math.inf])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..memory import unless_interrupted
-from .arrays import array, floating, gathered, like
+from .arrays import array, floating, gathered, kind, like
 
 
 def independent(x: Any, like: Tensor) -> Any:
@@ -52,9 +53,9 @@ def values(model: Any, p: Any) -> Any:
 
 def shape(f: Callable[..., Any], x: Tensor, p: Tensor) -> tuple[int, ...] | None:
     """Of what f returns for this x; None if it takes no such x."""
-    for kind in (Tensor.detach, array):
+    for as_given in (Tensor.detach, array):
         try:
-            q = kind(p)
+            q = as_given(p)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return tuple(values(f(like(x, q), *q), q).shape)
@@ -85,3 +86,154 @@ def fed(g: Callable[..., Any], x: Any, p0: Tensor, batched: bool) -> Callable[..
             return g
         return on_arrays
     return g
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """r ↦ r/σ, or L⁻¹r with the covariance LLᵀ; of residuals (m,) or of their slopes (m, n)."""
+
+    root: Tensor  # σ, (m,), or L, (m, m); of many data sets with a leading dimension
+    matrix: bool  # the root is L
+
+    def __call__(self, r: Tensor, root: Tensor) -> Tensor:
+        """`root` is that of one data set."""
+        if not self.matrix:
+            return r.to(root) / (root if r.ndim == 1 else root.unsqueeze(-1))
+        columns = r.to(root) if r.ndim == 2 else r.to(root).unsqueeze(-1)
+        white = torch.linalg.solve_triangular(root, columns, upper=False)
+        return white if r.ndim == 2 else white.squeeze(-1)  # type: ignore[no-any-return]
+
+    @property
+    def reciprocal(self) -> Tensor:
+        """1/σ of each point; with a covariance σ given the points before it."""
+        return 1 / (self.root.diagonal(dim1=-2, dim2=-1) if self.matrix else self.root)
+
+
+@dataclass(frozen=True)
+class Observations:
+    """One data set, or B of m points each."""
+
+    x: Any  # a tensor, the points as its last dimension, or whatever else f takes
+    y: Tensor  # (m,), or (B, m)
+    batched: bool
+    own_x: bool  # x has an entry for each data set
+    whitening: Whitening | None
+
+    @property
+    def x_ndim(self) -> int | None:
+        """Dimensions of the x that f takes; None if x is no array."""
+        return self.x.ndim - self.own_x if isinstance(self.x, Tensor) else None
+
+    @property
+    def args(self) -> tuple[Tensor, ...]:
+        """What fun gets besides p: y, and of many data sets all else that is of one of them."""
+        if not self.batched:
+            return (self.y,)
+        x = (self.x,) if self.own_x else ()
+        return (self.y, *x, *(() if self.whitening is None else (self.whitening.root,)))
+
+    def split(self, p: Any, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """x, y and the root of sigma that go with p."""
+        y, *rest = args
+        x = like(rest.pop(0) if self.own_x else self.x, p)
+        return x, y, rest.pop(0) if rest else self.whitening and self.whitening.root
+
+    def white(self, r: Any, root: Any) -> Any:
+        """Residuals, or their slopes, in units of sigma."""
+        return r if self.whitening is None else self.whitening(torch.as_tensor(r), root)
+
+
+def points(xdata: Any, ydata: Any, device: torch.device | None, batched: bool) -> tuple[Any, Tensor]:
+    """x and y in float64."""
+    for name, data in (("xdata", xdata), ("ydata", ydata)):
+        if data is None or callable(data):
+            raise TypeError(f"{name} is {kind(data)}: the arguments are f, xdata and ydata, in this order")
+    y = floating("ydata", ydata)
+    y = y if device is None else y.to(device)
+    x = independent(xdata, y)
+    if y.ndim == 0 and isinstance(x, Tensor) and x.ndim:  # one number for all points
+        y = y.expand(x.shape[-1])
+    if y.ndim != 1 + batched or not y.numel():
+        shape = f"ydata has shape {tuple(y.shape)}: it must be"
+        if batched:
+            raise ValueError(f"{shape} (data sets, points), with batched=True")
+        if y.numel() == max(y.shape, default=0) > 0:
+            raise ValueError(f"{shape} (points,): pass it flat, as ydata.reshape(-1)")
+        rows = "; for a data set in each row pass batched=True" if y.ndim == 2 and y.numel() else ""
+        raise ValueError(f"{shape} (points,){rows}")
+    return x, y
+
+
+def mismatch(model: tuple[int, ...], x: Any, y: tuple[int, ...]) -> str:
+    """What to say of a curve that has another shape than the data, by the shape of the x that f got."""
+    text = f"f returned shape {model} for ydata of shape {y}"
+    if not hasattr(x, "shape"):
+        return text
+    of_x, m = tuple(x.shape), y[-1]
+    text += f" and xdata of shape {of_x}"
+    if len(of_x) == 2 and of_x[0] == m != of_x[1]:
+        return f"{text}: the points are the last dimension of xdata; pass " + (
+            "xdata.reshape(-1)" if of_x[1] == 1 else "xdata.T, of which f gets the variables as x[0], x[1], …"
+        )
+    if of_x[-1:] != (m,) and of_x:
+        return f"{text}: pass as many points in both"
+    return f"{text}: f must return a value for each point"
+
+
+def require_finite(x: Any, y: Tensor) -> None:
+    for name, data in (("xdata", x), ("ydata", y)):
+        if isinstance(data, Tensor) and not bool(data.isfinite().all()):
+            raise ValueError(f"{name} contains NaN or infinities: leave those points out, or see nan_policy")
+
+
+def without_nan(x: Any, y: Tensor, sigma: Any, policy: str, batched: bool) -> tuple[Any, Tensor, Any]:
+    """The points without NaN, or an error, as nan_policy says."""
+    if not any(isinstance(data, Tensor) and bool(data.isnan().any()) for data in (x, y)):
+        return x, y, sigma
+    if policy == "raise":
+        raise ValueError("xdata or ydata contains NaN: leave those points out, nan_policy='omit'")
+    if batched:
+        raise ValueError("nan_policy='omit' would leave data sets of different length: fit them one by one")
+    if not isinstance(x, Tensor) or x.shape[-1:] != y.shape:
+        raise ValueError("nan_policy='omit' needs xdata as an array, with the points as its last dimension")
+    keep = ~(y.isnan() | x.isnan().reshape(-1, len(y)).any(0))
+    if sigma is not None:
+        sigma = gathered(sigma)
+        sigma = sigma[keep] if sigma.ndim == 1 else sigma[keep][:, keep] if sigma.ndim == 2 else sigma
+    return x[..., keep], y[keep], sigma
+
+
+def observed(f: Callable[..., Any], x: Any, y: Tensor, sigma: Any, p: Tensor, batched: bool) -> Observations:
+    """With sigma, and with an x for all data sets or one for each: f, called with parameters p, tells which."""
+    own_x = batched and _own_x(f, x, p, y)
+    return Observations(x, y, batched, own_x, None if sigma is None else _whitening(sigma, y, batched))
+
+
+def _own_x(f: Callable[..., Any], x: Any, p: Tensor, y: Tensor) -> bool:
+    """Whether x has an entry for each data set: f returns a value for each point where it gets the x it is made for."""
+    if not isinstance(x, Tensor) or x.ndim < 2 or len(x) != len(y):
+        return False
+    points = tuple(y.shape[1:])
+    for_all, for_each = (shape(f, z, p[0]) == points for z in (x, x[0]))
+    if for_all and for_each:
+        raise ValueError(
+            f"xdata of shape {tuple(x.shape)} may be that of all {len(y)} data sets or hold one for each: f returns "
+            f"{points} either way. Pass one for each, with the dimensions that f expects after the first"
+        )
+    return not for_all
+
+
+def _whitening(sigma: Any, y: Tensor, batched: bool) -> Whitening:
+    s = floating("sigma", sigma).to(y)
+    m = y.shape[-1]
+    shapes = {0: (), 1: (m,), 2: tuple(y.shape) if batched else (m, m), 3: (len(y), m, m)}
+    if s.ndim > 2 + batched or tuple(s.shape) != shapes[s.ndim]:
+        raise ValueError(f"sigma has shape {tuple(s.shape)} for ydata of shape {tuple(y.shape)}")
+    if s.ndim <= 1 + batched:
+        if not bool((s > 0).all()) or bool(s.isinf().expand_as(y).all(-1).any()):
+            raise ValueError("sigma must be positive; inf leaves a point out, but not all of them")
+        return Whitening(s.expand_as(y), matrix=False)
+    L, info = torch.linalg.cholesky_ex(s)
+    if bool(info.any()) or not torch.allclose(s, s.mT, rtol=1e-8):
+        raise ValueError("sigma must be a symmetric and positive definite covariance matrix")
+    return Whitening(L, matrix=True)
