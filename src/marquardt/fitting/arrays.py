@@ -1,4 +1,4 @@
-"""Tensors, NumPy arrays and plain numbers, and the ways between them."""
+"""Tensors, NumPy arrays and plain numbers, the ways between them, and tensors that torch differentiates or maps."""
 
 from __future__ import annotations
 
@@ -86,6 +86,8 @@ def like(data: Any, p: Any) -> Any:
     return data if isinstance(p, Tensor) else array(data)
 
 
+# A fit has no derivative: where one would be lost, it is refused.
+
 WAY_OUT = (
     "Detach it (.detach()), or call it under torch.no_grad(), if that derivative is not wanted; if it is, write it as "
     "that of the minimum: docs/least_squares.md, the derivative of a fit"
@@ -93,14 +95,14 @@ WAY_OUT = (
 
 
 class DerivativeLost(ValueError):
-    """Somebody wants the derivative of a fit, and would get zeros."""
+    """The derivative of a fit is asked for, and would be zero."""
 
 
 def refuse(way_out: str = WAY_OUT, /, **given: Any) -> None:
     """An error for the arguments, alone or in lists, of which a derivative would be lost without a word."""
     for name, value in given.items():
         for t in _tensors(value):
-            _check(name, t, _requires_grad(t), way_out)
+            _check(name, t, way_out)
 
 
 def refuse_captured(f: Any, before: int) -> None:
@@ -110,12 +112,16 @@ def refuse_captured(f: Any, before: int) -> None:
     parameter of a module, come from outside. The weights of a network inside fun are constants of the fit.
     """
     if isinstance(f, Tensor):
-        _check("a tensor that fun uses", f, _requires_grad(f) and _from_outside(f, before), WAY_OUT)
+        _check("a tensor that fun uses", f, WAY_OUT, before)
 
 
 def refuse_unreadable(error: Exception) -> None:
     """The same where an array was to be made of what torch.func differentiates or maps, if that is the error."""
-    if isinstance(error, RuntimeError) and "Cannot access data pointer" in str(error) and in_transform():
+    if (
+        isinstance(error, RuntimeError)
+        and "Cannot access data pointer" in str(error)
+        and _functorch.get_dynamic_layer_stack_depth()
+    ):
         raise DerivativeLost(
             "an array is made of a tensor inside a torch.func transform, and the result of a fit has no derivative: it "
             "would be lost. Call it outside of the transform, or pass tensors (x0 or p0 too), write the function with "
@@ -133,23 +139,16 @@ def readable(t: Tensor) -> Any:
         raise
 
 
-def in_transform() -> bool:
-    """Whether this is called by a function that torch.func differentiates or maps."""
-    return bool(_functorch.get_dynamic_layer_stack_depth())
-
-
-def _check(name: str, t: Tensor, differentiated: bool, way_out: str) -> None:
+def _check(name: str, t: Tensor, way_out: str, before: int | None = None) -> None:
     lost = f"and the result of a fit has no derivative: it would be lost. {way_out}"
-    if differentiated:
+    if torch.is_grad_enabled() and t.requires_grad and (before is None or _from_outside(t, before)):
         raise DerivativeLost(f"{name} requires grad, {lost}")
     if forward_ad.unpack_dual(t).tangent is not None:
         raise DerivativeLost(f"{name} carries a tangent of forward-mode AD, {lost}")
-    if _mapped(t):
-        raise DerivativeLost(f"{name} is mapped by torch.func.vmap: pass all problems in one call, batched=True")
-
-
-def _requires_grad(t: Tensor) -> bool:
-    return torch.is_grad_enabled() and t.requires_grad
+    while _functorch.is_functorch_wrapped_tensor(t):
+        if _functorch.is_batchedtensor(t):
+            raise DerivativeLost(f"{name} is mapped by torch.func.vmap: pass all problems in one call, batched=True")
+        t = _functorch.get_unwrapped(t)
 
 
 def last_node() -> int:
@@ -157,16 +156,8 @@ def last_node() -> int:
         return int(torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr())  # type: ignore[union-attr]
 
 
-def _mapped(t: Tensor) -> bool:
-    """Whether torch.func.vmap gives it a dimension that is out of sight."""
-    while _functorch.is_functorch_wrapped_tensor(t):
-        if _functorch.is_batchedtensor(t):
-            return True
-        t = _functorch.get_unwrapped(t)
-    return False
-
-
 def _from_outside(f: Tensor, before: int) -> bool:
+    """Whether a tensor depends on a node of autograd up to `before`, or on a leaf that is no parameter of a module."""
     seen, going = set(), [f.grad_fn]
     while going:
         node: Any = going.pop()
@@ -174,9 +165,7 @@ def _from_outside(f: Tensor, before: int) -> bool:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is None and node._sequence_nr() <= before:
-            return True
-        if leaf is not None and not isinstance(leaf, torch.nn.Parameter):
+        if node._sequence_nr() <= before if leaf is None else not isinstance(leaf, torch.nn.Parameter):
             return True
         going += [following for following, _ in node.next_functions]
     return False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .arrays import gathered, like, readable, refuse, tensor
-from .curve import Curve, independent
+from .curve import independent, values
 from .problems import build
 from .result import MESSAGES, Result
 
@@ -241,7 +241,14 @@ class CurveFit:
                 wanted = f"{self.x_ndim} dimensions" + f", or {len(p)} such x, one for each fit" * self.batched
                 raise ValueError(f"x has shape {tuple(at.shape)}: it must have {wanted}, as xdata has")
             own = (at,)
-        curve = Curve(self.f, at, self.x_ndim)
+
+        def curve(p: Any, *own: Tensor) -> Any:
+            z = like(own[0] if own else at, p)
+            y = values(self.f(z, *p), p)
+            if y.ndim == 0 and isinstance(at, Tensor) and z.ndim == self.x_ndim:  # a constant
+                y = y + like(at.new_zeros(z.shape[-1:]), p)
+            return y.reshape(-1)
+
         far = torch.full_like(p, math.inf)
         numpy = not isinstance(self.popt, Tensor)
         with torch.no_grad():
