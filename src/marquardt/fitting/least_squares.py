@@ -76,11 +76,11 @@ def least_squares(
     >>> mq.least_squares(rosenbrock, torch.tensor([-1.2, 1.0], dtype=torch.float64)).x
     tensor([1., 1.], dtype=torch.float64)
     """
-    _check(fun, args, {} if kwargs is None else kwargs, dtype)
+    kwargs = {} if kwargs is None else kwargs
+    _check(fun, args, kwargs, dtype, method, jac, verbose, max_nfev)
     refuse(x0=x0, bounds=bounds, x_scale=x_scale, args=args, kwargs=kwargs, f_scale=f_scale, weights=weights)
     differentiated = torch.is_grad_enabled()
     x, numpy, rounding = _start(x0, batched, dtype)
-    _check_choices(method, jac, verbose, max_nfev)
     options = Options(
         _tolerance("ftol", ftol), _tolerance("xtol", xtol), _tolerance("gtol", gtol),
         EVALUATIONS * (x.shape[-1] + 1) if max_nfev is None else int(max_nfev),
@@ -91,7 +91,7 @@ def least_squares(
     x = x.clamp(lower, upper)
     report = Report(numpy, verbose, callback)
     with torch.no_grad():
-        problems, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy, differentiated)
+        problems, note = build(fun, x, jac, tuple(args), kwargs, batched, lower, upper, numpy, differentiated)
         if numpy:
             readable(x)  # as the result must be: before the work rather than after it
         free = bool(lower.isneginf().all()) and bool(upper.isposinf().all())
@@ -104,7 +104,9 @@ def least_squares(
         return report.end(problems, s, note)
 
 
-def _check(fun: Any, args: Any, kwargs: Any, dtype: Any) -> None:
+def _check(
+    fun: Any, args: Any, kwargs: Any, dtype: Any, method: str, jac: Any, verbose: int, max_nfev: Any
+) -> None:  # fmt: skip
     if not callable(fun):
         raise TypeError(f"fun is {kind(fun)}: it must be a function, the first argument of least_squares(fun, x0)")
     if not isinstance(args, (tuple, list)):
@@ -113,9 +115,6 @@ def _check(fun: Any, args: Any, kwargs: Any, dtype: Any) -> None:
         raise TypeError(f"kwargs must be a dict, not {kind(kwargs)}")
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype={dtype!r}: pass torch.float64 or torch.float32, in which LAPACK works")
-
-
-def _check_choices(method: str, jac: Any, verbose: int, max_nfev: Any) -> None:
     if method not in ("lm", "trf"):
         raise ValueError(f"method={method!r}: pass 'lm'; it takes bounds and losses too ('trf' is accepted for it)")
     if not callable(jac) and jac not in ("auto", "2-point", "3-point"):

@@ -138,21 +138,24 @@ class Problems:
             unless_interrupted(error)
             return self._each(self.fun, x)
 
-    def _each(self, function: Function, *x: Tensor, look: Callable[[Any], None] = lambda f: None) -> Tensor:
+    def _each(self, function: Function, *x: Tensor, look: Callable[[Any], None] | None = None) -> Tensor:
         """The function of every problem, looked at; x and what else has a leading dimension B."""
         if not self.batched:
-            value = function(*(t[0] for t in x), *self.args)
-            look(value)
+            value = function(*[t[0] for t in x], *self.args)
+            if look is not None:
+                look(value)
             return self.tensor(value).unsqueeze(0)
         if not self.loop:
             value = vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args)
-            look(value)
+            if look is not None:
+                look(value)
             return tensor(value).to(self.like)
         values = []
         for i in range(len(x[0])):
             args = [a if d is None else a[i] for a, d in zip(self.args, self.cut, strict=True)]
             value = function(*(t[i] for t in x), *args)
-            look(value)
+            if look is not None:
+                look(value)
             values.append(self.tensor(value))
         return torch.stack(values)
 

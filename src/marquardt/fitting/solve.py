@@ -14,9 +14,26 @@ from ..deferred import Tape, capturing, recorded
 from .factor import QRFactor, Subset, norm
 from .problems import Problems
 
+# Status codes: SciPy's, and STUCK.
+RUNNING, STUCK, STOPPED, BAD, LIMIT, GTOL, FTOL, XTOL, BOTH = -9, -3, -2, -1, 0, 1, 2, 3, 4
+
+ACCEPT = 1e-4  # least ratio of actual to predicted decrease: MINPACK
+COMPACT = 0.7  # stopped problems leave the batch once fewer than this share is running
+NOISE = 1e3  # in eps: relative decreases of the cost below this may be rounding
+STATIONARY = 1e-6  # the largest cosine between residuals and a column of J at what may be called a minimum
+NEAR = 1e-3  # the same cosine, where a test of the step or of the decrease may end a search
+STALE = 1e-3  # a column of J this much shorter than D has it
+BEND = 0.75  # most of ‖a‖/‖p‖, the acceleration of a geodesic step (Transtrum and Sethna 2012)
+
+P = TypeVar("P", bound="Point")
+
+_ready: set[torch.device] = set()  # libraries set up at their first calls in a process what cannot be recorded
+
 
 @dataclass(frozen=True)
 class Options:
+    """Tolerances, limits and ways of a search."""
+
     ftol: float = 0.0
     xtol: float = 1e-10
     gtol: float = 1e-10
@@ -26,12 +43,6 @@ class Options:
     restarts: bool = True
     capture: bool = False
     x_scale: Tensor | None = None  # 1/D, or None for the norms of the Jacobian's columns
-
-
-# Status codes: SciPy's, and STUCK.
-RUNNING, STUCK, STOPPED, BAD, LIMIT, GTOL, FTOL, XTOL, BOTH = -9, -3, -2, -1, 0, 1, 2, 3, 4
-
-P = TypeVar("P", bound="Point")
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,8 @@ class Progress(Point):
 
     def at(self, part: Subset, point: Point) -> Progress:
         """This one, with some of the problems at other points."""
-        return replace(self, **vars(mapped(part.into, Point, self, point)))
+        plain = part.index is not None and part.whole
+        return replace(self, **vars(point if plain else mapped(part.into, Point, self, point)))
 
     @property
     def running(self) -> Tensor:
@@ -98,70 +110,6 @@ def better_of(old: Progress, new: Progress, limit: Tensor, which: Tensor) -> Pro
     status = torch.where(new.status == STOPPED, STOPPED, kept.status)  # the callback's word counts for all attempts
     return replace(kept, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
 
-
-_ready: set[torch.device] = set()  # libraries set up at their first calls in a process what cannot be recorded
-
-
-class RecordedIteration:
-    """iterate(problems, progress, options), recorded once and then replayed.
-
-    What is asked on the way is assumed to be answered by yes (..deferred). The problems of which that was not true take
-    their step once more, without the recording, from where they were: `old`, which the graph itself takes over from
-    `new`. All calls are for the same problems, each with the progress that the last one returned.
-    """
-
-    def __init__(self, iterate: Callable[..., Progress]) -> None:
-        self.iterate = iterate
-        self.refused = False
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, problems: Problems, s: Progress, options: Options) -> Progress:
-        if self.graph is None and not self.refused and s.x.device in _ready:
-            self._record(problems, s, options)
-        if self.graph is None:
-            _ready.add(s.x.device)
-            return self.iterate(problems, s, options)
-        self.graph.replay()
-        index = self.wrong.nonzero().squeeze(-1)
-        if len(index):
-            old = self.old.renewed()[index]
-            again = self.iterate(problems[index], old, options)
-            for t, part in zip(self.new.tensors(), again.tensors(), strict=True):
-                t.index_copy_(0, index, part)
-            if 2 * len(index) > int(self.old.running.sum()):  # it knows too little of these problems
-                self.graph, self.refused = None, True
-        return self.new.renewed()
-
-    def _record(self, problems: Problems, s: Progress, options: Options) -> None:
-        self.old, self.new = s.copy(), s.copy()
-        try:
-            with capturing(s.x.device):
-                tape, graph, stream = Tape([]), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream), recorded(tape):
-                    graph.capture_begin()
-                    try:
-                        torch._foreach_copy_(self.old.tensors(), self.new.tensors())
-                        new = self.iterate(problems, self.old.renewed(), options)
-                        torch._foreach_copy_(self.new.tensors(), new.tensors())
-                        self.wrong = ~torch.stack(tape.asked).all(0) & self.old.running
-                    finally:
-                        graph.capture_end()
-                torch.cuda.current_stream().wait_stream(stream)
-            self.graph = graph
-        except Exception as error:  # CUDA refuses in many ways
-            self.refused = True
-            reason = str(error).partition("\n")[0]
-            warnings.warn(f"capture=True: this fit cannot be recorded, it goes on without: {reason}", stacklevel=2)
-
-
-ACCEPT = 1e-4  # least ratio of actual to predicted decrease: MINPACK
-COMPACT = 0.7  # stopped problems leave the batch once fewer than this share is running
-NOISE = 1e3  # in eps: relative decreases of the cost below this may be rounding
-STATIONARY = 1e-6  # the largest cosine between residuals and a column of J at what may be called a minimum
-NEAR = 1e-3  # the same cosine, where a test of the step or of the decrease may end a search
-STALE = 1e-3  # a column of J this much shorter than D has it
-BEND = 0.75  # most of ‖a‖/‖p‖, the acceleration of a geodesic step (Transtrum and Sethna 2012)
 
 Watcher = Callable[[Problems, Progress, int], None]  # the last is the number of the iteration
 
@@ -339,3 +287,56 @@ def is_stationary(s: Point, options: Options) -> Tensor:
 def relative_change(x: Tensor, p: Tensor) -> Tensor:
     """max |pⱼ|/|xⱼ|: (B,)"""
     return torch.where(p == 0, 0, p.abs() / (x + p).abs()).amax(-1)
+
+
+class RecordedIteration:
+    """iterate(problems, progress, options), recorded once and then replayed.
+
+    What is asked on the way is assumed to be answered by yes (..deferred). The problems of which that was not true take
+    their step once more, without the recording, from where they were: `old`, which the graph itself takes over from
+    `new`. All calls are for the same problems, each with the progress that the last one returned.
+    """
+
+    def __init__(self, iterate: Callable[..., Progress]) -> None:
+        self.iterate = iterate
+        self.refused = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, problems: Problems, s: Progress, options: Options) -> Progress:
+        if self.graph is None and not self.refused and s.x.device in _ready:
+            self._record(problems, s, options)
+        if self.graph is None:
+            _ready.add(s.x.device)
+            return self.iterate(problems, s, options)
+        self.graph.replay()
+        index = self.wrong.nonzero().squeeze(-1)
+        if len(index):
+            old = self.old.renewed()[index]
+            again = self.iterate(problems[index], old, options)
+            for t, part in zip(self.new.tensors(), again.tensors(), strict=True):
+                t.index_copy_(0, index, part)
+            if 2 * len(index) > int(self.old.running.sum()):  # it knows too little of these problems
+                self.graph, self.refused = None, True
+        return self.new.renewed()
+
+    def _record(self, problems: Problems, s: Progress, options: Options) -> None:
+        self.old, self.new = s.copy(), s.copy()
+        try:
+            with capturing(s.x.device):
+                tape, graph, stream = Tape([]), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream), recorded(tape):
+                    graph.capture_begin()
+                    try:
+                        torch._foreach_copy_(self.old.tensors(), self.new.tensors())
+                        new = self.iterate(problems, self.old.renewed(), options)
+                        torch._foreach_copy_(self.new.tensors(), new.tensors())
+                        self.wrong = ~torch.stack(tape.asked).all(0) & self.old.running
+                    finally:
+                        graph.capture_end()
+                torch.cuda.current_stream().wait_stream(stream)
+            self.graph = graph
+        except Exception as error:  # CUDA refuses in many ways
+            self.refused = True
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"capture=True: this fit cannot be recorded, it goes on without: {reason}", stacklevel=2)
