@@ -150,14 +150,14 @@ def _fit(
     lower, upper = limits(bounds, x)
     size = torch.ones_like(r) if weights is None else tensor(weights).to(r).sqrt().expand_as(r)
     light = size if data.root is None else size * data.precision.to(r)
-    found = covariance(J, cost, r * size, light, lower == upper, known)
-    missing = found.unknown & torch.as_tensor(result.success)  # of the others `success` tells
+    errors = covariance(J, cost, r * size, light, lower == upper, known)
+    missing = errors.unknown & torch.as_tensor(result.success)  # of the others `success` tells
     if bool(missing.any()):
         i = int(missing.int().argmax())
         which = f" of {int(missing.sum())} of {len(x)} data sets" if data.batched else ""
         first = f"in data set {i} " if data.batched else ""
         called = names(f, x.shape[-1])
-        reason = found.reason(i, called, known)
+        reason = errors.reason(i, called, known)
         if "x" in called:
             reason += f". Note that f is called with xdata first, and x is fitted: f(xdata, {', '.join(called)})"
         warnings.warn(
@@ -165,8 +165,8 @@ def _fit(
         )
     weighted = data.root is not None or weights is not None
     return CurveFit(
-        result.x, like(found.matrix if data.batched else found.matrix[0], result.x), result, f,
-        like(found.dof, result.x) if data.batched else int(found.dof),
-        found.noise if data.batched else float(found.noise),
+        result.x, like(errors.matrix if data.batched else errors.matrix[0], result.x), result, f,
+        like(errors.dof, result.x) if data.batched else int(errors.dof),
+        errors.noise if data.batched else float(errors.noise),
         known, weighted, data.batched, data.x_ndim,
     )  # fmt: skip

@@ -142,15 +142,15 @@ class QRFactor:
         # Where no column lies near the span of those before it, the condition is at most √n·2ⁿ over that distance.
         near = self.R.diagonal(dim1=-2, dim2=-1).abs() <= 1e-3 * self.length
         index = (near.any(-1) | (n > 12)).nonzero().squeeze(-1)
-        found = torch.full_like(self.c[:, 0], 1e3 * 2**n)
+        condition = torch.full_like(self.c[:, 0], 1e3 * 2**n)
         if len(index):
             length = self.length[index]
             unit = self.R[index] / torch.where(length > 0, length, 1).unsqueeze(-2)
             s: Tensor = torch.linalg.svdvals(torch.where(unit.isfinite(), unit, 0))
             zeros = (length == 0).sum(-1, keepdim=True)
             least = s.gather(-1, (n - 1 - zeros).clamp(min=0)).squeeze(-1)
-            found = found.index_copy(0, index, s[:, 0] / least.clamp(min=torch.finfo(s.dtype).tiny))
-        return found
+            condition = condition.index_copy(0, index, s[:, 0] / least.clamp(min=torch.finfo(s.dtype).tiny))
+        return condition
 
     def product(self, p: Tensor) -> Tensor:
         """Rp, which is Jp turned by Qᵀ: (B, n)."""

@@ -162,10 +162,10 @@ def _scale(x_scale: Any, x: Tensor) -> Tensor | None:
         if x_scale != "jac":
             raise ValueError(f"x_scale={x_scale!r}: pass 'jac' or the scale of the parameters")
         return None
-    found = _expanded("x_scale", x_scale, x[:1])[0]
-    if not bool(((found > 0) & found.isfinite()).all()):
+    scale = _expanded("x_scale", x_scale, x[:1])[0]
+    if not bool(((scale > 0) & scale.isfinite()).all()):
         raise ValueError(f"x_scale={x_scale!r}: the scales must be finite and positive")
-    return found
+    return scale
 
 
 def _checked(bounds: Any, x: Tensor, rounding: float) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ class Problems:
     loop: bool = False  # one problem after the other: NumPy, or what vmap cannot take
     exact: bool = True  # torch can differentiate fun, and as far as one can tell twice
     limits: tuple[Tensor, ...] = ()  # the bounds, (B, n) each, where jac takes them: differences stay inside
-    seen: tuple[Tensor, ...] = ()  # x, f and J of a single problem, without weights: from looking how to call it
+    origin: tuple[Tensor, ...] = ()  # x0, f and J of a single problem, without weights, once they are known
 
     def __getitem__(self, index: Tensor) -> Problems:
         """The problems `index` alone."""
@@ -81,9 +81,9 @@ class Problems:
 
     def at_start(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """f and J where a search starts; at its x0 those of a single problem are known."""
-        if len(self.seen) < 3 or not torch.equal(x, self.seen[0]):
+        if len(self.origin) < 3 or not torch.equal(x, self.origin[0]):
             return self.residuals(x), self.jacobian(x)
-        _, f, J = self.seen
+        _, f, J = self.origin
         return (f, J) if self.weight is None else (f * self.weight, J * self.weight.unsqueeze(-1))
 
     def curvature(self, x: Tensor, f: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ class Problems:
     def clamped(self, x: Tensor) -> Tensor:
         return x if self.box is None else x.clamp(self.box.lower, self.box.upper)
 
-    def knowing(self, J: Tensor) -> Problems:
-        return self if self.batched else replace(self, seen=(*self.seen, J))
+    def with_jacobian(self, J: Tensor) -> Problems:
+        return self if self.batched else replace(self, origin=(*self.origin, J))
 
     def first(self, x: Tensor, differentiated: bool) -> Tensor:
         """The residuals at the start; an error where they carry a derivative that the fit would lose.
@@ -272,7 +272,7 @@ def _sized(base: Problems, x: Tensor, differentiated: bool) -> tuple[Problems, i
     base, f = _tried(base, first, lambda one: one.first(x[:1], differentiated))
     if f.shape[-1] == 0:
         raise ValueError("fun returned no residuals")
-    base = replace(base, m=f.shape[-1], seen=() if base.batched else (x, f))
+    base = replace(base, m=f.shape[-1], origin=() if base.batched else (x, f))
     if not base.batched or bool(f.isfinite().all()):
         return base, 0
     return base, int(base.raw(x).isfinite().all(-1).int().argmax())  # the first one that is finite
@@ -293,7 +293,7 @@ def _with_jacobian(
             return J if isinstance(J, Tensor) else tensor(J)
 
         problems, J = _tried(replace(base, jac=given), which, lambda one: one.jacobian(xi))
-        return replace(problems, exact=not call.numpy and _derived(base[which], xi, J)).knowing(J), ""
+        return replace(problems, exact=not call.numpy and _derived(base[which], xi, J)).with_jacobian(J), ""
     reason = "fun works on NumPy arrays, of which torch knows no derivative"
     if jac == "auto" and not call.numpy:
         whole = (jacfwd, jacrev) if x.shape[-1] <= REVERSE * base.m else (jacrev, jacfwd)  # the cheapest first
@@ -308,7 +308,7 @@ def _with_jacobian(
                 reason = f"torch cannot differentiate fun: {_first_line(error)}"
                 continue
             if not bool(J.isfinite().all()) or agrees(one, xi[0], J[0], lower[i], upper[i]):
-                return problems.knowing(J), ""
+                return problems.with_jacobian(J), ""
             reason = "the derivative that torch finds is not that of fun; something in it is detached or not torch"
             break
     points = 2 if jac == "2-point" else 3
@@ -326,11 +326,11 @@ def _with_jacobian(
 def _derived(one: Problems, x: Tensor, J: Tensor) -> bool:
     """Whether torch finds the Jacobian that was given, so that second derivatives are those of fun."""
     try:
-        found = replace(one, jac=jacfwd(one.fun)).jacobian(x)
+        derived = replace(one, jac=jacfwd(one.fun)).jacobian(x)
     except Exception as error:  # any that torch, or fun on its kind of tensor, may raise
         unless_interrupted(error)
         return False
-    return bool((found - J).norm() <= 1e-3 * J.norm())
+    return bool((derived - J).norm() <= 1e-3 * J.norm())
 
 
 def _to_tensor(a: Any, x: Tensor) -> Any:

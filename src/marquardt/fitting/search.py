@@ -35,7 +35,7 @@ ALIKE = 1e8  # condition of J, its columns of one length, from which on some of 
 NOUGHT = 1e-6  # residuals this much smaller than at the start count as zero: nothing lower is worth a search
 NEGATIVE = -1e-9  # of the largest eigenvalue of the Hessian: below it is not rounding
 NEAR = (2.0, 1.0, 0.5, 0.2, 0.1, 1e-2, 1e-3, 1e-4)  # parts of the way along which the cost would fall to nothing
-# Of a parameter of which nothing says on which scale it counts.
+# Of a parameter whose scale is not known.
 ANYWHERE = tuple(10.0**k for k in (*range(-16, -8, 2), *range(-8, 9), *range(10, 17, 2)))
 NEARLY_ALL = (0.9, 0.99, 0.999, 1 - 1e-6)  # of the way from a parameter to zero
 SIGNS = 4  # most sets of signs with which parameters are moved together
@@ -108,15 +108,15 @@ def faded(problems: Problems, s: Progress, options: Options, share: float = FADE
 
 def doubtful(problems: Problems, x0: Tensor, s: Progress, dead: Tensor, options: Options) -> Tensor:
     """No minimum, or one at infinity, or one where parameters have become alike and J has lost its rank: (B,)."""
-    found = (s.status != BAD) & ((s.status <= 0) | (faded(problems, s, options) & ~dead).any(-1))
-    index = (~found & (s.factor.condition > ALIKE) & (s.f.shape[-1] >= s.x.shape[-1])).nonzero().squeeze(-1)
+    doubt = (s.status != BAD) & ((s.status <= 0) | (faded(problems, s, options) & ~dead).any(-1))
+    index = (~doubt & (s.factor.condition > ALIKE) & (s.f.shape[-1] >= s.x.shape[-1])).nonzero().squeeze(-1)
     if len(index):
-        found[index] = lost_rank(problems[index], x0[index], s[index])
-    return found
+        doubt[index] = lost_rank(problems[index], x0[index], s[index])
+    return doubt
 
 
 def lost_rank(problems: Problems, x0: Tensor, s: Progress) -> Tensor:
-    """Where J has no full rank: whether it had at the start, and neither cost nor Hessian says minimum: (B,)."""
+    """Where J has no full rank: whether it had at the start, and neither cost nor Hessian shows a minimum: (B,)."""
     f, J = problems.at_start(x0)
     first = QRFactor.of(*reversed(problems.loss.corrected(f, J)))
     lost = (first.condition <= ALIKE) & (s.scale > NOUGHT * problems.loss.scale(f))
@@ -128,7 +128,7 @@ def lost_rank(problems: Problems, x0: Tensor, s: Progress) -> Tensor:
 
 
 def finish(problems: Problems, s: Progress, options: Options) -> Progress:
-    """Newton's method with the whole Hessian JᵀJ + Σfᵢ∇²fᵢ, where the cost says no more and J cannot finish.
+    """Newton's method with the whole Hessian JᵀJ + Σfᵢ∇²fᵢ, where the cost is flat to rounding and J cannot finish.
 
     With large residuals Gauss-Newton steps need not contract: the cost then tells x to half of the digits only. A step
     counts if it makes the gradient smaller.
@@ -269,12 +269,12 @@ class Trials:
         return H.abs().amax(-1) > 0
 
     def follow_null_space(self) -> None:
-        """Along the directions that J does not see, where no Hessian says how far."""
+        """Along the null space of J, where no Hessian gives a length."""
         length = self.s.factor.length
-        seen = self.free & ~self.zero
+        visible = self.free & ~self.zero
         unit = torch.where(length > 0, length, 1)
-        R = torch.where(seen.unsqueeze(-2), self.s.factor.R / unit.unsqueeze(-2), 0).nan_to_num(0.0, 0.0, 0.0)
-        _, value, vector = torch.linalg.svd(torch.cat([R, torch.diag_embed(~seen).to(R)], 1), full_matrices=False)
+        R = torch.where(visible.unsqueeze(-2), self.s.factor.R / unit.unsqueeze(-2), 0).nan_to_num(0.0, 0.0, 0.0)
+        _, value, vector = torch.linalg.svd(torch.cat([R, torch.diag_embed(~visible).to(R)], 1), full_matrices=False)
         far = norm(self.s.D * self.s.x)
         for k in range(value.shape[-1]):
             none = ALIKE * value[:, -1 - k] < value[:, 0]
@@ -285,21 +285,21 @@ class Trials:
     def along(self, d: Tensor, parts: tuple[float, ...]) -> Tensor:
         """Try x ± parts of d, x the lowest so far, and whether that changes any residual: (B,)."""
         x0, f0 = self.x, self.f
-        seen = torch.zeros_like(self.scale, dtype=torch.bool)
+        influence = torch.zeros_like(self.scale, dtype=torch.bool)
         if not bool((d != 0).any()):
-            return seen
+            return influence
         for step in (way * part for part in parts for way in (1, -1)):
             if self.nfev >= self.most:
-                return torch.ones_like(seen)  # nobody knows
+                return torch.ones_like(influence)  # perhaps
             x = self.problems.clamped(x0 + step * d)
             f = self.problems.residuals(x)
             self.nfev += 1
-            seen |= (f != f0).any(-1)
+            influence |= (f != f0).any(-1)
             scale = self.problems.loss.scale(f).nan_to_num(torch.inf, torch.inf)
             lower = scale < self.scale
             self.x, self.f = (torch.where(lower.unsqueeze(-1), *pair) for pair in ((x, self.x), (f, self.f)))
             self.scale = torch.where(lower, scale, self.scale)
-        return seen
+        return influence
 
 
 def hessian(problems: Problems, s: Progress) -> Tensor:

@@ -106,9 +106,9 @@ def mapped(of: Callable[..., Any], kind: type[P], *points: Point) -> P:
 def better_of(old: Progress, new: Progress, limit: Tensor, which: Tensor) -> Progress:
     """The new one where its scale is within the limit, with the evaluations of both."""
     index = (new.scale <= limit).nonzero().squeeze(-1)  # no NaN is
-    kept = old.merge(index, new[index])
-    status = torch.where(new.status == STOPPED, STOPPED, kept.status)  # the callback's word counts for all attempts
-    return replace(kept, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
+    best = old.merge(index, new[index])
+    status = torch.where(new.status == STOPPED, STOPPED, best.status)  # the callback ends all attempts
+    return replace(best, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
 
 
 Watcher = Callable[[Problems, Progress, int], None]  # the last is the number of the iteration
@@ -198,22 +198,22 @@ def iterate(problems: Problems, s: Progress, options: Options) -> Progress:
     noise = NOISE * eps + 4 * wobble(s.factor, s.x)
     flat = full & torch.where(downhill, torch.maximum(actual, predicted) <= NOISE * eps, predicted <= noise)
 
-    tried = Subset(running & (downhill | flat))
-    new, taken = s, torch.zeros_like(held)
-    if not tried.empty:
-        y, r = tried.of(x, s.x), tried.of(f, s.f)
-        part = tried.of(problems)
+    trial = Subset(running & (downhill | flat))
+    new, accepted = s, torch.zeros_like(held)
+    if not trial.empty:
+        y, r = trial.of(x, s.x), trial.of(f, s.f)
+        part = trial.of(problems)
         J = part.jacobian(y)
-        there = linearised(part, y, r, J, tried.of(s.D), options)
+        there = linearised(part, y, r, J, trial.of(s.D), options)
         usable = there.cosine.isfinite()  # a Jacobian that is not finite leaves no number in R
-        nearer = there.cosine < 0.9 * tried.of(s.cosine)
-        good = Subset(usable & (nearer | ~tried.of(flat)))
-        kept = tried.narrowed(good.mask)
-        new, taken = s.at(kept, good.of(there)), kept.mask
-        broken = tried.into(torch.zeros_like(held), ~usable)
+        nearer = there.cosine < 0.9 * trial.of(s.cosine)
+        good = Subset(usable & (nearer | ~trial.of(flat)))
+        moved = trial.narrowed(good.mask)
+        new, accepted = s.at(moved, good.of(there)), moved.mask
+        broken = trial.into(torch.zeros_like(held), ~usable)
         ratio, actual = (torch.where(broken, -torch.inf, t) for t in (ratio, actual))
         flat = flat & ~broken
-    njev = s.njev + tried.mask
+    njev = s.njev + trial.mask
     nfev = s.nfev + 1
 
     radius = torch.where(flat, s.radius, next_radius(s, p, actual, ratio, held))
@@ -222,9 +222,9 @@ def iterate(problems: Problems, s: Progress, options: Options) -> Progress:
     rate = change / s.change
     error = torch.where(~held & (rate <= 0.5) & (s.change < 0.1), change * rate / (1 - rate), torch.inf)
     near = new.factor.slope <= NEAR  # a step may be small, or win little, far from any minimum
-    by_x = taken & near & ((error <= options.xtol) | (~held & (change <= eps)))
-    by_f = taken & (near | ~held) & (torch.maximum(actual.abs(), predicted) <= options.ftol) & (ratio <= 2)
-    ended = ~taken & (flat | (radius <= eps**2 * norm(s.D * s.x)) | (x == s.x).all(-1))
+    by_x = accepted & near & ((error <= options.xtol) | (~held & (change <= eps)))
+    by_f = accepted & (near | ~held) & (torch.maximum(actual.abs(), predicted) <= options.ftol) & (ratio <= 2)
+    ended = ~accepted & (flat | (radius <= eps**2 * norm(s.D * s.x)) | (x == s.x).all(-1))
     stationary = is_stationary(new, options) | flat
     status = torch.where(nfev >= options.max_nfev, LIMIT, RUNNING)
     status = torch.where(ended, torch.where(stationary, FTOL, STUCK), status)
@@ -233,7 +233,7 @@ def iterate(problems: Problems, s: Progress, options: Options) -> Progress:
     return replace(
         new,
         radius=torch.where(running, radius, s.radius),
-        change=torch.where(taken, torch.where(held, torch.inf, change), s.change),
+        change=torch.where(accepted, torch.where(held, torch.inf, change), s.change),
         nfev=torch.where(running, nfev, s.nfev),
         njev=njev,
         status=torch.where(running, status, s.status),
@@ -315,7 +315,7 @@ class RecordedIteration:
             again = self.iterate(problems[index], old, options)
             for t, part in zip(self.new.tensors(), again.tensors(), strict=True):
                 t.index_copy_(0, index, part)
-            if 2 * len(index) > int(self.old.running.sum()):  # it knows too little of these problems
+            if 2 * len(index) > int(self.old.running.sum()):  # the graph holds for too few of these problems
                 self.graph, self.refused = None, True
         return self.new.renewed()
 
