@@ -5,23 +5,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..surroundings import undisturbed
-from .arguments import limits
-from .arrays import gathered, has_numpy, kind, like, tensor
-from .covariance import covariance
-from .curve import fed, values
-from .fit import CurveFit
-from .guess import guess, names
-from .least_squares import least_squares
-from .observations import Observations, mismatch, observed, points, require_finite, without_nan
+from .arrays import floating, has_numpy, kind, like, readable, refuse, tensor
+from .curve import Deviations, deviations, names, parameters, points, require_finite, without_nan
+from .fit import CurveFit, covariance
+from .least_squares import least_squares, limits
 from .result import Result
-from .tracked import readable, refuse
 
 
 @undisturbed
@@ -84,55 +78,18 @@ def curve_fit(
         require_finite(x, y)
     elif nan_policy is not None:
         x, y, sigma = without_nan(x, y, sigma, nan_policy, batched)
-    start = guess(f, p0, bounds, y, batched)
-    data = observed(f, x, y, sigma, start, batched)
-    deviations = _deviations(f, jac, data, start)
+    start = _guess(f, p0, bounds, y, batched)
+    data = deviations(f, jac, x, y, sigma, start, batched)
     if "maxfev" in kwargs:
         kwargs["max_nfev"] = kwargs.pop("maxfev") or None  # 0 is SciPy's default
     result = least_squares(
-        deviations.residuals, readable(start) if has_numpy() and not tensors else start,
-        jac=deviations.slopes if callable(jac) else jac or "auto", bounds=bounds, method=method or "lm",
+        data.residuals, readable(start) if has_numpy() and not tensors else start,
+        jac=data.slopes if callable(jac) else jac or "auto", bounds=bounds, method=method or "lm",
         args=data.args, batched=batched, **kwargs,
     )  # fmt: skip
     if not batched and not result.success:
         raise RuntimeError(f"no fit: {result.message}")
-    return _fit(result, f, data, Given(absolute_sigma, bounds, kwargs.get("weights")))
-
-
-@dataclass(frozen=True)
-class Given:
-    """What of the arguments the standard errors depend on."""
-
-    absolute_sigma: bool
-    bounds: Any
-    weights: Any
-
-
-@dataclass(frozen=True)
-class Deviations:
-    """Of the curve from the data, in units of sigma, as least_squares takes them: p ↦ f(x, *p) − y and its slopes."""
-
-    f: Callable[..., Any]
-    jac: Any
-    data: Observations
-
-    def residuals(self, p: Any, *args: Any) -> Any:
-        x, y, root = self.data.split(p, args)
-        try:
-            model = values(self.f(x, *p), p)
-        except Exception as error:  # of f, and so it stays
-            if hasattr(error, "add_note"):  # Python 3.11
-                shape = f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else ""
-                call = f"f(x, {', '.join(names(self.f, len(p)))})"
-                error.add_note(f"f was called as {call}: x is a {type(x).__name__}{shape}, the others are numbers")
-            raise
-        if model.ndim and tuple(model.shape) != tuple(y.shape):
-            raise ValueError(mismatch(tuple(model.shape), x, tuple(y.shape)))
-        return self.data.white(model - like(y, p), root)
-
-    def slopes(self, p: Any, *args: Any) -> Any:
-        x, _, root = self.data.split(p, args)
-        return self.data.white(gathered(self.jac(x, *p)), root)
+    return _fit(result, f, data, bounds, kwargs.get("weights"), absolute_sigma)
 
 
 def _check(f: Any, full_output: bool, nan_policy: str | None, kwargs: dict[str, Any]) -> None:
@@ -152,37 +109,64 @@ def _check(f: Any, full_output: bool, nan_policy: str | None, kwargs: dict[str, 
         raise TypeError("maxfev and max_nfev are one and the same: pass one of them")
 
 
-def _deviations(f: Callable[..., Any], jac: Any, data: Observations, start: Tensor) -> Deviations:
-    if not callable(jac):
-        return Deviations(f, jac, data)
-    x = data.x[0] if data.own_x else data.x
-    return Deviations(fed(f, x, start, data.batched), fed(jac, x, start, data.batched), data)
+def _guess(f: Callable[..., Any], p0: Any, bounds: Any, y: Tensor, batched: bool) -> Tensor:
+    """The start, as given or from the bounds: (n,), or (B, n)."""
+    named, most = parameters(f)
+    if p0 is not None:
+        p = floating("p0", p0).to(y.device)
+        p = p.reshape(-1) if p.ndim == 0 else p
+        if not sum(name.default is name.empty for name in named) <= p.shape[-1] <= most:
+            takes = f"{len(named)} parameters after x ({', '.join(name.name for name in named)})"
+            way = "pass a number for each of them"
+            if len(named) == 1:  # a function of one vector, as of least_squares
+                way += "; it is called as f(x, *p), so for an f(x, p) of a vector pass lambda x, *p: f(x, p)"
+            raise ValueError(f"p0 has length {p.shape[-1]}, f takes {takes}: {way}")
+        if p.ndim > 1 + batched or 0 in p.shape:
+            wanted = "(n,), or a row for each data set" if batched else "a number for each parameter, (n,)"
+            raise ValueError(f"p0 has shape {tuple(p.shape)}: pass {wanted}")
+        if not bool(p.isfinite().all()):
+            raise ValueError(f"p0 is not finite: {p.tolist()}")
+        if batched and p.ndim == 2 and len(p) != len(y):
+            raise ValueError(f"p0 has shape {tuple(p.shape)} for {len(y)} data sets: pass (n,), or a row for each set")
+        return p.expand(len(y), -1).clone() if batched and p.ndim == 1 else p
+    if not named:
+        raise ValueError(
+            "p0 is needed: the signature of f does not say how many parameters there are after x, as f(x, a, b) does"
+        )
+    p = y.new_ones(len(y) if batched else 1, len(named))
+    low, high = limits(bounds, p)
+    p = torch.where(low.isfinite() & high.isfinite(), (low + high) / 2, p)
+    p = torch.where(low.isfinite() & ~high.isfinite(), low + 1, p)
+    p = torch.where(~low.isfinite() & high.isfinite(), high - 1, p)
+    return p if batched else p[0]
 
 
-def _fit(result: Result, f: Callable[..., Any], data: Observations, given: Given) -> CurveFit:
+def _fit(
+    result: Result, f: Callable[..., Any], data: Deviations, bounds: Any, weights: Any, known: bool
+) -> CurveFit:  # fmt: skip
     x, J, cost, r = (tensor(part) for part in (result.x, result.jac, result.cost, result.fun))
     if not data.batched:
         x, J, cost, r = (part.unsqueeze(0) for part in (x, J, cost, r))
-    lower, upper = limits(given.bounds, x)
-    size = torch.ones_like(r) if given.weights is None else tensor(given.weights).to(r).sqrt().expand_as(r)
-    light = size if data.whitening is None else size * data.whitening.reciprocal.to(r)
-    found = covariance(J, cost, r * size, light, lower == upper, given.absolute_sigma)
-    missing = found.unknown & torch.as_tensor(result.success)  # of the others `success` tells
+    lower, upper = limits(bounds, x)
+    size = torch.ones_like(r) if weights is None else tensor(weights).to(r).sqrt().expand_as(r)
+    light = size if data.root is None else size * data.precision.to(r)
+    errors = covariance(J, cost, r * size, light, lower == upper, known)
+    missing = errors.unknown & torch.as_tensor(result.success)  # of the others `success` tells
     if bool(missing.any()):
         i = int(missing.int().argmax())
         which = f" of {int(missing.sum())} of {len(x)} data sets" if data.batched else ""
         first = f"in data set {i} " if data.batched else ""
         called = names(f, x.shape[-1])
-        reason = found.reason(i, called, given.absolute_sigma)
+        reason = errors.reason(i, called, known)
         if "x" in called:
             reason += f". Note that f is called with xdata first, and x is fitted: f(xdata, {', '.join(called)})"
         warnings.warn(
             f"the covariance of the parameters{which} could not be estimated; infinite: {first}{reason}", stacklevel=4
         )
-    weighted = data.whitening is not None or given.weights is not None
+    weighted = data.root is not None or weights is not None
     return CurveFit(
-        result.x, like(found.matrix if data.batched else found.matrix[0], result.x), result, f,
-        like(found.dof, result.x) if data.batched else int(found.dof),
-        found.noise if data.batched else float(found.noise),
-        given.absolute_sigma, weighted, data.batched, data.x_ndim,
+        result.x, like(errors.matrix if data.batched else errors.matrix[0], result.x), result, f,
+        like(errors.dof, result.x) if data.batched else int(errors.dof),
+        errors.noise if data.batched else float(errors.noise),
+        known, weighted, data.batched, data.x_ndim,
     )  # fmt: skip

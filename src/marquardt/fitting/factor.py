@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -48,7 +49,7 @@ class Subset:
     def into(self, old: Any, new: Any) -> Any:
         """A tensor or factor of all problems, with theirs replaced."""
         if self.index is not None:
-            return new if self.whole else replaced(old, self.index, new)
+            return new if self.whole else old.index_copy(0, self.index, new)
         if isinstance(old, QRFactor):
             return QRFactor(self.into(old.Rc, new.Rc))
         return torch.where(self.mask.view(-1, *(1,) * (old.ndim - 1)), new, old)
@@ -56,13 +57,6 @@ class Subset:
     def narrowed(self, mask: Tensor) -> Subset:
         """Those of the part where another mask holds, which has an entry for each of the part."""
         return Subset(self.into(torch.zeros_like(self.mask), mask))
-
-
-def replaced(old: Any, index: Tensor, new: Any) -> Any:
-    """A tensor or factor with the entries `index` replaced."""
-    if isinstance(old, QRFactor):
-        return QRFactor(old.Rc.index_copy(0, index, new.Rc))
-    return old.index_copy(0, index, new)
 
 
 class QRFactor:
@@ -89,6 +83,9 @@ class QRFactor:
 
     def __getitem__(self, index: Tensor) -> QRFactor:
         return QRFactor(self.Rc[index])
+
+    def index_copy(self, dim: int, index: Tensor, new: QRFactor) -> QRFactor:
+        return QRFactor(self.Rc.index_copy(dim, index, new.Rc))
 
     def without(self, fixed: Tensor, p: Tensor) -> QRFactor:
         """The problem in the other variables, those in `fixed` (B, n) moved by p and then held.
@@ -145,15 +142,15 @@ class QRFactor:
         # Where no column lies near the span of those before it, the condition is at most √n·2ⁿ over that distance.
         near = self.R.diagonal(dim1=-2, dim2=-1).abs() <= 1e-3 * self.length
         index = (near.any(-1) | (n > 12)).nonzero().squeeze(-1)
-        found = torch.full_like(self.c[:, 0], 1e3 * 2**n)
+        condition = torch.full_like(self.c[:, 0], 1e3 * 2**n)
         if len(index):
             length = self.length[index]
             unit = self.R[index] / torch.where(length > 0, length, 1).unsqueeze(-2)
             s: Tensor = torch.linalg.svdvals(torch.where(unit.isfinite(), unit, 0))
             zeros = (length == 0).sum(-1, keepdim=True)
             least = s.gather(-1, (n - 1 - zeros).clamp(min=0)).squeeze(-1)
-            found = found.index_copy(0, index, s[:, 0] / least.clamp(min=torch.finfo(s.dtype).tiny))
-        return found
+            condition = condition.index_copy(0, index, s[:, 0] / least.clamp(min=torch.finfo(s.dtype).tiny))
+        return condition
 
     def product(self, p: Tensor) -> Tensor:
         """Rp, which is Jp turned by Qᵀ: (B, n)."""
@@ -186,7 +183,7 @@ class QRFactor:
         RᵀR would, however different the columns.
         """
         n = self.R.shape[-1]
-        upper = norm((self.R.mT @ self.c.unsqueeze(-1)).squeeze(-1) / D) / radius
+        upper = norm(self.gradient / D) / radius
         first = _newton(self.R, p, D, radius)[1]
         lower = first.nan_to_num(0.0, 0.0, 0.0)  # full rank: the root lies above the first iterate
         lam = torch.where(lower > 0, lower, 1e-3 * upper).clamp(max=upper)
@@ -223,3 +220,53 @@ def _newton(R: Tensor, p: Tensor, D: Tensor, radius: Tensor) -> tuple[Tensor, Te
     w = torch.linalg.solve_triangular(R.mT, (D * (D * p / length.unsqueeze(-1))).unsqueeze(-1), upper=False)
     slope = norm(w.squeeze(-1))
     return excess, excess / slope / slope  # in this order: the square may overflow
+
+
+@dataclass(frozen=True)
+class Box:
+    """lower ≤ x ≤ upper, (B, n) each."""
+
+    lower: Tensor
+    upper: Tensor
+
+    def __getitem__(self, index: Tensor) -> Box:
+        return Box(self.lower[index], self.upper[index])
+
+    def side(self, x: Tensor) -> Tensor:
+        """−1 where x is at its lower bound, 1 at the upper one, 0 between."""
+        return (x >= self.upper).to(torch.int64) - (x <= self.lower).to(torch.int64)
+
+    def held(self, x: Tensor, g: Tensor) -> Tensor:
+        """Which variables are at a bound that the negative gradient points out of: (B, n)."""
+        side = self.side(x)
+        return ((side < 0) & (g > 0)) | ((side > 0) & (g < 0)) | (self.lower == self.upper)
+
+    def free(self, factor: QRFactor, x: Tensor) -> QRFactor:
+        """The problem in the variables that may move."""
+        held = self.held(x, factor.gradient)
+        return factor if ask((~held).all(-1)) else factor.without(held, torch.zeros_like(x))
+
+    def within(self, factor: QRFactor, x: Tensor, radius: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
+        """A step with ‖Dp‖ ≤ Δ and x + p in the box, and whether the region holds it back.
+
+        Variables that would leave the box go to their bound and stay there, and the model is minimised in the others,
+        until none leaves. As Δ → 0 this is a step along the projected scaled gradient, which descends.
+        """
+        low, high = self.lower - x, self.upper - x
+        fixed, p, rest, left = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x), factor, radius
+        for _ in range(x.shape[-1] + 1):
+            q, held = rest.within(left, D)
+            q = torch.where(fixed, p, q)
+            leaves = ((q < low) | (q > high)) & ~fixed
+            if ask((~leaves).all(-1)):
+                return q, held
+            fixed = fixed | leaves
+            p = torch.where(fixed, q.clamp(low, high), 0)
+            left = (1 - (norm(D * p) / radius) ** 2).clamp(min=0.01).sqrt() * radius
+            rest = factor.without(fixed, p)
+        return p, held
+
+    def reach(self, x: Tensor, p: Tensor) -> Tensor:
+        """x + p, with bounds met exactly."""
+        y = torch.where(p <= self.lower - x, self.lower, x + p)
+        return torch.where(p >= self.upper - x, self.upper, y)

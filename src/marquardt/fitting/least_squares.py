@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..surroundings import undisturbed
-from . import arguments
-from .arrays import floating
-from .options import Options
+from .arrays import floating, has_numpy, kind, readable, refuse, tensor
+from .factor import Box
 from .problems import Problems, build
-from .progress import BAD
-from .report import Report
-from .result import Result
+from .result import Report, Result
 from .robust import resolve
 from .search import search
-from .tracked import readable, refuse
+from .solve import BAD, Options
+
+EVALUATIONS = 400  # for each parameter and one more, by default
 
 
 @undisturbed
@@ -77,41 +76,147 @@ def least_squares(
     >>> mq.least_squares(rosenbrock, torch.tensor([-1.2, 1.0], dtype=torch.float64)).x
     tensor([1., 1.], dtype=torch.float64)
     """
-    arguments.check_function(fun, args, {} if kwargs is None else kwargs, dtype)
+    kwargs = {} if kwargs is None else kwargs
+    _check(fun, args, kwargs, dtype, method, jac, verbose, max_nfev)
     refuse(x0=x0, bounds=bounds, x_scale=x_scale, args=args, kwargs=kwargs, f_scale=f_scale, weights=weights)
     differentiated = torch.is_grad_enabled()
-    x, numpy, rounding = arguments.start(x0, batched, dtype)
-    arguments.check_choices(method, jac, verbose)
-    limit = arguments.evaluations(max_nfev, x.shape[-1])
+    x, numpy, rounding = _start(x0, batched, dtype)
     options = Options(
-        arguments.tolerance("ftol", ftol), arguments.tolerance("xtol", xtol), arguments.tolerance("gtol", gtol), limit,
-        geodesic=geodesic, restarts=restarts, capture=capture and x.is_cuda, x_scale=arguments.scale(x_scale, x),
+        _tolerance("ftol", ftol), _tolerance("xtol", xtol), _tolerance("gtol", gtol),
+        EVALUATIONS * (x.shape[-1] + 1) if max_nfev is None else int(max_nfev),
+        geodesic=geodesic, restarts=restarts, capture=capture and x.is_cuda, x_scale=_scale(x_scale, x),
     )  # fmt: skip
     rho = resolve(loss, float(f_scale) if isinstance(f_scale, Real) else f_scale)
-    box, lower, upper = arguments.box(bounds, x, rounding)
+    lower, upper = _checked(bounds, x, rounding)
     x = x.clamp(lower, upper)
-    report = Report(rho, batched, numpy, verbose, callback)
+    report = Report(numpy, verbose, callback)
     with torch.no_grad():
-        problems, note = build(fun, x, jac, tuple(args), kwargs or {}, batched, lower, upper, numpy, differentiated)
+        problems, note = build(fun, x, jac, tuple(args), kwargs, batched, lower, upper, numpy, differentiated)
         if numpy:
             readable(x)  # as the result must be: before the work rather than after it
-        problems = _weighted(problems, weights, x)
-        s = search(problems, x, rho, box, options, report)
+        free = bool(lower.isneginf().all()) and bool(upper.isposinf().all())
+        problems = replace(
+            problems, weight=_root(weights, problems, x), loss=rho, box=None if free else Box(lower, upper)
+        )
+        s = search(problems, x, options, report)
         if not batched and int(s.status) == BAD:
             raise _not_finite(problems, x)
-        return report.end(s, box, problems, note)
+        return report.end(problems, s, note)
 
 
-def _weighted(problems: Problems, weights: Any, x: Tensor) -> Problems:
+def _check(
+    fun: Any, args: Any, kwargs: Any, dtype: Any, method: str, jac: Any, verbose: int, max_nfev: Any
+) -> None:  # fmt: skip
+    if not callable(fun):
+        raise TypeError(f"fun is {kind(fun)}: it must be a function, the first argument of least_squares(fun, x0)")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args must be a tuple of what fun takes after x, not {kind(args)}: for one, args=(data,)")
+    if not isinstance(kwargs, dict):
+        raise TypeError(f"kwargs must be a dict, not {kind(kwargs)}")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype={dtype!r}: pass torch.float64 or torch.float32, in which LAPACK works")
+    if method not in ("lm", "trf"):
+        raise ValueError(f"method={method!r}: pass 'lm'; it takes bounds and losses too ('trf' is accepted for it)")
+    if not callable(jac) and jac not in ("auto", "2-point", "3-point"):
+        raise ValueError(f"jac={jac!r}: pass 'auto', '2-point', '3-point' or a function")
+    if not isinstance(verbose, int) or verbose not in (0, 1, 2):
+        raise ValueError(f"verbose={verbose!r}: pass 0, 1 or 2")
+    if max_nfev is not None and (not isinstance(max_nfev, Integral) or max_nfev < 1):
+        raise ValueError(f"max_nfev={max_nfev!r}: an integer of at least 1")
+
+
+def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool, float]:
+    """x0 as (B, n), whether the results are NumPy arrays, and its relative rounding where that is coarser."""
+    numpy = not isinstance(x0, Tensor) and has_numpy()
+    try:
+        x = tensor(x0)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = kind(x0) if callable(x0) else f"x0={x0!r}"
+        raise TypeError(f"{what}: the start must be a vector of real numbers, as in least_squares(fun, x0)") from error
+    if x.is_complex():
+        raise TypeError("x0 is complex: fit the real and imaginary parts as separate real parameters")
+    if x.ndim == 0 and not batched:
+        x = x.reshape(1)
+    if x.ndim != 1 + batched or 0 in x.shape:
+        wanted = (
+            "(problems, parameters), batched=True" if batched else "(parameters,); for many problems pass batched=True"
+        )
+        raise ValueError(f"x0 has shape {tuple(x.shape)}: it must be {wanted}")
+    given = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+    x = x.detach().to(dtype, copy=True).reshape(-1, x.shape[-1])
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"x0 is not finite at {tuple((~x.isfinite()).nonzero()[0].tolist()[not batched :])}")
+    return x, numpy, given if given > torch.finfo(dtype).eps else 0.0
+
+
+def _tolerance(name: str, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if not isinstance(value, Real) or not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r}: a number of at least 0 and below 1, or None to switch the test off")
+    return float(value)
+
+
+def _scale(x_scale: Any, x: Tensor) -> Tensor | None:
+    if isinstance(x_scale, str):
+        if x_scale != "jac":
+            raise ValueError(f"x_scale={x_scale!r}: pass 'jac' or the scale of the parameters")
+        return None
+    scale = _expanded("x_scale", x_scale, x[:1])[0]
+    if not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError(f"x_scale={x_scale!r}: the scales must be finite and positive")
+    return scale
+
+
+def _checked(bounds: Any, x: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+    """The bounds of each problem, with x between them up to the rounding of x0: 0.1 in float32 is more than 0.1."""
+    lower, upper = limits(bounds, x)
+    if bool((lower.isnan() | upper.isnan()).any()):
+        raise ValueError("bounds contain NaN: pass -inf or inf where there is none")
+    slack = rounding / 2 * x.abs()
+    outside = (x + slack < lower) | (x - slack > upper)
+    order = "bounds are (lower, upper), each a number or one for each parameter"
+    for wrong, text in ((lower > upper, "the lower bound lies above the upper one"),
+                        (outside, "x0 is infeasible: it lies outside the bounds")):  # fmt: skip
+        if bool(wrong.any()):
+            b, j = wrong.nonzero()[0].tolist()
+            values = ", ".join(f"{k} {float(v[b, j]):g}" for k, v in (("lower", lower), ("x0", x), ("upper", upper)))
+            raise ValueError(f"{text} at parameter {j}{f' of problem {b}' if len(x) > 1 else ''}: {values}; {order}")
+    return lower, upper
+
+
+def limits(bounds: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The lower and the upper bounds, (B, n) each."""
+    if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
+        bounds = (bounds.lb, bounds.ub)
+    try:
+        lower, upper = bounds
+    except (TypeError, ValueError):
+        raise ValueError(f"bounds={bounds!r}: pass (lower, upper), each a number or one for each parameter") from None
+    return _expanded("the lower bound", lower, x), _expanded("the upper bound", upper, x)
+
+
+def _expanded(name: str, value: Any, x: Tensor) -> Tensor:
+    """A number, one for each parameter, or one for each parameter of each problem, as (B, n)."""
+    given = floating(name, value).to(x)
+    try:
+        return given.expand_as(x)
+    except RuntimeError:
+        wanted = " or ".join(str(tuple(x.shape[i:])) for i in range(len(x) == 1, 2))
+        raise ValueError(f"{name} has shape {tuple(given.shape)}: it must be a number or {wanted}") from None
+
+
+def _root(weights: Any, problems: Problems, x: Tensor) -> Tensor | None:
+    """√w: (m,) or (B, m)."""
     if weights is None:
-        return problems
+        return None
     w = floating("weights", weights).to(x)
     shapes = [(problems.m,), *([(len(x), problems.m)] if problems.batched else [])]
     if tuple(w.shape) not in shapes:
         raise ValueError(f"weights have shape {tuple(w.shape)}: they must be {' or '.join(map(str, shapes))}")
     if not bool(((w >= 0) & w.isfinite()).all()):
         raise ValueError("weights must be finite and at least 0")
-    return replace(problems, weight=w.sqrt())
+    return w.sqrt()
 
 
 def _not_finite(problems: Problems, x: Tensor) -> ValueError:

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.func import jacfwd, jacrev, jvp, vmap
 
 from ..memory import unless_interrupted
-from . import derivatives, tracked
-from .arrays import floating, tensor
-from .derivatives import Function
+from .arrays import DerivativeLost, floating, last_node, refuse_captured, refuse_unreadable, tensor
+from .factor import Box
+from .robust import RobustLoss
+
+Function = Callable[..., Any]
+REVERSE = 2.0  # a reverse pass costs about this many forward ones
 
 
 class NoSecondDerivative(RuntimeError):
@@ -23,7 +26,7 @@ class NoSecondDerivative(RuntimeError):
 
 @dataclass(frozen=True)
 class Problems:
-    """f: (B, n) → (B, m) and J: (B, n) → (B, m, n), with weights.
+    """f: (B, n) → (B, m) and J: (B, n) → (B, m, n), with weights; the loss of the residuals and the bounds of x.
 
     `fun` and `jac` take one x of shape (n,) and `args`; the arguments in `cut` have a leading dimension of problems.
     """
@@ -36,18 +39,24 @@ class Problems:
     like: Tensor  # dtype and device
     m: int
     weight: Tensor | None = None  # √w, (m,) or (B, m)
+    loss: RobustLoss = RobustLoss()
+    box: Box | None = None  # None where all of x is free
     loop: bool = False  # one problem after the other: NumPy, or what vmap cannot take
     exact: bool = True  # torch can differentiate fun, and as far as one can tell twice
-    box: tuple[Tensor, ...] = ()  # the bounds, (B, n) each, where jac needs them: differences stay inside
-    seen: tuple[Tensor, ...] = ()  # x, f and J of a single problem, without weights: from looking how to call it
+    limits: tuple[Tensor, ...] = ()  # the bounds, (B, n) each, where jac takes them: differences stay inside
+    origin: tuple[Tensor, ...] = ()  # x0, f and J of a single problem, without weights, once they are known
 
     def __getitem__(self, index: Tensor) -> Problems:
         """The problems `index` alone."""
         if not self.batched:
             return self
-        args = tuple(a if d is None else a[_like(index, a)] for a, d in zip(self.args, self.cut, strict=True))
+        args = [
+            a if d is None else a[index.to(a.device) if isinstance(a, Tensor) else index.cpu().numpy()]
+            for a, d in zip(self.args, self.cut, strict=True)
+        ]
         weight = self.weight[index] if self.weight is not None and self.weight.ndim == 2 else self.weight
-        return replace(self, args=args, weight=weight, box=tuple(b[index] for b in self.box))
+        box, limits = self.box and self.box[index], tuple(t[index] for t in self.limits)
+        return replace(self, args=tuple(args), weight=weight, box=box, limits=limits)
 
     def raw(self, x: Tensor) -> Tensor:
         """The residuals as the function returns them: (B, m)."""
@@ -63,7 +72,7 @@ class Problems:
         return f if self.weight is None else f * self.weight
 
     def jacobian(self, x: Tensor) -> Tensor:
-        J = self._each(self.jac, x, *self.box)
+        J = self._each(self.jac, x, *self.limits)
         if J.shape != (len(x), self.m, x.shape[-1]):
             raise ValueError(
                 f"jac returned shape {tuple(J.shape[1:])}: it must be {(self.m, x.shape[-1])}, residuals × parameters"
@@ -72,9 +81,9 @@ class Problems:
 
     def at_start(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """f and J where a search starts; at its x0 those of a single problem are known."""
-        if len(self.seen) < 3 or not torch.equal(x, self.seen[0]):
+        if len(self.origin) < 3 or not torch.equal(x, self.origin[0]):
             return self.residuals(x), self.jacobian(x)
-        _, f, J = self.seen
+        _, f, J = self.origin
         return (f, J) if self.weight is None else (f * self.weight, J * self.weight.unsqueeze(-1))
 
     def curvature(self, x: Tensor, f: Tensor) -> Tensor:
@@ -103,39 +112,50 @@ class Problems:
             unless_interrupted(error)
             raise NoSecondDerivative(f"{needed}: {_first_line(error)}") from error
 
-    def knowing(self, J: Tensor) -> Problems:
-        return self if self.batched else replace(self, seen=(*self.seen, J))
+    @property
+    def plain(self) -> bool:
+        """Whether Newton's method applies: no bounds, the sum of squares, second derivatives."""
+        return self.box is None and self.loss.rho is None and self.exact
+
+    def clamped(self, x: Tensor) -> Tensor:
+        return x if self.box is None else x.clamp(self.box.lower, self.box.upper)
+
+    def with_jacobian(self, J: Tensor) -> Problems:
+        return self if self.batched else replace(self, origin=(*self.origin, J))
 
     def first(self, x: Tensor, differentiated: bool) -> Tensor:
         """The residuals at the start; an error where they carry a derivative that the fit would lose.
 
         `differentiated`: whether the caller is in grad mode, in which alone it shows what fun has captured.
         """
-        before = tracked.last_node()
+        before = last_node()
         try:
             with torch.set_grad_enabled(differentiated):
-                return self._each(self.fun, x, look=lambda f: tracked.refuse_captured(f, before))
-        except tracked.DerivativeLost:
+                return self._each(self.fun, x, look=lambda f: refuse_captured(f, before))
+        except DerivativeLost:
             raise
         except Exception as error:  # such as of a function that writes to parameters, which only takes no_grad
             unless_interrupted(error)
             return self._each(self.fun, x)
 
-    def _each(self, function: Function, *x: Tensor, look: Callable[[Any], None] = lambda f: None) -> Tensor:
+    def _each(self, function: Function, *x: Tensor, look: Callable[[Any], None] | None = None) -> Tensor:
         """The function of every problem, looked at; x and what else has a leading dimension B."""
         if not self.batched:
-            value = function(*(t[0] for t in x), *self.args)
-            look(value)
+            value = function(*[t[0] for t in x], *self.args)
+            if look is not None:
+                look(value)
             return self.tensor(value).unsqueeze(0)
         if not self.loop:
             value = vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args)
-            look(value)
+            if look is not None:
+                look(value)
             return tensor(value).to(self.like)
         values = []
         for i in range(len(x[0])):
             args = [a if d is None else a[i] for a, d in zip(self.args, self.cut, strict=True)]
             value = function(*(t[i] for t in x), *args)
-            look(value)
+            if look is not None:
+                look(value)
             values.append(self.tensor(value))
         return torch.stack(values)
 
@@ -146,10 +166,6 @@ class Problems:
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _like(index: Tensor, a: Any) -> Any:
-    return index.to(a.device) if isinstance(a, Tensor) else index.cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -218,11 +234,11 @@ def build(
                     warnings.simplefilter("ignore", DeprecationWarning)
                 base, i = _sized(base, x, differentiated)
                 problems, note = _with_jacobian(base, x, jac, lower, upper, i)
-        except tracked.DerivativeLost:
+        except DerivativeLost:
             raise
         except Exception as error:  # a function of NumPy arrays may raise anything on a tensor, and the reverse
             unless_interrupted(error)
-            tracked.refuse_unreadable(error)
+            refuse_unreadable(error)
             failures[as_numpy] = error
             continue
         if not note:
@@ -232,34 +248,31 @@ def build(
         problems, _ = inexact[True in inexact]
         _, note = inexact[numpy if numpy in inexact else not numpy]
         return problems, note
-    raise failures[numpy and not _foreign(failures[True])]
+    foreign = numpy and "must be Tensor, not" in str(failures[True])  # a torch function has met an array
+    raise failures[numpy and not foreign]
 
 
-def _foreign(error: Exception) -> bool:
-    """Whether the error says that a torch function met a NumPy array."""
-    return "must be Tensor, not" in str(error)
-
-
-def _only(i: int, x: Tensor) -> Tensor:
-    return torch.tensor([i], device=x.device)
-
-
-def _sized(base: Problems, x: Tensor, differentiated: bool) -> tuple[Problems, int]:
-    """With the number of residuals, without vmap where it cannot take the function; and a problem to look at."""
-    one = base[_only(0, x)]
+def _tried(problems: Problems, which: Tensor, value: Callable[[Problems], Tensor]) -> tuple[Problems, Tensor]:
+    """A value of one of them, and the problems; one after the other where vmap cannot take the function."""
     try:
-        f = one.first(x[:1], differentiated)
-    except tracked.DerivativeLost:
+        return problems, value(problems[which])
+    except DerivativeLost:
         raise
     except Exception as error:
         unless_interrupted(error)
-        if not base.batched or base.loop:
+        if not problems.batched or problems.loop:
             raise
-        base = replace(base, loop=True)
-        f = replace(one, loop=True).first(x[:1], differentiated)
+    problems = replace(problems, loop=True)
+    return problems, value(problems[which])
+
+
+def _sized(base: Problems, x: Tensor, differentiated: bool) -> tuple[Problems, int]:
+    """With the number of residuals, and a problem to look at."""
+    first = torch.tensor([0], device=x.device)
+    base, f = _tried(base, first, lambda one: one.first(x[:1], differentiated))
     if f.shape[-1] == 0:
         raise ValueError("fun returned no residuals")
-    base = replace(base, m=f.shape[-1], seen=() if base.batched else (x, f))
+    base = replace(base, m=f.shape[-1], origin=() if base.batched else (x, f))
     if not base.batched or bool(f.isfinite().all()):
         return base, 0
     return base, int(base.raw(x).isfinite().all(-1).int().argmax())  # the first one that is finite
@@ -269,7 +282,7 @@ def _with_jacobian(
     base: Problems, x: Tensor, jac: Any, lower: Tensor, upper: Tensor, i: int
 ) -> tuple[Problems, str]:  # fmt: skip
     """With its Jacobian, tried on problem i, and a note where that is not exact."""
-    call, which, xi = base.fun, _only(i, x), x[i : i + 1]
+    call, which, xi = base.fun, torch.tensor([i], device=x.device), x[i : i + 1]
     assert isinstance(call, UserFunction)
     if callable(jac):
 
@@ -279,22 +292,14 @@ def _with_jacobian(
                 raise TypeError("jac returned None: it must return the Jacobian, residuals × parameters")
             return J if isinstance(J, Tensor) else tensor(J)
 
-        problems = replace(base, jac=given)
-        try:
-            J = problems[which].jacobian(xi)
-        except Exception as error:  # as in _sized
-            unless_interrupted(error)
-            if not base.batched or base.loop:
-                raise
-            problems = replace(problems, loop=True)
-            J = problems[which].jacobian(xi)
-        return replace(problems, exact=not call.numpy and _derived(base[which], xi, J)).knowing(J), ""
+        problems, J = _tried(replace(base, jac=given), which, lambda one: one.jacobian(xi))
+        return replace(problems, exact=not call.numpy and _derived(base[which], xi, J)).with_jacobian(J), ""
     reason = "fun works on NumPy arrays, of which torch knows no derivative"
     if jac == "auto" and not call.numpy:
-        for name, way in derivatives.order(x.shape[-1], base.m):
-            problems = replace(
-                base, jac=way(call), loop=base.loop or (name == "rows" and base.batched), exact=name != "rows"
-            )
+        whole = (jacfwd, jacrev) if x.shape[-1] <= REVERSE * base.m else (jacrev, jacfwd)  # the cheapest first
+        for way in (*whole, rows):
+            by_rows = way is rows
+            problems = replace(base, jac=way(call), loop=base.loop or (by_rows and base.batched), exact=not by_rows)
             one = problems[which]
             try:
                 J = one.jacobian(xi)
@@ -302,17 +307,17 @@ def _with_jacobian(
                 unless_interrupted(error)
                 reason = f"torch cannot differentiate fun: {_first_line(error)}"
                 continue
-            if not bool(J.isfinite().all()) or derivatives.agrees(one, xi[0], J[0], lower[i], upper[i]):
-                return problems.knowing(J), ""
+            if not bool(J.isfinite().all()) or agrees(one, xi[0], J[0], lower[i], upper[i]):
+                return problems.with_jacobian(J), ""
             reason = "the derivative that torch finds is not that of fun; something in it is detached or not torch"
             break
     points = 2 if jac == "2-point" else 3
     one = base[which]
     args = tuple(a if d is None else a[0] for a, d in zip(one.args, one.cut, strict=True))
-    relative = derivatives.steps(lambda x: base.tensor(call(x, *args)), xi[0], lower[i], upper[i], points)
-    by_differences = derivatives.differences(call, relative, points, base.tensor)
+    relative = steps(lambda x: base.tensor(call(x, *args)), xi[0], lower[i], upper[i], points)
+    by_differences = differences(call, relative, points, base.tensor)
     return (
-        replace(base, jac=by_differences, loop=base.batched, exact=False, box=(lower, upper)),
+        replace(base, jac=by_differences, loop=base.batched, exact=False, limits=(lower, upper)),
         f"The Jacobian is by {jac} differences." if jac != "auto" else
         f"The Jacobian is by 3-point differences: {reason}.",
     )  # fmt: skip
@@ -321,11 +326,11 @@ def _with_jacobian(
 def _derived(one: Problems, x: Tensor, J: Tensor) -> bool:
     """Whether torch finds the Jacobian that was given, so that second derivatives are those of fun."""
     try:
-        found = replace(one, jac=derivatives.forward(one.fun)).jacobian(x)
+        derived = replace(one, jac=jacfwd(one.fun)).jacobian(x)
     except Exception as error:  # any that torch, or fun on its kind of tensor, may raise
         unless_interrupted(error)
         return False
-    return bool((found - J).norm() <= 1e-3 * J.norm())
+    return bool((derived - J).norm() <= 1e-3 * J.norm())
 
 
 def _to_tensor(a: Any, x: Tensor) -> Any:
@@ -335,3 +340,115 @@ def _to_tensor(a: Any, x: Tensor) -> Any:
             return a
         a = tensor(a)
     return a.to(x) if a.is_floating_point() else a.to(x.device)
+
+
+def rows(fun: Function) -> Function:
+    """One backward pass per residual, for functions that torch.func cannot take."""
+
+    def jac(x: Tensor, *args: Any) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            f = fun(x, *args)
+            grads = [torch.autograd.grad(r, x, retain_graph=True, allow_unused=True)[0] for r in f]
+        return torch.stack([torch.zeros_like(x) if g is None else g for g in grads]).detach()
+
+    return jac
+
+
+def differences(fun: Function, relative: Tensor, points: int, as_tensor: Callable[[Any], Tensor]) -> Function:
+    """2- or 3-point differences that stay within the bounds; `relative` is the size of the steps, see `steps`."""
+
+    def jac(x: Tensor, lower: Tensor, upper: Tensor, *args: Any) -> Tensor:
+        def f(x: Tensor) -> Tensor:
+            return as_tensor(fun(x, *args))
+
+        h, f0 = relative * _size(x), f(x)
+        return torch.stack([_slope(f, x, f0, j, h[j], lower, upper, points) for j in range(len(x))], -1)
+
+    return jac
+
+
+def steps(f: Callable[[Tensor], Tensor], x: Tensor, lower: Tensor, upper: Tensor, points: int) -> Tensor:
+    """The relative size of the steps: (n,).
+
+    Truncation and rounding balance where the function varies on the scale of x. One that varies much faster, such as a
+    narrow peak far from 0, shows by a slope that changes with the step: then that step is taken whose slope is most
+    like that of a step a hundred times smaller.
+    """
+    usual = torch.finfo(x.dtype).eps ** (1 / points)
+    f0, size = f(x), _size(x)
+    relative = torch.full_like(x, usual)
+    for j in range(len(x)):
+        best = 0.05  # in noise the slopes are further apart
+        last = _slope(f, x, f0, j, usual * size[j], lower, upper, points)
+        for h in (1e-2 * usual, 1e-4 * usual, 1e-6 * usual):
+            slope = _slope(f, x, f0, j, h * size[j], lower, upper, points)
+            apart = float((slope - last).norm() / last.norm())  # NaN or infinite where the longer step shows no slope
+            if apart < best:
+                best, relative[j] = apart, 1e2 * h
+            if best <= 1e-4:
+                break
+            last = slope
+    return relative
+
+
+def _size(x: Tensor) -> Tensor:
+    return torch.where(x == 0, 1.0, x.abs())
+
+
+def _slope(
+    f: Callable[[Tensor], Tensor], x: Tensor, f0: Tensor, j: int, h: Tensor, lower: Tensor, upper: Tensor, points: int
+) -> Tensor:
+    """∂f/∂xⱼ by a step of size h, within the bounds: (m,)."""
+    reach = h if points == 2 else 2 * h
+    if x[j] + h > upper[j] or (x[j] - h < lower[j] and x[j] + reach > upper[j]):
+        h = -h
+    step = torch.zeros_like(x)
+    step[j] = (x[j] + h) - x[j]  # what the addition really adds
+    one = f(x + step)
+    if points == 2:
+        slope = one - f0
+    elif lower[j] <= x[j] - h.abs() and x[j] + h.abs() <= upper[j]:
+        slope = (one - f(x - step)) / 2
+    else:
+        slope = 2 * (one - f0) - (f(x + 2 * step) - f0) / 2  # exactly 0 where nothing changes
+    return slope / step[j]
+
+
+def agrees(problem: Problems, x: Tensor, J: Tensor, lower: Tensor, upper: Tensor) -> bool:
+    """Whether J is the slope of the residuals, along one direction of all parameters and one of those without slope.
+
+    What is detached inside has slope 0.
+    """
+    here = problem.raw(x.unsqueeze(0))[0]
+    # Parameters of great influence move less, lest they hide the others; different factors leave no symmetry of x.
+    influence = J.norm(dim=0) * _size(x)
+    part = (here.norm() / influence).nan_to_num(1.0).clamp(1e-6, 1.0)
+    v = part * _size(x) * torch.linspace(0.6, 1.4, len(x), dtype=x.dtype, device=x.device)
+    still = influence == 0
+    directions = [v, v * still] if bool(still.any()) and not bool(still.all()) else [v]
+    return all(_straight(problem, x, here, J, v, lower, upper) for v in directions)
+
+
+def _straight(
+    problem: Problems, x: Tensor, here: Tensor, J: Tensor, v: Tensor, lower: Tensor, upper: Tensor
+) -> bool:  # fmt: skip
+    """Whether the residuals change along v as J says, at some distance within the bounds that tells it from rounding.
+
+    How far they are straight is not known: one distance is as good as another.
+    """
+    eps = torch.finfo(x.dtype).eps
+    h, told = eps ** (1 / 3), False
+    while h > 1e3 * eps:
+        ends = [(x + sign * h * v).clamp(lower, upper) for sign in (1, -1)]
+        up, down = (problem.raw(end.unsqueeze(0))[0] for end in ends)
+        noise = 10 * eps * (up.abs() + down.abs() + here.abs()).nan_to_num().norm()
+        # One side may lie beyond a jump or a kink, or where fun has no value.
+        ways = [(up - here, J @ (ends[0] - x)), (here - down, J @ (x - ends[1])), (up - down, J @ (ends[0] - ends[1]))]
+        ways = [(change, Jd) for change, Jd in ways if bool(change.isfinite().all())]
+        if any(bool(change.norm() + Jd.norm() > 10 * noise) for change, Jd in ways):
+            told = True
+            if any(bool((c - Jd).norm() <= 1e-2 * (c.norm() + Jd.norm()) + noise) for c, Jd in ways):
+                return True
+        h /= 10
+    return not told

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bounds import Box
-from .progress import BAD, BOTH, FTOL, GTOL, LIMIT, RUNNING, STOPPED, STUCK, XTOL, Progress
-from .robust import RobustLoss
+from .problems import Problems
+from .solve import BAD, BOTH, FTOL, GTOL, LIMIT, RUNNING, STOPPED, STUCK, XTOL, Progress
 
 MESSAGES = {
     RUNNING: "The fit is under way.",
@@ -62,12 +61,11 @@ class Result:
         return "\n".join(f"{name:>12}: {str(self[name]).replace(chr(10), chr(10) + ' ' * 14)}" for name in self.keys())
 
 
-def describe(
-    s: Progress, loss: RobustLoss, box: Box | None, raw: Tensor, notes: list[str], batched: bool, numpy: bool
-) -> Result:
+def describe(problems: Problems, s: Progress, raw: Tensor, notes: list[str], numpy: bool) -> Result:
     """The result of what has been reached; `raw` are the residuals without weights."""
-    ft, J = loss.corrected(s.f, s.J)
+    ft, J = problems.loss.corrected(s.f, s.J)
     g = (J.mT @ ft.unsqueeze(-1)).squeeze(-1)  # (B, n)
+    box = problems.box
     held = torch.zeros_like(s.x, dtype=torch.bool) if box is None else box.held(s.x, g)
     side = torch.zeros_like(s.x, dtype=torch.int64) if box is None else box.side(s.x)
     values = {  # copies, where they may be what the functions were given
@@ -75,7 +73,7 @@ def describe(
         "optimality": torch.where(held, 0, g).abs().amax(-1), "active_mask": side,
         "nfev": s.nfev, "njev": s.njev, "status": s.status, "success": s.status > 0,
     }  # fmt: skip
-    if batched:
+    if problems.batched:
         text = f"{int((s.status > 0).sum()):,} of {len(s.x):,} problems solved."
         for code, message in MESSAGES.items():
             count = int((s.status == code).sum())
@@ -86,3 +84,39 @@ def describe(
         out = {k: v[0] for k, v in values.items()}
         out = {k: v.item() if v.ndim == 0 else v.cpu().numpy() if numpy else v for k, v in out.items()}
     return Result(message=" ".join([text, *notes]), **out)
+
+
+@dataclass(frozen=True)
+class Report:
+    numpy: bool
+    verbose: int
+    callback: Callable[[Result], Any] | None
+
+    def __call__(self, problems: Problems, s: Progress, nit: int) -> None:
+        """After an iteration."""
+        if self.verbose == 2:
+            if nit == 0:
+                print(f"{'iteration':>9} {'running':>9} {'evaluations':>11} {'cost':>13} {'cosine':>10}")
+            running = int((s.status == RUNNING).sum())
+            print(f"{nit:>9} {running:>9} {_brief(s.nfev):>11} {_brief(s.scale**2 / 2):>13} {_brief(s.cosine):>10}")
+        if self.callback is not None:
+            s = s.copy()  # a recording goes on in the same memory
+            self.callback(describe(problems, s, s.f, [f"Iteration {nit}."], self.numpy))
+
+    def end(self, problems: Problems, s: Progress, note: str) -> Result:
+        """`note` says how the Jacobian comes about, if that is worth a word."""
+        n, notes = s.x.shape[-1], [note] if note else []
+        m = problems.m if problems.weight is None else int((problems.weight != 0).sum(-1).min())
+        if m < n:
+            notes.append(f"There are fewer residuals ({m}) than parameters ({n}): the minimum is not unique.")
+        result = describe(problems, s, problems.raw(s.x), notes, self.numpy)
+        if self.verbose:
+            cost, nfev, njev = map(_brief, (s.scale**2 / 2, s.nfev, s.njev))
+            print(f"{result.message}\ncost {cost}, {nfev} evaluations, {njev} Jacobians")
+        return result
+
+
+def _brief(values: Tensor) -> str:
+    """Of many problems the median."""
+    value = values.double().median().item() if len(values) > 1 else values.item()
+    return f"{value:.6g}"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .bounds import Box
+from ..deferred import Tape, capturing, recorded
 from .factor import QRFactor, Subset, norm
-from .options import Options
 from .problems import Problems
-from .progress import BAD, BOTH, FTOL, GTOL, LIMIT, RUNNING, STOPPED, STUCK, XTOL, Point, Progress
-from .recorded import RecordedIteration
-from .robust import RobustLoss
+
+# Status codes: SciPy's, and STUCK.
+RUNNING, STUCK, STOPPED, BAD, LIMIT, GTOL, FTOL, XTOL, BOTH = -9, -3, -2, -1, 0, 1, 2, 3, 4
 
 ACCEPT = 1e-4  # least ratio of actual to predicted decrease: MINPACK
 COMPACT = 0.7  # stopped problems leave the batch once fewer than this share is running
@@ -24,19 +25,103 @@ NEAR = 1e-3  # the same cosine, where a test of the step or of the decrease may 
 STALE = 1e-3  # a column of J this much shorter than D has it
 BEND = 0.75  # most of ‖a‖/‖p‖, the acceleration of a geodesic step (Transtrum and Sethna 2012)
 
-Watcher = Callable[[Progress, Box | None, int], None]  # the last is the number of the iteration
+P = TypeVar("P", bound="Point")
+
+_ready: set[torch.device] = set()  # libraries set up at their first calls in a process what cannot be recorded
 
 
-def solve(
-    problems: Problems, x: Tensor, loss: RobustLoss, box: Box | None, options: Options, watch: Watcher
-) -> Progress:
+@dataclass(frozen=True)
+class Options:
+    """Tolerances, limits and ways of a search."""
+
+    ftol: float = 0.0
+    xtol: float = 1e-10
+    gtol: float = 1e-10
+    max_nfev: int = 1000
+    factor: float = 100.0  # the first radius is this times ‖Dx₀‖: MINPACK
+    geodesic: bool = False
+    restarts: bool = True
+    capture: bool = False
+    x_scale: Tensor | None = None  # 1/D, or None for the norms of the Jacobian's columns
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where B problems are. f and J carry the weights, the factor the loss's correction as well."""
+
+    x: Tensor  # (B, n)
+    f: Tensor  # (B, m)
+    J: Tensor  # (B, m, n)
+    factor: QRFactor
+    scale: Tensor  # (B,), √(2·cost)
+    cosine: Tensor  # (B,), of the angle between residuals and tangent space
+    D: Tensor  # (B, n)
+
+    def __getitem__(self: P, index: Tensor) -> P:
+        return mapped(lambda t: t[index], type(self), self)
+
+
+@dataclass(frozen=True)
+class Progress(Point):
+    """And how they came there."""
+
+    which: Tensor  # (B,), of the batch that was asked for
+    radius: Tensor  # (B,), Δ of ‖Dp‖ ≤ Δ
+    change: Tensor  # (B,), the largest relative change of a parameter in the last step; infinite after a damped one
+    nfev: Tensor  # (B,)
+    njev: Tensor  # (B,)
+    status: Tensor  # (B,)
+
+    def at(self, part: Subset, point: Point) -> Progress:
+        """This one, with some of the problems at other points."""
+        plain = part.index is not None and part.whole
+        return replace(self, **vars(point if plain else mapped(part.into, Point, self, point)))
+
+    @property
+    def running(self) -> Tensor:
+        return self.status == RUNNING
+
+    def tensors(self) -> list[Tensor]:
+        return [value.Rc if isinstance(value, QRFactor) else value for value in vars(self).values()]
+
+    def renewed(self) -> Progress:
+        """The same tensors, without what was derived from them before."""
+        return mapped(lambda t: QRFactor(t.Rc) if isinstance(t, QRFactor) else t, Progress, self)
+
+    def copy(self) -> Progress:
+        return mapped(lambda t: QRFactor(t.Rc.clone()) if isinstance(t, QRFactor) else t.clone(), Progress, self)
+
+    def merge(self, index: Tensor, other: Progress) -> Progress:
+        """This one, with the problems `index` replaced by those of the other."""
+        if len(index) == len(self.x):
+            return other
+        return mapped(lambda old, new: old.index_copy(0, index, new), Progress, self, other)
+
+
+def mapped(of: Callable[..., Any], kind: type[P], *points: Point) -> P:
+    """A point or progress of what `of` makes of each field of the others."""
+    return kind(*map(of, *(vars(point).values() for point in points)))
+
+
+def better_of(old: Progress, new: Progress, limit: Tensor, which: Tensor) -> Progress:
+    """The new one where its scale is within the limit, with the evaluations of both."""
+    index = (new.scale <= limit).nonzero().squeeze(-1)  # no NaN is
+    best = old.merge(index, new[index])
+    status = torch.where(new.status == STOPPED, STOPPED, best.status)  # the callback ends all attempts
+    return replace(best, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
+
+
+Watcher = Callable[[Problems, Progress, int], None]  # the last is the number of the iteration
+
+
+def solve(problems: Problems, x: Tensor, options: Options, watch: Watcher) -> Progress:
     """Run every problem until it stops. `watch` sees the progress after each iteration."""
-    result = s = start(problems, x, loss, box, options)
+    result = s = start(problems, x, options)
     replay = RecordedIteration(iterate)
     advance = replay if options.capture else iterate
     nit = 0
     try:
-        watch(s, box, nit)
+        watch(problems, s, nit)
         while True:
             running = s.running.nonzero().squeeze(-1)
             if not len(running) or (len(running) < COMPACT * len(s.x) and replay.graph is None):
@@ -44,22 +129,21 @@ def solve(
                 if not len(running):
                     return result
                 s, problems = s[running], problems[running]
-                box = None if box is None else box[running]
-            s = advance(problems, s, loss, box, options)
+            s = advance(problems, s, options)
             nit += 1
-            watch(s, box, nit)
+            watch(problems, s, nit)
     except StopIteration:
         s = replace(s, status=torch.where(s.status == RUNNING, STOPPED, s.status))
         return result.merge(s.which, s)
 
 
-def start(problems: Problems, x: Tensor, loss: RobustLoss, box: Box | None, options: Options) -> Progress:
+def start(problems: Problems, x: Tensor, options: Options) -> Progress:
     f, J = problems.at_start(x)
-    s = linearised(x, f, J, torch.zeros_like(x), loss, box, options)
+    s = linearised(problems, x, f, J, torch.zeros_like(x), options)
     fine = s.scale.isfinite() & s.cosine.isfinite()  # numbers that are not finite reach R, and these
     if not bool(fine.all()):
         f, J = torch.where(fine[:, None], f, 0), torch.where(fine[:, None, None], J, 0)
-        s = linearised(x, f, J, torch.zeros_like(x), loss, box, options)
+        s = linearised(problems, x, f, J, torch.zeros_like(x), options)
     first = norm(s.D * x)
     # Where x₀ as a whole changes the residuals by less than rounding, it might as well be 0.
     first = torch.where(first > torch.finfo(x.dtype).eps * s.scale, first, 1.0)
@@ -77,34 +161,33 @@ def start(problems: Problems, x: Tensor, loss: RobustLoss, box: Box | None, opti
     )
 
 
-def linearised(
-    x: Tensor, f: Tensor, J: Tensor, D: Tensor, loss: RobustLoss, box: Box | None, options: Options
-) -> Point:
+def linearised(problems: Problems, x: Tensor, f: Tensor, J: Tensor, D: Tensor, options: Options) -> Point:
     """What depends on the point alone, and D ← max(D, norms of the columns of J)."""
-    scale = loss.scale(f)
+    scale = problems.loss.scale(f)
     unit = torch.where(scale > 0, scale, 1.0)
-    ft, Jt = loss.corrected(f, J)
+    ft, Jt = problems.loss.corrected(f, J)
     factor = QRFactor.of(Jt, ft, unit)
     if options.x_scale is None:
         D = torch.maximum(D, unit.unsqueeze(-1) * factor.length)
         D = torch.where(D > 0, D, 1.0)
     else:
         D = (1 / options.x_scale).expand_as(x)
-    if box is not None:
-        factor = box.free(factor, x)
+    if problems.box is not None:
+        factor = problems.box.free(factor, x)
     return Point(x, f, J, factor, scale, factor.decrement, D)
 
 
-def iterate(problems: Problems, s: Progress, loss: RobustLoss, box: Box | None, options: Options) -> Progress:
+def iterate(problems: Problems, s: Progress, options: Options) -> Progress:
     """One step of every problem that is running: try it, judge it, and linearise again where it is accepted."""
     eps = torch.finfo(s.x.dtype).eps
+    box = problems.box
     p, held = s.factor.within(s.radius, s.D) if box is None else box.within(s.factor, s.x, s.radius, s.D)
-    step = p + 0.5 * bend(problems, s, p, loss) if options.geodesic else p
+    step = p + 0.5 * bend(problems, s, p) if options.geodesic else p
     x = s.x + step if box is None else box.reach(s.x, step)
     f = problems.residuals(x)
 
     predicted = s.factor.predicted(p)
-    actual = loss.decrease(s.f, f, s.scale).nan_to_num(-torch.inf)
+    actual = problems.loss.decrease(s.f, f, s.scale).nan_to_num(-torch.inf)
     ratio = torch.where(predicted > 0, actual / predicted, -torch.inf)
     running, downhill = s.running, ratio >= ACCEPT
 
@@ -115,21 +198,22 @@ def iterate(problems: Problems, s: Progress, loss: RobustLoss, box: Box | None, 
     noise = NOISE * eps + 4 * wobble(s.factor, s.x)
     flat = full & torch.where(downhill, torch.maximum(actual, predicted) <= NOISE * eps, predicted <= noise)
 
-    tried = Subset(running & (downhill | flat))
-    new, taken = s, torch.zeros_like(held)
-    if not tried.empty:
-        y, r = tried.of(x, s.x), tried.of(f, s.f)
-        J = tried.of(problems).jacobian(y)
-        there = linearised(y, r, J, tried.of(s.D), loss, box and tried.of(box), options)
+    trial = Subset(running & (downhill | flat))
+    new, accepted = s, torch.zeros_like(held)
+    if not trial.empty:
+        y, r = trial.of(x, s.x), trial.of(f, s.f)
+        part = trial.of(problems)
+        J = part.jacobian(y)
+        there = linearised(part, y, r, J, trial.of(s.D), options)
         usable = there.cosine.isfinite()  # a Jacobian that is not finite leaves no number in R
-        nearer = there.cosine < 0.9 * tried.of(s.cosine)
-        good = Subset(usable & (nearer | ~tried.of(flat)))
-        kept = tried.narrowed(good.mask)
-        new, taken = s.at(kept, good.of(there)), kept.mask
-        broken = tried.into(torch.zeros_like(held), ~usable)
+        nearer = there.cosine < 0.9 * trial.of(s.cosine)
+        good = Subset(usable & (nearer | ~trial.of(flat)))
+        moved = trial.narrowed(good.mask)
+        new, accepted = s.at(moved, good.of(there)), moved.mask
+        broken = trial.into(torch.zeros_like(held), ~usable)
         ratio, actual = (torch.where(broken, -torch.inf, t) for t in (ratio, actual))
         flat = flat & ~broken
-    njev = s.njev + tried.mask
+    njev = s.njev + trial.mask
     nfev = s.nfev + 1
 
     radius = torch.where(flat, s.radius, next_radius(s, p, actual, ratio, held))
@@ -138,9 +222,9 @@ def iterate(problems: Problems, s: Progress, loss: RobustLoss, box: Box | None, 
     rate = change / s.change
     error = torch.where(~held & (rate <= 0.5) & (s.change < 0.1), change * rate / (1 - rate), torch.inf)
     near = new.factor.slope <= NEAR  # a step may be small, or win little, far from any minimum
-    by_x = taken & near & ((error <= options.xtol) | (~held & (change <= eps)))
-    by_f = taken & (near | ~held) & (torch.maximum(actual.abs(), predicted) <= options.ftol) & (ratio <= 2)
-    ended = ~taken & (flat | (radius <= eps**2 * norm(s.D * s.x)) | (x == s.x).all(-1))
+    by_x = accepted & near & ((error <= options.xtol) | (~held & (change <= eps)))
+    by_f = accepted & (near | ~held) & (torch.maximum(actual.abs(), predicted) <= options.ftol) & (ratio <= 2)
+    ended = ~accepted & (flat | (radius <= eps**2 * norm(s.D * s.x)) | (x == s.x).all(-1))
     stationary = is_stationary(new, options) | flat
     status = torch.where(nfev >= options.max_nfev, LIMIT, RUNNING)
     status = torch.where(ended, torch.where(stationary, FTOL, STUCK), status)
@@ -149,7 +233,7 @@ def iterate(problems: Problems, s: Progress, loss: RobustLoss, box: Box | None, 
     return replace(
         new,
         radius=torch.where(running, radius, s.radius),
-        change=torch.where(taken, torch.where(held, torch.inf, change), s.change),
+        change=torch.where(accepted, torch.where(held, torch.inf, change), s.change),
         nfev=torch.where(running, nfev, s.nfev),
         njev=njev,
         status=torch.where(running, status, s.status),
@@ -168,9 +252,9 @@ def next_radius(s: Progress, p: Tensor, actual: Tensor, ratio: Tensor, held: Ten
     return torch.where((ratio >= 0.75) | (~held & (ratio > 0.25)), 2 * length, radius)
 
 
-def bend(problems: Problems, s: Progress, p: Tensor, loss: RobustLoss) -> Tensor:
+def bend(problems: Problems, s: Progress, p: Tensor) -> Tensor:
     """a: what the linear model misses of the residuals' second derivative along p (Transtrum and Sethna 2012)."""
-    _, J = loss.corrected(s.f, s.J)
+    _, J = problems.loss.corrected(s.f, s.J)
     most = BEND * norm(s.D * p)
     a, held = QRFactor.of(J, problems.bend(s.x, p)).within(most, s.D)
     return torch.where((held | ~a.isfinite().all(-1)).unsqueeze(-1), 0, a)  # too much of it: the step is too long
@@ -203,3 +287,56 @@ def is_stationary(s: Point, options: Options) -> Tensor:
 def relative_change(x: Tensor, p: Tensor) -> Tensor:
     """max |pⱼ|/|xⱼ|: (B,)"""
     return torch.where(p == 0, 0, p.abs() / (x + p).abs()).amax(-1)
+
+
+class RecordedIteration:
+    """iterate(problems, progress, options), recorded once and then replayed.
+
+    What is asked on the way is assumed to be answered by yes (..deferred). The problems of which that was not true take
+    their step once more, without the recording, from where they were: `old`, which the graph itself takes over from
+    `new`. All calls are for the same problems, each with the progress that the last one returned.
+    """
+
+    def __init__(self, iterate: Callable[..., Progress]) -> None:
+        self.iterate = iterate
+        self.refused = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, problems: Problems, s: Progress, options: Options) -> Progress:
+        if self.graph is None and not self.refused and s.x.device in _ready:
+            self._record(problems, s, options)
+        if self.graph is None:
+            _ready.add(s.x.device)
+            return self.iterate(problems, s, options)
+        self.graph.replay()
+        index = self.wrong.nonzero().squeeze(-1)
+        if len(index):
+            old = self.old.renewed()[index]
+            again = self.iterate(problems[index], old, options)
+            for t, part in zip(self.new.tensors(), again.tensors(), strict=True):
+                t.index_copy_(0, index, part)
+            if 2 * len(index) > int(self.old.running.sum()):  # the graph holds for too few of these problems
+                self.graph, self.refused = None, True
+        return self.new.renewed()
+
+    def _record(self, problems: Problems, s: Progress, options: Options) -> None:
+        self.old, self.new = s.copy(), s.copy()
+        try:
+            with capturing(s.x.device):
+                tape, graph, stream = Tape([]), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream), recorded(tape):
+                    graph.capture_begin()
+                    try:
+                        torch._foreach_copy_(self.old.tensors(), self.new.tensors())
+                        new = self.iterate(problems, self.old.renewed(), options)
+                        torch._foreach_copy_(self.new.tensors(), new.tensors())
+                        self.wrong = ~torch.stack(tape.asked).all(0) & self.old.running
+                    finally:
+                        graph.capture_end()
+                torch.cuda.current_stream().wait_stream(stream)
+            self.graph = graph
+        except Exception as error:  # CUDA refuses in many ways
+            self.refused = True
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"capture=True: this fit cannot be recorded, it goes on without: {reason}", stacklevel=2)

@@ -1,8 +1,11 @@
-"""Functions of every kind, and what they do to their arguments."""
+"""Functions of every kind, what they do to their arguments, their derivatives, and arrays of every layout."""
 
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -187,3 +190,161 @@ def test_results_share_no_memory_with_what_was_given():
         fit.fun.zero_()
     assert torch.equal(A, kept[0])
     assert torch.equal(b, kept[1])
+
+
+DAYS = np.linspace(2450000.0, 2450010.0, 201)
+HERTZ = np.linspace(1e9 - 100, 1e9 + 100, 201)
+SECONDS = np.linspace(0, 1000, 4001)
+STIFF = {
+    "Gaussian": (lambda p, t, lib: p[0] * lib.exp(-0.5 * ((t - p[1]) / p[2]) ** 2), DAYS,
+                 [2.0, 2450004.3, 0.7], [1.0, 2450004.0, 1.0]),
+    "Lorentzian": (lambda p, t, lib: p[0] / (1 + ((t - p[1]) / p[2]) ** 2), HERTZ,
+                   [3.0, 1e9 + 7, 12.0], [1.0, 1e9, 20.0]),
+    "sine": (lambda p, t, lib: p[0] * lib.sin(p[1] * t + p[2]), SECONDS, [2.0, 100.001, 0.3], [1.0, 100.0003, 0.2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "2-point"])
+@pytest.mark.parametrize("name", STIFF)
+def test_stiff_parameters_are_fitted(name: str, kind: str):
+    model, t, true, start = STIFF[name]
+    data = model(true, t, np) + 0.01 * np.sin(np.arange(len(t)) ** 2)
+    td, tt = torch.tensor(data), torch.tensor(t)
+    if kind == "torch":
+        fit = least_squares(lambda p: model(p, tt, torch) - td, start)
+        assert "differences" not in fit.message
+    else:
+        fit = least_squares(lambda p: model(p, t, np) - data, start, jac="auto" if kind == "numpy" else kind)
+        assert "differences" in fit.message
+    assert fit.success, fit.message
+    assert np.abs((fit.x - true) / [1, t.max() - t.min() if name != "sine" else 1, true[2]]).max() < 0.01
+
+
+def test_differences_keep_their_usual_step_where_the_function_is_noisy():
+    noisy = lambda p: np.round(decay_numpy(p, T.numpy(), Y.numpy()), 9)  # noqa: E731
+    fit = least_squares(noisy, np.ones(3))
+    assert near(fit.x, BEST, 1e-2)
+
+
+@pytest.mark.parametrize("detached", [
+    lambda p: torch.cat([p[:1].detach() ** 2 - 2, p[1:] - 3]),
+    lambda p: torch.cat([p[:1].detach() ** 2 - 2, 1e4 * (p[1:] - 3)]),
+    lambda p: p.detach() ** 2 - 2,
+    lambda p: p[0] * torch.exp(-p[1].detach() * T) - torch.exp(-T),
+    lambda p: torch.exp(p * (p / p).detach()) * p.detach() - 1,
+])  # fmt: skip
+def test_what_is_detached_is_noticed(detached: Any):
+    fit = least_squares(detached, torch.tensor([1.0, 2.0]))
+    assert "3-point" in fit.message
+    assert "detached" in fit.message
+    assert fit.success
+
+
+@pytest.mark.parametrize("x0", [[0.0, 0.0], [0.0, 2.0]])
+def test_a_slope_that_is_zero_is_no_wrong_one(x0: list[float]):
+    fit = least_squares(lambda p: torch.stack([p[0] ** 2 + 1, p[1] ** 2 + p[0] ** 3 - 2]), x0)
+    assert "differences" not in fit.message
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_nothing_is_evaluated_outside_the_bounds(kind: str):
+    def f(p: Any) -> Any:
+        assert ((p >= 0) & (p <= 9)).all(), "outside"
+        return (torch if kind == "torch" else np).log1p(p) - 1
+
+    fit = least_squares(f, np.array([0.0, 9.0]), bounds=(0, 9))
+    assert near(fit.x, math.e - 1)
+    assert ("differences" in fit.message) == (kind == "numpy")
+
+
+@pytest.mark.parametrize("jac", ["auto", "2-point", "3-point"])
+def test_differences_keep_to_the_bounds_of_each_problem(jac: str):
+    low = np.array([[0.0], [5.0]])
+
+    def f(p: Any, low: Any) -> Any:
+        p, low = np.asarray(p), np.asarray(low)
+        assert (p >= low).all(), "outside"
+        return np.sqrt(p - low) - 1
+
+    fit = least_squares(f, low + 1e-6, jac, (low, np.inf), args=(low,), batched=True)
+    assert near(fit.x, low + 1)
+
+
+# NumPy's layouts and numbers
+
+
+LAYOUTS = {
+    "reversed": lambda a: np.ascontiguousarray(a[::-1])[::-1],
+    "big-endian": lambda a: a.astype(">f8"),
+    "read-only": lambda a: np.lib.stride_tricks.as_strided(a, writeable=False),
+}
+
+
+@pytest.mark.parametrize("f", [decay, decay_numpy])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_of_every_layout_are_taken(layout: str, f: Any):
+    lay = LAYOUTS[layout]
+    data = lay(T.numpy()), lay(Y.numpy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fits = [
+            least_squares(f, lay(np.ones(3)), args=data, weights=lay(np.ones(40)), bounds=(lay(np.zeros(3)), np.inf)),
+            least_squares(f, lay(np.ones(3)), kwargs={"t": data[0], "y": data[1]}),
+            least_squares(lambda p: lay(decay_numpy(p, T.numpy(), Y.numpy())), np.ones(3)),
+        ]
+    assert all(near(fit.x, BEST) for fit in fits)
+
+
+def test_numbers_may_be_numpys():
+    fit = least_squares(
+        lambda p: decay(p, T, Y), np.ones(3), ftol=np.float32(1e-12), xtol=np.float64(1e-10), gtol=np.float32(0),
+        loss="huber", f_scale=np.float32(10), max_nfev=np.int64(500),
+    )  # fmt: skip
+    assert near(fit.x, BEST)
+
+
+@pytest.mark.parametrize(
+    "x0",
+    [1, np.int64(1), torch.tensor(1), [1, 2], np.array([1, 2]), torch.tensor([1, 2]), np.array([1, 2], dtype=np.uint8)],
+    ids=repr,
+)
+def test_integer_starts_are_real_numbers(x0: Any):
+    fit = least_squares(lambda p: torch.exp(p) - 1.5, x0)
+    assert fit.x.dtype == (torch.float64 if isinstance(x0, Tensor) else np.float64)
+    assert near(fit.x, math.log(1.5))
+
+
+# Without NumPy
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "numpy":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+import torch
+import marquardt as mq
+
+fit = mq.least_squares(lambda p: torch.stack([p[0] - 1, 10 * (p[1] - p[0] ** 2)]), [-1, 2], bounds=([-2, -2], [2, 2]))
+assert torch.allclose(fit.x, torch.ones(2, dtype=torch.float64)), fit
+f = lambda x, a, b: a * torch.exp(-b * x)
+x, y = [0, 1, 2, 3, 4], [5.0, 3.1, 1.9, 1.2, 0.7]
+popt, pcov = one = mq.curve_fit(f, x, y)
+many = mq.curve_fit(f, [x, x], [y, y], [1, 1], batched=True, loss="huber")
+assert torch.allclose(many.popt, popt.expand(2, 2), rtol=1e-6), (popt, many.popt)
+assert one.predict([1.0, 2.0]).shape == (2,) and many.confidence_band(x)[0].shape == (2, 5)
+try:
+    mq.least_squares(lambda p: [float(p[0])], [1.0])
+except TypeError as error:
+    assert "must return a tensor" in str(error), error
+else:
+    raise AssertionError("a function of plain numbers")
+assert "numpy" not in sys.modules
+"""
+
+
+def test_plain_numbers_are_fitted_without_numpy():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,9 @@ from torch import Tensor
 
 from marquardt import deferred as tape
 from marquardt import least_squares
-from marquardt.fitting.bounds import Box
-from marquardt.fitting.factor import QRFactor
-from marquardt.fitting.options import Options
+from marquardt.fitting.factor import Box, QRFactor
 from marquardt.fitting.problems import Problems, build
-from marquardt.fitting.progress import Progress
-from marquardt.fitting.robust import RobustLoss
-from marquardt.fitting.solve import iterate, start
+from marquardt.fitting.solve import Options, Progress, iterate, start
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -54,11 +51,11 @@ def test_an_iteration_is_recorded_as_it_is():
     """Without selecting problems: with those that stop or whose step is damped, rejected or neither."""
     x, y = data()
     several, options = problem(y, x), Options(xtol=1e-12)
-    s = start(several, x, RobustLoss(), None, options)
+    s = start(several, x, options)
     seen = set()
     while bool(s.running.any()):
-        new, fine = recorded(several, s, RobustLoss(), None, options)
-        s = iterate(several, s, RobustLoss(), None, options)
+        new, fine = recorded(several, s, options)
+        s = iterate(several, s, options)
         seen.update(s.status.tolist())
         assert fine.double().mean() > 0.9
         for name in ("x", "f", "J", "scale", "radius"):
@@ -71,14 +68,12 @@ def test_an_iteration_is_recorded_as_it_is():
 
 def test_what_a_recording_assumes_is_asked():
     x, y = data()
-    several, options = problem(y, x), Options()
     box = Box(torch.zeros_like(x), torch.where(torch.arange(4) == 1, 1.02 * x, 9.0))
-    s = start(several, x, RobustLoss(), box, options)
-    new, fine = recorded(several, s, RobustLoss(), box, options)
+    several, options = replace(problem(y, x), box=box), Options()
+    s = start(several, x, options)
+    new, fine = recorded(several, s, options)
     assert 0 < fine.sum() < len(fine)  # some meet a bound, which takes them another step
-    torch.testing.assert_close(
-        new.x[fine], iterate(several, s, RobustLoss(), box, options).x[fine], rtol=1e-9, atol=1e-12
-    )
+    torch.testing.assert_close(new.x[fine], iterate(several, s, options).x[fine], rtol=1e-9, atol=1e-12)
 
     flat = QRFactor.of(torch.ones(3, 5, 2, dtype=torch.float64), torch.rand(3, 5, dtype=torch.float64))
     asked = tape.Tape([])
