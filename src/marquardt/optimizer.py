@@ -257,6 +257,17 @@ class LM(Unscaled, torch.optim.Optimizer):
         """λ of the next step."""
         return self._state.lam
 
+    @property
+    def weight_decays(self) -> list[Any]:
+        """Of every parameter, as its group has it; 0 for those that are excluded."""
+        given = [group["weight_decay"] for group in self.param_groups for _ in group["params"]]
+        return [0.0 if free else w for w, free in zip(given, self._spared, strict=True)]
+
+    @property
+    def towards(self) -> Tensor | None:
+        """The weights that decay leads to, as one vector; None for 0."""
+        return self._state.towards
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "_state" in vars(self):
             raise ValueError(
@@ -525,9 +536,14 @@ class LM(Unscaled, torch.optim.Optimizer):
             self.average, self.radius,
         )  # fmt: skip
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         """As before the first step, but for what was found out about the model."""
         self._state = State(lam=self.schedule.initial, towards=self._state.towards)
+
+    def keep_statistics(self) -> None:
+        """The running statistics of BatchNorm are right for the weights that the model has now: until the next step
+        `averaged` looks for no others."""
+        self._seen = NOTHING
 
     # Averaged weights, and what torch.optim.Optimizer promises.
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import marquardt as mq
 from marquardt import generators
-from marquardt.training import checkpoint, randomness
+from marquardt.training import batching, checkpoint
 from support import fit_program
 from support.fits import KINDS, net, noisy_sine, weights
 
@@ -221,9 +221,9 @@ DAMAGED = {
 def test_damaged_random_numbers_change_nothing(name, kind, tmp_path, monkeypatch):
     file, true = tmp_path / "fit.pt", generators.states
     with monkeypatch.context() as patch:
-        patch.setattr(randomness, "states", lambda: {**true(), name: DAMAGED[name]})
+        patch.setattr(batching, "states", lambda: {**true(), name: DAMAGED[name]})
         for setter in ("check", "check_state", "set_states"):
-            patch.setattr(randomness, setter, lambda *_: None)
+            patch.setattr(batching, setter, lambda *_: None)
         fitted(kind, checkpoint=file, steps=3)
     model, arguments = KINDS[kind]()
     before, now = weights(model), true()

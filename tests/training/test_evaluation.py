@@ -9,7 +9,7 @@ from torch import nn
 import marquardt as mq
 from marquardt.losses import resolve
 from marquardt.sources import source
-from marquardt.training.evaluation import evaluated
+from marquardt.training.run import evaluated
 from support.fits import net
 
 pytestmark = pytest.mark.usefixtures("double")

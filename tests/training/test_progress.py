@@ -9,9 +9,7 @@ import sys
 import pytest
 
 import marquardt as mq
-from marquardt.training.history import Entry
-from marquardt.training.progress import Bar, Silent, remaining, shown, words
-from marquardt.training.stops import Stops
+from marquardt.training.history import Bar, Entry, Silent, Stops, remaining, shown, words
 from support.fits import net, noisy_sine
 
 ENTRY = Entry(10, 9, 0.5, 0.6, math.nan, 1.0, 0.1, "decrease", 1.0, 1.0, 4.0)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from marquardt.sources import source
-from marquardt.training.randomness import generators, set_generators, unchanged
+from marquardt.training.batching import generators, set_generators, unchanged
 
 
 def drawn(*own: torch.Generator) -> list[float]:

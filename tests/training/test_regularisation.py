@@ -12,7 +12,7 @@ import marquardt as mq
 from marquardt.sources import source
 from marquardt.training import regularisation
 from marquardt.training.regularisation import CLOSE, LONG, TIMID, Regularisation, Regularised
-from marquardt.uncertainty.build import laplace
+from marquardt.uncertainty.posterior import laplace
 from marquardt.uncertainty.precision import SINGULAR
 from support.fits import net, noisy_sine
 

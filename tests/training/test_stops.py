@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt.training.history import Entry
-from marquardt.training.stops import Seen, Stops
+from marquardt.training.history import Entry, Seen, Stops
 from support.fits import mse, net, noisy_sine
 
 X, Y = noisy_sine()

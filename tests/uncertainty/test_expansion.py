@@ -10,7 +10,7 @@ from marquardt.losses import resolve
 from marquardt.model.parameters import Parameters
 from marquardt.sources import source
 from marquardt.uncertainty import expansion
-from marquardt.uncertainty.expansion import Expansion, evaluated, fits
+from marquardt.uncertainty.expansion import Expansion, fits, in_eval_mode
 from support.laplaced import network, regression
 from support.reference import jacobian, trainable
 
@@ -70,7 +70,7 @@ def test_the_modes_come_back_after_an_error():
     device = model[0].weight.device
 
     def fails():
-        with evaluated(model, device):
+        with in_eval_mode(model, device):
             assert not any(m.training for m in model.modules())
             assert torch.is_grad_enabled()
             raise KeyError("inside")

@@ -8,7 +8,7 @@ import torch
 
 import marquardt as mq
 from marquardt.uncertainty import expansion
-from marquardt.uncertainty.left_out import Temper, predicted, without
+from marquardt.uncertainty.posterior import Temper, predicted, without
 from support.laplaced import classification, fitted, network, quiet, regression
 
 

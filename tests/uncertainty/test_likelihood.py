@@ -9,7 +9,7 @@ from torch import nn
 
 import marquardt as mq
 from marquardt.losses import resolve
-from marquardt.uncertainty.likelihood import LIKELIHOODS, likelihood_of
+from marquardt.uncertainty.expansion import LIKELIHOODS, likelihood_of
 from support.laplaced import quiet
 
 f64 = torch.float64

@@ -21,9 +21,8 @@ from ..generators import of_rank
 from ..model.parameters import named_parameters
 from ..ranks import ALONE, RankError, Ranks
 from ..sources import Arrays, Items, Source, Stream
-from .regularisation import decays
+from .batching import sharded
 from .run import Training
-from .sharing import sharded
 
 # Files of version 4 carry no checksum, and are otherwise the same.
 VERSIONS, VERSION = (4, 5), 5
@@ -150,7 +149,7 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
         },
         "data": {"samples": described(run.data), "validation": described(run.validation)},
         "options": {
-            **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": [str(w) for w in decays(opt)],
+            **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": [str(w) for w in opt.weight_decays],
             "evidence": None if found is None else brief(found.evidence), "seed": seed,
             "batches": [run.plan.kind, run.plan.size],
         },

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ..model.checks import trainable
 from ..model.parameters import Parameters
 from ..optimizer import LM
+from ..ranks import of
 from ..sources import Source
-from ..uncertainty.build import laplace
 from ..uncertainty.evidence import Evidence, grouped_names, reestimate
+from ..uncertainty.posterior import laplace
 from ..uncertainty.precision import SINGULAR
 from .history import check_count, restored
 
@@ -123,17 +124,17 @@ class Regularisation:
 
     def _estimated(self, objective: float) -> Regularised:
         """By every rank, from all data, and as rank 0 has it."""
-        return self.opt._ranks.agreed(self._own_estimate(objective))
+        return of(self.opt.group).agreed(self._own_estimate(objective))
 
     def _own_estimate(self, objective: float) -> Regularised:
         opt = self.opt
         try:
-            there = laplace(opt.model, opt.loss, self.data, decays(opt), params=opt.params)
+            there = laplace(opt.model, opt.loss, self.data, opt.weight_decays, params=opt.params)
         except ValueError as error:  # rounding is all that is left of H: α and β stay
             if self.last is None or str(error) != SINGULAR:
                 raise
             return replace(self.last, objective=objective)
-        best, names, before = reestimate(there, self.evidence.groups), there.names, decays(opt)
+        best, names, before = reestimate(there, self.evidence.groups), there.names, opt.weight_decays
         some = TIMID * there.decays([there.mean_curvature], there.beta)[0]
         decay = [min(w, max(GROWTH * old, some)) for w, old in zip(best.weight_decay, before, strict=True)]
         return Regularised(
@@ -164,12 +165,6 @@ class Regularisation:
         if any(set(each) != set(self.names) for each in (found.alpha, found.gammas, found.weight_decay)):
             raise ValueError("it is damaged: the evidence is of other parameters")
         return found
-
-
-def decays(opt: LM) -> list[Any]:
-    """Weight decay of every parameter that trains, as its group has it; 0 for those that are excluded."""
-    given = [group["weight_decay"] for group in opt.param_groups for _ in group["params"]]
-    return [0.0 if free else w for w, free in zip(given, opt._spared, strict=True)]
 
 
 def grouped_params(model: nn.Module, params: Iterable[Any] | None, evidence: Evidence) -> list[dict[str, Any]]:
