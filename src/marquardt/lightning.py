@@ -217,11 +217,7 @@ class LMCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
         pl_module._shown.close()
 
-    def on_test_end(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
-        pl_module._shown.close()
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
-        pl_module._shown.close()
+    on_test_end = on_predict_end = on_validation_end  # type: ignore[assignment]
 
     def on_exception(  # type: ignore[override]
         self, trainer: Trainer, pl_module: LMModule, exception: BaseException

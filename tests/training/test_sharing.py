@@ -110,7 +110,7 @@ def ends():
     found["seconds"] = result.reason, result.history["seconds"]
     time.perf_counter = true
     bars = []
-    history.Bar = lambda stops: bars.append(stops) or history.Silent()
+    history.Bar = lambda stops: bars.append(stops) or history.Shown()
     fit(progress=True, steps=2)
     found["bars"] = len(bars)
     try:

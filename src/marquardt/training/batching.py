@@ -1,4 +1,5 @@
-"""All data in every step, or mini-batches: chosen from shapes alone, so that every run and every machine agrees."""
+"""What a step is given: all data or a mini-batch, chosen from shapes alone, so that every run and every machine agrees;
+in which order, also in a run that goes on; and which part of it is that of a rank."""
 
 from __future__ import annotations
 
@@ -205,6 +206,10 @@ class Order:
                 pass
 
 
+# What each rank has of the data: consecutive samples of every batch, which are those of one process in the same order,
+# so that on any number of ranks the steps are the same.
+
+
 def apart(batch: Batch) -> bool:
     """Whether its samples can be told apart: inputs of several lengths do not tell, without targets, what belongs to
     one."""
@@ -304,7 +309,7 @@ def check_enough(samples: int, words: str, ranks: Ranks) -> None:
         )
 
 
-def check_same(described: list[Any], alike: Callable[[Any, Any], bool], ranks: Ranks) -> None:
+def check_same_data(described: list[Any], alike: Callable[[Any, Any], bool], ranks: Ranks) -> None:
     """Every rank has all data, in the same order; `described` is how many there are, and sums of what they hold."""
     found = ranks.every(described)
     for rank, there in enumerate(found):
@@ -342,27 +347,25 @@ def interrupts(ranks: Ranks) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+# The random numbers that a fit may depend on, as they are saved.
+
+
 def generators(data: Source) -> dict[str, Any]:
     """The states of torch's, Python's and NumPy's, and of a DataLoader's own: tensors and plain numbers."""
-    return {**states(), "loader": [g.get_state() for g in _own(data)]}
-
-
-def check_generators(found: Any, data: Source) -> None:
-    """Raises ValueError, with the entry by name, if `set_generators` could not set them."""
-    check(found)
-    loader, own = found.get("loader"), list(_own(data))
-    if not isinstance(loader, list) or len(loader) != len(own):
-        there = len(loader) if isinstance(loader, list) else type(loader).__name__
-        raise ValueError(f"the random states 'loader' are {there}, the data have {len(own)} generators: {WAY_OUT}")
-    for g, state in zip(own, loader, strict=True):
-        check_state(state, "loader", g.device)
+    return {**states(), "loader": [g.get_state() for g in loader_generators(data)]}
 
 
 def set_generators(found: dict[str, Any], data: Source) -> None:
-    """All of them, or none if one is damaged"""
-    check_generators(found, data)
+    """All of them; none, and a ValueError that names the entry, if one is damaged."""
+    check(found)
+    loader, here = found.get("loader"), list(loader_generators(data))
+    if not isinstance(loader, list) or len(loader) != len(here):
+        there = len(loader) if isinstance(loader, list) else type(loader).__name__
+        raise ValueError(f"the random states 'loader' are {there}, the data have {len(here)} generators: {WAY_OUT}")
+    for g, state in zip(here, loader, strict=True):
+        check_state(state, "loader", g.device)
     set_states(found)
-    for g, state in zip(_own(data), found["loader"], strict=True):
+    for g, state in zip(here, loader, strict=True):
         g.set_state(state.cpu())
 
 
@@ -374,7 +377,7 @@ def unchanged(data: Source) -> Iterator[None]:
         yield
 
 
-def _own(data: Source) -> Iterator[torch.Generator]:
+def loader_generators(data: Source) -> Iterator[torch.Generator]:
     """Of a DataLoader and its samplers, each once"""
     if not isinstance(data, Stream):
         return

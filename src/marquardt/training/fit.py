@@ -30,7 +30,7 @@ from ..surroundings import Surroundings, surely, undisturbed
 from ..uncertainty import Evidence, Posterior, posterior
 from ..uncertainty.expansion import likelihood_of
 from ..uncertainty.posterior import last_layer
-from .batching import Batching, batching, check_batches, check_same, check_shared, cut, interrupts
+from .batching import Batching, batching, check_batches, check_same_data, check_shared, cut, interrupts
 from .checkpoint import Saver, described, identity, same
 from .history import CALLBACK, INTERRUPTED, Entry, History, Shown, Stops, shown
 from .regularisation import Regularised, decayed_params, grouped_params
@@ -261,7 +261,7 @@ def planned(opt: LM, train: Source, held: Source | None, batch_size: int | str |
     if ranks.several:
         for data in (train, held):
             if isinstance(data, Indexed):
-                check_same(described(data) or [], same, ranks)
+                check_same_data(described(data) or [], same, ranks)
         if plan.mini and isinstance(train, Indexed):
             check_batches(cut(torch.arange(train.samples), plan.size), ranks)
     return plan

@@ -1,4 +1,5 @@
-"""What a fit did, step by step: a table that prints itself, goes to CSV and pandas, and plots itself."""
+"""What a fit did, step by step: a table that prints itself, goes to CSV and pandas, and plots itself; when it ends, and
+the line that shows how it gets on."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from os import PathLike
-from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, overload
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
 
 from ..curvature.cost import duration
 
@@ -203,6 +204,8 @@ def _words(value: Any) -> str:
     return str(value)
 
 
+# When a fit ends, and the sentence that says why.
+
 INTERRUPTED = "interrupted"
 CALLBACK = "a callback asked for it"
 
@@ -311,16 +314,11 @@ def check_stop(name: str, value: Any, whole: bool) -> None:
         raise ValueError(f"{name}={value!r}: at least 0, or None to leave this stop out")
 
 
-class Shown(Protocol):
-    """What a fit tells of."""
-
-    def begin(self, plan: str) -> None: ...
-    def update(self, entry: Entry) -> None: ...
-    def end(self, reason: str) -> None: ...
+# The line that shows how a fit gets on: by Rich, on a terminal.
 
 
-class Silent:
-    """Nothing is shown."""
+class Shown:
+    """What a fit tells of. Nothing is shown by this one."""
 
     def begin(self, plan: str) -> None:
         """How the fit goes about it, before its first step."""
@@ -337,16 +335,16 @@ def shown(progress: bool | None, stops: Stops, here: bool = True) -> Shown:
     if progress not in (True, False, None):
         raise ValueError(f"progress={progress!r}: True, False, or None to show a bar on a terminal")
     if progress is False or not here or (progress is None and not sys.stderr.isatty()):
-        return Silent()
+        return Shown()
     try:
         return Bar(stops)
     except ImportError:
         if progress is None:
-            return Silent()
+            return Shown()
         raise ImportError("progress=True needs Rich: pip install rich, or leave progress out") from None
 
 
-class Bar:
+class Bar(Shown):
     """Loss, validation, λ, gradient, and the time that is left until the last step."""
 
     def __init__(self, stops: Stops) -> None:

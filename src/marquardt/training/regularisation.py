@@ -14,8 +14,8 @@ from ..model.parameters import Parameters
 from ..optimizer import LM
 from ..ranks import of
 from ..sources import Source
-from ..uncertainty.evidence import Evidence, grouped_names, reestimate
-from ..uncertainty.posterior import laplace
+from ..uncertainty.evidence import Evidence, grouped_names
+from ..uncertainty.posterior import laplace, reestimate
 from ..uncertainty.precision import SINGULAR
 from .history import check_count, restored
 

@@ -423,6 +423,9 @@ def check_weights(what: str, found: Any, here: dict[str, Tensor], trained: Itera
             raise ValueError(f"it is damaged: {what} hold NaN or infinite values in {name}")
 
 
+# The loss and the outputs of a model in eval mode, which do not train it.
+
+
 def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks = ALONE) -> float:
     """f over all batches, of all ranks, in the units in which it is reported, in eval mode."""
     return _without_grad(model, lambda: _value(model, loss, batches, ranks))

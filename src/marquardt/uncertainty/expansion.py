@@ -1,5 +1,8 @@
-"""The loss of all data at θ, and what the outputs of other inputs owe to θ: all that a posterior is made of, whatever
-its prior and its noise are."""
+"""What a loss says of the targets, −log p(y|z) = β·unit·ℓ + constant; the loss of all data at θ, and what the outputs
+of other inputs owe to θ: all that a posterior is made of, whatever its prior and its noise are.
+
+Outputs come in the groups of the loss: means z (N, P, C) and covariances V (N, P, C, C).
+"""
 
 from __future__ import annotations
 
@@ -431,7 +434,11 @@ class Expansion:
         layers = isinstance(kind, Kronecker) or (kind is None and not fits(s, rows, self.parameters.device))
         with self.at_rest():
             lin = self.linearization(loss, written=not layers)
-            return by_layers(lin) if layers else by_rows(lin) if rows else by_matrix(lin)
+            if rows and not layers:
+                return RowsData(torch.cat([piece.dense(torch.float64) for piece in lin.pieces()]))
+            chunk = lin.needs.chunk
+            G: Any = (Kronecker(decay=0.0, chunk=chunk) if layers else Dense(chunk, double=True)).represent(lin)
+            return KroneckerData(G.layers, lin.parameters, lin.scale) if layers else DenseData(G.G / lin.scale)
 
     def by_row(self, b: Tensor | None = None) -> Iterator[Tensor]:
         """The rows J̃ of all pieces, by output: (R, N, n)"""
@@ -460,21 +467,6 @@ class Expansion:
 def mean_weight(w: Tensor) -> float:
     """Of the samples that count; 1 if weights are whole numbers, as counts are"""
     return 1.0 if torch.equal(w, w.round()) else float(w[w > 0].mean())
-
-
-def by_matrix(lin: Linearization) -> DataCurvature:
-    """G in Σ-units"""
-    G: Any = Dense(lin.needs.chunk, double=True).represent(lin)
-    return DenseData(G.G / lin.scale)
-
-
-def by_rows(lin: Linearization) -> DataCurvature:
-    return RowsData(torch.cat([piece.dense(torch.float64) for piece in lin.pieces()]))
-
-
-def by_layers(lin: Linearization) -> DataCurvature:
-    G: Any = Kronecker(decay=0.0, chunk=lin.needs.chunk).represent(lin)
-    return KroneckerData(G.layers, lin.parameters, lin.scale)
 
 
 def fits(s: Shapes, rows: bool, device: torch.device) -> bool:

@@ -24,7 +24,7 @@ from ..model.parameters import Parameters, named_parameters
 from ..model.shards import refuse_sharded
 from ..sources import source
 from ..surroundings import undisturbed
-from .evidence import alone, noise_precision, reestimate, unit
+from .evidence import LEAST, MOST, alone, grouped_names, noise_precision, unit
 from .expansion import Expansion, fits, likelihood_of
 from .precision import DataCurvature, Precision, Scaled
 
@@ -64,6 +64,16 @@ class Temper(NamedTuple):
 
 # Of which a posterior is calibrated to the best: temperatures of 1e-4 to 10, sharpness of ½ to 4.
 TEMPERS = [Temper(10 ** (k / 2), 2 ** (j / 4)) for k in range(-8, 3) for j in range(-4, 9)]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the evidence asks for, by parameter tensor if there are several numbers."""
+
+    alpha: tuple[float, ...]
+    beta: float  # 1/σ² of all outputs together; 1 if the loss has no noise
+    gamma: float
+    weight_decay: tuple[float, ...]  # in the units of the loss, as parameter groups have it
 
 
 @dataclass(frozen=True)
@@ -243,14 +253,8 @@ class Posterior:
 
     def _but(self, **change: Any) -> Posterior:
         """The same at T = 1 with these arguments, H made anew unless it is among them"""
-        given: dict[str, Any] = {
-            "at": self.at,
-            "kind": self.kind,
-            "data": self.data,
-            "alphas": self.alphas,
-            "beta": self.beta,
-        }
-        given |= {"towards": self.towards, "b": self.b, "learns": self.learns}
+        names = ("at", "kind", "data", "alphas", "beta", "towards", "b", "learns")
+        given = {name: getattr(self, name) for name in names}
         return Posterior(**{**given, **change})
 
     def changed(self, alphas: Sequence[float], beta: float) -> Posterior:
@@ -436,6 +440,21 @@ class Posterior:
             f"    {self.plan}\n"
             f"    prior precision {priors}{noise}, effective parameters {self.gamma:.1f}"
         )
+
+
+def reestimate(found: Posterior, groups: str | Sequence[Sequence[str]] | None = None) -> Estimate:
+    """α and β for which γ and the residuals of these would be at the highest evidence. Parameters without a prior have
+    none afterwards."""
+    gammas, sizes = found.gamma_by_tensor, found.squares_by_tensor
+    low, high = (found.mean_curvature * bound for bound in (LEAST, MOST))
+    alpha = list(found.alphas)
+    for members in grouped_names(found.names, groups):
+        own = [i for i in members if found.alphas[i] > 0]
+        gamma, size = sum(gammas[i] for i in own), sum(sizes[i] for i in own)
+        for i in own:
+            alpha[i] = min(max(gamma / size, low), high) if size > 0 else high
+    beta = found.noise_given(sum(gammas))
+    return Estimate(tuple(alpha), beta, sum(gammas), found.decays(alpha, beta))
 
 
 @undisturbed
