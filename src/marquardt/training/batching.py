@@ -188,7 +188,8 @@ class Order:
                 self.data.begin_epoch(self.epoch)
             return self.data.batches()
         random = torch.Generator().manual_seed(self.seed + self.epoch)
-        return parcels(self.data, cut(torch.randperm(self.data.samples, generator=random), self.size), self.ranks)
+        batches = cut(torch.randperm(self.data.samples, generator=random), self.size)
+        return Parcels(self.data.take, [part(index, self.ranks) for index in batches])
 
     def state(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "index": self.index}
@@ -220,11 +221,6 @@ def apart(batch: Batch) -> bool:
 def part(index: Tensor, ranks: Ranks) -> Tensor:
     """This rank's samples among these: consecutive ones, the first ranks have one more if they are no multiple."""
     return index.tensor_split(ranks.size)[ranks.rank]
-
-
-def parcels(data: Indexed, parts: Iterable[Tensor], ranks: Ranks) -> Iterable[Batch]:
-    """This rank's samples of each of these batches"""
-    return Parcels(data.take, [part(index, ranks) for index in parts])
 
 
 def own(data: Source, size: int | None, ranks: Ranks) -> tuple[Iterable[Batch], Ranks]:

@@ -158,12 +158,12 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
 
 def layers(model: nn.Module) -> dict[str, str]:
     """Classes by name, with the options that torch's own have; those of others may print numbers that train."""
-    return {name: f"{type(m).__name__}({options(m)})" for name, m in model.named_modules()}
-
-
-def options(module: nn.Module) -> str:
-    words = module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""
-    return re.sub(r" at 0x[0-9a-f]+", "", words)  # of functions: another one in every process
+    found = {}
+    for name, m in model.named_modules():
+        options = m.extra_repr() if type(m).__module__.startswith("torch.nn.") else ""
+        options = re.sub(r" at 0x[0-9a-f]+", "", options)  # of functions: another one in every process
+        found[name] = f"{type(m).__name__}({options})"
+    return found
 
 
 def described(data: Source | None) -> list[Any] | None:

@@ -84,11 +84,6 @@ class Regularisation:
         return math.nan if self.last is None else self.last.gamma
 
     @property
-    def start(self) -> float:
-        """The weight decay that the descent under way began with."""
-        return self.evidence.starts[self.descent]
-
-    @property
     def more(self) -> bool:
         """Whether another descent follows."""
         return self.descent + 1 < len(self.evidence.starts)
@@ -107,7 +102,7 @@ class Regularisation:
     def update(self, objective: float) -> bool:
         """α and β at θ, from βG + αI without λD. False: rounding leaves no estimate, and the last one stays."""
         self.waited = 0
-        found = self._estimated(objective)
+        found = of(self.opt.group).agreed(self._estimate(objective))  # by every rank, from all data, as rank 0 has it
         stays = self.last is not None and found == replace(self.last, objective=objective)
         self.close = self.close + 1 if self.last is not None and found.close_to(self.last) else 0
         same = self.since is not None and found.as_good_as(self.since)
@@ -117,16 +112,12 @@ class Regularisation:
 
     def put(self, found: Regularised | None) -> None:
         """This estimate is in force; None: that of the start."""
-        self.last = found
+        self.last, names = found, dict(zip(map(id, self.opt.params), self.names, strict=True))
         for group in self.opt.param_groups:
-            name = self.names[self._index(group["params"][0])]
-            group["weight_decay"] = self.start if found is None else found.weight_decay[name]
+            name = names[id(group["params"][0])]
+            group["weight_decay"] = self.evidence.starts[self.descent] if found is None else found.weight_decay[name]
 
-    def _estimated(self, objective: float) -> Regularised:
-        """By every rank, from all data, and as rank 0 has it."""
-        return of(self.opt.group).agreed(self._own_estimate(objective))
-
-    def _own_estimate(self, objective: float) -> Regularised:
+    def _estimate(self, objective: float) -> Regularised:
         opt = self.opt
         try:
             there = laplace(opt.model, opt.loss, self.data, opt.weight_decays, params=opt.params)
@@ -142,17 +133,12 @@ class Regularisation:
             there.log_evidence, dict(zip(names, decay, strict=True)), objective,
         )  # fmt: skip
 
-    def _index(self, p: Tensor) -> int:
-        return next(i for i, q in enumerate(self.opt.params) if q is p)
-
     # As it is saved: the weight decay itself is in the state of the optimizer.
 
     def state(self) -> dict[str, Any]:
-        found = {
-            name: None if one is None else asdict(one) for name, one in (("last", self.last), ("since", self.since))
-        }
+        last, since = (None if one is None else asdict(one) for one in (self.last, self.since))
         counts = {"waited": self.waited, "close": self.close, "still": self.still, "descent": self.descent}
-        return {**found, **counts}
+        return {"last": last, "since": since, **counts}
 
     def resume(self, state: dict[str, Any]) -> None:
         self.last, self.since = (None if state[k] is None else self.restored(state[k]) for k in ("last", "since"))

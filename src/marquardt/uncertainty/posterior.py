@@ -300,7 +300,12 @@ class Posterior:
         with the exact H also if this one has Kronecker factors."""
         if not self.at.likelihood.classes:
             raise ValueError(f"{self.at.loss.display_name} has no classes: its intervals have the noise that is learnt")
-        found = self._left_out() if data is None else self._held_out(data)
+        if data is None:
+            found = self._left_out()
+        else:
+            given = source(data, device=self.parameters.device, dtype=self.parameters.tensors[0].dtype)
+            batches = given.batches() if given.whole is None else [given.whole]
+            found = held_out(self.at, self.precision, batches, TEMPERS)
         best = TEMPERS[found.index(min(found))]
         if best.temperature == TEMPERS[-1].temperature:
             warnings.warn(
@@ -328,11 +333,6 @@ class Posterior:
                 "the model"
             )
         return predicted(at, self.precision, TEMPERS, at.curvature(None, True).precision(self.c, self._alpha))
-
-    def _held_out(self, data: Any) -> list[float]:
-        p = self.parameters.tensors[0]
-        given = source(data, device=p.device, dtype=p.dtype)
-        return held_out(self.at, self.precision, given.batches() if given.whole is None else [given.whole], TEMPERS)
 
     @property
     def others(self) -> int:
@@ -565,8 +565,12 @@ def laplace(
     given = source(data, device=parameters.device, dtype=chosen[0].dtype)
     at = Expansion(model, loss, parameters, given, getattr(curvature, "chunk", None))
     known = known_noise(at, noise)
-    if kind.noisy and known is None and not any(weights) and weight_decay is not None:
-        check_left(at)
+    learns = kind.noisy and known is None
+    if learns and not any(weights) and weight_decay is not None and at.normaliser <= at.parameters.n:
+        raise ValueError(
+            f"{at.normaliser:g} targets for {at.parameters.n} parameters without a prior leave nothing to learn the "
+            "noise from: pass noise=σ, or train with weight_decay"
+        )
     beta, b = (1.0, None) if known is None else known
     per_w = kind.unit / unit(loss, at.normaliser)  # α = w·β·this
     try:
@@ -576,7 +580,7 @@ def laplace(
             raise ValueError(f'{error}, or take params="last"') from error
         return laplace(model, loss, data, weight_decay, noise, None, "last")
     alphas = [w * beta * per_w for w in weights]
-    first = Posterior(at, curvature, G, alphas, beta, towards, b, kind.noisy and known is None)
+    first = Posterior(at, curvature, G, alphas, beta, towards, b, learns)
     if weight_decay is None:
         return first.tuned()
     if not first.learns:
@@ -656,15 +660,6 @@ def known_noise(at: Expansion, given: Any) -> tuple[float, Tensor | None] | None
         )
     beta = 1 / float(sigma.square().mean())
     return beta, sigma.pow(-2) / beta
-
-
-def check_left(at: Expansion) -> None:
-    """Residuals without a prior say nothing of the noise if there are as many parameters."""
-    if at.normaliser <= at.parameters.n:
-        raise ValueError(
-            f"{at.normaliser:g} targets for {at.parameters.n} parameters without a prior leave nothing to learn the "
-            "noise from: pass noise=σ, or train with weight_decay"
-        )
 
 
 def last_layer(model: nn.Module) -> list[Tensor]:
