@@ -1,5 +1,5 @@
 """Why a model has learnt little or nothing: a constant does as well, activations are saturated, data are far from the
-size that a network expects. A forward pass, made only when somebody has reason to ask."""
+size that a network expects. It takes a forward pass, made only when there is a reason to ask."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class LMTrainer(Trainer):
         return super().train(*args, **kwargs)
 
     def conclude(self) -> None:
-        """The model keeps its averaged weights; LM knows the last ones. If others were the best, those are loaded."""
+        """The model gets its averaged weights, and LM has the last ones. If others were the best, those are loaded."""
         lm, loop = self.lm, self._loop
         assert lm is not None
         assert loop is not None
@@ -250,7 +250,7 @@ class TakenStep(torch.optim.Optimizer):
 
 
 class Ending(TrainerCallback):
-    """The first to hear that the training has ended."""
+    """The first callback that is called when the training has ended."""
 
     def __init__(self, trainer: LMTrainer) -> None:
         self.trainer = trainer

@@ -53,7 +53,7 @@ class Batching:
     """How the samples are given to the steps."""
 
     kind: str  # "whole": one batch; "streamed": all batches in every step; "mini": one batch in every step
-    size: int | None  # samples of a batch, None if they come in batches of their own
+    size: int | None  # samples of a batch; None if the data come in batches
     words: str
 
     @property
@@ -212,8 +212,8 @@ class Order:
 
 
 def apart(batch: Batch) -> bool:
-    """Whether its samples can be told apart: inputs of several lengths do not tell, without targets, what belongs to
-    one."""
+    """Whether it can be divided into samples. With inputs of several lengths and without targets it is not clear what
+    belongs to one sample."""
     lengths = {len(t) for t in tree_leaves(batch.inputs) if isinstance(t, Tensor) and t.ndim}
     return batch.divisible(batch.samples) and (len(lengths) == 1 or batch.targets is not None)
 
@@ -258,7 +258,7 @@ def sampler(data: Stream) -> Any:
 
 
 def check_shared(data: Source, ranks: Ranks, evidence: bool) -> None:
-    """Data that give every rank a part of its own in every step, and all of them if `evidence` goes through them."""
+    """Every rank must get a part of the data in every step, and all of them if `evidence` goes through them."""
     if not ranks.several:
         return
     if isinstance(data, Stream):
@@ -367,7 +367,7 @@ def set_generators(found: dict[str, Any], data: Source) -> None:
 
 @contextmanager
 def unchanged(data: Source) -> Iterator[None]:
-    """Batches of their own come in the same order every time: the generators are afterwards as they were."""
+    """Batches of a loader come in the same order every time: the generators are afterwards as they were."""
     before = generators(data) if isinstance(data, Stream) else None
     with nullcontext() if before is None else back_afterwards(partial(set_generators, before, data)):
         yield

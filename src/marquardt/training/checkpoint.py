@@ -114,7 +114,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Runs no code of the file, and notices damage."""
+    """No code of the file is run, and damage is refused."""
     try:
         found, is_sealed = files.load(path)
     except files.Damaged as error:
@@ -167,7 +167,7 @@ def layers(model: nn.Module) -> dict[str, str]:
 
 
 def described(data: Source | None) -> list[Any] | None:
-    """How many samples, and two sums over what they hold; batches of their own are not gone through for it."""
+    """How many samples, and two sums over their numbers; a loader is not gone through for it."""
     if isinstance(data, Arrays):
         return [data.samples, *checksums(vars(data.whole))]
     if isinstance(data, Items):
@@ -178,7 +178,7 @@ def described(data: Source | None) -> list[Any] | None:
 
 
 def checksums(item: Any) -> list[float]:
-    """Σt and Σt·cos(place): the second one knows the order"""
+    """Σt and Σt·cos(place), of which the second depends on the order"""
     found = [0.0, 0.0]
     for t in tree_leaves(item):
         if isinstance(t, Tensor):

@@ -218,7 +218,7 @@ def fit(
 
 
 def remark(run: Training, found: Diagnosis) -> str:
-    """What the reason for the end does not tell: that little was learnt, or all by heart."""
+    """What the reason for the end leaves out: that little was learnt, or everything by heart."""
     told, noise = str(found), run.regularisation is not None
     if told:
         suspect = noise and found.learnt_nothing and found.standardised
@@ -241,7 +241,7 @@ def targets(data: Source) -> int | None:
 def loop(
     run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | None, interrupted: Callable[[], bool]
 ) -> str:
-    """Steps until something says stop."""
+    """Steps until there is a reason to stop."""
     reason = run.reason
     while reason is None:
         entry = run.step()

@@ -63,9 +63,11 @@ def check_count(name: str, value: Any, below: int | None = None) -> None:
 @cache
 def hints(kind: Any) -> dict[str, tuple[type, ...]]:
     """Types by the names of its fields; whole numbers may stand for others."""
-    found = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
-    found = {name: (dict,) if get_origin(get_type_hints(kind)[name]) is dict else each for name, each in found.items()}
-    return {name: (*each, int) if float in each else each for name, each in found.items()}
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        each = (dict,) if get_origin(hint) is dict else get_args(hint) or (hint,)
+        found[name] = (*each, int) if float in each else each
+    return found
 
 
 SHOWN = ("step", "loss", "validation", "lam", "gradient", "rule", "gamma", "seconds")
@@ -118,7 +120,7 @@ class History:
         return History(self.entries[key]) if isinstance(key, slice) else self.entries[key]
 
     def __eq__(self, other: object) -> bool:
-        """All but times, which notes may tell too"""
+        """All but times, which may be in the notes too"""
         if not isinstance(other, History):
             return NotImplemented
         return [_untimed(e) for e in self] == [_untimed(e) for e in other]
@@ -148,7 +150,7 @@ class History:
         return f"History of {len(self)} steps, loss {self[0].loss:.4g} → {last.loss:.4g}{validation}"
 
     def __str__(self) -> str:
-        """The columns that say something, the first and the last rows"""
+        """The columns that are not empty, the first and the last rows"""
         shown = [name for name in SHOWN if name in ("step", "rule") or not all(map(_empty, self[name]))]
         head, tail = self.entries, []
         if len(self) > ROWS:
@@ -204,7 +206,7 @@ def _words(value: Any) -> str:
     return str(value)
 
 
-# When a fit ends, and the sentence that says why.
+# When a fit ends, and the sentence that gives the reason.
 
 INTERRUPTED = "interrupted"
 CALLBACK = "a callback asked for it"
@@ -240,8 +242,11 @@ class Stops:
             return f"the goal is reached: the loss is {seen.loss:.4g}, at most {self.goal:g}"
         if seen.settled:
             return "settled: neither the effective parameters nor the noise, nor the loss, change any more"
-        if seen.settled is None and (words := self._minimum(entry, seen)):  # otherwise one minimum follows another
-            return words
+        alone = seen.settled is None  # otherwise one minimum follows another
+        if alone and entry.converged:
+            return "converged: no decrease is left that could be told from the rounding of the loss"
+        if alone and self.min_gradient is not None and entry.gradient <= self.min_gradient * seen.steepest:
+            return f"the gradient is {entry.gradient:.2g}, at most {self.min_gradient:g} of the largest"
         if self.max_lam is not None and seen.lam > self.max_lam:
             return f"λ is {seen.lam:.2g}, above {self.max_lam:g}: no step lowers the loss"
         if self.patience is not None and seen.fails >= self.patience > 0:
@@ -258,17 +263,10 @@ class Stops:
         """Whether the evidence has been lower for too long."""
         return self.patience is not None and seen.idle >= self.patience > 0
 
-    def _minimum(self, entry: Entry, seen: Seen) -> str | None:
-        if entry.converged:
-            return "converged: no decrease is left that could be told from the rounding of the loss"
-        if self.min_gradient is not None and entry.gradient <= self.min_gradient * seen.steepest:
-            return f"the gradient is {entry.gradient:.2g}, at most {self.min_gradient:g} of the largest"
-        return None
-
 
 @dataclass
 class Seen:
-    """What the stops must know of all steps so far. Plain numbers: they are saved."""
+    """What the stops depend on, of all steps so far. Plain numbers: they are saved."""
 
     loss: float = math.inf  # of the data; on mini-batches the mean of some of the last
     steepest: float = 0.0  # the largest gradient
@@ -318,7 +316,7 @@ def check_stop(name: str, value: Any, whole: bool) -> None:
 
 
 class Shown:
-    """What a fit tells of. Nothing is shown by this one."""
+    """What a fit reports to while it runs. This one shows nothing."""
 
     def begin(self, plan: str) -> None:
         """How the fit goes about it, before its first step."""

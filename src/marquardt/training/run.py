@@ -41,8 +41,8 @@ from .regularisation import Regularisation, Regularised
 
 T = TypeVar("T")
 
-# Mini-batches between two validations, unless an epoch has fewer; and as many that for one validation at most so many
-# times the samples that train in the meantime are gone through: a forward pass is a small part of a step.
+# Mini-batches between two validations, unless an epoch has fewer; and the most samples that a validation goes through
+# for each sample that trains in the meantime: a forward pass is a small part of a step.
 EVERY, TIMES = 10, 10
 
 # A model that goes on must have the outputs that it had on a few samples, up to the rounding of another machine.
@@ -170,7 +170,7 @@ class Training:
 
     def _entry(self, number: int, step: Step) -> Entry:
         loss, objective = step.new_data_loss, step.new_loss
-        if self.plan.mini:  # after the step it says how well the batch is fitted, not how well the data are
+        if self.plan.mini:  # after the step it would show how well the batch is fitted, and not the data
             loss, objective = step.data_loss, step.loss
         epoch = number - 1 if self.order is None else self.order.epoch
         rule, note = self.regularisation, step.note
@@ -325,7 +325,7 @@ class Training:
         batches: Any = own(self.data, self.plan.size, self.ranks)[0]
         try:
             few = len(batches) <= TIMES * max(1, len(self.history))
-        except TypeError:  # nobody knows how many, and they may have no end
+        except TypeError:  # of unknown length, and perhaps without an end
             few = False
         return self.ranks.agreed(few)
 
@@ -353,7 +353,7 @@ class Training:
         return {"generators": generators(self.data), **began}
 
     def check(self, state: dict[str, Any]) -> None:
-        """The model must compute from the saved weights what it did, whatever its code says; nothing changes by it."""
+        """With the saved weights the model must compute what it did, whatever its code is. Nothing changes by it."""
         before, then = changing(self.model, self.opt.params), state["outputs"]
         known, mine = self.model.state_dict(keep_vars=True), {id(p) for p in self.opt.params}
         trained = [name for name in before if id(known[name]) in mine]
@@ -433,7 +433,7 @@ def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ran
 
 @contextmanager
 def of_validation() -> Iterator[None]:
-    """What is wrong with the validation set is said of it."""
+    """Errors name the validation set."""
     try:
         yield
     except (TypeError, ValueError) as error:

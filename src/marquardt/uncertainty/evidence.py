@@ -25,7 +25,7 @@ from ..losses import Loss
 # α in units of the mean curvature of the data, at least and at most: beyond it nothing changes but rounding.
 LEAST, MOST = 1e-10, 1e8
 
-# Of all targets at least so many are left for the noise, however many parameters fit them.
+# The least share of the targets that is left for the noise, however many parameters fit them.
 LEFT = 0.01
 
 

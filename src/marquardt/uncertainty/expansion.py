@@ -1,4 +1,4 @@
-"""What a loss says of the targets, −log p(y|z) = β·unit·ℓ + constant; the loss of all data at θ, and what the outputs
+"""The likelihood behind a loss, −log p(y|z) = β·unit·ℓ + constant; the loss of all data at θ, and what the outputs
 of other inputs owe to θ: all that a posterior is made of, whatever its prior and its noise are.
 
 Outputs come in the groups of the loss: means z (N, P, C) and covariances V (N, P, C, C).

@@ -30,7 +30,7 @@ from .precision import DataCurvature, Precision, Scaled
 
 # −log p(θ|y) that a step would take off θ, in nats, beyond which the posterior is said to be of another θ; or this
 # share of γ: a sample of the posterior is γ/2 above the minimum, and a θ that is no further from it than samples are
-# has errors of the size that they say.
+# has errors of the size of theirs.
 NATS, SHARE = 1.0, 0.5
 
 # How many times more or less than samples there are weights may add up to, if they are no whole numbers.
@@ -58,8 +58,8 @@ OWN = 0.999
 class Temper(NamedTuple):
     """What is made of outputs before they become probabilities."""
 
-    temperature: float = 1.0  # the covariance of θ is so many times H⁻¹
-    sharpness: float = 1.0  # logits count so many times
+    temperature: float = 1.0  # the factor of H⁻¹ in the covariance of θ
+    sharpness: float = 1.0  # the factor of the logits
 
 
 # Of which a posterior is calibrated to the best: temperatures of 1e-4 to 10, sharpness of ½ to 4.
@@ -126,7 +126,7 @@ class Posterior:
     def names(self) -> list[str]:
         return self.parameters.names
 
-    # What the evidence says.
+    # The evidence.
 
     @cached_property
     def gamma_by_tensor(self) -> list[float]:
@@ -532,7 +532,7 @@ def check_counts(mean: float) -> None:
 
 
 def tell(found: Posterior, weight_decay: Any, why: str) -> bool:
-    """Warns if θ̂ is no minimum, and says whether it did."""
+    """Warns if θ̂ is no minimum; returns whether it did."""
     left = found.decrement() if weight_decay is not None else min(found.decrement(), found.decrement(prior=False))
     if left <= max(NATS, SHARE * found.gamma):
         return False
