@@ -1,4 +1,4 @@
-"""Presets: their constants, and the same steps by hand."""
+"""Presets: their constants, the same steps by hand, and that they train."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
+from marquardt.paper import problems
+from support import cases
 from support.cases import sample_weights
+from support.kronecker import fresh_batches
 from support.parts import batch, flat, lm, mlp
 from support.reference import error
 from support.steps import objective, problem
@@ -27,45 +30,6 @@ def test_presets_report_the_users_loss(preset, loss):
         assert step.new_loss == pytest.approx(objective(model, loss, x, y, weight), rel=1e-9)
 
 
-LOSSES = [
-    ("mse", False),
-    ("residual", False),
-    ("cross_entropy", True),
-    ("bce", True),
-    ("huber", True),
-    ("poisson", True),
-]
-
-
-@pytest.mark.parametrize(("loss", "uphill"), LOSSES)
-def test_paper(loss, uphill):
-    """Sections 2.3 to 2.6 of the paper; three parts on sums of squares, four on all other losses."""
-    opt = mq.presets.paper(mlp(outputs=3), loss)
-    assert opt.curvature.inertia == 0  # G is that of the batch
-    assert opt.rows == mq.Exact()
-    assert opt.damping == mq.MaxDiagonal(floor=0.01)
-    assert opt.schedule == mq.GainRatio(initial=1.0)
-    assert opt.momentum == mq.AdaptiveMomentum(xi=0.9, dP=1.0 if uphill else 0.6, cap=True)
-    assert opt.acceptance == (mq.Uphill(b=2.0, against_best=False) if uphill else mq.Decrease())
-    assert opt.line_search == mq.Grid(1e-6, 9, 0.125, along_step=False, uphill=False)
-    assert opt.average is None
-    assert (opt.attempts, opt.param_groups[0]["lr"], opt.lam) == (1, 1, 1)
-
-
-def test_authors_code():
-    opt = mq.presets.authors_code(mlp(outputs=3), "cross_entropy")
-    assert opt.curvature.inertia == 0
-    assert opt.rows == mq.Empirical()
-    assert opt.damping == mq.MaxDiagonal(floor=0.01)
-    assert opt.schedule == mq.RelativeDecrease(initial=1.0, minimum=1e-5, maximum=1e5)
-    assert opt.momentum == mq.AdaptiveMomentum(xi=0.9, dP=0.6, cap=False)
-    assert opt.acceptance == mq.Uphill(b=2.0, against_best=False)
-    assert opt.line_search == mq.Grid(0.01, 2.0, 0.05, power=3.0, along_step=True, uphill=True)
-    assert opt.line_search.rates[1] == pytest.approx(0.06**3)
-    assert opt.average is None
-    assert (opt.attempts, opt.param_groups[0]["lr"], opt.lam) == (1, 1, 1)
-
-
 PAPER = {
     "damping": mq.MaxDiagonal(0.01),
     "schedule": mq.GainRatio(1.0),
@@ -73,14 +37,36 @@ PAPER = {
     "acceptance": mq.Decrease(),
     "line_search": mq.Grid(1e-6, 9, 0.125),
 }
+# Sections 2.3 to 2.6 of the paper; three parts on sums of squares, four on all other losses.
+PAPER_UPHILL = {**PAPER, "momentum": mq.AdaptiveMomentum(0.9, 1.0, cap=True), "acceptance": mq.Uphill(2.0)}
 CODE = {
     "damping": mq.MaxDiagonal(0.01),
-    "schedule": mq.RelativeDecrease(1.0),
+    "schedule": mq.RelativeDecrease(1.0, 1e-5, 1e5),
     "momentum": mq.AdaptiveMomentum(0.9, 0.6),
     "acceptance": mq.Uphill(2.0),
     "line_search": mq.Grid(0.01, 2, 0.05, power=3, along_step=True, uphill=True),
 }
 VANILLA = {"damping": mq.Identity(), "schedule": mq.TenFold(1.0, 10.0), "acceptance": mq.Decrease()}
+GAUSS_NEWTON = {**VANILLA, "schedule": mq.Constant(0.0), "line_search": mq.Grid(1e-6, 9, 0.125)}
+
+
+@pytest.mark.parametrize(
+    ("preset", "loss", "parts"),
+    [
+        *(("paper", loss, PAPER) for loss in ("mse", "residual")),
+        *(("paper", loss, PAPER_UPHILL) for loss in ("cross_entropy", "bce", "huber", "poisson")),
+        ("authors_code", "cross_entropy", {**CODE, "rows": mq.Empirical()}),
+        ("authors_code", "mse", CODE),
+        ("vanilla", "mse", VANILLA),
+        ("gauss_newton", "mse", GAUSS_NEWTON),
+    ],
+)
+def test_the_parts_of_a_preset(preset, loss, parts):
+    opt = getattr(mq.presets, preset)(mlp(outputs=3), loss)
+    for name, part in {"rows": mq.Exact(), "momentum": None, "line_search": None, "average": None, **parts}.items():
+        assert getattr(opt, name) == part, name
+    assert opt.curvature.inertia == 0  # G is that of the batch
+    assert (opt.attempts, opt.param_groups[0]["lr"], opt.lam) == (1, 1, parts["schedule"].initial)
 
 
 @pytest.mark.parametrize(
@@ -104,26 +90,6 @@ def test_presets_on_squared_error(preset, parts, loss, changing):
         assert step.new_loss == pytest.approx(unit * nn.functional.mse_loss(model(x), y).item(), rel=1e-9)
         assert (step.rule, step.lr, step.lam) == (same.rule, same.lr, same.lam)
         assert error(flat(model), flat(twin)) < 1e-6
-
-
-def test_vanilla():
-    opt = mq.presets.vanilla(mlp(), "mse")
-    assert opt.curvature.inertia == 0
-    assert opt.rows == mq.Exact()
-    assert opt.damping == mq.Identity()
-    assert opt.schedule == mq.TenFold(initial=1.0, factor=10.0)
-    assert opt.acceptance == mq.Decrease()
-    assert (opt.momentum, opt.line_search, opt.average) == (None, None, None)
-    assert opt.lam == 1
-
-
-def test_gauss_newton():
-    opt = mq.presets.gauss_newton(mlp(), "mse")
-    assert opt.schedule == mq.Constant(0.0)
-    assert opt.acceptance == mq.Decrease()
-    assert opt.line_search == mq.Grid(1e-6, 9, 0.125)
-    assert (opt.momentum, opt.average) == (None, None)
-    assert opt.lam == 0
 
 
 def test_gauss_newton_solves_a_linear_problem_at_once():
@@ -155,3 +121,72 @@ def test_presets_take_other_parts(preset):
     opt = preset(mlp(), "mse", momentum=None, schedule=mq.Constant(3.0), average=mq.Polyak(), lr=0.5, attempts=2)
     assert (opt.momentum, opt.schedule, opt.average, opt.attempts) == (None, mq.Constant(3.0), mq.Polyak(), 2)
     assert (opt.lam, opt.param_groups[0]["lr"]) == (3, 0.5)
+
+
+f64 = torch.float64
+
+
+def test_hessian_free_on_a_regression():
+    torch.manual_seed(0)
+    x = torch.linspace(-3, 3, 100, dtype=f64)[:, None]
+    model = cases.mlp(1, 8, 1).double()
+    opt = mq.presets.hessian_free(model, "mse")
+    steps = [opt.step(x, x.sin()) for _ in range(60)]
+    assert steps[-1].new_loss < 1e-2 * steps[0].loss
+    assert all(s.new_loss <= s.loss for s in steps)
+    assert opt.lam < 1.0
+
+
+def test_hessian_free_on_batches():
+    torch.manual_seed(0)
+    centres = 2 * torch.randn(3, 4)
+    y = torch.randint(3, (300,))
+    x = centres[y] + torch.randn(300, 4)
+    model = cases.mlp(4, 10, 3)
+    opt = mq.presets.hessian_free(model, "cross_entropy")
+    with torch.no_grad():
+        before = nn.functional.cross_entropy(model(x), y).item()
+    for i in range(20):
+        opt.step(x[i % 5 :: 5], y[i % 5 :: 5])
+    with torch.no_grad():
+        assert nn.functional.cross_entropy(model(x), y).item() < 0.3 * before
+
+
+def test_kfac_classifies():
+    model = cases.mlp(3, 16, 3).double()
+    opt = mq.presets.kfac(model, "cross_entropy")
+    batches = fresh_batches(40, N=100)
+    x, y = fresh_batches(1, N=500)[0]
+
+    def test_loss() -> float:
+        with torch.no_grad():
+            return nn.functional.cross_entropy(model(x), y).item()
+
+    before = test_loss()
+    for each in batches:
+        opt.step(*each)
+    assert test_loss() < 0.25 * before
+    assert (model(x).argmax(1) == y).double().mean() > 0.93
+
+
+def test_kfac_fits_the_sine():
+    """Full batch: far below the first loss, and never uphill."""
+    x, y = problems.sine(0)
+    opt = mq.presets.kfac(problems.sine_mlp(0), "mse")
+    losses = [opt.step(x, y) for _ in range(100)]
+    assert all(s.new_loss <= s.loss for s in losses)
+    assert losses[-1].new_loss < 0.2 * losses[0].loss
+
+
+def test_kfac_takes_other_parts():
+    opt = mq.presets.kfac(cases.mlp(3, 4, 2), "mse", rows=mq.Exact(), curvature=mq.Kronecker(every=5))
+    assert opt.rows == mq.Exact()
+    assert opt.curvature == mq.Kronecker(every=5)
+
+
+def test_newton_preset_on_a_regression():
+    torch.manual_seed(0)
+    x = torch.linspace(-3, 3, 60, dtype=f64)[:, None]
+    opt = mq.presets.newton(cases.mlp(1, 6, 1).double(), "mse")
+    steps = [opt.step(x, x.sin()) for _ in range(60)]
+    assert steps[-1].new_loss < 0.05 * steps[0].loss

@@ -1,5 +1,5 @@
 """Why a model has learnt little or nothing: a constant does as well, activations are saturated, data are far from the
-size that a network expects. A forward pass, made only when somebody has reason to ask."""
+size that a network expects. It takes a forward pass, made only when there is a reason to ask."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None
             found.append((bound.loss, z.detach(), Batch(None, batch.targets, batch.weight)))
     inputs, targets = sizes
     of_values = {"inputs": inputs} | ({"targets": targets} if objective.given.sum_of_squares else {})  # not of labels
-    unusual = {name: rms for name, rms in of_values.items() if far(rms)}
+    unusual = {name: rms for name, rms in of_values.items() if rms > LARGE or 0 < rms < SMALL}
     return Diagnosis(*compared(objective.given, found), activations.words, unusual)
 
 
@@ -173,16 +173,8 @@ def size(items: Iterable[Tensor]) -> float:
     """The largest root mean square of a column; 0 if there are no such numbers."""
     found = [t.detach() for t in items if t.is_floating_point() and t.ndim and t.numel()]
     columns = [t.reshape(len(t), -1) if t.ndim < 3 else t.flatten(0, -2) for t in found]
-    return max((float(norms(t).max()) / math.sqrt(len(t)) for t in columns), default=0.0)
-
-
-def norms(t: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(t, dim=0, dtype=torch.float64)
-    return found
-
-
-def far(rms: float) -> bool:
-    return rms > LARGE or 0 < rms < SMALL
+    norms = [torch.linalg.vector_norm(t, dim=0, dtype=torch.float64) for t in columns]
+    return max((float(n.max()) / math.sqrt(len(t)) for n, t in zip(norms, columns, strict=True)), default=0.0)
 
 
 def compared(given: Loss, found: list[tuple[Loss, Tensor, Batch]]) -> tuple[float, float, float]:

@@ -22,7 +22,7 @@ from transformers.trainer_utils import SchedulerType
 
 from .losses import CrossEntropy, Loss, resolve
 from .model.batch import Batch, forward, full
-from .model.parameters import changing
+from .model.parameters import changing, put
 from .optimizer import LM
 from .step import Step
 
@@ -126,7 +126,7 @@ class LMTrainer(Trainer):
         return super().train(*args, **kwargs)
 
     def conclude(self) -> None:
-        """The model keeps its averaged weights; LM knows the last ones. If others were the best, those are loaded."""
+        """The model gets its averaged weights, and LM has the last ones. If others were the best, those are loaded."""
         lm, loop = self.lm, self._loop
         assert lm is not None
         assert loop is not None
@@ -142,7 +142,7 @@ class LMTrainer(Trainer):
             found = torch.load(path, map_location="cpu", weights_only=True)
             loop.last = found.pop(LAST, None)
             lm.load_state_dict(found)
-            lm._seen = None  # the statistics of BatchNorm that were saved are those of these weights
+            lm.keep_statistics()  # those that were saved are those of these weights
         elif best is not None:
             return  # these weights are not those that LM has left
         self._sums = sums(lm)
@@ -250,21 +250,13 @@ class TakenStep(torch.optim.Optimizer):
 
 
 class Ending(TrainerCallback):
-    """The first to hear that the training has ended."""
+    """The first callback that is called when the training has ended."""
 
     def __init__(self, trainer: LMTrainer) -> None:
         self.trainer = trainer
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.conclude()
-
-
-def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """These entries of its state_dict"""
-    entries = model.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name, t in values.items():
-            entries[name].copy_(t)
 
 
 def sums(lm: LM) -> Tensor:

@@ -79,7 +79,11 @@ class LMModule(LightningModule):
         )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> dict[str, Any]:
-        self._check_callbacks()
+        if not self._has_callback:
+            raise RuntimeError(
+                f"{type(self).__name__}.configure_callbacks leaves out what LM needs in the Trainer: return [*yours, "
+                "*super().configure_callbacks()]"
+            )
         names = ("inputs", "targets", "weight")
         parts = dict(zip(names, self.unpack(batch), strict=False))
         optimizer: Any = self.optimizers()
@@ -137,13 +141,6 @@ class LMModule(LightningModule):
     def _has_callback(self) -> bool:
         trainer: Any = self.trainer
         return any(isinstance(c, LMCallback) for c in trainer.callbacks)
-
-    def _check_callbacks(self) -> None:
-        if not self._has_callback:
-            raise RuntimeError(
-                f"{type(self).__name__}.configure_callbacks leaves out what LM needs in the Trainer: return [*yours, "
-                "*super().configure_callbacks()]"
-            )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if ENTRY not in checkpoint:  # of weights alone, for which Lightning does not ask callbacks
@@ -217,11 +214,7 @@ class LMCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
         pl_module._shown.close()
 
-    def on_test_end(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
-        pl_module._shown.close()
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LMModule) -> None:  # type: ignore[override]
-        pl_module._shown.close()
+    on_test_end = on_predict_end = on_validation_end  # type: ignore[assignment]
 
     def on_exception(  # type: ignore[override]
         self, trainer: Trainer, pl_module: LMModule, exception: BaseException

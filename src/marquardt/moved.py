@@ -39,6 +39,7 @@ MOVED = {
     "parts.schedule": "parts.judging",
     "report": "step",
     "state": "step",
+    "uncertainty.likelihood": "uncertainty.expansion",
 }
 
 

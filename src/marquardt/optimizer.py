@@ -257,6 +257,17 @@ class LM(Unscaled, torch.optim.Optimizer):
         """λ of the next step."""
         return self._state.lam
 
+    @property
+    def weight_decays(self) -> list[Any]:
+        """Of every parameter, as its group has it; 0 for those that are excluded."""
+        given = [group["weight_decay"] for group in self.param_groups for _ in group["params"]]
+        return [0.0 if free else w for w, free in zip(given, self._spared, strict=True)]
+
+    @property
+    def towards(self) -> Tensor | None:
+        """The weights that decay leads to, as one vector; None for 0."""
+        return self._state.towards
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "_state" in vars(self):
             raise ValueError(
@@ -527,9 +538,14 @@ class LM(Unscaled, torch.optim.Optimizer):
             self.average, self.radius,
         )  # fmt: skip
 
-    def _begin_anew(self) -> None:
-        """Back to before the first step, except for the facts about the model."""
+    def begin_anew(self) -> None:
+        """Returns to the state before the first step, except for the facts about the model."""
         self._state = State(lam=self.schedule.initial, towards=self._state.towards)
+
+    def keep_statistics(self) -> None:
+        """Declares that the running statistics of BatchNorm fit the present weights: until the next step `averaged`
+        does not estimate others."""
+        self._seen = NOTHING
 
     # Averaged weights, and what torch.optim.Optimizer promises.
 

@@ -58,7 +58,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def whole(self) -> Batch | None:
-        """All samples as one batch; None if they come in batches of their own, or differ from one time to the next."""
+        """All samples as one batch; None if they come in batches, or differ from one time to the next."""
 
     @abstractmethod
     def batches(self, size: int | None = None, order: Sequence[int] | Tensor | None = None) -> Iterable[Batch]:
@@ -190,7 +190,7 @@ class Stream(Source):
         if isinstance(self.data, DataLoader) and not isinstance(self.data.dataset, IterableDataset):
             sampler: Any = self.data.sampler
             whole, size = len(sampler), self.data.batch_size
-            if size is not None:  # otherwise a batch_sampler of the user's says which
+            if size is not None:  # otherwise a batch_sampler of the user decides
                 return whole // size * size if self.data.drop_last else whole
         return None
 
@@ -204,7 +204,7 @@ class Stream(Source):
         return Passes(self)
 
     def begin_epoch(self, number: int) -> None:
-        """A DistributedSampler has another order in every epoch, if it is told so."""
+        """A DistributedSampler has another order in every epoch if it is given the number of the epoch."""
         for name in ("sampler", "batch_sampler"):
             change = getattr(getattr(self.data, name, None), "set_epoch", None)
             if callable(change):
@@ -296,7 +296,7 @@ def columns_without_numbers(item: Any) -> list[Any] | None:
 
 
 def rows_of(batch: Batch, t: Tensor) -> str:
-    """What to say of data that do not have their samples first"""
+    """The end of the message on data that do not have their samples first"""
     x, y = batch.inputs, batch.targets
     if isinstance(y, Tensor) and isinstance(x, Tensor) and t is x:
         if x.ndim == y.ndim == 1:

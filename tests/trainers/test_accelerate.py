@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -71,3 +73,10 @@ def test_a_step_without_the_batch_names_the_way_out(accelerator):
         with refused("step(inputs, targets)", "prepared.optimizer.step(inputs, targets)"):
             ask()
     assert changes(before, world(model, opt)) == []
+
+
+def test_the_core_imports_no_trainer():
+    packages = ["accelerate", "lightning", "peft", "pytorch_lightning", "transformers"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({packages})); import marquardt"  # importing one is an error
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt import generators
-from marquardt.training import checkpoint, randomness
+from marquardt.training import checkpoint
 from support import fit_program
 from support.fits import KINDS, net, noisy_sine, weights
 
@@ -209,31 +208,6 @@ def test_damage_is_noticed_before_anything_changes(what, tmp_path):
         path.write_bytes(true)
 
 
-DAMAGED = {
-    "torch": torch.zeros(7, dtype=torch.uint8),
-    "python": [3, [1, 2], None],
-    "numpy": ["MT19937", [0] * 624, 10**6, 0, 0.0],
-}
-
-
-@pytest.mark.parametrize("kind", ["mini", "loader", "whole"])
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_random_numbers_change_nothing(name, kind, tmp_path, monkeypatch):
-    file, true = tmp_path / "fit.pt", generators.states
-    with monkeypatch.context() as patch:
-        patch.setattr(randomness, "states", lambda: {**true(), name: DAMAGED[name]})
-        for setter in ("check", "check_state", "set_states"):
-            patch.setattr(randomness, setter, lambda *_: None)
-        fitted(kind, checkpoint=file, steps=3)
-    model, arguments = KINDS[kind]()
-    before, now = weights(model), true()
-    with pytest.raises(ValueError, match=re.escape(f"{file} cannot be gone on with")):
-        mq.fit(model, loss="mse", **arguments, checkpoint=file)
-    assert torch.equal(weights(model), before)
-    assert torch.equal(true()["torch"], now["torch"])
-    assert (true()["python"], true()["numpy"]) == (now["python"], now["numpy"])
-
-
 def test_what_replaces_a_file_of_an_earlier_version(tmp_path):
     """It has no checksum, and is gone on with."""
     file = tmp_path / "fit.pt"
@@ -379,6 +353,7 @@ UNFIT = {
     "a rate that is NaN": (lambda state: state["optimizer"]["param_groups"][0].update(lr=float("nan")), "lr=nan"),
     "an order that is none": (lambda state: state.update(order={"epoch": 0, "index": 0.5}), "index"),
     "random numbers cut": (lambda state: state["generators"].update(torch=torch.zeros(3)), "torch"),
+    "random numbers of NumPy": (lambda state: state["generators"]["numpy"].__setitem__(2, 10**6), "numpy"),
     "those before the epoch cut": (lambda state: state["began"].update(python=[3, [1], None]), "python"),
     "seconds that are none": (lambda state: state.update(seconds=None), "seconds"),
     "without an entry": (lambda state: state.pop("seen"), "seen"),

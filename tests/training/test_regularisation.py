@@ -12,7 +12,7 @@ import marquardt as mq
 from marquardt.sources import source
 from marquardt.training import regularisation
 from marquardt.training.regularisation import CLOSE, LONG, TIMID, Regularisation, Regularised
-from marquardt.uncertainty.build import laplace
+from marquardt.uncertainty.posterior import laplace
 from marquardt.uncertainty.precision import SINGULAR
 from support.fits import net, noisy_sine
 
@@ -329,7 +329,7 @@ def test_what_differs_in_alpha_alone_settles_in_the_end(drift, settled, monkeypa
             {"weight": 2.0**k, "bias": 9.0}, 25.0, 4.0 * (1 + drift * k), {"weight": 4.0, "bias": 0.0}, 0.0,
             {"weight": 0.01, "bias": 0.045}, 0.5,
         )  # fmt: skip
-        monkeypatch.setattr(rule, "_estimated", lambda objective, found=found: found)
+        monkeypatch.setattr(rule, "_estimate", lambda objective, found=found: found)
         rule.update(0.5)
     assert rule.settled == settled
 

@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import marquardt as mq
 from marquardt.ranks import OtherRank, RankError
-from marquardt.training import batching, progress
+from marquardt.training import batching, history
 from support.fits import net, noisy_sine, weights
 from support.ranks import run
 
@@ -110,7 +110,7 @@ def ends():
     found["seconds"] = result.reason, result.history["seconds"]
     time.perf_counter = true
     bars = []
-    progress.Bar = lambda stops: bars.append(stops) or progress.Silent()
+    history.Bar = lambda stops: bars.append(stops) or history.Shown()
     fit(progress=True, steps=2)
     found["bars"] = len(bars)
     try:

@@ -2,14 +2,22 @@
 
 import copy
 import pickle
+import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
 
 import marquardt as mq
-from support.laplaced import classification, fitted, network, quiet, regression
+from marquardt.losses.base import Elementwise
+from marquardt.uncertainty import expansion
+from marquardt.uncertainty.posterior import Temper, predicted, without
+from support.laplaced import classification, fitted, network, plain, plain_regression, quiet, regression
+from support.reference import jacobian, trainable
+from support.unchanged import changes, world
 
 CURVATURES = [mq.Dense(), mq.Gram(), mq.Kronecker()]
 
@@ -126,7 +134,669 @@ def test_it_reads_as_what_it_is():
     assert p.log_likelihood > p.log_evidence
 
 
-def test_probabilities_are_for_classes():
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+REPRESENTATIONS = [None, mq.Dense(), mq.Gram()]
+
+
+def close(a, b, rtol=1e-8):
+    a, b = (torch.as_tensor(t, dtype=torch.float64) for t in (a, b))
+    torch.testing.assert_close(a, b, rtol=rtol, atol=1e-10)
+
+
+@pytest.mark.parametrize("curvature", REPRESENTATIONS, ids=str)
+def test_regression_is_that_of_dense_matrices(curvature):
+    w = 1e-2
+    model, x, y = regression(weight_decay=w)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=w, curvature=curvature)
+    # f = mean r² + ½w‖θ‖² is (2/(βN)) (½βΣr² + ½α‖θ‖²) with α = wβN/2, and γ does not depend on β.
+    free = plain_regression(model, x, y, w * len(y) / 2, 1.0)
+    beta = float((len(y) - free.gamma.sum()) / (model(x) - y).detach().square().sum())
+    found = plain_regression(model, x, y, w * beta * len(y) / 2, beta)
+    close(p.noise, beta**-0.5)
+    close(list(p.alpha.values()), [w * beta * len(y) / 2] * 4)
+    close(p.gamma, found.gamma.sum())
+    close(p.log_evidence, found.log_evidence)
+    close(p.covariance(), found.covariance, 1e-6)
+    g = beta * found.J.T @ (model(x) - y).detach().flatten() + found.alpha * found.theta
+    close(p.decrement(), 0.5 * g @ found.covariance @ g, 1e-6)
+    grid = 4 * torch.rand(7, 2, dtype=torch.float64) - 2
+    prediction = p.predict(grid)
+    close(prediction.mean, model(grid).detach())
+    close(prediction.model_std.square(), found.variance(model, grid)[..., 0], 1e-6)
+    close(prediction.std.square(), prediction.model_std.square() + 1 / beta)
+
+
+@pytest.mark.parametrize("curvature", REPRESENTATIONS, ids=str)
+def test_classification_is_that_of_dense_matrices(curvature):
+    w = 0.02
+    model, x, y = classification(weight_decay=w)
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=w, curvature=curvature)
+    alpha = torch.full((p.parameters.n,), w * len(x), dtype=torch.float64)
+    found = plain(model, nn.CrossEntropyLoss(reduction="sum"), x, y, alpha, 1.0, 0.0)
+    close(list(p.alpha.values()), [w * len(x)] * 4)
+    close([p.log_evidence, p.gamma], [found.log_evidence, found.gamma.sum()])
+    close(list(p.gammas.values()), [t.sum() for t in found.gamma.split(p.parameters.sizes)])
+    grid = torch.randn(5, 2, dtype=torch.float64)
+    V = found.variance(model, grid)
+    softened = model(grid) / (1 + torch.pi / 8 * V.diagonal(dim1=1, dim2=2)).sqrt()
+    close(p.probabilities(grid, joint=False), softened.softmax(1).detach(), 1e-6)
+
+
+def test_weights_are_counts():
     model, x, y = regression()
-    with pytest.raises(ValueError, match="SquaredError has no classes: use predict"):
-        mq.posterior(model, "mse", (x, y), weight_decay=1e-2).probabilities(x)
+    weight = torch.randint(0, 4, (len(x),)).double()
+    fitted(model, "mse", x, y, 1e-2, weight)
+    repeated = x.repeat_interleave(weight.long(), 0), y.repeat_interleave(weight.long(), 0)
+    a = mq.posterior(model, "mse", (x, y, weight), weight_decay=1e-2)
+    b = mq.posterior(model, "mse", repeated, weight_decay=1e-2)
+    close([a.gamma, a.log_evidence, a.noise], [b.gamma, b.log_evidence, b.noise])
+    close(a.covariance(), b.covariance(), 1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 100.0])
+def test_weights_that_are_no_counts_are_told(scale):
+    model, x, y = regression()
+    weight = 0.5 + torch.rand(len(x)).double()
+    weight /= weight.mean()
+    fitted(model, "mse", x, y, 1e-2, weight)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* are no counts")
+        right = mq.posterior(model, "mse", (x, y, weight), weight_decay=1e-2)
+        with quiet():  # other weights than those it was trained with
+            mq.posterior(model, "mse", (x, y, 100 * torch.ones(len(x))), weight_decay=1e-2)
+    with pytest.warns(
+        UserWarning, match=rf"weights of the samples have the mean {scale:.3g} and are no counts"
+    ) as told:
+        wrong = mq.posterior(model, "mse", (x, y, scale * weight), weight_decay=1e-2)
+    assert told[0].filename == __file__
+    if scale > 1:  # nothing is left of N − γ with less
+        factor = (wrong.noise / right.noise).square() / scale
+        close(wrong.covariance(), factor * right.covariance(), 1e-6)
+        assert 0.8 / scale < factor < 2.0 / scale
+
+
+def test_weights_of_known_noise():
+    """1/σ² with noise=1: H is Σ∂zᵀ∂z/σ² and the prior."""
+    model, x, y = regression()
+    sigma = 0.05 + 0.2 * torch.rand(len(x)).double()
+    weight = sigma**-2
+    fitted(model, "mse", x, y, 1e-2, weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p = mq.posterior(model, "mse", (x, y, weight), weight_decay=1e-2, noise=1.0)
+    J = jacobian(model, trainable(model), x)[0]
+    H = (J * weight[:, None]).T @ J + 1e-2 * weight.sum() / 2 * torch.eye(J.shape[1])
+    close(p.covariance(), torch.linalg.inv(H), 1e-6)
+
+
+@pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram(), mq.Kronecker()], ids=str)
+@pytest.mark.parametrize("task", [regression, classification])
+def test_batches_add_up(task, curvature):
+    model, x, y = task()
+    loss = "mse" if y.is_floating_point() else "cross_entropy"
+    whole = mq.posterior(model, loss, (x, y), weight_decay=1e-2, curvature=curvature)
+    loader = DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True)
+    parts = mq.posterior(model, loss, loader, weight_decay=1e-2, curvature=curvature)
+    close([parts.gamma, parts.log_evidence], [whole.gamma, whole.log_evidence])
+    close(parts.covariance(), whole.covariance(), 1e-6)
+    # All batches have more rows than there are parameters.
+    assert mq.posterior(model, loss, loader, weight_decay=1e-2).plan.startswith("Dense")
+
+
+def test_many_samples_are_taken_in_chunks(monkeypatch):
+    model, x, y = regression()
+    whole = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    expected = whole.predict(x)
+    monkeypatch.setattr(expansion, "LOOK", 7)
+    monkeypatch.setattr(expansion, "ROWS", 3 * whole.parameters.n)
+    loader = DataLoader(TensorDataset(x, y), batch_size=11)
+    for data, chunk in (((x, y), 7), (loader, None)):
+        for curvature in (mq.Dense(), mq.Gram()):
+            parts = mq.posterior(model, "mse", data, weight_decay=1e-2, curvature=curvature)
+            assert (parts.at.chunk, parts.at.written) == (chunk, 3)
+            close([parts.gamma, parts.log_evidence], [whole.gamma, whole.log_evidence])
+            close(parts.predict(x).std, expected.std)
+
+
+def test_the_prior_of_a_sum_and_of_reported_units():
+    """f = Σr² + ½w‖θ‖² has α = ½βw, and so has any loss in the units in which it is reported."""
+    model, x, y = regression()
+    beta = 4.0
+    for loss, expected in (
+        (nn.MSELoss(reduction="sum"), 0.5 * beta * 0.3),
+        (mq.losses.SquaredError(factor=0.5), beta * 0.3 * len(y)),
+        (mq.losses.SquaredError(reduction="sum", factor=0.5, reported=mq.losses.SquaredError()), 0.15 * beta * len(y)),
+    ):
+        with quiet():  # θ is no minimum of these
+            p = mq.posterior(model, loss, (x, y), weight_decay=0.3, noise=0.5)
+        close(p.alphas[0], expected)
+        close(p.weight_decay["0.weight"], 0.3)
+
+
+def test_each_output_has_its_noise():
+    model, x, y = regression(N=400, outputs=3, hidden=8, weight_decay=1e-3, quiet=0.02)
+    with pytest.warns(UserWarning, match=r"with this noise, σ = 0\.0.*units of their noise, or pass noise=\"shared\""):
+        p = mq.posterior(model, "mse", (x, y), weight_decay=1e-3)
+    assert p.noise.shape == (3,)
+    torch.testing.assert_close(p.noise[1:], torch.tensor([0.4, 0.2], dtype=torch.float64), rtol=0.15, atol=0)
+    assert 0.02 < p.noise[0] < 0.06  # the quiet one is smoothed too much
+    # The equations that hold at the end, by hand.
+    beta = p.noise.pow(-2)
+    n = p.parameters.n
+    J, z = jacobian(model, trainable(model), x)
+    J = J.view(len(x), 3, n)
+    H = torch.einsum("noi,o,noj->ij", J, beta, J) + torch.tensor(p.alphas[0], dtype=torch.float64) * torch.eye(n)
+    taken = torch.einsum("noi,ij,noj->o", J, torch.linalg.inv(H), J) * beta
+    close(beta, (len(x) - taken) / (z - y).square().sum(0), 0.02)
+    theta = torch.cat([t.detach().flatten() for t in model.parameters()])
+    g = torch.einsum("noi,o,no->i", J, beta, (z - y).detach()) + p.alphas[0] * theta
+    close(p.decrement(), 0.5 * g @ torch.linalg.inv(H) @ g, 1e-6)
+    assert p.decrement() > 0.5 * p.gamma
+    close(p.predict(x).noise_std[0], p.noise)
+    assert mq.posterior(model, "mse", (x, y), weight_decay=1e-3, noise="shared").noise.shape == ()
+
+
+def test_a_known_noise_is_taken():
+    model, x, y = regression(outputs=2)
+    with quiet():
+        p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, noise=[0.3, 0.5])
+    close(p.noise, [0.3, 0.5])
+    close(p.predict(x).noise_std[4], [0.3, 0.5])
+    with quiet():
+        assert float(mq.posterior(model, "mse", (x, y), weight_decay=1e-2, noise=0.3).noise) == pytest.approx(0.3)
+
+
+def test_float32_is_close_to_float64():
+    model, x, y = regression(N=60, hidden=20)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    std = p.predict(x).std
+    single = mq.posterior(model.float(), "mse", (x.float(), y.float()), weight_decay=1e-2)
+    assert single.predict(x.float()).std.dtype == torch.float32
+    assert single.gamma == pytest.approx(p.gamma, rel=1e-4)
+    torch.testing.assert_close(single.predict(x.float()).std.double(), std, rtol=1e-4, atol=1e-6)
+
+
+def test_arrays_are_taken():
+    model, x, y = regression()
+    a = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    b = mq.posterior(model, "mse", (x.numpy(), y.numpy()), weight_decay=1e-2)
+    assert b.gamma == a.gamma
+    assert torch.equal(b.predict(x.numpy()).std, a.predict(x).std)
+
+
+def test_nothing_of_the_model_changes():
+    model = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 1)).double()
+    x, y = torch.randn(30, 2).double(), torch.randn(30, 1).double()
+    model(x)
+    before = world(model)
+    with quiet():  # an untrained model
+        p = mq.posterior(model, "mse", (x, y), weight_decay=0.1)
+    assert changes(before, world(model)) == []
+    with torch.no_grad():
+        mean = p.predict(x).mean
+    assert changes(before, world(model)) == []
+    assert p.plan.endswith("BatchNorm1d '1', Dropout '3' as in eval mode")
+    p.sample(2, torch.Generator().manual_seed(0))
+    assert changes(before, world(model)) == []
+    torch.testing.assert_close(mean, model.eval()(x).detach())
+
+
+def test_the_posterior_stays_where_it_was_made():
+    model, x, y = regression()
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    before = p.predict(x)
+    with torch.no_grad():
+        for t in model.parameters():
+            t.mul_(2)
+    moved = [t.clone() for t in model.parameters()]
+    assert torch.equal(p.predict(x).mean, before.mean)
+    assert torch.equal(p.predict(x).std, before.std)
+    assert all(torch.equal(a, b) for a, b in zip(moved, model.parameters(), strict=True))
+
+
+def test_a_point_that_is_no_minimum_is_told():
+    model, x, y = regression()
+    with torch.no_grad():
+        model[0].weight.add_(0.5)
+    with pytest.warns(UserWarning, match="no minimum of the loss"):
+        mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    with pytest.warns(UserWarning, match="no minimum of the loss"):
+        mq.posterior(model, "mse", (x, y))
+
+
+def test_known_noise_that_training_did_not_have_is_told():
+    model, x, y = regression(outputs=2)
+    with pytest.warns(UserWarning, match=r"with this noise, σ = 0\.01, 1 by output"):
+        p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, noise=[0.01, 1.0])
+    assert p.decrement() > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mq.posterior(model, "mse", (x, y), weight_decay=1e-2, noise="shared")
+
+
+def test_targets_in_units_of_their_noise_are_at_their_minimum():
+    model, x, y = regression(N=200, outputs=2, weight_decay=1e-3)
+    y = y / torch.tensor([0.1, 0.4])
+    fitted(model, "mse", x, y, 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p = mq.posterior(model, "mse", (x, y), weight_decay=1e-3)
+    assert p.noise.shape == (2,)
+    assert p.decrement() < 0.1 * p.gamma
+
+
+def stopped(steps, curved=True, seed=40, **options):
+    """A network on Friedman's function, whose evidence is highest before a minimum, or on a sine; other inputs, and the
+    true values there."""
+    torch.manual_seed(seed)
+    if curved:
+        x, there = torch.rand(200, 10, dtype=torch.float64), torch.rand(500, 10, dtype=torch.float64)
+
+        def f(x):
+            return 2 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 4 * (x[:, 2] - 0.5) ** 2 + 2 * x[:, 3] + x[:, 4] - 3
+    else:
+        x, there = (2 * torch.rand(N, 1, dtype=torch.float64) - 1 for N in (200, 500))
+
+        def f(x):
+            return torch.sin(torch.pi * x[:, 0])
+
+    y = f(x)[:, None] + 0.2 * torch.randn(200, 1, dtype=torch.float64)
+    net = network(x.shape[1], 20, 1)
+    result = mq.fit(
+        net, (3.5 * x - 1.75 if curved else x, y), "mse", steps=steps, weight_decay=mq.Evidence(), **options
+    )
+    return result, (3.5 * there - 1.75 if curved else there), f(there)[:, None]
+
+
+def off(posterior, there, truth):
+    """The error of the model over the standard deviation that the posterior has for it, root mean square"""
+    found = posterior.predict(there)
+    return float(((found.mean - truth) / found.model_std).square().mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    ("curved", "options"),
+    [(True, {"steps": 40}), (True, {"steps": 40, "seed": 43}), (False, {"steps": 60, "batch_size": 50, "seed": 42})],
+)
+def test_what_is_left_is_judged_by_what_the_posterior_says(curved, options):
+    """Not at a minimum, and no further from it than samples of the posterior are: its errors are of their size."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result, *new = stopped(curved=curved, **options)
+        posterior = result.posterior()
+    assert posterior.decrement() > max(1, 0.1 * posterior.gamma)
+    assert off(posterior, *new) < 1.6
+
+
+@pytest.mark.parametrize("seed", [40, 41])
+def test_training_that_was_stopped_far_too_early_is_told(seed):
+    result, *new = stopped(5, curved=False, seed=seed)
+    with pytest.warns(UserWarning, match="the parameters are no minimum of the loss with this weight decay: train on"):
+        posterior = result.posterior()
+    assert off(posterior, *new) > 3
+
+
+def test_a_warning_points_at_the_call():
+    x, y = torch.randn(30, 2).double(), torch.randn(30, 1).double()
+    result = mq.fit(nn.Linear(2, 1).double(), (x, y), "mse", steps=0, weight_decay=0.1)
+    for ask in (result.posterior, lambda: mq.posterior(result.model, "mse", (x, y), weight_decay=0.1)):
+        with pytest.warns(UserWarning, match="no minimum of the loss with this weight decay") as told:
+            ask()
+        assert told[0].filename == __file__
+
+
+def test_the_last_layer_alone():
+    model, x, y = regression()
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, params="last")
+    assert p.names == ["2.weight", "2.bias"]
+    features = torch.cat((model[:2](x), torch.ones(len(x), 1)), 1).detach()
+    H = p.beta * features.T @ features + p.alphas[0] * torch.eye(6)
+    close(p.covariance(), torch.linalg.inv(H.double()), 1e-6)
+    assert "other parameters are taken as known" in p.plan
+
+
+def test_what_does_not_fit_is_taken_by_layers(monkeypatch):
+    monkeypatch.setattr(expansion, "LONG", 0.0)
+    model, x, y = regression()
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    assert p.plan == "Kronecker, factors of 2 layers"
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.head = nn.Parameter(torch.ones(2, 2)), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.head((x @ self.scale.exp().cumsum(0)).tanh())
+
+    model = fitted(Scaled().double(), "mse", x, y, 1e-2)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    assert p.names == ["head.weight", "head.bias"]
+    assert "4 other parameters are taken as known" in p.plan
+    with pytest.raises(ValueError, match='or take params="last"'):
+        mq.posterior(model, "mse", (x, y), weight_decay=1e-2, curvature=mq.Kronecker())
+
+
+# Refused.
+
+
+def own_loss(name):
+    @dataclass(frozen=True, kw_only=True, eq=False)
+    class LogCosh(Elementwise):
+        likelihood = name
+
+        def ell(self, z, y):
+            return (z - y).cosh().log()
+
+        def slope(self, z, y):
+            return (z - y).tanh()
+
+        def s(self, z, y):
+            return 1 / (z - y).cosh()
+
+    return LogCosh()
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        ("huber", "Huber"),
+        ("hinge", "Hinge"),
+        ("quantile", "Quantile"),
+        ("l1", "AbsoluteError"),
+        ("student_t", "StudentT"),
+        ("kl_div", "KLDivergence"),
+        (lambda z, y: (z - y).square().mean(), "lambda"),
+        ({"output": "mse"}, "Tasks"),
+        (own_loss(None), "LogCosh"),
+    ],
+)
+def test_a_loss_that_is_no_likelihood_is_refused_by_name(loss, name):
+    model, x, y = regression()
+    with pytest.raises(ValueError, match=rf"{name}.* is no likelihood of the targets.*train with 'mse'"):
+        mq.posterior(model, loss, (x, y), weight_decay=1e-2)
+    with pytest.raises(ValueError, match=r"likelihood = 'cosh': one of 'normal'"):
+        mq.posterior(model, own_loss("cosh"), (x, y))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"noise": -1.0}, r"noise=-1.0: the standard deviation"),
+        ({"noise": "none"}, r"noise='none': the standard deviation"),
+        ({"noise": [0.1, 0.2]}, r"noise= has the shape \(2,\), the outputs of a sample \(1,\)"),
+        ({"weight_decay": -1.0}, r"weight_decay=-1.0"),
+        ({"weight_decay": [1.0, 1.0]}, r"weight_decay= has 2 numbers, and there are 4 parameters"),
+        ({"weight_decay": {"0.weight": 1.0}}, r"weight_decay= has no number for parameter '0.bias'"),
+        ({"weight_decay": {**dict.fromkeys(NAMES, 1.0), "3.bias": 1.0}}, r"a number for '3.bias', which is none of"),
+        ({"weight_decay": dict.fromkeys(NAMES, -1.0)}, r"weight_decay=-1.0"),
+        ({"weight_decay": mq.WeightDecay(0.1, towards="start")}, r"towards='start': those weights are gone"),
+        ({"curvature": mq.MatrixFree()}, r"curvature=MatrixFree\(\): a posterior is made of mq.Dense\(\)"),
+        ({"curvature": mq.EKFAC()}, r"curvature=EKFAC\(\): a posterior is made of mq.Dense\(\)"),
+        ({"curvature": mq.Hessian()}, r"curvature=Hessian\(\): a posterior is made of"),
+        ({"curvature": mq.Auto(memory="1GiB")}, r"curvature=Auto\(memory='1GiB'\): a posterior is made of"),
+        ({"curvature": type("Own", (mq.Dense,), {})()}, r"curvature=Own\(\): a posterior is made of"),
+        ({"curvature": "dense"}, r"curvature='dense': a posterior is made of"),
+        ({"curvature": mq.Dense}, r"curvature=<class .*Dense'>: a posterior is made of"),
+        ({"curvature": mq.Dense(inertia=0.5)}, r"curvature=Dense\(inertia=0.5\): inertia is about steps"),
+        ({"curvature": mq.Kronecker(decay=0.5)}, r"curvature=Kronecker\(decay=0.5\): decay is about steps"),
+        ({"curvature": mq.Kronecker(every=3)}, r"curvature=Kronecker\(every=3\): every is about steps"),
+        ({"weight_decay": 0.0, "curvature": mq.Gram()}, r"Gram needs a prior for every parameter"),
+        ({"weight_decay": 0.0, "curvature": mq.Kronecker()}, r"Kronecker needs a prior for every parameter"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    model, x, y = regression()
+    before = world(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        mq.posterior(model, "mse", (x, y), **{"weight_decay": 1e-2, **options})
+    assert changes(before, world(model)) == []
+
+
+@pytest.mark.parametrize("kind", [mq.Dense, mq.Gram, mq.Kronecker])
+def test_a_chunk_is_as_large_as_it_was_asked_for(kind):
+    model, x, y = regression()
+    seen = []
+    handle = model.register_forward_hook(lambda module, inputs, z: seen.append(len(z)))
+    parts = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, curvature=kind(chunk=7))
+    handle.remove()
+    assert max(seen) <= 7 + 1  # one more when samples in other company are compared
+    whole = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, curvature=kind())
+    close(parts.covariance(), whole.covariance(), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            lambda m, x, y: ((x, y), m, "mse"),
+            r"takes an nn.Module as its model, not a tuple; .* in the place of the loss",
+        ),
+        (lambda m, x, y: (m, (x, y), "mse"), r"the loss is a tuple, and the data are 'mse'"),
+        (lambda m, x, y: (nn.Linear, "mse", (x, y)), r"takes a model and not its class: make one, Linear\(…\)"),
+    ],
+)
+def test_arguments_in_another_order_are_told(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        mq.posterior(*arguments(*regression()))
+
+
+def test_without_a_prior():
+    model, x, y = regression(weight_decay=0.0, hidden=1)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=0.0)
+    assert p.gamma == p.parameters.n
+    close(p.noise.square(), (model(x) - y).square().sum().detach() / (len(x) - p.parameters.n))
+    with pytest.raises(ValueError, match=r"parameter '0.weight' has weight decay 0.*no evidence"):
+        _ = p.log_evidence
+    assert p.tuned().log_evidence > -1e6
+    wide, x, y = regression(N=12, hidden=8)
+    with pytest.raises(ValueError, match=r"12 targets for 33 parameters without a prior"):
+        mq.posterior(wide, "mse", (x, y), weight_decay=0.0)
+    with pytest.raises(ValueError, match=r"does not determine all parameters.*weight_decay"):
+        mq.posterior(wide, "mse", (x, y), weight_decay=0.0, noise=0.1)
+
+
+def test_a_random_model_is_refused():
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.randn(len(x), 1)
+
+    with pytest.raises(ValueError, match="Noisy draws random numbers also in eval mode"):
+        mq.posterior(Noisy(2, 1), "mse", (torch.randn(9, 2), torch.randn(9, 1)), weight_decay=0.1)
+
+
+def test_what_is_asked_of_the_wrong_loss_is_refused():
+    model, x, y = classification()
+    with pytest.raises(ValueError, match=r"noise=0.1: CrossEntropy has no noise"):
+        mq.posterior(model, "cross_entropy", (x, y), noise=0.1)
+    classes = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02)
+    model, x, y = regression()
+    numbers = mq.posterior(model, "mse", (x, y), weight_decay=1e-2)
+    for ask, message in (
+        (lambda: classes.predict(x), "has classes: use probabilities"),
+        (lambda: classes.noise, "CrossEntropy has no noise"),
+        (lambda: numbers.probabilities(x), "SquaredError has no classes: use predict"),
+        (numbers.calibrated, "SquaredError has no classes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ask()
+
+
+def test_a_model_without_a_linear_layer_has_no_last_one():
+    model = nn.Conv1d(1, 1, 1)
+    with pytest.raises(ValueError, match=r'params="last": the model has no nn.Linear'):
+        mq.posterior(model, "mse", (torch.randn(4, 1, 3), torch.randn(4, 1, 3)), params="last")
+
+
+def test_a_prior_for_some_parameters():
+    model, x, y = regression()
+    rule = mq.WeightDecay(1e-2, exclude="2.bias")
+    opt = mq.LM(model, "mse", weight_decay=rule)
+    for _ in range(60):
+        opt.step(x, y)
+    p = mq.posterior(model, "mse", (x, y), weight_decay=rule)
+    assert p.alpha["2.bias"] == 0
+    assert p.gammas["2.bias"] == 1
+    assert p.decrement() < 1e-2
+    same = mq.posterior(model, "mse", (x, y), weight_decay=[1e-2, 1e-2, 1e-2, 0.0])
+    assert same.gammas == p.gammas
+    again = mq.posterior(model, "mse", (x, y), weight_decay=p.weight_decay)
+    close(list(again.gammas.values()), list(p.gammas.values()))
+    assert mq.posterior(model, "mse", (x, y), weight_decay=p.weight_decay, params="last").alpha["2.bias"] == 0
+    with quiet():  # of fewer data
+        assert mq.posterior(model, "mse", (x[:9], y[:9]), weight_decay=rule, noise=0.1).plan.startswith("Dense")
+    with pytest.raises(ValueError, match=r"'2\.bias' has weight decay 0"):
+        _ = p.log_evidence
+
+
+def test_a_sample_that_is_left_out():
+    """H without the rows of one sample, written out."""
+    J, S = torch.randn(6, 2, 5, dtype=torch.float64), torch.randn(6, 2, 2, dtype=torch.float64)
+    rows = S.mT @ J
+    H = torch.einsum("nri,nrj->ij", rows, rows) + 0.3 * torch.eye(5)
+    g = torch.randn(6, 2, dtype=torch.float64)
+    shift, V = without((J @ torch.linalg.inv(H) @ J.mT)[:, None], S[:, None], g[:, None])
+    for n in range(6):
+        expected = J[n] @ torch.linalg.inv(H - rows[n].T @ rows[n]) @ J[n].T
+        torch.testing.assert_close(V[n, 0], expected)
+        torch.testing.assert_close(shift[n, 0], expected @ g[n])
+
+
+def test_it_is_nearly_training_without_the_sample():
+    model, x, y = classification(N=25, hidden=2, weight_decay=0.1)
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.1)
+    (found,) = predicted(p.at, p.precision, [Temper(1e-9)])
+    total = here = 0.0
+    for n in range(25):
+        others = torch.arange(25) != n
+        # the same weight decay in sums over samples
+        other = fitted(copy.deepcopy(model), "cross_entropy", x[others], y[others], 0.1 * 25 / 24, steps=15)
+        total -= float(other(x[n]).log_softmax(0)[y[n]].detach())
+        here -= float(model(x[n]).log_softmax(0)[y[n]].detach())
+    assert abs(found - total) < 0.1 * (total - here)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce"])
+def test_the_best_temperature_predicts_best(loss):
+    model, x, y = classification(weight_decay=0.005)
+    if loss == "bce":
+        model = fitted(model, loss, x, torch.nn.functional.one_hot(y, 3).double(), 0.005)
+        y = torch.nn.functional.one_hot(y, 3).double()
+    p = mq.posterior(model, loss, (x, y), weight_decay=0.005)
+    best = p.calibrated()
+    here = best.temperature, best.sharpness
+    others = [(here[0] * t, here[1] * s) for t, s in ((4.0, 1.0), (1.0, 1.3), (1.0, 1 / 1.3))]
+    one, *rest = predicted(p.at, p.precision, [Temper(*x) for x in (here, *others)])
+    assert one < min(rest)
+    assert here[0] < 1
+    assert f"temperature {best.temperature:.3g}" in repr(best)
+    assert best.gamma == p.gamma
+    assert best.log_evidence == p.log_evidence
+
+
+def test_batches_and_weights_add_up():
+    model, x, y = classification()
+    weight = torch.randint(1, 3, (len(x),)).double()
+    fitted(model, "cross_entropy", x, y, 0.02, weight)
+    one = mq.posterior(model, "cross_entropy", (x, y, weight), weight_decay=0.02)
+    parts = [(x[:20], y[:20], weight[:20]), (x[20:], y[20:], weight[20:])]
+    other = mq.posterior(model, "cross_entropy", parts, weight_decay=0.02)
+    torch.testing.assert_close(
+        torch.tensor(predicted(one.at, one.precision, [Temper(0.1), Temper(1.0, 2.0)])),
+        torch.tensor(predicted(other.at, other.precision, [Temper(0.1), Temper(1.0, 2.0)])),
+    )
+
+
+def test_a_temperature_scales_the_covariance():
+    model, x, y = classification()
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02)
+    cold = p.tempered(0.25)
+    torch.testing.assert_close(cold.covariance(), 0.25 * p.covariance())
+    draws = [q.sample(3, torch.Generator().manual_seed(0)) - p.at.theta for q in (p, cold)]
+    torch.testing.assert_close(draws[1], 0.5 * draws[0])
+    plain = model(x).softmax(1).detach()
+    gaps = [float((q.probabilities(x) - plain).norm()) for q in (p, cold, p.tempered(1e-8))]
+    assert gaps[0] > gaps[1] > gaps[2]
+    assert gaps[2] < 1e-6
+    for options, message in (((0,), "temperature=0: a finite"), ((1.0, -1.0), "sharpness=-1.0: a finite")):
+        with pytest.raises(ValueError, match=message):
+            p.tempered(*options)
+    sharp = p.tempered(1e-8, 3.0)
+    torch.testing.assert_close(sharp.probabilities(x), (3 * model(x)).softmax(1).detach())
+
+
+def digits(N=150):
+    import sklearn.datasets as datasets
+
+    x, y = (torch.tensor(t) for t in datasets.load_digits(return_X_y=True))
+    order = torch.randperm(len(x))
+    x, y = x[order] / 16, y[order]
+    return (x[:N], y[:N]), (x[N : N + 500], y[N : N + 500])
+
+
+def log_loss(p, data):
+    x, y = data
+    return float(-p.probabilities(x).log()[torch.arange(len(y)), y].mean())
+
+
+def test_kronecker_factors_are_calibrated_by_the_exact_curvature():
+    """Under their H some samples determine their own outputs by more than 1."""
+    data, new = digits()
+    model = fitted(network(64, 6, 10), "cross_entropy", *data, 1e-3, steps=25)
+    p = mq.posterior(model, "cross_entropy", data, weight_decay=1e-3, curvature=mq.Kronecker())
+    z, _, rows = p.at.functional(data[0])
+    half = p.precision.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
+    S = p.at.likelihood.loss.root(z, data[1], None).S
+    assert torch.linalg.eigvalsh(S.mT @ half @ half.mT @ S).max() > 2
+    best = p.calibrated()
+    exact = mq.posterior(model, "cross_entropy", data, weight_decay=1e-3, curvature=mq.Dense())
+    tempers = [Temper(best.temperature, best.sharpness), Temper(), Temper(1e-4)]
+    one, *rest = predicted(p.at, p.precision, tempers, exact.precision)
+    assert one <= min(rest)
+    assert log_loss(best, new) < 0.5 * log_loss(p, new)
+
+
+def test_what_is_too_large_for_that_is_refused(monkeypatch):
+    model, x, y = classification()
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02, curvature=mq.Kronecker())
+    monkeypatch.setattr(expansion, "LONG", 0.0)
+    with pytest.raises(ValueError, match=r"exact H of 27 parameters is too large: pass calibrated\(data\)"):
+        p.calibrated()
+    assert p.calibrated((x, y)).temperature < 1
+
+
+@pytest.mark.parametrize("options", [{"curvature": mq.Kronecker()}, {"params": "last"}, {}], ids=str)
+def test_samples_of_their_own_calibrate(options):
+    model, x, y = classification(weight_decay=1e-3)
+    with quiet():  # of fewer data
+        p = mq.posterior(model, "cross_entropy", (x[:40], y[:40]), weight_decay=1e-3, **options)
+    weight = torch.randint(1, 3, (20,)).double()
+    best = p.calibrated((x[40:], y[40:], weight))
+    here = best.temperature, best.sharpness
+    loss = {}
+    for T, s in (here, (1.0, 1.0), (1e-4, 1.0), (here[0], 0.5 * here[1])):
+        told = p.tempered(T, s).probabilities(x[40:])[torch.arange(20), y[40:]].log()
+        loss[T, s] = -float(weight @ told)
+    assert min(loss, key=loss.get) == here
+    loader = [(x[40:50], y[40:50], weight[:10]), (x[50:], y[50:], weight[10:])]
+    assert p.calibrated(loader).temperature == best.temperature
+
+
+def test_layers_that_are_taken_as_known_are_told():
+    model, x, y = classification()
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02, params="last")
+    with pytest.warns(UserWarning, match=r"12 other parameters are taken as known.*calibrated\(data\)") as told:
+        p.calibrated()
+    assert told[0].filename == __file__
+    for t in model[0].parameters():
+        t.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p.calibrated()
+
+
+def test_a_temperature_at_the_end_is_told():
+    model, x, y = classification(weight_decay=1e-4)
+    p = mq.posterior(model, "cross_entropy", (x, y), weight_decay=1e-4)
+    with pytest.warns(UserWarning, match="temperature 10 is the highest that was tried"):
+        p.calibrated((x, (y + 1) % 3))

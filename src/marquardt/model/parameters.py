@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -232,6 +232,14 @@ def changing(model: nn.Module, params: Iterable[Tensor]) -> dict[str, Tensor]:
     trained = {id(p) for p in params}
     entries = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     return {k: t.detach().clone() for k, t in entries.items() if id(t) in trained or not isinstance(t, nn.Parameter)}
+
+
+def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Entries of its state_dict into the model, in place."""
+    entries = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, t in values.items():
+            entries[name].copy_(t)
 
 
 def flat(gradient: Tensor | None, p: Tensor) -> Tensor:

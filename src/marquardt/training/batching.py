@@ -1,28 +1,35 @@
-"""All data in every step, or mini-batches: chosen from shapes alone, so that every run and every machine agrees."""
+"""What a step is given: all data or a mini-batch, chosen from shapes alone, so that every run and every machine agrees;
+in which order, also in a run that goes on; and which part of it is that of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from ..curvature import Auto, Dense, Gram, MatrixFree
 from ..curvature.cost import Shapes, duration, look, step
+from ..generators import WAY_OUT, check, check_state, set_states, states
 from ..jacobian.linearization import Linearization, Needs
-from ..jacobian.objective import Sampled
+from ..jacobian.objective import Objective, Sampled
 from ..model.batch import Batch
 from ..model.checks import coupled
 from ..optimizer import LM
 from ..ranks import ALONE, Ranks
-from ..sources import Arrays, Indexed, Items, Source, Stream
+from ..sources import Arrays, Indexed, Items, Parcels, Source, Stream
+from ..surroundings import back_afterwards
 from .history import check_count
-from .randomness import generators, set_generators
-from .sharing import apart, parcels
 
 # Seconds of a step with all data, on a machine of the usual speed, up to which every step has them all.
 WHOLE = 1.0
@@ -46,7 +53,7 @@ class Batching:
     """How the samples are given to the steps."""
 
     kind: str  # "whole": one batch; "streamed": all batches in every step; "mini": one batch in every step
-    size: int | None  # samples of a batch, None if they come in batches of their own
+    size: int | None  # samples of a batch; None if the data come in batches
     words: str
 
     @property
@@ -116,7 +123,7 @@ def in_memory(data: Indexed) -> bool:
 def shapes(opt: LM, data: Indexed) -> Shapes:
     """Of a few samples, by one forward pass."""
     batch = data.take(torch.arange(min(data.samples, LEAST)))
-    lin = Linearization(opt._objective(), [batch], Sampled(1), Needs(by_sample=False))
+    lin = Linearization(Objective(opt.model, opt.loss, opt.params), [batch], Sampled(1), Needs(by_sample=False))
     try:
         return look(lin, None, True)
     finally:
@@ -181,7 +188,8 @@ class Order:
                 self.data.begin_epoch(self.epoch)
             return self.data.batches()
         random = torch.Generator().manual_seed(self.seed + self.epoch)
-        return parcels(self.data, cut(torch.randperm(self.data.samples, generator=random), self.size), self.ranks)
+        batches = cut(torch.randperm(self.data.samples, generator=random), self.size)
+        return Parcels(self.data.take, [part(index, self.ranks) for index in batches])
 
     def state(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "index": self.index}
@@ -197,3 +205,182 @@ class Order:
             assert self._batches is not None
             for _ in islice(self._batches, self.index):
                 pass
+
+
+# What each rank has of the data: consecutive samples of every batch, which are those of one process in the same order,
+# so that on any number of ranks the steps are the same.
+
+
+def apart(batch: Batch) -> bool:
+    """Whether it can be divided into samples. With inputs of several lengths and without targets it is not clear what
+    belongs to one sample."""
+    lengths = {len(t) for t in tree_leaves(batch.inputs) if isinstance(t, Tensor) and t.ndim}
+    return batch.divisible(batch.samples) and (len(lengths) == 1 or batch.targets is not None)
+
+
+def part(index: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's samples among these: consecutive ones, the first ranks have one more if they are no multiple."""
+    return index.tensor_split(ranks.size)[ranks.rank]
+
+
+def own(data: Source, size: int | None, ranks: Ranks) -> tuple[Iterable[Batch], Ranks]:
+    """Batches of this rank's part of all samples, and the ranks to add up over: this one alone if every rank goes
+    through all of them, since they cannot be shared."""
+    if not ranks.several:
+        return data.batches(size), ALONE
+    if isinstance(data, Stream):
+        return data.batches(), ranks if sharded(data) else ALONE
+    if not isinstance(data, Indexed) or data.samples < ranks.size or not divisible(data):
+        return data.batches(size), ALONE
+    mine = part(torch.arange(data.samples), ranks)
+    return Parcels(data.take, mine.split(size or len(mine))), ranks
+
+
+def divisible(data: Indexed) -> bool:
+    return not isinstance(data, Arrays) or apart(data.whole)
+
+
+def sharded(data: Stream) -> bool:
+    """Whether its batches are those of one rank alone."""
+    return isinstance(sampler(data), DistributedSampler)
+
+
+def sampler(data: Stream) -> Any:
+    """That of a DataLoader, also within its batch_sampler"""
+    if not isinstance(data.data, DataLoader):
+        return None
+    found: Any = data.data.sampler
+    within = getattr(data.data.batch_sampler, "sampler", None)
+    return found if isinstance(found, DistributedSampler) else within
+
+
+# What cannot be shared is refused before the first step.
+
+
+def check_shared(data: Source, ranks: Ranks, evidence: bool) -> None:
+    """Every rank must get a part of the data in every step, and all of them if `evidence` goes through them."""
+    if not ranks.several:
+        return
+    if isinstance(data, Stream):
+        check_sampler(data, ranks)
+        if evidence:
+            raise ValueError(
+                "weight_decay=mq.Evidence() goes through all samples, and a DataLoader with a DistributedSampler has "
+                "those of one rank alone: pass the Dataset or the tensors, which mq.fit shares among the ranks"
+            )
+    elif isinstance(data, Indexed):
+        if not divisible(data):
+            raise ValueError(
+                f"the inputs have no row for each sample, so that they cannot be shared among {ranks.size} ranks: pass "
+                "tensors with a row for each sample, or group=False for runs that are independent of the other ranks"
+            )
+        check_enough(data.samples, f"{data.samples} samples", ranks)
+
+
+def check_sampler(data: Stream, ranks: Ranks) -> None:
+    found, kind = sampler(data), type(data.data).__name__
+    if not isinstance(found, DistributedSampler):
+        raise ValueError(
+            f"a {kind} on {ranks.size} ranks that does not say which samples are this rank's: pass "
+            "DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset)), or the Dataset or the tensors "
+            "themselves, which mq.fit shares among the ranks; group=False makes every rank train by itself"
+        )
+    if (found.num_replicas, found.rank) != (ranks.size, ranks.rank):
+        raise ValueError(
+            f"the DistributedSampler is of rank {found.rank} of {found.num_replicas}, and this is rank {ranks.rank} of "
+            f"{ranks.size}: DistributedSampler(dataset, num_replicas={ranks.size}, rank={ranks.rank})"
+        )
+
+
+def check_batches(parts: Sequence[Tensor], ranks: Ranks) -> None:
+    """Mini-batches with a sample for every rank"""
+    least = min(map(len, parts))
+    check_enough(least, f"a batch of {least} samples (batch_size={max(map(len, parts))} leaves it)", ranks)
+
+
+def check_enough(samples: int, words: str, ranks: Ranks) -> None:
+    if samples < ranks.size:
+        raise ValueError(
+            f"{words} for {ranks.size} ranks: each needs a sample of its own, take larger batches, or fewer ranks"
+        )
+
+
+def check_same_data(described: list[Any], alike: Callable[[Any, Any], bool], ranks: Ranks) -> None:
+    """Every rank has all data, in the same order; `described` is how many there are, and sums of what they hold."""
+    found = ranks.every(described)
+    for rank, there in enumerate(found):
+        if not alike(there, found[0]):
+            raise ValueError(
+                f"the data are not the same on all ranks: rank 0 has {found[0][0]} samples and rank {rank} has "
+                f"{there[0]}, with other numbers in them. mq.fit shares every batch among the ranks, so pass all data "
+                "on every rank, made with the same seed; if each rank has data of its own, take the steps of mq.LM in "
+                "a loop, or pass group=False for independent runs"
+            )
+
+
+# Ctrl-C.
+
+
+@contextmanager
+def interrupts(ranks: Ranks) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: of several ranks none is interrupted amid a message to the others, but asks for the
+    end after the step. The second time it ends the process at once."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not (ranks.several and ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler):
+        yield lambda: False
+        return
+    asked: list[int] = []
+
+    def noticed(number: int, frame: Any) -> None:
+        if asked:
+            signal.default_int_handler(number, frame)
+        asked.append(number)
+
+    before = signal.signal(signal.SIGINT, noticed)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# The random numbers that a fit may depend on, as they are saved.
+
+
+def generators(data: Source) -> dict[str, Any]:
+    """The states of torch's, Python's and NumPy's, and of a DataLoader's own: tensors and plain numbers."""
+    return {**states(), "loader": [g.get_state() for g in loader_generators(data)]}
+
+
+def set_generators(found: dict[str, Any], data: Source) -> None:
+    """All of them; none, and a ValueError that names the entry, if one is damaged."""
+    check(found)
+    loader, here = found.get("loader"), list(loader_generators(data))
+    if not isinstance(loader, list) or len(loader) != len(here):
+        there = len(loader) if isinstance(loader, list) else type(loader).__name__
+        raise ValueError(f"the random states 'loader' are {there}, the data have {len(here)} generators: {WAY_OUT}")
+    for g, state in zip(here, loader, strict=True):
+        check_state(state, "loader", g.device)
+    set_states(found)
+    for g, state in zip(here, loader, strict=True):
+        g.set_state(state.cpu())
+
+
+@contextmanager
+def unchanged(data: Source) -> Iterator[None]:
+    """Batches of a loader come in the same order every time: the generators are afterwards as they were."""
+    before = generators(data) if isinstance(data, Stream) else None
+    with nullcontext() if before is None else back_afterwards(partial(set_generators, before, data)):
+        yield
+
+
+def loader_generators(data: Source) -> Iterator[torch.Generator]:
+    """Of a DataLoader and its samplers, each once"""
+    if not isinstance(data, Stream):
+        return
+    seen: list[torch.Generator] = []
+    loader = data.data
+    for holder in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))):
+        g = getattr(holder, "generator", None)
+        if isinstance(g, torch.Generator) and not any(g is other for other in seen):
+            seen.append(g)
+            yield g

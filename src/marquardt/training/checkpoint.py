@@ -21,9 +21,8 @@ from ..generators import of_rank
 from ..model.parameters import named_parameters
 from ..ranks import ALONE, RankError, Ranks
 from ..sources import Arrays, Items, Source, Stream
-from .regularisation import decays
+from .batching import sharded
 from .run import Training
-from .sharing import sharded
 
 # Files of version 4 carry no checksum, and are otherwise the same.
 VERSIONS, VERSION = (4, 5), 5
@@ -115,7 +114,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Runs no code of the file, and notices damage."""
+    """No code of the file is run, and damage is refused."""
     try:
         found, is_sealed = files.load(path)
     except files.Damaged as error:
@@ -150,7 +149,7 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
         },
         "data": {"samples": described(run.data), "validation": described(run.validation)},
         "options": {
-            **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": [str(w) for w in decays(opt)],
+            **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": [str(w) for w in opt.weight_decays],
             "evidence": None if found is None else brief(found.evidence), "seed": seed,
             "batches": [run.plan.kind, run.plan.size],
         },
@@ -159,16 +158,16 @@ def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
 
 def layers(model: nn.Module) -> dict[str, str]:
     """Classes by name, with the options that torch's own have; those of others may print numbers that train."""
-    return {name: f"{type(m).__name__}({options(m)})" for name, m in model.named_modules()}
-
-
-def options(module: nn.Module) -> str:
-    words = module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""
-    return re.sub(r" at 0x[0-9a-f]+", "", words)  # of functions: another one in every process
+    found = {}
+    for name, m in model.named_modules():
+        options = m.extra_repr() if type(m).__module__.startswith("torch.nn.") else ""
+        options = re.sub(r" at 0x[0-9a-f]+", "", options)  # of functions: another one in every process
+        found[name] = f"{type(m).__name__}({options})"
+    return found
 
 
 def described(data: Source | None) -> list[Any] | None:
-    """How many samples, and two sums over what they hold; batches of their own are not gone through for it."""
+    """How many samples, and two sums over their numbers; a loader is not gone through for it."""
     if isinstance(data, Arrays):
         return [data.samples, *checksums(vars(data.whole))]
     if isinstance(data, Items):
@@ -179,7 +178,7 @@ def described(data: Source | None) -> list[Any] | None:
 
 
 def checksums(item: Any) -> list[float]:
-    """Σt and Σt·cos(place): the second one knows the order"""
+    """Σt and Σt·cos(place), of which the second depends on the order"""
     found = [0.0, 0.0]
     for t in tree_leaves(item):
         if isinstance(t, Tensor):

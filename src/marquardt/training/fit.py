@@ -28,17 +28,13 @@ from ..ranks import cause, check_joined, of
 from ..sources import Arrays, Indexed, Source, Stream, source
 from ..surroundings import Surroundings, surely, undisturbed
 from ..uncertainty import Evidence, Posterior, posterior
-from ..uncertainty.build import last_layer
-from ..uncertainty.likelihood import likelihood_of
-from .batching import Batching, batching, cut
+from ..uncertainty.expansion import likelihood_of
+from ..uncertainty.posterior import last_layer
+from .batching import Batching, batching, check_batches, check_same_data, check_shared, cut, interrupts
 from .checkpoint import Saver, described, identity, same
-from .evaluation import of_validation
-from .history import Entry, History
-from .progress import Shown, shown
-from .regularisation import Regularised, decayed_params, decays, grouped_params
-from .run import Training
-from .sharing import check_batches, check_same, check_shared, interrupts
-from .stops import CALLBACK, INTERRUPTED, Stops
+from .history import CALLBACK, INTERRUPTED, Entry, History, Shown, Stops, shown
+from .regularisation import Regularised, decayed_params, grouped_params
+from .run import Training, of_validation
 
 # A model whose loss is lower than that of a constant by this share or more passes through the targets: what is left of
 # them is a hundredth of their deviation.
@@ -81,17 +77,17 @@ class Fit:
         """`mq.posterior` of the model with the data and the weight decay that have trained it; of several ranks each
         makes its own, from all data"""
         opt = self.optimizer
-        if data is None and isinstance(self.data, Stream) and opt._ranks.several:
+        if data is None and isinstance(self.data, Stream) and of(opt.group).several:
             raise ValueError(
                 f"the {type(self.data.data).__name__} has the samples of this rank alone, and a posterior needs all: "
                 "pass all data, fit.posterior(data)"
             )
-        if opt._state.towards is not None:
+        if opt.towards is not None:
             raise ValueError(
                 "the weights decay towards others than 0: call mq.posterior(model, loss, data, "
                 "weight_decay=mq.WeightDecay(w, towards=weights)), with these as a list or by name"
             )
-        by_name = dict(zip(Parameters(opt.model, opt.params).names, decays(opt), strict=True))
+        by_name = dict(zip(Parameters(opt.model, opt.params).names, opt.weight_decays, strict=True))
         given = options.pop("params", opt.params)
         chosen = last_layer(self.model) if isinstance(given, str) and given == "last" else list(given)
         weights = [by_name[name] for name in Parameters(self.model, chosen).names]
@@ -222,7 +218,7 @@ def fit(
 
 
 def remark(run: Training, found: Diagnosis) -> str:
-    """What the reason for the end does not tell: that little was learnt, or all by heart."""
+    """What the reason for the end leaves out: that little was learnt, or everything by heart."""
     told, noise = str(found), run.regularisation is not None
     if told:
         suspect = noise and found.learnt_nothing and found.standardised
@@ -245,7 +241,7 @@ def targets(data: Source) -> int | None:
 def loop(
     run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | None, interrupted: Callable[[], bool]
 ) -> str:
-    """Steps until something says stop."""
+    """Steps until there is a reason to stop."""
     reason = run.reason
     while reason is None:
         entry = run.step()
@@ -260,12 +256,12 @@ def loop(
 
 def planned(opt: LM, train: Source, held: Source | None, batch_size: int | str | None) -> Batching:
     """How the samples are given to the steps; all ranks must have the same, and a part of every batch."""
-    ranks = opt._ranks
+    ranks = of(opt.group)
     plan = ranks.agreed(batching(opt, train, batch_size))
     if ranks.several:
         for data in (train, held):
             if isinstance(data, Indexed):
-                check_same(described(data) or [], same, ranks)
+                check_same_data(described(data) or [], same, ranks)
         if plan.mini and isinstance(train, Indexed):
             check_batches(cut(torch.arange(train.samples), plan.size), ranks)
     return plan

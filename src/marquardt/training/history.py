@@ -1,14 +1,19 @@
-"""What a fit did, step by step: a table that prints itself, goes to CSV and pandas, and plots itself."""
+"""What a fit did, step by step: a table that prints itself, goes to CSV and pandas, and plots itself; when it ends, and
+the line that shows how it gets on."""
 
 from __future__ import annotations
 
 import csv
 import math
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from os import PathLike
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
+
+from ..curvature.cost import duration
 
 Record = TypeVar("Record")
 
@@ -58,9 +63,11 @@ def check_count(name: str, value: Any, below: int | None = None) -> None:
 @cache
 def hints(kind: Any) -> dict[str, tuple[type, ...]]:
     """Types by the names of its fields; whole numbers may stand for others."""
-    found = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(kind).items()}
-    found = {name: (dict,) if get_origin(get_type_hints(kind)[name]) is dict else each for name, each in found.items()}
-    return {name: (*each, int) if float in each else each for name, each in found.items()}
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        each = (dict,) if get_origin(hint) is dict else get_args(hint) or (hint,)
+        found[name] = (*each, int) if float in each else each
+    return found
 
 
 SHOWN = ("step", "loss", "validation", "lam", "gradient", "rule", "gamma", "seconds")
@@ -113,7 +120,7 @@ class History:
         return History(self.entries[key]) if isinstance(key, slice) else self.entries[key]
 
     def __eq__(self, other: object) -> bool:
-        """All but times, which notes may tell too"""
+        """All but times, which may be in the notes too"""
         if not isinstance(other, History):
             return NotImplemented
         return [_untimed(e) for e in self] == [_untimed(e) for e in other]
@@ -143,7 +150,7 @@ class History:
         return f"History of {len(self)} steps, loss {self[0].loss:.4g} → {last.loss:.4g}{validation}"
 
     def __str__(self) -> str:
-        """The columns that say something, the first and the last rows"""
+        """The columns that are not empty, the first and the last rows"""
         shown = [name for name in SHOWN if name in ("step", "rule") or not all(map(_empty, self[name]))]
         head, tail = self.entries, []
         if len(self) > ROWS:
@@ -197,3 +204,185 @@ def _words(value: Any) -> str:
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.4g}"
     return str(value)
+
+
+# When a fit ends, and the sentence that gives the reason.
+
+INTERRUPTED = "interrupted"
+CALLBACK = "a callback asked for it"
+
+# Of two log evidences that differ by less than this the higher one is not worth a mention (Kass and Raftery, 1995).
+ALIKE = 1.0
+
+
+@dataclass(frozen=True)
+class Stops:
+    """The stops of MATLAB's trainlm; None leaves one out.
+
+    `patience` counts validations without a new best, or estimates of the evidence. The gradient is √(gᵀD⁻¹g), the
+    length that a step reports, and is compared with the largest so far: the units of the loss do not matter.
+    """
+
+    steps: int | None = 1000
+    seconds: float | None = None
+    goal: float | None = None  # of the loss of the data
+    min_gradient: float | None = 1e-7  # over the largest
+    max_lam: float | None = 1e10
+    patience: int | None = 20
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            check_stop(entry.name, getattr(self, entry.name), entry.name in ("steps", "patience"))
+
+    def reason(self, entry: Entry | None, seen: Seen) -> str | None:
+        """Why the fit ends after this step; None if it goes on."""
+        if entry is None:
+            return None if self.steps != 0 else "no steps were asked for"
+        if self.goal is not None and seen.loss <= self.goal:
+            return f"the goal is reached: the loss is {seen.loss:.4g}, at most {self.goal:g}"
+        if seen.settled:
+            return "settled: neither the effective parameters nor the noise, nor the loss, change any more"
+        alone = seen.settled is None  # otherwise one minimum follows another
+        if alone and entry.converged:
+            return "converged: no decrease is left that could be told from the rounding of the loss"
+        if alone and self.min_gradient is not None and entry.gradient <= self.min_gradient * seen.steepest:
+            return f"the gradient is {entry.gradient:.2g}, at most {self.min_gradient:g} of the largest"
+        if self.max_lam is not None and seen.lam > self.max_lam:
+            return f"λ is {seen.lam:.2g}, above {self.max_lam:g}: no step lowers the loss"
+        if self.patience is not None and seen.fails >= self.patience > 0:
+            return f"validation: {seen.fails} in a row without a loss below {seen.least:.4g}"
+        if self.impatient(seen):
+            return f"the log evidence was {seen.highest:.4g}, and lower in {seen.idle} estimates since"
+        if self.steps is not None and entry.step >= self.steps:
+            return f"{self.steps} steps are done"
+        if self.seconds is not None and entry.seconds >= self.seconds:
+            return f"{duration(self.seconds)} are over"
+        return None
+
+    def impatient(self, seen: Seen) -> bool:
+        """Whether the evidence has been lower for too long."""
+        return self.patience is not None and seen.idle >= self.patience > 0
+
+
+@dataclass
+class Seen:
+    """What the stops depend on, of all steps so far. Plain numbers: they are saved."""
+
+    loss: float = math.inf  # of the data; on mini-batches the mean of some of the last
+    steepest: float = 0.0  # the largest gradient
+    lam: float = 0.0  # of the next step
+    least: float = math.inf  # the best loss so far, of the validation set if there is one
+    best_step: int = 0
+    fails: int = 0  # validations since
+    settled: bool | None = None  # weight decay that is found from the data; None if it is not
+    highest: float = -math.inf  # log evidence in this descent, if that decides which weights are the best,
+    idle: int = 0  # estimates since that were lower,
+    before: float = -math.inf  # and the highest one in earlier descents
+
+    def found(self, loss: float, step: int) -> bool:
+        """Whether this loss is the least so far."""
+        better = loss < self.least
+        if better:
+            self.least, self.best_step = loss, step
+        self.fails = 0 if better else self.fails + 1
+        return better
+
+    def judged(self, log_evidence: float, step: int) -> bool:
+        """Whether it is as good as the highest of this descent, and better than earlier ones."""
+        good = log_evidence > self.highest - ALIKE
+        self.highest, self.idle = (max(self.highest, log_evidence), 0) if good else (self.highest, self.idle + 1)
+        best = good and log_evidence > self.before
+        if best:
+            self.best_step = step
+        return best
+
+    def begin_anew(self) -> None:
+        """Another descent."""
+        self.before, self.highest, self.idle = max(self.before, self.highest), -math.inf, 0
+        self.settled, self.fails = False, 0
+
+
+def check_stop(name: str, value: Any, whole: bool) -> None:
+    if value is None:
+        return
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name}={value!r}: {'an integer' if whole else 'a number'}, or None to leave this stop out")
+    if math.isnan(value) or (value < 0 and name != "goal"):
+        raise ValueError(f"{name}={value!r}: at least 0, or None to leave this stop out")
+
+
+# The line that shows how a fit gets on: by Rich, on a terminal.
+
+
+class Shown:
+    """What a fit reports to while it runs. This one shows nothing."""
+
+    def begin(self, plan: str) -> None:
+        """How the fit goes about it, before its first step."""
+
+    def update(self, entry: Entry) -> None:
+        """After every step."""
+
+    def end(self, reason: str) -> None:
+        """Why it ended."""
+
+
+def shown(progress: bool | None, stops: Stops, here: bool = True) -> Shown:
+    """A bar if there is a terminal (None), always (True), or never (False), in the one process that shows it."""
+    if progress not in (True, False, None):
+        raise ValueError(f"progress={progress!r}: True, False, or None to show a bar on a terminal")
+    if progress is False or not here or (progress is None and not sys.stderr.isatty()):
+        return Shown()
+    try:
+        return Bar(stops)
+    except ImportError:
+        if progress is None:
+            return Shown()
+        raise ImportError("progress=True needs Rich: pip install rich, or leave progress out") from None
+
+
+class Bar(Shown):
+    """Loss, validation, λ, gradient, and the time that is left until the last step."""
+
+    def __init__(self, stops: Stops) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.stops = stops
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=10), TextColumn("{task.fields[words]}")
+        self.bar: Any = Progress(*columns, console=Console(stderr=True), transient=True)
+        self.task: Any = None
+        self.first: Entry | None = None
+
+    def begin(self, plan: str) -> None:
+        self.bar.console.print(plan, markup=False, highlight=False, soft_wrap=True)
+        self.task = self.bar.add_task("fit", total=1.0, words="")
+        self.bar.start()
+
+    def update(self, entry: Entry) -> None:
+        self.first = self.first or entry
+        done, left = remaining(self.stops, entry, self.first)
+        self.bar.update(self.task, completed=done, description=f"step {entry.step}", words=words(entry, left))
+
+    def end(self, reason: str) -> None:
+        self.bar.stop()
+        self.bar.console.print(reason, markup=False, highlight=False, soft_wrap=True)
+
+
+def remaining(stops: Stops, entry: Entry, first: Entry) -> tuple[float, float]:
+    """How much of the longest possible fit is done, and the seconds that are left of it at most."""
+    limits = []
+    if stops.steps is not None:
+        pace = (entry.seconds - first.seconds) / max(1, entry.step - first.step)
+        limits.append((entry.step / max(1, stops.steps), pace * (stops.steps - entry.step)))
+    if stops.seconds is not None:
+        limits.append((min(1.0, entry.seconds / max(stops.seconds, 1e-9)), max(0.0, stops.seconds - entry.seconds)))
+    return min(limits, key=lambda limit: limit[1], default=(0.0, math.inf))
+
+
+def words(entry: Entry, left: float) -> str:
+    validation = "" if math.isnan(entry.validation) else f"  validation {entry.validation:.4g}"
+    gamma = "" if math.isnan(entry.gamma) else f"  γ {entry.gamma:.3g}"
+    time = "" if math.isinf(left) else f"  {int(left) // 60}:{int(left) % 60:02d} left"
+    return f"loss {entry.loss:.4g}{validation}  λ {entry.lam:.2g}  gradient {entry.gradient:.2g}{gamma}{time}"

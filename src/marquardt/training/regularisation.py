@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ..model.checks import trainable
 from ..model.parameters import Parameters
 from ..optimizer import LM
+from ..ranks import of
 from ..sources import Source
-from ..uncertainty.build import laplace
-from ..uncertainty.evidence import Evidence, grouped_names, reestimate
+from ..uncertainty.evidence import Evidence, grouped_names
+from ..uncertainty.posterior import laplace, reestimate
 from ..uncertainty.precision import SINGULAR
 from .history import check_count, restored
 
@@ -83,11 +84,6 @@ class Regularisation:
         return math.nan if self.last is None else self.last.gamma
 
     @property
-    def start(self) -> float:
-        """The weight decay that the descent under way began with."""
-        return self.evidence.starts[self.descent]
-
-    @property
     def more(self) -> bool:
         """Whether another descent follows."""
         return self.descent + 1 < len(self.evidence.starts)
@@ -106,7 +102,7 @@ class Regularisation:
     def update(self, objective: float) -> bool:
         """α and β at θ, from βG + αI without λD. False: rounding leaves no estimate, and the last one stays."""
         self.waited = 0
-        found = self._estimated(objective)
+        found = of(self.opt.group).agreed(self._estimate(objective))  # by every rank, from all data, as rank 0 has it
         stays = self.last is not None and found == replace(self.last, objective=objective)
         self.close = self.close + 1 if self.last is not None and found.close_to(self.last) else 0
         same = self.since is not None and found.as_good_as(self.since)
@@ -116,24 +112,20 @@ class Regularisation:
 
     def put(self, found: Regularised | None) -> None:
         """This estimate is in force; None: that of the start."""
-        self.last = found
+        self.last, names = found, dict(zip(map(id, self.opt.params), self.names, strict=True))
         for group in self.opt.param_groups:
-            name = self.names[self._index(group["params"][0])]
-            group["weight_decay"] = self.start if found is None else found.weight_decay[name]
+            name = names[id(group["params"][0])]
+            group["weight_decay"] = self.evidence.starts[self.descent] if found is None else found.weight_decay[name]
 
-    def _estimated(self, objective: float) -> Regularised:
-        """By every rank, from all data, and as rank 0 has it."""
-        return self.opt._ranks.agreed(self._own_estimate(objective))
-
-    def _own_estimate(self, objective: float) -> Regularised:
+    def _estimate(self, objective: float) -> Regularised:
         opt = self.opt
         try:
-            there = laplace(opt.model, opt.loss, self.data, decays(opt), params=opt.params)
+            there = laplace(opt.model, opt.loss, self.data, opt.weight_decays, params=opt.params)
         except ValueError as error:  # rounding is all that is left of H: α and β stay
             if self.last is None or str(error) != SINGULAR:
                 raise
             return replace(self.last, objective=objective)
-        best, names, before = reestimate(there, self.evidence.groups), there.names, decays(opt)
+        best, names, before = reestimate(there, self.evidence.groups), there.names, opt.weight_decays
         some = TIMID * there.decays([there.mean_curvature], there.beta)[0]
         decay = [min(w, max(GROWTH * old, some)) for w, old in zip(best.weight_decay, before, strict=True)]
         return Regularised(
@@ -141,17 +133,12 @@ class Regularisation:
             there.log_evidence, dict(zip(names, decay, strict=True)), objective,
         )  # fmt: skip
 
-    def _index(self, p: Tensor) -> int:
-        return next(i for i, q in enumerate(self.opt.params) if q is p)
-
     # As it is saved: the weight decay itself is in the state of the optimizer.
 
     def state(self) -> dict[str, Any]:
-        found = {
-            name: None if one is None else asdict(one) for name, one in (("last", self.last), ("since", self.since))
-        }
+        last, since = (None if one is None else asdict(one) for one in (self.last, self.since))
         counts = {"waited": self.waited, "close": self.close, "still": self.still, "descent": self.descent}
-        return {**found, **counts}
+        return {"last": last, "since": since, **counts}
 
     def resume(self, state: dict[str, Any]) -> None:
         self.last, self.since = (None if state[k] is None else self.restored(state[k]) for k in ("last", "since"))
@@ -164,12 +151,6 @@ class Regularisation:
         if any(set(each) != set(self.names) for each in (found.alpha, found.gammas, found.weight_decay)):
             raise ValueError("it is damaged: the evidence is of other parameters")
         return found
-
-
-def decays(opt: LM) -> list[Any]:
-    """Weight decay of every parameter that trains, as its group has it; 0 for those that are excluded."""
-    given = [group["weight_decay"] for group in opt.param_groups for _ in group["params"]]
-    return [0.0 if free else w for w, free in zip(given, opt._spared, strict=True)]
 
 
 def grouped_params(model: nn.Module, params: Iterable[Any] | None, evidence: Evidence) -> list[dict[str, Any]]:

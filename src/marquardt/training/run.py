@@ -5,41 +5,44 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..agreement import take_buffers
 from ..arguments import users
-from ..diagnosis import Diagnosis
+from ..diagnosis import Diagnosis, diagnosed
+from ..jacobian.objective import Objective
+from ..jacobian.passes import Known, Pass
+from ..losses import Loss
 from ..memory import unless_interrupted
-from ..model.anatomy import submodules
+from ..model.anatomy import Chance, submodules
 from ..model.batch import Batch
-from ..model.parameters import changing
+from ..model.checks import FAILURES, explained
+from ..model.parameters import changing, put
 from ..model.statistics import NOTHING, counting, estimated
 from ..model.statistics import Seen as Shown
 from ..optimizer import LM
-from ..ranks import OtherRank, RankError
+from ..ranks import ALONE, OtherRank, RankError, Ranks, of
 from ..sources import Arrays, Indexed, Source, Stream
 from ..step import Step
 from ..surroundings import back_afterwards, surely
 from ..uncertainty.evidence import Evidence
-from .batching import Batching, Order, cut
-from .evaluation import diagnosis, evaluated, of_validation, outputs
-from .history import Entry, History, restored
-from .randomness import generators, set_generators, unchanged
+from ..uncertainty.expansion import in_eval_mode
+from .batching import Batching, Order, apart, cut, generators, own, set_generators, unchanged
+from .history import Entry, History, Seen, Stops, restored
 from .regularisation import Regularisation, Regularised
-from .sharing import apart, own
-from .stops import Seen, Stops
 
-# Mini-batches between two validations, unless an epoch has fewer; and as many that for one validation at most so many
-# times the samples that train in the meantime are gone through: a forward pass is a small part of a step.
+T = TypeVar("T")
+
+# Mini-batches between two validations, unless an epoch has fewer; and the most samples that a validation goes through
+# for each sample that trains in the meantime: a forward pass is a small part of a step.
 EVERY, TIMES = 10, 10
 
 # A model that goes on must have the outputs that it had on a few samples, up to the rounding of another machine.
@@ -58,7 +61,7 @@ class Training:
         self.best: dict[str, Tensor] | None = None  # weights and buffers,
         self.best_evidence: Regularised | None = None  # and what was known with them
         self.first: dict[str, Tensor] | None = None  # the weights at the start, if another descent follows
-        self.ranks = opt._ranks
+        self.ranks = of(opt.group)
         self.order = Order(data, plan.size, seed, self.ranks) if plan.mini else None
         self.regularisation = None if evidence is None else Regularisation(evidence, opt, data)
         self.seen.settled = None if evidence is None else False
@@ -66,7 +69,6 @@ class Training:
         self.began = time.perf_counter()
         self.words = plan.words
         self._validated = math.nan  # the last loss of the validation set
-        self._whole: Batch | None = None  # this rank's part of all samples
         self._seen = self._samples(seed)  # from which the statistics of BatchNorm are found
 
     @property
@@ -91,110 +93,104 @@ class Training:
             self.first = changing(self.model, self.opt.params)
         if self.validation is not None:
             with of_validation():
-                loss, kept = self._validation_loss(), self._kept()
+                loss, weights = self._validation_loss(), self._weights()
             self.seen.found(loss, 0)
-            self.best, self.best_evidence = kept
+            self.best, self.best_evidence = weights
 
     def step(self) -> Entry:
         """One step, judged on the validation set, and written down."""
         number = len(self.history) + 1
         epoch = 0 if self.order is None else self.order.epoch
-        taken = self._taken()
-        looked = self._looked(number, taken)
-        if self.regularisation is not None:
-            self._regularise(number, taken, self.order is not None and self.order.epoch > epoch)
-        entry = self._entry(number, taken)
+        step = self._advance()
+        comparable = self._validate(number, step)
+        rule = self.regularisation
+        if rule is not None:  # α and β anew every few accepted steps, or epochs
+            counts = self.order is not None and self.order.epoch > epoch if self.plan.mini else step.accepted
+            if rule.passed(counts, step.converged):
+                with self._shown():
+                    self._estimate(rule, step.new_loss, number)
+        entry = self._entry(number, step)
         self.history.entries.append(entry)
-        self.seen.loss = self._training_loss()
-        self.seen.steepest = max(self.seen.steepest, 0.0 if math.isnan(taken.slope) else taken.slope)
+        # The loss of one mini-batch would be chance.
+        self.seen.loss = math.inf if self.plan.mini and number < EVERY else self._recent_loss()
+        self.seen.steepest = max(self.seen.steepest, 0.0 if math.isnan(step.slope) else step.slope)
         self.seen.lam = self.opt.lam
         if number == 1 and self.validation is None:
-            self.seen.least = taken.loss  # of the weights at the start, which stay if no step is accepted
-        if looked:
+            self.seen.least = step.loss  # of the weights at the start, which stay if no step is accepted
+        if comparable:
             self._compare(entry)
-        if self._another:
+        if self._descent_ends:
             self._begin_anew()
         return entry
 
-    def _training_loss(self) -> float:
-        """Of the last step; of one mini-batch it would be chance."""
-        return math.inf if self.plan.mini and len(self.history) < EVERY else self._late()
-
-    def _late(self) -> float:
+    def _recent_loss(self) -> float:
+        """Of the last step, or the mean of the last mini-batches."""
         some = self.history[-EVERY if self.plan.mini else -1 :]["loss"]
         return sum(some) / len(some) if some else math.nan
 
-    def _regularise(self, number: int, taken: Step, another_epoch: bool) -> None:
-        """α and β anew every few accepted steps, or epochs"""
-        found = self.regularisation
-        assert found is not None
-        counts = another_epoch if self.plan.mini else taken.accepted
-        if found.passed(counts, taken.converged):
-            with self._shown():
-                self._estimate(found, taken.new_loss, number)
-
     @property
-    def _another(self) -> bool:
-        """Whether a descent has ended and another one follows."""
-        found = self.regularisation
-        return found is not None and found.more and (found.settled or self.stops.impatient(self.seen))
+    def _descent_ends(self) -> bool:
+        """Whether another descent follows now."""
+        rule = self.regularisation
+        return rule is not None and rule.more and (rule.settled or self.stops.impatient(self.seen))
 
     def _begin_anew(self) -> None:
         """Another descent from the first weights: the best ones are those of all descents."""
         assert self.regularisation is not None
         assert self.first is not None
         put(self.model, self.first)
-        self.opt._begin_anew()
+        self.opt.begin_anew()
         self.regularisation.begin_anew()
         self.seen.begin_anew()
         self.first = self.first if self.regularisation.more else None
 
-    def _estimate(self, found: Regularisation, objective: float, number: int) -> None:
+    def _estimate(self, rule: Regularisation, objective: float, number: int) -> None:
         """Without a validation set the evidence decides which weights are the best: α and β may lead from good ones to
         others that take all for noise, or nothing."""
-        known = found.update(objective) and self.validation is None
-        self.seen.settled = found.settled
-        if known and found.last is not None:
-            kept = self._kept()
-            if self.seen.judged(found.last.log_evidence, number):
-                self.best, self.best_evidence = kept
+        judged = rule.update(objective) and self.validation is None
+        self.seen.settled = rule.settled
+        if judged and rule.last is not None:
+            weights = self._weights()
+            if self.seen.judged(rule.last.log_evidence, number):
+                self.best, self.best_evidence = weights
 
-    def _taken(self) -> Step:
-        if self.order is not None:
-            return self._on(self.order.next())
+    def _advance(self) -> Step:
+        """A step on the next mini-batch, or on all data."""
         if self.plan.kind == "streamed":
             return self.opt.step_over(own(self.data, self.plan.size, self.ranks)[0])
-        if self._whole is None:
-            self._whole = next(iter(own(self.data, None, self.ranks)[0])) if self.ranks.several else self.data.whole
-        assert self._whole is not None
-        return self._on(self._whole)
-
-    def _on(self, batch: Batch) -> Step:
+        batch = self._whole if self.order is None else self.order.next()
         return self.opt.step(batch.inputs, batch.targets, batch.weight)
 
-    def _entry(self, number: int, taken: Step) -> Entry:
-        loss, objective = taken.new_data_loss, taken.new_loss
-        if self.plan.mini:  # after the step it says how well the batch is fitted, not how well the data are
-            loss, objective = taken.data_loss, taken.loss
+    @cached_property
+    def _whole(self) -> Batch:
+        """This rank's part of all samples"""
+        batch = next(iter(own(self.data, None, self.ranks)[0])) if self.ranks.several else self.data.whole
+        assert batch is not None
+        return batch
+
+    def _entry(self, number: int, step: Step) -> Entry:
+        loss, objective = step.new_data_loss, step.new_loss
+        if self.plan.mini:  # after the step it would show how well the batch is fitted, and not the data
+            loss, objective = step.data_loss, step.loss
         epoch = number - 1 if self.order is None else self.order.epoch
-        found, note = self.regularisation, taken.note
-        if self._another:
+        rule, note = self.regularisation, step.note
+        if self._descent_ends:
             note += f"{'; ' if note else ''}the next step begins anew from the first weights"
         return Entry(
-            number, epoch, loss, objective, self._validated, taken.lam, taken.slope, taken.rule, taken.lr, taken.gain,
-            self.ranks.agreed(self.seconds), math.nan if found is None else found.gamma, taken.converged, note,
+            number, epoch, loss, objective, self._validated, step.lam, step.slope, step.rule, step.lr, step.gain,
+            self.ranks.agreed(self.seconds), math.nan if rule is None else rule.gamma, step.converged, note,
         )  # fmt: skip
 
     # The best weights.
 
-    def _looked(self, number: int, taken: Step) -> bool:
+    def _validate(self, number: int, step: Step) -> bool:
         """Whether there is something to compare with the best: then it is, for the validation set, in `_validated`."""
         if self.validation is None:  # losses with different weight decay cannot be compared
-            return not self.plan.mini and taken.accepted and self.regularisation is None
+            return not self.plan.mini and step.accepted and self.regularisation is None
         if self.plan.mini and number % self._every:
             self._validated = math.nan
             return False
-        if not self.plan.mini and not taken.accepted:
+        if not self.plan.mini and not step.accepted:
             return False
         self._validated = self._validation_loss()
         return True
@@ -258,13 +254,13 @@ class Training:
 
     def _compare(self, entry: Entry) -> None:
         loss = entry.objective if self.validation is None else entry.validation
-        kept = self._kept() if loss < self.seen.least else (self.best, self.best_evidence)
+        weights = self._weights() if loss < self.seen.least else (self.best, self.best_evidence)
         if self.seen.found(loss, entry.step):  # no interrupt comes between this and the weights
-            self.best, self.best_evidence = kept
+            self.best, self.best_evidence = weights
         if self.validation is None:
             self.seen.fails = 0  # the loss of the data has stops of its own
 
-    def _kept(self, last: bool = False) -> tuple[dict[str, Tensor], Regularised | None]:
+    def _weights(self, last: bool = False) -> tuple[dict[str, Tensor], Regularised | None]:
         """The weights that count, and what is known with them"""
         with self._averaged() if last and self.opt.average is not None else self._shown():
             return changing(self.model, self.opt.params), self.evidence
@@ -272,17 +268,17 @@ class Training:
     def end(self) -> None:
         """The best weights to the model. Without a validation set, on changing batches, the last ones, averaged; if
         weight decay is found, they take part in what is compared."""
-        last, found = len(self.history), self.regularisation
-        if self.validation is None and found is not None and last and (found.waited or found.last is None):
+        last, rule = len(self.history), self.regularisation
+        if self.validation is None and rule is not None and last and (rule.waited or rule.last is None):
             with self._counted() if self.opt.average is None else self._averaged():
-                self._estimate(found, self.history[-1].objective, last)
-        elif self.validation is None and found is None and self.plan.mini and last:
-            self.best, self.best_evidence = self._kept(last=True)
+                self._estimate(rule, self.history[-1].objective, last)
+        elif self.validation is None and rule is None and self.plan.mini and last:
+            self.best, self.best_evidence = self._weights(last=True)
             self.seen.best_step = last
         if self.best is not None:
             surely(partial(put, self.model, self.best))
-            if self.regularisation is not None:
-                self.regularisation.put(self.best_evidence)
+            if rule is not None:
+                rule.put(self.best_evidence)
         if self.best is None or self.seen.best_step:
             with self._counted():
                 stays = changing(self.model, self.opt.params)
@@ -294,7 +290,7 @@ class Training:
         if self.validation is not None:
             return self.seen.least
         if self.plan.mini and not self._soon_through:
-            return self._late()
+            return self._recent_loss()
         before = generators(self.data)
         try:
             with self.ranks.together():
@@ -308,7 +304,7 @@ class Training:
                     f"the loss of the model in eval mode cannot be found ({type(error).__name__}: {error}): the loss "
                     "of the fit is that of its last steps", stacklevel=users(),
                 )  # fmt: skip
-            return self._late()
+            return self._recent_loss()
         finally:
             set_generators(before, self.data)
 
@@ -319,16 +315,17 @@ class Training:
         if not len(self.history) or apart or (self.plan.mini and not self._soon_through):
             return Diagnosis()
         size = self.plan.size if isinstance(self.data, Indexed) else None
-        with unchanged(self.data):
-            return self.ranks.agreed(diagnosis(self.opt._objective(), self.data.batches(size)))
+        objective = Objective(self.model, self.opt.loss, self.opt.params)
+        with unchanged(self.data), in_eval_mode(self.model, objective.parameters.device):
+            return self.ranks.agreed(diagnosed(objective, self.data.batches(size)))
 
     @property
     def _soon_through(self) -> bool:
-        """Whether the data have at most so many times the batches that the fit had."""
+        """Whether the data have at most a few times the batches that the fit had."""
         batches: Any = own(self.data, self.plan.size, self.ranks)[0]
         try:
             few = len(batches) <= TIMES * max(1, len(self.history))
-        except TypeError:  # nobody knows how many, and they may have no end
+        except TypeError:  # of unknown length, and perhaps without an end
             few = False
         return self.ranks.agreed(few)
 
@@ -356,7 +353,7 @@ class Training:
         return {"generators": generators(self.data), **began}
 
     def check(self, state: dict[str, Any]) -> None:
-        """The model must compute from the saved weights what it did, whatever its code says; nothing changes by it."""
+        """With the saved weights the model must compute what it did, whatever its code is. Nothing changes by it."""
         before, then = changing(self.model, self.opt.params), state["outputs"]
         known, mine = self.model.state_dict(keep_vars=True), {id(p) for p in self.opt.params}
         trained = [name for name in before if id(known[name]) in mine]
@@ -383,22 +380,22 @@ class Training:
     def resume(self, state: dict[str, Any]) -> None:
         self.check(state)
         self.opt.load_state_dict(state["optimizer"])
-        self.opt._seen = NOTHING  # what BatchNorm is shown is known here
+        self.opt.keep_statistics()  # what BatchNorm is shown is known here
         put(self.model, state["weights"])
         self.best, self.first, known = state["best"], state["first"], state["best_evidence"]
-        found = self.regularisation
-        self.best_evidence = None if known is None or found is None else found.restored(known)
+        rule = self.regularisation
+        self.best_evidence = None if known is None or rule is None else rule.restored(known)
         self.history, self.seen = History.restored(state["history"]), restored(Seen, state["seen"])
         for name in ("validated", "seconds"):
             if type(state[name]) not in (float, int):
                 raise ValueError(f"it is damaged: {name} is {state[name]!r}")
         self._validated, self.elapsed = float(state["validated"]), float(state["seconds"])
         self.words += f"; goes on after step {len(self.history)}"
-        if self.regularisation is not None:
-            self.regularisation.resume(state["evidence"])
+        if rule is not None:
+            rule.resume(state["evidence"])
         if self.order is not None:
             self.order.resume(state["order"], state["began"])
-        if found is not None and found.more and self.first is None:
+        if rule is not None and rule.more and self.first is None:
             raise ValueError("it is damaged: it lacks the weights that the next descent begins from")
         set_generators(state["generators"], self.data)
 
@@ -426,9 +423,83 @@ def check_weights(what: str, found: Any, here: dict[str, Tensor], trained: Itera
             raise ValueError(f"it is damaged: {what} hold NaN or infinite values in {name}")
 
 
-def put(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Weights and buffers into the model, in place."""
-    entries = model.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name, t in weights.items():
-            entries[name].copy_(t)
+# The loss and the outputs of a model in eval mode, which do not train it.
+
+
+def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks = ALONE) -> float:
+    """f over all batches, of all ranks, in the units in which it is reported, in eval mode."""
+    return _without_grad(model, lambda: _value(model, loss, batches, ranks))
+
+
+@contextmanager
+def of_validation() -> Iterator[None]:
+    """Errors name the validation set."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if type(error) not in (TypeError, ValueError):  # others may take something else than words
+            raise
+        raise type(error)(f"the validation set: {error}") from error
+
+
+def outputs(model: nn.Module, loss: Loss, batch: Batch) -> list[float] | None:
+    """‖z‖ and Σz·cos(place) of the outputs z that have a loss, in eval mode and with the same random numbers every
+    time; None if the model works in train mode alone."""
+    objective = Objective(model, loss, list(model.parameters()))
+
+    def called() -> Tensor:
+        torch.manual_seed(0)
+        return objective.taken(objective.called(batch.inputs), batch)[1]
+
+    try:
+        values = _without_grad(model, called).detach().double().flatten()
+    except Exception as error:
+        unless_interrupted(error)
+        return None
+    places = torch.arange(len(values), dtype=torch.float64, device=values.device)
+    return [float(values.norm()), float(values @ places.cos())]
+
+
+def _without_grad(model: nn.Module, call: Callable[[], T]) -> T:
+    """In eval mode, without a graph unless the model makes one itself."""
+    with in_eval_mode(model, next(model.parameters()).device):
+        try:
+            with torch.no_grad():
+                return call()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+        with torch.enable_grad():  # the model differentiates itself
+            return call()
+
+
+def _value(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks) -> float:
+    objective = Objective(model, loss, list(model.parameters()))
+    if loss.surveys:
+        found = [Pass(objective, batch, Known(), Chance()).sums() for batch in batches]
+        objective = objective.knowing(ranks.sum(torch.stack(found).sum(0)))
+    total = normaliser = 0.0
+    for batch in batches:
+        value, weight = _totals(objective, batch)
+        total, normaliser = total + float(value), normaliser + float(weight)
+    if ranks.several:
+        device = next(model.parameters()).device
+        total, normaliser = ranks.sum(torch.tensor([total, normaliser], dtype=torch.float64, device=device)).tolist()
+    if not normaliser > 0:
+        raise ValueError("the total weight of the validation set is 0: every target has weight 0 or is ignored")
+    return loss.report(total * loss.scale(normaliser), normaliser)
+
+
+def _totals(objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Σwℓ and what the mean divides by: (), ()"""
+    try:
+        raw = objective.called(batch.inputs)
+    except FAILURES as error:
+        reason = explained(error, objective.model, batch, objective.parameters.tensors[0])
+        if reason is None:
+            raise
+        raise reason from error
+    bound, z = objective.taken(raw, batch)
+    z = z.detach()
+    bound.loss.check(z, batch.targets, batch.weight, part=True)
+    return bound.value(z, batch).double(), bound.loss.normaliser(z, batch.targets, batch.weight)

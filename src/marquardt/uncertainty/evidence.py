@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from ..losses import Loss
 # α in units of the mean curvature of the data, at least and at most: beyond it nothing changes but rounding.
 LEAST, MOST = 1e-10, 1e8
 
-# Of all targets at least so many are left for the noise, however many parameters fit them.
+# The least share of the targets that is left for the noise, however many parameters fit them.
 LEFT = 0.01
 
 
@@ -70,34 +69,6 @@ class Evidence:
             raise ValueError(f'groups={self.groups!r}: None, "layers", "parameters", or lists of patterns for names')
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What the evidence asks for, by parameter tensor if there are several numbers."""
-
-    alpha: tuple[float, ...]
-    beta: float  # 1/σ² of all outputs together; 1 if the loss has no noise
-    gamma: float
-    weight_decay: tuple[float, ...]  # in the units of the loss, as parameter groups have it
-
-
-class Estimated(Protocol):
-    """What is known at some α and β: see Posterior."""
-
-    alphas: tuple[float, ...]
-    beta: float
-
-    @property
-    def names(self) -> list[str]: ...
-    @property
-    def gamma_by_tensor(self) -> list[float]: ...
-    @property
-    def squares_by_tensor(self) -> list[float]: ...
-    @property
-    def mean_curvature(self) -> float: ...
-    def noise_given(self, gamma: float) -> float: ...
-    def decays(self, alpha: Sequence[float], beta: float) -> tuple[float, ...]: ...
-
-
 def unit(loss: Loss, normaliser: float) -> float:
     """f/Σℓ in the units in which weight decay is given: factor/N̂ for a mean"""
     return loss.report(loss.scale(normaliser), normaliser)
@@ -120,21 +91,6 @@ def grouped_names(names: Sequence[str], groups: str | Sequence[Sequence[str]] | 
             "has one"
         )
     return found
-
-
-def reestimate(found: Estimated, groups: str | Sequence[Sequence[str]] | None = None) -> Estimate:
-    """α and β for which γ and the residuals of these would be at the highest evidence. Parameters without a prior have
-    none afterwards."""
-    gammas, sizes = found.gamma_by_tensor, found.squares_by_tensor
-    low, high = (found.mean_curvature * bound for bound in (LEAST, MOST))
-    alpha = list(found.alphas)
-    for members in grouped_names(found.names, groups):
-        own = [i for i in members if found.alphas[i] > 0]
-        gamma, size = sum(gammas[i] for i in own), sum(sizes[i] for i in own)
-        for i in own:
-            alpha[i] = min(max(gamma / size, low), high) if size > 0 else high
-    beta = found.noise_given(sum(gammas))
-    return Estimate(tuple(alpha), beta, sum(gammas), found.decays(alpha, beta))
 
 
 def noise_precision(targets: Tensor, gamma: Tensor, squares: Tensor, rounding: float) -> Tensor:

@@ -4,22 +4,43 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..arguments import users
-from ..curvature import Representation
+from ..arguments import brief, check_places, users
+from ..curvature import Dense, Gram, Kronecker, Representation
+from ..curvature.kronecker import NoFactors
+from ..losses import Elementwise, resolve
+from ..losses.base import weighted
+from ..model.batch import Batch
+from ..model.checks import trainable
+from ..model.decay import WeightDecay, check_weight
+from ..model.parameters import Parameters, named_parameters
+from ..model.shards import refuse_sharded
 from ..sources import source
 from ..surroundings import undisturbed
-from .evidence import alone, noise_precision, reestimate, unit
-from .expansion import Expansion, fits
-from .left_out import Temper, held_out, predicted
+from .evidence import LEAST, MOST, alone, grouped_names, noise_precision, unit
+from .expansion import Expansion, fits, likelihood_of
 from .precision import DataCurvature, Precision, Scaled
+
+# −log p(θ|y) that a step would take off θ, in nats, beyond which the posterior is said to be of another θ; or this
+# share of γ: a sample of the posterior is γ/2 above the minimum, and a θ that is no further from it than samples are
+# has errors of the size of theirs.
+NATS, SHARE = 1.0, 0.5
+
+# How many times more or less than samples there are weights may add up to, if they are no whole numbers.
+FAR = 1.5
+
+TRAIN_ON = "weight decay: train on, and pass the weight_decay of the training"
+ONE_NOISE = (
+    "noise, σ = {} by output, as the training took all outputs for equally noisy, and has smoothed the quiet ones "
+    'too much: train with targets in units of their noise, or pass noise="shared"'
+)
 
 # Rounds in which noise of every output and γ of every output agree to this.
 ROUNDS, AGREED = 10, 0.01
@@ -27,11 +48,32 @@ ROUNDS, AGREED = 10, 0.01
 # Rounds in which several α, and their γ, agree to this.
 TUNED, CLOSE = 50, 1e-3
 
+# Layers that differ in train and eval mode.
+RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
+
+# A sample determines its own outputs by less than 1, but for rounding.
+OWN = 0.999
+
+
+class Temper(NamedTuple):
+    """What is made of outputs before they become probabilities."""
+
+    temperature: float = 1.0  # the factor of H⁻¹ in the covariance of θ
+    sharpness: float = 1.0  # the factor of the logits
+
+
 # Of which a posterior is calibrated to the best: temperatures of 1e-4 to 10, sharpness of ½ to 4.
 TEMPERS = [Temper(10 ** (k / 2), 2 ** (j / 4)) for k in range(-8, 3) for j in range(-4, 9)]
 
-# Layers that differ in train and eval mode.
-RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm, nn.RReLU)
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the evidence asks for, by parameter tensor if there are several numbers."""
+
+    alpha: tuple[float, ...]
+    beta: float  # 1/σ² of all outputs together; 1 if the loss has no noise
+    gamma: float
+    weight_decay: tuple[float, ...]  # in the units of the loss, as parameter groups have it
 
 
 @dataclass(frozen=True)
@@ -84,7 +126,7 @@ class Posterior:
     def names(self) -> list[str]:
         return self.parameters.names
 
-    # What the evidence says.
+    # The evidence.
 
     @cached_property
     def gamma_by_tensor(self) -> list[float]:
@@ -209,16 +251,20 @@ class Posterior:
         alpha, beta = alone(e, sum(self.squares_by_tensor), self.parameters.n, at.normaliser, squares, at.rounding)
         return self.changed([alpha] * len(self.alphas), beta if self.learns else self.beta)
 
+    def _but(self, **change: Any) -> Posterior:
+        """The same at T = 1 with these arguments, H made anew unless it is among them"""
+        names = ("at", "kind", "data", "alphas", "beta", "towards", "b", "learns")
+        given = {name: getattr(self, name) for name in names}
+        return Posterior(**{**given, **change})
+
     def changed(self, alphas: Sequence[float], beta: float) -> Posterior:
         """With another prior and another noise"""
-        return Posterior(self.at, self.kind, self.data, alphas, beta, self.towards, self.b, self.learns)
+        return self._but(alphas=alphas, beta=beta)
 
     def scaled(self, t: float) -> Posterior:
         """With α and β times t: H is too, and γ is the same"""
-        alphas, H = [t * a for a in self.alphas], Scaled(self.precision, t)
-        return Posterior(
-            self.at, self.kind, self.data, alphas, t * self.beta, self.towards, self.b, self.learns, H
-        )  # fmt: skip
+        alphas = [t * a for a in self.alphas]
+        return self._but(alphas=alphas, beta=t * self.beta, precision=Scaled(self.precision, t))
 
     def by_output(self) -> Posterior:
         """With a noise for each output, βₒ = (N − γₒ)/Σrₒ², in the place of one for all. α stays."""
@@ -230,8 +276,7 @@ class Posterior:
             targets = torch.full_like(b, at.normaliser / b.numel())
             after = noise_precision(targets, gammas, at.squares, at.rounding) / self.beta
             close, b = bool(((after / b).log().abs() < AGREED).all()), after
-            G = at.curvature(self.kind, all(self.alphas), b)
-            found = Posterior(at, self.kind, G, self.alphas, self.beta, self.towards, b, True)
+            found = self._but(data=at.curvature(self.kind, all(self.alphas), b), b=b, learns=True)
             if close:
                 break
         return found
@@ -246,10 +291,7 @@ class Posterior:
         for name, x in (("temperature", temperature), ("sharpness", sharpness)):
             if not 0 < x < math.inf:
                 raise ValueError(f"{name}={x!r}: a finite number above 0; 1 is the posterior itself")
-        return Posterior(
-            self.at, self.kind, self.data, self.alphas, self.beta, self.towards, self.b, self.learns, self.precision,
-            Temper(temperature, sharpness),
-        )  # fmt: skip
+        return self._but(precision=self.precision, temper=Temper(temperature, sharpness))
 
     @undisturbed
     def calibrated(self, data: Any = None) -> Posterior:
@@ -258,7 +300,12 @@ class Posterior:
         with the exact H also if this one has Kronecker factors."""
         if not self.at.likelihood.classes:
             raise ValueError(f"{self.at.loss.display_name} has no classes: its intervals have the noise that is learnt")
-        found = self._left_out() if data is None else self._held_out(data)
+        if data is None:
+            found = self._left_out()
+        else:
+            given = source(data, device=self.parameters.device, dtype=self.parameters.tensors[0].dtype)
+            batches = given.batches() if given.whole is None else [given.whole]
+            found = held_out(self.at, self.precision, batches, TEMPERS)
         best = TEMPERS[found.index(min(found))]
         if best.temperature == TEMPERS[-1].temperature:
             warnings.warn(
@@ -286,11 +333,6 @@ class Posterior:
                 "the model"
             )
         return predicted(at, self.precision, TEMPERS, at.curvature(None, True).precision(self.c, self._alpha))
-
-    def _held_out(self, data: Any) -> list[float]:
-        p = self.parameters.tensors[0]
-        given = source(data, device=p.device, dtype=p.dtype)
-        return held_out(self.at, self.precision, given.batches() if given.whole is None else [given.whole], TEMPERS)
 
     @property
     def others(self) -> int:
@@ -346,9 +388,8 @@ class Posterior:
         p = self.parameters.tensors[0]
         batch = source((inputs, None), device=p.device, dtype=p.dtype).whole
         assert batch is not None
-        for z, mean, rows in map(self.at.functional, (part.inputs for part in self.at.parts(batch))):
-            half = self.precision.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
-            yield z, mean, self.temperature * half @ half.mT
+        for part in self.at.parts(batch):
+            yield outputs(self.at, self.precision, part.inputs, self.temperature)
 
     @undisturbed
     def predict(self, inputs: Any) -> Prediction:
@@ -399,3 +440,289 @@ class Posterior:
             f"    {self.plan}\n"
             f"    prior precision {priors}{noise}, effective parameters {self.gamma:.1f}"
         )
+
+
+def reestimate(found: Posterior, groups: str | Sequence[Sequence[str]] | None = None) -> Estimate:
+    """α and β for which γ and the residuals of these would be at the highest evidence. Parameters without a prior have
+    none afterwards."""
+    gammas, sizes = found.gamma_by_tensor, found.squares_by_tensor
+    low, high = (found.mean_curvature * bound for bound in (LEAST, MOST))
+    alpha = list(found.alphas)
+    for members in grouped_names(found.names, groups):
+        own = [i for i in members if found.alphas[i] > 0]
+        gamma, size = sum(gammas[i] for i in own), sum(sizes[i] for i in own)
+        for i in own:
+            alpha[i] = min(max(gamma / size, low), high) if size > 0 else high
+    beta = found.noise_given(sum(gammas))
+    return Estimate(tuple(alpha), beta, sum(gammas), found.decays(alpha, beta))
+
+
+@undisturbed
+def posterior(
+    model: nn.Module,
+    loss: Any,
+    data: Any,
+    *,
+    weight_decay: float | WeightDecay | Sequence[float] | Mapping[str, float] | None = None,
+    noise: float | Sequence[float] | Tensor | str | None = None,
+    curvature: Representation | None = None,
+    params: Iterable[Any] | str | None = None,
+) -> Posterior:
+    """The Laplace approximation of the posterior of a trained model: θ ~ N(θ̂, H⁻¹), H = −∂² log p(y|θ)p(θ).
+
+    `data` are those it was trained on: (inputs, targets), with a weight for each sample as a third if it had one, which
+    then counts as so many samples; a Dataset; or a DataLoader. ∂² is the generalised Gauss-Newton matrix.
+
+    `weight_decay` is that of the training, the precision of a normal prior; also one number for every parameter tensor,
+    in their order or by name, as `Posterior.weight_decay` has it. 0 is no prior at all. None: one prior precision
+    for all parameters, that of the highest evidence at θ̂.
+
+    `noise` of a squared error: None learns σ from the residuals, one for each output of a model with several (N, k),
+    "shared" learns one for all; numbers are known σ.
+
+    `curvature`: mq.Dense(), mq.Gram() or mq.Kronecker(); None is exact (Dense, or Gram with fewer rows than parameters)
+    if there is memory and time for that, otherwise Kronecker, or the last linear layer alone if the layers have no such
+    factors; `Posterior.plan` says what was taken. Their `chunk` is kept to; other options are for steps. `params` are
+    the parameters that are uncertain, the others are taken as known: some of model.parameters(), or "last" for the last
+    linear layer.
+
+    The model is taken in eval mode, and left as it was. If θ̂ is further from a minimum of the loss than samples of the
+    posterior are, a warning says so.
+
+    Args:
+        model: trained, in any mode.
+        loss: with which it was trained.
+        data: that have trained it.
+        weight_decay: with which it was trained; None to find it.
+        noise: σ of the targets; None to learn it.
+        curvature: how H is represented; None for what fits.
+        params: the parameters that are uncertain; None for all that train.
+
+    Returns:
+        The posterior, which predicts with standard deviations or probabilities, and samples.
+
+    >>> result = mq.fit(model, (x, y), "mse", weight_decay=0.01)
+    >>> posterior = mq.posterior(model, "mse", (x, y), weight_decay=0.01)
+    >>> low, high = posterior.predict(x).interval(0.95)
+    """
+    check_places("mq.posterior(model, loss, data)", model, loss, data)
+    found = laplace(model, loss, data, weight_decay, noise, curvature, params)
+    if noise is None or isinstance(noise, str):
+        check_counts(found.at.mean_weight)
+    told = found.b is None and tell(found, weight_decay, TRAIN_ON)
+    squares = found.at.squares
+    several = isinstance(found.at.loss, Elementwise) and squares is not None and squares.ndim == 1 < squares.numel()
+    found = found.by_output() if found.learns and noise is None and several else found
+    if found.b is not None and not told:
+        tell(found, weight_decay, ONE_NOISE.format(found.sigma))
+    return found
+
+
+def check_counts(mean: float) -> None:
+    """Warns of weights that are no counts. Of 1/σ² with known σ they need not be."""
+    if 1 / FAR < mean < FAR:
+        return
+    off = f"{mean:.3g} times too small" if mean > 1 else f"{1 / mean:.3g} times too large"
+    warnings.warn(
+        f"the weights of the samples have the mean {mean:.3g} and are no counts, but a sample of weight w is taken for "
+        f"w samples, so that variances are about {off}: divide the weights by their mean. Weights 1/σ² of targets with "
+        "known σ are right with noise=1.0",
+        stacklevel=users(),
+    )
+
+
+def tell(found: Posterior, weight_decay: Any, why: str) -> bool:
+    """Warns if θ̂ is no minimum; returns whether it did."""
+    left = found.decrement() if weight_decay is not None else min(found.decrement(), found.decrement(prior=False))
+    if left <= max(NATS, SHARE * found.gamma):
+        return False
+    warnings.warn(
+        f"the parameters are no minimum of the loss with this {why}. A step would lower "
+        f"−log p(θ|y) by {left:.3g}, and a sample of the posterior is {0.5 * found.gamma:.3g} above its minimum; "
+        "variances are those of a minimum",
+        stacklevel=users(),
+    )
+    return True
+
+
+def laplace(
+    model: nn.Module, loss: Any, data: Any, weight_decay: Any = None, noise: Any = None,
+    curvature: Representation | None = None, params: Iterable[Any] | str | None = None,
+) -> Posterior:  # fmt: skip
+    """The same with one noise for all outputs if it is learnt, as a mean of squares has it, and wherever θ̂ is: during
+    training, for `reestimate`."""
+    loss = resolve(loss)
+    kind = likelihood_of(loss)
+    check_curvature(curvature)
+    if not kind.noisy and noise is not None:
+        raise ValueError(
+            f"noise={noise!r}: {loss.display_name} has no noise beside what the model returns, leave it out"
+        )
+    chosen = trainable(model, last_layer(model) if isinstance(params, str) and params == "last" else params)
+    refuse_sharded(chosen, "mq.posterior")
+    parameters = Parameters(model, chosen)
+    weights, towards = decays(model, parameters, weight_decay)
+    given = source(data, device=parameters.device, dtype=chosen[0].dtype)
+    at = Expansion(model, loss, parameters, given, getattr(curvature, "chunk", None))
+    known = known_noise(at, noise)
+    learns = kind.noisy and known is None
+    if learns and not any(weights) and weight_decay is not None and at.normaliser <= at.parameters.n:
+        raise ValueError(
+            f"{at.normaliser:g} targets for {at.parameters.n} parameters without a prior leave nothing to learn the "
+            "noise from: pass noise=σ, or train with weight_decay"
+        )
+    beta, b = (1.0, None) if known is None else known
+    per_w = kind.unit / unit(loss, at.normaliser)  # α = w·β·this
+    try:
+        G = at.curvature(curvature, all(weights), b)
+    except NoFactors as error:
+        if curvature is not None or params is not None or isinstance(weight_decay, (list, tuple)):
+            raise ValueError(f'{error}, or take params="last"') from error
+        return laplace(model, loss, data, weight_decay, noise, None, "last")
+    alphas = [w * beta * per_w for w in weights]
+    first = Posterior(at, curvature, G, alphas, beta, towards, b, learns)
+    if weight_decay is None:
+        return first.tuned()
+    if not first.learns:
+        return first
+    return first.scaled(first.noise_given(first.gamma))  # α goes with β, and so γ does not depend on it
+
+
+def check_curvature(given: Any) -> None:
+    """H is that of all data at once, by one of three representations: what is about steps alone has no meaning here."""
+    if given is None:
+        return
+    if type(given) not in (Dense, Gram, Kronecker):
+        words = repr(given) if isinstance(given, (str, type)) else brief(given)
+        raise TypeError(
+            f"curvature={words}: a posterior is made of mq.Dense(), mq.Gram(), which are exact, or mq.Kronecker(), "
+            "which has factors of each layer; None chooses"
+        )
+    for option in fields(given):
+        if option.repr and option.name != "chunk" and getattr(given, option.name) != option.default:
+            raise ValueError(
+                f"curvature={brief(given)}: {option.name} is about steps that follow each other, and H is that of all "
+                "data at once: leave it out"
+            )
+
+
+def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[float], Tensor | None]:
+    """Weight decay of every parameter, and θ₀"""
+    if isinstance(given, Mapping):
+        given = by_name(model, parameters, given)
+    if isinstance(given, (list, tuple)):
+        for w in given:
+            check_weight(w)
+        if len(given) != len(parameters):
+            raise ValueError(
+                f"weight_decay= has {len(given)} numbers, and there are {len(parameters)} parameters: one for each"
+            )
+        return [float(w) for w in given], None
+    rule = WeightDecay.of(1.0 if given is None else given)
+    if isinstance(rule.towards, str):
+        raise ValueError(f"towards={rule.towards!r}: those weights are gone after training, pass them as tensors")
+    spared = rule.spared(model, parameters)
+    return [0.0 if free else rule.w for free in spared], rule.anchor(parameters, spared)
+
+
+def by_name(model: nn.Module, parameters: Parameters, given: Mapping[str, Any]) -> list[Any]:
+    """Of the uncertain parameters; others of the model may be in it"""
+    missing = [name for name in parameters.names if name not in given]
+    if missing:
+        raise ValueError(f"weight_decay= has no number for parameter {missing[0]!r}: one for each; 0 is no prior")
+    strange = set(given) - {name for name, _ in named_parameters(model)}
+    if strange:
+        raise ValueError(
+            f"weight_decay= has a number for {min(map(str, strange))!r}, which is none of the parameters of the model: "
+            f"{', '.join(parameters.names)}"
+        )
+    return [given[name] for name in parameters.names]
+
+
+def known_noise(at: Expansion, given: Any) -> tuple[float, Tensor | None] | None:
+    """β of all outputs, and that of each in units of it; None if it is to be learnt"""
+    if given is None or (isinstance(given, str) and given == "shared"):
+        return None
+    assert at.squares is not None
+    try:
+        sigma = torch.as_tensor(given, dtype=torch.float64, device=at.squares.device)
+    except (TypeError, ValueError, RuntimeError):
+        sigma = None
+    if sigma is None or not bool((sigma > 0).all() & sigma.isfinite().all()) or sigma.numel() == 0:
+        raise ValueError(
+            f'noise={given!r}: the standard deviation of the targets, above 0, "shared", or None to learn it'
+        )
+    if sigma.ndim == 0:
+        return float(sigma) ** -2, None
+    if sigma.shape != at.squares.shape:
+        raise ValueError(
+            f"noise= has the shape {tuple(sigma.shape)}, the outputs of a sample {tuple(at.squares.shape)}"
+        )
+    beta = 1 / float(sigma.square().mean())
+    return beta, sigma.pow(-2) / beta
+
+
+def last_layer(model: nn.Module) -> list[Tensor]:
+    """The parameters of the last linear layer"""
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    if not layers:
+        raise ValueError('params="last": the model has no nn.Linear; pass the parameters of its last layer')
+    return list(layers[-1].parameters())
+
+
+# Every sample as the others predict it: one Newton step to where θ̂ and H would be without it.
+
+
+def predicted(at: Expansion, H: Precision, tempers: Sequence[Temper], exact: Precision | None = None) -> list[float]:
+    """−log p of all samples, each left out, of classes and for each of these. `exact` is H as a sum over samples, if H
+    is none: what a sample has moved follows from it, while variances stay those of H."""
+    found = []
+    for part in (part for batch in at.batches for part in at.parts(batch)):
+        z, mean, own = outputs(at, H, part.inputs)
+        V = own if exact is None else outputs(at, exact, part.inputs)[2]
+        loss, y, w = at.likelihood.loss, targets_like(z, part), part.weight
+        shift, others = without(V, loss.root(z, y, w).S, loss.group(loss.gradient(z, y, w)))
+        found.append(lost(at, part, z, mean + shift, others if exact is None else own, tempers))
+    return summed(found)
+
+
+def held_out(at: Expansion, H: Precision, batches: Iterable[Batch], tempers: Sequence[Temper]) -> list[float]:
+    """−log p of samples that H and θ̂ were not made of, for each of these."""
+    parts = (part for batch in batches for part in at.parts(batch))
+    return summed([lost(at, part, *outputs(at, H, part.inputs), tempers) for part in parts])
+
+
+def outputs(at: Expansion, H: Precision, inputs: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """z (N, *out), and by group its mean (N, P, C) and covariance JH⁻¹Jᵀ (N, P, C, C)"""
+    z, mean, rows = at.functional(inputs)
+    half = H.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
+    return z, mean, temperature * half @ half.mT
+
+
+def targets_like(z: Tensor, part: Batch) -> Tensor:
+    y: Tensor = part.targets
+    return y.to(z) if y.is_floating_point() else y
+
+
+def lost(at: Expansion, part: Batch, z: Tensor, mean: Tensor, V: Tensor, tempers: Sequence[Temper]) -> Tensor:
+    """−log p of some samples with uncertain outputs, for each of these"""
+    loss, kind, found = at.likelihood.loss, at.likelihood, []
+    for T, s in tempers:
+        likely = loss.ungroup(kind.averaged(*kind.sharpened(mean, T * V, s), True), z)
+        found.append(weighted(loss.ell(likely, targets_like(z, part)), part.weight).double().sum())
+    return torch.stack(found)
+
+
+def summed(parts: Sequence[Tensor]) -> list[float]:
+    found: list[float] = torch.stack(list(parts)).sum(0).tolist()
+    return found
+
+
+def without(V: Tensor, S: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """By how much outputs move, and their covariance, without their own sample, SSᵀ and g its derivatives:
+    (V⁻¹ − SSᵀ)⁻¹ = V + VS(1 − SᵀVS)⁻¹SᵀV (N, P, C, C), and that times g (N, P, C)"""
+    VS = V @ S  # (N, P, C, r)
+    e, Q = torch.linalg.eigh(S.mT @ VS)
+    B = VS @ Q
+    found = V + (B / (1 - e.clamp(0, OWN))[..., None, :]) @ B.mT
+    return (found @ g[..., None])[..., 0], found
