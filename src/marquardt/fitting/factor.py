@@ -1,4 +1,4 @@
-"""The linear algebra of a step: QR of the Jacobian once per point, then of small matrices for each λ."""
+"""The linear algebra of a step: QR of the Jacobian once per point, then of small matrices for each λ; steps within bounds."""
 
 from __future__ import annotations
 
