@@ -42,6 +42,7 @@ def changing(p: Tensor) -> Tensor:
         ({"bounds": ([0, 0], 3)}, ValueError, "lower bound"),
         ({"bounds": (math.nan, 3)}, ValueError, "NaN"),
         ({"bounds": 3}, ValueError, "lower, upper"),
+        ({"bounds": [(0, 2), (0, 2)], "x0": [0.5, 0.5]}, ValueError, r"bounds are \(lower, upper\)"),
         ({"method": "dogbox"}, ValueError, "dogbox"),
         ({"loss": "l1"}, ValueError, "'l1'"),
         ({"loss": "huber", "f_scale": 0}, ValueError, "f_scale=0"),
@@ -92,22 +93,20 @@ def test_bounds_of_each_problem(kind: Any):
     assert near(one.x, [1, 2])
 
 
-def test_bounds_in_pairs_are_refused_with_their_order():
-    with pytest.raises(ValueError, match=r"bounds are \(lower, upper\)"):
-        least_squares(lambda p: p - 1, [0.5, 0.5], bounds=[(0, 2), (0, 2)])
-
-
 def test_a_start_on_a_bound_may_be_rounded():
     """0.1 in float32 lies above 0.1, and is where the user wants to start."""
     fit = least_squares(lambda x: x - 1, torch.tensor([0.1]), bounds=(-1.0, 0.1))
     assert fit.success
     assert fit.x.item() == 0.1
+
+
+@pytest.mark.parametrize(
+    ("x0", "dtype", "upper"),
+    [(0.1001, torch.float32, 0.1), (0.1 + 1e-8, torch.float64, 0.1), (1.01, torch.bfloat16, 1.0)],
+)
+def test_a_start_beyond_a_bound_is_refused(x0: float, dtype: torch.dtype, upper: float):
     with pytest.raises(ValueError, match="infeasible"):
-        least_squares(lambda x: x - 1, torch.tensor([0.1001]), bounds=(-1.0, 0.1))
-    with pytest.raises(ValueError, match="infeasible"):
-        least_squares(lambda x: x - 1, torch.tensor([0.1 + 1e-8], dtype=torch.float64), bounds=(-1.0, 0.1))
-    with pytest.raises(ValueError, match="infeasible"):
-        least_squares(lambda x: x - 1, torch.tensor([1.01], dtype=torch.bfloat16), bounds=(-1.0, 1.0))
+        least_squares(lambda x: x - 1, torch.tensor([x0], dtype=dtype), bounds=(-1.0, upper))
 
 
 D = torch.float64

@@ -1,6 +1,7 @@
 """The linear algebra of a step, and how a fit ends: in success at a minimum, and nowhere else."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -51,10 +52,19 @@ def test_a_column_that_was_longer_is_no_column_of_nothing():
     assert is_stationary(linearised(line, x, f, 1e-10 * J, torch.ones_like(x), options), options)
 
 
-def test_a_step_held_short_does_not_end_the_search():
-    result = mq.least_squares(lambda p: p - 1, torch.tensor([1e-14], dtype=D), ftol=1e-8)
-    assert result.success
-    assert result.x.item() == pytest.approx(1.0, rel=1e-12)
+REACHED = {
+    "a step held short": (lambda p: p - 1, [1e-14], {"ftol": 1e-8}, [1.0], 1e-12),
+    "one residual with a minimum above zero": (lambda p: ((p - 2) ** 2).sum()[None] + 1, [3.0, 1.0], {}, [2, 2], 1e-6),
+    "not a number at the first trial point": (lambda p: torch.log(p) - 1, [30.0], {}, [math.e], 1e-9),
+    "a start of almost nothing, whose size is no measure": (lambda p: p - 1, [1e-30, -1e-300], {}, [1, 1], 1e-12),
+}
+
+
+@pytest.mark.parametrize(("fun", "x0", "options", "x", "rel"), REACHED.values(), ids=list(REACHED))
+def test_minima_that_are_reached(fun: Any, x0: Any, options: Any, x: Any, rel: float):
+    fit = least_squares(fun, x0, **options)
+    assert fit.success
+    assert fit.x == pytest.approx(x, rel=rel)
 
 
 @pytest.mark.parametrize("loss", ["linear", "huber"])
@@ -93,19 +103,6 @@ def test_float32_reaches_its_minimum():
         )
 
 
-def test_one_residual_with_a_minimum_above_zero():
-    result = mq.least_squares(lambda p: ((p - 2) ** 2).sum()[None] + 1, torch.tensor([3.0, 1.0], dtype=D))
-    assert result.success
-    torch.testing.assert_close(result.x, torch.full((2,), 2.0, dtype=D), rtol=1e-6, atol=0)
-
-
-def test_steps_into_nowhere_are_shortened():
-    """log of a negative number at the first trial point."""
-    fit = least_squares(lambda x: torch.log(x) - 1, [30.0])
-    assert fit.success
-    assert fit.x == pytest.approx([math.e], rel=1e-9)
-
-
 def test_no_success_without_a_minimum():
     """exp falls for ever; a function evaluation limit is no success either."""
     fit = least_squares(lambda x: torch.stack([exp(-x[0]) + 1, exp(-x[0]) - 1]), [0.0], max_nfev=7)
@@ -128,13 +125,6 @@ def test_geodesic_acceleration_takes_fewer_jacobians_in_a_curved_valley():
     plain, bent = (least_squares(f, [-1.2, 1.0], geodesic=g) for g in (False, True))
     assert bent.x == pytest.approx([1, 1])
     assert bent.njev < plain.njev
-
-
-def test_a_start_of_almost_nothing_is_left():
-    """Its own size is no measure of a step where it changes no residual."""
-    fit = least_squares(lambda x: x - 1, [1e-30, -1e-300])
-    assert fit.success
-    assert fit.x == pytest.approx([1, 1], rel=1e-12)
 
 
 @pytest.mark.parametrize("deficient", [False, True])

@@ -1,4 +1,4 @@
-"""The linear algebra of a step: QR of the Jacobian once per point, then of small matrices for each λ."""
+"""The linear algebra of a step, also within bounds: QR of the Jacobian once per point, small matrices for each λ."""
 
 from __future__ import annotations
 

@@ -88,6 +88,8 @@ def describe(problems: Problems, s: Progress, raw: Tensor, notes: list[str], num
 
 @dataclass(frozen=True)
 class Report:
+    """Lines of text and the user's callback after each iteration, and the result at the end."""
+
     numpy: bool
     verbose: int
     callback: Callable[[Result], Any] | None
