@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from marquardt.layers.capture import Misfit, Use, Walk
+from marquardt.layers.capture import Misfit, Walk
+from marquardt.layers.graph import Use, uses_in
 
 
 def uses(z: Tensor, *params: Tensor, stops: set[int] | None = None) -> list[Use]:
-    return Walk(z, params).uses(stops)
+    return uses_in(Walk(z, params), stops)
 
 
 def names(found: list[Use]) -> list[tuple[str, int]]:
@@ -51,18 +52,18 @@ def test_node_that_may_see_samples():
     p, x = nn.Parameter(torch.randn(3)), torch.randn(4, 3)
     z = x + p * 2
     walk = Walk(z, [p])
-    assert sorted(names(walk.uses())) == [("AddBackward0", 1), ("MulBackward0", 0)]
-    (number,) = {use.number for use in walk.uses() if use.node.name() == "MulBackward0"}
-    assert names(walk.uses({number})) == [("MulBackward0", 0)]
-    assert names(walk.uses(set())) == []  # neither: all is made of parameters
-    assert names(walk.uses({use.number for use in walk.uses()} - {number})) == [("AddBackward0", 1)]
+    assert sorted(names(uses_in(walk))) == [("AddBackward0", 1), ("MulBackward0", 0)]
+    (number,) = {use.number for use in uses_in(walk) if use.node.name() == "MulBackward0"}
+    assert names(uses_in(walk, {number})) == [("MulBackward0", 0)]
+    assert names(uses_in(walk, set())) == []  # neither: all is made of parameters
+    assert names(uses_in(walk, {use.number for use in uses_in(walk)} - {number})) == [("AddBackward0", 1)]
 
 
 def test_node_that_sees_none():
     layer, grid, x = nn.Linear(3, 2), torch.randn(5, 3), torch.randn(4, 2)
     walk = Walk(x @ layer(grid).tanh().T, list(layer.parameters()))
-    (number,) = {use.number for use in walk.uses(set())}
-    (use,) = walk.uses(set(), {number})
+    (number,) = {use.number for use in uses_in(walk, set())}
+    (use,) = uses_in(walk, set(), {number})
     assert (use.node.name(), use.slot, use.params, use.direct) == ("MmBackward0", 1, {0, 1}, False)
 
 

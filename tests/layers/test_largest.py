@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from marquardt.layers.largest import Largest, largest
+from marquardt.layers.shortcuts import Largest, largest
 
 SAME = {
     "two": {"kernel_size": 2},

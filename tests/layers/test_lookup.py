@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import marquardt.layers.lookup as lookup
-from marquardt.layers.blocks import Product
-from marquardt.layers.lookup import Lookup
+import marquardt.layers.blocks as lookup
+from marquardt.layers.blocks import Lookup, Product
 from marquardt.metric import Part
 from support.reference import error
 

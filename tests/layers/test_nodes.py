@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from marquardt.layers.capture import NODES, Misfit, Walk
-from marquardt.layers.places import Place
-from marquardt.layers.uses import Glimpse, block_of
+from marquardt.layers.capture import Misfit, Place, Walk
+from marquardt.layers.graph import NODES, Glimpse, block_of, uses_in
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -87,7 +86,7 @@ def test_rule_of_a_node(name, R):
     p = nn.Parameter(torch.rand(shape) + 0.5)
     y = make(p)
     walk = Walk(y, [p])
-    (use,) = walk.uses({len(walk.nodes) - 1})
+    (use,) = uses_in(walk, {len(walk.nodes) - 1})
     assert use.node.name() == name.split()[0]
     delta = torch.randn(R, *y.shape)
     rows = block_of(p, [Glimpse(use, Place(dim, 0, N), delta)], R, N).rows(p.dtype).view(R, N, -1)
@@ -103,7 +102,7 @@ def test_rule_of_a_node(name, R):
 def test_what_was_changed_since_is_not_read():
     p, x = nn.Parameter(torch.rand(3)), torch.rand(N, 3)
     y = x * p
-    (use,) = Walk(y, [p]).uses({1})
+    (use,) = uses_in(Walk(y, [p]), {1})
     x.zero_()
     with pytest.raises(Misfit, match="inplace"):
         block_of(p, [Glimpse(use, Place(0, 0, N), torch.ones(1, N, 3))], 1, N)
@@ -111,6 +110,6 @@ def test_what_was_changed_since_is_not_read():
 
 def test_table_whose_gradient_is_scaled():
     p = nn.Parameter(torch.rand(4, 3))
-    (use,) = Walk(F.embedding(TOKENS, p, scale_grad_by_freq=True), [p]).uses(set())
+    (use,) = uses_in(Walk(F.embedding(TOKENS, p, scale_grad_by_freq=True), [p]), set())
     with pytest.raises(Misfit):
         use.form()

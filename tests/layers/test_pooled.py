@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-import marquardt.layers.pooled as pooled
-from marquardt.layers.pooled import Pooled
+import marquardt.layers.shortcuts as pooled
+from marquardt.layers.shortcuts import Pooled
 from support import reference
 from support.reference import error
 

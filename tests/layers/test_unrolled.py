@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import marquardt.layers.unrolled as module
-from marquardt.layers.unrolled import unrolled
+import marquardt.layers.shortcuts as module
+from marquardt.layers.shortcuts import unrolled
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from marquardt.layers import Block
-from marquardt.layers.blocks import Bilinear, Explicit, Nothing
-from marquardt.layers.capture import Use, Walk
-from marquardt.layers.lookup import Lookup
-from marquardt.layers.places import Place
-from marquardt.layers.uses import Glimpse, block_of
+from marquardt.layers.blocks import Bilinear, Explicit, Lookup, Nothing
+from marquardt.layers.capture import Place, Walk
+from marquardt.layers.graph import Glimpse, Use, block_of, uses_in
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -22,7 +20,7 @@ N = 5
 
 def both(z: Tensor, p: Tensor, R: int, order: tuple[int, int]) -> tuple[Block, Tensor]:
     """The block of a parameter that is used by the first two samples and by the others, and its rows one by one"""
-    found: list[Use] = sorted(Walk(z, [p]).uses(set()), key=lambda use: use.shape[0])
+    found: list[Use] = sorted(uses_in(Walk(z, [p]), set()), key=lambda use: use.shape[0])
     S = torch.randn(R, *z.shape)
     glimpses = []
     for use, place in zip(found, (Place(0, 0, 2), Place(0, 2, 3)), strict=True):

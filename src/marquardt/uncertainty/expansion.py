@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.auto import free
 from ..curvature.cost import Shapes, Work, look
-from ..jacobian.cut import Cut
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Exact, Objective
-from ..jacobian.passes import Coupled, Known
+from ..jacobian.passes import Coupled, Cut, Known
 from ..losses import Loss, Residual
 from ..losses.base import Elementwise, weighted
 from ..model.anatomy import Chance, Moment, submodules

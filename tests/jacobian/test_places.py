@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from marquardt.layers.places import ALL, Place, Signs, found_in, guessed, stacked
+from marquardt.jacobian.mapping import Signs, found_in, guessed
+from marquardt.layers.capture import ALL, Place
+from marquardt.layers.graph import stacked
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch.autograd.graph import GradientEdge
 
 from ..memory import unless_interrupted
-from .capture import LEAF, PICKING, Layout, Node, Walk
-from .unrolled import ToInput
+from .capture import LEAF, PICKING, Node, Place, Walk, shape_at
+from .shortcuts import ToInput
 
 Shape = tuple[int, ...]
 
@@ -38,7 +38,7 @@ def sample_axes(walk: Walk, N: int) -> dict[tuple[Node, int], Axis | None]:
     root = walk.root
     if root[0] is None:
         return {}
-    found: dict[tuple[Node, int], Axis | None] = {root: Axis(0, N, math.prod(_shape(*root)) // N) if N > 1 else None}
+    found: dict[tuple[Node, int], Axis | None] = {root: Axis(0, N, math.prod(shape_at(*root)) // N) if N > 1 else None}
     used: dict[Node, dict[int, Axis | None]] = {root[0]: {root[1]: found[root]}}
     for node in reversed(walk.nodes):
         edges = node.next_functions
@@ -69,18 +69,14 @@ def keeps_apart(walk: Walk, N: int) -> bool:
     return all(axis is not None or node in shared for (node, _), axis in axes.items())
 
 
-def in_layout(layout: Layout, axis: Axis | None, edge: GradientEdge, N: int) -> bool:
-    """Whether all samples are where a layout has them."""
-    shape = _shape(edge.node, edge.output_nr)
-    place = None if axis is None or axis[:2] != (0, N) else _place(shape, axis)
-    if place is None:
+def all_at(place: Place, axis: Axis | None, edge: GradientEdge, N: int) -> bool:
+    """Whether all samples are at this place."""
+    shape = shape_at(edge.node, edge.output_nr)
+    found = None if axis is None or axis[:2] != (0, N) else _place(shape, axis)
+    if found is None:
         return False
-    dim, inner = place
-    outer = shape[dim] == inner * N
-    return {
-        "first": dim == 0 and inner == 1 and outer, "time": dim == 1 and inner == 1 and outer,
-        "flat": dim == 0 and inner > 1 and outer, "flat-time": dim == 0 and inner == 1 and not outer,
-    }[layout.name]  # fmt: skip
+    dim, inner = found
+    return dim == place.dim and (inner == 1 and shape[dim] != N if place.apart else shape[dim] == inner * N)
 
 
 def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict[int, Axis | None]) -> Axes:
@@ -91,7 +87,7 @@ def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict
     if None in outputs.values() or (several is None and len(outputs) > 1):
         return nothing
     try:
-        inputs = [None if child is None else _shape(child, k) for child, k in edges]
+        inputs = [None if child is None else shape_at(child, k) for child, k in edges]
         if several is not None:
             return [several(node, outputs, inputs[0])]
         ((number, axis),) = outputs.items()
@@ -99,7 +95,7 @@ def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict
         if axis.count == 1:  # whatever it does
             return [axis] * len(edges)
         rule = RULES.get(base) if number == 0 else None
-        out = _shape(node, number)
+        out = shape_at(node, number)
         place = _place(out, axis)
         if rule is None or place is None:
             return nothing
@@ -113,10 +109,6 @@ def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict
 def _base(name: str) -> str:
     """AddBackward0 → Add, TanhBackwardBackward0 → TanhBackward; a function of one's own has no number: MyBackward"""
     return name.rpartition("Backward")[0] if name[-1].isdigit() else name
-
-
-def _shape(node: Node, number: int) -> Shape:
-    return tuple(node.variable.shape if node.name() == LEAF else node._input_metadata[number].shape)
 
 
 def _place(shape: Shape, axis: Axis) -> tuple[int, int] | None:

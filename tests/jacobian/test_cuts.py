@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from marquardt.layers.cuts import cuts
+from marquardt.jacobian.mapping import cuts
 
 LAYER = torch.nn.Linear(2, 2)
 A, B = LAYER(torch.randn(4, 2))[:, 0], LAYER(torch.randn(4, 2))[:, 1]
