@@ -54,7 +54,7 @@ def find(J: Jacobian, walk: Walk) -> Map:
     which the samples cannot be told apart see none, as those of a network on a grid that all samples share."""
     forms, edges = _forms(uses_in(walk))
     found = best = _mapped(J, walk, forms, [_look(J, edges, slice(0, J.N))])
-    parts = cuts(J.forward.graph, J.N) if found.lost else []
+    parts = cuts(J.forward.graph.grad_fn, 0, J.N) if found.lost else []
     if 1 < len(parts) <= MOST:
         coloured = _mapped(J, walk, forms, _coloured([_look(J, edges, samples) for samples in parts]))
         best = min(found, coloured, key=lambda m: len(_lost(walk, m)))
@@ -220,16 +220,12 @@ def guessed(shape: Sequence[int], dims: Sequence[int], N: int) -> Place | None:
 # --- Parts of the samples that may share rows of a layer: where the outputs were put together.
 
 
-def cuts(z: Tensor, N: int) -> list[slice]:
-    """The samples of each of the tensors that were joined; one slice if they were not."""
-    return _parts(z.grad_fn, 0, N)
-
-
-def _parts(node: Node, start: int, size: int) -> list[slice]:
-    """Of samples start, …, start + size − 1, which are the first dimension of the node's output"""
+def cuts(node: Node, start: int, size: int) -> list[slice]:
+    """Of samples start, …, start + size − 1, which are the first dimension of the node's output: those of each of the
+    tensors that were joined; one slice if they were not."""
     while node is not None and _size(node) == size:
         children = [child for child, _ in node.next_functions]
-        if node.name() == "CatBackward0" and _dim(node) == 0:
+        if node.name() == "CatBackward0" and node._saved_dim in (0, 2**64 - len(node._input_metadata[0].shape)):
             return _joined(children, start, size)
         (first, *_) = children or [None]
         if node.name() in FLATTENING and first is not None and _size(first) != size:
@@ -248,7 +244,7 @@ def _joined(children: list[Node], start: int, size: int) -> list[slice]:
     rest = size - sum(s for s in sizes if s is not None)
     found: list[slice] = []
     for child, length in zip(children, (rest if s is None else s for s in sizes), strict=True):
-        found += [slice(start, start + length)] if child is None else _parts(child, start, length)
+        found += [slice(start, start + length)] if child is None else cuts(child, start, length)
         start += length
     return found
 
@@ -268,9 +264,3 @@ def _size(node: Node) -> int | None:
         return None
     shape = node._input_metadata[0].shape
     return shape[0] if shape else None
-
-
-def _dim(node: Node) -> int:
-    """A negative one is saved as a number without sign."""
-    dim, ndim = node._saved_dim, len(node._input_metadata[0].shape)
-    return (dim - 2**64 if dim >= 2**63 else dim) % ndim  # type: ignore[no-any-return]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from .. import tolerances
-from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from ..layers.axes import keeps_apart
 from ..layers.capture import Place, Walk, Watch
+from ..layers.graph import rows_by_vmap, rows_in_parts, rows_one_by_one
 from ..layers.shortcuts import Refused
 from ..memory import out_of_memory, unless_foreign
 from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy, call_with
@@ -450,7 +450,7 @@ class Jacobian:
             if self.forward.chance.drawn:
                 raise ValueError("a random model draws other numbers in parts")
             return rows_in_parts(objective.model, params, objective.of, inputs, self.S)
-        return (rows_in_batches if path == "rows" else rows_by_loop)(self.forward.graph, params, self.S)
+        return rows_one_by_one(self.forward.graph, params, self.S, batched=path == "rows")
 
 
 # Samples that are looked at in every step, and kinds of passes of which is known whether that will do.

@@ -2,7 +2,6 @@
 
 from .blocks import Block, Explicit, Nothing
 from .capture import RULES, Call, Misfit, Operand, Watch, assemble
-from .graph import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from .shortcuts import Line
 
 __all__ = [
@@ -16,8 +15,4 @@ __all__ = [
     "Operand",
     "Watch",
     "assemble",
-    "rows_by_loop",
-    "rows_by_vmap",
-    "rows_in_batches",
-    "rows_in_parts",
 ]

@@ -167,15 +167,9 @@ def _permuted(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
 
 
 def _transposed(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    first, second = (0, 1) if s.node.name() == "TBackward0" else _two(s)
-    if len(s.out) < 2:
-        return [s.at(inputs[0], s.dim)]
-    return [s.at(inputs[0], {first: second, second: first}.get(s.dim, s.dim))]
-
-
-def _two(s: Seen) -> tuple[int, int]:
-    (first,), (second,) = s.dims("dim0", len(s.out)), s.dims("dim1", len(s.out))
-    return first, second
+    ndim = len(s.out)
+    (first, second) = (0, 1) if s.node.name() == "TBackward0" else s.dims("dim0", ndim) + s.dims("dim1", ndim)
+    return [s.at(inputs[0], {first: second, second: first}.get(s.dim, s.dim) if ndim > 1 else s.dim)]
 
 
 def _reduced(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
@@ -279,49 +273,28 @@ def _unbound(node: Any, outputs: dict[int, Axis | None], shape: Shape | None) ->
     return Axis(starts.pop(), shape[dim], math.prod(shape[dim + 1 :])) if alone else None
 
 
-def _product(s: Seen, left: Shape | None, right: Shape | None) -> list[Axis | None]:
-    """Of matrices, or of a batch of them"""
+def _products(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+    """Of matrices, or of a batch of them; perhaps added to something"""
+    *more, left, right = inputs
     last = len(s.out) - 1
-    return [
-        None if s.dim == last else s.at(left, s.dim),
-        None if s.dim == last - 1 else s.at(right, s.dim),
-    ]
+    pair = [None if s.dim == last else s.at(left, s.dim), None if s.dim == last - 1 else s.at(right, s.dim)]
+    return [*_elementwise(s, more), *pair]
 
 
-def _matrices(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    return _product(s, inputs[0], inputs[1])
-
-
-def _added_matrices(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    return [*_elementwise(s, inputs[:1]), *_product(s, inputs[1], inputs[2])]
-
-
-def _vector(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    return [s.at(inputs[0], 0), None]
-
-
-def _convolved(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    own = s.node.name() != "ToInputBackward" or type(s.node)._forward_cls is ToInput  # and no other of this name
-    return _first_input(lambda _: own)(s, inputs)
-
-
-def _first_input(dims: Callable[[Seen], int]) -> Rule:
-    """A layer that leaves the first dimensions of its input, so many of them, as they are"""
+def _first_dims(dims: Callable[[Seen], int], of_all: bool = False) -> Rule:
+    """A layer that leaves the first dimensions of its input as they are, or of all inputs of the shape of its output"""
 
     def rule(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+        if of_all:
+            return [s.at(shape, s.dim) if shape == s.out and s.dim < dims(s) else None for shape in inputs]
         fits = inputs[0] is not None and len(inputs[0]) == len(s.out) and s.dim < dims(s)
         return [s.at(inputs[0], s.dim) if fits else None, *[None] * (len(inputs) - 1)]
 
     return rule
 
 
-def _of_equal_shape(dims: Callable[[Seen], int]) -> Rule:
-    """The same, of all inputs of the shape of the output"""
-
-    def rule(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-        return [s.at(shape, s.dim) if shape == s.out and s.dim < dims(s) else None for shape in inputs]
-
-    return rule
+def _convolution_dims(s: Seen) -> int:
+    return int(s.node.name() != "ToInputBackward" or type(s.node)._forward_cls is ToInput)  # and no other of this name
 
 
 def _batch_norm(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
@@ -373,14 +346,6 @@ POOLS = """AdaptiveAvgPool AdaptiveMaxPool AvgPool MaxPool ReflectionPad Replica
     UpsampleBilinear UpsampleLinear UpsampleNearest UpsampleNearestExact UpsampleTrilinear"""
 
 
-def _normalised(s: Seen) -> int:
-    return len(s.out) - len(s.attribute("normalized_shape"))
-
-
-def _padded(s: Seen) -> int:
-    return len(s.out) - len(s.attribute("pad")) // 2
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(f"{ACTIVATIONS} {ELEMENTWISE}".split(), _elementwise),
     **{f"{name}Backward": _elementwise for name in ACTIVATIONS.split()},
@@ -388,16 +353,19 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(IN_ORDER.split(), _in_order),
     **dict.fromkeys(REDUCED.split(), _reduced),
     **dict.fromkeys(ALONG.split(), _along),
-    **dict.fromkeys(CONVOLUTIONS.split(), _convolved),
-    **dict.fromkeys(NORMS.split(), _of_equal_shape(_normalised)),
+    **dict.fromkeys(CONVOLUTIONS.split(), _first_dims(_convolution_dims)),
+    **dict.fromkeys(
+        NORMS.split(), _first_dims(lambda s: len(s.out) - len(s.attribute("normalized_shape")), of_all=True)
+    ),
     **dict.fromkeys(["NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"], _batch_norm),
     **dict.fromkeys(ATTENTIONS.split(), _attention),
-    **{f"{name}{k}D{more}": _first_input(lambda s, k=k: len(s.out) - k)  # type: ignore[misc]
+    **{f"{name}{k}D{more}": _first_dims(lambda s, k=k: len(s.out) - k)  # type: ignore[misc]
        for name in POOLS.split() for k in (1, 2, 3) for more in ("", "WithIndices")},
-    "Addmm": _added_matrices, "Baddbmm": _added_matrices, "Bmm": _matrices, "Cat": _joined,
-    "ConstantPadNd": _first_input(_padded), "Linear": _first_input(lambda s: len(s.out) - 1), "Mm": _matrices,
-    "Mv": _vector, "NativeGroupNorm": _first_input(lambda s: 1), "Permute": _permuted,
-    "PixelShuffle": _first_input(lambda s: len(s.out) - 3), "PixelUnshuffle": _first_input(lambda s: len(s.out) - 3),
+    "Addmm": _products, "Baddbmm": _products, "Bmm": _products, "Cat": _joined,
+    "ConstantPadNd": _first_dims(lambda s: len(s.out) - len(s.attribute("pad")) // 2),
+    "Linear": _first_dims(lambda s: len(s.out) - 1), "Mm": _products, "Mv": lambda s, inputs: [s.at(inputs[0], 0), None],
+    "NativeGroupNorm": _first_dims(lambda s: 1), "Permute": _permuted,
+    "PixelShuffle": _first_dims(lambda s: len(s.out) - 3), "PixelUnshuffle": _first_dims(lambda s: len(s.out) - 3),
     "Select": _selected, "SelectBackward": _put_back, "Slice": _sliced, "Stack": _stacked, "T": _transposed,
     "Transpose": _transposed, "Trilinear": _trilinear, "Unfold": _unfolded,
 }  # fmt: skip

@@ -59,16 +59,11 @@ def digits(t: Tensor) -> list[Tensor]:
     return [high, middle, (rest - middle).bfloat16()]
 
 
-def pulls(t: Tensor) -> bool:
-    """Whether `pull` takes it: float16 has not the range for products with any number"""
-    return fast(t) and t.dtype == torch.bfloat16
-
-
 def pull(delta: Tensor, a: Tensor, w: Tensor, out: Sequence[Tensor]) -> None:
     """out ← Σ w·δ ⊗ a and, if there is a second one, Σ w·δ: (K, O), (K, I), (K, 1) → (O, I), (O, 1)
 
-    w·δ or w·a, whichever is smaller, is rounded once more, as both were: every number by itself, so that the errors do
-    not add up.
+    Of bfloat16: float16 has not the range for products with any number. w·δ or w·a, whichever is smaller, is rounded
+    once more, as both were: every number by itself, so that the errors do not add up.
     """
     left, right = (delta, _scaled(a, w)) if delta.shape[1] > a.shape[1] else (_scaled(delta, w), a)
     kernel(left.T, right, out[0])
@@ -177,6 +172,8 @@ class Block(ABC):
     m: int
     N: int
     empty = False  # whether its rows are zero by their nature
+    # Whether its positions are those of several uses, of which a sample may lack some: moments mean nothing then.
+    gathered = False
 
     @abstractmethod
     def slabs(self, dtype: torch.dtype) -> Iterable[tuple[slice, Tensor]]:
@@ -558,8 +555,9 @@ class Bilinear(Block):
         return rows[:, :, 0].T.flatten()
 
     def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
-        coarse = self.factors[0].dtype in COARSE and w.dtype == torch.float32
-        if coarse and self.R == self.G == 1 and self.weight is not None and pulls(self.factors[0]):
+        a = self.factors[0]
+        coarse = a.dtype == torch.bfloat16 and w.dtype == torch.float32 and fast(a)
+        if coarse and self.R == self.G == 1 and self.weight is not None:
             a, delta = (t.flatten(0, -2) for t in self.factors)  # (N·P, I), (N·P, O)
             pull(delta, a, w.repeat_interleave(self.P)[:, None], [t.view(self.O, -1) for t in out])
             if self.bias is not None and self.one is not None:
@@ -672,8 +670,10 @@ class Bilinear(Block):
         return self.delta.square().sum((0, 2, 3, 4)) @ inputs
 
     def inputs(self) -> Tensor | None:
+        if self.weight is None or self.gathered:
+            return None
         # Not .mean(): a chunk that does not reach the layer has no positions.
-        return None if self.weight is None else self.a.square().sum((0, 1))[:, None] / max(1, self.N * self.P)
+        return self.a.square().sum((0, 1))[:, None] / max(1, self.N * self.P)
 
     def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
         """(AAᵀ + 1) ∘ ΔΔᵀ, summed over pairs of positions: J̃ is never built."""
@@ -828,7 +828,9 @@ class Bilinear(Block):
         a, delta = (torch.cat([b.factors[k] for b in blocks], 1 + k) for k in (0, 1))
         return Bilinear(a, delta, self.weight, self.bias, self.one)
 
-    def sums(self, weight: Tensor | None) -> Sums:
+    def sums(self, weight: Tensor | None) -> Sums | None:
+        if self.gathered:
+            return None
         if self.G > 1 and self.O == 1:
             return Sums(self._own_blocks(), None, 1.0, self.bias is not None)
         a = self.a.permute(2, 0, 1, 3).reshape(self.G, self.N * self.P, self.I)  # (G, N·P, I)
@@ -1039,7 +1041,9 @@ class Lookup(Block):
             torch.cat([b.index for b in blocks], 1), torch.cat([b.delta for b in blocks], 2), self.table, self.roots
         )
 
-    def sums(self, weight: Tensor | None) -> Sums:
+    def sums(self, weight: Tensor | None) -> Sums | None:
+        if self.gathered:  # positions that a sample does not have would count as the first row of the table
+            return None
         each = torch.ones_like(self.delta[0, :, :, 0])  # (N, P)
         each = each if weight is None else each * weight.to(each)[:, None]
         A = each.new_zeros(1, len(self.table)).index_add_(1, self.index.flatten(), each.reshape(1, -1))

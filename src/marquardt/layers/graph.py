@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from ..memory import out_of_memory
 from ..model.anatomy import call_with
 from ..model.batch import leaves, opaque, wide, widened
-from .blocks import SLAB, Bilinear, Block, Explicit, Lookup, Nothing, Sums, written
+from .blocks import SLAB, Bilinear, Block, Explicit, Lookup, Nothing, written
 from .capture import LEAF, PICKING, Misfit, Node, Place, Walk, convolution, shape_at
 
 # --- What the nodes of an autograd graph make of a tensor V at one of their inputs: a rule for each kind of node. A
@@ -60,38 +60,31 @@ class Picked(NamedTuple):
 Form = Outer | Spread | Picked
 
 
-def _product(left: Callable[[], Tensor], right: Callable[[], Tensor], of_left: bool, factor: float = 1) -> Outer:
-    """Y = AB (*, J, K) (*, K, L), V one of the two"""
-    if of_left:  # every column of Y is a position
-        return Outer(lambda: right().mT[..., None, :], lambda delta: _times(delta.mT, factor)[..., None, :])
-    return Outer(lambda: left()[..., None, :], lambda delta: _times(delta, factor)[..., None, :], turned=True)
+Rule = Callable[
+    [Any, int, Shape, Shape], "Form | None"
+]  # of a node, an input of it, and the shapes of that and of the output
 
 
-def mm(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    return _product(lambda: node._saved_self, lambda: node._saved_mat2, slot == 0)
+def products(left: str, right: str, *, added: bool = False, groups: bool = False) -> Rule:
+    """Y = αAB + βC, or AB alone, (*, J, K) (*, K, L), V one of them. With a product for every group, these come first
+    in V, and last among the dimensions of a and δ."""
 
+    def rule(node: Any, slot: int, V: Shape, out: Shape) -> Form:
+        if added and slot == 0:
+            return _spread(lambda delta: _times(delta, node._saved_beta), V, out)
+        of_left, factor = slot == int(added), node._saved_alpha if added else 1
+        other = f"_saved_{right if of_left else left}"
 
-def addmm(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    if slot == 0:
-        return _spread(lambda delta: _times(delta, node._saved_beta), V, out)
-    return _product(lambda: node._saved_mat1, lambda: node._saved_mat2, slot == 1, node._saved_alpha)
+        def matrices(t: Tensor, first: int) -> Tensor:
+            t = t.mT if of_left else t  # every column of Y is a position
+            return t.transpose(first, first + 1) if groups else t[..., None, :]
 
+        return Outer(
+            lambda: matrices(getattr(node, other), 0), lambda delta: matrices(_times(delta, factor), 1),
+            turned=not of_left,
+        )  # fmt: skip
 
-def bmm(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    """A product for every group: the groups come first in V, and last among the dimensions of a and δ"""
-    return _groups(lambda: node._saved_self, lambda: node._saved_mat2, slot == 0)
-
-
-def baddbmm(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    if slot == 0:
-        return _spread(lambda delta: _times(delta, node._saved_beta), V, out)
-    return _groups(lambda: node._saved_batch1, lambda: node._saved_batch2, slot == 1, node._saved_alpha)
-
-
-def _groups(left: Callable[[], Tensor], right: Callable[[], Tensor], of_left: bool, factor: float = 1) -> Outer:
-    if of_left:
-        return Outer(lambda: right().permute(2, 0, 1), lambda delta: _times(delta, factor).permute(0, 3, 1, 2))
-    return Outer(lambda: left().transpose(0, 1), lambda delta: _times(delta, factor).transpose(1, 2), turned=True)
+    return rule
 
 
 def mv(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
@@ -101,12 +94,10 @@ def mv(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
     return Outer(lambda: node._saved_self[:, None, :], lambda delta: delta[..., None, None])
 
 
-def add(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    return _spread(lambda delta: _times(delta, node._saved_alpha if slot else 1), V, out)
-
-
-def sub(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    return _spread(lambda delta: _times(delta, -node._saved_alpha if slot else 1), V, out)
+def added(sign: int) -> Rule:
+    return lambda node, slot, V, out: _spread(
+        lambda delta: _times(delta, sign * node._saved_alpha if slot else 1), V, out
+    )
 
 
 def mul(node: Any, slot: int, V: Shape, out: Shape) -> Form:
@@ -197,23 +188,23 @@ def _patches(node: Any, x: Tensor) -> Any:
     )
 
 
-NODES: dict[str, Callable[[Any, int, Shape, Shape], Form | None]] = {
-    "AddBackward0": add,
-    "AddmmBackward0": addmm,
-    "BaddbmmBackward0": baddbmm,
-    "BmmBackward0": bmm,
+NODES: dict[str, Rule] = {
+    "AddBackward0": added(1),
+    "AddmmBackward0": products("mat1", "mat2", added=True),
+    "BaddbmmBackward0": products("batch1", "batch2", added=True, groups=True),
+    "BmmBackward0": products("self", "mat2", groups=True),
     "ConvolutionBackward0": convolve,
     "ConvolutionBackwardBackward0": convolve_back,
     "DivBackward0": div,
     "EmbeddingBackward0": lookup,
     "ExpandBackward0": expand,
-    "MmBackward0": mm,
+    "MmBackward0": products("self", "mat2"),
     "MulBackward0": mul,
     "MvBackward0": mv,
     "NativeLayerNormBackward0": normalisation,
     "PreluKernelBackward0": prelu,
     "RepeatBackward0": expand,
-    "SubBackward0": sub,
+    "SubBackward0": added(-1),
     "WhereBackward0": where,
 }
 
@@ -380,23 +371,16 @@ def block_of(p: Tensor, glimpses: Sequence[Glimpse], R: int, N: int) -> Block:
         return Nothing([p], R * N, N)
     try:
         forms = [g.use.form() for g in glimpses]
-        kinds = {_kind(g.use, form) for g, form in zip(glimpses, forms, strict=True)}
-        if kinds == {Lookup}:
+        kinds = {type(form) if g.use.direct else None for g, form in zip(glimpses, forms, strict=True)}
+        if kinds == {Picked}:
             return _lookup(p, glimpses, forms, N)
-        if kinds == {Bilinear}:
+        if kinds == {Outer}:
             return _bilinear(p, glimpses, forms, N)
         return Explicit([p], _explicit(p, glimpses, forms, R, N), N)
     except Exception as error:  # not saved, changed since, or of shapes that do not fit together
         if out_of_memory(error):
             raise
         raise Misfit(str(error)) from error
-
-
-def _kind(use: Use, form: Form) -> type[Block]:
-    """The cheapest block that can hold the rows of this use."""
-    if use.direct and isinstance(form, Picked):
-        return Lookup
-    return Bilinear if use.direct and isinstance(form, Outer) else Explicit
 
 
 def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: int) -> Block:
@@ -413,22 +397,12 @@ def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: 
     a, d = _joined(inputs, places, N, 1).detach(), _joined(deltas, places, N, 1).detach()
     if a[0, 0, 0].numel() * d.shape[-1] != p.numel():
         raise Misfit("a and δ are not those of a weight of this size")
-    one = Gathered(a[0], d, p, None) if len(a) == 1 else ByRows(a.flatten(0, 1), d.flatten(0, 1)[None], p, N)
+    one = Bilinear(a[0], d, p, None) if len(a) == 1 else ByRows(a.flatten(0, 1), d.flatten(0, 1)[None], p, N)
+    one.gathered = True
     return written(one)
 
 
-class Gathered(Bilinear):
-    """Positions of several uses. Not all samples have them, and a and δ may have changed their roles: moments of a, and
-    factors made of them, would mean nothing."""
-
-    def inputs(self) -> Tensor | None:
-        return None
-
-    def sums(self, weight: Tensor | None) -> Sums | None:  # type: ignore[override]
-        return None
-
-
-class ByRows(Gathered):
+class ByRows(Bilinear):
     """Every row as one of a sample of its own, of R·N samples: row r·N + n is where it was."""
 
     def __init__(self, a: Tensor, delta: Tensor, weight: Tensor, N: int) -> None:
@@ -440,13 +414,6 @@ class ByRows(Gathered):
         return rows.reshape(self.m, -1) if out is None else out.copy_(rows.reshape(self.m, -1))
 
 
-class GatheredTable(Lookup):
-    """The same for a table: positions that a sample does not have would count as its first row."""
-
-    def sums(self, weight: Tensor | None) -> Sums | None:  # type: ignore[override]
-        return None
-
-
 def _lookup(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: int) -> Lookup:
     index, deltas = [], []
     for (_, place, delta), form in zip(glimpses, forms, strict=True):
@@ -454,7 +421,9 @@ def _lookup(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: in
         index.append(place(form.rows(), 0).flatten(1))  # (M, P)
         deltas.append(place(form.delta(widened(delta)), 1).flatten(2, -2))  # (R, M, P, E)
     places = [g.place for g in glimpses]
-    return GatheredTable(_joined(index, places, N, 0), _joined(deltas, places, N, 1), p)
+    table = Lookup(_joined(index, places, N, 0), _joined(deltas, places, N, 1), p)
+    table.gathered = True
+    return table
 
 
 def _joined(pieces: Sequence[Tensor], places: Sequence[Place], N: int, skip: int) -> Tensor:
@@ -527,18 +496,13 @@ def _rows_of(form: Form, place: Place, delta: Tensor, V: Sequence[int], dtype: t
 # Numbers that the cotangents of one batched backward pass may hold: 64 MiB in float32.
 BATCH = 1 << 24
 
+Call = Callable[[Callable[..., Any], Any], Tensor]  # of a model and its inputs
 
-def rows_by_vmap(
-    model: torch.nn.Module,
-    params: Sequence[Tensor],
-    call: Callable[[Callable[..., Any], Any], Tensor],
-    inputs: Any,
-    S: Tensor,
-) -> Tensor:
+
+def rows_by_vmap(model: torch.nn.Module, params: Sequence[Tensor], call: Call, inputs: Any, S: Tensor) -> Tensor:
     """Every sample by itself, all at once: (m, n). The model must treat the samples alike and independently."""
-    _check_parts(inputs)
     R, N = S.shape[:2]
-    dims = tree_map(lambda t: 0 if isinstance(t, Tensor) and t.ndim and len(t) == N else None, inputs)
+    dims = _dims(inputs, N)
     fixed = {id(t): t.detach() for t in [*model.parameters(), *model.buffers()]}
 
     def rows_of_one(x: Any, cotangents: Tensor) -> list[Tensor]:
@@ -555,65 +519,42 @@ def rows_by_vmap(
     return torch.cat([rows.flatten(2) for rows in found], 2).transpose(0, 1).reshape(R * N, n)
 
 
-def _check_parts(inputs: Any) -> None:
-    """With an object that goes along whole, every part would be the whole batch: right for one sample only."""
-    if any(opaque(t) for t in leaves(inputs)):
-        raise Misfit("the inputs cannot be cut into samples")
-
-
-def rows_in_parts(
-    model: torch.nn.Module,
-    params: Sequence[Tensor],
-    call: Callable[[Callable[..., Any], Any], Tensor],
-    inputs: Any,
-    S: Tensor,
-) -> Tensor:
+def rows_in_parts(model: torch.nn.Module, params: Sequence[Tensor], call: Call, inputs: Any, S: Tensor) -> Tensor:
     """A few samples at a time, each with its own forward pass: (m, n). The samples must be independent, the model not
     random. A backward pass for one row goes through all samples of its forward pass: the fewer, the less is wasted."""
-    _check_parts(inputs)
     R, N = S.shape[:2]
+    dims = _dims(inputs, N)
     size = max(8, round(N**0.5))  # as many parts as samples in a part: neither the calls nor the waste dominate
     pieces = []
     for first in range(0, N, size):
         part = slice(first, first + size)
-        some = tree_map(lambda t, i=part: t[i] if isinstance(t, Tensor) and t.ndim and len(t) == N else t, inputs)
         with torch.enable_grad():
-            z = call(model, some)
-        pieces.append(rows_in_batches(z, params, S[:, part]).unflatten(0, (R, -1)))
+            z = call(model, tree_map(lambda t, d, i=part: t[i] if d == 0 else t, inputs, dims))
+        pieces.append(rows_one_by_one(z, params, S[:, part]).unflatten(0, (R, -1)))
     return torch.cat(pieces, 1).flatten(0, 1)
 
 
-def rows_in_batches(z: Tensor, params: Sequence[Tensor], S: Tensor) -> Tensor:
-    """One cotangent for every row, many in one backward pass: (m, n). Nothing is assumed of the model."""
+def _dims(inputs: Any, N: int) -> Any:
+    """0 for every tensor with a row for each sample, None for others. With an object that goes along whole, every part
+    would be the whole batch: right for one sample only."""
+    if any(opaque(t) for t in leaves(inputs)):
+        raise Misfit("the inputs cannot be cut into samples")
+    return tree_map(lambda t: 0 if isinstance(t, Tensor) and t.ndim and len(t) == N else None, inputs)
+
+
+def rows_one_by_one(z: Tensor, params: Sequence[Tensor], S: Tensor, batched: bool = True) -> Tensor:
+    """A cotangent for every row: (m, n). Nothing is assumed of the model. Many of them go in one backward pass, or each
+    in its own, for what even batched gradients refuse."""
     R, N = S.shape[:2]
-    size = max(1, BATCH // z.numel())
+    size = max(1, BATCH // z.numel()) if batched else 1
     pieces = []
-    for first in range(0, R * N, size):
-        index = torch.arange(first, min(first + size, R * N), device=z.device)
-        single = S.new_zeros(len(index), *z.shape)
-        single[torch.arange(len(index), device=z.device), index % N] = S.flatten(0, 1)[index]
-        grads = torch.autograd.grad(z, params, single, retain_graph=True, is_grads_batched=True, allow_unused=True)
-        pieces.append(_flat(grads, params, len(index)))
+    for index in torch.arange(R * N, device=z.device).split(size):
+        rows = len(index)
+        single = S.new_zeros(rows, *z.shape)
+        single[torch.arange(rows, device=z.device), index % N] = S.flatten(0, 1)[index]
+        single = single if batched else single[0]
+        grads = torch.autograd.grad(z, params, single, retain_graph=True, is_grads_batched=batched, allow_unused=True)
+        pairs = zip(grads, params, strict=True)
+        flat = [p.new_zeros(rows, p.numel()) if g is None else g.to_dense().reshape(rows, -1) for g, p in pairs]
+        pieces.append(torch.cat(flat, 1))
     return torch.cat(pieces)
-
-
-def rows_by_loop(z: Tensor, params: Sequence[Tensor], S: Tensor) -> Tensor:
-    """One backward pass for every row: (m, n). For what even batched gradients refuse."""
-    pieces = []
-    for r in range(S.shape[0]):
-        for n in range(S.shape[1]):
-            single = torch.zeros_like(z)
-            single[n] = S[r, n]
-            grads = torch.autograd.grad(z, params, single, retain_graph=True, allow_unused=True)
-            pieces.append(_flat([None if g is None else g[None] for g in grads], params, 1))
-    return torch.cat(pieces)
-
-
-def _flat(grads: Sequence[Tensor | None], params: Sequence[Tensor], rows: int) -> Tensor:
-    return torch.cat(
-        [
-            p.new_zeros(rows, p.numel()) if g is None else g.to_dense().reshape(rows, -1)
-            for g, p in zip(grads, params, strict=True)
-        ],
-        1,
-    )
