@@ -6,6 +6,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -460,18 +461,6 @@ FEW, KEPT = 8, 1024
 ROUNDS = 4
 
 
-class Made:
-    """Outputs, and what repeats the pass that they came from, without its graph."""
-
-    def __init__(self, piece: Pass) -> None:
-        self.objective, self.inputs, self.slopes = piece.objective, piece.batch.inputs, piece.slopes
-        self.before, self.z = piece.before, piece.z
-
-    def outputs(self, buffers: Moment) -> Tensor:
-        """With the same random numbers, and the buffers of some moment"""
-        return outputs(self.objective, self.inputs, self.before, buffers, self.slopes)
-
-
 class Cut:
     """A batch whose parts go through the model one after the other.
 
@@ -495,8 +484,13 @@ class Cut:
             self.objective, self.before, self.after = piece.objective, piece.before, piece.after
             self.slopes, self.chance, self.coarsest = piece.slopes, piece.chance, piece.coarsest
         self.z.append(piece.z)
-        self.last = Made(piece)
+        self._keep(piece)
         self.thorough = self.thorough or not familiar(piece, self.known, self.size)
+
+    def _keep(self, piece: Pass) -> None:
+        """The last one, without its graph"""
+        self.last = copy(piece)
+        self.last.release(graph=True)
 
     def check(self, what: str, way_out: str, thorough: bool = True) -> None:
         """A Coupled error if parts are another function than the batch: `what` asked for parts, and what would not."""
@@ -517,7 +511,7 @@ class Cut:
         self.what, self.way_out = what, way_out
         here = part.moment()
         try:
-            self.last = Made(part)
+            self._keep(part)
             self._check_buffers(self.before)
             if self.chance.drawn:
                 self._beside_others(len(self.z[0]))
@@ -589,12 +583,17 @@ class Cut:
         be the very same, for nothing but the buffers differs."""
         if self.last.before.same_buffers(other):
             return
-        found = self.last.outputs(other)
-        if distance(found, self.last.z) == 0:
+        last = self.last
+
+        def repeated(buffers: Moment) -> Tensor:
+            return outputs(last.objective, last.batch.inputs, last.before, buffers, last.slopes)
+
+        found = repeated(other)
+        if distance(found, last.z) == 0:
             return
-        here = self.last.outputs(self.last.before)  # as the model is called without a watch
-        if distance(found, here) > 10 * distance(self.last.outputs(self.last.before), here):
-            name = other.changed(self.last.before, self.objective.model)
+        here = repeated(last.before)  # as the model is called without a watch
+        if distance(found, here) > 10 * distance(repeated(last.before), here):
+            name = other.changed(last.before, self.objective.model)
             raise self._error(MOVING.format(name))
 
     def _alike(self, found: Tensor, z: Tensor) -> bool:

@@ -567,7 +567,7 @@ def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
         return _by_rules(J, groups)
     wanted = [i for key, members in groups.items() if key in proof.places for i in members]
     indices = {i for i, path in proof.general.items() if path == "graph"}
-    uses = [] if proof.map is None else _uses(J, proof.map, indices)
+    uses = _uses(J, proof.map, indices)
     ruled, seen = _deltas(J, wanted, uses, proof.map)
     blocks: list[Block] = []
     for key, place in proof.places.items():
@@ -576,7 +576,11 @@ def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
         blocks.append(block or Nothing([params[i] for i in key], J.m, J.N))
     glimpses = [] if proof.map is None else _glimpses(J, uses, proof.map, seen)
     blocks += [_by_graph(J, i, glimpses) for i in sorted(indices)]
-    return blocks + _others(J)
+    for path in ("none", *PATHS):
+        if some := [i for i in proof.general if proof.general[i] == path]:
+            own = [params[i] for i in some]
+            blocks.append(Nothing(own, J.m, J.N) if path == "none" else Explicit(own, J.explicit(path, some), J.N))
+    return blocks
 
 
 def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
@@ -598,7 +602,9 @@ def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
     return blocks
 
 
-def _uses(J: Jacobian, where: Map, indices: Collection[int]) -> list[Use]:
+def _uses(J: Jacobian, where: Map | None, indices: Collection[int]) -> list[Use]:
+    if where is None:
+        return []
     return [use for use in uses_in(J.forward.walk, where.stops, where.blind) if not use.params.isdisjoint(indices)]
 
 
@@ -610,13 +616,9 @@ def _deltas(
     edges |= {("node", use.number): use.edge for use in uses}
     one = where is None or len(where.colours) == 1
     passes = [J.deltas(edges)] if one else [J.deltas(edges, samples) for samples in where.colours]  # type: ignore[union-attr]
-    ruled = {i: _sum([found["call", i] for found in passes]) for i in calls}
+    each = {i: [d for found in passes if (d := found["call", i]) is not None] for i in calls}
+    ruled = {i: sum(some[1:], some[0]) if some else None for i, some in each.items()}
     return ruled, [{k: d for (kind, k), d in p.items() if kind == "node" and d is not None} for p in passes]
-
-
-def _sum(deltas: Sequence[Tensor | None]) -> Tensor | None:
-    some = [d for d in deltas if d is not None]
-    return sum(some[1:], some[0]) if some else None
 
 
 def _glimpses(J: Jacobian, uses: Sequence[Use], where: Map, seen: Sequence[Mapping[int, Tensor]]) -> list[Glimpse]:
@@ -630,20 +632,6 @@ def _glimpses(J: Jacobian, uses: Sequence[Use], where: Map, seen: Sequence[Mappi
 
 def _by_graph(J: Jacobian, i: int, glimpses: Sequence[Glimpse]) -> Block:
     return block_of(J.parameters.tensors[i], [g for g in glimpses if i in g.use.params], J.R, J.N)
-
-
-def _others(J: Jacobian) -> list[Block]:
-    """The blocks of all other parameters."""
-    blocks: list[Block] = []
-    general = J.forward.known.proof.general
-    for path in ("none", *PATHS):
-        indices = [i for i in general if general[i] == path]
-        some = [J.parameters.tensors[i] for i in indices]
-        if indices and path == "none":
-            blocks.append(Nothing(some, J.m, J.N))
-        elif indices:
-            blocks.append(Explicit(some, J.explicit(path, indices), J.N))
-    return blocks
 
 
 def _without_inert(J: Jacobian, blocks: list[Block]) -> tuple[list[Block], bool]:
@@ -723,15 +711,14 @@ def _sure(J: Jacobian) -> bool:
     if not {"vmap", "parts"}.isdisjoint(proof.general.values()):  # these take single samples for all that there is
         return False
     axes = sample_axes(forward.walk, J.N)
-    for group in grouped(forward.watch.calls):
-        calls = [forward.watch.calls[i] for i in group]
-        place = proof.places.get(tuple(sorted({i for c in calls for i in J.parameters.members(c.params)})))
-        for edge in (call.edge for call in calls):
+    for key, members in _grouped(J)[0].items():
+        place = proof.places.get(key)
+        for edge in (forward.watch.calls[i].edge for i in members):
             at = edge.node, edge.output_nr
             if place is not None and at in axes and not all_at(place, axes[at], edge, J.N):
                 return False
     indices = {i for i, path in proof.general.items() if path == "graph"}
-    uses = [] if proof.map is None else _uses(J, proof.map, indices)
+    uses = _uses(J, proof.map, indices)
     return all(axes.get((use.node, 0)) is not None for use in uses)
 
 
@@ -797,11 +784,10 @@ def _prove_rules(J: Jacobian, proof: Proof, comparison: Comparison) -> None:
     """Where the samples are in every group of calls, if one place is right."""
     calls = J.forward.watch.calls
     deltas, _ = _deltas(J, range(len(calls)), [])
-    groups = grouped(calls)
-    keys = [tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})) for g in groups]
-    for part in _parts(J, [sum(J.parameters.sizes[i] for i in key) for key in keys]):
-        comparison.look([i for k in part for i in keys[k]])
-        for key, members in ((keys[k], groups[k]) for k in part):
+    groups = [*_grouped(J)[0].items()]
+    for part in _parts(J, [sum(J.parameters.sizes[i] for i in key) for key, _ in groups]):
+        comparison.look([i for k in part for i in groups[k][0]])
+        for key, members in (groups[k] for k in part):
             some = [calls[i] for i in members]
             found: dict[Place, Block | None] = {}
             for place in PLACES:
