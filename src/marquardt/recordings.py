@@ -23,7 +23,7 @@ from .curvature.contract import Damped
 from .deferred import Tape, answers, capturing, recorded
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective, Totals
-from .jacobian.passes import Known
+from .jacobian.passes import Facts
 from .memory import out_of_memory
 from .metric import restored
 from .model.anatomy import held, hooks, submodules
@@ -101,7 +101,14 @@ class RecordedStep:
     """
 
     def __init__(
-        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, assumed: Totals, lr: float
+        self,
+        parts: Parts,
+        objective: Objective,
+        batch: Batch,
+        state: State,
+        known: Facts,
+        assumed: Totals,
+        lr: float,
     ) -> None:
         self.parts, self.objective, self.known, self.lr = parts, objective, known, lr
         self.same_data, self.replays = state.same_data.soon, 0
@@ -247,7 +254,7 @@ class Recordings:
         self._row = 0  # and how often it came in a row
 
     def of(
-        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float, forced: bool
+        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts, lr: float, forced: bool
     ) -> RecordedStep | None:
         """The recording of such a step; None if there is none."""
         totals = known.totals
@@ -316,7 +323,7 @@ class Recordings:
         kind.refused, self.note = why, f"steps are not recorded: {why}"
 
 
-def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known) -> bool:
+def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts) -> bool:
     """Whether a step can be recorded at all."""
     # What an object holds cannot be copied, nor is the θ of coarse parameters carried along.
     if batch.opaque or objective.parameters.coarse or not objective.loss.recordable:
@@ -340,7 +347,7 @@ def room(state: State, device: torch.device) -> bool:
     return all(2 * size <= most for most in (limit, budget) if most is not None)
 
 
-def signature(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float) -> Any:
+def signature(parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts, lr: float) -> Any:
     """What a recording depends on, beside the `attributes` of the model."""
     leaves, spec = tree_flatten([vars(batch), carried(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)

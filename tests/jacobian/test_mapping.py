@@ -1,5 +1,5 @@
-"""Where the samples are in a graph, from gradients that tell them apart; and rows of models that no rule of a layer covers,
-against brute force."""
+"""Where the samples are in a graph, from gradients that tell them apart; and rows of models that no rule covers, against
+brute force."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from marquardt.jacobian import piece as proof
 from marquardt.jacobian.linearization import Linearization
 from marquardt.jacobian.mapping import Signs, cuts, found_in, guessed
 from marquardt.jacobian.objective import Objective
-from marquardt.jacobian.passes import Known
+from marquardt.jacobian.passes import Facts
 from marquardt.layers.capture import ALL, Place
 from marquardt.layers.graph import stacked
 from marquardt.losses import resolve
@@ -100,7 +100,7 @@ def test_uses_by_different_samples_share_positions():
 DOUBLE = {"dtype": torch.float64}
 
 
-def linearized(model: nn.Module, x: object, y: Tensor | None, known: Known, loss: str = "") -> Linearization:
+def linearized(model: nn.Module, x: object, y: Tensor | None, known: Facts, loss: str = "") -> Linearization:
     kind = loss or ("residual" if y is None else "mse")
     objective = Objective(model, resolve(kind), list(model.parameters()))
     return Linearization(objective, [Batch(x, y, None)], known=known)
@@ -121,7 +121,7 @@ def wrong(model: nn.Module, lin: Linearization, x: object, y: Tensor | None, los
 def test_rows_from_the_graph(name, dtype):
     """Every parameter by a rule or by the graph, and right; so in the next step, which trusts the proof."""
     torch.manual_seed(0)
-    case, known = GRAPH_CASES[name], Known()
+    case, known = GRAPH_CASES[name], Facts()
     model = case.make().to(dtype)
     for _ in range(2):
         x, y = case.data(dtype)
@@ -136,7 +136,7 @@ def test_rows_from_the_graph(name, dtype):
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
 def test_dropout_keeps_its_masks(loss):
     torch.manual_seed(0)
-    model, known = Attentive(0.4).double(), Known()
+    model, known = Attentive(0.4).double(), Facts()
     for N in (6, 6, 4):
         x = torch.randn(N, 3, 3, **DOUBLE)
         y = torch.randn(N, 3, **DOUBLE) if loss == "mse" else torch.randint(0, 3, (N,))
@@ -149,7 +149,7 @@ def test_dropout_keeps_its_masks(loss):
 def test_parts_of_other_sizes():
     """Other sizes of the parts are other places, even if the sum is the same."""
     torch.manual_seed(0)
-    model, known = Parts().double(), Known()
+    model, known = Parts().double(), Facts()
     for inner, edge in [(7, 4), (4, 7), (7, 4), (1, 4), (5, 1), (5, 6)] * 2:
         x = (torch.randn(inner, 2, **DOUBLE), torch.randn(edge, 2, **DOUBLE))
         lin = linearized(model, x, None, known)
@@ -165,7 +165,7 @@ def test_structure_that_changes_between_steps():
             return found + self.net(torch.cat([inner, edge]))[:, 0] ** 2 if self.more else found
 
     torch.manual_seed(0)
-    model, known = Changing().double(), Known()
+    model, known = Changing().double(), Facts()
     x = (torch.randn(5, 2, **DOUBLE), torch.randn(3, 2, **DOUBLE))
     for model.edge_first in (False, True, False):
         for model.more in (False, True, False):
@@ -198,7 +198,7 @@ def test_a_fourier_transform_over_the_samples(curvature):
 
 def test_what_is_proven_is_not_proven_again(monkeypatch):
     torch.manual_seed(0)
-    model, known, proofs = Parts().double(), Known(), []
+    model, known, proofs = Parts().double(), Facts(), []
     prove = proof._prove
     monkeypatch.setattr(proof, "_prove", lambda J, base: (proofs.append(J.N), prove(J, base)))
     for _ in range(3):
@@ -210,7 +210,7 @@ def test_what_is_proven_is_not_proven_again(monkeypatch):
 def test_use_without_a_gradient_at_first():
     """A layer behind one that starts at zero is read as its neighbours are, or found later."""
     torch.manual_seed(0)
-    model, known = Parts().double(), Known()
+    model, known = Parts().double(), Facts()
     with torch.no_grad():
         model.net[4].weight.zero_()
     x = (torch.randn(7, 2, **DOUBLE), torch.randn(4, 2, **DOUBLE))
@@ -230,7 +230,7 @@ def test_one_parameter_without_a_rule_leaves_the_others():
             return torch.atan2(super().forward(inner, edge), self.scale)
 
     torch.manual_seed(0)
-    model, known = Odd().double(), Known()
+    model, known = Odd().double(), Facts()
     x = (torch.randn(7, 2, **DOUBLE), torch.randn(4, 2, **DOUBLE))
     lin = linearized(model, x, None, known)
     assert wrong(model, lin, x, None) < 1e-10

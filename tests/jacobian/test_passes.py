@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from marquardt.jacobian.objective import Objective
-from marquardt.jacobian.passes import PATHS, Jacobian, Known, Pass
+from marquardt.jacobian.passes import PATHS, Facts, Jacobian, Pass
 from marquardt.losses import resolve
 from marquardt.model.anatomy import Chance
 from marquardt.model.batch import Batch
@@ -16,10 +16,10 @@ from support.reference import error, jacobian, trainable
 pytestmark = pytest.mark.usefixtures("double")
 
 
-def passed(model: nn.Module, x: Tensor, known: Known | None = None) -> Pass:
+def passed(model: nn.Module, x: Tensor, known: Facts | None = None) -> Pass:
     objective = Objective(model, resolve("mse"), list(model.parameters()))
     with torch.no_grad():
-        return Pass(objective, Batch(x), known or Known(), Chance())
+        return Pass(objective, Batch(x), known or Facts(), Chance())
 
 
 def test_backward_passes():
@@ -90,7 +90,7 @@ def test_what_another_thread_drew_is_not_the_models_chance():
             torch.set_rng_state(torch.Generator().manual_seed(int(x.numel())).get_state())
             return super().forward(x)
 
-    known = Known()
+    known = Facts()
     assert not passed(Noticed(3, 2), torch.randn(4, 3), known).chance.drawn
     assert not known.random
 
@@ -153,7 +153,7 @@ def made(rows: int = R, layer: nn.Module | None = None) -> tuple[Jacobian, Tenso
     objective = Objective(model, resolve("mse"), list(model.parameters()))
     S = torch.randn(rows, N, OUT)
     with torch.no_grad():
-        forward = Pass(objective, Batch(x), Known(), Chance())
+        forward = Pass(objective, Batch(x), Facts(), Chance())
     if layer is not None:
         return Jacobian(forward, S), torch.empty(0)
     J = jacobian(model, trainable(model), x)[0].view(N, OUT, -1)

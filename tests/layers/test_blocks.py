@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 import marquardt as mq
 import marquardt.layers.blocks as blocks
-from marquardt.layers.blocks import HALF, Bilinear, Block, Lookup, Product, Whitened, Written, add_product, add_square
+from marquardt.layers.blocks import (
+    HALF,
+    Bilinear,
+    Block,
+    CachedRows,
+    Lookup,
+    Product,
+    Whitened,
+    add_product,
+    add_square,
+)
 from marquardt.metric import Part
 from support.found import PLAIN, routed
 from support.reference import error
@@ -58,10 +68,10 @@ def lookup(P: int, white: bool = False, more: int = 0, like: Block | None = None
 
 def kept(
     shape, halves: str = "weight and bias", there: bool = True, more: int = 0, like: Block | None = None
-) -> Written:
+) -> CachedRows:
     """Rows that are there, or are not formed as yet."""
-    found = blocks.written(bilinear(shape, halves, more, None if like is None else like.block))
-    assert isinstance(found, Written)
+    found = blocks.cached_rows(bilinear(shape, halves, more, None if like is None else like.block))
+    assert isinstance(found, CachedRows)
     if there:
         found.partial_traces()
     assert found._there(torch.float64) == there
@@ -71,7 +81,7 @@ def kept(
 def by_hand(block: Block) -> Tensor:
     """Row r·N + n is Σₚ δ[r, n, p] ⊗ a[n, p] for a weight, and Σₚ δ[r, n, p] times what the bias multiplies; of a table
     it holds Σₚ δ[r, n, p] at its row index[n, p]."""
-    if isinstance(block, Written):
+    if isinstance(block, CachedRows):
         return by_hand(block.block)
     rows = []
     for r in range(block.R):
@@ -358,7 +368,7 @@ def test_inputs(shape):
 @pytest.mark.parametrize("shape", LONG.values(), ids=LONG)
 def test_traces_of_rows_that_are_kept(shape):
     block = bilinear(shape)
-    for here, there in zip(blocks.written(block).partial_traces(), block.partial_traces(), strict=True):
+    for here, there in zip(blocks.cached_rows(block).partial_traces(), block.partial_traces(), strict=True):
         assert [id(p) for p in here.params] == [id(p) for p in there.params]
         assert error(here.left, there.left) < 1e-13
         assert (here.right is None) == (there.right is None)
@@ -371,7 +381,7 @@ def test_another_precision():
     block.factors = block.a.float(), block.delta.float()
     block.weight, block.bias = block.weight.float(), block.bias.float()
     block.params = [block.weight, block.bias]
-    found = blocks.written(block)
+    found = blocks.cached_rows(block)
     found.partial_traces()
     w = torch.randn(block.m)
     assert found.pull(w).dtype == torch.float64
@@ -383,7 +393,7 @@ def test_another_precision():
 )
 def test_left_alone(shape):
     block = bilinear(shape)
-    assert blocks.written(block) is block
+    assert blocks.cached_rows(block) is block
 
 
 @pytest.mark.parametrize("rows", [mq.Exact(), mq.Sampled(3)])
@@ -396,7 +406,7 @@ def test_convolution_with_a_kronecker_metric(rows):
     )  # fmt: skip
     loss = nn.CrossEntropyLoss()
     blocks = mq.linearize(net, loss, x, y, rows=rows).whole().blocks
-    assert sum(isinstance(block, Written) for block in blocks) >= 3
+    assert sum(isinstance(block, CachedRows) for block in blocks) >= 3
     found = []
     for curvature in (mq.Gram(), mq.Dense()):
         model = nn.Sequential(*net)

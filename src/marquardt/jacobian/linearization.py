@@ -29,7 +29,7 @@ from ..model.parameters import Parameters, Position
 from ..ranks import ALONE, Ranks
 from ..weights import Weights
 from .objective import Exact, Level, Objective, Rows, Seed, Totals
-from .passes import Cut, Known, Pass
+from .passes import Cut, Facts, Pass
 from .piece import Piece
 from .sharded import ShardedPiece
 
@@ -124,12 +124,12 @@ class Linearization:
 
     def __init__(
         self, objective: Objective, batches: Iterable[Batch], rows: Rows = Exact(), needs: Needs = Needs(), *,
-        known: Known | None = None, seed: int = 0, single: bool = True, most: int = 0, chance: Chance | None = None,
+        known: Facts | None = None, seed: int = 0, single: bool = True, most: int = 0, chance: Chance | None = None,
         ranks: Ranks = ALONE, form: Anatomy | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batches, self.rows_kind, self.needs = objective, batches, rows, needs
         self.parameters = objective.parameters
-        self.known = known if known is not None else Known()
+        self.known = known if known is not None else Facts()
         self.seed = seed
         self.single = single  # one batch that may be gone through again in any order
         self.in_one = single and needs.chunk is None  # whether there is one piece, which stays open

@@ -78,46 +78,60 @@ class Coupled(ValueError):
 
 
 @dataclass
-class Known:
-    """Of one model, for one optimizer."""
+class Facts:
+    """What has been found out about one model, for one optimizer, by those who have found it out."""
 
+    # A pass
     anatomy: Anatomy | None = None  # of the model when it was last looked at
+    random: set[object] = field(default_factory=set)  # modes of the modules in which the model draws random numbers
+    unrolls: bool = True  # convolutions may have a backward pass of our own
+    batched_rows: bool = True  # backward passes of all rows at once
+    # By what shows of a pass through part of a batch: whether the structure of its graph keeps the samples apart.
+    parts: dict[object, bool] = field(default_factory=dict)
+
+    # A piece: of its rows,
     proof: Proof = field(default_factory=Proof)  # of the last piece
     proven: object = None  # how the model was called when this was proven; None while some gradient is still zero
     proofs: dict[object, Proof] = field(default_factory=dict)  # by how the model is called
-    # What represents G, with all that was looked at when it was chosen, see LM
-    chosen: tuple[tuple[Any, ...], object, object] | None = None
     # By all that decides how the rows are found: calls that share parameters, by these, and what proofs are kept by.
     ways: dict[object, tuple[Groups, object]] = field(default_factory=dict)
     walks: set[object] = field(default_factory=set)  # ways of calling it in which the graph decides too
     linear: set[object] = field(default_factory=set)  # hooks and functions whose backward passes are linear
-    random: set[object] = field(default_factory=set)  # modes of the modules in which the model draws random numbers
     only_slopes: bool = False  # the model draws no random numbers but slopes of RReLU
-    steady: bool = False  # a forward pass leaves the buffers as they are
+    differentiates: bool = False  # the model differentiates itself: trial points need a graph too
+    rows_per_sample: int = 0  # on the last step
+    # and of its loss
+    exact_rows: tuple[object, object, int] | None = None  # of a sample, by the loss and the shapes of z and the targets
     loss: object = None  # the loss whose derivatives are proven
     # Targets of which the loss can be taken, and what else that was found by.
     checked: tuple[weakref.ref[Tensor], tuple[object, ...]] | None = None
-    decays: int = 0  # steps that were looked at, whether weight decay is in them
-    batched_rows: bool = True  # backward passes of all rows at once
-    may_join: bool = False  # rows of all samples together would do
-    unrolls: bool = True  # convolutions may have a backward pass of our own
-    rows_per_sample: int = 0  # on the last step
-    exact_rows: tuple[object, object, int] | None = None  # of a sample, by the loss and the shapes of z and the targets
-    totals: Totals | None = None  # of the last step
-    drawn: Sequence[Tensor] = ()  # random numbers of the last step, if it may be recorded when it comes again
-    differentiates: bool = False  # the model differentiates itself: trial points need a graph too
-    # Whether forward passes of all trial points at once are right, by how the model is called; missing while unproven.
-    batched_trials: dict[object, bool] = field(default_factory=dict)
-    # By what shows of a pass through part of a batch: whether the structure of its graph keeps the samples apart.
-    parts: dict[object, bool] = field(default_factory=dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "checked": None}  # targets of this process
+    # Trial points: whether one forward pass for all is right, by how the model is called; missing while unproven.
+    batched_trials: dict[object, bool] = field(default_factory=dict)
+
+    # Representations of G
+    may_join: bool = False  # rows of all samples together would do
+    decays: int = 0  # steps that were looked at, whether weight decay is in them
+
+    # The optimizer: what represents G, with all that was looked at when it was chosen, see LM; and of the last step
+    chosen: tuple[tuple[Any, ...], object, object] | None = None
+    steady: bool = False  # a forward pass leaves the buffers as they are
+    totals: Totals | None = None
+    drawn: Sequence[Tensor] = ()  # random numbers, if it may be recorded when it comes again
+
+    def __reduce__(self) -> Any:
+        return Facts, ()  # a copy, or another process, finds them out again
+
+    def __setstate__(self, _: object) -> None:  # of pickles of earlier versions
+        self.__dict__.update(vars(Facts()))
 
     def look(self, model: nn.Module) -> Anatomy:
         """The model as it is now: the same object while nothing has changed."""
         self.anatomy = found = anatomy(model, self.anatomy)
         return found
+
+
+Known = Facts  # in pickles of earlier versions
 
 
 # --- One forward pass of a piece of the batch, and backward passes through it.
@@ -143,7 +157,7 @@ class Pass:
     """z = model(x) with its graph, what was called on the way, and the state of the model before and after."""
 
     def __init__(
-        self, objective: Objective, batch: Batch, known: Known, chance: Chance, *, once: bool = False,
+        self, objective: Objective, batch: Batch, known: Facts, chance: Chance, *, once: bool = False,
         slopes: Sequence[Slopes] | None = None, joined: bool = False, before: Moment | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.chance = objective, batch, known, chance
@@ -468,7 +482,7 @@ class Cut:
     them if the model does anything that it has not done before, or if numbers decide in it what a sample sees.
     """
 
-    def __init__(self, batch: Batch, size: int, known: Known, seed: int) -> None:
+    def __init__(self, batch: Batch, size: int, known: Facts, seed: int) -> None:
         self.batch, self.size, self.known = batch, size, known
         # Other numbers of samples, two of them: whatever permutes samples is no permutation of one, and two that change
         # places twice are where they were.
@@ -624,7 +638,7 @@ def _in_turn(order: list[int], first: int, second: int) -> list[list[int]]:
     return groups
 
 
-def check_picked(whole: Pass, part: Pass, index: Tensor, known: Known, seed: int, what: str) -> None:
+def check_picked(whole: Pass, part: Pass, index: Tensor, known: Facts, seed: int, what: str) -> None:
     """The same of some samples that went through the model by themselves, after all of them."""
     ranks = whole.objective.parameters.ranks
     if ranks.several:  # they make the same passes, and these are enough unless the model draws random numbers
@@ -665,7 +679,7 @@ def distance(found: Tensor, z: Tensor) -> float:
     return float((found - z).abs().max())
 
 
-def familiar(forward: Pass, known: Known, size: int) -> bool:
+def familiar(forward: Pass, known: Facts, size: int) -> bool:
     """Whether there was such a pass before, and the structure of its graph keeps samples apart."""
     key = forward.walk.structure, forward.seen
     if key in known.parts:

@@ -38,7 +38,7 @@ from ..model.parameters import Parameters, flat, named_parameters
 from ..model.shards import own_part
 from .mapping import find
 from .objective import Cotangents, Empirical, Exact, Objective, Rows, Sampled, Seed, Totals, check_gradient, drawn
-from .passes import PATHS, REENTRANT, UNRELATED, Groups, Jacobian, Known, Map, Pass, Proof, RowByRow, check_picked
+from .passes import PATHS, REENTRANT, UNRELATED, Facts, Groups, Jacobian, Map, Pass, Proof, RowByRow, check_picked
 
 
 def apply(blocks: Iterable[Block], v: Tensor, parameters: Parameters) -> Tensor:
@@ -848,7 +848,7 @@ class Piece:
     """
 
     def __init__(
-        self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: Seed,
+        self, objective: Objective, batch: Batch, rows: Rows, known: Facts, chance: Chance, seed: Seed,
         keep_graph: bool, before: Moment | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph

@@ -885,15 +885,15 @@ def _equal(u: Tensor | None, other: Tensor | None) -> bool:
 # --- Rows of a layer with many positions, written out: they are fewer numbers than its inputs and gradients.
 
 
-def written(block: Bilinear) -> Block:
+def cached_rows(block: Bilinear) -> Block:
     """The block, with its rows kept once they are there if R·O·I numbers of them take the place of P·(I + R·O)."""
     rows, numbers = block.R * block.O * block.I, block.P * (block.I + block.R * block.O)
     if block.weight is None or block.P == 1 or rows > numbers or block.m * block.columns > SLAB:
         return block
-    return Written(block)
+    return CachedRows(block)
 
 
-class Written(Block):
+class CachedRows(Block):
     """The same rows, formed once. Products that come before them, or that have another precision, are left to a and δ,
     and so are statistics of a and δ."""
 
@@ -929,7 +929,7 @@ class Written(Block):
         return self.block.plain()
 
     def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
-        other = cast(Written, other)
+        other = cast(CachedRows, other)
         if not (self._there(K.dtype) and other._there(K.dtype)):
             return self.block.gram(K, other.block, product)
         if product is not None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..memory import out_of_memory, unless_interrupted
 from ..model.anatomy import Slopes, drawn_rrelu
 from ..model.batch import widened
-from .blocks import Bilinear, Block, Explicit, Lookup, written
+from .blocks import Bilinear, Block, Explicit, Lookup, cached_rows
 from .shortcuts import Kept, Pooled, behind, unrolled, users
 
 
@@ -298,6 +298,10 @@ class Place(NamedTuple):
 PLACES = FIRST, *_ = Place(0), Place(1), Place(0, apart=True)
 
 
+class Layout:
+    """A place in pickles of earlier versions, which are read and forgotten."""
+
+
 class Call:
     """One use of trainable parameters by a layer that has a rule."""
 
@@ -556,7 +560,7 @@ def grouped(calls: Sequence[Call]) -> list[list[int]]:
 
 def alone(block: Block | None) -> Block | None:
     """The block of one call, or of several of one layer"""
-    return written(block) if block is not None and block.__class__ is Bilinear and block.P > 1 else block
+    return cached_rows(block) if block is not None and block.__class__ is Bilinear and block.P > 1 else block
 
 
 def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, place: Place) -> Block | None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from ..memory import out_of_memory
 from ..model.anatomy import call_with
 from ..model.batch import leaves, opaque, wide, widened
-from .blocks import SLAB, Bilinear, Block, Explicit, Lookup, Nothing, written
+from .blocks import SLAB, Bilinear, Block, Explicit, Lookup, Nothing, cached_rows
 from .capture import LEAF, PICKING, Misfit, Node, Place, Walk, convolution, shape_at
 
 # --- What the nodes of an autograd graph make of a tensor V at one of their inputs: a rule for each kind of node. A
@@ -399,7 +399,7 @@ def _bilinear(p: Tensor, glimpses: Sequence[Glimpse], forms: Sequence[Form], N: 
         raise Misfit("a and δ are not those of a weight of this size")
     one = Bilinear(a[0], d, p, None) if len(a) == 1 else ByRows(a.flatten(0, 1), d.flatten(0, 1)[None], p, N)
     one.gathered = True
-    return written(one)
+    return cached_rows(one)
 
 
 class ByRows(Bilinear):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..diagnosis import Diagnosis, diagnosed
 from ..jacobian.objective import Objective
-from ..jacobian.passes import Known, Pass
+from ..jacobian.passes import Facts, Pass
 from ..losses import Loss
 from ..memory import unless_interrupted
 from ..model.anatomy import Chance, rng_state, set_rng_state
@@ -78,7 +78,7 @@ def _in_eval_mode(model: nn.Module, call: Callable[[], T]) -> T:
 def _value(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks) -> float:
     objective = Objective(model, loss, list(model.parameters()))
     if loss.surveys:
-        found = [Pass(objective, batch, Known(), Chance()).sums() for batch in batches]
+        found = [Pass(objective, batch, Facts(), Chance()).sums() for batch in batches]
         objective = objective.knowing(ranks.sum(torch.stack(found).sum(0)))
     total = normaliser = 0.0
     for batch in batches:
