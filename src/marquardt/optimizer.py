@@ -234,11 +234,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         self._spared = rule.spared(model, parameters)  # from weight decay
         towards = rule.anchor(parameters, self._spared)
         self._averaged = False  # whether the model holds the averaged weights
-        self._known, self._recordings, self._pace = (
-            Facts(),
-            Recordings(),
-            Pace(),
-        )  # what was found out about the model
+        self._known, self._recordings, self._pace = Facts(), Recordings(), Pace()  # what was found out about the model
         self._program: Program | None = None  # what the last step has prepared for the next
         self._diagnosis: str | None = None  # why a run that has converged may be a poor one; None if it has not
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller

@@ -101,14 +101,7 @@ class RecordedStep:
     """
 
     def __init__(
-        self,
-        parts: Parts,
-        objective: Objective,
-        batch: Batch,
-        state: State,
-        known: Facts,
-        assumed: Totals,
-        lr: float,
+        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts, assumed: Totals, lr: float
     ) -> None:
         self.parts, self.objective, self.known, self.lr = parts, objective, known, lr
         self.same_data, self.replays = state.same_data.soon, 0

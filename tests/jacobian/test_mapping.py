@@ -1,5 +1,4 @@
-"""Where the samples are in a graph, from gradients that tell them apart; and rows of models that no rule covers, against
-brute force."""
+"""Where the samples are in a graph, from gradients that tell them apart; and rows that no rule covers, by hand."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -203,3 +206,12 @@ def test_deltas(rows):
     first, last = J.deltas({i: call.edge for i, call in enumerate(J.forward.watch.calls)}).values()
     assert error(last, J.S) < 1e-15
     assert error(first.reshape(rows * N, -1), expected[:, 15:20]) < 1e-12
+
+
+def test_a_copy_finds_out_again():
+    """What is proven is not copied, nor read from a pickle of an earlier version."""
+    facts = Facts(unrolls=False, proven="so")
+    assert copy.deepcopy(facts) == pickle.loads(pickle.dumps(facts)) == Facts()
+    old = Facts.__new__(Facts)
+    old.__setstate__({"proof": {"layouts": {}}, "unrolls": False})
+    assert old == Facts()
