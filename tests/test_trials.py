@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import marquardt as mq
 from marquardt.jacobian.linearization import Linearization, Trials
 from marquardt.jacobian.objective import Objective
-from marquardt.jacobian.passes import Known
+from marquardt.jacobian.passes import Facts
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
 from support import reference
@@ -178,7 +178,7 @@ class Far(nn.Module):
 @pytest.mark.parametrize(("trains", "samples"), [(True, 6), (False, 6), (True, 1)], ids=["same", "eval", "one sample"])
 def test_trial_points_have_the_random_numbers_of_the_linearisation(trains, samples):
     """Also if the way to their losses was proven in eval mode, or on one sample, for which strides do not count."""
-    model, known, x, y = Far(), Known(), torch.randn(6, 5, 4), torch.randn(6, 4)
+    model, known, x, y = Far(), Facts(), torch.randn(6, 5, 4), torch.randn(6, 4)
     rates = [0.0, 0.5, 1.0]
     for mode, N in ((trains, samples), (True, 6)):
         model.train(mode)

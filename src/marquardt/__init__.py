@@ -15,8 +15,7 @@ from .curvature import (
     Representation,
 )
 from .fitting import curve_fit, least_squares
-from .jacobian.linearization import Linearization, Needs
-from .jacobian.linearize import linearize
+from .jacobian.linearization import Linearization, Needs, linearize
 from .jacobian.objective import Cotangents, Empirical, Exact, Fraction, Rows, Sampled
 from .metric import Diagonal, Metric
 from .model.decay import WeightDecay

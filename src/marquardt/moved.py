@@ -18,6 +18,8 @@ MOVED = {
     "jacobian.rows": "jacobian.objective",
     "layers.bilinear": "layers.blocks",
     "layers.block": "layers.blocks",
+    "layers.lookup": "layers.blocks",
+    "layers.places": "layers.capture",
     "layers.rules": "layers.capture",
     "layers.watch": "layers.capture",
     "losses.cross_entropy": "losses.classes",

@@ -29,7 +29,7 @@ from .diagnosis import diagnosed
 from .groups import check_same_rate, grouped, weights
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective, Rows, Totals
-from .jacobian.passes import Coupled, Known
+from .jacobian.passes import Coupled, Facts
 from .losses import resolve
 from .model.anatomy import anatomy, rng_state, set_rng_state
 from .model.batch import Batch, Batches, uncompiled, without_autocast
@@ -126,7 +126,7 @@ Depends = tuple[list[Any], list[Any]]  # objects, of which each must be the same
 
 class Program(NamedTuple):
     """What was checked and made for a step. It is valid for the next steps as long as nothing it depends on has
-    changed. Facts about the model are in `Known`, by the graph of its passes."""
+    changed. Facts about the model are in `Facts`, by the graph of its passes."""
 
     depends: Depends
     parts: Parts
@@ -234,7 +234,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         self._spared = rule.spared(model, parameters)  # from weight decay
         towards = rule.anchor(parameters, self._spared)
         self._averaged = False  # whether the model holds the averaged weights
-        self._known, self._recordings, self._pace = Known(), Recordings(), Pace()  # what was found out about the model
+        self._known, self._recordings, self._pace = Facts(), Recordings(), Pace()  # what was found out about the model
         self._program: Program | None = None  # what the last step has prepared for the next
         self._diagnosis: str | None = None  # why a run that has converged may be a poor one; None if it has not
         self._planned: Plan | None = None  # for the attempt under way: if memory runs out, the next one is smaller
@@ -442,7 +442,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             if self._state is old:
                 lin.parameters.recover(theta)
                 before.restore()
-                self._known = Known()  # the fault may have struck while this was written
+                self._known = Facts()  # the fault may have struck while this was written
 
         try:
             return whole(here, work, undo)
@@ -612,7 +612,7 @@ class LM(Unscaled, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._averaged, self._seen, self._diagnosis, self._program = False, None, None, None
-        self._known, self._recordings, self._pace = Known(), Recordings(), Pace()
+        self._known, self._recordings, self._pace = Facts(), Recordings(), Pace()
 
     def __repr__(self) -> str:
         plan, n = self._state.plan, sum(p.numel() for p in self.params)

@@ -23,7 +23,7 @@ from .curvature.contract import Damped
 from .deferred import Tape, answers, capturing, recorded
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective, Totals
-from .jacobian.passes import Known
+from .jacobian.passes import Facts
 from .memory import out_of_memory
 from .metric import restored
 from .model.anatomy import held, hooks, submodules
@@ -100,7 +100,7 @@ class RecordedStep:
     """
 
     def __init__(
-        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, assumed: Totals, lr: float
+        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts, assumed: Totals, lr: float
     ) -> None:
         self.parts, self.objective, self.known, self.lr = parts, objective, known, lr
         self.same_data, self.replays = state.same_data.soon, 0
@@ -246,7 +246,7 @@ class Recordings:
         self._row = 0  # how many steps of the last kind came in a row
 
     def of(
-        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float, forced: bool
+        self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts, lr: float, forced: bool
     ) -> RecordedStep | None:
         """The recording for such a step; None if there is none."""
         totals = known.totals
@@ -315,7 +315,7 @@ class Recordings:
         kind.refused, self.note = why, f"steps are not recorded: {why}"
 
 
-def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known) -> bool:
+def recordable(parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts) -> bool:
     """Whether a step can be recorded at all."""
     # The contents of an object cannot be copied, and the θ of coarse parameters is not carried over.
     if batch.opaque or objective.parameters.coarse or not objective.loss.recordable:
@@ -339,7 +339,7 @@ def room(state: State, device: torch.device) -> bool:
     return all(2 * size <= most for most in (limit, budget) if most is not None)
 
 
-def signature(parts: Parts, objective: Objective, batch: Batch, state: State, known: Known, lr: float) -> Any:
+def signature(parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts, lr: float) -> Any:
     """Everything a recording depends on, except for the `attributes` of the model."""
     leaves, spec = tree_flatten([vars(batch), carried(state)])
     shapes = tuple((t.shape, t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves)

@@ -321,7 +321,7 @@ class Run:
         paths: dict[str, list[int]] = collections.defaultdict(list)
         for i in proof.general:
             paths[proof.path(i)].append(i)
-        rules = [[i for i in key if i not in proof.inert] for key in proof.layouts]
+        rules = [[i for i in key if i not in proof.inert] for key in proof.places]
         yield [key for key in rules if key] + [members for path, members in paths.items() if path != "none"]
         same: dict[float, list[int]] = collections.defaultdict(list)
         for i, part in enumerate(D.parts or ()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuzz import attacks, changing
-from marquardt.jacobian import cut
+from marquardt.jacobian import passes
 from marquardt.layers.capture import Walk
 
 CHUNKS, CASES = 5, 52  # of which more than 200 are compared with brute force
@@ -32,6 +32,6 @@ def test_finds_a_graph_that_is_not_read(monkeypatch):
 
 
 def test_finds_parts_that_are_not_compared(monkeypatch):
-    monkeypatch.setattr(cut.Cut, "check", lambda *_: None)
+    monkeypatch.setattr(passes.Cut, "check", lambda *_: None)
     _, faults = attacks.run(changing.one, range(30))
     assert any("parts of a batch" in fault for fault in faults)

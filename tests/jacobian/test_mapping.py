@@ -1,4 +1,4 @@
-"""Where the samples are in a graph, against brute force: rows of models that no rule of a layer covers."""
+"""Where the samples are in a graph, from gradients that tell them apart; and rows that no rule covers, by hand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 import marquardt as mq
 from marquardt.jacobian import piece as proof
 from marquardt.jacobian.linearization import Linearization
+from marquardt.jacobian.mapping import Signs, cuts, found_in, guessed
 from marquardt.jacobian.objective import Objective
-from marquardt.jacobian.passes import Known
+from marquardt.jacobian.passes import Facts
+from marquardt.layers.capture import ALL, Place
+from marquardt.layers.graph import stacked
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
 from support import reference
@@ -21,10 +24,82 @@ from support.graph_models import GRAPH_CASES, Attentive, Equations, Parts
 from support.reference import error
 from support.steps import lm, theta
 
+pytestmark = pytest.mark.usefixtures("double")
+
+N = 6
+
+
+def signs(samples: Tensor) -> Signs:
+    """Of a gradient to which these samples have contributed, (d, …), each element one of them: −1 for none"""
+    even, labels = torch.randn(samples.shape) * (samples >= 0), torch.randn(N)
+    return Signs(even, even * (samples + 1), even * labels[samples], labels)
+
+
+PLACES = {
+    "first": (torch.arange(N)[:, None].expand(N, 3), Place(0, 0, ALL)),
+    "second, as many in the first": (torch.arange(N).expand(N, N), Place(1, 0, ALL)),
+    "side by side": (torch.arange(N).repeat_interleave(2)[:, None].expand(-1, 3), Place(0, 0, ALL)),
+    "apart": (torch.arange(N).repeat(2)[:, None].expand(-1, 3), Place(0, 0, ALL, apart=True)),
+    "a part": (torch.arange(2, 5)[:, None].expand(3, 2), Place(0, 2, 3)),
+    "a part, side by side": (torch.arange(2, 4).repeat_interleave(2)[:, None].expand(-1, 5), Place(0, 2, 2)),
+    "a part, apart": (torch.arange(2, 4).repeat(2)[:, None].expand(-1, 5), Place(0, 2, 2, apart=True)),
+    "one": (torch.full((5, 7), 4), Place(0, 4, 1)),
+    "without the first": (torch.tensor([-1, 1, 2, -1, 4, 5])[:, None].expand(N, 3), Place(0, 0, ALL)),
+    "a part without its first": (torch.tensor([-1, 3, 4])[:, None].expand(3, 2), Place(0, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places(name):
+    samples, expected = PLACES[name]
+    place = found_in(signs(samples), range(2), 1, 1e-6)
+    assert place == expected
+    moved = place.of(N)(samples, 0)  # (M, T, …)
+    for m, sample in enumerate(range(N)[place.of(N).samples]):
+        assert set(moved[m].unique().tolist()) <= {sample, -1}
+
+
+def test_in_turns():
+    assert found_in(signs(torch.arange(1, N, 2)[:, None].expand(3, 2)), range(2), 2, 1e-6) == Place(0, 1, 3, 2)
+
+
+def test_all_of_a_tensor():
+    """Where no dimension may hold them, one sample may be all there is."""
+    assert found_in(signs(torch.full((3, 2), 4)), [], 1, 1e-6) == Place(None, 4, 1)
+    assert found_in(signs(torch.arange(N)[:, None].expand(N, 3)), [1], 1, 1e-6) is None
+
+
+def test_samples_that_mix():
+    """The mean of their numbers is a number too: the labels tell."""
+    labels, even = torch.randn(N), torch.ones(3, 2)
+    mixed = Signs(even, even * 3, even * labels.mean(), labels)
+    assert found_in(mixed, range(2), 1, 1e-2) is None
+
+
+def test_order_that_is_not_regular():
+    assert found_in(signs(torch.tensor([3, 0, 1, 5, 2, 4])[:, None].expand(N, 3)), range(2), 1, 1e-6) is None
+
+
+def test_guess():
+    assert guessed((4, N), range(2), N) == Place(1, 0, ALL)
+    assert guessed((4, N), [0], N) is None
+
+
+def test_uses_by_different_samples_share_positions():
+    parts = [(Place(0, 0, 4), 3), (Place(0, 4, 2), 1), (Place(0, 0, 4), 2), (Place(0, 4, 2), 1), (Place(0, 3, 2), 1)]
+    offsets, P = stacked(parts)
+    assert offsets[:4] == [0, 0, 3, 1]
+    assert offsets[4] == 5  # beside both
+    assert P == 6
+
+
+# ---- where the samples are in a graph, against brute force: rows of models that no rule of a layer covers
+
+
 DOUBLE = {"dtype": torch.float64}
 
 
-def linearized(model: nn.Module, x: object, y: Tensor | None, known: Known, loss: str = "") -> Linearization:
+def linearized(model: nn.Module, x: object, y: Tensor | None, known: Facts, loss: str = "") -> Linearization:
     kind = loss or ("residual" if y is None else "mse")
     objective = Objective(model, resolve(kind), list(model.parameters()))
     return Linearization(objective, [Batch(x, y, None)], known=known)
@@ -45,7 +120,7 @@ def wrong(model: nn.Module, lin: Linearization, x: object, y: Tensor | None, los
 def test_rows_from_the_graph(name, dtype):
     """Every parameter by a rule or by the graph, and right; so in the next step, which trusts the proof."""
     torch.manual_seed(0)
-    case, known = GRAPH_CASES[name], Known()
+    case, known = GRAPH_CASES[name], Facts()
     model = case.make().to(dtype)
     for _ in range(2):
         x, y = case.data(dtype)
@@ -60,7 +135,7 @@ def test_rows_from_the_graph(name, dtype):
 @pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
 def test_dropout_keeps_its_masks(loss):
     torch.manual_seed(0)
-    model, known = Attentive(0.4).double(), Known()
+    model, known = Attentive(0.4).double(), Facts()
     for N in (6, 6, 4):
         x = torch.randn(N, 3, 3, **DOUBLE)
         y = torch.randn(N, 3, **DOUBLE) if loss == "mse" else torch.randint(0, 3, (N,))
@@ -73,7 +148,7 @@ def test_dropout_keeps_its_masks(loss):
 def test_parts_of_other_sizes():
     """Other sizes of the parts are other places, even if the sum is the same."""
     torch.manual_seed(0)
-    model, known = Parts().double(), Known()
+    model, known = Parts().double(), Facts()
     for inner, edge in [(7, 4), (4, 7), (7, 4), (1, 4), (5, 1), (5, 6)] * 2:
         x = (torch.randn(inner, 2, **DOUBLE), torch.randn(edge, 2, **DOUBLE))
         lin = linearized(model, x, None, known)
@@ -89,7 +164,7 @@ def test_structure_that_changes_between_steps():
             return found + self.net(torch.cat([inner, edge]))[:, 0] ** 2 if self.more else found
 
     torch.manual_seed(0)
-    model, known = Changing().double(), Known()
+    model, known = Changing().double(), Facts()
     x = (torch.randn(5, 2, **DOUBLE), torch.randn(3, 2, **DOUBLE))
     for model.edge_first in (False, True, False):
         for model.more in (False, True, False):
@@ -122,7 +197,7 @@ def test_a_fourier_transform_over_the_samples(curvature):
 
 def test_what_is_proven_is_not_proven_again(monkeypatch):
     torch.manual_seed(0)
-    model, known, proofs = Parts().double(), Known(), []
+    model, known, proofs = Parts().double(), Facts(), []
     prove = proof._prove
     monkeypatch.setattr(proof, "_prove", lambda J, base: (proofs.append(J.N), prove(J, base)))
     for _ in range(3):
@@ -134,7 +209,7 @@ def test_what_is_proven_is_not_proven_again(monkeypatch):
 def test_use_without_a_gradient_at_first():
     """A layer behind one that starts at zero is read as its neighbours are, or found later."""
     torch.manual_seed(0)
-    model, known = Parts().double(), Known()
+    model, known = Parts().double(), Facts()
     with torch.no_grad():
         model.net[4].weight.zero_()
     x = (torch.randn(7, 2, **DOUBLE), torch.randn(4, 2, **DOUBLE))
@@ -154,7 +229,7 @@ def test_one_parameter_without_a_rule_leaves_the_others():
             return torch.atan2(super().forward(inner, edge), self.scale)
 
     torch.manual_seed(0)
-    model, known = Odd().double(), Known()
+    model, known = Odd().double(), Facts()
     x = (torch.randn(7, 2, **DOUBLE), torch.randn(4, 2, **DOUBLE))
     lin = linearized(model, x, None, known)
     assert wrong(model, lin, x, None) < 1e-10
@@ -170,3 +245,29 @@ def test_steps_on_rows_from_the_graph(curvature, rows):
     steps = [opt.step((x,)) for _ in range(8)]
     assert steps[-1].new_loss < steps[0].loss
     assert set(opt._known.proof.general.values()) <= {"graph", "none"}
+
+
+# ---- where the outputs were put together
+
+
+LAYER = torch.nn.Linear(2, 2)
+A, B = LAYER(torch.randn(4, 2))[:, 0], LAYER(torch.randn(4, 2))[:, 1]
+JOINED = {
+    "not joined": (A.tanh(), [slice(0, 4)]),
+    "two": (torch.cat([A, B[:3]]) * 2, [slice(0, 4), slice(4, 7)]),
+    "within each other": (
+        torch.cat([A, torch.cat([B, A[:1]]).exp()], -1), [slice(0, 4), slice(4, 8), slice(8, 9)],
+    ),
+    "with a constant": (torch.cat([A, torch.zeros(3), B]), [slice(0, 4), slice(4, 7), slice(7, 11)]),
+    "with constants": (torch.cat([torch.zeros(1), A, torch.zeros(3)]), [slice(0, 8)]),
+    "in another dimension": (torch.cat([A[:, None], B[:, None]], 1), [slice(0, 4)]),
+    "stacked": (torch.stack([A, B]).flatten(), [slice(0, 4), slice(4, 8)]),
+    "in turns": (torch.stack([A, B], 1).flatten(), [slice(0, 8, 2), slice(1, 8, 2)]),
+    "turned": (torch.stack([A, B], 1).T.flatten().tanh(), [slice(0, 4), slice(4, 8)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_cuts(name):
+    z, expected = JOINED[name]
+    assert cuts(z.grad_fn, 0, len(z)) == expected

@@ -13,7 +13,7 @@ import marquardt as mq
 from marquardt.curvature.matrix_free import by_double_backward, by_forward_mode
 from marquardt.jacobian import passes as jacobian
 from marquardt.jacobian import piece as proof
-from marquardt.jacobian.passes import Known
+from marquardt.jacobian.passes import Facts
 from support import reference
 from support.linearized import planned
 from support.reference import error
@@ -134,7 +134,7 @@ def test_one_sample_first():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2)).double()
     x, y = torch.randn(8, 3, **DOUBLE), torch.randn(8, 2, **DOUBLE)
-    known = Known()
+    known = Facts()
     for some in (slice(0, 1), slice(None), slice(2, 3), slice(0, 2)):
         J = planned(model, known, x[some], y[some]).rows()
         assert error(J.T @ J, reference.quadratic(model, "mse", x[some], y[some]).G) < 1e-10
@@ -146,7 +146,7 @@ def test_path_that_fails_later(broken, monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), Angle(4), nn.Linear(4, 2)).double()
     x, y = torch.randn(8, 3, **DOUBLE), torch.randn(8, 2, **DOUBLE)
-    known = Known()
+    known = Facts()
     if broken == "rows_in_parts":
         monkeypatch.setattr(jacobian, "rows_by_vmap", refuse)
     planned(model, known, x, y).rows()
@@ -219,7 +219,7 @@ class Recurrent(nn.Module):
 def test_layouts(layout, shapes):
     """A proof on one shape never spoils the rows of another; in a batch of one sample all layouts are right."""
     torch.manual_seed(0)
-    model, known = Recurrent(layout).double(), Known()
+    model, known = Recurrent(layout).double(), Facts()
     for N, T in shapes * 2:
         x, y = torch.randn(N, T, 3, **DOUBLE), torch.randn(N, 2, **DOUBLE)
         J = planned(model, known, x, y).rows()
@@ -229,7 +229,7 @@ def test_layouts(layout, shapes):
 
 def test_ragged_batches_are_proven_once(monkeypatch):
     torch.manual_seed(0)
-    model, known, proofs = Recurrent("time").double(), Known(), []
+    model, known, proofs = Recurrent("time").double(), Facts(), []
     prove = proof._prove
     monkeypatch.setattr(proof, "_prove", lambda J, signature: (proofs.append(J.N), prove(J, signature)))
     for N in (4, 1, 3) * 3:
@@ -344,7 +344,7 @@ def test_bias_that_gains_influence():
             return self.outer(torch.tanh(h - h.mean(1, keepdim=True) if self.centred else h).square().mean(1))
 
     torch.manual_seed(0)
-    model, known = Bias().double(), Known()
+    model, known = Bias().double(), Facts()
     x, y = torch.randn(6, 5, 3, **DOUBLE), torch.randn(6, 2, **DOUBLE)
     assert planned(model, known, x, y).paths["inner.bias"] == "none"
     model.centred = False

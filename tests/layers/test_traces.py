@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import marquardt.layers.blocks as traces
-from marquardt.layers.blocks import Bilinear, Block, Explicit, Nothing, Traces
-from marquardt.layers.lookup import Lookup
+from marquardt.layers.blocks import Bilinear, Block, Explicit, Lookup, Nothing, Traces
 from marquardt.metric import Turn
 from support.reference import error
 
@@ -80,7 +79,7 @@ def test_partial_traces_of_every_parameter_by_itself(make):
 def test_in_slabs(monkeypatch):
     """Two samples at a time, and some tokens."""
     monkeypatch.setattr("marquardt.layers.blocks.SLAB", 2 * 2 * 15)
-    monkeypatch.setattr("marquardt.layers.lookup.SLAB", 2 * 8 * 5)
+    monkeypatch.setattr("marquardt.layers.blocks.SLAB", 2 * 8 * 5)
     for make in (BLOCKS["positions"], BLOCKS["lookup"]):
         block = make()
         check(block, block.partial_traces())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from marquardt.jacobian.linearize import linearize
+from marquardt.jacobian.linearization import linearize
 from marquardt.losses import BinaryCrossEntropy, CrossEntropy, Huber, Loss, Poisson, Residual, SquaredError
 from support.losses import CLASS_WEIGHT, IMAGE, MATRIX, VECTOR, close, f64, fraction, labels, normal, some_ignored
 

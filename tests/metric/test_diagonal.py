@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.layers.blocks import Bilinear, Block, Explicit, Nothing
-from marquardt.layers.lookup import Lookup
+from marquardt.layers.blocks import Bilinear, Block, Explicit, Lookup, Nothing
 from marquardt.metric import Diagonal, Metric, Part, restored
 from support.reference import error
 

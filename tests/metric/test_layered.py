@@ -10,7 +10,7 @@ from torch import Tensor
 
 import marquardt as mq
 from marquardt.curvature.contract import Curvature
-from marquardt.jacobian.linearize import linearize
+from marquardt.jacobian.linearization import linearize
 from marquardt.metric import Layered, restored
 from marquardt.metric.layered import EARLY, WHOLE, _inverted, inverse_roots
 from support import reference

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.curvature.contract import Damped
-from marquardt.jacobian.linearization import Linearization
-from marquardt.jacobian.linearize import linearize
+from marquardt.jacobian.linearization import Linearization, linearize
 from marquardt.metric import Diagonal, Layered, LayerSides
 from marquardt.metric.layered import EARLY
 from marquardt.parts.direction import averaged

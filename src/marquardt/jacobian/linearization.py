@@ -12,23 +12,24 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from .. import tolerances
 from ..deferred import agreed, current, floats
 from ..layers import Line
+from ..losses import resolve
 from ..memory import out_of_memory
 from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes, call_with
 from ..model.batch import Batch, bounds, modes, twice_differentiable
-from ..model.checks import check_coupling
-from ..model.decay import Penalty
-from ..model.parameters import Position
+from ..model.checks import check_coupling, trainable
+from ..model.decay import Penalty, WeightDecay
+from ..model.parameters import Parameters, Position
 from ..ranks import ALONE, Ranks
-from .cut import Cut
+from ..weights import Weights
 from .objective import Exact, Level, Objective, Rows, Seed, Totals
-from .passes import Known, Pass
+from .passes import Cut, Facts, Pass
 from .piece import Piece
 from .sharded import ShardedPiece
 
@@ -123,12 +124,12 @@ class Linearization:
 
     def __init__(
         self, objective: Objective, batches: Iterable[Batch], rows: Rows = Exact(), needs: Needs = Needs(), *,
-        known: Known | None = None, seed: int = 0, single: bool = True, most: int = 0, chance: Chance | None = None,
+        known: Facts | None = None, seed: int = 0, single: bool = True, most: int = 0, chance: Chance | None = None,
         ranks: Ranks = ALONE, form: Anatomy | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batches, self.rows_kind, self.needs = objective, batches, rows, needs
         self.parameters = objective.parameters
-        self.known = known if known is not None else Known()
+        self.known = known if known is not None else Facts()
         self.seed = seed
         self.single = single  # one batch that may be gone through again in any order
         self.in_one = single and needs.chunk is None  # whether there is one piece, which stays open
@@ -613,3 +614,32 @@ class Trials:
                 total = total + vmap(value, randomness="same", chunk_size=size)(lrs)
         found: Tensor = total
         return found
+
+
+def linearize(
+    model: nn.Module,  # in the mode in which it is trained
+    loss: Any,  # as `mq.LM` takes it
+    x: Any,  # inputs, as `LM.step` takes them
+    y: Any = None,  # targets
+    weight: Tensor | None = None,  # of the samples
+    *,
+    rows: Rows | None = None,  # which are formed; None for all
+    params: Iterable[Tensor] | None = None,  # None for all that train
+    chunk: int | None = None,  # samples that are linearised at once; None for all
+    needs: Needs | None = None,  # of a representation, in the place of `chunk`
+    weight_decay: float | WeightDecay = 0.0,  # part of f and g; G is that of the data
+) -> Linearization:
+    """The linearisation of one batch, to look at: `mq.Dense().represent(linearize(...))` is its Gauss-Newton matrix.
+    The model runs under the torch.autocast in which this is called; to look at what comes of it, leave that.
+
+    Returns:
+        f, g and the rows of G, while the model stays as it is.
+
+    >>> paths = mq.linearize(model, "mse", x, y).paths
+    """
+    rule, chosen = WeightDecay.of(weight_decay), trainable(model, params)
+    spared = rule.spared(model, parameters := Parameters(model, chosen))
+    weights = Weights([0.0 if free else rule.w for free in spared])
+    objective = Objective(model, resolve(loss), chosen, weights, rule.anchor(parameters, spared))
+    batches, ranks = [Batch(x, y, weight)], objective.parameters.ranks
+    return Linearization(objective, batches, rows or Exact(), needs or Needs(chunk), ranks=ranks)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .. import tolerances
-from ..layers.capture import Form, Misfit, Use, Walk
-from ..layers.cuts import cuts
-from ..layers.places import Place, Signs, found_in, guessed
+from ..layers.capture import ALL, LEAF, Misfit, Node, Place, Walk
+from ..layers.graph import Form, Use, uses_in
 from ..memory import out_of_memory
 from .passes import Jacobian, Map, Site
 
@@ -50,18 +52,18 @@ class Colour:
 def find(J: Jacobian, walk: Walk) -> Map:
     """One colour if that will do. Otherwise parts of the outputs share one if they have no use in common; or nodes in
     which the samples cannot be told apart see none, as those of a network on a grid that all samples share."""
-    forms, edges = _forms(walk.uses())
+    forms, edges = _forms(uses_in(walk))
     found = best = _mapped(J, walk, forms, [_look(J, edges, slice(0, J.N))])
-    parts = cuts(J.forward.graph, J.N) if found.lost else []
+    parts = cuts(J.forward.graph.grad_fn, 0, J.N) if found.lost else []
     if 1 < len(parts) <= MOST:
         coloured = _mapped(J, walk, forms, _coloured([_look(J, edges, samples) for samples in parts]))
         best = min(found, coloured, key=lambda m: len(_lost(walk, m)))
     for _ in range(MOST if _lost(walk, best) else 0):
-        uses = walk.uses(found.stops, found.blind)
+        uses = uses_in(walk, found.stops, found.blind)
         blind = found.blind | {use.number for use in uses if use.alone and use.site in found.lost}
         if blind == found.blind:
             break
-        forms, edges = _forms(walk.uses(None, blind))
+        forms, edges = _forms(uses_in(walk, None, blind))
         found = _mapped(J, walk, forms, [_look(J, edges, slice(0, J.N))], blind)
         best = min(best, found, key=lambda m: len(_lost(walk, m)))
     return best
@@ -69,7 +71,7 @@ def find(J: Jacobian, walk: Walk) -> Map:
 
 def _lost(walk: Walk, found: Map) -> set[int]:
     """The parameters with a use that cannot be read"""
-    return {i for use in walk.uses(found.stops, found.blind) if use.site in found.lost for i in use.params}
+    return {i for use in uses_in(walk, found.stops, found.blind) if use.site in found.lost for i in use.params}
 
 
 def _forms(uses: Sequence[Use]) -> tuple[dict[Site, Form], dict[int, GradientEdge]]:
@@ -132,7 +134,7 @@ def _mapped(
         places[0] |= _guesses(J, forms, silent, places[0], colours[0])
     missing |= {site for site in silent if site not in places[0]}
     stops = frozenset(number for found in places for number, _ in found)
-    sites = {use.site for use in walk.uses(stops, blind)}
+    sites = {use.site for use in uses_in(walk, stops, blind)}
     lost = frozenset(sites & missing | sites - set(forms))
     return Map(stops, blind, tuple(c.samples for c in colours), tuple(places), lost)
 
@@ -148,3 +150,117 @@ def _guesses(
         place = next(like, None) or guessed(shapes[site], forms[site].dims, J.N)
         found |= {} if place is None else {site: place}
     return found
+
+
+# --- A place from the gradients that tell the samples apart.
+
+
+class Signs(NamedTuple):
+    """A gradient three times: of all samples alike, of sample n taken n + 1 times, and taken `labels[n]` times."""
+
+    even: Tensor
+    rising: Tensor
+    labelled: Tensor
+    labels: Tensor  # (N,)
+
+    def joined(self, other: Signs) -> Signs:
+        """Of the samples of both"""
+        even, rising, labelled = (mine + its for mine, its in zip(self[:3], other[:3], strict=True))
+        return Signs(even, rising, labelled, self.labels)
+
+    def through(self, delta: Callable[[Tensor], Tensor]) -> Signs:
+        """What becomes of them on the way to an input: (1, …) → (1, …)"""
+        even, rising, labelled = (delta(t[None])[0] for t in self[:3])
+        return Signs(even, rising, labelled, self.labels)
+
+
+def found_in(signs: Signs, dims: Sequence[int], step: int, tolerance: float) -> Place | None:
+    """The place of the samples in one of these dimensions: where one sample alone has influence, what is taken n times
+    is n times as much."""
+    even, _, labelled, labels = signs
+    ways: list[int | None] = [*sorted(dims, key=lambda d: even.shape[d] != len(labels)), None]
+    for dim in ways:
+        shape = [even.shape[d] if d == dim else 1 for d in range(even.ndim)]
+        for place in _candidates(signs, dim, shape, step):
+            expected = even * labels[place.numbers(math.prod(shape), len(labels))].view(shape)
+            if bool((labelled - expected).norm() <= tolerance * labelled.norm()):
+                return place
+    return None
+
+
+def _candidates(signs: Signs, dim: int | None, shape: Sequence[int], step: int) -> Iterator[Place]:
+    """All samples, if there is room for them; and what agrees with the numbers that can be read."""
+    D, N = math.prod(shape), len(signs.labels)
+    if dim is not None and D % N == 0:
+        yield Place(dim, 0, ALL)
+        yield Place(dim, 0, ALL, apart=True)
+    even = signs.even.conj()  # complex behind a Fourier transform
+    product, square = ((even * t).real.sum_to_size(shape).flatten() for t in (signs.rising, signs.even))
+    known = square > 0
+    numbers = (product[known] / square[known]).round().long() - 1
+    if not len(numbers):
+        return
+    index = torch.arange(D, device=known.device)[known]
+    if dim is None:
+        yield from [Place(None, int(numbers[0]), 1)] if 0 <= int(numbers[0]) < N else []
+        return
+    for M in (M for M in range(min(D, N), 0, -1) if D % M == 0):  # many samples first
+        for apart in (False, True):
+            offset = numbers - step * (index % M if apart else index // (D // M))
+            start = int(offset[0])
+            if bool((offset == start).all()) and 0 <= start < N - step * (M - 1):
+                yield Place(dim, start, M, step, apart)
+
+
+def guessed(shape: Sequence[int], dims: Sequence[int], N: int) -> Place | None:
+    """By size alone, if there is no gradient yet."""
+    return next((Place(d, 0, ALL) for d in dims if shape[d] == N), None)
+
+
+# --- Parts of the samples that may share rows of a layer: where the outputs were put together.
+
+
+def cuts(node: Node, start: int, size: int) -> list[slice]:
+    """Of samples start, …, start + size − 1, which are the first dimension of the node's output: those of each of the
+    tensors that were joined; one slice if they were not."""
+    while node is not None and _size(node) == size:
+        children = [child for child, _ in node.next_functions]
+        if node.name() == "CatBackward0" and node._saved_dim in (0, 2**64 - len(node._input_metadata[0].shape)):
+            return _joined(children, start, size)
+        (first, *_) = children or [None]
+        if node.name() in FLATTENING and first is not None and _size(first) != size:
+            return _flattened(first, start, size)
+        node = next((child for child in children if child is not None and _size(child) == size), first)
+    return [slice(start, start + size)]
+
+
+FLATTENING = {"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"}
+
+
+def _joined(children: list[Node], start: int, size: int) -> list[slice]:
+    sizes = [None if child is None else _size(child) for child in children]
+    if sizes.count(None) > 1:  # constants of sizes that cannot be told
+        return [slice(start, start + size)]
+    rest = size - sum(s for s in sizes if s is not None)
+    found: list[slice] = []
+    for child, length in zip(children, (rest if s is None else s for s in sizes), strict=True):
+        found += [slice(start, start + length)] if child is None else cuts(child, start, length)
+        start += length
+    return found
+
+
+def _flattened(node: Node, start: int, size: int) -> list[slice]:
+    """(k, n) or (n, k) → (k·n,): one part after the other, or in turns"""
+    first = _size(node) or size
+    if size % first == 0 and first * first <= size:
+        return [slice(s, s + size // first) for s in range(start, start + size, size // first)]
+    second = size // first
+    return [slice(start + i, start + size, second) for i in range(second)]
+
+
+def _size(node: Node) -> int | None:
+    """Of the first dimension of the node's output"""
+    if node.name() == LEAF:
+        return None
+    shape = node._input_metadata[0].shape
+    return shape[0] if shape else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..deferred import draw
-from ..layers.largest import Largest
+from ..layers.shortcuts import Largest
 from ..losses import Loss
 from ..losses.base import spread
 from ..model.batch import COARSE, Autocast, Batch, forward, full, tensors, uncompiled

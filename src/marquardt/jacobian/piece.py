@@ -23,11 +23,11 @@ from torch.utils.checkpoint import CheckpointFunction
 from .. import tolerances
 from ..deferred import AS_IS, current, read
 from ..layers import Block, Explicit, Misfit, Nothing, assemble
-from ..layers.apart import in_layout, sample_axes
+from ..layers.axes import all_at, sample_axes
 from ..layers.blocks import Bilinear
-from ..layers.capture import LAYOUTS, LEAF_NODE, Layout, Node, Use, alone, grouped
-from ..layers.unrolled import Refused
-from ..layers.uses import Glimpse, block_of
+from ..layers.capture import LEAF_NODE, PLACES, Node, Place, alone, grouped
+from ..layers.graph import Glimpse, Use, block_of, signature, uses_in
+from ..layers.shortcuts import Refused
 from ..losses import Loss
 from ..losses.proof import prove
 from ..memory import out_of_memory
@@ -36,10 +36,9 @@ from ..model.batch import Batch, tensors
 from ..model.checks import check_coupling
 from ..model.parameters import Parameters, flat, named_parameters
 from ..model.shards import own_part
-from .cut import check_picked
 from .mapping import find
 from .objective import Cotangents, Empirical, Exact, Objective, Rows, Sampled, Seed, Totals, check_gradient, drawn
-from .passes import PATHS, REENTRANT, UNRELATED, Groups, Jacobian, Known, Map, Pass, Proof, RowByRow
+from .passes import PATHS, REENTRANT, UNRELATED, Facts, Groups, Jacobian, Map, Pass, Proof, RowByRow, check_picked
 
 
 def apply(blocks: Iterable[Block], v: Tensor, parameters: Parameters) -> Tensor:
@@ -539,7 +538,7 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
 
 def _grouped(J: Jacobian) -> tuple[Groups, object]:
     """Calls that share parameters, by these, and the signature: all that decides which code finds the rows, the calls
-    of layers and the graph. In a batch of one sample every layout is right: what is proven there holds for no other."""
+    of layers and the graph. In a batch of one sample every place is right: what is proven there holds for no other."""
     forward, watch, known, N = J.forward, J.forward.watch, J.forward.known, J.N
     walk, kind = forward.walk, (J.R == 1, watch.unrolled, forward.coarsest, J.parameters.dtype)
     same = kind, forward.form.modes, forward.chance.drawn, forward.hooks
@@ -558,26 +557,30 @@ def _grouped(J: Jacobian) -> tuple[Groups, object]:
 
 def _with_uses(J: Jacobian, base: object) -> object:
     """And the uses in the graph, if rows come from these."""
-    return (base, J.forward.walk.signature(J.N)) if base in J.forward.known.walks else base
+    return (base, signature(J.forward.walk, J.N)) if base in J.forward.known.walks else base
 
 
 def _blocks(J: Jacobian, groups: Groups) -> list[Block]:
     """The blocks of all parameters, each by the way that is proven for it."""
     calls, params, proof = J.forward.watch.calls, J.parameters.tensors, J.forward.known.proof
-    if not proof.general and len(proof.layouts) == len(groups):
+    if not proof.general and len(proof.places) == len(groups):
         return _by_rules(J, groups)
-    wanted = [i for key, members in groups.items() if key in proof.layouts for i in members]
+    wanted = [i for key, members in groups.items() if key in proof.places for i in members]
     indices = {i for i, path in proof.general.items() if path == "graph"}
-    uses = [] if proof.map is None else _uses(J, proof.map, indices)
+    uses = _uses(J, proof.map, indices)
     ruled, seen = _deltas(J, wanted, uses, proof.map)
     blocks: list[Block] = []
-    for key, layout in proof.layouts.items():
+    for key, place in proof.places.items():
         members = groups.get(key, [])
-        block = assemble([calls[i] for i in members], [ruled[i] for i in members], J.N, layout)
+        block = assemble([calls[i] for i in members], [ruled[i] for i in members], J.N, place)
         blocks.append(block or Nothing([params[i] for i in key], J.m, J.N))
     glimpses = [] if proof.map is None else _glimpses(J, uses, proof.map, seen)
     blocks += [_by_graph(J, i, glimpses) for i in sorted(indices)]
-    return blocks + _others(J)
+    for path in ("none", *PATHS):
+        if some := [i for i in proof.general if proof.general[i] == path]:
+            own = [params[i] for i in some]
+            blocks.append(Nothing(own, J.m, J.N) if path == "none" else Explicit(own, J.explicit(path, some), J.N))
+    return blocks
 
 
 def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
@@ -585,22 +588,24 @@ def _by_rules(J: Jacobian, groups: Groups) -> list[Block]:
     calls, proof = J.forward.watch.calls, J.forward.known.proof
     deltas = J.at([call.edge for call in calls])
     blocks: list[Block] = []
-    for key, layout in proof.layouts.items():
+    for key, place in proof.places.items():
         members = groups[key]
         if len(members) == 1 and (delta := deltas[members[0]]) is not None:
-            block: Any = calls[members[0]].block(delta, J.N, layout)
+            block: Any = calls[members[0]].block(delta, J.N, place)
             if block.__class__ is not Bilinear or block.P > 1:
                 block = alone(block)
             if block is not None and len(block.params) == len(key):
                 block.members = key if len(key) == 1 or block.params[0] is J.parameters.tensors[key[0]] else None
         else:
-            block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, layout)
+            block = assemble([calls[i] for i in members], [deltas[i] for i in members], J.N, place)
         blocks += (block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N),)
     return blocks
 
 
-def _uses(J: Jacobian, where: Map, indices: Collection[int]) -> list[Use]:
-    return [use for use in J.forward.walk.uses(where.stops, where.blind) if not use.params.isdisjoint(indices)]
+def _uses(J: Jacobian, where: Map | None, indices: Collection[int]) -> list[Use]:
+    if where is None:
+        return []
+    return [use for use in uses_in(J.forward.walk, where.stops, where.blind) if not use.params.isdisjoint(indices)]
 
 
 def _deltas(
@@ -611,13 +616,9 @@ def _deltas(
     edges |= {("node", use.number): use.edge for use in uses}
     one = where is None or len(where.colours) == 1
     passes = [J.deltas(edges)] if one else [J.deltas(edges, samples) for samples in where.colours]  # type: ignore[union-attr]
-    ruled = {i: _sum([found["call", i] for found in passes]) for i in calls}
+    each = {i: [d for found in passes if (d := found["call", i]) is not None] for i in calls}
+    ruled = {i: sum(some[1:], some[0]) if some else None for i, some in each.items()}
     return ruled, [{k: d for (kind, k), d in p.items() if kind == "node" and d is not None} for p in passes]
-
-
-def _sum(deltas: Sequence[Tensor | None]) -> Tensor | None:
-    some = [d for d in deltas if d is not None]
-    return sum(some[1:], some[0]) if some else None
 
 
 def _glimpses(J: Jacobian, uses: Sequence[Use], where: Map, seen: Sequence[Mapping[int, Tensor]]) -> list[Glimpse]:
@@ -631,20 +632,6 @@ def _glimpses(J: Jacobian, uses: Sequence[Use], where: Map, seen: Sequence[Mappi
 
 def _by_graph(J: Jacobian, i: int, glimpses: Sequence[Glimpse]) -> Block:
     return block_of(J.parameters.tensors[i], [g for g in glimpses if i in g.use.params], J.R, J.N)
-
-
-def _others(J: Jacobian) -> list[Block]:
-    """The blocks of all other parameters."""
-    blocks: list[Block] = []
-    general = J.forward.known.proof.general
-    for path in ("none", *PATHS):
-        indices = [i for i in general if general[i] == path]
-        some = [J.parameters.tensors[i] for i in indices]
-        if indices and path == "none":
-            blocks.append(Nothing(some, J.m, J.N))
-        elif indices:
-            blocks.append(Explicit(some, J.explicit(path, indices), J.N))
-    return blocks
 
 
 def _without_inert(J: Jacobian, blocks: list[Block]) -> tuple[list[Block], bool]:
@@ -724,15 +711,14 @@ def _sure(J: Jacobian) -> bool:
     if not {"vmap", "parts"}.isdisjoint(proof.general.values()):  # these take single samples for all that there is
         return False
     axes = sample_axes(forward.walk, J.N)
-    for group in grouped(forward.watch.calls):
-        calls = [forward.watch.calls[i] for i in group]
-        layout = proof.layouts.get(tuple(sorted({i for c in calls for i in J.parameters.members(c.params)})))
-        for edge in (call.edge for call in calls):
-            place = edge.node, edge.output_nr
-            if layout is not None and place in axes and not in_layout(layout, axes[place], edge, J.N):
+    for key, members in _grouped(J)[0].items():
+        place = proof.places.get(key)
+        for edge in (forward.watch.calls[i].edge for i in members):
+            at = edge.node, edge.output_nr
+            if place is not None and at in axes and not all_at(place, axes[at], edge, J.N):
                 return False
     indices = {i for i, path in proof.general.items() if path == "graph"}
-    uses = [] if proof.map is None else _uses(J, proof.map, indices)
+    uses = _uses(J, proof.map, indices)
     return all(axes.get((use.node, 0)) is not None for use in uses)
 
 
@@ -766,7 +752,7 @@ def _prove(J: Jacobian, base: object) -> None:
     known.proofs.pop(_with_uses(J, base), None)
     comparison = Comparison(J, any(other.inert for other in known.proofs.values()))
     _prove_rules(J, proof, comparison)
-    covered = {i for key in proof.layouts for i in key}
+    covered = {i for key in proof.places for i in key}
     rest = [i for i in range(len(J.parameters)) if i not in covered]
     for part in _parts(J, [J.parameters.sizes[i] for i in rest]):
         comparison.look([rest[k] for k in part])
@@ -795,25 +781,24 @@ def _prove(J: Jacobian, base: object) -> None:
 
 
 def _prove_rules(J: Jacobian, proof: Proof, comparison: Comparison) -> None:
-    """The layout of every group of calls, if one is right."""
+    """Where the samples are in every group of calls, if one place is right."""
     calls = J.forward.watch.calls
     deltas, _ = _deltas(J, range(len(calls)), [])
-    groups = grouped(calls)
-    keys = [tuple(sorted({i for c in g for i in J.parameters.members(calls[c].params)})) for g in groups]
-    for part in _parts(J, [sum(J.parameters.sizes[i] for i in key) for key in keys]):
-        comparison.look([i for k in part for i in keys[k]])
-        for key, members in ((keys[k], groups[k]) for k in part):
+    groups = [*_grouped(J)[0].items()]
+    for part in _parts(J, [sum(J.parameters.sizes[i] for i in key) for key, _ in groups]):
+        comparison.look([i for k in part for i in groups[k][0]])
+        for key, members in (groups[k] for k in part):
             some = [calls[i] for i in members]
-            found: dict[Layout, Block | None] = {}
-            for layout in LAYOUTS:
+            found: dict[Place, Block | None] = {}
+            for place in PLACES:
                 try:
-                    block = assemble(some, [deltas[i] for i in members], J.N, layout)
-                    found[layout] = block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N)
+                    block = assemble(some, [deltas[i] for i in members], J.N, place)
+                    found[place] = block or Nothing([J.parameters.tensors[i] for i in key], J.m, J.N)
                 except Misfit:
-                    found[layout] = None
+                    found[place] = None
             right = comparison.first(found)
             if right is not None:
-                proof.layouts[key] = right
+                proof.places[key] = right
 
 
 def _prove_graph(J: Jacobian, proof: Proof, comparison: Comparison, rest: list[int]) -> None:
@@ -863,7 +848,7 @@ class Piece:
     """
 
     def __init__(
-        self, objective: Objective, batch: Batch, rows: Rows, known: Known, chance: Chance, seed: Seed,
+        self, objective: Objective, batch: Batch, rows: Rows, known: Facts, chance: Chance, seed: Seed,
         keep_graph: bool, before: Moment | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.batch, self.known, self.keep_graph = objective, batch, known, keep_graph

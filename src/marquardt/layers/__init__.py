@@ -2,8 +2,7 @@
 
 from .blocks import Block, Explicit, Nothing
 from .capture import RULES, Call, Misfit, Operand, Watch, assemble
-from .general import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
-from .line import Line
+from .shortcuts import Line
 
 __all__ = [
     "RULES",
@@ -16,8 +15,4 @@ __all__ = [
     "Operand",
     "Watch",
     "assemble",
-    "rows_by_loop",
-    "rows_by_vmap",
-    "rows_in_batches",
-    "rows_in_parts",
 ]

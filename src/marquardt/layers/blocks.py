@@ -59,16 +59,11 @@ def digits(t: Tensor) -> list[Tensor]:
     return [high, middle, (rest - middle).bfloat16()]
 
 
-def pulls(t: Tensor) -> bool:
-    """Whether `pull` takes it: float16 has not the range for products with any number"""
-    return fast(t) and t.dtype == torch.bfloat16
-
-
 def pull(delta: Tensor, a: Tensor, w: Tensor, out: Sequence[Tensor]) -> None:
     """out ← Σ w·δ ⊗ a and, if there is a second one, Σ w·δ: (K, O), (K, I), (K, 1) → (O, I), (O, 1)
 
-    w·δ or w·a, whichever is smaller, is rounded once more, as both were: every number by itself, so that the errors do
-    not add up.
+    Of bfloat16: float16 has not the range for products with any number. w·δ or w·a, whichever is smaller, is rounded
+    once more, as both were: every number by itself, so that the errors do not add up.
     """
     left, right = (delta, _scaled(a, w)) if delta.shape[1] > a.shape[1] else (_scaled(delta, w), a)
     kernel(left.T, right, out[0])
@@ -177,6 +172,8 @@ class Block(ABC):
     m: int
     N: int
     empty = False  # whether its rows are zero by their nature
+    # Whether its positions are those of several uses, of which a sample may lack some: moments mean nothing then.
+    gathered = False
 
     @abstractmethod
     def slabs(self, dtype: torch.dtype) -> Iterable[tuple[slice, Tensor]]:
@@ -558,8 +555,9 @@ class Bilinear(Block):
         return rows[:, :, 0].T.flatten()
 
     def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
-        coarse = self.factors[0].dtype in COARSE and w.dtype == torch.float32
-        if coarse and self.R == self.G == 1 and self.weight is not None and pulls(self.factors[0]):
+        a = self.factors[0]
+        coarse = a.dtype == torch.bfloat16 and w.dtype == torch.float32 and fast(a)
+        if coarse and self.R == self.G == 1 and self.weight is not None:
             a, delta = (t.flatten(0, -2) for t in self.factors)  # (N·P, I), (N·P, O)
             pull(delta, a, w.repeat_interleave(self.P)[:, None], [t.view(self.O, -1) for t in out])
             if self.bias is not None and self.one is not None:
@@ -672,8 +670,10 @@ class Bilinear(Block):
         return self.delta.square().sum((0, 2, 3, 4)) @ inputs
 
     def inputs(self) -> Tensor | None:
+        if self.weight is None or self.gathered:
+            return None
         # Not .mean(): a chunk that does not reach the layer has no positions.
-        return None if self.weight is None else self.a.square().sum((0, 1))[:, None] / max(1, self.N * self.P)
+        return self.a.square().sum((0, 1))[:, None] / max(1, self.N * self.P)
 
     def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
         """(AAᵀ + 1) ∘ ΔΔᵀ, summed over pairs of positions: J̃ is never built."""
@@ -828,7 +828,9 @@ class Bilinear(Block):
         a, delta = (torch.cat([b.factors[k] for b in blocks], 1 + k) for k in (0, 1))
         return Bilinear(a, delta, self.weight, self.bias, self.one)
 
-    def sums(self, weight: Tensor | None) -> Sums:
+    def sums(self, weight: Tensor | None) -> Sums | None:
+        if self.gathered:
+            return None
         if self.G > 1 and self.O == 1:
             return Sums(self._own_blocks(), None, 1.0, self.bias is not None)
         a = self.a.permute(2, 0, 1, 3).reshape(self.G, self.N * self.P, self.I)  # (G, N·P, I)
@@ -871,7 +873,9 @@ def _mapped(x: Tensor, side: Tensor) -> Tensor:
         return x * side
     if side.shape[0] > 1:
         return torch.einsum("...gi,gji->...gj", x, side)
-    return x.reshape(-1, x.shape[-1]).mm(side[0].mT).view(*x.shape[:-1], -1)  # `@` may multiply sample by sample
+    return (
+        x.reshape(-1, x.shape[-1]).mm(side[0].mT).view(*x.shape[:-1], side.shape[1])
+    )  # `@` may multiply sample by sample
 
 
 def _equal(u: Tensor | None, other: Tensor | None) -> bool:
@@ -881,15 +885,15 @@ def _equal(u: Tensor | None, other: Tensor | None) -> bool:
 # --- Rows of a layer with many positions, written out: they are fewer numbers than its inputs and gradients.
 
 
-def written(block: Bilinear) -> Block:
+def cached_rows(block: Bilinear) -> Block:
     """The block, with its rows kept once they are there if R·O·I numbers of them take the place of P·(I + R·O)."""
     rows, numbers = block.R * block.O * block.I, block.P * (block.I + block.R * block.O)
     if block.weight is None or block.P == 1 or rows > numbers or block.m * block.columns > SLAB:
         return block
-    return Written(block)
+    return CachedRows(block)
 
 
-class Written(Block):
+class CachedRows(Block):
     """The same rows, formed once. Products that come before them, or that have another precision, are left to a and δ,
     and so are statistics of a and δ."""
 
@@ -925,7 +929,7 @@ class Written(Block):
         return self.block.plain()
 
     def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
-        other = cast(Written, other)
+        other = cast(CachedRows, other)
         if not (self._there(K.dtype) and other._there(K.dtype)):
             return self.block.gram(K, other.block, product)
         if product is not None:
@@ -955,3 +959,101 @@ class Written(Block):
 
     def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
         return self.block.second_moments(left, right)
+
+
+class Lookup(Block):
+    """J̃ of an embedding table (V, E): row (r, n) holds Σₚ δ[r, n, p] at the table's row index[n, p]."""
+
+    def __init__(self, index: Tensor, delta: Tensor, table: Tensor, roots: Tensor | None = None) -> None:
+        self.index, self.delta, self.table = index, delta, table  # (N, P), (R, N, P, E)
+        self.roots = roots  # that the columns are divided by, like the table
+        self.params = [table]
+        self.R, self.N, self.P, self.E = delta.shape
+        self.m = self.R * self.N
+
+    def slabs(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        tokens = max(1, SLAB // (self.m * self.E))
+        for first in range(0, len(self.table), tokens):
+            last = min(first + tokens, len(self.table))
+            yield (
+                slice(first * self.E, last * self.E),
+                self._rows_of(torch.arange(first, last, device=self.index.device), dtype),
+            )
+
+    def _rows_of(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        hot = (self.index[:, :, None] == tokens).to(dtype)  # (N, P, tokens)
+        rows = torch.einsum("rnpe,npt->rnte", self.delta.to(dtype), hot)
+        return (rows if self.roots is None else rows / self.roots[tokens].to(dtype)).reshape(self.m, -1)
+
+    def apply(self, v: Sequence[Tensor]) -> Tensor:
+        table = v[0].view_as(self.table)
+        table = table if self.roots is None else table / self.roots.to(table)
+        return torch.einsum("npe,rnpe->rn", table[self.index], self.delta.to(table.dtype)).flatten()
+
+    def adjoint(self, w: Tensor, out: Sequence[Tensor]) -> None:
+        delta = torch.einsum("rn,rnpe->npe", w.view(self.R, self.N), self.delta.to(w.dtype))
+        found = out[0].zero_().view_as(self.table).index_add_(0, self.index.flatten(), delta.flatten(0, 1))
+        if self.roots is not None:
+            found /= self.roots
+
+    def diagonal(self) -> Tensor:
+        total = torch.zeros_like(self.table, dtype=self.delta.dtype)
+        for tokens in self._tokens(self.index.unique()):  # the other rows of the table are zero
+            total[tokens] = self._rows_of(tokens, self.delta.dtype).square().sum(0).view(-1, self.E)
+        return total.flatten()
+
+    def gram(self, K: Tensor, other: Block, product: Product | None = None) -> None:
+        other = cast(Lookup, other)
+        if product is not None:
+            product.add(self)
+        shared = self.index.unique()
+        for tokens in self._tokens(shared[torch.isin(shared, other.index)]):
+            left = self._rows_of(tokens, K.dtype)
+            K.addmm_(left, (left if other is self else other._rows_of(tokens, K.dtype)).T)
+
+    def whitened(self, D: Sequence[Part]) -> Block:
+        """Whatever D is, only the tokens that occur are looked at"""
+        (part,) = D
+        roots = part.flat(self.table.numel()).view_as(self.table).sqrt()
+        return Lookup(self.index, self.delta, self.table, roots if self.roots is None else roots * self.roots)
+
+    def turned(self, layers: Sequence[Turn]) -> Block:
+        """With a number for every token it is of the same form: δ·rightᵀ, and its roots"""
+        (layer,) = layers
+        if layer.left.ndim == 3 or layer.right is None:
+            return super().turned(layers)
+        right, roots = layer.right[0], 1 / layer.left[0][:, None]  # (V, 1)
+        delta = self.delta.to(right)
+        return Lookup(self.index, delta * right if right.ndim == 1 else delta @ right.mT, self.table, roots)
+
+    def partial_traces(self) -> list[Traces]:
+        """The diagonal of the one over the tokens: those that do not occur have zeros"""
+        left, right = self.delta.new_zeros(1, len(self.table)), square(self.delta.new_zeros(1, 0, self.E))
+        for tokens in self._tokens(self.index.unique()):
+            rows = self._rows_of(tokens, self.delta.dtype).view(self.m, -1, self.E)
+            left[0, tokens] = rows.square().sum((0, 2))
+            right = right + square(rows.view(1, -1, self.E))
+        return [Traces(self.params, left, right)]
+
+    def beside(self, others: Sequence[Lookup]) -> Lookup:
+        blocks = [self, *others]
+        return Lookup(
+            torch.cat([b.index for b in blocks], 1), torch.cat([b.delta for b in blocks], 2), self.table, self.roots
+        )
+
+    def sums(self, weight: Tensor | None) -> Sums | None:
+        if self.gathered:  # positions that a sample does not have would count as the first row of the table
+            return None
+        each = torch.ones_like(self.delta[0, :, :, 0])  # (N, P)
+        each = each if weight is None else each * weight.to(each)[:, None]
+        A = each.new_zeros(1, len(self.table)).index_add_(1, self.index.flatten(), each.reshape(1, -1))
+        delta = self.delta.reshape(1, -1, self.E)
+        return Sums(A, delta.mT @ delta, each.sum(), bias=False, table=True)
+
+    def second_moments(self, left: Tensor | None, right: Tensor | None) -> Tensor:
+        """δ → δ·right: (1, V, E)"""
+        delta = self.delta if right is None else self.delta @ right[0]
+        return Lookup(self.index, delta, self.table).diagonal().view(1, *self.table.shape)
+
+    def _tokens(self, tokens: Tensor) -> Iterator[Tensor]:
+        yield from tokens.split(max(1, SLAB // (self.m * self.E)))

@@ -9,8 +9,7 @@ counts twice, and nothing is ever attached to the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -24,10 +23,8 @@ from torch.overrides import TorchFunctionMode
 from ..memory import out_of_memory, unless_interrupted
 from ..model.anatomy import Slopes, drawn_rrelu
 from ..model.batch import widened
-from .blocks import Bilinear, Block, Explicit, written
-from .lookup import Lookup
-from .pooled import Kept, Pooled, behind, users
-from .unrolled import unrolled
+from .blocks import Bilinear, Block, Explicit, Lookup, cached_rows
+from .shortcuts import Kept, Pooled, behind, unrolled, users
 
 
 class Operand(NamedTuple):
@@ -253,7 +250,56 @@ MAX_POOLS = {
 
 
 class Misfit(Exception):
-    """The rows of a layer cannot be read in this layout."""
+    """The rows of a layer cannot be read in this way."""
+
+
+ALL = -1  # samples, however many there are
+
+
+class Place(NamedTuple):
+    """M samples, from `start` on in equal steps, in one dimension: the entries of each side by side, or M apart."""
+
+    dim: int | None  # None: all of the tensor belongs to one sample
+    start: int = 0
+    M: int = ALL
+    step: int = 1
+    apart: bool = False
+
+    def of(self, N: int) -> Place:
+        """With the number of samples filled in, if it is that of all."""
+        return self._replace(M=N) if self.M == ALL else self
+
+    @property
+    def samples(self) -> slice:
+        return slice(self.start, self.start + self.step * (self.M - 1) + 1, self.step)
+
+    def numbers(self, D: int, N: int) -> Tensor:
+        """The sample of every entry of the dimension, or of the one that all is: (D,)"""
+        _, start, M, step, apart = self.of(N)
+        number = torch.arange(D)
+        return start + step * (number % M if apart else number // (D // M))
+
+    def fits(self, dims: Sequence[int], N: int) -> bool:
+        """Whether all samples may be here in a tensor with these dimensions."""
+        return (d := self.dim or 0) < len(dims) and dims[d] % N == 0 and not (self.apart and dims[d] == N)
+
+    def __call__(self, t: Tensor, skip: int) -> Tensor:
+        """(skip…, *dims) → (skip…, M, T, *other dims)"""
+        if self.dim is None:
+            return t.unsqueeze(skip).unsqueeze(skip)
+        t = t.movedim(skip + self.dim, skip)
+        T = t.shape[skip] // self.M
+        split: Tensor = t.unflatten(skip, (T, self.M) if self.apart else (self.M, T))
+        return split.transpose(skip, skip + 1) if self.apart else split
+
+
+# Where all samples may be in the leading dimensions of a layer's input, (N, …), (T, N, …) or (T·N, …), in the order in
+# which these are tried; the first that is proven right on real rows is kept.
+PLACES = FIRST, *_ = Place(0), Place(1), Place(0, apart=True)
+
+
+class Layout:
+    """A place in pickles of earlier versions, which are read and forgotten."""
 
 
 class Call:
@@ -308,50 +354,52 @@ class Call:
         weight, bias = self.operand.weight, self.operand.bias
         return (self.is_lookup, id(weight), id(bias))
 
-    def block(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup:
-        """The rows of this call, with its leading dimensions read in this layout."""
+    def block(self, delta: Tensor, N: int, place: Place) -> Bilinear | Lookup:
+        """The rows of this call, with the samples at this place of its leading dimensions."""
         o = self.operand
         if o.x._version != self.version:
             raise Misfit("the input was changed in place after the call")
-        if not layout.fits(o.x.shape[: o.lead], N):
+        if not (o.lead and o.x.shape[0] == N and place == FIRST) and not place.fits(o.x.shape[: o.lead], N):
             raise Misfit("no dimension holds the samples")
         try:
-            return self._read(delta, N, layout)
+            return self._read(delta, N, place)
         except RuntimeError as error:  # shapes that a rule of one's own has wrong
             if out_of_memory(error):
                 raise
             raise Misfit(str(error)) from error
 
-    def _read(self, delta: Tensor, N: int, layout: Layout) -> Bilinear | Lookup:
+    def _read(self, delta: Tensor, N: int, place: Place) -> Bilinear | Lookup:
         o, kept = self.operand, self.kept
         # Under autocast a and δ may be less precise, and products of matrices take them as they are.
         is_lookup = self.is_lookup
         if is_lookup or kept is not None or (o.weight is not None and o.weight.ndim < 2):
             delta = widened(delta)
-        if kept is not None and o.some is not None and layout.name == "first":
+        if kept is not None and o.some is not None and place == FIRST and len(o.x) == N:
             some_a = o.some
 
             def read(delta: Tensor, some: slice) -> Bilinear:
-                return _bilinear(o, some_a(some), delta, delta.shape[1], layout)
+                return _bilinear(o, some_a(some), delta, delta.shape[1], place)
 
             return Pooled(read, delta, kept)
         delta = delta if kept is None else kept.spread(kept.scaled(delta))
         if is_lookup:
             assert o.weight is not None
-            a = layout(o.a().detach(), o.lead, N, 0)
-            return Lookup(a.flatten(1), layout(o.delta(delta), o.lead, N, 1), o.weight)
+            place = place.of(N)
+            index = place(o.a().detach(), 0).flatten(1)  # (N, P)
+            return Lookup(index, place(o.delta(delta), 1).flatten(2, -2), o.weight)
         a = o.a()
-        return _bilinear(o, a.detach() if a.requires_grad else a, delta, N, layout)
+        return _bilinear(o, a.detach() if a.requires_grad else a, delta, N, place)
 
     def fits(self, N: int) -> tuple[bool, ...]:
-        """The layouts that its leading dimensions could have."""
-        return tuple(layout.fits(self.operand.x.shape[: self.operand.lead], N) for layout in LAYOUTS)
+        """By place, whether the samples could be there."""
+        return tuple(place.fits(self.operand.x.shape[: self.operand.lead], N) for place in PLACES)
 
 
-def _bilinear(o: Operand, a: Tensor, delta: Tensor, N: int, layout: Layout) -> Bilinear:
-    delta, plain = o.delta(delta), o.lead == 1 and layout.name == "first"  # then they are as they shall be
-    if not (plain and a.ndim == 4 and delta.ndim == 5):
-        a, delta = layout(a, o.lead, N, 0), layout(delta, o.lead, N, 1)
+def _bilinear(o: Operand, a: Tensor, delta: Tensor, N: int, place: Place) -> Bilinear:
+    delta, plain = o.delta(delta), o.lead == 1 and place == FIRST  # then they are as they shall be
+    if not (plain and a.ndim == 4 and delta.ndim == 5 and a.shape[0] == N):
+        place = place.of(N)
+        a, delta = place(a, 0), place(delta, 1)
         if a.ndim < 4 or delta.ndim < 5:
             raise Misfit(f"a has {a.ndim} dimensions and δ {delta.ndim}, too few for (N, P, G, I) and (R, N, P, G, O)")
         a, delta = a.flatten(1, -3), delta.flatten(2, -3)  # (N, P, G, I), (R, N, P, G, O)
@@ -381,7 +429,9 @@ class Watch(TorchFunctionMode):
         self.known = None if known is None else iter(known)  # slopes to take instead of drawing some
         self.trainable = params if isinstance(params, dict) else {id(p): i for i, p in enumerate(params)}
         self.calls: list[Call] = []
-        self.ways: list[object] = []  # of each call: its parameters, by number, and what its layout depends on
+        self.ways: list[
+            object
+        ] = []  # of each call: its parameters, by number, and what the place of the samples depends on
         self.slopes: list[Slopes] = []
         self.functions: list[object] = []  # that were called, those of what is not differentiated among them
         self.convolves = False  # whether there is a convolution that might have a backward pass of our own,
@@ -495,36 +545,6 @@ def _hook(func: Callable[..., Any], tensor: Tensor, hook: object = None, *_: obj
     return None if own else getattr(hook, "__code__", type(hook))
 
 
-class Layout:
-    """Where the samples are in the leading dimensions of a layer's input."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def fits(self, dims: Sequence[int], N: int) -> bool:
-        """Whether these leading dimensions can mean this."""
-        if self.name in ("flat", "flat-time"):  # (N·T, …) or (T·N, …)
-            return bool(dims) and dims[0] != N and dims[0] % N == 0
-        if self.name == "first":  # (N, …)
-            return bool(dims) and dims[0] == N
-        return len(dims) > 1 and dims[1] == N  # (T, N, …)
-
-    def __call__(self, t: Tensor, lead: int, N: int, skip: int) -> Tensor:
-        """(skip…, *lead, *rest) → (skip…, N, T, *rest)"""
-        samples_first = self.name in ("first", "flat")
-        if self.name in ("flat", "flat-time"):
-            t = t.unflatten(skip, (N, -1) if samples_first else (-1, N))
-            lead += 1
-        if not samples_first:
-            t = t.movedim(skip + 1, skip)
-        rest = t.shape[skip + lead :]
-        return t.reshape(*t.shape[: skip + 1], math.prod(t.shape[skip + 1 : skip + lead]), *rest)
-
-
-# In the order in which they are tried; the first that is proven right on real rows is kept.
-LAYOUTS = [Layout("first"), Layout("time"), Layout("flat"), Layout("flat-time")]
-
-
 def grouped(calls: Sequence[Call]) -> list[list[int]]:
     """Calls that share a parameter belong together: indices into `calls`."""
     groups: list[tuple[set[int], list[int]]] = []
@@ -540,13 +560,13 @@ def grouped(calls: Sequence[Call]) -> list[list[int]]:
 
 def alone(block: Block | None) -> Block | None:
     """The block of one call, or of several of one layer"""
-    return written(block) if block is not None and block.__class__ is Bilinear and block.P > 1 else block
+    return cached_rows(block) if block is not None and block.__class__ is Bilinear and block.P > 1 else block
 
 
-def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, layout: Layout) -> Block | None:
+def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, place: Place) -> Block | None:
     """The block of a group of calls: J̃ is the sum over the calls. None where the outputs do not depend on them."""
     blocks: list[Block] = [
-        call.block(delta, N, layout) for call, delta in zip(calls, deltas, strict=True) if delta is not None
+        call.block(delta, N, place) for call, delta in zip(calls, deltas, strict=True) if delta is not None
     ]
     if not blocks:
         return None
@@ -564,282 +584,10 @@ def assemble(calls: Sequence[Call], deltas: Sequence[Tensor | None], N: int, lay
     return Explicit(list(params.values()), torch.cat(list(columns.values()), 1), N)
 
 
-# --- What the nodes of an autograd graph make of a tensor V at one of their inputs: a rule for each kind of node. A
-# rule reads what its node has saved for the backward pass: so these are the very numbers of the forward pass, masks
-# of Dropout included, and the products of a backward pass within the model are nodes like all others.
-
-
-Shape = Sequence[int]
-
-
-class Outer(NamedTuple):
-    """V multiplies: its gradient is Σ δ ⊗ a over the leading dimensions."""
-
-    a: Callable[[], Tensor]  # (*lead, G, I)
-    delta: Callable[[Tensor], Tensor]  # (R, *output) → (R, *lead, G, O)
-    dims: Sequence[int] = (0,)  # leading dimensions, in which the samples may be
-    turned: bool = False  # V is (G, I, O), not (G·O, I)
-
-
-class Spread(NamedTuple):
-    """V is broadcast to the output: its gradient is the sum over where it was broadcast."""
-
-    delta: Callable[[Tensor], Tensor]  # (R, *output) → (R, *output): gradient of every element
-    shape: Shape  # of V, with ones for the dimensions that it lacks
-
-    @property
-    def dims(self) -> Sequence[int]:
-        return [d for d, size in enumerate(self.shape) if size == 1]
-
-
-class Picked(NamedTuple):
-    """V is a table, whose rows are picked."""
-
-    rows: Callable[[], Tensor]  # (*lead)
-    delta: Callable[[Tensor], Tensor]  # (R, *output) → (R, *lead, E)
-    dims: Sequence[int]
-
-
-Form = Outer | Spread | Picked
-
-
-def _product(left: Callable[[], Tensor], right: Callable[[], Tensor], of_left: bool, factor: float = 1) -> Outer:
-    """Y = AB (*, J, K) (*, K, L), V one of the two"""
-    if of_left:  # every column of Y is a position
-        return Outer(lambda: right().mT[..., None, :], lambda delta: _times(delta.mT, factor)[..., None, :])
-    return Outer(lambda: left()[..., None, :], lambda delta: _times(delta, factor)[..., None, :], turned=True)
-
-
-def mm(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    return _product(lambda: node._saved_self, lambda: node._saved_mat2, slot == 0)
-
-
-def addmm(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    if slot == 0:
-        return _spread(lambda delta: _times(delta, node._saved_beta), V, out)
-    return _product(lambda: node._saved_mat1, lambda: node._saved_mat2, slot == 1, node._saved_alpha)
-
-
-def bmm(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    """A product for every group: the groups come first in V, and last among the dimensions of a and δ"""
-    return _groups(lambda: node._saved_self, lambda: node._saved_mat2, slot == 0)
-
-
-def baddbmm(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    if slot == 0:
-        return _spread(lambda delta: _times(delta, node._saved_beta), V, out)
-    return _groups(lambda: node._saved_batch1, lambda: node._saved_batch2, slot == 1, node._saved_alpha)
-
-
-def _groups(left: Callable[[], Tensor], right: Callable[[], Tensor], of_left: bool, factor: float = 1) -> Outer:
-    if of_left:
-        return Outer(lambda: right().permute(2, 0, 1), lambda delta: _times(delta, factor).permute(0, 3, 1, 2))
-    return Outer(lambda: left().transpose(0, 1), lambda delta: _times(delta, factor).transpose(1, 2), turned=True)
-
-
-def mv(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    """y = Av"""
-    if slot == 0:
-        return None
-    return Outer(lambda: node._saved_self[:, None, :], lambda delta: delta[..., None, None])
-
-
-def add(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    return _spread(lambda delta: _times(delta, node._saved_alpha if slot else 1), V, out)
-
-
-def sub(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    return _spread(lambda delta: _times(delta, -node._saved_alpha if slot else 1), V, out)
-
-
-def mul(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    return _spread(lambda delta: delta * (node._saved_self if slot else node._saved_other), V, out)
-
-
-def div(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    def at_input(delta: Tensor) -> Tensor:
-        other: Tensor = node._saved_other
-        return -delta * (node._saved_self / other**2) if slot else delta / other
-
-    return _spread(at_input, V, out)
-
-
-def expand(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    aligned = _aligned(V, out)
-    return _spread(lambda delta: delta, V, out) if all(v in (1, o) for v, o in zip(aligned, out, strict=True)) else None
-
-
-def where(node: Any, slot: int, V: Shape, out: Shape) -> Form:
-    def at_input(delta: Tensor) -> Tensor:
-        condition: Tensor = node._saved_condition
-        return torch.where(~condition if slot else condition, delta, 0)
-
-    return _spread(at_input, V, out)
-
-
-def prelu(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    """y = x where x > 0, w·x elsewhere"""
-    return _spread(lambda delta: delta * node._saved_self.clamp(max=0), V, out) if slot == 1 else None
-
-
-def normalisation(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    """y = x̂∘γ + β"""
-    if slot == 0:
-        return None
-
-    def at_input(delta: Tensor) -> Tensor:
-        normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
-        return delta * normalised if slot == 1 else delta
-
-    return _spread(at_input, V, out)
-
-
-def lookup(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    if node._saved_scale_grad_by_freq:
-        return None
-    padding = node._saved_padding_idx
-
-    def at_output(delta: Tensor) -> Tensor:
-        # None is saved as −1, as a number without sign.
-        return delta * (node._saved_indices != padding)[..., None] if 0 <= padding < V[0] else delta
-
-    return Picked(lambda: node._saved_indices, at_output, range(len(out) - 1))
-
-
-def convolve_back(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    """The backward pass of a convolution to its input: what was δ there is a, and a is made of the δ of now"""
-    if node._saved_transposed or slot != 2:
-        return None
-    return _in_patches(node, lambda: node._saved_grad_output)
-
-
-def convolve(node: Any, slot: int, V: Shape, out: Shape) -> Form | None:
-    if slot == 0:
-        return None
-    if slot == 2:
-        return Spread(lambda delta: delta, (1, *V, *[1] * (len(out) - 2)))
-    if node._saved_transposed:  # the same as the backward pass of a convolution
-        return _in_patches(node, lambda: node._saved_input)
-    operand = _patches(node, node._saved_input)
-    return None if operand is None else Outer(operand.a, operand.delta)
-
-
-def _in_patches(node: Any, inputs: Callable[[], Tensor]) -> Form:
-    """An input for every place of a kernel, which spreads it over a patch of the output: there δ is seen"""
-
-    def at_output(delta: Tensor) -> Tensor:
-        found: Tensor = _patches(node, delta.flatten(0, 1)).a().unflatten(0, delta.shape[:2])
-        return found
-
-    return Outer(lambda: _patches(node, node._saved_input).delta(inputs()[None])[0], at_output, turned=True)
-
-
-def _patches(node: Any, x: Tensor) -> Any:
-    return convolution(
-        x, node._saved_weight, None, node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_groups
-    )
-
-
-NODES: dict[str, Callable[[Any, int, Shape, Shape], Form | None]] = {
-    "AddBackward0": add,
-    "AddmmBackward0": addmm,
-    "BaddbmmBackward0": baddbmm,
-    "BmmBackward0": bmm,
-    "ConvolutionBackward0": convolve,
-    "ConvolutionBackwardBackward0": convolve_back,
-    "DivBackward0": div,
-    "EmbeddingBackward0": lookup,
-    "ExpandBackward0": expand,
-    "MmBackward0": mm,
-    "MulBackward0": mul,
-    "MvBackward0": mv,
-    "NativeLayerNormBackward0": normalisation,
-    "PreluKernelBackward0": prelu,
-    "RepeatBackward0": expand,
-    "SubBackward0": sub,
-    "WhereBackward0": where,
-}
-
-# Whether these see samples beside V no shape can tell: 2·V and x·V are the same node, and an expanded V may be a token
-# for every sample, or a matrix for every derivative.
-UNSURE = {"AddBackward0", "DivBackward0", "ExpandBackward0", "MulBackward0", "RepeatBackward0", "SubBackward0"}
-
-# These pick by numbers that no edge leads to.
-PICKING = {"EmbeddingBackward0", "GatherBackward0", "IndexBackward0", "IndexSelectBackward0", "TakeBackward0"}
-
-# The same tensor again,
-COPIES = {"AliasBackward0", "CloneBackward0"}
-
-# and the same elements in the same order.
-VIEWS = COPIES | {
-    "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "SqueezeBackward3",
-    "SqueezeBackward4", "SqueezeBackward5", "UnsafeViewBackward0", "UnsqueezeBackward0", "UnsqueezeBackward1",
-    "ViewBackward0",
-}  # fmt: skip
-
-
-def _spread(delta: Callable[[Tensor], Tensor], V: Shape, out: Shape) -> Spread:
-    return Spread(delta, _aligned(V, out))
-
-
-def _aligned(V: Shape, out: Shape) -> Shape:
-    return (*[1] * (len(out) - len(V)), *V)
-
-
-def _times(delta: Tensor, factor: Any) -> Tensor:
-    return delta if factor == 1 else delta * factor
-
-
-# --- The graph of z, walked from the outputs to the parameters: every node that makes something of a parameter and of
-# samples is a use of it, with the rule of its kind.
+# --- The graph of z, walked from the outputs to the leaves.
 
 
 Node = Any  # torch's own type does not know the names of what is saved
-
-
-@dataclass(frozen=True)
-class Use:
-    """A node of the graph with a tensor V among its inputs that is made of parameters alone."""
-
-    number: int  # of the node
-    node: Node
-    slot: int
-    source: GradientEdge  # V
-    params: frozenset[int]  # what V is made of
-    direct: bool  # V is one parameter with its elements in order, or transposed:
-    turned: bool
-    alone: bool  # nothing else that is differentiated goes into the node: it may see no samples at all
-
-    @property
-    def site(self) -> tuple[int, int]:
-        return self.number, self.slot
-
-    @property
-    def edge(self) -> GradientEdge:
-        return GradientEdge(self.node, 0)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the node's output"""
-        return tuple(self.node._input_metadata[0].shape)
-
-    @property
-    def source_shape(self) -> tuple[int, ...]:
-        return _shape(self.source)
-
-    def form(self) -> Form:
-        """What the rule of the node says."""
-        name = self.node.name()
-        others = [m for m in self.node._input_metadata[1:] if len(m.shape)]
-        try:
-            found = NODES[name](self.node, self.slot, self.source_shape, self.shape) if name in NODES else None
-        except (AttributeError, RuntimeError) as error:  # nothing saved, or changed since, or another version of torch
-            if out_of_memory(error):
-                raise
-            raise Misfit(str(error)) from error
-        if found is None or not self.shape or others:
-            raise Misfit(f"no rule for input {self.slot} of {name}")
-        return found
 
 
 class Walk:
@@ -902,44 +650,12 @@ class Walk:
         # Numbers for all of it: of the sizes without what is in the tensors.
         self.structure, self.sizes = hash(tuple(kinds)), hash(tuple(sizes))
 
-    def signature(self, N: int) -> object:
-        """All that decides what the uses are and where in them the samples, beside the structure."""
-        return tuple((u.number, u.slot, tuple("N" if d == N else d for d in u.shape)) for u in self.uses())
-
-    def uses(self, stops: Collection[int] | None = None, blind: Collection[int] = ()) -> list[Use]:
-        """The uses, if of the nodes that need not see samples `stops` do, and `blind` do not though they seem to. None:
-        all that there might be."""
-        made_of: dict[Node, frozenset[int]] = {}  # nodes whose outputs are made of parameters alone
-        found: list[Use] = []
-        for number, node in enumerate(self.nodes):
-            name, edges = node.name(), node.next_functions
-            if name == LEAF:
-                i = self.index.get(id(node.variable))
-                if i is not None or id(node.variable) in self.others:
-                    made_of[node] = frozenset() if i is None else frozenset([i])
-                continue
-            inputs = [child for child, _ in edges if child is not None]
-            alone = bool(inputs) and all(child in made_of for child in inputs)
-            sure = name not in UNSURE and name not in PICKING and len(inputs) == len(edges)
-            unsure = name in UNSURE and (stops is None or number not in stops)
-            if alone and (sure or unsure or number in blind):
-                made_of[node] = frozenset().union(*(made_of[child] for child in inputs))
-                if stops is not None or sure or number in blind:
-                    continue
-            found += [
-                self._use(number, slot, GradientEdge(child, k), made_of[child], alone)
-                for slot, (child, k) in enumerate(edges)
-                if made_of.get(child)
-            ]
-        return found
-
-    def _use(self, number: int, slot: int, source: GradientEdge, params: frozenset[int], alone: bool) -> Use:
-        direct, turned = _chain(source.node)
-        return Use(number, self.nodes[number], slot, source, params, direct and len(params) == 1, turned, alone)
-
 
 LEAF = "torch::autograd::AccumulateGrad"
 LEAF_NODE: Any = get_gradient_edge(torch.empty(0, requires_grad=True)).node.__class__
+
+# These pick by numbers that no edge leads to.
+PICKING = {"EmbeddingBackward0", "GatherBackward0", "IndexBackward0", "IndexSelectBackward0", "TakeBackward0"}
 
 # By the class of a node: what it has noted beside tensors, which to read would unpack, and beside factors.
 NOTED: dict[type, list[str]] = {}
@@ -957,32 +673,6 @@ def _noted(node: Node) -> tuple[object, list[str]]:
     return kind, NOTED[kind]
 
 
-def _chain(node: Node) -> tuple[bool, bool]:
-    """Whether only views lead to a leaf, and whether they transpose it: after that no view may come."""
-    turned = seen = False
-    while node.name() != LEAF:
-        if _transposes(node) and not seen:
-            turned = not turned
-        elif node.name() in VIEWS:
-            seen = seen or node.name() not in COPIES
-        else:
-            return False, False
-        node = node.next_functions[0][0]
-    return True, turned
-
-
-def _transposes(node: Node) -> bool:
-    """Whether it is one of the three ways to turn a matrix"""
-    if len(node._input_metadata[0].shape) != 2:
-        return False
-    return node.name() in TURNING and tuple(getattr(node, "_saved_dims", ())) != (0, 1)
-
-
-TURNING = {"PermuteBackward0", "TBackward0", "TransposeBackward0"}
-
-
-def _shape(edge: GradientEdge) -> tuple[int, ...]:
-    node: Node = edge.node
-    if node.name() == LEAF:
-        return tuple(node.variable.shape)
-    return tuple(node._input_metadata[edge.output_nr].shape)
+def shape_at(node: Node, number: int) -> tuple[int, ...]:
+    """Of an output of a node"""
+    return tuple(node.variable.shape if node.name() == LEAF else node._input_metadata[number].shape)

@@ -19,7 +19,7 @@ from ..agreement import take_buffers
 from ..arguments import users
 from ..diagnosis import Diagnosis, diagnosed
 from ..jacobian.objective import Objective
-from ..jacobian.passes import Known, Pass
+from ..jacobian.passes import Facts, Pass
 from ..losses import Loss
 from ..memory import unless_interrupted
 from ..model.anatomy import Chance, submodules
@@ -476,7 +476,7 @@ def _without_grad(model: nn.Module, call: Callable[[], T]) -> T:
 def _value(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks) -> float:
     objective = Objective(model, loss, list(model.parameters()))
     if loss.surveys:
-        found = [Pass(objective, batch, Known(), Chance()).sums() for batch in batches]
+        found = [Pass(objective, batch, Facts(), Chance()).sums() for batch in batches]
         objective = objective.knowing(ranks.sum(torch.stack(found).sum(0)))
     total = normaliser = 0.0
     for batch in batches:

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.auto import free
 from ..curvature.cost import Shapes, Work, look
-from ..jacobian.cut import Cut
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Exact, Objective
-from ..jacobian.passes import Coupled, Known
+from ..jacobian.passes import Coupled, Cut, Facts
 from ..losses import Loss, Residual
 from ..losses.base import Elementwise, weighted
 from ..model.anatomy import Chance, Moment, submodules
@@ -334,12 +333,12 @@ class Expansion:
     parameters: Parameters
     source: Source
     chunk: int | None = None  # samples that are linearised at once; None for what has room
-    known: Known = field(default_factory=Known)
+    known: Facts = field(default_factory=Facts)
 
     def __post_init__(self) -> None:
         kind = likelihood_of(self.loss)
         self.theta = self.parameters.vector()  # (n,)
-        self.passes = Known()  # of the outputs alone
+        self.passes = Facts()  # of the outputs alone
         whole = self.source.whole
         self.batches: Iterable[Batch] = self.source.batches() if whole is None else [whole]
         self.single = whole is not None

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch.autograd.graph import GradientEdge
 
 from ..memory import unless_interrupted
-from .capture import LEAF, PICKING, Layout, Node, Walk
-from .unrolled import ToInput
+from .capture import LEAF, PICKING, Node, Place, Walk, shape_at
+from .shortcuts import ToInput
 
 Shape = tuple[int, ...]
 
@@ -38,7 +38,7 @@ def sample_axes(walk: Walk, N: int) -> dict[tuple[Node, int], Axis | None]:
     root = walk.root
     if root[0] is None:
         return {}
-    found: dict[tuple[Node, int], Axis | None] = {root: Axis(0, N, math.prod(_shape(*root)) // N) if N > 1 else None}
+    found: dict[tuple[Node, int], Axis | None] = {root: Axis(0, N, math.prod(shape_at(*root)) // N) if N > 1 else None}
     used: dict[Node, dict[int, Axis | None]] = {root[0]: {root[1]: found[root]}}
     for node in reversed(walk.nodes):
         edges = node.next_functions
@@ -69,18 +69,14 @@ def keeps_apart(walk: Walk, N: int) -> bool:
     return all(axis is not None or node in shared for (node, _), axis in axes.items())
 
 
-def in_layout(layout: Layout, axis: Axis | None, edge: GradientEdge, N: int) -> bool:
-    """Whether all samples are where a layout has them."""
-    shape = _shape(edge.node, edge.output_nr)
-    place = None if axis is None or axis[:2] != (0, N) else _place(shape, axis)
-    if place is None:
+def all_at(place: Place, axis: Axis | None, edge: GradientEdge, N: int) -> bool:
+    """Whether all samples are at this place."""
+    shape = shape_at(edge.node, edge.output_nr)
+    found = None if axis is None or axis[:2] != (0, N) else _place(shape, axis)
+    if found is None:
         return False
-    dim, inner = place
-    outer = shape[dim] == inner * N
-    return {
-        "first": dim == 0 and inner == 1 and outer, "time": dim == 1 and inner == 1 and outer,
-        "flat": dim == 0 and inner > 1 and outer, "flat-time": dim == 0 and inner == 1 and not outer,
-    }[layout.name]  # fmt: skip
+    dim, inner = found
+    return dim == place.dim and (inner == 1 and shape[dim] != N if place.apart else shape[dim] == inner * N)
 
 
 def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict[int, Axis | None]) -> Axes:
@@ -91,7 +87,7 @@ def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict
     if None in outputs.values() or (several is None and len(outputs) > 1):
         return nothing
     try:
-        inputs = [None if child is None else _shape(child, k) for child, k in edges]
+        inputs = [None if child is None else shape_at(child, k) for child, k in edges]
         if several is not None:
             return [several(node, outputs, inputs[0])]
         ((number, axis),) = outputs.items()
@@ -99,7 +95,7 @@ def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict
         if axis.count == 1:  # whatever it does
             return [axis] * len(edges)
         rule = RULES.get(base) if number == 0 else None
-        out = _shape(node, number)
+        out = shape_at(node, number)
         place = _place(out, axis)
         if rule is None or place is None:
             return nothing
@@ -113,10 +109,6 @@ def _through(node: Node, edges: Sequence[tuple[Node | None, int]], outputs: dict
 def _base(name: str) -> str:
     """AddBackward0 → Add, TanhBackwardBackward0 → TanhBackward; a function of one's own has no number: MyBackward"""
     return name.rpartition("Backward")[0] if name[-1].isdigit() else name
-
-
-def _shape(node: Node, number: int) -> Shape:
-    return tuple(node.variable.shape if node.name() == LEAF else node._input_metadata[number].shape)
 
 
 def _place(shape: Shape, axis: Axis) -> tuple[int, int] | None:
@@ -175,15 +167,9 @@ def _permuted(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
 
 
 def _transposed(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    first, second = (0, 1) if s.node.name() == "TBackward0" else _two(s)
-    if len(s.out) < 2:
-        return [s.at(inputs[0], s.dim)]
-    return [s.at(inputs[0], {first: second, second: first}.get(s.dim, s.dim))]
-
-
-def _two(s: Seen) -> tuple[int, int]:
-    (first,), (second,) = s.dims("dim0", len(s.out)), s.dims("dim1", len(s.out))
-    return first, second
+    ndim = len(s.out)
+    (first, second) = (0, 1) if s.node.name() == "TBackward0" else s.dims("dim0", ndim) + s.dims("dim1", ndim)
+    return [s.at(inputs[0], {first: second, second: first}.get(s.dim, s.dim) if ndim > 1 else s.dim)]
 
 
 def _reduced(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
@@ -287,49 +273,28 @@ def _unbound(node: Any, outputs: dict[int, Axis | None], shape: Shape | None) ->
     return Axis(starts.pop(), shape[dim], math.prod(shape[dim + 1 :])) if alone else None
 
 
-def _product(s: Seen, left: Shape | None, right: Shape | None) -> list[Axis | None]:
-    """Of matrices, or of a batch of them"""
+def _products(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+    """Of matrices, or of a batch of them; perhaps added to something"""
+    *more, left, right = inputs
     last = len(s.out) - 1
-    return [
-        None if s.dim == last else s.at(left, s.dim),
-        None if s.dim == last - 1 else s.at(right, s.dim),
-    ]
+    pair = [None if s.dim == last else s.at(left, s.dim), None if s.dim == last - 1 else s.at(right, s.dim)]
+    return [*_elementwise(s, more), *pair]
 
 
-def _matrices(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    return _product(s, inputs[0], inputs[1])
-
-
-def _added_matrices(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    return [*_elementwise(s, inputs[:1]), *_product(s, inputs[1], inputs[2])]
-
-
-def _vector(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    return [s.at(inputs[0], 0), None]
-
-
-def _convolved(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-    own = s.node.name() != "ToInputBackward" or type(s.node)._forward_cls is ToInput  # and no other of this name
-    return _first_input(lambda _: own)(s, inputs)
-
-
-def _first_input(dims: Callable[[Seen], int]) -> Rule:
-    """A layer that leaves the first dimensions of its input, so many of them, as they are"""
+def _first_dims(dims: Callable[[Seen], int], of_all: bool = False) -> Rule:
+    """A layer that leaves the first dimensions of its input as they are, or of all inputs of the shape of its output"""
 
     def rule(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
+        if of_all:
+            return [s.at(shape, s.dim) if shape == s.out and s.dim < dims(s) else None for shape in inputs]
         fits = inputs[0] is not None and len(inputs[0]) == len(s.out) and s.dim < dims(s)
         return [s.at(inputs[0], s.dim) if fits else None, *[None] * (len(inputs) - 1)]
 
     return rule
 
 
-def _of_equal_shape(dims: Callable[[Seen], int]) -> Rule:
-    """The same, of all inputs of the shape of the output"""
-
-    def rule(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
-        return [s.at(shape, s.dim) if shape == s.out and s.dim < dims(s) else None for shape in inputs]
-
-    return rule
+def _convolution_dims(s: Seen) -> int:
+    return int(s.node.name() != "ToInputBackward" or type(s.node)._forward_cls is ToInput)  # and no other of this name
 
 
 def _batch_norm(s: Seen, inputs: Sequence[Shape | None]) -> Axes:
@@ -381,14 +346,6 @@ POOLS = """AdaptiveAvgPool AdaptiveMaxPool AvgPool MaxPool ReflectionPad Replica
     UpsampleBilinear UpsampleLinear UpsampleNearest UpsampleNearestExact UpsampleTrilinear"""
 
 
-def _normalised(s: Seen) -> int:
-    return len(s.out) - len(s.attribute("normalized_shape"))
-
-
-def _padded(s: Seen) -> int:
-    return len(s.out) - len(s.attribute("pad")) // 2
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(f"{ACTIVATIONS} {ELEMENTWISE}".split(), _elementwise),
     **{f"{name}Backward": _elementwise for name in ACTIVATIONS.split()},
@@ -396,16 +353,20 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(IN_ORDER.split(), _in_order),
     **dict.fromkeys(REDUCED.split(), _reduced),
     **dict.fromkeys(ALONG.split(), _along),
-    **dict.fromkeys(CONVOLUTIONS.split(), _convolved),
-    **dict.fromkeys(NORMS.split(), _of_equal_shape(_normalised)),
+    **dict.fromkeys(CONVOLUTIONS.split(), _first_dims(_convolution_dims)),
+    **dict.fromkeys(
+        NORMS.split(), _first_dims(lambda s: len(s.out) - len(s.attribute("normalized_shape")), of_all=True)
+    ),
     **dict.fromkeys(["NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"], _batch_norm),
     **dict.fromkeys(ATTENTIONS.split(), _attention),
-    **{f"{name}{k}D{more}": _first_input(lambda s, k=k: len(s.out) - k)  # type: ignore[misc]
+    **{f"{name}{k}D{more}": _first_dims(lambda s, k=k: len(s.out) - k)  # type: ignore[misc]
        for name in POOLS.split() for k in (1, 2, 3) for more in ("", "WithIndices")},
-    "Addmm": _added_matrices, "Baddbmm": _added_matrices, "Bmm": _matrices, "Cat": _joined,
-    "ConstantPadNd": _first_input(_padded), "Linear": _first_input(lambda s: len(s.out) - 1), "Mm": _matrices,
-    "Mv": _vector, "NativeGroupNorm": _first_input(lambda s: 1), "Permute": _permuted,
-    "PixelShuffle": _first_input(lambda s: len(s.out) - 3), "PixelUnshuffle": _first_input(lambda s: len(s.out) - 3),
+    "Addmm": _products, "Baddbmm": _products, "Bmm": _products, "Cat": _joined,
+    "ConstantPadNd": _first_dims(lambda s: len(s.out) - len(s.attribute("pad")) // 2),
+    "Linear": _first_dims(lambda s: len(s.out) - 1), "Mm": _products,
+    "Mv": lambda s, inputs: [s.at(inputs[0], 0), None],
+    "NativeGroupNorm": _first_dims(lambda s: 1), "Permute": _permuted,
+    "PixelShuffle": _first_dims(lambda s: len(s.out) - 3), "PixelUnshuffle": _first_dims(lambda s: len(s.out) - 3),
     "Select": _selected, "SelectBackward": _put_back, "Slice": _sliced, "Stack": _stacked, "T": _transposed,
     "Transpose": _transposed, "Trilinear": _trilinear, "Unfold": _unfolded,
 }  # fmt: skip

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrizations
 
-from marquardt.layers.apart import Axis, in_layout, keeps_apart, sample_axes
-from marquardt.layers.capture import LAYOUTS as LAYOUT_RULES
-from marquardt.layers.capture import Walk
+from marquardt.layers.axes import Axis, all_at, keeps_apart, sample_axes
+from marquardt.layers.capture import PLACES, Walk
 
 N = 6
 
@@ -130,22 +129,27 @@ def test_numbers_that_decide(name):
 
 
 LAYOUTS = {
-    "first": (lambda x: x, lambda h: h, 15),
-    "time": (lambda x: x.transpose(0, 1), lambda h: h.transpose(0, 1), 3),
-    "flat": (lambda x: x.flatten(0, 1), lambda h: h.unflatten(0, (N, 5)), 15),
-    "flat-time": (lambda x: x.transpose(0, 1).flatten(0, 1), lambda h: h.unflatten(0, (5, N)).transpose(0, 1), 3),
+    "first": (lambda x: x, lambda h: h, 15, PLACES[0]),
+    "time": (lambda x: x.transpose(0, 1), lambda h: h.transpose(0, 1), 3, PLACES[1]),
+    "flat": (lambda x: x.flatten(0, 1), lambda h: h.unflatten(0, (N, 5)), 15, PLACES[0]),
+    "flat-time": (
+        lambda x: x.transpose(0, 1).flatten(0, 1),
+        lambda h: h.unflatten(0, (5, N)).transpose(0, 1),
+        3,
+        PLACES[2],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_axes_of_a_layer_in_each_layout(name):
-    turn, back, stride = LAYOUTS[name]
+    turn, back, stride, expected = LAYOUTS[name]
     f = nn.Linear(8, 3)
     h = f(turn(sequence))
     edge = get_gradient_edge(h)
     axis = sample_axes(Walk(back(h).tanh(), list(f.parameters())), N)[edge.node, edge.output_nr]
     assert axis == Axis(0, N, stride)
-    assert [layout.name for layout in LAYOUT_RULES if in_layout(layout, axis, edge, N)] == [name]
+    assert [place for place in PLACES if all_at(place, axis, edge, N)] == [expected]
 
 
 def test_outputs_that_are_a_parameter():
