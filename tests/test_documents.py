@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
-from marquardt import documents
-from marquardt.documents import Foreign, own, typed
-from marquardt.files import Damaged
+from marquardt import files
+from marquardt.files import Damaged, Foreign, own, typed
 
 CONTENT = {"format": 2, "words": ["a", "Zürich", "\x1b[31m", "\udce9"], "more": {"sha256": "x", "n": -0.25}}
 
@@ -19,8 +18,8 @@ CONTENT = {"format": 2, "words": ["a", "Zürich", "\x1b[31m", "\udce9"], "more":
 def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     for indent in (None, 1):
-        documents.write(path, CONTENT, indent)
-        assert documents.read(path) == (CONTENT, True)
+        files.write(path, CONTENT, indent)
+        assert files.read(path) == (CONTENT, True)
         whole = path.read_bytes()
         assert json.loads(whole)["words"] == CONTENT["words"]
         assert b"\x1b" not in whole
@@ -29,7 +28,7 @@ def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
             for changed in (whole[:k] + bytes([whole[k] ^ 1]) + whole[k + 1 :], whole[:k] + whole[k + 1 :]):
                 path.write_bytes(changed)
                 try:
-                    assert not documents.read(path)[1]  # the seal itself is gone: a file of this version has one
+                    assert not files.read(path)[1]  # the seal itself is gone: a file of this version has one
                 except Damaged:
                     continue
 
@@ -41,18 +40,18 @@ def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
 def test_what_is_no_document(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "a.json").write_bytes(text)
     with pytest.raises(Damaged, match=r"a\.json is damaged, or no file of marquardt \(not "):
-        documents.read(tmp_path / "a.json")
+        files.read(tmp_path / "a.json")
 
 
 def test_pipes_folders_and_huge_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Damaged, match="is no file"):
-        documents.read(tmp_path)
+        files.read(tmp_path)
     with pytest.raises(FileNotFoundError):
-        documents.read(tmp_path / "none")
-    documents.write(tmp_path / "a.json", CONTENT)
-    monkeypatch.setattr(documents, "LARGEST", 20)
+        files.read(tmp_path / "none")
+    files.write(tmp_path / "a.json", CONTENT)
+    monkeypatch.setattr(files, "LARGEST", 20)
     with pytest.raises(Damaged, match="more than 20 bytes"):
-        documents.read(tmp_path / "a.json")
+        files.read(tmp_path / "a.json")
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def test_other_entries_are_named(changes: dict[str, Any], message: str) -> None:
 def test_only_what_is_known_is_replaced(tmp_path: Path) -> None:
     path, other = tmp_path / "report.html", tmp_path / "none.html"
     path.write_text("mine")
-    known = documents.digest(b"mine")
+    known = files.digest(b"mine")
     assert own({path: None, other: None}, [known], "move it away") == {known}
     assert own({path: known}, [], "move it away") == {known}
     with pytest.raises(Foreign, match=r"report\.html is there already, and is not as .*: move it away"):
@@ -121,5 +120,5 @@ def test_what_a_killed_process_has_left(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "run.00000000.part").symlink_to(tmp_path / "run.part")
     (tmp_path / "run.11111111.part").mkdir()
-    assert [path.name for path in documents.left_over(tmp_path, "run|model")] == ["run.0123abcd.part"]
-    assert documents.left_over(tmp_path / "none", "run") == []
+    assert [path.name for path in files.left_over(tmp_path, "run|model")] == ["run.0123abcd.part"]
+    assert files.left_over(tmp_path / "none", "run") == []

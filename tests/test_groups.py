@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from marquardt.groups import check_same_rate, grouped, weights
+from marquardt.protocol import check_same_rate, grouped, weights
 from support.cases import mlp
 
 

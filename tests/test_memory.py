@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from marquardt.memory import Exhausted, interrupt_of, out_of_memory
+from marquardt.surroundings import Exhausted, interrupt_of, out_of_memory
 
 
 @pytest.mark.parametrize(

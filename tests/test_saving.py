@@ -13,7 +13,7 @@ import torch
 
 import marquardt as mq
 from marquardt.curvature import auto
-from marquardt.saving import VERSION
+from marquardt.protocol import VERSION
 from support.reference import error
 from support.unchanged import same
 

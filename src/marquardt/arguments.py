@@ -20,8 +20,8 @@ from .model.anatomy import held
 from .model.checks import check_coupling, check_usable
 from .model.parameters import named_parameters
 from .model.shards import let_go, sharded
-from .plain import MAX, short
 from .ranks import Ranks
+from .values import MAX, short
 
 # Learning rates below this one are hardly meant: those of Adam and SGD, and not the length of a step over that of LM.
 SMALL = 0.05

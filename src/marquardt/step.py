@@ -478,7 +478,7 @@ def rows_of(parts: Parts, plan: Plan | None) -> Rows:
 @dataclass(frozen=True)
 class State(Policies):
     """Everything a step leaves for the next one, its policies among it; replaced whole when a step is over. It is saved
-    as one flat dict, and what is loaded is held against `ENTRIES`, see plain.py."""
+    as one flat dict, and what is loaded is held against `ENTRIES`, see values.py."""
 
     lam: float
     steps: int = 0

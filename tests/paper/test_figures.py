@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from marquardt.documents import typed
+from marquardt.files import typed
 from marquardt.paper import curves, figures, logs, panels, styles
 from marquardt.paper.styles import DARK, FAMILIES, LIGHT, LINES, REFERENCE, STYLES
 from support import made_logs

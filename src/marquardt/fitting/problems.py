@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd, jacrev, jvp, vmap
 
-from ..memory import unless_interrupted
+from ..surroundings import unless_interrupted
 from . import derivatives, tracked
 from .arrays import floating, tensor
 from .derivatives import Function

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .. import tolerances
 from ..layers.apart import keeps_apart
-from ..memory import unless_foreign
 from ..model.anatomy import Draws, Moment, Slopes
 from ..model.batch import Batch
+from ..surroundings import unless_foreign
 from .objective import Objective
 from .passes import Coupled, Known, Pass, again
 

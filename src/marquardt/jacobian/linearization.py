@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 from .. import tolerances
 from ..deferred import agreed, current, floats
 from ..layers import Line
-from ..memory import out_of_memory
 from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes, call_with
 from ..model.batch import Batch, bounds, modes, twice_differentiable
 from ..model.checks import check_coupling
 from ..model.decay import Penalty
 from ..model.parameters import Position
 from ..ranks import ALONE, Ranks
+from ..surroundings import out_of_memory
 from .cut import Cut
 from .objective import Exact, Level, Objective, Rows, Seed, Totals
 from .passes import Known, Pass

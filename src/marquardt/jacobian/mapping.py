@@ -11,7 +11,7 @@ from .. import tolerances
 from ..layers.capture import Form, Misfit, Use, Walk
 from ..layers.cuts import cuts
 from ..layers.places import Place, Signs, found_in, guessed
-from ..memory import out_of_memory
+from ..surroundings import out_of_memory
 from .passes import Jacobian, Map, Site
 
 # Parts of the outputs that are looked at one by one.

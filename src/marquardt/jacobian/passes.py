@@ -17,10 +17,10 @@ from ..layers import rows_by_loop, rows_by_vmap, rows_in_batches, rows_in_parts
 from ..layers.capture import Layout, Walk, Watch
 from ..layers.places import Place
 from ..layers.unrolled import Refused
-from ..memory import out_of_memory, unless_foreign
 from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy, call_with
 from ..model.batch import COARSE, Batch, full, open_cells
 from ..model.checks import FAILURES, explained
+from ..surroundings import out_of_memory, unless_foreign
 from .objective import Objective, Totals
 
 Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by these

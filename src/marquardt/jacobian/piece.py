@@ -30,12 +30,12 @@ from ..layers.unrolled import Refused
 from ..layers.uses import Glimpse, block_of
 from ..losses import Loss
 from ..losses.proof import prove
-from ..memory import out_of_memory
 from ..model.anatomy import Chance, Moment
 from ..model.batch import Batch, tensors
 from ..model.checks import check_coupling
 from ..model.parameters import Parameters, flat, named_parameters
 from ..model.shards import own_part
+from ..surroundings import out_of_memory
 from .cut import check_picked
 from .mapping import find
 from .objective import Cotangents, Empirical, Exact, Objective, Rows, Sampled, Seed, Totals, check_gradient, drawn

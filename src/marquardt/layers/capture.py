@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from ..memory import out_of_memory, unless_interrupted
 from ..model.anatomy import Slopes, drawn_rrelu
 from ..model.batch import widened
+from ..surroundings import out_of_memory, unless_interrupted
 from .blocks import Bilinear, Block, Explicit, written
 from .lookup import Lookup
 from .pooled import Kept, Pooled, behind, users

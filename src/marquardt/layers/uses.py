@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..memory import out_of_memory
 from ..model.batch import wide, widened
+from ..surroundings import out_of_memory
 from .blocks import SLAB, Bilinear, Block, Explicit, Nothing, Sums, written
 from .capture import Form, Misfit, Outer, Picked, Use
 from .lookup import Lookup

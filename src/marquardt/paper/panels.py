@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from ..texts import visible
+from ..values import visible
 from .curves import Chart, Fit, Line
 from .problems import SINE_ENDS, SINE_NOISE
 from .styles import CSS, FAMILIES, REFERENCE, SHORT, STYLES, UNKNOWN, Style

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import documents
-from ..documents import typed
+from .. import files
+from ..files import typed
 from .methods import METHODS, Method, ablation
 from .vocabulary import COLUMNS, EXPERIMENTS, LOGS, PROBLEMS, TUNED, problem_of
 
@@ -136,7 +136,7 @@ def plan(
 def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """{problem: {method: hyper-parameters}}, as `marquardt paper tune` wrote it."""
     try:
-        found = documents.loads(documents.content_of(path))
+        found = files.loads(files.content_of(path))
     except ValueError as error:
         raise ValueError(
             f"{path}: expected the JSON that `marquardt paper tune` writes ({error}); move the file away"

@@ -17,9 +17,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from .. import documents, files
-from ..documents import typed
-from ..texts import on_page, quoted
+from .. import files
+from ..files import typed
+from ..values import on_page, quoted
 from . import logs, panels, styles, tables
 from .figures import Figure, figures
 from .logs import Log, horizon, select
@@ -73,7 +73,7 @@ class Kept:
         try:
             if path.is_symlink():
                 raise files.Damaged(f"{path} is a link, which marquardt has not made")
-            found, is_sealed = documents.read(path)
+            found, is_sealed = files.read(path)
             version = found.pop("format", None)
             if version != FORMAT:
                 raise files.Damaged(f"{path} has the format {version!r}, this version reads {FORMAT}")
@@ -87,7 +87,7 @@ class Kept:
             raise files.Damaged(f"{path} is damaged ({error}): {way}") from None
 
     def text(self) -> bytes:
-        return documents.sealed({"format": FORMAT, **asdict(self)})
+        return files.sealed({"format": FORMAT, **asdict(self)})
 
 
 def write(out: Path) -> Path:
@@ -116,9 +116,9 @@ def write(out: Path) -> Path:
 
 def _put(out: Path, content: Content, made: dict[str, bytes], before: Kept | None) -> None:
     """report.json comes first: also if the process is killed in between, what it has written is known for its own."""
-    new = {out / name: documents.digest(text) for name, text in made.items()}
+    new = {out / name: files.digest(text) for name, text in made.items()}
     way = "move it away, or choose another --out"
-    there = documents.own(dict(new), before.written if before else (), way)
+    there = files.own(dict(new), before.written if before else (), way)
     with files.whole(out / CONTENT) as put:
         put(Kept(content, sorted(there | {*new.values()})).text())
     for name, text in made.items():

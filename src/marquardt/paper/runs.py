@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import documents, files
+from .. import files
 from . import logs, plans, problems, tasks
 from .data import NAMES, Digits, find
 from .machine import machine, versions
@@ -136,7 +136,7 @@ def check_free(path: Path) -> None:
             raise ValueError(f"{path} is a link; {logs.WAY_OUT}")
         logs.read(path)
     except ValueError as error:
-        raise documents.Foreign(f"no log can be written: {error}") from None
+        raise files.Foreign(f"no log can be written: {error}") from None
 
 
 class _Recording:
@@ -149,7 +149,7 @@ class _Recording:
         append: Callable[[bytes], None],
         watch: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        self.spec, self.lines, self.watch = run, documents.Sealing(append), watch
+        self.spec, self.lines, self.watch = run, files.SealedLines(append), watch
         self.task = tasks.build(run, data)
         self.steps = tasks.length(run, self.task.data)
         self.clock = Clock(run.device)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..texts import visible
+from ..values import visible
 from .logs import Log, attempted, equal_seconds, groups, horizon, or_worst, place, quantile, select
 from .problems import SINE_NOISE_FLOOR
 from .vocabulary import PARTS, RULE, SINE_READINGS, TARGET, TARGET_LABEL, compared, problem_of

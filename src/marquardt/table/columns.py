@@ -22,8 +22,8 @@ import pandas as pd  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from ..documents import typed
-from ..texts import quoted
+from ..files import typed
+from ..values import quoted
 from . import kinds
 from .reading import BadTable, counted, listed
 

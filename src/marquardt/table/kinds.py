@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 
-from ..texts import quoted
+from ..values import quoted
 from .reading import MOST, BadTable, counted
 
 Kind = Literal["empty", "number", "date", "category"]

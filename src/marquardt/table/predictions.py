@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 from torch import Tensor
 
-from .. import documents, files
-from ..documents import digest, digest_of, sealed, typed
+from .. import files
+from ..files import digest, digest_of, sealed, typed
 from ..tabular import Committee
-from ..texts import cell, short
+from ..values import cell, shortened
 from . import metrics, targets
 from .columns import Columns
 from .reading import BadTable, Sheet, counted, read
@@ -140,7 +140,7 @@ def load(folder: Path) -> Model:
 
 def _loaded(folder: Path) -> Model:
     saved, *is_sealed = files.load(folder / MODEL)
-    words, sealed_too = documents.read(folder / PREPROCESSING)
+    words, sealed_too = files.read(folder / PREPROCESSING)
     formats = [content.get("format") if isinstance(content, dict) else None for content in (saved, words)]
     if newer := [found for found in formats if type(found) is int and found > FORMAT]:
         raise BadFolder(f"{folder} was written by a newer marquardt (format {newer[0]}): install that")
@@ -165,7 +165,11 @@ def _loaded(folder: Path) -> Model:
 
 def _reason(error: Exception) -> str:
     words = str(error).splitlines()[:1]
-    return f"there is no {error}" if isinstance(error, KeyError) else short(words[0] if words else type(error).__name__)
+    return (
+        f"there is no {error}"
+        if isinstance(error, KeyError)
+        else shortened(words[0] if words else type(error).__name__)
+    )
 
 
 def predict(folder: Path, data: Path, level: float) -> tuple[pd.DataFrame, list[str]]:

@@ -13,8 +13,8 @@ import jinja2
 from torch import Tensor
 
 from .. import __version__
-from ..texts import on_page, short
 from ..training import History
+from ..values import on_page, shortened
 from . import metrics
 from .charts import Points, chart, ranking, thinned
 from .findings import LEVEL, Findings
@@ -256,7 +256,7 @@ def _worst(
     for i in places.tolist():
         values = [(frame[name].iloc[i], name in numbers) for name in names]
         shown = [
-            "–" if value != value else _number(float(value)) if number else short(str(value))
+            "–" if value != value else _number(float(value)) if number else shortened(str(value))
             for value, number in values
         ]
         body.append([f"{frame.index[i] + 1:,}", *cells(i), *shown])

@@ -15,7 +15,7 @@ import pandas as pd  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from .. import documents, files, memory, tabular
+from .. import files, surroundings, tabular
 from . import columns, importance, metrics, predictions, reading, report, request, targets
 from .columns import Columns
 from .findings import LEVEL, Findings, Prepared
@@ -148,7 +148,7 @@ def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[
             checkpoint=checkpoint, watch=watch, classes=classes,
         )  # fmt: skip
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not memory.out_of_memory(error):
+        if not isinstance(error, MemoryError) and not surroundings.out_of_memory(error):
             raise
         way = "--rows N reads the first N rows, and fewer units in --hidden need less"
         raise BadTable(f"memory ran out in the training with {len(rows):,} rows: {way}") from error
@@ -192,7 +192,7 @@ def write(findings: Findings, out: Path) -> None:
             request.MODEL: model,
             request.PREPROCESSING: predictions.preprocessing(*kept),
             request.PREDICTIONS: predictions.to_csv(_predictions(findings)).encode(),
-            request.METRICS: (documents.dumps(_metrics(findings), indent=1) + "\n").encode(),
+            request.METRICS: (files.dumps(_metrics(findings), indent=1) + "\n").encode(),
             request.REPORT: report.page(findings).encode(),
         },
     )

@@ -12,8 +12,8 @@ import pandas as pd  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from ..documents import typed
-from ..texts import quoted
+from ..files import typed
+from ..values import quoted
 from . import kinds
 from .columns import as_text
 from .reading import BadTable, listed, nameless

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..documents import typed
+from ..files import typed
 from ..training import Entry, History
 from .law import Classes, Law, Numbers, TwoClasses, probabilities, softened
 from .members import Members

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import files
-from ..documents import typed
+from ..files import typed
 from .law import Law
 from .members import Members
 from .network import ACTIVATIONS, Network

@@ -13,12 +13,11 @@ from ..diagnosis import Diagnosis, diagnosed
 from ..jacobian.objective import Objective
 from ..jacobian.passes import Known, Pass
 from ..losses import Loss
-from ..memory import unless_interrupted
 from ..model.anatomy import Chance, rng_state, set_rng_state
 from ..model.batch import Batch
 from ..model.checks import FAILURES, explained
 from ..ranks import ALONE, Ranks
-from ..surroundings import back_afterwards
+from ..surroundings import back_afterwards, unless_interrupted
 
 T = TypeVar("T")
 

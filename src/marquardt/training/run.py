@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..agreement import take_buffers
 from ..arguments import users
 from ..diagnosis import Diagnosis
-from ..memory import unless_interrupted
 from ..model.anatomy import submodules
 from ..model.batch import Batch
 from ..model.parameters import changing
@@ -28,7 +27,7 @@ from ..optimizer import LM
 from ..ranks import OtherRank, RankError
 from ..sources import Arrays, Indexed, Source, Stream
 from ..step import Step
-from ..surroundings import back_afterwards, surely
+from ..surroundings import back_afterwards, surely, unless_interrupted
 from ..uncertainty.evidence import Evidence
 from .batching import Batching, Order, cut
 from .evaluation import diagnosis, evaluated, of_validation, outputs
