@@ -16,10 +16,9 @@ from marquardt.jacobian.passes import Known
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
 from support import reference
-from support.by_hand import ByHand
 from support.graph_models import GRAPH_CASES, Attentive, Equations, Parts
 from support.reference import error
-from support.steps import lm, theta
+from support.steps import ByHand, lm, theta
 
 DOUBLE = {"dtype": torch.float64}
 

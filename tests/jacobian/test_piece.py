@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from support import reference
-from support.found import PLAIN, Attention
+from support.modules import PLAIN, Attention
 from support.reference import error
 from support.steps import theta
 

@@ -9,7 +9,7 @@ import torch
 
 import marquardt as mq
 from marquardt.layers.blocks import HALF, add_product, add_square
-from support.found import PLAIN, routed
+from support.modules import PLAIN, routed
 from support.reference import error
 from support.steps import theta
 

@@ -14,10 +14,9 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import marquardt as mq
 from marquardt.curvature.direct import DenseCurvature, FactorizationError
-from support.by_hand import ByHand
 from support.modules import Counting, Scaling, Slope, noisy
 from support.reference import error
-from support.steps import EVERY_CURVATURE, MAX_MOMENTUM, lm, parts_of, problem, theta
+from support.steps import EVERY_CURVATURE, MAX_MOMENTUM, ByHand, lm, parts_of, problem, theta
 from support.unchanged import changes, refused, world
 
 pytestmark = pytest.mark.usefixtures("double")

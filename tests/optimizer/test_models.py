@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 import marquardt as mq
 from support import reference
-from support.by_hand import ByHand
 from support.cases import Poisson1D, Recurrent, TwoTowers, default_dtype, mlp
 from support.reference import error
 from support.several import Flat
-from support.steps import CUDA, DENSE_AND_GRAM, EVERY_CURVATURE, PLAIN_TYPES, lm, objective, theta
+from support.steps import CUDA, DENSE_AND_GRAM, EVERY_CURVATURE, PLAIN_TYPES, ByHand, lm, objective, theta
 from support.unchanged import changes, refused, same, world
 
 pytestmark = pytest.mark.usefixtures("double")

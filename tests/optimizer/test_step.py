@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import marquardt as mq
 from support import reference
-from support.by_hand import RECIPES, ByHand
 from support.cases import default_dtype, mlp, sample_weights
 from support.modules import Counting, Scaling, noisy
+from support.parts import Never
 from support.reference import error
 from support.steps import (
     CUDA,
@@ -29,6 +29,8 @@ from support.steps import (
     LOSSES,
     MAX_MOMENTUM,
     PLAIN_TYPES,
+    RECIPES,
+    ByHand,
     linear_problem,
     lm,
     objective,
@@ -580,20 +582,11 @@ def test_momentum_is_cut_too():
 @pytest.mark.parametrize("search", [mq.Grid(), mq.Backtracking(), mq.Bracket(), mq.Grid(along_step=True)], ids=str)
 def test_line_searches_stay_within(search):
     """Their rates reach to 9 times the step, and the loss falls all along the line: the end of the radius is best."""
-    model, opt, x, y = overshooting(lr=1.0, radius=1e-3, acceptance=Refuses(), line_search=search)
+    model, opt, x, y = overshooting(lr=1.0, radius=1e-3, acceptance=Never(), line_search=search)
     before = theta(model)
     step = opt.step(x, y)
     assert step.rule == "search"
     assert 0 < (theta(model) - before).norm() <= 1e-3 * (1 + 1e-10)
-
-
-class Refuses:
-    """Leaves every step to the line search."""
-
-    looks_back = False
-
-    def judge(self, trial):
-        return None
 
 
 SCHEDULES = [mq.Balanced(), mq.GainRatio(floor=1e-20), mq.TenFold(), mq.RelativeDecrease()]

@@ -18,8 +18,7 @@ from marquardt.paper import data as paper_data
 from marquardt.paper.data import MIRRORS, MNIST_MD5, cache_directory, data_directory, find, load_mnist
 from marquardt.paper.idx import read_idx
 from marquardt.paper.problems import accuracy, mnist_cnn
-from support.idx_files import flipped, idx
-from support.mnist_mirror import ALL, FILES, files_in, no_name, refuse, serve, write_files
+from support.mnist_mirror import ALL, FILES, files_in, flipped, idx, no_name, refuse, serve, write_files
 
 
 def write_mnist(directory, n=3, side=28, labels=None, pack=gzip.compress, end=".gz"):

@@ -10,7 +10,7 @@ import torch
 
 from marquardt.paper import idx as idx_files
 from marquardt.paper.idx import read_idx
-from support.idx_files import flipped, idx
+from support.mnist_mirror import flipped, idx
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])

@@ -9,7 +9,7 @@ from marquardt.tabular import Settings, building, train
 from marquardt.tabular.law import Numbers
 from marquardt.tabular.members import Descent, Given, Limits
 from marquardt.tabular.network import Network
-from support.committees import QUICK, classes, table
+from support.tables import QUICK, classes, table
 
 
 def same(a, b, x) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from marquardt.tabular import Committee, Settings, train
-from support.committees import QUICK, classes, table
+from support.tables import QUICK, classes, table
 
 
 def stored(found: Committee) -> Committee:
