@@ -646,7 +646,7 @@ def test_lists_in_each_other_are_not_written_out(tmp_path):
         item = [item, item]
     content["content"]["more"]["item"] = item
     true, forged = path.read_bytes(), io.BytesIO()
-    sealing = files._Sealing(forged.write)
+    sealing = files._SealedArchive(forged.write)
     torch.save(content, sealing)
     sealing.end()
     path.write_bytes(forged.getvalue())

@@ -49,8 +49,7 @@ from marquardt.step import (
     tried,
 )
 from support import reference
-from support.parts import Never, flat
-from support.policies import ending, found, start
+from support.parts import Never, ending, flat, found, start
 from support.reference import error
 from support.steps import PLAIN, problem
 

@@ -16,8 +16,7 @@ from marquardt.losses import resolve
 from marquardt.model.batch import Batch
 from support import reference
 from support.cases import Recurrent, mlp, sample_weights
-from support.found import SWAPPED
-from support.modules import Slope, noisy
+from support.modules import SWAPPED, Slope, noisy
 from support.steps import CUDA, EVERY_CURVATURE, lm, problem, theta
 
 RANDOM: dict[str, Callable[[], nn.Module]] = {

@@ -20,8 +20,8 @@ from .model.anatomy import held
 from .model.checks import check_coupling, check_usable
 from .model.parameters import named_parameters
 from .model.shards import let_go, sharded
-from .plain import MAX, short
 from .ranks import Ranks
+from .values import MAX, short
 
 # A learning rate below this one is probably a mistake: it suits Adam and SGD, but LM's is a factor of the full step.
 SMALL = 0.05

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import KeyPath, keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
-from . import archives, files, generators
+from . import files, generators
 from .model.checks import unwrapped
 from .model.shards import sharded
 from .optimizer import LM
-from .plain import short
 from .ranks import RankError, Ranks
+from .values import short
 
 # Version 1 had no checksums, no mark, and the pickle of torch.distributed.checkpoint in the place of an index.
 VERSION = 2
@@ -370,7 +370,7 @@ def unplain(content: Any) -> Exception | None:
     file = io.BytesIO()
     try:
         torch.save(content, file)
-        archives.check(file)
+        files.check_archive(file)
     except Exception as error:
         return error
     return None

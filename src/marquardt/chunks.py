@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from . import files
-from .archives import Standin, read
-from .plain import short
+from .files import Standin, unpacked
+from .values import short
 
 # Of every tensor by name, for each of its chunks: offsets, sizes, and where it is: file and place in it, or name, first
 # byte and length in a folder of an earlier version.
@@ -309,7 +309,7 @@ def old_chunk(folder: Path, sizes: list[int], name: str, first: int, length: int
         raise files.Damaged(f"{path} is damaged: it is shorter than it was")
     with path.open("rb") as file:
         file.seek(first)
-        found = read(io.BytesIO(file.read(length)))
+        found = unpacked(io.BytesIO(file.read(length)))
     if not isinstance(found, Tensor):
         raise files.Damaged(f"{path} is damaged: a tensor is {type(found).__name__}")
     return found

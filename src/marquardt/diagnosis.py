@@ -14,10 +14,9 @@ from torch import Tensor
 
 from .jacobian.objective import Objective
 from .losses import Loss
-from .memory import unless_interrupted
 from .model.anatomy import Chance, Draws, Moment
 from .model.batch import Batch, tensors
-from .surroundings import back_afterwards, undisturbed
+from .surroundings import back_afterwards, undisturbed, unless_interrupted
 
 # A loss that is lower than that of a constant by this share or less has learnt nothing. One that is lower by all but
 # this share is good, however it came about.

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 
 MOVED = {
+    "archives": "files",
     "curvature.conjugate_gradients": "curvature.matrix_free",
     "curvature.dense": "curvature.direct",
     "curvature.ekfac": "curvature.kronecker",
@@ -14,6 +15,8 @@ MOVED = {
     "curvature.plan": "curvature.cost",
     "curvature.products": "curvature.matrix_free",
     "curvature.solve": "curvature.direct",
+    "documents": "files",
+    "groups": "protocol",
     "jacobian.known": "jacobian.passes",
     "jacobian.rows": "jacobian.objective",
     "layers.bilinear": "layers.blocks",
@@ -31,6 +34,7 @@ MOVED = {
     "losses.positive": "losses.regression",
     "losses.probabilities": "losses.classes",
     "losses.robust": "losses.regression",
+    "memory": "surroundings",
     "metric.diagonal": "metric.base",
     "metric.summed": "metric.layered",
     "parts.acceptance": "parts.judging",
@@ -39,8 +43,11 @@ MOVED = {
     "parts.line_search": "parts.judging",
     "parts.momentum": "parts.direction",
     "parts.schedule": "parts.judging",
+    "plain": "values",
     "report": "step",
+    "saving": "protocol",
     "state": "step",
+    "texts": "values",
     "uncertainty.likelihood": "uncertainty.expansion",
 }
 

@@ -26,7 +26,6 @@ from .curvature import Auto, Representation
 from .curvature.cost import USUAL, Plan, duration
 from .deferred import AS_IS, current
 from .diagnosis import diagnosed
-from .groups import check_same_rate, grouped, weights
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Objective, Rows, Totals
 from .jacobian.passes import Coupled, Facts
@@ -39,9 +38,9 @@ from .model.parameters import Parameters
 from .model.statistics import NOTHING, Seen, estimated, tracking
 from .parts.direction import AdaptiveMomentum, Damping, KroneckerMetric, Momentum
 from .parts.judging import EMA, Acceptance, Average, Backtracking, Balanced, LineSearch, Schedule, Uphill
+from .protocol import FOREIGN, check_groups, check_same_rate, copied, grouped, loaded, saved, weights
 from .ranks import ALONE, AVAILABLE, Ranks, cause, check_joined, of
 from .recordings import RECORDERS, Recordings
-from .saving import FOREIGN, check_groups, copied, loaded, saved
 from .step import Parts, State, Step, changed, rows_of, take
 from .surroundings import Surroundings, back_afterwards, settled
 from .weights import Weights

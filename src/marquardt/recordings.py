@@ -24,7 +24,6 @@ from .deferred import Tape, answers, capturing, recorded
 from .jacobian.linearization import Linearization
 from .jacobian.objective import Level, Objective, Totals
 from .jacobian.passes import Facts
-from .memory import out_of_memory
 from .metric import restored
 from .model.anatomy import held, hooks, submodules
 from .model.batch import Batch, modes, without_autocast
@@ -48,6 +47,7 @@ from .step import (
     rows_of,
     tried,
 )
+from .surroundings import out_of_memory
 
 # A model may use numbers that no signature contains. Therefore, before this replay of a recording, and before the
 # replay of twice the number, and so on, the model is called outside of the graph, and both losses must be the same.

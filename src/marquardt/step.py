@@ -480,7 +480,7 @@ def rows_of(parts: Parts, plan: Plan | None) -> Rows:
 @dataclass(frozen=True)
 class State(Policies):
     """Everything a step leaves for the next one, policies included. It is replaced as a whole when a step is over,
-    saved as one flat dict, and checked against `ENTRIES` when it is loaded, see plain.py."""
+    saved as one flat dict, and checked against `ENTRIES` when it is loaded, see values.py."""
 
     lam: float
     steps: int = 0

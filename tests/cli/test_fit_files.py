@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from marquardt import documents
-from marquardt import files as archives
+from marquardt import files as disk
 from marquardt.tabular import building
 from support.command_line import invoked, program, refused
 from support.made_runs import room_for
@@ -205,14 +204,14 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_trained(
 
 
 def forged_run(out: Path, changes: dict[str, Any]) -> None:
-    found, _ = documents.read(out / "run.json")
+    found, _ = disk.read(out / "run.json")
     for place, value in changes.items():
         *way, last = place.split(".")
         holder = found
         for name in way:
             holder = holder[name]
         holder[last] = value
-    documents.write(out / "run.json", found)
+    disk.write(out / "run.json", found)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +248,9 @@ def test_every_entry_of_a_run_is_checked(data: Path, stopped: Path, changes: dic
 
 def unsealed(path: Path, **changes: Any) -> None:
     if path.suffix == ".pt":
-        torch.save({**archives.load(path)[0], **changes}, path)
+        torch.save({**disk.load(path)[0], **changes}, path)
     else:
-        found, _ = documents.read(path)
+        found, _ = disk.read(path)
         found |= changes
         path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}, indent=1))
 

@@ -10,7 +10,7 @@ import torch
 import marquardt as mq
 from marquardt.curvature.matrix_free import conjugate_gradients
 from support.cases import build
-from support.matrix_free import represent, scalar
+from support.linearized import represent, scalar
 from support.reference import error
 
 f64 = torch.float64

@@ -14,8 +14,8 @@ from marquardt.curvature import Damped
 from marquardt.parts.direction import factored_maximum
 from support import reference
 from support.cases import mlp
-from support.found import PLAIN, SWAPPED, Fn, routed
 from support.kronecker import EVERY_NETWORK, build, damped, fresh_batches, represent
+from support.modules import PLAIN, SWAPPED, Fn, routed
 from support.oracle import kfac_dense, kfac_matrix
 from support.reference import error
 from support.steps import theta

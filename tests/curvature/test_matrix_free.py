@@ -17,8 +17,7 @@ from marquardt.curvature.matrix_free import conjugate_gradients
 from marquardt.jacobian.linearization import Trials
 from support import reference
 from support.cases import Problem, build, mlp
-from support.linearized import EVERY_CASE, expected, linearize
-from support.matrix_free import EXACT, coupled, represent, scalar
+from support.linearized import EVERY_CASE, EXACT, coupled, expected, linearize, represent, scalar
 from support.reference import error
 
 f64 = torch.float64

@@ -14,8 +14,7 @@ from marquardt.curvature.matrix_free import by_double_backward, by_forward_mode,
 from marquardt.jacobian.linearization import Trials
 from support import reference
 from support.cases import Problem, build, mlp
-from support.linearized import EVERY_CASE, HARD_LABELS, expected, linearize
-from support.matrix_free import coupled, represent, scalar
+from support.linearized import EVERY_CASE, HARD_LABELS, coupled, expected, linearize, represent, scalar
 from support.reference import error
 
 f64 = torch.float64

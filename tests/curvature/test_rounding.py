@@ -8,7 +8,7 @@ from torch import nn
 
 import marquardt as mq
 from marquardt.jacobian import statistics
-from support.found import PLAIN, Attention, Fn
+from support.modules import PLAIN, Attention, Fn
 from support.reference import error
 from support.steps import theta
 

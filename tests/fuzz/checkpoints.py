@@ -153,7 +153,7 @@ def pickles(rng: random.Random, canary: Path) -> bytes:
 def sealed(body: bytes) -> bytes:
     """An archive without its comment gets that of its bytes."""
     out: list[bytes] = []
-    sealing = files._Sealing(lambda part: out.append(part))
+    sealing = files._SealedArchive(lambda part: out.append(part))
     sealing.write(body[:-2] + bytes(2))
     sealing.end()
     return b"".join(out)

@@ -61,7 +61,10 @@ class Moments:
             self.fired = 1
             if self.again is not None:
                 sys.settrace(self.second)  # the profile function is gone once it has raised
-            raise self.error
+            self.strike()
+
+    def strike(self) -> None:
+        raise self.error
 
     def second(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and self.again is not None and frame.f_code.co_filename != __file__:

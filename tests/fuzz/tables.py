@@ -35,7 +35,7 @@ import typer.testing
 
 from fuzz import attacks
 from fuzz.attacks import Fault
-from marquardt import documents, files
+from marquardt import files
 from marquardt.paper import runs
 from marquardt.table import request
 from support.command_line import invoked
@@ -244,7 +244,7 @@ def forged(draw: random.Random, path: Path, content: bytes) -> bytes:
     if not isinstance(entries[-1], dict) or not entries[-1]:
         return content
     found = io.BytesIO()
-    sealing = documents.Sealing(lambda part: found.write(part) and None)
+    sealing = files.SealedLines(lambda part: found.write(part) and None)
     try:
         for i, entry in enumerate(entries):
             sealing.add(entry, last=i == len(entries) - 1)

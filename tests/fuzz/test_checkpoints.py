@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fuzz import attacks, checkpoints
-from marquardt import archives, files
 from marquardt import checkpoints as own
+from marquardt import files
 
 
 def attacked(kind, cases, first=0):
@@ -39,7 +39,7 @@ def careless(patch):
         file.seek(0)
         return torch.load(file, weights_only=False)
 
-    patch.setattr(archives, "read", read)
+    patch.setattr(files, "unpacked", read)
 
 
 def blind(patch):

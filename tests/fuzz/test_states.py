@@ -8,7 +8,7 @@ import pytest
 
 import marquardt as mq
 from fuzz import attacks, states
-from marquardt import saving
+from marquardt import protocol
 
 CHUNKS, CASES = 4, 80
 
@@ -44,7 +44,7 @@ def test_a_tensor_in_another_precision(name):
 
 
 def test_what_is_not_checked_is_found_out(monkeypatch):
-    monkeypatch.setattr(saving, "check_state", lambda *_: None)
+    monkeypatch.setattr(protocol, "check_state", lambda *_: None)
     assert any(attacks.run(states.one, [seed])[1] for seed in range(100))
 
 

@@ -19,10 +19,9 @@ from marquardt.layers.graph import stacked
 from marquardt.losses import resolve
 from marquardt.model.batch import Batch
 from support import reference
-from support.by_hand import ByHand
 from support.graph_models import GRAPH_CASES, Attentive, Equations, Parts
 from support.reference import error
-from support.steps import lm, theta
+from support.steps import ByHand, lm, theta
 
 pytestmark = pytest.mark.usefixtures("double")
 

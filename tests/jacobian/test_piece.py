@@ -14,7 +14,7 @@ from marquardt.jacobian.piece import adjoint, apply, dense, scattered, together
 from marquardt.layers.blocks import Block, Explicit, Nothing
 from marquardt.model.parameters import Parameters
 from support import reference
-from support.found import PLAIN, Attention
+from support.modules import PLAIN, Attention
 from support.reference import error
 from support.steps import theta
 

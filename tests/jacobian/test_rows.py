@@ -15,9 +15,8 @@ from torch import nn
 import marquardt as mq
 from support import reference
 from support.cases import build
-from support.found import SWAPPED, Fn
 from support.linearized import linearize
-from support.modules import Messages
+from support.modules import SWAPPED, Fn, Messages
 from support.reference import error
 from support.steps import lm, problem, theta
 

@@ -11,7 +11,7 @@ from marquardt.jacobian import statistics
 from marquardt.jacobian.linearization import Linearization
 from support import reference
 from support.cases import mlp
-from support.found import routed
+from support.modules import routed
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from marquardt.model.parameters import Parameters, Position, changing
-from support.by_hand import RECIPES, ByHand
 from support.reference import error
-from support.steps import DENSE_AND_GRAM, lm, problem, theta
+from support.steps import DENSE_AND_GRAM, RECIPES, ByHand, lm, problem, theta
 from support.unchanged import same
 
 pytestmark = pytest.mark.usefixtures("double")

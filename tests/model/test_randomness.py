@@ -15,8 +15,8 @@ from marquardt.curvature.matrix_free import MatrixFreeCurvature
 from marquardt.jacobian.linearization import Trials
 from support import reference
 from support.cases import Problem, build
-from support.found import SWAPPED, Fn
 from support.linearized import REPRESENTATIONS, linearize
+from support.modules import SWAPPED, Fn
 from support.reference import error
 
 DOUBLE = {"dtype": torch.float64}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .mutations import mutation
-from .of_policies import ENDS, HIDDEN, MOVES, NO_GRADIENT, PIECES, STEP, UNITS
+from .of_policies import ENDS, HIDDEN, MOVES, NO_GRADIENT, PIECES, STEP
 
 MUTATIONS = [
     mutation(
@@ -65,8 +65,8 @@ MUTATIONS = [
         "Trial(f, f_new, start.floor, start.best,",
         "Trial(f, f_new, start.level.low, start.best,",
         PIECES,
-        UNITS,
-        "tests/optimizer/test_brought.py",
+        STEP,
+        "tests/optimizer/test_models.py",
     ),
     mutation(
         "policies: the best loss is that before the step",

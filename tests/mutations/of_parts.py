@@ -75,7 +75,7 @@ MUTATIONS = [
         'elif not outcome.gain >= 0.25 and outcome.rule != "uphill":',
         'elif outcome.gain < 0.25 and outcome.rule != "uphill":',
         SCHEDULE,
-        "tests/optimizer/test_failed_steps.py",
+        "tests/optimizer/test_exceptions.py",
     ),
     mutation(
         "parts: a floor under λ with averaged curvature too",

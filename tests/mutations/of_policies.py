@@ -22,13 +22,10 @@ STEP = "tests/optimizer/test_step.py"
 SAME = "tests/optimizer/test_step.py::test_knows_the_same_data_again"
 AVERAGED = "tests/optimizer/test_averaged.py"
 LAG = "tests/optimizer/test_averaged.py::test_the_averaged_loss_of_every_step_by_hand"
-RADIUS = "tests/optimizer/test_radius.py"
-REWEIGHTED = "tests/optimizer/test_reweighted.py"
 DECAY = "tests/optimizer/test_weight_decay.py"
-FAILURES = "tests/optimizer/test_failed_steps.py"
+FAILURES = "tests/optimizer/test_exceptions.py"
 SEARCH = "tests/parts/test_line_search.py"
 SCHEDULE = "tests/parts/test_schedule.py"
-UNITS = "tests/optimizer/test_units.py"
 COARSE = "tests/optimizer/test_coarse_parameters.py"
 RECORDED = "tests/test_recorded.py"
 PIECES = "tests/test_step.py"
@@ -58,7 +55,7 @@ MUTATIONS = [
         "policies: a loss without a bound is told by its size alone",
         "size = abs(self.expected) if low > -math.inf else max(abs(self.expected), height)",
         "size = abs(self.expected)",
-        UNITS,
+        STEP,
         SAME_DATA,
     ),
     mutation(
@@ -96,14 +93,14 @@ MUTATIONS = [
         "policies: another weight decay moves the expected loss the wrong way",
         "None if self.expected is None else self.expected +",
         "None if self.expected is None else self.expected -",
-        REWEIGHTED,
+        DECAY,
         SAME_DATA,
     ),
     mutation(
         "policies: another weight decay leaves heights alone",
         "Outliers(max(0.0, self.height +",
         "Outliers(max(0.0, self.height + 0.0 *",
-        REWEIGHTED,
+        DECAY,
         OUTLIERS,
     ),
     # doubt
@@ -227,7 +224,7 @@ MUTATIONS = [
         "policies: a loss without a bound has its best for one",
         "low if low > -math.inf else best - BELOW * self.height",
         "low if low > -math.inf else best",
-        UNITS,
+        STEP,
         OUTLIERS,
     ),
     mutation(
@@ -320,7 +317,7 @@ MUTATIONS = [
         "policies: λ falls after a cut step",
         'return max(found, lam) if end.cut or end.rule == "search" else found',
         'return max(found, lam) if end.rule == "search" else found',
-        RADIUS,
+        STEP,
         PIECES,
     ),
     mutation(
@@ -342,26 +339,26 @@ MUTATIONS = [
         "policies: the radius without the learning rate",
         "d * (radius / (lr * space.norm(d))).clamp(max=1)",
         "d * (radius / space.norm(d)).clamp(max=1)",
-        RADIUS,
+        STEP,
     ),
     mutation(
         "policies: short steps are made as long as the radius",
         "d * (radius / (lr * space.norm(d))).clamp(max=1)",
         "d * (radius / (lr * space.norm(d)))",
-        RADIUS,
+        STEP,
     ),
     mutation(
         "policies: a step as it was counts as cut",
         "self.length < self.uncut",
         "self.length <= self.uncut",
-        RADIUS,
+        STEP,
         PIECES,
     ),
     mutation(
         "policies: a search goes beyond the radius",
         "longest = math.inf if radius is None else max(lr, radius / length if length else math.inf)",
         "longest = math.inf",
-        RADIUS,
+        STEP,
         PIECES,
     ),
     mutation(
@@ -439,7 +436,7 @@ MUTATIONS = [
         "policies: short steps are idle because of the radius",
         "faint = start.same_data and not end.cut and",
         "faint = start.same_data and",
-        RADIUS,
+        STEP,
         PIECES,
         CONVERGENCE,
     ),

@@ -1,7 +1,6 @@
 """Ctrl-C and time limits at many moments: they arrive as what they are, and nothing has happened, or all.
 
-A profile function sends the signal where Python may be interrupted: where a function begins, and where a call into C
-has returned.
+Unlike the attacks of `fuzz.interrupts`, which raise the error themselves, a signal comes, and its handler raises.
 """
 
 from __future__ import annotations
@@ -10,27 +9,23 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import marquardt as mq
+from fuzz.interrupts import FIRST, THEN, Moments, Subject, Timeout, data, made, mlp, stepping
+from fuzz.settings import settings
+from support.unchanged import same
 
 MOMENTS = 30  # of every step
 
 
-class Timeout(Exception):
-    """As the handler of an alarm raises it"""
-
-
 class Late(RuntimeError):
-    """The same, of the kind that torch has for everything"""
+    """A time limit, of the kind that torch has for everything"""
 
 
 class Limit:
@@ -53,120 +48,66 @@ def handling(error: type[BaseException]) -> Iterator[None]:
         signal.signal(signal.SIGINT, old)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
+class Signalled(Moments):
+    def strike(self) -> None:
+        signal.raise_signal(signal.SIGINT)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.atan2(x, self.scale)  # no rule knows it
+def act(subject: Subject, seed: int, at: int | None = None) -> Moments:
+    torch.manual_seed(seed)
+    moments = Signalled(at)
+    moments.watch(subject.act)
+    return moments
 
 
-Made = tuple[nn.Module, mq.LM, Tensor, Tensor]
-
-
-def lm(model: nn.Module, *shape: int, **options: Any) -> Made:
-    return model, mq.LM(model, "mse", **options), torch.randn(6, *shape), torch.randn(6, 3)
-
-
-def mlp(*more: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), *more, nn.Linear(4, 3))
-
-
-SUBJECTS: dict[str, Callable[[], Made]] = {
-    "dropout and batch norm": lambda: lm(mlp(nn.BatchNorm1d(4), nn.Dropout(0.3)), 2),
-    "lstm": lambda: lm(Recurrent(), 3, 2),
-    "no rule": lambda: lm(nn.Sequential(nn.Linear(2, 3), Scaled()), 2),
-    "convolutions by products": lambda: lm(
-        nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)), 1, 4, 4, curvature=mq.MatrixFree()
-    ),
-    "hessian": lambda: lm(mlp(), 2, curvature=mq.Hessian(), damping=mq.Identity()),
-}
-
-
-class Run:
-    """A model with its optimizer, whose first step gets the signal at one of its moments, or at none"""
-
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        self.model, self.opt, *self.data = SUBJECTS[name]()
-        self.places: list[tuple[str, int]] = []  # of all moments
-
-    def step(self, seed: int, at: int | None = None) -> None:
-        def profile(frame: FrameType, event: str, arg: object) -> None:
-            if event in ("call", "c_return") and frame.f_code.co_filename != __file__:
-                self.places.append((frame.f_code.co_filename, frame.f_lineno))
-                if len(self.places) - 1 == at:
-                    signal.raise_signal(signal.SIGINT)
-
-        torch.manual_seed(seed)
-        sys.setprofile(profile)
-        try:
-            self.opt.step(*self.data)
-        finally:
-            sys.setprofile(None)
-
-    def state(self) -> dict[str, Any]:
-        stacks = len(_get_current_function_mode_stack()), len(_get_current_dispatch_mode_stack())
-        settings = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *stacks
-        modes = [module.training for module in self.model.modules()]
-        tensors = {k: t.clone() for k, t in self.model.state_dict().items()}
-        return {**tensors, "random": torch.get_rng_state(), "settings": torch.tensor([*settings, *modes])}
-
-
-def drawn(places: list[tuple[str, int]]) -> list[int]:
+def drawn(places: list[tuple[str, int, str]]) -> list[int]:
     """Moments at equal distances, and the first of every line that enters or leaves a level of vmap"""
     first = {place: i for i, place in reversed(list(enumerate(places))) if "_vmap_internals" in place[0]}
     return sorted({*range(0, len(places), max(1, len(places) // MOMENTS)), *first.values()})
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return all(torch.equal(a[k], b[k]) for k in a)
+def state(subject: Subject) -> dict[str, Any]:
+    tensors = {k: t.clone() for k, t in subject.model.state_dict().items()}
+    training = [module.training for module in subject.model.modules()]
+    return {**tensors, "random": torch.get_rng_state(), "training": training, **settings()}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Timeout, Late], ids=lambda e: e.__name__)
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(
+    "name", ["dropout, first step", "batch norm", "lstm", "own parameter", "forward mode", "hessian"]
+)
 def test_an_interrupt_is_raised_and_leaves_all_as_it_was_or_as_after_the_step(monkeypatch, name, error):
     x = torch.ones(3)
     unheard: list[Any] = []  # what Python can raise nowhere, as where an object is deleted
     monkeypatch.setattr(sys, "unraisablehook", lambda args: unheard.append(args.exc_type))
-    Run(name).step(1)  # what torch imports on the way
-    whole = Run(name)
-    whole.step(1)
-    after, moments = whole.state(), drawn(whole.places)
-    whole.step(2)
+    act(made(name, 0), FIRST)  # what torch imports on the way
+    whole = made(name, 0)
+    moments = drawn(act(whole, FIRST).places)
+    after = state(whole)
+    act(whole, THEN)
+    end = state(whole)
     with handling(error):
         for at in moments:
-            run = Run(name)
-            torch.manual_seed(1)
-            before = run.state()
+            run = made(name, 0)
+            before = state(run)
             try:
-                run.step(1, at)
+                act(run, FIRST, at)
                 assert unheard, f"moment {at}: it was swallowed"
             except error:
                 pass
             unheard.clear()
-            found = run.state()
+            found = state(run)
             done = not same(before, found)
             assert same(after if done else before, found), f"moment {at}"
             assert torch.equal(torch.func.vmap(torch.sin)(x), x.sin())
             J = torch.autograd.functional.jacobian(torch.sin, x, vectorize=True)
             assert torch.equal(J, x.cos().diag()), f"moment {at}"
             if not done:
-                run.step(1)
-                assert same(after, run.state()), f"moment {at}"
-            run.step(2)
-            assert same(whole.state(), run.state()), f"moment {at}"
+                act(run, FIRST)
+                assert same(after, state(run)), f"moment {at}"
+            act(run, THEN)
+            assert same(end, state(run)), f"moment {at}"
 
 
 class Stopping(nn.Module):
@@ -174,48 +115,50 @@ class Stopping(nn.Module):
 
     def __init__(self, later: int) -> None:
         super().__init__()
-        self.later, self.armed = later, False
-
-    def again(self, frame: FrameType, event: str, arg: object) -> None:
-        self.later -= event == "call"
-        if self.later < 0:
-            sys.settrace(None)
-            raise KeyboardInterrupt
+        self.moments, self.armed = Moments(error=KeyboardInterrupt, again=later), False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.armed:
-            sys.settrace(self.again)
+            sys.settrace(self.moments.second)
             raise KeyboardInterrupt
         return x
 
 
-def averaged(model: nn.Module, opt: mq.LM, x: Tensor, y: Tensor) -> None:
+def posterior(opt: mq.LM, x: Tensor, y: Tensor) -> mq.Posterior:
+    return mq.posterior(opt.model, "mse", (x, y), weight_decay=0.1)
+
+
+def prediction(opt: mq.LM, x: Tensor, y: Tensor) -> Callable[[], Any]:
+    found = posterior(opt, x, y)
+    return lambda: found.predict(x)
+
+
+def averaged(opt: mq.LM, x: Tensor) -> None:
     with opt.averaged():
-        model(x)
+        opt.model(x)
 
 
-def posterior(model: nn.Module, opt: mq.LM, x: Tensor, y: Tensor) -> mq.Posterior:
-    return mq.posterior(model, "mse", (x, y), weight_decay=0.1)
+ACTS: dict[str, Callable[..., Callable[[], Any]]] = {
+    "posterior": lambda *given: lambda: posterior(*given),
+    "prediction": prediction,
+    "averaged weights": lambda opt, x, y: lambda: averaged(opt, x),
+}
 
 
-@pytest.mark.parametrize("what", ["posterior", "prediction", "averaged weights"])
+@pytest.mark.parametrize("what", ACTS)
 def test_a_second_interrupt_leaves_the_model_as_it_was(what):
     for later in range(25):
         torch.manual_seed(0)
-        stopping = Stopping(later)
-        model, opt, x, y = lm(mlp(nn.BatchNorm1d(4), stopping, nn.Dropout(0.3)), 2, curvature=mq.MatrixFree())
-        for _ in range(3):
-            opt.step(x, y)
-        subject = model, opt, x, y
-        act: Callable[[], Any] = partial(averaged if what == "averaged weights" else posterior, *subject)
-        if what == "prediction":
-            act = partial(act().predict, x)
-        before, stopping.armed = {k: t.clone() for k, t in model.state_dict().items()}, True
+        stopping, batch = Stopping(later), data(N=6)
+        subject = stepping(mlp(nn.BatchNorm1d(4), stopping, nn.Dropout(0.3)), batch, begun=3, curvature=mq.MatrixFree())
+        interrupted = ACTS[what](subject.opt, *batch)
+        before = {k: t.clone() for k, t in subject.model.state_dict().items()}
+        stopping.armed = True
         try:
             with pytest.raises(KeyboardInterrupt):
-                act()
+                interrupted()
         finally:
             sys.settrace(None)
         assert torch.is_grad_enabled(), later
-        assert all(module.training for module in model.modules()), later
-        assert same(before, dict(model.state_dict())), later
+        assert all(module.training for module in subject.model.modules()), later
+        assert same(before, dict(subject.model.state_dict())), later

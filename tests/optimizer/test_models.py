@@ -9,15 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import torch_geometric
+import transformers
 from torch import Tensor, nn
+from torch.func import grad, hessian
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
 import marquardt as mq
-from support.by_hand import ByHand
+from support import reference
 from support.cases import Poisson1D, Recurrent, TwoTowers, default_dtype, mlp
 from support.reference import error
-from support.steps import CUDA, DENSE_AND_GRAM, EVERY_CURVATURE, PLAIN_TYPES, lm, objective, theta
-from support.unchanged import same
+from support.several import Flat
+from support.steps import CUDA, DENSE_AND_GRAM, EVERY_CURVATURE, PLAIN_TYPES, ByHand, lm, objective, theta
+from support.unchanged import changes, refused, same, world
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -165,3 +171,209 @@ def test_cuda_resumes_and_trains():
     assert loss_after(opt, x, y, 3) == pytest.approx(loss_after(other, x, y, 3), rel=1e-4)
     assert last < first / 5
     assert all(type(getattr(opt.step(x, y), f.name)) is PLAIN_TYPES.get(f.name, float) for f in fields(mq.Step))
+
+
+# ---- What people bring: models of transformers and PyTorch Geometric, packed sequences.
+
+
+N, T, C = 5, 4, 3
+
+
+def encoding(**more: Any) -> Any:
+    """What a tokenizer returns: the second sentence is shorter."""
+    mask = torch.ones(N, T, dtype=torch.long)
+    mask[1, 2:] = 0
+    return transformers.BatchEncoding({"input_ids": torch.randint(20, (N, T)), "attention_mask": mask, **more})
+
+
+def bert(kind: str, **options: Any) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=6,
+        max_position_embeddings=8, num_labels=C, attn_implementation="eager", **options,
+    )  # fmt: skip
+    return getattr(transformers, f"BertFor{kind}")(config).double().eval()
+
+
+def gpt() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=C + 4, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
+        attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double().eval()
+
+
+def tags(classes: int = C) -> Tensor:
+    y = torch.randint(classes, (N, T))
+    y[1, 2:] = -100
+    return y
+
+
+def next_tokens(ids: Tensor) -> Tensor:
+    return torch.cat([ids[:, 1:], torch.full((len(ids), 1), -100)], 1)
+
+
+def agrees(model: nn.Module, loss: Any, x: Any, y: Tensor, chunk: int | None = None) -> None:
+    """f, g and G of cross-entropy of the logits, with the classes last, against dense ones."""
+    flat = Flat(model, ["logits"])
+    J, z = reference.jacobian_by_rows(flat, reference.trainable(flat), (dict(x),))
+
+    def f(z: Tensor) -> Tensor:
+        logits = z.view(N, -1, z.shape[1] // (1 if y.ndim == 1 else T))
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    H = hessian(f)(z).reshape(z.numel(), -1)
+    lin = mq.linearize(model, loss, x, y, chunk=chunk)
+    rows = lin.rows()
+    assert lin.loss == pytest.approx(float(f(z)), rel=1e-12)
+    assert error(lin.gradient, J.T @ grad(f)(z).flatten()) < 1e-10
+    assert error(rows.T @ rows, J.T @ H @ J) < 1e-10
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_sequence_classification(chunk):
+    agrees(bert("SequenceClassification"), "cross_entropy", encoding(), torch.randint(C, (N,)), chunk)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_token_classification(chunk):
+    agrees(bert("TokenClassification"), "cross_entropy", encoding(), tags(), chunk)
+
+
+def test_language_model():
+    ids = torch.randint(C + 4, (N, T))
+    agrees(gpt(), mq.losses.CrossEntropy(class_dim=-1), {"input_ids": ids}, next_tokens(ids))
+
+
+@pytest.mark.parametrize("more", [{}, {"return_dict": False}], ids=["by name", "tuple"])
+def test_labels_within_the_inputs(more):
+    """A model that returns a loss of its own first: the logits are found all the same."""
+    y = torch.randint(C, (N,))
+    model, x = bert("SequenceClassification"), encoding(labels=y, **more)
+    expected = F.cross_entropy(model(**{**x, "return_dict": True}).logits, y)
+    assert lm(model, "cross_entropy").step(x, y).loss == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_hidden_states_are_ignored():
+    model, y = bert("SequenceClassification"), torch.randint(C, (N,))
+    x = encoding(output_hidden_states=True, output_attentions=True)
+    step = lm(model, {"logits": ("cross_entropy", 0.5)}).step(x, {"logits": y})
+    assert step.accepted
+    assert step.new_loss < step.loss
+
+
+def test_heads_of_a_transformer_without_logits():
+    """The error names what there is."""
+    model = transformers.BertModel(bert("SequenceClassification").config).double().eval()
+    opt, x, y = lm(model, "mse"), encoding(), torch.randn(N, T, 8)
+    before = world(model, opt)
+    with refused("'last_hidden_state' (5, 4, 8)", "'pooler_output' (5, 8)", "loss={'last_hidden_state'"):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+    expected = F.mse_loss(model(**x).pooler_output, y[:, 0])
+    assert lm(model, {"pooler_output": "mse"}).step(x, y[:, 0]).loss == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_as_many_tokens_as_classes():
+    model, x, y = bert("TokenClassification"), encoding(), tags()
+    x = {k: t[:, :C] for k, t in x.items()}
+    opt = lm(model, "cross_entropy")
+    before = world(model, opt)
+    with refused("class_dim=-1", "(5, 3, 3)"):
+        opt.step(x, y[:, :C])
+    assert changes(before, world(model, opt)) == []
+    expected = F.cross_entropy(model(**x).logits.flatten(0, 1), y[:, :C].flatten())
+    step = lm(model, mq.losses.CrossEntropy(class_dim=-1)).step(x, y[:, :C])
+    assert step.loss == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_graphs():
+    """Several graphs of PyTorch Geometric, two losses: of every graph, and of nothing else."""
+    conv, pool = torch_geometric.nn.GCNConv(2, 4), torch_geometric.nn.global_add_pool
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.kind, self.size = conv, nn.Linear(4, C), nn.Linear(4, 1)
+
+        def forward(self, data: Any) -> dict[str, Tensor]:
+            h = pool(self.conv(data.x, data.edge_index).tanh(), data.batch)
+            return {"kind": self.kind(h), "size": self.size(h)[:, 0], "nodes": data.x}
+
+    sizes = [2, 5, 3, 4]
+    rings = [torch.stack([torch.arange(n), (torch.arange(n) + 1) % n]) for n in sizes]
+    graphs = [
+        torch_geometric.data.Data(x=torch.randn(n, 2), edge_index=ring) for n, ring in zip(sizes, rings, strict=True)
+    ]
+    batch, model = torch_geometric.data.Batch.from_data_list(graphs), Network()
+    y = {"kind": torch.tensor([0, 2, 1, 1]), "size": torch.tensor(sizes).double()}
+    opt, before = lm(model, {"kind": "cross_entropy", "size": ("mse", 0.1)}, schedule=mq.Constant(0.5)), theta(model)
+    flat = Flat(model, ["kind", "size"])
+    J, z = reference.jacobian_by_rows(flat, reference.trainable(flat), batch)
+
+    def f(z: Tensor) -> Tensor:
+        return F.cross_entropy(z[:, :C], y["kind"]) + 0.1 * F.mse_loss(z[:, C], y["size"])
+
+    G = J.T @ hessian(f)(z).reshape(z.numel(), -1) @ J
+    step = opt.step(batch, y)
+    assert step.loss == pytest.approx(float(f(z)), rel=1e-12)
+    expected = -torch.linalg.solve(G + 0.5 * torch.eye(len(G)), J.T @ grad(f)(z).flatten())
+    assert error(theta(model) - before, expected) < 1e-9
+    with refused("DataBatch", "cannot be cut"):
+        lm(model, {"kind": "cross_entropy", "size": "mse"}, curvature=mq.Gram(chunk=2)).step(batch, y)
+
+
+class OfSequences(nn.Module):
+    """An LSTM on sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: PackedSequence) -> dict[str, Tensor]:
+        out, (h, _) = self.inner(x)
+        return {"kind": self.head(h[-1]), "path": pad_packed_sequence(out, batch_first=True)[0]}
+
+
+@pytest.mark.parametrize("curvature", [mq.Dense(inertia=0.0), mq.Gram()], ids=str)
+def test_packed_sequences(curvature):
+    sequences = [torch.randn(n, 2) for n in (3, 5, 2, 4)]
+    packed, model = pack_sequence(sequences, enforce_sorted=False), OfSequences()
+    y = {"kind": torch.tensor([0, 1, 1, 0]), "path": torch.randn(4, 5, 3)}
+    rows = []
+    for i, one in enumerate(sequences):  # each by itself, padded with nothing
+        out, (h, _) = model.inner(one[None])
+        rows.append((model.head(h[-1]), F.pad(out, (0, 0, 0, 5 - len(one))), i))
+    z = torch.cat([torch.cat([kind, path.flatten(1)], 1) for kind, path, _ in rows])
+    theta_of = list(model.parameters())
+    grads = [torch.autograd.grad(t, theta_of, retain_graph=True, materialize_grads=True) for t in z.flatten()]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in grads])
+
+    def f(z: Tensor) -> Tensor:
+        return F.cross_entropy(z[:, :2], y["kind"]) + F.mse_loss(z[:, 2:].reshape(4, 5, 3), y["path"])
+
+    G = J.T @ hessian(f)(z.detach()).reshape(z.numel(), -1) @ J
+    before, g = theta(model), J.T @ grad(f)(z.detach()).flatten()
+    opt = lm(model, {"kind": "cross_entropy", "path": "mse"}, curvature=curvature, schedule=mq.Constant(0.5))
+    step = opt.step(packed, y)
+    assert step.loss == pytest.approx(float(f(z)), rel=1e-12)
+    assert error(theta(model) - before, -torch.linalg.solve(G + 0.5 * torch.eye(len(G)), g)) < 1e-9
+
+
+def test_packed_sequences_are_not_cut():
+    packed, model = pack_sequence([torch.randn(n, 2) for n in (3, 2)], enforce_sorted=False), OfSequences()
+    opt = lm(model, {"kind": "cross_entropy"}, curvature=mq.Gram(chunk=1))
+    before = world(model, opt)
+    with refused("PackedSequence", "leave chunk out"):
+        opt.step(packed, torch.tensor([0, 1]))
+    assert changes(before, world(model, opt)) == []
+
+
+def test_packed_sequences_changed_in_place():
+    class Shifting(OfSequences):
+        def forward(self, x: PackedSequence) -> dict[str, Tensor]:
+            x.data.sub_(0.5)
+            return super().forward(x)
+
+    model = Shifting()
+    with refused("changes its inputs in place"):
+        lm(model, {"kind": "cross_entropy"}).step(pack_sequence([torch.randn(3, 2)]), torch.tensor([0]))

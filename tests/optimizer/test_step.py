@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import marquardt as mq
 from support import reference
-from support.by_hand import RECIPES, ByHand
 from support.cases import default_dtype, mlp, sample_weights
+from support.modules import Counting, Scaling, noisy
+from support.parts import Never
 from support.reference import error
 from support.steps import (
     CUDA,
+    CURVATURES,
+    DENSE,
     DENSE_AND_GRAM,
     EVERY_CURVATURE,
+    EVERY_LOSS,
     LOSSES,
+    MAX_MOMENTUM,
     PLAIN_TYPES,
+    RECIPES,
+    ByHand,
     linear_problem,
     lm,
     objective,
     overshooting,
+    parts_of,
     problem,
     theta,
 )
+from support.unchanged import changes, refused, same, world
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -294,3 +304,401 @@ def test_a_rate_of_zero_moves_nothing():
     step = mq.LM(model, "mse", lr=0.0).step(x, y)
     assert not step.accepted
     assert torch.equal(theta(model), before)
+
+
+# ---- LM.step_over: several batches in one step.
+
+
+STEP_OVER: dict[str, tuple[str, Any]] = {
+    "mse": ("mse", nn.MSELoss()),
+    "mse, sum": ("mse", nn.MSELoss(reduction="sum")),
+    "cross-entropy, class weights": ("cross_entropy", nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1, 3]).double())),
+    "cross-entropy, ignored": ("cross_entropy", nn.CrossEntropyLoss(ignore_index=1)),
+    "poisson": ("poisson", nn.PoissonNLLLoss()),
+}
+
+
+@pytest.mark.parametrize("kind", STEP_OVER)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize(
+    "curvature", [DENSE, mq.Dense(2, inertia=0.0), mq.Auto(inertia=0.0)], ids=["dense", "dense-chunked", "auto"]
+)
+def test_step_over_equals_one_batch(kind, weighted, curvature):
+    name, loss = STEP_OVER[kind]
+    model, x, y = problem(name)
+    if kind.endswith("ignored"):
+        y[:] = torch.tensor([0, 1, 2, 0, 1, 2, 1, 0])  # 2, 4 and 1 of a batch count
+    weight = sample_weights(8) if weighted else None
+    twin = copy.deepcopy(model)
+    parts = {**MAX_MOMENTUM, "line_search": mq.Grid(1e-6, 2, 0.25)}
+    opt, other = lm(model, loss, curvature=curvature, **parts), lm(twin, loss, **parts)
+    for _ in range(4):
+        step, expected = opt.step_over(parts_of(x, y, weight)), other.step(x, y, weight)
+        assert step.loss == pytest.approx(expected.loss, rel=1e-9)
+        assert step.new_loss == pytest.approx(expected.new_loss, rel=1e-9)
+        assert step.gain == pytest.approx(expected.gain, rel=1e-5)
+        assert (step.rule, step.lam, step.lr) == (expected.rule, expected.lam, expected.lr)
+        assert error(theta(model), theta(twin)) < 1e-9
+
+
+def test_step_over_takes_weights_batch_by_batch():
+    """Some batches with, some without: None means 1."""
+    model, x, y = problem()
+    weight, twin = torch.cat([sample_weights(3), torch.ones(5)]), copy.deepcopy(model)
+    step = lm(model).step_over([(x[:3], y[:3], weight[:3]), [x[3:], y[3:]]])
+    expected = lm(twin).step(x, y, weight)
+    assert step.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert error(theta(model), theta(twin)) < 1e-10
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["global generator", "own generator"])
+def test_step_over_a_shuffling_loader(own):
+    model, x, y = problem(N=10)
+    generator = torch.Generator().manual_seed(3) if own else None
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True, generator=generator)
+    twin = copy.deepcopy(model)
+    opt, other = lm(model, attempts=3), lm(twin, attempts=3)
+    for _ in range(3):
+        assert opt.step_over(loader).loss == pytest.approx(other.step(x, y).loss, rel=1e-9)
+        assert error(theta(model), theta(twin)) < 1e-9
+
+
+def test_step_over_draws_from_the_generator_once():
+    """One shuffle, and one forward pass over the shuffled batches."""
+    model, x, y = noisy(), torch.randn(10, 2), torch.randn(10, 3)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+    opt = lm(model, line_search=mq.Grid(), lr=30.0)
+    for rule in ("search", "rejected"):
+        torch.manual_seed(5)
+        for xs, _ in loader:
+            model(xs)
+        once = torch.get_rng_state()
+        torch.manual_seed(5)
+        assert opt.step_over(loader).rule == rule
+        assert torch.equal(torch.get_rng_state(), once)
+        opt.line_search = None
+
+
+def test_step_over_repeats_random_layers_batch_by_batch():
+    model, x, y = noisy(), torch.randn(8, 2), torch.randn(8, 3)
+    opt = lm(model, lr=1e-9)  # next to θ the loss may change by 1e-9 alone, if the same masks are drawn
+    step = opt.step_over(DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True))
+    assert step.accepted
+    assert step.new_loss == pytest.approx(step.loss, rel=1e-6)
+
+
+def test_step_over_judges_the_total_loss():
+    """The first batch gets worse, the sum better: one verdict on all of it."""
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    x, y = torch.randn(8, 1), torch.tensor([0.0, 0, 1, 1, 1, 1, 1, 1])[:, None]
+    batches = [(x[:2], y[:2]), (x[2:], y[2:])]
+    f, first = objective(model, "mse", x, y), objective(model, "mse", *batches[0])
+    step = lm(model).step_over(batches)
+    assert step.loss == pytest.approx(f)
+    assert (step.rule, step.accepted) == ("decrease", True)
+    assert step.new_loss == pytest.approx(objective(model, "mse", x, y))
+    assert objective(model, "mse", *batches[0]) > first
+
+
+def test_step_over_rejects_as_a_whole():
+    model, opt, x, y = overshooting()
+    before = theta(model)
+    step = opt.step_over(parts_of(x, y, sizes=(2, 4)))
+    assert (step.rule, step.new_loss) == ("rejected", step.loss)
+    assert torch.equal(theta(model), before)
+
+
+USED_UP = {"generator": lambda b: (one for one in b), "iterator": iter, "zip": lambda b: zip(b, strict=True)}
+
+
+@pytest.mark.parametrize("batches", USED_UP.values(), ids=USED_UP)
+def test_step_over_refuses_what_is_used_up(batches):
+    model, x, y = problem()
+    opt = lm(model)
+    before = world(model, opt)
+    with pytest.raises(TypeError, match="list or a DataLoader"):
+        opt.step_over(batches(parts_of(x, y)))
+    assert changes(before, world(model, opt)) == []
+
+
+def test_step_over_refuses_gram():
+    model, x, y = problem()
+    opt = lm(model, curvature=mq.Gram())
+    before = world(model, opt)
+    with pytest.raises(ValueError, match=r"Dense"):
+        opt.step_over(parts_of(x, y))
+    assert changes(before, world(model, opt)) == []
+    assert opt.step(x, y).accepted
+
+
+def test_other_data_in_another_pass_are_refused():
+    class Loader:
+        def __iter__(self) -> Any:
+            yield x, y + torch.rand((), generator=own)
+
+    model, x, y = problem()
+    own = torch.Generator().manual_seed(0)
+    with pytest.raises(ValueError, match="batches are not the same"):
+        lm(model).step_over(Loader())
+
+
+# ---- The step does not depend on units: the batch's size, its chunks, its weights, the scale of the loss.
+
+
+@EVERY_CURVATURE
+@pytest.mark.parametrize("recipe", ["plain", "both"])
+def test_chunks_change_nothing(curvature, recipe):
+    model, x, y = problem("cross_entropy")
+    twin, weight = copy.deepcopy(model), sample_weights(8)
+    parts = {**RECIPES[recipe][0], "line_search": mq.Grid(1e-6, 2, 0.25)}
+    opt, other = lm(model, "cross_entropy", curvature=curvature, **parts), lm(twin, "cross_entropy", **parts)
+    for lr in (1.0, 1.0, 40.0, 1.0):
+        opt.param_groups[0]["lr"] = other.param_groups[0]["lr"] = lr
+        step, expected = opt.step(x, y, weight), other.step(x, y, weight)
+        assert (step.rule, step.lr) == (expected.rule, expected.lr)
+        assert step.new_loss == pytest.approx(expected.new_loss, rel=1e-9)
+    assert error(theta(model), theta(twin)) < 1e-8
+
+
+@pytest.mark.parametrize("curvature", [CURVATURES["dense-chunked"], CURVATURES["gram-chunked"]], ids=["dense", "gram"])
+@pytest.mark.parametrize("how", ["ignored", "weight"])
+def test_chunks_in_which_nothing_counts(curvature, how):
+    """The batch has some weight; that one of its chunks has none is no reason to refuse it."""
+    model, x, y = problem("cross_entropy")
+    twin, weight = copy.deepcopy(model), None
+    if how == "ignored":
+        y[:3] = -100
+    else:
+        weight = torch.tensor([0.0, 0, 0, 1, 1, 1, 1, 1])
+    step = lm(model, "cross_entropy", curvature=curvature).step(x, y, weight)
+    expected = lm(twin, "cross_entropy").step(x, y, weight)
+    assert step.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert error(theta(model), theta(twin)) < 1e-9
+
+
+@EVERY_LOSS
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_duplicated_samples_change_nothing(loss, recipe):
+    """λ does not depend on the size of the batch."""
+    model, x, y = problem(loss)
+    twin, parts = copy.deepcopy(model), RECIPES[recipe][0]
+    opt, other = lm(model, loss, **parts), lm(twin, loss, **parts)
+    for _ in range(4):
+        step, expected = opt.step(x, y), other.step(x.repeat(3, 1), y.repeat(3, *[1] * (y.ndim - 1)))
+        assert (step.rule, step.lam) == (expected.rule, expected.lam)
+        assert step.loss == pytest.approx(expected.loss, rel=1e-9)
+        assert error(theta(model), theta(twin)) < 1e-8
+
+
+@EVERY_LOSS
+@EVERY_CURVATURE
+def test_integer_weights_are_repeated_samples(loss, curvature):
+    model, x, y = problem(loss)
+    counts, twin = torch.tensor([1, 2, 0, 1, 3, 1, 0, 2]), copy.deepcopy(model)
+    opt, other = lm(model, loss, curvature=curvature, **MAX_MOMENTUM), lm(twin, loss, **MAX_MOMENTUM)
+    for _ in range(3):
+        step = opt.step(x, y, counts.double())
+        expected = other.step(x.repeat_interleave(counts, 0), y.repeat_interleave(counts, 0))
+        assert step.rule == expected.rule
+        assert step.loss == pytest.approx(expected.loss, rel=1e-9)
+        assert error(theta(model), theta(twin)) < 1e-8
+
+
+@EVERY_LOSS
+def test_scale_of_the_weights_is_irrelevant(loss):
+    model, x, y = problem(loss)
+    twin, weight = copy.deepcopy(model), sample_weights(8)
+    opt, other = lm(model, loss, **MAX_MOMENTUM), lm(twin, loss, **MAX_MOMENTUM)
+    for scale in (1e-3, 1.0, 1e4):
+        step, expected = opt.step(x, y, scale * weight), other.step(x, y, weight)
+        assert step.loss == pytest.approx(expected.loss, rel=1e-9)
+        assert error(theta(model), theta(twin)) < 1e-8
+
+
+FACTORS = pytest.mark.parametrize("factor", [1e-3, 1e3])
+
+
+def default_run(loss: mq.losses.Loss, mini: bool) -> tuple[Tensor, list[mq.Step]]:
+    torch.manual_seed(0)
+    labels = isinstance(loss, mq.losses.CrossEntropy)
+    model, x, y = problem("cross_entropy" if labels else "mse", N=60, sizes=(2, 5, 3))
+    opt, path, steps = mq.LM(model, loss), [], []
+    for t in range(10):
+        some = slice(t * 6, t * 6 + 6) if mini else slice(None)
+        steps.append(opt.step(x[some], y[some]))
+        path.append(theta(model))
+    return torch.stack(path), steps
+
+
+@FACTORS
+@pytest.mark.parametrize("loss", [mq.losses.SquaredError(), mq.losses.CrossEntropy()], ids=["mse", "cross_entropy"])
+@pytest.mark.parametrize("mini", [False, True], ids=["full batch", "mini-batches"])
+def test_default_recipe_ignores_the_scale_of_the_loss(factor, loss, mini):
+    path, steps = default_run(loss, mini)
+    scaled_path, scaled_steps = default_run(replace(loss, factor=factor), mini)
+    assert [s.rule for s in scaled_steps] == [s.rule for s in steps]
+    assert [s.lam for s in scaled_steps] == pytest.approx([s.lam for s in steps], rel=1e-6)
+    assert [s.loss for s in scaled_steps] == pytest.approx([factor * s.loss for s in steps], rel=1e-6)
+    assert error(scaled_path, path) < 1e-6
+
+
+# ---- The radius: how far a step may go, and what follows from a step that was cut back.
+
+
+R = 0.05
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.5])
+def test_the_step_has_the_direction_and_this_length(lr):
+    model, x, y = problem()
+    exact, before = reference.quadratic(model, "mse", x, y), theta(model)
+    step = lm(model, lr=lr, radius=R, schedule=mq.Constant(0.1)).step(x, y)
+    moved = theta(model) - before
+    expected = exact.step(0.1)
+    assert error(moved, R * expected / expected.norm()) < 1e-10
+    predicted = -exact.g @ moved - 0.5 * moved @ exact.G @ moved
+    assert step.gain == pytest.approx((step.loss - step.new_loss) / float(predicted), rel=1e-8)
+
+
+def test_a_step_within_is_left_alone():
+    model, x, y = problem()
+    twin, _, _ = problem()
+    twin.load_state_dict(model.state_dict())
+    assert lm(model, radius=1e3).step(x, y) == lm(twin).step(x, y)
+    assert torch.equal(theta(model), theta(twin))
+
+
+def test_momentum_is_cut_too():
+    model, x, y = problem()
+    opt = lm(model, radius=R, momentum=mq.AdaptiveMomentum(dP=10.0), schedule=mq.Constant(0.1))
+    for _ in range(3):
+        before = theta(model)
+        assert opt.step(x, y).accepted
+        assert (theta(model) - before).norm() <= R * (1 + 1e-10)
+
+
+@pytest.mark.parametrize("search", [mq.Grid(), mq.Backtracking(), mq.Bracket(), mq.Grid(along_step=True)], ids=str)
+def test_line_searches_stay_within(search):
+    """Their rates reach to 9 times the step, and the loss falls all along the line: the end of the radius is best."""
+    model, opt, x, y = overshooting(lr=1.0, radius=1e-3, acceptance=Never(), line_search=search)
+    before = theta(model)
+    step = opt.step(x, y)
+    assert step.rule == "search"
+    assert 0 < (theta(model) - before).norm() <= 1e-3 * (1 + 1e-10)
+
+
+SCHEDULES = [mq.Balanced(), mq.GainRatio(floor=1e-20), mq.TenFold(), mq.RelativeDecrease()]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
+def test_lambda_stays_while_steps_are_cut(schedule):
+    """A good step that was cut says nothing for a smaller λ, whose step would be longer, nor against this one."""
+    model, x, y = problem()
+    opt = lm(model, radius=1e-3, schedule=schedule)
+    lams = [opt.step(x, y).lam for _ in range(6)]
+    assert lams == [schedule.initial] * 6
+    freed = lm(model, radius=1e3, schedule=schedule)
+    assert freed.step(x, y).accepted
+    if not isinstance(schedule, mq.RelativeDecrease):
+        assert freed.lam < schedule.initial
+
+
+def test_lambda_stays_on_changing_batches():
+    model, x, y = problem(N=48)
+    opt = mq.LM(model, "mse", radius=1e-3)
+    for t in range(6):
+        step = opt.step(x[8 * t : 8 * t + 8], y[8 * t : 8 * t + 8])
+        assert step.accepted
+        assert opt.lam >= step.lam
+
+
+def test_short_steps_are_no_convergence():
+    """Each of them gains less than rounding."""
+    model, x, y = problem()
+    opt = lm(model, radius=1e-15, schedule=mq.Constant(1.0))
+    assert not any(opt.step(x, y).converged for _ in range(20))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), "1", True])
+def test_a_bad_radius_between_steps(bad):
+    model, x, y = problem()
+    opt = lm(model, radius=R)
+    opt.step(x, y)
+    opt.radius = bad
+    before = world(model, opt)
+    with refused(f"radius={bad!r}", "above 0"):
+        opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+
+
+# ---- Buffers and the global generator advance as in one forward pass.
+
+
+class Rebinding(Counting):
+    """The buffer is another tensor after every pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return x
+
+
+class Silent(Counting):
+    """The buffer changes behind autograd's back, as codebooks are often updated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.data += 1
+        return x
+
+
+class Running(Counting):
+    """A running mean of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [Counting, Rebinding, Silent, Running])
+@pytest.mark.parametrize("scaled", [False, True], ids=["by rule", "own parameter"])
+@DENSE_AND_GRAM
+@pytest.mark.parametrize("line_search", [None, mq.Grid()], ids=["no search", "grid"])
+def test_buffers_advance_once_with_every_accepted_step(layer, scaled, curvature, line_search):
+    model = nn.Sequential(nn.Linear(2, 4), layer(), Scaling() if scaled else nn.Tanh(), nn.Linear(4, 3))
+    x, y = torch.randn(6, 2), torch.randn(6, 3)
+    opt = lm(model, curvature=curvature, line_search=line_search, schedule=mq.Constant(1.0), attempts=2)
+    once = copy.deepcopy(model)
+    accepted = 0
+    for lr in (1.0, 1e3, 1.0, 1e3, 0.5):
+        opt.param_groups[0]["lr"] = lr
+        once.load_state_dict(model.state_dict())
+        step = opt.step(x, y)
+        assert step.accepted == (lr <= 1 or line_search is not None)
+        accepted += step.accepted
+        assert model[1].count.item() == accepted
+        if step.accepted:
+            once(x)
+        assert {k: b for k, b in model.named_buffers() if not same(b, once.get_buffer(k))} == {}
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.4), nn.RReLU()], ids=["dropout", "rrelu"])
+@pytest.mark.parametrize("rule", ["decrease", "search", "rejected"])
+@DENSE_AND_GRAM
+def test_generator_advances_as_one_forward(layer, rule, curvature):
+    model = nn.Sequential(nn.Linear(2, 4), layer, nn.Linear(4, 3))
+    x, y = torch.randn(6, 2), torch.randn(6, 3)
+    search = mq.Grid() if rule == "search" else None
+    opt = lm(model, curvature=curvature, lr=1.0 if rule == "decrease" else 1e3, line_search=search, attempts=2)
+    for _ in range(2):  # with and without the proof of the rules
+        torch.manual_seed(7)
+        model(x)
+        after = torch.get_rng_state()
+        torch.manual_seed(7)
+        assert opt.step(x, y).rule == rule
+        assert torch.equal(torch.get_rng_state(), after)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import marquardt as mq
 from marquardt.losses import CrossEntropy
 from support.cases import mlp
 from support.steps import lm, problem, theta, trained
-from support.unchanged import changes, same, world
+from support.unchanged import changes, refused, same, world
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -250,3 +251,38 @@ def test_repr_of_tensors_and_parts_of_ones_own():
     opt = lm(mlp(2, 3), CrossEntropy(class_weight=torch.tensor([1.0, 2.0, 3.0])), schedule=Schedule())
     assert "class_weight=tensor([1., 2., 3.]" in repr(opt)
     assert "schedule    mine" in repr(opt)
+
+
+# ---- Which ranks take a step together, as far as one process can tell: see tests/ranks for several.
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """What torch says in a process group, without one."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+
+
+def test_independent_runs_need_no_group(two_ranks):
+    model, x, y = problem()
+    assert lm(model, group=False).step(x, y).accepted
+    assert mq.presets.vanilla(model, "mse", group=False).step(x, y).accepted
+
+
+def test_a_group_of_one_is_none(monkeypatch, two_ranks):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    model, x, y = problem()
+    assert lm(model).step(x, y).accepted
+
+
+@pytest.mark.parametrize("group", [True, 0, "gloo", object()])
+def test_other_groups_are_refused(group):
+    with refused("group=", "None", "False"):
+        lm(mlp(2, 3), group=group)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: nn.Sequential(nn.DataParallel(m))], ids=["it", "within"])
+def test_data_parallel_is_refused(wrap):
+    with refused("DataParallel", "model.module"):
+        lm(wrap(mlp(2, 3)))

@@ -17,11 +17,11 @@ from urllib.error import HTTPError
 
 import pytest
 import torch
+from support.idx_files import flipped, idx
 
 from marquardt.paper import data as paper_data
 from marquardt.paper.data import MIRRORS, MNIST_MD5, Digits, cache_directory, data_directory, find, load_mnist, read_idx
 from marquardt.paper.problems import accuracy, cnn_for, mnist_cnn
-from support.idx_files import flipped, idx
 from support.mnist_mirror import ALL, FILES, Web, files_in, no_name, refuse, serve, write_files
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from marquardt import documents, files
-from marquardt.documents import Foreign
+from marquardt import files
+from marquardt.files import Foreign
 from marquardt.paper import logs, report, runs, tune
 from support import made_logs
 from support.command_line import invoked
@@ -216,10 +216,10 @@ def test_a_changed_byte_of_a_report_is_noticed(drawn, tmp_path):
 @pytest.mark.parametrize("what", ["tables", "figures"])
 @pytest.mark.parametrize("name", ["../../../stolen", "{}/stolen", "a/b", ""])
 def test_a_report_writes_nothing_outside_its_folder(drawn, tmp_path, what, name):
-    found, _ = documents.read(drawn / "report.json")
+    found, _ = files.read(drawn / "report.json")
     found["content"][what][0]["name"] = name.format(tmp_path)
     out = tmp_path / "deep" / "er" / "alone"
-    documents.write(out / "report.json", found)
+    files.write(out / "report.json", found)
     before = contents(tmp_path)
     with pytest.raises(ValueError, match="is no name of a table or a figure"):
         report.write(out)
@@ -241,12 +241,12 @@ VERDICT = ("claim", "source", "outcome", "finding", "evidence", "experiment")
     ],
 )
 def test_what_cannot_be_drawn_is_told_in_a_sentence(drawn, tmp_path, place, value):
-    found, _ = documents.read(drawn / "report.json")
+    found, _ = files.read(drawn / "report.json")
     holder = found["content"]
     for key in place[:-1]:
         holder = holder[key]
     holder[place[-1]] = value
-    documents.write(tmp_path / "alone/report.json", found)
+    files.write(tmp_path / "alone/report.json", found)
     result = invoked("paper", "report", "--out", tmp_path / "alone")
     assert result.exit_code == 1
     assert re.match(r"Error: .*report\.json (is damaged|holds what cannot be drawn)", result.output), result.output

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from marquardt.documents import typed
+from marquardt.files import typed
 from marquardt.paper import figures, logs, report, tables
 from marquardt.paper.figures import DARK, FAMILIES, LIGHT, LINES, REFERENCE, STYLES
 from support import made_logs

@@ -20,8 +20,8 @@ from marquardt.metric.layered import EARLY
 from marquardt.parts.direction import averaged
 from support import reference
 from support.cases import build, mlp
-from support.found import routed
 from support.metrics import ByHand, Form
+from support.modules import routed
 from support.reference import error
 from support.steps import lm, parts_of, theta
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import marquardt as mq
 from marquardt.parts.judging import Outcome
-from support.parts import decades
+from support.parts import Never, decades
 
 NAN, INF = math.nan, math.inf
 
@@ -144,15 +144,6 @@ class Halved:
 
     def update(self, lam: float, outcome: Outcome) -> float:
         return 2 * lam if outcome.rule == "rejected" else lam / 2
-
-
-class Never:
-    """An acceptance to which no full step is good enough"""
-
-    looks_back = False
-
-    def judge(self, trial):
-        return None
 
 
 @pytest.mark.parametrize(

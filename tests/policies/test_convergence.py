@@ -8,7 +8,7 @@ import pytest
 
 from marquardt.policies import Judgement
 from marquardt.policies.convergence import FAINT, IDLE, Convergence
-from support.policies import ending, start
+from support.parts import ending, start
 
 FEW = 0.9 * FAINT * 1e-3  # what such a step predicts
 LITTLE = 10.0 - 0.5 * FAINT * 1e-3

@@ -8,7 +8,7 @@ import pytest
 
 from marquardt.policies.lag import Lag, ratio, smoothed
 from marquardt.step import FAILED, ROUNDINGS
-from support.policies import ending, start
+from support.parts import ending, start
 
 LEAST = ROUNDINGS * 1e-3
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from marquardt.policies.outliers import HEARD, UNHEARD, Outliers
-from support.policies import ending, start
+from support.parts import ending, start
 
 
 def after(old: Outliers, f: float, loss: float, low: float, best: float = math.inf, doubt: float = 1.0) -> Outliers:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from marquardt.policies.recent import Recent
-from support.policies import ending, start
+from support.parts import ending, start
 
 
 def after(old: Recent, f: float, loss: float, same_data: bool = True) -> Recent:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from marquardt.policies.same_data import SameData
-from support.policies import ending, start
+from support.parts import ending, start
 
 
 def test_repeated():

@@ -1,12 +1,26 @@
-"""A web that has small files in place of MNIST's, and folders that hold them."""
+"""Files in the idx format, as bytes, and damage to them; and a web that has small ones in place of MNIST's."""
+
+from __future__ import annotations
 
 import gzip
 import io
+import math
 import socket
+import struct
 from urllib.error import URLError
 
 from marquardt.paper.data import MIRRORS, MNIST_MD5
-from support.idx_files import idx
+
+
+def idx(shape, data=None, *, code=8, zeros=b"\0\0"):
+    """An idx file of this shape, as bytes."""
+    data = bytes(i % 10 for i in range(math.prod(shape))) if data is None else data
+    return zeros + bytes([code, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + data
+
+
+def flipped(content, at):
+    return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
+
 
 FILES = {
     name: idx((4, 28, 28)) if "images" in name else idx((4,), bytes([3, 1, 4, 1])) for name in MNIST_MD5

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.groups import weights as weights_of
 from marquardt.jacobian.linearization import Linearization
 from marquardt.jacobian.objective import Objective
 from marquardt.losses import resolve
 from marquardt.metric import Layered, Metric
 from marquardt.model.batch import Batch
+from marquardt.protocol import weights as weights_of
 from marquardt.weights import Weights
 
 # By name: what is given, and whether a parameter of that name decays.

@@ -8,7 +8,7 @@ from torch import nn
 
 from support import reference
 from support.cases import CASES, build
-from support.found import Fn
+from support.modules import Fn
 
 
 @pytest.mark.usefixtures("double")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,3 +78,8 @@ def refused(*says: str) -> Iterator[None]:
     assert [fragment for fragment in says if fragment.lower() not in message.lower()] == [], message
     raised_in = refusal.traceback[-1].path
     assert "marquardt" in str(raised_in), f"raised in {raised_in}: {message}"
+
+
+def progress(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """LM's state in a state_dict, λ, D, averages and all, less the plan, which knows how much memory was free."""
+    return {k: v for k, v in state_dict["marquardt"].items() if k != "plan"}

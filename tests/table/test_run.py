@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from marquardt import documents
+from marquardt import files
 from marquardt.table import request, run
 from marquardt.table.reading import BadTable
 from marquardt.table.request import CHECKPOINT, RUN, BadFolder, Request, begin, check, end, finished
@@ -74,9 +74,9 @@ def test_a_damaged_run_file(asked, out, content):
 def test_a_run_goes_on_with_its_threads_and_tells_other_versions(asked, out, monkeypatch):
     begin(out, asked, resume=False)
     threads = torch.get_num_threads()
-    found, _ = documents.read(out / RUN)
+    found, _ = files.read(out / RUN)
     found["versions"] |= {"threads": threads + 1, "torch": "1.0"}
-    documents.write(out / RUN, found)
+    files.write(out / RUN, found)
     try:
         [said] = begin(out, asked, resume=True)
         assert torch.get_num_threads() == threads + 1

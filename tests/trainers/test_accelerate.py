@@ -14,8 +14,7 @@ from accelerate.state import GradientState
 import marquardt as mq
 from support.cases import mlp
 from support.steps import theta, trained
-from support.trainers import progress
-from support.unchanged import changes, refused, same, world
+from support.unchanged import changes, progress, refused, same, world
 
 
 @pytest.fixture(autouse=True)

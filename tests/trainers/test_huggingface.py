@@ -16,9 +16,8 @@ from transformers import BertForSequenceClassification, EarlyStoppingCallback, T
 import marquardt as mq
 from marquardt.huggingface import LMTrainer, check_arguments
 from support.steps import theta
-from support.trainers import progress
 from support.transformers_models import Rows, arguments, bert, gpt, tokens_bert, trainer
-from support.unchanged import changes, refused, same, world
+from support.unchanged import changes, progress, refused, same, world
 
 # Steps fit their batches, so that the averaged weights are far from the last ones.
 JUMPY = {"make": partial(mq.LM, schedule=mq.Constant(1e-3))}

@@ -22,8 +22,7 @@ import marquardt as mq
 from marquardt.lightning import LMModule, check_trainer, warn_of_shadowed
 from support.lightning_nets import QUIET, Net, Resumable, data, loader, made, trainer
 from support.steps import theta
-from support.trainers import progress
-from support.unchanged import changes, refused, same, world
+from support.unchanged import changes, progress, refused, same, world
 
 pytestmark = [pytest.mark.filterwarnings(w) for w in QUIET]
 

@@ -12,7 +12,7 @@ import rich.console
 import typer
 from rich.text import Text
 
-from ..texts import short, visible
+from ..values import shortened, visible
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -68,13 +68,13 @@ def superfluous() -> bool:
 
 def say(console: rich.console.Console, sentence: str, style: str = "", *, whole: bool = True) -> None:
     """`whole` leaves a path or a command in one piece; otherwise lines have the width of the terminal."""
-    words = visible(short(sentence, MOST))
+    words = visible(shortened(sentence, MOST))
     console.print(words, style=style, markup=False, highlight=False, soft_wrap=whole)
 
 
 def complain(message: str) -> None:
     """On one line."""
-    words = visible(short(" ".join(message.split("\n")), MOST))
+    words = visible(shortened(" ".join(message.split("\n")), MOST))
     Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), words), soft_wrap=True)
 
 

@@ -14,8 +14,8 @@ import torch
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Rows, Sampled
 from ..jacobian.passes import Coupled, RowByRow
-from ..memory import Exhausted, out_of_memory
-from ..plain import WAY_OUT, short
+from ..surroundings import Exhausted, out_of_memory
+from ..values import WAY_OUT, short
 from .contract import Curvature, Interchangeable, Representation, check_chunk, check_inertia
 from .cost import Cost, Plan, Shapes, in_gradients, look, readable, step
 from .direct import Dense, Gram

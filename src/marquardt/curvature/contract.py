@@ -25,7 +25,7 @@ from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Exact, Rows
 from ..jacobian.statistics import Moments, PartialTraces
 from ..metric import Metric
-from ..plain import MOST, WAY_OUT, check_keys, check_square, check_tensor, short
+from ..values import MOST, WAY_OUT, check_keys, check_square, check_tensor, short
 from .cost import NOTHING, Cost, Plan, Shapes, look
 
 Past = dict[str, Tensor]  # what a representation keeps from step to step

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..jacobian.linearization import Linearization
 from ..jacobian.objective import Exact, Fraction, Rows, Sampled
-from ..plain import MOST, WAY_OUT, check_fields, short
 from ..ranks import BLOCK_ROWS
+from ..values import MOST, WAY_OUT, check_fields, short
 
 
 @dataclass(frozen=True)

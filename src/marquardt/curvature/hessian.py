@@ -15,10 +15,10 @@ from ..deferred import ask
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.piece import Piece
 from ..jacobian.statistics import Moments
-from ..memory import out_of_memory
 from ..metric import Diagonal, Metric
 from ..model.batch import twice_differentiable, widened
 from ..model.parameters import joined
+from ..surroundings import out_of_memory
 from .contract import Curvature, Representation
 from .direct import SMALL, FactorizationError
 

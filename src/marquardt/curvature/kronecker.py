@@ -15,8 +15,8 @@ from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.statistics import Moments
 from ..layers.blocks import Sums
 from ..metric import Diagonal, Metric, Part, trusted
-from ..plain import ROUNDING, WAY_OUT, check_above, check_square, check_tensor, short
 from ..ranks import ALONE, Ranks, completed, owned, owners
+from ..values import ROUNDING, WAY_OUT, check_above, check_square, check_tensor, short
 from .contract import KEPT, Curvature, Past, Representation, check_chunk, check_count
 from .cost import Shapes, gathered, reduced, sides
 from .direct import FactorizationError

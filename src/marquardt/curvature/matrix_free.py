@@ -24,12 +24,11 @@ from ..jacobian.objective import Combined
 from ..jacobian.piece import Piece, scattered
 from ..jacobian.statistics import Moments, PartialTraces
 from ..layers.blocks import SLAB
-from ..memory import out_of_memory
 from ..metric import Diagonal, Metric
 from ..model.batch import twice_differentiable
 from ..model.checks import check_coupling, coupled
 from ..model.parameters import joined
-from ..surroundings import LEVEL
+from ..surroundings import LEVEL, out_of_memory
 from .contract import Curvature, Interchangeable, Past, check_chunk
 from .cost import Cost, Shapes, Work, forward, gathered, reduced
 from .direct import FactorizationError

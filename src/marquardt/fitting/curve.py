@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import unless_interrupted
+from ..surroundings import unless_interrupted
 from .arrays import array, floating, gathered, kind, like
 
 

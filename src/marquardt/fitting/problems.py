@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import jacfwd, jacrev, jvp, vmap
 
-from ..memory import unless_interrupted
+from ..surroundings import unless_interrupted
 from .arrays import DerivativeLost, floating, last_node, refuse_captured, refuse_unreadable, tensor
 from .factor import Box
 from .robust import RobustLoss

@@ -20,13 +20,13 @@ from .. import tolerances
 from ..deferred import agreed, current, floats
 from ..layers import Line
 from ..losses import resolve
-from ..memory import out_of_memory
 from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes, call_with
 from ..model.batch import Batch, bounds, modes, twice_differentiable
 from ..model.checks import check_coupling, trainable
 from ..model.decay import Penalty, WeightDecay
 from ..model.parameters import Parameters, Position
 from ..ranks import ALONE, Ranks
+from ..surroundings import out_of_memory
 from ..weights import Weights
 from .objective import Exact, Level, Objective, Rows, Seed, Totals
 from .passes import Cut, Facts, Pass

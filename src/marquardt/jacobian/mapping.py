@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from .. import tolerances
 from ..layers.capture import ALL, LEAF, Misfit, Node, Place, Walk
 from ..layers.graph import Form, Use, uses_in
-from ..memory import out_of_memory
+from ..surroundings import out_of_memory
 from .passes import Jacobian, Map, Site
 
 # Parts of the outputs that are looked at one by one.

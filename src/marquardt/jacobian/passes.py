@@ -19,10 +19,10 @@ from ..layers.axes import keeps_apart
 from ..layers.capture import Place, Walk, Watch
 from ..layers.graph import rows_by_vmap, rows_in_parts, rows_one_by_one
 from ..layers.shortcuts import Refused
-from ..memory import out_of_memory, unless_foreign
 from ..model.anatomy import Anatomy, Chance, Draws, Moment, SameSlopes, Slopes, anatomy, call_with
 from ..model.batch import COARSE, Batch, full, open_cells
 from ..model.checks import FAILURES, explained
+from ..surroundings import out_of_memory, unless_foreign
 from .objective import Objective, Totals
 
 Groups = dict[tuple[int, ...], list[int]]  # calls that share parameters, by these

@@ -30,12 +30,12 @@ from ..layers.graph import Glimpse, Use, block_of, signature, uses_in
 from ..layers.shortcuts import Refused
 from ..losses import Loss
 from ..losses.proof import prove
-from ..memory import out_of_memory
 from ..model.anatomy import Chance, Moment
 from ..model.batch import Batch, tensors
 from ..model.checks import check_coupling
 from ..model.parameters import Parameters, flat, named_parameters
 from ..model.shards import own_part
+from ..surroundings import out_of_memory
 from .mapping import find
 from .objective import Cotangents, Empirical, Exact, Objective, Rows, Sampled, Seed, Totals, check_gradient, drawn
 from .passes import PATHS, REENTRANT, UNRELATED, Facts, Groups, Jacobian, Map, Pass, Proof, RowByRow, check_picked

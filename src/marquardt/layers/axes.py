@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.autograd.graph import GradientEdge
 
-from ..memory import unless_interrupted
+from ..surroundings import unless_interrupted
 from .capture import LEAF, PICKING, Node, Place, Walk, shape_at
 from .shortcuts import ToInput
 

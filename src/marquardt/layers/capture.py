@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from ..memory import out_of_memory, unless_interrupted
 from ..model.anatomy import Slopes, drawn_rrelu
 from ..model.batch import widened
+from ..surroundings import out_of_memory, unless_interrupted
 from .blocks import Bilinear, Block, Explicit, Lookup, cached_rows
 from .shortcuts import Kept, Pooled, behind, unrolled, users
 

@@ -15,9 +15,9 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_map
 
-from ..memory import out_of_memory
 from ..model.anatomy import call_with
 from ..model.batch import leaves, opaque, wide, widened
+from ..surroundings import out_of_memory
 from .blocks import SLAB, Bilinear, Block, Explicit, Lookup, Nothing, cached_rows
 from .capture import LEAF, PICKING, Misfit, Node, Place, Walk, convolution, shape_at
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..memory import unless_interrupted
+from ..surroundings import unless_interrupted
 from .base import Fault, Loss, OutputLayout, Root, Target, check_number, weighted
 from .output_hessian import FORMED, Blocks, Product, eigen, find, group, lanczos, product_of, spread, ungroup
 from .separability import PER_SAMPLE, Samples, some

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..memory import unless_interrupted
+from ..surroundings import unless_interrupted
 from ..tolerances import FORMULA, coarser
 from . import Elementwise, Loss
 from .base import part

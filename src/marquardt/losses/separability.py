@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..memory import unless_interrupted
+from ..surroundings import unless_interrupted
 from ..tolerances import SAME_LOSS, coarser, of_functions
 from .base import Target, part
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..plain import check_above
 from ..ranks import ALONE, Ranks
+from ..values import check_above
 from ..weights import Weights
 
 WAY_OUT = "use damping=mq.MeanEigenvalue(), or what every metric has, `times` and `solve`"

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..deferred import ask_here
-from ..plain import WAY_OUT, check_above, check_square, check_tensor, is_count, short
 from ..ranks import ALONE, Ranks, completed, owned
+from ..values import WAY_OUT, check_above, check_square, check_tensor, is_count, short
 from ..weights import Weights
 from .base import B, Diagonal, Metric, Part, Turn, Whitenable, between
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..memory import out_of_memory
 from ..ranks import RankError, of
+from ..surroundings import out_of_memory
 from .anatomy import Anatomy, held
 from .batch import Batch, tensors, wide
 from .shards import check_sharded, let_go, sharded

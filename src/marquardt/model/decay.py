@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..deferred import floats
-from ..plain import MAX
+from ..values import MAX
 from ..weights import Weights
 from .parameters import Parameters, named_parameters
 

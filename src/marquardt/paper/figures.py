@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..texts import visible
+from ..values import visible
 from .logs import Log, attempted, data_name, equal_seconds, horizon, or_worst, place, quantile, runs_of, select
 from .problems import SINE_ENDS, SINE_NOISE, SINE_NOISE_FLOOR
 from .vocabulary import ADDED, MEASURES, OPTIMIZERS, REMOVED, TARGET

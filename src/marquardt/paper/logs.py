@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import documents, files
-from ..texts import cell
+from .. import files
+from ..values import cell
 from .vocabulary import COLUMNS, LOGS, MEASURES, METHODS, SINE_READINGS, TARGET, TARGET_LABEL
 
 FORMAT, OLDEST = 2, 1  # of the logs; the first had no checksum
@@ -121,7 +121,7 @@ def read(path: Path) -> Log:
     records: list[dict[str, float]] = []
     curves: dict[int, Curve] = {}
     number = 0
-    content = documents.content_of(path)
+    content = files.content_of(path)
     for number, text in enumerate(io.BytesIO(content), 1):
         try:
             line = _parsed(text)
@@ -153,7 +153,7 @@ def read(path: Path) -> Log:
     if head is None or end is None:
         raise ValueError(f"{path}, line {number}: the log breaks off; {WAY_OUT}")
     try:
-        is_sealed = documents.check_seal(path, content)
+        is_sealed = files.check_text(path, content)
     except files.Damaged as error:
         raise files.Damaged(f"{error}; {WAY_OUT}") from None
     if not is_sealed and head["format"] != OLDEST:
@@ -281,7 +281,7 @@ def _csv_row(log: Log) -> dict[str, Any]:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        return documents.loads(text)
+        return files.loads(text)
     except ValueError as error:
         broken = str(error) == "not JSON" and not text.endswith(b"\n")
         where = " of the line" if str(error).startswith("not UTF-8") else ""

@@ -17,9 +17,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from .. import documents, files
-from ..documents import typed
-from ..texts import on_page, quoted
+from .. import files
+from ..files import typed
+from ..values import on_page, quoted
 from . import logs
 from .figures import CSS, FAMILIES, SHORT, Figure, alone, figures, sample
 from .logs import Log, horizon, select
@@ -72,7 +72,7 @@ class Report:
         try:
             if path.is_symlink():
                 raise files.Damaged(f"{path} is a link, which marquardt has not made")
-            entries, is_sealed = documents.read(path)
+            entries, is_sealed = files.read(path)
             version = entries.pop("format", None)
             if version != FORMAT:
                 raise files.Damaged(f"{path} has the format {version!r}, this version reads {FORMAT}")
@@ -112,11 +112,11 @@ def write(out: Path) -> Path:
 
 def _put(out: Path, content: Content, made: dict[str, bytes], before: Report | None) -> None:
     """report.json comes first: also if the process is killed in between, what it has written is known for its own."""
-    new = {out / name: documents.digest(text) for name, text in made.items()}
+    new = {out / name: files.digest(text) for name, text in made.items()}
     way = "move it away, or choose another --out"
-    there = documents.own(dict(new), before.written if before else (), way)
+    there = files.own(dict(new), before.written if before else (), way)
     with files.whole(out / CONTENT) as put:
-        put(documents.sealed({"format": FORMAT, **asdict(Report(content, sorted(there | {*new.values()})))}))
+        put(files.sealed({"format": FORMAT, **asdict(Report(content, sorted(there | {*new.values()})))}))
     for name, text in made.items():
         with files.whole(out / name) as put:
             put(text)

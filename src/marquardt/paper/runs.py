@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import documents, files
-from ..documents import typed
+from .. import files
+from ..files import typed
 from . import logs, problems
 from .data import NAMES, Digits, find
 from .methods import METHODS, Method, Trainer, Unavailable, ablation
@@ -149,7 +149,7 @@ def plan(
 def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """{problem: {method: hyper-parameters}}, as `marquardt paper tune` wrote it."""
     try:
-        content = documents.loads(documents.content_of(path))
+        content = files.loads(files.content_of(path))
     except ValueError as error:
         reason = f"expected the JSON that `marquardt paper tune` writes ({error}); move the file away"
         raise ValueError(f"{path}: {reason}") from error
@@ -323,14 +323,14 @@ def check_free(path: Path) -> None:
             raise ValueError(f"{path} is a link; {logs.WAY_OUT}")
         logs.read(path)
     except ValueError as error:
-        raise documents.Foreign(f"no log can be written: {error}") from None
+        raise files.Foreign(f"no log can be written: {error}") from None
 
 
 class _Recording:
     """A run in progress."""
 
     def __init__(self, run: Run, data: Digits | None, append: Callable[[bytes], None], watch: Watch | None) -> None:
-        self.spec, self.lines, self.watch = run, documents.Sealing(append), watch
+        self.spec, self.lines, self.watch = run, files.SealedLines(append), watch
         self.task = _sine(run) if run.problem == "sine" else _digits(run, data)
         self.steps = length(run, self.task.data)
         self.clock = Clock(run.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from ..texts import visible
+from ..values import visible
 from .logs import Log, attempted, data_name, equal_seconds, groups, horizon, or_worst, place, quantile, runs_of, select
 from .problems import SINE_NOISE_FLOOR
 from .vocabulary import OPTIMIZERS, PARTS, RULE, SINE_READINGS, TARGET, TARGET_LABEL, compared, in_paper, problem_of

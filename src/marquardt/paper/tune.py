@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import documents, files
+from .. import files
 from . import runs
 from .data import Digits
 from .methods import METHODS, Method, OneOf, needed
@@ -141,7 +141,7 @@ def score(lines: Sequence[Mapping[str, Any]]) -> float:
 def save(path: Path, problem: str, best: Mapping[str, dict[str, Any]]) -> None:
     """Add these to the file; what it has of other problems and methods stays. One process at a time."""
     if path.is_symlink():
-        raise documents.Foreign(f"{path} is a link, which would be replaced: choose another --out")
+        raise files.Foreign(f"{path} is a link, which would be replaced: choose another --out")
     known = runs.winners(path) if path.exists() else {}
     known[problem] = {**known.get(problem, {}), **best}
     with files.whole(path) as write:

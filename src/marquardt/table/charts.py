@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TypeVar
 
-from ..texts import visible
+from ..values import visible
 
 WIDTH, HEIGHT = 480, 340  # in units of the drawing; text of 13 of them can be read on a phone
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 46

@@ -24,8 +24,8 @@ import pandas as pd  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from ..documents import typed
-from ..texts import quoted
+from ..files import typed
+from ..values import quoted
 from .reading import MOST, BadTable, counted, listed, nameless
 
 Kind = Literal["empty", "number", "date", "category"]

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 from torch import Tensor
 
-from .. import documents, files
-from ..documents import digest, digest_of, sealed, typed
+from .. import files
+from ..files import digest, digest_of, sealed, typed
 from ..tabular import Committee
-from ..texts import cell, short
+from ..values import cell, shortened
 from .columns import ClassTarget, Columns, NumberTarget, Target, target_from_json, target_to_json
 from .findings import Predicted, measured, predicted, quantile, words
 from .reading import BadTable, Sheet, counted, read
@@ -117,7 +117,7 @@ def load(folder: Path) -> Model:
 
 def _loaded(folder: Path) -> Model:
     saved, is_sealed = files.load(folder / MODEL)
-    told, is_sealed_too = documents.read(folder / PREPROCESSING)
+    told, is_sealed_too = files.read(folder / PREPROCESSING)
     formats = [content.get("format") if isinstance(content, dict) else None for content in (saved, told)]
     if newer := [found for found in formats if type(found) is int and found > FORMAT]:
         raise BadFolder(f"{folder} was written by a newer marquardt (format {newer[0]}): install that")
@@ -143,7 +143,7 @@ def _loaded(folder: Path) -> Model:
 
 def _reason(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
-    return f"there is no {error}" if isinstance(error, KeyError) else short(lines[0])
+    return f"there is no {error}" if isinstance(error, KeyError) else shortened(lines[0])
 
 
 def predict(folder: Path, data: Path, level: float) -> tuple[pd.DataFrame, list[str]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped]
 
-from ..texts import quoted, short
+from ..values import quoted, shortened
 
 MISSING = ("", "na", "n/a", "#n/a", "nan", "null", "none", "?")  # in lower case: what stands for no value in a cell
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
@@ -277,7 +277,7 @@ def _no_table(path: Path, names: Iterable[str] = ()) -> Iterator[None]:
         reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
         if isinstance(error, pd.errors.ParserWarning):
             reason = f"its rows have more cells than the {len([*names])} names in the first line"
-        raise BadTable(f"{path} is no table ({short(reason)}): correct that line") from None
+        raise BadTable(f"{path} is no table ({shortened(reason)}): correct that line") from None
 
 
 def _with_points(sheet: Sheet) -> Sheet:
@@ -358,7 +358,7 @@ def _damaged(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise BadTable(f"{path} is a damaged Parquet file ({short(reason)}): write it again") from None
+        raise BadTable(f"{path} is a damaged Parquet file ({shortened(reason)}): write it again") from None
 
 
 def _read_parquet(path: Path, rows: int | None, missing: tuple[str, ...]) -> Sheet:

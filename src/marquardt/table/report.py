@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from .. import __version__
-from ..texts import on_page, short
+from ..values import on_page, shortened
 from .charts import chart, ranking, thinned
 from .columns import ClassTarget
 from .findings import BINS, LEVEL, Findings, confusion, quantile, reliability
@@ -123,7 +123,7 @@ def _worst(findings: Findings) -> tuple[list[str], list[list[str]]]:
     body = []
     for i in rows[size.argsort(descending=True, stable=True)[:WORST]].tolist():
         values = [(prepared.frame[name].iloc[i], name in numbers) for name in names]
-        shown = ["–" if v != v else _four(float(v)) if number else short(str(v)) for v, number in values]
+        shown = ["–" if v != v else _four(float(v)) if number else shortened(str(v)) for v, number in values]
         body.append([f"{prepared.frame.index[i] + 1:,}", *cells(i), *shown])
     return ["row", *head, *names], body
 

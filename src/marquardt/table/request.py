@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from .. import __version__, documents, files
-from ..documents import typed
+from .. import __version__, files
+from ..files import typed
 from ..tabular.building import KEPT
-from ..texts import quoted
+from ..values import quoted
 
 RUN, CHECKPOINT = "run.json", "checkpoint"
 MODEL, PREPROCESSING, PREDICTIONS, METRICS, REPORT = (
@@ -89,7 +89,7 @@ class Run:
 def identity(request: Request) -> Run:
     """What decides the model, bit for bit."""
     path = request.data
-    data = Data(str(path.absolute()), path.stat().st_size, documents.digest_of(path))
+    data = Data(str(path.absolute()), path.stat().st_size, files.digest_of(path))
     versions = Versions(__version__, str(torch.__version__), torch.get_num_threads())
     return Run(FORMAT, data, request.options(), versions)
 
@@ -104,7 +104,7 @@ def check(out: Path, request: Request, *, resume: bool) -> None:
         raise BadFolder(f"{out} is a file: choose another --out")
     if not os.path.lexists(out / RUN):
         # Locks and what a killed process left half-written do not count.
-        left = documents.left_over(out, Path(RUN).stem)
+        left = files.left_over(out, Path(RUN).stem)
         there_already = out.iterdir() if out.is_dir() else ()
         others = sorted(p.name for p in there_already if not p.name.startswith(".") and p not in left)
         if others:
@@ -128,7 +128,7 @@ def check(out: Path, request: Request, *, resume: bool) -> None:
 
 def own(out: Path, new: Mapping[str, str | None], known: Collection[str]) -> set[str]:
     way = "move it away, and --resume goes on; or choose another --out"
-    return documents.own({out / name: found for name, found in new.items()}, known, way)
+    return files.own({out / name: found for name, found in new.items()}, known, way)
 
 
 def begin(out: Path, request: Request, *, resume: bool) -> list[str]:
@@ -136,7 +136,7 @@ def begin(out: Path, request: Request, *, resume: bool) -> list[str]:
     check(out, request, resume=resume)
     here = identity(request)
     stems = "|".join(re.escape(Path(name).stem) for name in (RUN, *OUTPUTS))
-    for left in documents.left_over(out, stems):  # by a process that was killed: nobody else writes here now
+    for left in files.left_over(out, stems):  # by a process that was killed: nobody else writes here now
         left.unlink()
     if not (out / RUN).exists():
         write_run(out, here)
@@ -155,7 +155,7 @@ def begin(out: Path, request: Request, *, resume: bool) -> list[str]:
 def put(out: Path, contents: Mapping[str, bytes]) -> None:
     """The outputs of the run. run.json has their checksums before they are there: also if the process is killed in
     between, what it has written is known for its own."""
-    new = {name: documents.digest(content) for name, content in contents.items()}
+    new = {name: files.digest(content) for name, content in contents.items()}
     there = _read(out)
     before = own(out, new, there.written)  # by an earlier attempt, which was killed here
     write_run(out, replace(there, written=tuple(sorted(before | {*new.values()}))))
@@ -175,7 +175,7 @@ def clear(out: Path) -> None:
     folder = out / CHECKPOINT
     if folder.is_symlink() or not folder.is_dir():
         return
-    for path in documents.left_over(folder, rf"{KEPT}|{Path(MODEL).stem}"):
+    for path in files.left_over(folder, rf"{KEPT}|{Path(MODEL).stem}"):
         path.unlink()
     for path in sorted(folder.iterdir()):
         with suppress(files.Damaged):
@@ -202,7 +202,7 @@ def _check_same(out: Path, there: Run, here: Run) -> None:
 
 
 def _word(value: Any) -> str:
-    return "not given" if value is None else documents.dumps(value)
+    return "not given" if value is None else files.dumps(value)
 
 
 def _read(out: Path) -> Run:
@@ -211,7 +211,7 @@ def _read(out: Path) -> Run:
     try:
         if path.is_symlink():
             raise files.Damaged(f"{path} is a link, which marquardt has not made")
-        found, is_sealed = documents.read(path)
+        found, is_sealed = files.read(path)
         if "format" not in found and {"data", "options", "versions"} <= set(found):
             raise BadFolder(
                 f"{out} holds a run of an earlier version of marquardt, whose files have no checksums: {way}; "
@@ -232,4 +232,4 @@ def _read(out: Path) -> Run:
 
 
 def write_run(out: Path, run: Run) -> None:
-    documents.write(out / RUN, asdict(run))
+    files.write(out / RUN, asdict(run))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import documents, files, memory, tabular
+from .. import files, memory, tabular
 from . import columns, findings, predictions, reading, report, request
 from .columns import ClassTarget, Columns, Target
 from .findings import LEVEL, Findings, Prepared
@@ -189,7 +189,7 @@ def write(found: Findings, out: Path) -> None:
             request.MODEL: model,
             request.PREPROCESSING: predictions.preprocessing(*inputs),
             request.PREDICTIONS: predictions.to_csv(table).encode(),
-            request.METRICS: (documents.dumps(_metrics(found), indent=1) + "\n").encode(),
+            request.METRICS: (files.dumps(_metrics(found), indent=1) + "\n").encode(),
             request.REPORT: report.page(found).encode(),
         },
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..documents import typed
+from ..files import typed
 from ..training import Entry, History
 from .members import Members, check_entries, checked, part_from, part_state
 from .network import law_of, probabilities, softened

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..curvature import Kronecker
-from ..documents import typed
+from ..files import typed
 from ..training import fit
 from .network import ACTIVATIONS, Classes, Law, Network, Numbers
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ..arguments import check_places, transformed, users
 from ..diagnosis import Diagnosis
 from ..losses import resolve
-from ..memory import interrupt_of
 from ..model.checks import unwrapped
 from ..model.decay import WeightDecay
 from ..model.parameters import Parameters
@@ -26,7 +25,7 @@ from ..model.shards import refuse_sharded
 from ..optimizer import LM
 from ..ranks import cause, check_joined, of
 from ..sources import Arrays, Indexed, Source, Stream, source
-from ..surroundings import Surroundings, surely, undisturbed
+from ..surroundings import Surroundings, interrupt_of, surely, undisturbed
 from ..uncertainty import Evidence, Posterior, posterior
 from ..uncertainty.expansion import likelihood_of
 from ..uncertainty.posterior import last_layer

@@ -21,7 +21,6 @@ from ..diagnosis import Diagnosis, diagnosed
 from ..jacobian.objective import Objective
 from ..jacobian.passes import Facts, Pass
 from ..losses import Loss
-from ..memory import unless_interrupted
 from ..model.anatomy import Chance, submodules
 from ..model.batch import Batch
 from ..model.checks import FAILURES, explained
@@ -32,7 +31,7 @@ from ..optimizer import LM
 from ..ranks import ALONE, OtherRank, RankError, Ranks, of
 from ..sources import Arrays, Indexed, Source, Stream
 from ..step import Step
-from ..surroundings import back_afterwards, surely
+from ..surroundings import back_afterwards, surely, unless_interrupted
 from ..uncertainty.evidence import Evidence
 from ..uncertainty.expansion import in_eval_mode
 from .batching import Batching, Order, apart, cut, generators, own, set_generators, unchanged

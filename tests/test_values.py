@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from marquardt.texts import cell, on_page, quoted, short, visible
+from marquardt.values import cell, on_page, quoted, shortened, visible
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_tabs_and_lines_may_be_kept_and_markup_is_left() -> None:
 
 
 def test_long_values_are_cut() -> None:
-    assert short("abc") == "abc"
-    assert short("x" * 1000) == "x" * 200 + "… (1,000 characters)"
+    assert shortened("abc") == "abc"
+    assert shortened("x" * 1000) == "x" * 200 + "… (1,000 characters)"
     assert quoted("it's\n") == '"it\'s\\n"'
     assert len(quoted("y" * 10**6)) < 250
 
