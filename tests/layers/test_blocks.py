@@ -23,7 +23,7 @@ from marquardt.layers.blocks import (
     add_square,
 )
 from marquardt.metric import Part
-from support.found import PLAIN, routed
+from support.modules import PLAIN, routed
 from support.reference import error
 from support.steps import theta
 

@@ -5,6 +5,7 @@ import hashlib
 import io
 import math
 import random
+import struct
 import subprocess
 import sys
 import threading
@@ -17,12 +18,21 @@ from urllib.error import HTTPError
 
 import pytest
 import torch
-from support.idx_files import flipped, idx
 
 from marquardt.paper import data as paper_data
 from marquardt.paper.data import MIRRORS, MNIST_MD5, Digits, cache_directory, data_directory, find, load_mnist, read_idx
 from marquardt.paper.problems import accuracy, cnn_for, mnist_cnn
 from support.mnist_mirror import ALL, FILES, Web, files_in, no_name, refuse, serve, write_files
+
+
+def idx(shape, data=None, *, code=8, zeros=b"\0\0"):
+    """An idx file of this shape, as bytes."""
+    data = bytes(i % 10 for i in range(math.prod(shape))) if data is None else data
+    return zeros + bytes([code, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + data
+
+
+def flipped(content, at):
+    return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
 
 
 @pytest.fixture

@@ -873,9 +873,8 @@ def _mapped(x: Tensor, side: Tensor) -> Tensor:
         return x * side
     if side.shape[0] > 1:
         return torch.einsum("...gi,gji->...gj", x, side)
-    return (
-        x.reshape(-1, x.shape[-1]).mm(side[0].mT).view(*x.shape[:-1], side.shape[1])
-    )  # `@` may multiply sample by sample
+    X = x.reshape(-1, x.shape[-1]).mm(side[0].mT)  # `@` may multiply sample by sample
+    return X.view(*x.shape[:-1], side.shape[1])
 
 
 def _equal(u: Tensor | None, other: Tensor | None) -> bool:
