@@ -128,8 +128,9 @@ class Brute:
 
     def _split(self, batch: tuple[Any, Any, Any], chunk: int | None) -> list[tuple[Any, Any, Any]]:
         N = length(batch[0])
-        starts = range(0, N, chunk or N)
-        return [tuple(cut(t, slice(i, i + (chunk or N)), N) for t in batch) for i in starts]
+        parts = math.ceil(N / (chunk or N))  # as even as can be
+        ends = [math.ceil(k * N / parts) for k in range(parts + 1)]
+        return [tuple(cut(t, slice(*ends[k : k + 2]), N) for t in batch) for k in range(parts)]
 
     def _linearise(self, rows: Any, seed: int, second: bool) -> None:
         value, norm, low, rounding = 0.0, 0.0, 0.0, 0.0

@@ -92,8 +92,8 @@ def test_an_interrupt_is_raised_and_leaves_all_as_it_was_or_as_after_the_step(mo
             run = made(name, 0)
             before = state(run)
             try:
-                act(run, FIRST, at)
-                assert unheard, f"moment {at}: it was swallowed"
+                struck = act(run, FIRST, at).fired  # a run may be some calls shorter than the first one
+                assert unheard or not struck, f"moment {at}: it was swallowed"
             except error:
                 pass
             unheard.clear()
