@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import files, memory, tabular
+from .. import files, tabular
+from ..surroundings import out_of_memory
 from . import columns, findings, predictions, reading, report, request
 from .columns import ClassTarget, Columns, Target
 from .findings import LEVEL, Findings, Prepared
@@ -142,7 +143,7 @@ def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[
             prepared.X[rows], prepared.Y[rows], settings, checkpoint=checkpoint, watch=watch, classes=classes
         )
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not memory.out_of_memory(error):
+        if not isinstance(error, MemoryError) and not out_of_memory(error):
             raise
         way = "--rows N reads the first N rows, and fewer units in --hidden need less"
         raise BadTable(f"memory ran out in the training with {len(rows):,} rows: {way}") from error
