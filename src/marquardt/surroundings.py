@@ -67,6 +67,8 @@ def unless_foreign(error: BaseException) -> None:
 def interrupt_of(error: BaseException) -> BaseException | None:
     """This error if it is an interrupt, or the one that it took the place of. One that is still being dealt with by a
     caller, as where a step is taken within `except KeyboardInterrupt:`, is none of these."""
+    if error.__context__ is not None and "INTERNAL ASSERT FAILED" in str(error):
+        return error.__context__  # torch could not leave a transform that was left half entered
     seen: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and found not in seen:

@@ -260,7 +260,6 @@ MUTATIONS = [
         "[lr**self.power for lr in rates if lr < self.stop]",
         "[lr for lr in rates if lr < self.stop]",
         SEARCH,
-        "tests/test_presets.py::test_authors_code",
     ),
     mutation(
         "parts: the grid takes the largest loss",

@@ -38,6 +38,7 @@ def test_grid_rates():
     assert rates[-1] == pytest.approx(8.875001, rel=1e-12)
     assert rates[-1] < 9
     assert all(b - a == pytest.approx(0.125, rel=1e-9) for a, b in itertools.pairwise(rates))
+    assert mq.Grid(0.01, 2, 0.05, power=3).rates[1] == pytest.approx(0.06**3)
 
 
 @given(decades(-6, 0), st.floats(0.05, 3), st.integers(1, 40), st.floats(0, 0.99))

@@ -66,15 +66,15 @@ class Auto(Interchangeable):
     All three solve the same system, MatrixFree to its tolerance: they differ in speed and memory. If a prediction was
     too low and memory runs out, the step is repeated with the next smaller plan.
 
-    On changing batches a step costs at most `work` gradients, by default 30 or what takes a tenth of a second on a
-    usual machine. If all rows would cost more, and LM was given no `rows`, fewer are formed: `Sampled(k)` with k as
-    large as possible, and finally those of a `Fraction` of the samples. By default more than one row per sample is
-    formed only up to 6 gradients, unless it costs no more than one, or the loss is a sum of squares. On the same data
-    all rows are formed, whatever they cost, in the fastest way. The cost is predicted from shapes alone, so that
-    resumed runs, and processes that work together, make the same choice. If the first step finds that a row of one
-    sample takes a backward pass through all samples, as for the nodes of a graph, the rows are
-    `Sampled(k, together=True)`. Samples that are coupled by BatchNorm in train mode have no rows, and MatrixFree is
-    chosen. Samples that depend on each other in another way stay together, without chunks.
+    On changing batches a step costs at most `work` gradients, by default 30, or as many as take a tenth of a second on
+    a usual machine if these are more. If all rows would cost more, and LM was given no `rows`, fewer are formed:
+    `Sampled(k)` with k as large as possible, and finally those of a `Fraction` of the samples. By default more than one
+    row per sample is formed only up to 6 gradients, unless it costs no more than one, or the loss is a sum of squares.
+    On the same data all rows are formed, whatever they cost, in the fastest way. The cost is predicted from shapes
+    alone, so that resumed runs, and processes that work together, make the same choice. If the first step finds that a
+    row of one sample takes a backward pass through all samples, as for the nodes of a graph, the rows are `Sampled(k,
+    together=True)`. Samples that are coupled by BatchNorm in train mode have no rows, and MatrixFree is chosen. Samples
+    that depend on each other in another way stay together, without chunks.
 
     Args:
         chunk: samples that are linearised at once; None for all, or as many as memory allows.

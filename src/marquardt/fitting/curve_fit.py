@@ -38,12 +38,12 @@ def curve_fit(
 ) -> CurveFit:
     """Fit y = f(x, *p) to data: scipy.optimize.curve_fit with exact derivatives, and bands.
 
-    Arrays and plain numbers give arrays, without NumPy tensors; tensors give tensors.
+    The result holds arrays for arrays and plain numbers (tensors if NumPy is not installed), and tensors for tensors.
 
     With `batched` ydata is (B, m), B data sets; p0 and each bound (B, n) or (n,), sigma (m,), (B, m) or (B, m, m).
-    xdata is that of all sets, (m,) or (k, m), or has a leading dimension B, one for each set; where k = B it is read
-    such that f returns m values. A single fit that fails is a RuntimeError; of many each has its success, status and
-    message.
+    xdata is shared by all sets, (m,) or (k, m), or has a leading dimension B, one for each set; if k = B, the reading
+    in which f returns m values is taken. A single fit that fails raises a RuntimeError; with `batched` every fit has
+    its own success, status and message.
 
     Args:
         f: the curve, f(x, *p), of torch tensors; of NumPy arrays it works through differences.
@@ -52,11 +52,11 @@ def curve_fit(
         p0: where the fit starts; None for ones, or the middle of finite bounds.
         sigma: standard deviations (m,), or the covariance (m, m) of ydata; inf leaves a point out.
         absolute_sigma: whether sigma is known; otherwise pcov is scaled by the residuals.
-        check_finite: whether NaN and infinities are refused; None unless there is a `nan_policy`.
+        check_finite: whether NaN and infinities are refused; None refuses them if no `nan_policy` is given.
         bounds: (lower, upper), numbers or one for each parameter; equal ones fix it, with an error of 0.
         method: as in least_squares; None for "lm".
         jac: jac(x, *p) → (m, n), or as in least_squares; None for exact derivatives.
-        full_output: SciPy's, refused: what it asks for is in `.result`.
+        full_output: an option of SciPy that is refused: its content is in `.result`.
         nan_policy: "raise", or "omit" to leave out the points with NaN.
         batched: whether there are many data sets.
         kwargs: of least_squares; `maxfev` is `max_nfev`.

@@ -35,14 +35,14 @@ def least_squares(
     """Minimise ½Σ C²ρ(wᵢfᵢ(x)²/C²) within bounds: scipy.optimize.least_squares on tensors, one problem or many.
 
     fun(x, *args, **kwargs) → residuals of one problem, x of shape (n,). A function of torch tensors gets an exact
-    Jacobian; one of NumPy arrays alone works through differences, and the message says so. A tensor x0 gives tensors,
-    an array or plain numbers give NumPy arrays; without NumPy those give tensors, too. Integers are taken as real
-    numbers. fun may change its x, a copy, but must leave args and kwargs as they are; where it works on tensors it gets
-    those as tensors of x's precision.
+    Jacobian; for a function that works on NumPy arrays alone the Jacobian is formed by differences, and the message
+    says so. The result holds tensors if x0 is a tensor, and NumPy arrays if x0 is an array or plain numbers (tensors if
+    NumPy is not installed). Integers are converted to real numbers. fun may change its x, which is a copy, but not args
+    and kwargs; a function of tensors receives these as tensors of x's precision.
 
-    With `batched` x0 is (B, n), B independent problems. fun is still that of one: torch.func.vmap makes it that of
-    many. The arrays in args have a leading dimension B, kwargs are for all. Each problem has its own steps and its own
-    end.
+    With `batched` x0 has the shape (B, n), for B independent problems. fun is still the function of one problem;
+    torch.func.vmap applies it to all. The arrays in args have a leading dimension B, kwargs are the same for all. Every
+    problem is stepped and stopped separately.
 
     Args:
         fun: the residuals of one problem.
@@ -55,8 +55,8 @@ def least_squares(
         gtol: cosine of the angle between the residuals and the space that the columns of the Jacobian span.
         x_scale: "jac", or the scale of the parameters.
         loss: "linear", "huber", "soft_l1", "cauchy", "arctan", or a function z → (ρ, ρ', ρ'').
-        f_scale: C, the residual from which on a loss counts less than its square.
-        max_nfev: evaluations of fun, at most; None for 400 of each parameter and one more.
+        f_scale: C, the residual above which a loss counts less than its square.
+        max_nfev: evaluations of fun, at most; None for 400·(n + 1).
         verbose: 0, 1 or 2.
         args: of fun, after x.
         kwargs: of fun.

@@ -261,12 +261,12 @@ class Loss(ABC):
     all losses.
 
     On the first step a user's loss is compared with its `ell` on a few samples: `slope` with ∂ℓ/∂z, Su with `slope`,
-    SSᵀ with ∂²ℓ/∂z². If SSᵀ is above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class sets
-    `majorises = True`; if SSᵀ is the mean of ∂²ℓ/∂z² over the targets that the outputs predict, it sets
-    `fisher = True`, and SSᵀ is not compared. A loss that is a sum of squared residuals sets `sum_of_squares = True`,
-    which `presets.paper` requires. A loss of several outputs, such as a mean and a variance, sets their number,
-    `outputs_taken = 2`: z (N, K) has them flattened and side by side. A loss that is −log p(y|z), up to a constant,
-    names p, such as `likelihood = "categorical"`, see uncertainty/likelihood.py; `mq.posterior` requires it.
+    SSᵀ with ∂²ℓ/∂z². If SSᵀ is above ∂²ℓ/∂z² on purpose, as for a loss that is not convex, the class sets `majorises =
+    True`; if SSᵀ is the mean of ∂²ℓ/∂z² over the targets that the outputs predict, it sets `fisher = True`, and SSᵀ is
+    not compared. A loss that is a sum of squared residuals sets `sum_of_squares = True`, by which `presets.paper`
+    chooses its parts. A loss of several outputs, such as a mean and a variance, sets their number, `outputs_taken = 2`:
+    z (N, K) has them flattened and side by side. A loss that is −log p(y|z), up to a constant, names p, such as
+    `likelihood = "categorical"`, see uncertainty/expansion.py; `mq.posterior` requires it.
 
     Args:
         reduction: "mean", as in torch, or "sum".
@@ -556,7 +556,7 @@ class Elementwise(Loss):
     >>> @dataclass(frozen=True, kw_only=True, eq=False)
     ... class LogCosh(mq.losses.Elementwise):
     ...     def ell(self, z, y):
-    ...         return (z - y).cosh().log()
+    ...         return torch.logaddexp(z - y, y - z) - 0.6931471805599453
     ...
     ...     def slope(self, z, y):
     ...         return (z - y).tanh()

@@ -23,8 +23,9 @@ class Outliers(Policy):
         doubt = (f − floor) / (UNHEARD·h)       λ ← doubt·λ, ‖d‖ ≤ the last stride/√doubt, only a decrease counts,
         h ← max(f − low, 0.9·h)                 and its curvature is not kept
 
-    A sample that is merely hard loses little by this: it has a large share of tr G alone, which exceeds λD by a factor
-    of the rank of G. Two such batches in a row are no accident, and the second one is treated like any other.
+    A sample that is merely hard loses little by this: its share of tr G is large, and so its curvature exceeds λD by a
+    factor of up to the rank of G. Two such batches in a row are no accident, and the second one is treated like any
+    other.
     """
 
     height: float = 0.0  # the largest recent f above its lower bound; above the best f if there is no bound

@@ -120,28 +120,30 @@ def fit(
     resume: bool = True,
     **options: Any,
 ) -> Fit:
-    """Trains `model` on `data` by Levenberg–Marquardt until something says stop; the best weights stay in the model.
+    """Trains `model` on `data` by Levenberg–Marquardt until a stop is reached, and leaves the best weights in the
+    model.
 
     >>> result = mq.fit(model, (x, y), "mse", validation=0.2)
     >>> reason, history = result.reason, result.history
 
     `data` are (inputs, targets) or (inputs, targets, weight) of tensors or arrays, a Dataset or a DataLoader. If a step
-    with all of them is quick, every step has them all; otherwise there are mini-batches, and the averaged weights
-    count. `batch_size` says it: a number, or "all". `validation` is a fraction of the samples, drawn by `seed`, or data
-    of its own.
+    on all samples is quick, every step uses all; otherwise the steps use mini-batches, and the averaged weights are the
+    result. `batch_size`, a number or "all", decides it. `validation` is a fraction of the samples, drawn by `seed`, or
+    a separate data set.
 
-    It ends after so many `steps` or `seconds`, with a loss of at most `goal`, a gradient of at most `min_gradient`
-    times the largest, λ above `max_lam`, after `patience` validations (or estimates of the evidence) without a new
-    best, or if nothing is left to gain; None leaves a stop out. `callbacks` are called after every step with a
-    `Running`, and end the fit by returning True. Ctrl-C ends it too; the best weights so far are then in the model.
+    The fit ends after a number of `steps` or `seconds`, at a loss of at most `goal`, at a gradient of at most
+    `min_gradient` times the largest, at λ above `max_lam`, after `patience` validations (or estimates of the evidence)
+    without a new best, or when nothing is left to gain; None switches a stop off. `callbacks` are called after every
+    step with a `Running`, and end the fit by returning True. Ctrl-C ends it too; the best weights so far are then in
+    the model.
 
     `weight_decay` is a number, a `WeightDecay`, a dict by the names of parameters as `Fit.evidence` has it, or
-    `mq.Evidence()`: then it is found from the data, every few steps, as is the noise (MATLAB's trainbr), until they
-    settle; the weights with the highest evidence are the best ones.
+    `mq.Evidence()`: then weight decay and noise are estimated from the data every few steps (MATLAB's trainbr) until
+    they settle, and the weights with the highest evidence are the best ones.
 
-    `checkpoint` names a file that the fit is saved in about every second. The same call goes on with it, exactly, if
-    the file is there; `resume=False` begins anew. A file that is none of mq.fit's is not replaced. All other `options`
-    are those of `mq.LM`.
+    `checkpoint` names a file in which the fit is saved about every second. If the file exists, the same call continues
+    from it exactly; `resume=False` begins again. A file that mq.fit has not written is never replaced. All other
+    `options` are those of `mq.LM`.
 
     Under `torchrun` all ranks make the same call with the same data: every batch is shared among them, and on any
     number of ranks the steps are the same. A DataLoader has this rank's samples, by a DistributedSampler. One rank's
@@ -151,24 +153,24 @@ def fit(
         model: an `nn.Module`, which is trained in place.
         data: (inputs, targets), (inputs, targets, weight), a Dataset or a DataLoader.
         loss: as `mq.LM` takes it.
-        validation: fraction of the samples that is held out, or data of its own.
-        steps: at most.
-        seconds: at most.
+        validation: the fraction of the samples that is held out, or a separate data set.
+        steps: the number of steps, at most.
+        seconds: the time, at most.
         goal: the loss that is low enough.
         min_gradient: the gradient that is small enough, as a share of the largest.
         max_lam: λ beyond which no step can be found.
         patience: validations without a new best, or estimates of the evidence.
         weight_decay: a number, an `mq.WeightDecay`, a dict by name, or `mq.Evidence()`.
-        batch_size: samples of a step, or "all"; None decides by how long a step takes.
-        seed: of what is held out, and of the order of mini-batches.
-        callbacks: functions of a `Running`, one or several.
-        progress: whether a line shows it; None if a terminal is there to see.
-        checkpoint: a file to save in, and to go on from.
-        resume: whether a checkpoint that is there is gone on from.
+        batch_size: samples per step, or "all"; None decides by the time that a step takes.
+        seed: for the samples that are held out, and for the order of mini-batches.
+        callbacks: one function of a `Running`, or several.
+        progress: whether a line shows the progress; None shows it if the output is a terminal.
+        checkpoint: a file to save the fit in, and to continue from.
+        resume: whether to continue from a checkpoint that exists.
         options: of `mq.LM`.
 
     Returns:
-        What came of it: the model with its best weights, the history, and why it ended.
+        The model with its best weights, the history, and the reason why the fit ended.
     """
     if torch._C._functorch.get_dynamic_layer_stack_depth():
         raise transformed("mq.fit", "training")
