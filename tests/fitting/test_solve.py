@@ -111,6 +111,26 @@ def test_no_success_without_a_minimum():
     assert fit.nfev <= 7
 
 
+@pytest.mark.parametrize(
+    ("tolerances", "status", "word"),
+    [
+        ({"gtol": 1e-3}, 1, "gtol"),
+        ({"ftol": 1e-4}, 2, "ftol"),
+        ({"xtol": 1e-4}, 3, "xtol"),
+        ({"xtol": 1e-2, "ftol": 0.1}, 4, "Both"),
+        ({}, 2, "precision of the arithmetic"),
+    ],
+)
+def test_the_tolerance_that_has_ended_a_fit_is_named(tolerances, status, word):
+    t = torch.linspace(0, 4, 30, dtype=torch.float64)
+    y = 2 * torch.exp(-t) + 0.1 * torch.cos(7 * t)
+    options = {"gtol": None, "xtol": None, "ftol": None, **tolerances}
+    fit = mq.least_squares(lambda p: p[0] * torch.exp(-p[1] * t) - y, torch.tensor([1.0, 0.5]), **options)
+    assert fit.success
+    assert fit.status == status
+    assert word in fit.message
+
+
 def test_a_wrong_jacobian_is_not_called_success():
     fit = least_squares(decay, torch.ones(3), jac=lambda p: -torch.func.jacfwd(decay)(p))
     assert not fit.success
