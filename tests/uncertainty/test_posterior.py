@@ -445,6 +445,21 @@ def test_a_warning_points_at_the_call():
         assert told[0].filename == __file__
 
 
+def test_many_parameters_without_a_prior_are_told():
+    """As after mq.fit with validation, which ends early: the noise is that of an unfinished fit, divided by N − n."""
+    torch.manual_seed(0)
+    x = torch.rand(100, 2, dtype=torch.float64) * 2 - 1
+    y = torch.sin(3 * x[:, :1]) * x[:, 1:] + 0.1 * torch.randn(100, 1, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(2, 14), nn.Tanh(), nn.Linear(14, 1)).double()
+    opt = mq.LM(model, "mse")
+    for _ in range(40):
+        opt.step(x, y)
+    with pytest.warns(UserWarning, match=r"without a prior .* 57 parameters .* 100 targets .* weight_decay=None"):
+        p = mq.posterior(model, "mse", (x, y), weight_decay=0.0)
+    better = mq.posterior(model, "mse", (x, y), weight_decay=None)
+    assert better.predict(x).model_std.mean() < 0.8 * p.predict(x).model_std.mean()
+
+
 def test_the_last_layer_alone():
     model, x, y = regression()
     p = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, params="last")

@@ -41,6 +41,11 @@ ONE_NOISE = (
     "noise, σ = {} by output, as the training took all outputs for equally noisy, and has smoothed the quiet ones "
     'too much: train with targets in units of their noise, or pass noise="shared"'
 )
+UNBOUNDED = (
+    "without a prior (weight decay 0) {:,} parameters are as uncertain as {:,.0f} targets leave them, and training "
+    "ended before they were fitted: standard deviations are too large. Pass weight_decay=None for a prior that is "
+    "found from the data, or train with weight decay"
+)
 
 # Rounds in which noise of every output and γ of every output agree to this.
 ROUNDS, AGREED = 10, 0.01
@@ -535,7 +540,11 @@ def tell(found: Posterior, weight_decay: Any, why: str) -> bool:
     """Warns if θ̂ is no minimum; returns whether it did."""
     left = found.decrement() if weight_decay is not None else min(found.decrement(), found.decrement(prior=False))
     if left <= max(NATS, SHARE * found.gamma):
-        return False
+        n, m = found.at.parameters.n, found.at.normaliser
+        free = weight_decay is not None and found.learns and not any(found.alphas) and 2 * n > m
+        if free and left > NATS:
+            warnings.warn(UNBOUNDED.format(n, m), stacklevel=users())
+        return bool(free and left > NATS)
     warnings.warn(
         f"the parameters are no minimum of the loss with this {why}. A step would lower "
         f"−log p(θ|y) by {left:.3g}, and a sample of the posterior is {0.5 * found.gamma:.3g} above its minimum; "
@@ -569,7 +578,7 @@ def laplace(
     if learns and not any(weights) and weight_decay is not None and at.normaliser <= at.parameters.n:
         raise ValueError(
             f"{at.normaliser:g} targets for {at.parameters.n} parameters without a prior leave nothing to learn the "
-            "noise from: pass noise=σ, or train with weight_decay"
+            "noise from: pass noise=σ, or weight_decay=None for a prior by evidence, or train with weight_decay"
         )
     beta, b = (1.0, None) if known is None else known
     per_w = kind.unit / unit(loss, at.normaliser)  # α = w·β·this
