@@ -76,12 +76,16 @@ def agreeing(agree: Callable[[list[float]], list[float]]) -> Iterator[None]:
         current.agree = before
 
 
-def read(numbers: Tensor) -> list[float]:
-    """A few numbers of the data that this rank has: (k,)"""
+def read(first: Tensor, *others: Tensor | float) -> list[float]:
+    """A few numbers of the data that this rank has, each (): in one synchronisation"""
+    if current.tape is None and first.is_cpu:
+        return [first.item(), *map(float, others)]
+    each = [first, *(t if isinstance(t, Tensor) else first.new_full((), t) for t in others)]
+    found = torch.stack([t.double() for t in each])
     if current.tape is None:
-        found: list[float] = numbers.double().tolist()
-        return found
-    current.tape.read.append(numbers)
+        numbers: list[float] = found.tolist()
+        return numbers
+    current.tape.read.append(found)
     return current.tape.assumed
 
 
@@ -108,9 +112,8 @@ def ungraded() -> AbstractContextManager[None]:
 
 def floats(*tensors: Tensor) -> list[float]:
     """What several 0-dimensional tensors hold, in one synchronisation"""
-    if tensors[0].device.type == "cpu" and current.agree is None:
-        found: list[float] = torch.stack([t if t.dtype is DOUBLE else t.double() for t in tensors]).tolist()
-        return found
+    if tensors[0].is_cpu and current.agree is None:  # no device to wait for: each by itself is fastest
+        return [t.item() for t in tensors]
     dtypes = list(dict.fromkeys(t.dtype for t in tensors))
     order = [i for dtype in dtypes for i, t in enumerate(tensors) if t.dtype == dtype]
     # Tensors of one precision at a time: each conversion by itself would be a kernel.

@@ -107,7 +107,7 @@ class RecordedStep:
         self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), carried(state), carried(state)))
         self.lam = torch.zeros((), dtype=objective.parameters.dtype, device=objective.parameters.device)
         self.normaliser = assumed.normaliser
-        tape = self._record(state, Tape(assumed, known.drawn))
+        tape = self._record(state, Tape((*assumed[:3], 0.0), known.drawn))
         self.questions, self.drawn = len(tape.asked), tape.drawn
 
     @property
@@ -142,7 +142,7 @@ class RecordedStep:
             H = Damped(matrices.G, self.lam * matrices.A)
             d, plain, uncut = propose(parts, H, old, lr, same)
             self.readings, self.d = tried(lin, matrices, H, d, plain, uncut, lr, old, same), d
-            self.theta, self.averaged = lin.theta, matrices.G.averaged
+            self.theta, self.averaged, self.coarsest = lin.theta, matrices.G.averaged, lin.whole().whole.coarsest
             _copy(self.next, [matrices.D.state(), matrices.G.keep(), remembered(parts, d, lr), self.kept[3]])
             lin.close()
             return answers(tape, *present(self.readings))
@@ -162,7 +162,7 @@ class RecordedStep:
         """The result of a replay; None if an assumption was wrong."""
         found: list[float] = self.answers.tolist()
         asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
-        self.totals = Totals(*totals)
+        self.totals = Totals.of(totals, self.coarsest)
         read = found_of(self.readings, rest)
         if not all(asked) or self.totals.normaliser != self.normaliser:
             return None

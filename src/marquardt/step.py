@@ -430,7 +430,7 @@ def conclude(
     policies = {name: old.__dict__[name].after(start, end) for name in POLICIES}
     best = end.loss if end.loss < start.best else start.best
     if parts.average is not None and end.d is not None:
-        left |= averaged(parts.average, old, objective.parameters.vector(), start)
+        left |= averaged(parts.average, old, objective.parameters, start)
     state = changed(
         old, lam=lam, steps=old.steps + 1, accepted=old.accepted + (end.d is not None), best=best, **policies, **left
     )
@@ -439,9 +439,12 @@ def conclude(
     return report(objective.given, start, end, used, notes, converged, left["decay"]), state
 
 
-def averaged(average: Average, old: State, theta: Tensor, start: Start) -> dict[str, Any]:
-    """θ̄ after one more θ"""
-    if old.mean is None or (start.same_data and average.restarts):
+def averaged(average: Average, old: State, parameters: Parameters, start: Start) -> dict[str, Any]:
+    """θ̄ after one more θ; on the same data there is none, and the last weights stand for it"""
+    if start.same_data and average.restarts:
+        return {"mean": None, "points": 0}
+    theta = parameters.vector()
+    if old.mean is None:
         return {"mean": theta, "points": 1}
     return {"mean": average.update(old.mean, theta, old.points), "points": old.points + 1}
 

@@ -146,8 +146,10 @@ def _cholesky(H: Tensor, b: Tensor, ranks: Ranks) -> Tensor | None:
     together = ranks.several and factors_together(len(H), ranks.size, H.element_size(), H.is_cuda)
     L, fine = shared_factor(H, ranks) if together else _factor(H)
     x = _solve(L, b if b.dtype is H.dtype else b.to(H.dtype))
-    sound = fine & (torch.linalg.vector_norm(x, math.inf) < math.inf)
-    return x if told(sound) else None
+    length = torch.linalg.vector_norm(x, math.inf)
+    if current.tape is None and x.is_cpu:
+        return x if told(fine) and math.isfinite(length.item()) else None
+    return x if told(fine & (length < math.inf)) else None
 
 
 def shared_factor(H: Tensor, ranks: Ranks, width: int = COLUMNS) -> tuple[Tensor, Tensor]:
@@ -305,18 +307,26 @@ class DenseCurvature(Curvature):
         """ΣJ̃ᵀJ̃ (n, n) and g = ΣJ̃ᵀu + h (n,) over the chunks and the ranks, in this precision, from the same rows.
         The matrix is summed over the ranks while this rank continues."""
         lin, device, n = self.lin, self.parameters.device, self.lin.n
-        G = torch.zeros(n, n, dtype=dtype, device=device)
-        g = torch.zeros(n, dtype=dtype, device=device)
+        G: Tensor | None = None
+        g: Tensor | None = None
         for piece in lin.pieces():
             u = piece.u  # (R, N)
             u = u if u is None or u.dtype is dtype else u.to(dtype)
-            if n <= self.small:  # one product: only the number of calls matters
+            if G is None and u is not None and n <= self.small:  # one product: only the number of calls matters
                 rows = piece.dense(dtype)  # (m, n)
+                G, g = rows.T @ rows, rows.T @ u.flatten()
+                continue
+            if G is None or g is None:
+                G, g = torch.zeros(n, n, dtype=dtype, device=device), torch.zeros(n, dtype=dtype, device=device)
+            if n <= self.small:
+                rows = piece.dense(dtype)
                 G.addmm_(rows.T, rows)
                 if u is not None:
                     g.addmv_(rows.T, u.flatten())
             else:
                 self._add_blocks(G, g, piece.blocks, u)
+        assert G is not None
+        assert g is not None
         scale, h = lin.scale, lin.remainder
         G.mul_(scale)
         g.mul_(scale)

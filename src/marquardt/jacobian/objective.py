@@ -50,13 +50,13 @@ class Cotangents(NamedTuple):
         if self.u is None:
             return torch.zeros_like(like) if self.v is None else self.v
         u = self.u.view(*self.u.shape, *[1] * (self.S.ndim - 2))
-        total: Tensor = (self.S * u).sum(0)
+        total: Tensor = self.S[0] * u[0] if u.shape[0] == 1 else (self.S * u).sum(0)
         return total if self.v is None else total + self.v
 
-    def rounding(self, value: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
-        """By how much the value is uncertain if z has the digits of this dtype: ε·(|value| + ‖∂value/∂z ∘ z‖)"""
-        through_z: Tensor = torch.linalg.vector_norm(self.slope(z) * z)
-        return torch.finfo(dtype).eps * (value.abs() + through_z)
+    def sensitivity(self, z: Tensor) -> Tensor:
+        """‖∂value/∂z ∘ z‖, by which the value changes with the last digits of z: ()"""
+        found: Tensor = torch.linalg.vector_norm(self.slope(z) * z)
+        return found
 
 
 class Seed(int):
@@ -352,7 +352,13 @@ class Totals(NamedTuple):
     value: float  # Σwℓ
     normaliser: float  # Σ of the weights that the mean divides by
     lower_bound: float
-    rounding: float  # of the value
+    rounding: float  # of the value: ε·(|value| + ‖∂value/∂z ∘ z‖)
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], dtype: torch.dtype) -> Totals:
+        """From value, normaliser, lower bound and sensitivity, if z has the digits of this dtype"""
+        value, normaliser, low, sensitivity = numbers
+        return cls(value, normaliser, low, torch.finfo(dtype).eps * (abs(value) + sensitivity))
 
 
 class Level(NamedTuple):

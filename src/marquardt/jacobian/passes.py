@@ -58,8 +58,14 @@ class Proof:
     # By what shows of the passes that it was compared on: whether it holds there whatever numbers are in the graph.
     seen: dict[int, bool] = field(default_factory=dict)
     noise: dict[int, float] = field(default_factory=dict)  # what rounding may leave of a parameter's gradient, in all
-    alarms: int = 0  # how often a proof was repeated for nothing
-    quiet: int = 0  # pieces that need not be compared with autograd: some after a success, more after such an alarm
+    # To compare a piece with autograd once more costs a backward pass: the eighth piece is compared, and as with
+    # recordings the sixteenth after that, the thirty-second and so on; a proof that was repeated for nothing counts too.
+    apart: int = 8
+    quiet: int = 0  # pieces until then
+
+    def rest(self) -> None:
+        """After a comparison that has shown nothing new"""
+        self.quiet, self.apart = self.apart - 1, 2 * self.apart
 
     def path(self, i: int) -> str:
         return "none" if i in self.inert else self.general.get(i, "rule")

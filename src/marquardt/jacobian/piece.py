@@ -75,14 +75,17 @@ def scattered(columns: Iterable[tuple[Block, Tensor]], parameters: Parameters) -
 
 def dense(blocks: Sequence[Block], dtype: torch.dtype, parameters: Parameters) -> Tensor:
     """J̃ itself, with the columns in the order of the parameters: (m, n)"""
+    Jt = torch.empty(parameters.n, blocks[0].m, dtype=dtype, device=blocks[0].params[0].device)  # rows side by side
     if [i for b in blocks for i in b.members or parameters.of(b)] == [*range(len(parameters.sizes))]:  # in that order
-        return torch.cat([piece for block in blocks for _, piece in block.slabs(dtype)], 1)
-    columns: list[Tensor] = [torch.empty(0)] * len(parameters)
+        for block, part in zip(blocks, Jt.split([b.columns for b in blocks]), strict=True):
+            block.write(part)
+        return Jt.T
+    parts = Jt.split(parameters.sizes)
     for block in blocks:
         pieces = block.rows(dtype).split([p.numel() for p in block.params], 1)
         for i, piece in zip(parameters.of(block), pieces, strict=True):
-            columns[i] = piece
-    return torch.cat(columns, 1)
+            parts[i].copy_(piece.T)
+    return Jt.T
 
 
 def together(
@@ -487,9 +490,6 @@ class Comparison:
 # Blocks of up to this many columns are watched; for larger ones the proof on first use has to do.
 GUARDED = 1_000_000
 
-# To compare a piece with autograd once more costs a backward pass: one piece in so many is compared.
-EVERY = 8
-
 # Ways of calling the model whose proofs are kept, and of each kinds of passes that were compared.
 KEPT, SEEN = 64, 1024
 
@@ -528,8 +528,8 @@ def blocks_of(J: Jacobian) -> tuple[list[Block], set[int] | None]:
         old = known.proof
         _prove(J, base)
         if known.proof.same(old):  # near a minimum the gradient is all rounding
-            known.proof.alarms = old.alarms + 1
-            known.proof.quiet = EVERY * 2**known.proof.alarms
+            known.proof.apart = 2 * old.apart
+            known.proof.rest()
         blocks, _ = _without_inert(J, _blocks(J, groups))
     if not proven:
         known.differentiates = not J.ranks.all(J.forward.same_without_grad())
@@ -680,7 +680,7 @@ def _plausible(J: Jacobian, blocks: list[Block]) -> bool:
         if len(proof.seen) >= SEEN:
             proof.seen.clear()
         proof.seen[seen] = _sure(J)
-    proof.quiet = EVERY - 1
+    proof.rest()
     w, tolerance = J.random(), tolerances.of_rules(J.forward.coarsest)
     wrong: list[Tensor] = []
     pairs: list[tuple[Tensor, Tensor, float]] = []  # how far off, how large, and what may be noise
@@ -909,9 +909,7 @@ class Piece:
     def _totals(self, rows: Rows) -> Totals:
         objective, batch, loss = self.objective, self.batch, self.objective.loss
         z, y, w = self.z, batch.targets, batch.weight
-        value, normaliser, low = loss.value(z, y, w), loss.normaliser(z, y, w), loss.lower_bound(z, y, w)
-        rounding = self.cotangents.rounding(value, z, self.whole.coarsest)
-        totals = Totals(*read(torch.stack([value, normaliser, low, rounding])))
+        totals = Totals.of(read(*loss.totals(z, y, w), self.cotangents.sensitivity(z)), self.whole.coarsest)
         if not math.isfinite(totals.value):
             raise ValueError(f"the loss is {totals.value} at the current parameters: {self._blame()}")
         if self.known.loss is not objective.given and current.tape is None:

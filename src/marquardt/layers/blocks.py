@@ -214,6 +214,11 @@ class Block(ABC):
         """J̃ itself: (m, columns)"""
         return torch.cat([piece for _, piece in self.slabs(dtype)], 1)
 
+    def write(self, out: Tensor) -> None:
+        """out ← J̃ᵀ: (columns, m)"""
+        for columns, piece in self.slabs(out.dtype):
+            out[columns].copy_(piece.T)
+
     def inputs(self) -> Tensor | None:
         """Mean of the squares of what a weight multiplies, where D_oi = u_o·v_i makes sense: (G, 1, I)"""
         return None
@@ -444,18 +449,37 @@ class Whitened(Block):
 
 
 class Bilinear(Block):
-    """J̃ of a weight and, after it, a bias; either may be missing."""
+    """J̃ of a weight and, after it, a bias; either may be missing. With one position and group a and δ may also be given
+    as vectors: (N, I), (R, N, O)."""
 
     def __init__(
         self, a: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None, one: Tensor | None = None
     ) -> None:
-        self.factors = a, delta  # in the precision of the layer, which under autocast is not that of the parameters
         self.weight, self.bias = weight, bias
         self.one = one  # what the bias multiplies, if it is not 1: ()
         self.params = [p for p in (weight, bias) if p is not None]
-        self.R, self.N, self.P, self.G, self.O = delta.shape
+        if a.ndim == 2:
+            self.vectors = a, delta
+            self.R, self.N, self.O = delta.shape
+            self.P = self.G = 1
+        else:
+            self.factors = a, delta
+            self.R, self.N, self.P, self.G, self.O = delta.shape
         self.I = a.shape[-1]
         self.m = self.R * self.N
+
+    @cached_property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """a (N, P, G, I) and δ (R, N, P, G, O), in the precision of the layer, which under autocast is not that of the
+        parameters"""
+        a, delta = self.vectors
+        return a[:, None, None], delta[:, :, None, None]
+
+    @cached_property
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """The same with one position and group: (N, I), (R, N, O)"""
+        a, delta = self.factors
+        return a[:, 0, 0], delta[:, :, 0, 0]
 
     @property
     def a(self) -> Tensor:
@@ -474,6 +498,22 @@ class Bilinear(Block):
         a, delta = self.factors
         return Bilinear(a if weight is not None else a[..., :0], delta, weight, bias, self.one)
 
+    def write(self, out: Tensor) -> None:
+        if not self.P == self.G == 1:
+            super().write(out)
+            return
+        a, delta = self.vectors
+        if delta.dtype is not out.dtype or a.dtype is not out.dtype:
+            delta, a = delta.to(out.dtype), a.to(out.dtype)
+        columns = delta.permute(2, 0, 1)  # (O, R, N)
+        if self.weight is not None:
+            weight = out if self.bias is None else out[: self.O * self.I]
+            torch.mul(columns.unsqueeze(1), a.T.unsqueeze(1), out=weight.view(self.O, self.I, self.R, self.N))
+        if self.bias is not None:
+            bias = out[-self.O :].view(self.O, self.R, self.N).copy_(columns)
+            if self.one is not None:
+                bias.mul_(self.one)
+
     def slabs(self, dtype: torch.dtype) -> Iterable[tuple[slice, Tensor]]:
         if self.P == 1 and self.m * self.G * self.O * self.I <= SLAB:
             return self._at_once(dtype)
@@ -481,14 +521,15 @@ class Bilinear(Block):
 
     def _at_once(self, dtype: torch.dtype) -> list[tuple[slice, Tensor]]:
         """The rows of one position, if they are few"""
-        a, delta = self.factors
-        delta, a = delta[:, :, 0], a[:, 0]  # (R, N, G, O), (N, G, I)
+        a, delta = self.vectors if self.G == 1 else (self.factors[0][:, 0], self.factors[1][:, :, 0])
         if delta.dtype is not dtype or a.dtype is not dtype:
-            delta, a = delta.to(dtype), a.to(dtype)
+            delta, a = delta.to(dtype), a.to(dtype)  # (R, N, …, O), (N, …, I)
         found: list[tuple[slice, Tensor]] = []
         columns = 0
         if self.weight is not None:
-            piece = (delta[..., None] * a[:, :, None]).reshape(self.m, -1)
+            # A vector times a single number needs no further dimension.
+            outer = delta * a if 1 in (self.O, self.I) else delta.unsqueeze(-1) * a.unsqueeze(-2)
+            piece = outer.reshape(self.m, -1)
             columns = piece.shape[1]
             found += ((slice(0, columns), piece),)
         if self.bias is not None:
@@ -531,8 +572,8 @@ class Bilinear(Block):
         """a (N, I) and δ (N, O), if there is one row, position and group, and one precision that is no coarse one"""
         if not self.R == self.P == self.G == 1 or self.one is not None:
             return None
-        a, delta = self.factors
-        return (a[:, 0, 0], delta[0, :, 0, 0]) if a.dtype is delta.dtype and a.dtype not in COARSE else None
+        a, delta = self.vectors
+        return (a, delta[0]) if a.dtype is delta.dtype and a.dtype not in COARSE else None
 
     def apply(self, v: Sequence[Tensor]) -> Tensor:
         dtype = v[0].dtype
@@ -794,6 +835,13 @@ class Bilinear(Block):
             parts = [part.partial_traces_of_rows() for part in self.parts()]
             left, right = (torch.stack(sides).sum(0) for sides in zip(*parts, strict=True))
             return [Traces(self.params, left, right)]
+        if self.G == 1:
+            a, delta = (widened(t) for t in self.vectors)  # (N, I), (R, N, O)
+            if self.bias is not None:
+                a = torch.cat([a, a.new_ones(self.N, 1) if self.one is None else self.one.to(a).expand(self.N, 1)], 1)
+            left = (delta * torch.linalg.vector_norm(a, dim=1, keepdim=True)).flatten(0, 1)
+            right = a * torch.linalg.vector_norm(delta, dim=(0, 2)).unsqueeze(1)
+            return [Traces(self.params, square(left[None]), square(right[None]))]
         a, delta = self.a, self.delta[:, :, 0]  # (N, P, G, I), (R, N, G, O)
         a = self._with_one(a.dtype)[:, 0]  # (N, G, I)
         lengths = torch.linalg.vector_norm(a, dim=2), torch.linalg.vector_norm(delta, dim=(0, 3))  # (N, G)

@@ -39,6 +39,7 @@ class Operand(NamedTuple):
         delta: from gradients at the output (R, *lead, *rest) to (R, *lead, P', G, O).
         window: numbers of x that one position sees, if positions share them.
         some: a of some samples, if a is larger than x.
+        vectors: whether a is x and δ is as it comes, for samples that are vectors: x (N, I), δ (R, N, O).
 
     >>> operand = mq.layers.RULES[nn.functional.linear](x, model[0].weight, model[0].bias)
     >>> operand.a().shape
@@ -54,13 +55,15 @@ class Operand(NamedTuple):
     window: int | None = None  # numbers of x that one position sees, if positions share them; None: a is as large as x
     # a of some samples, without a graph, if a is larger than x; then `delta` must take those of some samples too.
     some: Callable[[slice], Tensor] | None = None
+    vectors: bool = False  # a is x and δ as it comes, of samples that are vectors
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operand:
     """y = xWᵀ + b: a = x"""
     return Operand(
-        weight, bias, input, input.ndim - 1, lambda: input[..., None, None, :], lambda delta: delta[..., None, None, :]
-    )
+        weight, bias, input, input.ndim - 1, lambda: input[..., None, None, :], lambda delta: delta[..., None, None, :],
+        vectors=input.ndim == 2,
+    )  # fmt: skip
 
 
 def convolution(
@@ -370,6 +373,8 @@ class Call:
 
     def _read(self, delta: Tensor, N: int, place: Place) -> Bilinear | Lookup:
         o, kept = self.operand, self.kept
+        if o.vectors and kept is None and place == FIRST and o.weight is not None and o.x.dtype is delta.dtype:
+            return Bilinear(o.x.detach(), delta, o.weight, o.bias)
         # Under autocast a and δ may be less precise, and products of matrices take them as they are.
         is_lookup = self.is_lookup
         if is_lookup or kept is not None or (o.weight is not None and o.weight.ndim < 2):

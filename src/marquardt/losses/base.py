@@ -439,6 +439,16 @@ class Loss(ABC):
         groups = self.group(z[:1]).shape[-2]
         return z.new_full((), groups * z.shape[0]) if weight is None else groups * weight.sum()
 
+    def totals(
+        self, z: Tensor, y: Target, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | float, Tensor | float]:
+        """Value, normaliser and lower bound; as plain numbers those that do not depend on the data."""
+        kind, counted = type(self), weight is None
+        plain = counted and kind.normaliser is Loss.normaliser
+        normaliser = float(math.prod(self.group(z).shape[:2])) if plain else self.normaliser(z, y, weight)
+        low = 0.0 if kind.lower_bound is Loss.lower_bound else self.lower_bound(z, y, weight)
+        return self.value(z, y, weight), normaliser, low
+
     def scale(self, normaliser: float) -> float:
         """f / value."""
         return self.factor / normaliser if self.reduction == "mean" else self.factor
@@ -488,13 +498,15 @@ def spread(loss: Loss, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor | 
     """One row for each column of S in each group, zero outside its group: (R, N, *out), (R, N), v (N, *out)"""
     S, u, v = root
     N, P, C, r = S.shape
+    rest = None if v is None else loss.ungroup(v, z)
+    if P == r == 1:
+        return loss.ungroup(S[None, ..., 0], z), u.view(1, N), rest
     if P == 1:
         E = S.permute(3, 0, 1, 2)  # (r, N, 1, C)
     else:
         E = S.new_zeros(P, r, N, P, C)
         E.diagonal(dim1=0, dim2=3).copy_(S.permute(3, 0, 2, 1))  # (r, N, C, P)
         E = E.flatten(0, 1)  # (R, N, P, C)
-    rest = None if v is None else loss.ungroup(v, z)
     return loss.ungroup(E, z), u.permute(1, 2, 0).reshape(P * r, N), rest
 
 
@@ -591,14 +603,21 @@ class SquaredError(Elementwise):
     sum_of_squares: ClassVar[bool] = True
     likelihood: ClassVar[str | None] = "normal"
 
+    def error(self, z: Tensor, y: Tensor) -> Tensor:
+        return z - y
+
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
-        return (z - y).square()
+        return self.error(z, y).square()
 
     def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        return 2 * (z - y)
+        return 2 * self.error(z, y)
 
     def s(self, z: Tensor, y: Tensor) -> Tensor:
         return torch.full_like(z, math.sqrt(2))
+
+    def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        # s is a constant: ℓ′/s takes no division
+        return self.group(self.s(z, y)).unsqueeze(-1), self.group(math.sqrt(2) * self.error(z, y))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -609,11 +628,8 @@ class Residual(SquaredError):
     >>> step = opt.step(x)
     """
 
-    def ell(self, z: Tensor, y: Tensor) -> Tensor:
-        return super().ell(z, z.new_zeros(()))
-
-    def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        return super().slope(z, z.new_zeros(()))
+    def error(self, z: Tensor, y: Tensor) -> Tensor:
+        return z
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         return []

@@ -240,7 +240,7 @@ class Diagonal(Metric):
     @staticmethod
     def of(A: Metric | Tensor, sizes: Sequence[int]) -> Metric:
         """Also accepts one number () or one per parameter (n,)."""
-        if A.__class__ is not Tensor and isinstance(A, Metric):
+        if A.__class__ is Diagonal or (A.__class__ is not Tensor and isinstance(A, Metric)):
             return A
         if A.ndim == 0:
             return Diagonal(A)
@@ -287,7 +287,8 @@ class Diagonal(Metric):
 
     def positive(self) -> Diagonal:
         if self._parts is None:
-            return Diagonal(self.scale.where(self.scale > 0, 1))
+            one = self.scale.is_cpu and self.scale.item() > 0
+            return self if one else Diagonal(self.scale.where(self.scale > 0, 1))
         return Diagonal(self.scale.where(self.scale > 0, 1), self._each(lambda f: f.where(f > 0, 1)))
 
     def sum(self, w: Weights, sizes: Sequence[int]) -> Diagonal:
@@ -353,6 +354,8 @@ class Diagonal(Metric):
     def maximum(self, other: Diagonal) -> Diagonal:
         """The larger of both, factor by factor; if there are parts, both have the same scale."""
         if self._parts is None and other._parts is None:
+            if self.scale.is_cpu:  # where comparing two numbers takes no kernel
+                return self if self.scale.item() > other.scale.item() else other
             return Diagonal(torch.maximum(self.scale, other.scale))
         return self._with(other, torch.maximum)
 
@@ -360,6 +363,8 @@ class Diagonal(Metric):
         """This, but at most `memory` times the present; zeros at present are no reason to forget."""
         if self._parts is None and present._parts is None:
             now = present.scale
+            if now.is_cpu and (not now.item() > 0 or self.scale.item() <= memory * now.item()):
+                return self
             return Diagonal(torch.minimum(self.scale, (memory * now).where(now > 0, math.inf)))
         return self._with(present, lambda past, now: torch.minimum(past, (memory * now).where(now > 0, math.inf)))
 
