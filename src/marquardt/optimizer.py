@@ -27,10 +27,10 @@ from .curvature.cost import USUAL, Plan, duration
 from .deferred import AS_IS, current
 from .diagnosis import diagnosed
 from .jacobian.linearization import Linearization
-from .jacobian.objective import Objective, Rows, Totals
-from .jacobian.passes import Coupled, Facts
+from .jacobian.objective import Objective, Rows
+from .jacobian.passes import Coupled, Facts, Pass
 from .losses import resolve
-from .model.anatomy import anatomy, rng_state, set_rng_state
+from .model.anatomy import Chance, anatomy, rng_state, set_rng_state
 from .model.batch import Batch, Batches, uncompiled, without_autocast
 from .model.checks import check_coupling, unwrapped
 from .model.decay import WeightDecay
@@ -477,7 +477,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         def work() -> Step | None:
             nonlocal step
             self._pace.expect(old.plan, device, True)
-            there = self._totals(parts, objective, batch) if recording.looks else None
+            there = self._value(objective, batch) if recording.looks else None
             if rng is not None:
                 set_rng_state(device, rng)
             recording.run(batch, old, objective)
@@ -497,14 +497,11 @@ class LM(Unscaled, torch.optim.Optimizer):
 
         return whole(here, work, undo)
 
-    def _totals(self, parts: Parts, objective: Objective, batch: Batch) -> Totals:
-        """The loss of a batch, by a pass through the model as it is now."""
+    def _value(self, objective: Objective, batch: Batch) -> float:
+        """Σwℓ of a batch, by a pass through the model as it is now."""
         with torch.no_grad(), without_autocast(self.params[0].device.type), uncompiled():
-            rows, needs = rows_of(parts, self._state.plan), parts.curvature.needs
-            lin = Linearization(objective, [batch], rows, needs, known=self._known, seed=self._state.steps)
-            totals = lin.totals()
-            lin.close()
-        return totals
+            forward = Pass(objective, batch, self._known, Chance())
+            return float(forward.objective.value(forward.z, batch))
 
     def _explained(self, step: Step, batches: Iterable[Batch], ranks: Ranks) -> Step:
         """The step with a note, once, on what may have kept a converged run from learning; no single rank has all

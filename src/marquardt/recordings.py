@@ -249,19 +249,19 @@ class Recordings:
         self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts, lr: float, forced: bool
     ) -> RecordedStep | None:
         """The recording for such a step; None if there is none."""
-        totals = known.totals
-        if totals is None or not recordable(parts, objective, batch, state, known):
+        totals, D = known.totals, state.D
+        if totals is None or D is None or not recordable(parts, objective, batch, state, known):
             return None
         if not forced and (any(hooks(objective.model)) or torch.are_deterministic_algorithms_enabled()):
             return None  # because a replay does not call hooks
-        now = signature(parts, objective, batch, state, known, lr)
+        now = signature(parts, objective, batch, changed(state, D=D.later) if D.early else state, known, lr)
         # Comparing the contents of the modules takes long: this is left until the replay has begun, see `confirmed`.
-        if self.made is not None and self.made[0][0] == now:
+        if self.made is not None and self.made[0][0] == now and not D.early:
             self._row = 0
             return self.made[1]
         kind = self._come((now, attributes(objective.model)))
-        if self._row < kind.needed or kind.refused:
-            return None
+        if D.early or self._row < kind.needed or kind.refused:
+            return None  # the first steps differ from the later ones in when D is formed, and in nothing else
         if not forced and not room(state, objective.parameters.device):
             self._refuse(kind, "there is no memory for it")
             return None
@@ -287,12 +287,12 @@ class Recordings:
         self.made = None
         return False
 
-    def agrees(self, recording: RecordedStep, totals: Totals) -> bool:
-        """Whether a replay has found the same loss as the model outside of it. They may differ if the model uses
+    def agrees(self, recording: RecordedStep, value: float) -> bool:
+        """Whether a replay has found the same loss as the model outside of it, Σwℓ. They may differ if the model uses
         numbers from elsewhere, such as a global variable."""
         relative = tolerances.of_trials(recording.objective.parameters.dtype)
-        allowed = relative * abs(totals.value) + FAINT * totals.rounding
-        if abs(recording.totals.value - totals.value) <= allowed:
+        allowed = relative * abs(value) + FAINT * recording.totals.rounding
+        if abs(recording.totals.value - value) <= allowed:
             return True
         if self.made is not None:
             self._refuse(self._come(self.made[0]), "the model does not do the same in every step")

@@ -11,6 +11,7 @@ from torch import nn
 
 import marquardt as mq
 from marquardt import optimizer, step
+from marquardt.jacobian.objective import Totals
 from marquardt.metric import Diagonal
 from marquardt.parts.judging import ENOUGH, Outcome
 from marquardt.policies.outliers import HEARD, UNHEARD
@@ -188,9 +189,9 @@ def test_rounding_of_a_loss(loss, rows):
     near = z * (1 + torch.finfo(torch.float32).eps * (2 * torch.rand_like(z) - 1))
     moved = (loss.value(near, y) - loss.value(z, y)).abs()
     drawn = rows.draw(loss, z.float(), y.float(), None, 0)
-    found = drawn.rounding(loss.value(z.float(), y.float()), z.float(), torch.float32)
-    coarse = drawn.rounding(loss.value(z.float(), y.float()), z.float(), torch.bfloat16)
-    assert coarse == pytest.approx(2**16 * found.item())
+    numbers = [*map(float, loss.totals(z.float(), y.float())), drawn.sensitivity(z.float()).item()]
+    found, coarse = (Totals.of(numbers, dtype).rounding for dtype in (torch.float32, torch.bfloat16))
+    assert coarse == pytest.approx(2**16 * found)
     assert moved < found < 100 * moved + 1e-6 * loss.value(z, y).abs()
 
 

@@ -498,6 +498,12 @@ class Bilinear(Block):
         a, delta = self.factors
         return Bilinear(a if weight is not None else a[..., :0], delta, weight, bias, self.one)
 
+    @property
+    def _flat(self) -> tuple[Tensor, Tensor]:
+        """a (N·P, I) and δ (R·N·P, O) of one group"""
+        a, delta = self.vectors if self.P == 1 else self.factors
+        return a.reshape(self.N * self.P, self.I), delta.reshape(self.m * self.P, self.O)
+
     def write(self, out: Tensor) -> None:
         if not self.P == self.G == 1:
             super().write(out)
@@ -731,14 +737,16 @@ class Bilinear(Block):
             return self._gram_of_rows(K, other, product)
         if product is not None:
             product.add(self)
-        left, A = self.factors[1].reshape(-1, self.O), self.factors[0].reshape(self.N * self.P, self.I)
-        right, B = left, A
-        if other is not self:
-            right, B = other.factors[1].reshape(-1, other.O), other.factors[0].reshape(other.N * other.P, other.I)
-        deltas = times(left, right.T, K.dtype).view(self.R, self.N, self.P, other.R, other.N, other.P)
+        A, left = self._flat
+        B, right = (A, left) if other is self else other._flat
+        deltas = times(left, right.T, K.dtype)  # (R·N·P, R'·N'·P')
         inputs = times(A, B.T, K.dtype)  # (N·P, N'·P'), zero where there is no weight (I = 0)
         if self.bias is not None:
             inputs += 1 if self.one is None else self.one.square().to(K.dtype)
+        if self.R == other.R == self.P == other.P == 1:
+            K.addcmul_(deltas, inputs)
+            return
+        deltas = deltas.view(self.R, self.N, self.P, other.R, other.N, other.P)
         factor = inputs.view(1, self.N, self.P, 1, other.N, other.P)
         blocks = K.view(self.R, self.N, other.R, other.N)
         if self.P == other.P == 1:
@@ -805,6 +813,14 @@ class Bilinear(Block):
         left, right = layer.left, layer.right
         if others or self.weight is None or right is None or left.shape[:2] != (self.G, self.O):
             return super().turned(layers)
+        if self.P == self.G == 1:
+            a, delta = (t if t.dtype is left.dtype else t.to(left) for t in self.vectors)
+            if self.bias is not None:
+                a = torch.cat([a, a.new_ones(self.N, 1) if self.one is None else self.one.to(a).expand(self.N, 1)], 1)
+            a, delta = (t * side[0] if side.ndim == 2 else t @ side[0].mT for t, side in ((a, right), (delta, left)))
+            found = Bilinear(a, delta, self.weight, None)
+            found.params, found.members = self.params, self.members
+            return found
         a, delta = self._with_one(left.dtype), self.delta
         delta = delta if delta.dtype is left.dtype else delta.to(left)
         found = Bilinear(_mapped(a, right), _mapped(delta, left), self.weight, None)

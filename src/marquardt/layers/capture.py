@@ -373,13 +373,14 @@ class Call:
 
     def _read(self, delta: Tensor, N: int, place: Place) -> Bilinear | Lookup:
         o, kept = self.operand, self.kept
-        if o.vectors and kept is None and place == FIRST and o.weight is not None and o.x.dtype is delta.dtype:
-            return Bilinear(o.x.detach(), delta, o.weight, o.bias)
+        if o.vectors and o.weight is not None and kept is None and place == FIRST and o.x.shape[0] == N:
+            a = o.x.detach()
+            return Bilinear(a if a.dtype is delta.dtype else a.to(delta.dtype), delta, o.weight, o.bias)
         # Under autocast a and δ may be less precise, and products of matrices take them as they are.
         is_lookup = self.is_lookup
         if is_lookup or kept is not None or (o.weight is not None and o.weight.ndim < 2):
             delta = widened(delta)
-        if kept is not None and o.some is not None and place == FIRST and len(o.x) == N:
+        if kept is not None and o.some is not None and place == FIRST and o.x.shape[0] == N:
             some_a = o.some
 
             def read(delta: Tensor, some: slice) -> Bilinear:

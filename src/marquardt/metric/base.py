@@ -114,6 +114,12 @@ class Metric(ABC):
 
     scale: Tensor  # ()
     shape: object = None  # identity of D₀: as long as it is the same object, results formed with D₀ are valid
+    early: bool = False  # whether D₀ is formed anew in every step, as one of the first ones may be
+
+    @property
+    def later(self) -> Metric:
+        """The same after the first steps"""
+        return self
 
     @abstractmethod
     def with_scale(self, scale: Tensor) -> Metric:

@@ -198,6 +198,11 @@ class Layered(Metric):
             return self._with(self.scale, early)
         return Layered.of(self.layers, self.gamma, self.rank, self.batches, self.every, ranks)._with(self.scale, early)
 
+    @property
+    def later(self) -> Layered:
+        """The same after the first steps"""
+        return self._with(self.scale, False)
+
     def with_scale(self, scale: Tensor) -> Layered:
         return self._with(scale, self.early)
 
