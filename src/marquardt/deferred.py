@@ -122,6 +122,11 @@ def floats(*tensors: Tensor) -> list[float]:
     return agreed([each[i] for i in range(len(tensors))])
 
 
+def scaled(t: Tensor, factor: float) -> Tensor:
+    """factor·t of a single number (), calculated on the host where it is at hand: in a fifth of the time of a kernel"""
+    return t.new_full((), factor * t.item()) if t.is_cpu else factor * t
+
+
 def at_hand(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The same 0-dimensional tensors in float64 to calculate with: on the host after one synchronisation, where small
     calculations cost less than kernels; on the device if they are recorded."""

@@ -103,7 +103,7 @@ class RecordedStep:
         self, parts: Parts, objective: Objective, batch: Batch, state: State, known: Facts, assumed: Totals, lr: float
     ) -> None:
         self.parts, self.objective, self.known, self.lr = parts, objective, known, lr
-        self.same_data, self.replays = state.same_data.soon, 0
+        self.same_data, self.replays, self.early = state.same_data.soon, 0, state.D is not None and state.D.early
         self.batch, self.kept, self.next = (_clone(item) for item in (vars(batch), carried(state), carried(state)))
         self.lam = torch.zeros((), dtype=objective.parameters.dtype, device=objective.parameters.device)
         self.normaliser = assumed.normaliser
@@ -256,12 +256,14 @@ class Recordings:
             return None  # because a replay does not call hooks
         now = signature(parts, objective, batch, changed(state, D=D.later) if D.early else state, known, lr)
         # Comparing the contents of the modules takes long: this is left until the replay has begun, see `confirmed`.
-        if self.made is not None and self.made[0][0] == now and not D.early:
+        if self.made is not None and self.made[0][0] == now and self.made[1].early == D.early:
             self._row = 0
             return self.made[1]
         kind = self._come((now, attributes(objective.model)))
-        if D.early or self._row < kind.needed or kind.refused:
-            return None  # the first steps differ from the later ones in when D is formed, and in nothing else
+        # The first steps differ from the later ones in when D is formed, and in nothing else: these follow at once.
+        follows = self.made is not None and self.made[0] == kind.key and self.made[1].early
+        if (self._row < kind.needed and not follows) or kind.refused:
+            return None
         if not forced and not room(state, objective.parameters.device):
             self._refuse(kind, "there is no memory for it")
             return None

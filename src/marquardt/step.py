@@ -19,7 +19,7 @@ from torch import Tensor
 from .curvature.contract import Curvature, Damped, Past, Representation
 from .curvature.cost import Plan
 from .curvature.direct import FactorizationError
-from .deferred import floats
+from .deferred import floats, scaled
 from .jacobian.linearization import Linearization, Trials
 from .jacobian.objective import Level, Objective, Rows
 from .losses import Loss
@@ -35,6 +35,7 @@ from .tolerances import SAME_LOSS
 # A decrease of at least this many roundings of the loss counts as a decrease.
 ROUNDINGS = 4
 CONVERGED = "converged: no decrease is left that could be told from the rounding of the loss"
+COSINE = Found._fields.index("cosine")
 FAILED = Judgement(None, True, -math.inf, math.inf, 1.0)
 
 T = TypeVar("T")
@@ -124,7 +125,7 @@ def attempt(
     G, f = matrices.G, start.level.f
     try:
         A = matrices.A
-        H = Damped(G, A.with_scale(lam * A.scale))  # G + W + λD
+        H = Damped(G, A.with_scale(scaled(A.scale, lam)))  # G + W + λD
         d, plain, uncut = propose(parts, H, old, lr, start.same_data, start.doubt)
         readings = tried(lin, matrices, H, d, plain, uncut, lr, old, start.same_data)
     except FactorizationError as error:
@@ -259,20 +260,19 @@ def tried(
     lin: Linearization, matrices: Matrices, H: Damped, d: Tensor, plain: Tensor, uncut: Tensor | None, lr: float,
     old: State, same_data: bool,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The entries of `Found`, each of shape (). On changing batches f(θ̄) comes before f(θ + lr·d), because the weights
-    are left where they were tried last."""
+    """The entries of `Found`, each of shape (), and what its cosine is made of. On changing batches f(θ̄) comes before
+    f(θ + lr·d), because the weights are left where they were tried last."""
     W, space = lin.decay if lin.objective.penalty else None, lin.parameters
-    trials = Trials(lin)
-    cosine, past = None, old.previous
-    if past is not None:  # torch.cosine_similarity would copy both vectors, which may be large
-        cosine = space.dot(plain, past) / (space.norm(plain) * space.norm(past)).clamp(min=1e-30)
+    trials, past = Trials(lin), old.previous
+    # torch.cosine_similarity would copy both vectors, which may be large
+    angle = [None] * 3 if past is None else [space.dot(plain, past), space.norm(plain), space.norm(past)]
     mean_loss = None if old.mean is None or same_data else trials.loss(old.mean - lin.theta, 1.0)
     new_loss = trials.loss(d, lr)
     decay, new_decay = (None, None) if W is None else (W.value(space.shaped(lin.theta)), W.value(space.tensors))
     dDd = matrices.A.quadratic(d, space.sizes, space.dot) if same_data else None
     return [
-        new_loss, *H.model(d), matrices.G.slope(matrices.A), space.norm(d), space.norm(lin.theta), dDd, cosine,
-        mean_loss, decay, new_decay, uncut,
+        new_loss, *H.model(d), matrices.G.slope(matrices.A), space.norm(d), space.norm(lin.theta), dDd, None,
+        mean_loss, decay, new_decay, uncut, *angle,
     ]  # fmt: skip
 
 
@@ -288,7 +288,10 @@ def found_of(readings: Sequence[Tensor | None], numbers: Sequence[float]) -> Fou
     found: list[Any] = list(readings)
     for k, number in zip([k for k, t in enumerate(found) if t is not None], numbers, strict=True):
         found[k] = number
-    return Found(*found)
+    *entries, along, plain, past = found
+    if along is not None:
+        entries[COSINE] = along / max(plain * past, 1e-30)
+    return Found(*entries)
 
 
 def judge(parts: Parts, old: State, start: Start, found: Found, lam: float, lr: float) -> Judgement:

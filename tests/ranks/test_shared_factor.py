@@ -22,9 +22,9 @@ def factors(m: int, width: int) -> tuple[torch.Tensor, bool, bool]:
     torch.manual_seed(0)
     X = torch.randn(m, m + 5)
     ranks = of(dist.group.WORLD)
-    L, fine = shared_factor(X @ X.T, ranks, width)
+    L, failed = shared_factor(X @ X.T, ranks, width)
     _, spoilt = shared_factor(X @ X.T - 20 * torch.eye(m), ranks, width)
-    return L, bool(fine), bool(spoilt)
+    return L, bool(failed), bool(spoilt)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -32,9 +32,9 @@ def factors(m: int, width: int) -> tuple[torch.Tensor, bool, bool]:
 def test_the_factor(double, ranks, m, width):
     torch.manual_seed(0)
     X = torch.randn(m, m + 5)
-    for L, fine, spoilt in run(factors, ranks, m, width):
-        assert fine
-        assert not spoilt
+    for L, failed, spoilt in run(factors, ranks, m, width):
+        assert not failed
+        assert spoilt
         assert error(L, torch.linalg.cholesky(X @ X.T)) < 1e-12
 
 

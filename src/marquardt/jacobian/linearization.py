@@ -17,7 +17,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from .. import tolerances
-from ..deferred import agreed, current, floats
+from ..deferred import agreed, current, floats, scaled
 from ..layers import Line
 from ..losses import resolve
 from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes, call_with
@@ -510,19 +510,21 @@ class Trials:
         lin.position.move(d, lr)
         if lin.start.buffers or lin.chance.drawn:
             lin.start.restore()
-        total: Any = 0.0
+        total: Tensor | None = None
         checksum: Any = 0.0
         for i, batch in enumerate(lin.batches if lin.in_one else lin.cut()):
             objective, z = self._passed(i, batch)
-            total = total + objective.loss.value(z.detach(), batch.targets, batch.weight)
+            value = objective.loss.value(z.detach(), batch.targets, batch.weight)
+            total = value if total is None else total + value
             if not lin.single:
                 checksum = checksum + batch.checksum()
         if not lin.single and not abs(float(checksum) - float(lin.checksum)) <= 1e-6 * abs(float(lin.checksum)):
             raise ValueError(
                 "the batches are not the same every time they are gone through: use the same data in each pass"
             )
+        assert total is not None
         total = total.double()
-        found: Tensor = (lin.share.ranks.sum(total) if lin.share.ranks.several else total) * lin.scale
+        found = scaled(lin.share.ranks.sum(total) if lin.share.ranks.several else total, lin.scale)
         return found if lin.decay is None else found + lin.decay.value(lin.parameters.tensors)
 
     def _passed(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:

@@ -58,8 +58,8 @@ class Proof:
     # By what shows of the passes that it was compared on: whether it holds there whatever numbers are in the graph.
     seen: dict[int, bool] = field(default_factory=dict)
     noise: dict[int, float] = field(default_factory=dict)  # what rounding may leave of a parameter's gradient, in all
-    # To compare a piece with autograd once more costs a backward pass: the eighth piece is compared, and as with
-    # recordings the sixteenth after that, the thirty-second and so on; a proof that was repeated for nothing counts too.
+    # To compare a piece with autograd once more costs a backward pass: after a comparison, or a proof that was repeated
+    # for nothing, the eighth piece is compared, then the sixteenth after that, and so on.
     apart: int = 8
     quiet: int = 0  # pieces until then
 

@@ -318,7 +318,7 @@ class Pooled(Bilinear):
         return self._part(slice(0, self.N))
 
     @property
-    def factors(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def factors(self) -> tuple[Tensor, Tensor]:
         return self._whole.factors
 
     def plain(self) -> Bilinear:

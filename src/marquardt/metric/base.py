@@ -272,7 +272,7 @@ class Diagonal(Metric):
         return x
 
     def quadratic(self, v: Tensor, sizes: Sequence[int], dot: Dot = torch.dot) -> Tensor:
-        return dot(v, v) * self.scale if self._parts is None else super().quadratic(v, sizes, dot)
+        return dot(v, v).mul_(self.scale) if self._parts is None else super().quadratic(v, sizes, dot)
 
     def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:
         return None if self._parts is None else block.whitened([self._parts[i] for i in members])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..curvature.contract import Curvature, Damped
-from ..deferred import at_hand, numbers, root
+from ..deferred import at_hand, numbers, root, scaled
 from ..jacobian.statistics import Moments
 from ..metric import Diagonal, Layered, LayerSides, Metric, Part
 
@@ -84,7 +84,7 @@ class MeanEigenvalue:
         return is_number(D)
 
     def update(self, D: Metric | None, G: Curvature) -> Diagonal:
-        return largest_of_late(D, Diagonal(G.trace() / G.rank), self.memory)
+        return largest_of_late(D, Diagonal(scaled(G.trace(), 1 / G.rank)), self.memory)
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ class AdaptiveMomentum:
         alpha = (self.xi * dP * root(GG) + beta * GF) / GG
         if sound is not True:  # a tensor, if it is recorded
             alpha, beta = alpha.where(sound, 1), beta.where(sound, 0)
-        found: Tensor = alpha * newton + beta * previous
+        found: Tensor = (alpha * newton).add_(beta * previous)
         return found
 
 
