@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from numbers import Real
@@ -260,6 +260,17 @@ def part(item: Any, index: Tensor, N: int, dtype: torch.dtype | None = None) -> 
         return t.to(dtype) if dtype is not None and t.is_floating_point() else t
 
     return tree_map(take, item)
+
+
+def alone(*items: Any) -> Iterator[Any]:
+    """The items of each sample by itself; the first of them has a row per sample."""
+    N = len(items[0])
+    return (part(items, i, N) for i in torch.arange(N, device=items[0].device)[:, None])
+
+
+def noise(z: Tensor, seed: int) -> Tensor:
+    """The same random numbers on every device and in every precision, like z."""
+    return torch.randn(z.shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64).to(z)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..surroundings import unless_interrupted
-from .base import Fault, Loss, OutputLayout, Root, Target, check_number, weighted
+from .base import Fault, Loss, OutputLayout, Root, Target, alone, check_number, weighted
 from .output_hessian import FORMED, Blocks, Product, eigen, find, group, lanczos, product_of, spread, ungroup
-from .separability import PER_SAMPLE, Samples, some
+from .separability import PER_SAMPLE, Samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,18 +60,14 @@ class Function(Loss):
             trained = next((name for name, p in self.fn.named_parameters() if p.requires_grad), None)
             if trained is not None:
                 raise ValueError(
-                    f"the loss {self.name} has a parameter {trained!r} that would not train: move it into the model, "
-                    "which may return it beside its outputs, or freeze it with requires_grad_(False)"
+                    f"the loss {self.display_name} has a parameter {trained!r} that would not train: move it into the "
+                    "model, which may return it beside its outputs, or freeze it with requires_grad_(False)"
                 )
 
     @property
-    def name(self) -> str:
+    def display_name(self) -> str:
         fn = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
         return str(getattr(fn, "__name__", type(fn).__name__))
-
-    @property
-    def display_name(self) -> str:
-        return self.name
 
     @property
     def curvature_kind(self) -> str:
@@ -97,17 +93,17 @@ class Function(Loss):
         out = self.fn(z if self.layout is None else self.layout.structure(z), y)
         if not isinstance(out, Tensor) or not out.is_floating_point():
             got = out.dtype if isinstance(out, Tensor) else type(out).__name__
-            raise TypeError(f"{self.name} returned {got}: {PER_SAMPLE} of floating point, computed by torch")
+            raise TypeError(f"{self.display_name} returned {got}: {PER_SAMPLE} of floating point, computed by torch")
         if out.ndim and len(out) != len(z):
             raise ValueError(
-                f"{self.name} returned the shape {tuple(out.shape)} for outputs of shape {tuple(z.shape)}: {PER_SAMPLE}"
-                f", here ({len(z)},), or a scalar that is their mean"
+                f"{self.display_name} returned the shape {tuple(out.shape)} for outputs of shape {tuple(z.shape)}: "
+                f"{PER_SAMPLE}, here ({len(z)},), or a scalar that is their mean"
             )
         return out.to(z.dtype)
 
     def ell(self, z: Tensor, y: Target) -> Tensor:
         out = self.called(z, y)
-        return out if out.ndim else torch.stack([self.called(*some(z, y, i)) for i in _each(z)])
+        return out if out.ndim else torch.stack([self.called(*one) for one in alone(z, y)])
 
     def value(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         out = self.called(z, y)
@@ -120,7 +116,7 @@ class Function(Loss):
         return out.sum() if out.ndim or self.found.get("sum") else N * out
 
     def normaliser(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        entries = self.called(*some(z, y, _each(z)[0])).numel()
+        entries = self.called(*next(alone(z, y))).numel()
         return entries * (z.new_full((), len(z)) if weight is None else weight.sum())
 
     def scale(self, normaliser: float) -> float:
@@ -180,12 +176,12 @@ class Function(Loss):
             total = self._total(self.called(x, y), len(z))
             if not total.requires_grad:
                 raise ValueError(
-                    f"{self.name} returned a value without a gradient: compute it from the outputs with operations of "
-                    "torch, without .item(), .detach(), numpy or torch.no_grad()"
+                    f"{self.display_name} returned a value without a gradient: compute it from the outputs with "
+                    "operations of torch, without .item(), .detach(), numpy or torch.no_grad()"
                 )
             (slope,) = torch.autograd.grad(total, x, create_graph=again, allow_unused=True)
         if slope is None:
-            raise ValueError(f"{self.name} does not depend on the outputs: it is given (outputs, targets)")
+            raise ValueError(f"{self.display_name} does not depend on the outputs: it is given (outputs, targets)")
         return x, slope
 
     def _products(self, z: Tensor, y: Target) -> tuple[Product, Tensor]:
@@ -197,8 +193,8 @@ class Function(Loss):
         except (RuntimeError, NotImplementedError) as error:
             unless_interrupted(error)
             raise ValueError(
-                f"{self.name} cannot be differentiated twice: {str(error).splitlines()[0]}. Write it with operations "
-                "that can, or use its gradients alone: rows=mq.Empirical()"
+                f"{self.display_name} cannot be differentiated twice: {str(error).splitlines()[0]}. Write it with "
+                "operations that can, or use its gradients alone: rows=mq.Empirical()"
             ) from error
         return product, slope.detach()
 
@@ -210,8 +206,9 @@ class Function(Loss):
             return blocks
         if bool(self.value(z, y).isfinite()):
             raise ValueError(
-                f"{self.name} has a second derivative that is not finite, at sample {int((~fine).nonzero()[0])}: "
-                "smooth it there, such as (r² + ε)^½ for a norm, or use its gradients alone: rows=mq.Empirical()"
+                f"{self.display_name} has a second derivative that is not finite, at sample "
+                f"{int((~fine).nonzero()[0])}: smooth it there, such as (r² + ε)^½ for a norm, or use its gradients "
+                "alone: rows=mq.Empirical()"
             )
         return blocks._replace(H=torch.zeros_like(blocks.H))
 
@@ -220,27 +217,17 @@ class Function(Loss):
         told = bool(slope.any() & slope.isfinite().all())
         if told and not self.found.get("curved") and not bool(curved):
             raise ValueError(
-                f"{self.name} has no curvature anywhere in this batch, as a function that is piecewise linear, that "
-                "only passes on what the model returns, or that autograd differentiates only once: smooth its corners, "
-                "see losses.Quantile and losses.AbsoluteError; let the model return what its loss is made of, as the "
-                "point and the log-determinant of a flow; or use its gradients alone: rows=mq.Empirical()"
+                f"{self.display_name} has no curvature anywhere in this batch, as a function that is piecewise linear, "
+                "that only passes on what the model returns, or that autograd differentiates only once: smooth its "
+                "corners, see losses.Quantile and losses.AbsoluteError; let the model return what its loss is made of, "
+                "as the point and the log-determinant of a flow; or use its gradients alone: rows=mq.Empirical()"
             )
         self.found["curved"] = True
 
     # What batches show.
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        samples, proven = Samples(self.name, self.called, self.found), self.found.get("proven")
-        if proven and "sum" not in self.found:
-            return []
-        with torch.no_grad(), torch.random.fork_rng([z.device] if z.is_cuda else []):
-            if proven:
-                samples.prove_again(z, y)
-            else:
-                self.found["proven"] = samples.prove(z, y)
+        if not self.found.get("proven") or "sum" in self.found:
+            with torch.no_grad(), torch.random.fork_rng([z.device] if z.is_cuda else []):
+                Samples(self.display_name, self.called, self.found).prove(z, y)
         return []
-
-
-def _each(z: Tensor) -> tuple[Tensor, ...]:
-    """The indices of the samples, one at a time: (1,) each"""
-    return torch.arange(len(z), device=z.device)[:, None].unbind()

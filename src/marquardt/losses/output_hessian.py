@@ -6,11 +6,13 @@ one dimension, or all of them, c = PC.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .base import noise
 
 # The largest groups whose H is formed when rows of it are drawn at random; larger ones use Lanczos' method.
 FORMED = 64
@@ -59,23 +61,18 @@ def product_of(slope: Tensor, z: Tensor) -> Product:
 
 def find(product: Product, z: Tensor, most: float) -> Blocks | None:
     """The smallest blocks that contain all of H; None if they have more than `most` outputs."""
-    v = torch.randn(z.shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64).to(z)
-    Hv = product(v)
-    for dim, C in _sizes(z):
+    v = noise(z, 0)
+    Hv, dims = product(v), range(1, z.ndim) if z.ndim > 2 else ()
+    along = sorted(((dim, z.shape[dim]) for dim in dims), key=lambda pair: pair[1])
+    for dim, C in [(0, 1), *along, (-1, z[0].numel())]:
         if most < C or (C > 1 and _leaks(product, v, dim)):
             continue
-        H = torch.stack([_column(product, z, dim, k) for k in range(C)], -1)  # (N, P, C, C)
+        columns = (e.expand_as(group(z, dim)) for e in torch.eye(C, dtype=z.dtype, device=z.device))
+        H = torch.stack([group(product(ungroup(e, dim, z)), dim) for e in columns], -1)  # (N, P, C, C)
         found = ungroup((H @ group(v, dim)[..., None])[..., 0], dim, z)
         if dim < 0 or bool((found - Hv).norm() <= SAME[z.dtype] * Hv.norm()):
             return Blocks(dim, (H + H.mT) / 2)
     return None
-
-
-def _sizes(z: Tensor) -> Iterator[tuple[int, int]]:
-    """The ways in which outputs may be coupled, smallest groups first: the dimension, and the size of a group."""
-    yield 0, 1
-    yield from sorted(((dim, z.shape[dim]) for dim in range(1, z.ndim) if z.ndim > 2), key=lambda pair: pair[1])
-    yield -1, z[0].numel()
 
 
 def _leaks(product: Product, v: Tensor, dim: int) -> bool:
@@ -84,13 +81,6 @@ def _leaks(product: Product, v: Tensor, dim: int) -> bool:
     here = torch.arange(t.shape[1], device=v.device) % 2 == 0
     Hv = group(product(ungroup(t * here[:, None], dim, v)), dim)
     return bool(Hv[:, ~here].norm() > SAME[v.dtype] * Hv.norm())
-
-
-def _column(product: Product, z: Tensor, dim: int, k: int) -> Tensor:
-    """Column k of every block: (N, P, C)"""
-    e = torch.zeros_like(group(z, dim))
-    e[..., k] = 1
-    return group(product(ungroup(e, dim, z)), dim)
 
 
 def eigen(blocks: Blocks) -> tuple[Tensor, Tensor]:

@@ -40,19 +40,23 @@ class Coarsest(TorchFunctionMode):
 
 
 class Samples(NamedTuple):
-    """What batches show about fn; `found` stores whether a scalar is a "sum"."""
+    """What batches show about fn; `found` stores whether a scalar is a "sum", and whether fn is "proven"."""
 
     name: str
     called: Callable[[Tensor, Target], Tensor]  # () or (N, …)
     found: dict[str, bool]
 
-    def prove(self, z: Tensor, y: Target) -> bool:
-        """Raises ValueError if samples are coupled, for then a sample has no derivatives of its own; False if this
-        batch cannot show it."""
+    def prove(self, z: Tensor, y: Target) -> None:
+        """Raises ValueError if samples are coupled, for then a sample has no derivatives of its own. A scalar is looked
+        at again: it may couple the samples of this batch, as with a mask, but not those of the first."""
+        if self.found.get("proven"):
+            if len(z) > 1:
+                self._check(z, y, 1)
+            return
         self._check_gradients(z, y)
         out, again = self.called(z, y), self.called(z, y)
         if not bool(out.isfinite().all()):
-            return False  # the value of the batch is then not finite, which the step reports
+            return  # the value of the batch is then not finite, which the step reports
         if not torch.equal(out, again):
             i = int((out != again).flatten().nonzero()[0])
             raise ValueError(
@@ -60,28 +64,23 @@ class Samples(NamedTuple):
                 "must not be random, nor remember earlier calls; draw random numbers in the model, or pass them with "
                 "the targets"
             )
-        self._check(z, y, _firsts)
-        return len(z) > 1 and (bool(out.ndim) or "sum" in self.found)
+        self._check(z, y, 4)
+        self.found["proven"] = len(z) > 1 and (bool(out.ndim) or "sum" in self.found)
 
-    def prove_again(self, z: Tensor, y: Target) -> None:
-        """Repeats the check of a scalar: it may couple the samples of this batch, as with a mask, but not those of the
-        first."""
-        if len(z) > 1:
-            self._check(z, y, lambda i: [i == 0])
-
-    def _check(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]]) -> None:
+    def _check(self, z: Tensor, y: Target, ways: int) -> None:
         """Compares in float64, because numbers that cancel in float32 would look coupled. If fn contains numbers in
         another precision, or computes in another one, the precision of the outputs decides."""
         try:
-            at, data = (part(item, torch.arange(len(z), device=z.device), len(z), torch.float64) for item in (z, y))
-            fault = self._fault(at, data, firsts, SAME_LOSS[torch.float64])
+            at, data = part((z, y), torch.arange(len(z), device=z.device), len(z), torch.float64)
+            fault = self._fault(at, data, ways, SAME_LOSS[torch.float64])
             own = bool(fault) and self._precision(at, data) != torch.float64
         except Exception as error:  # fn may raise anything in another precision
             unless_interrupted(error)
             own = True
         if own:
             allowed = of_functions(self._precision(z, y))
-            fault = self._fault(z, y, firsts, allowed) or self._fault(*_few(z, y), firsts, allowed)
+            few = part((z, y), torch.linspace(0, len(z) - 1, min(len(z), FEW), device=z.device).long(), len(z))
+            fault = self._fault(z, y, ways, allowed) or self._fault(*few, ways=ways, allowed=allowed)
         if fault:
             raise ValueError(f"{self.name} {fault}{_broadcast(z, y)}")
 
@@ -106,22 +105,23 @@ class Samples(NamedTuple):
                 "to train takes requires_grad_(False)"
             )
 
-    def _fault(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]], allowed: float) -> str:
+    def _fault(self, z: Tensor, y: Target, ways: int, allowed: float) -> str:
         """The contradiction between fn of the batch and fn of its parts, "" if there is none."""
-        out, cuts = self.called(z, y), list(self._cuts(z, y, firsts))
+        out, cuts = self.called(z, y), list(self._cuts(z, y, ways))
         if not out.ndim:
             return self._fault_of_scalar(out, cuts, len(z), allowed)
         found = (_fault_of_samples(out[index], values, len(z), allowed) for index, values in cuts)
         return next(filter(None, found), "")
 
-    def _cuts(self, z: Tensor, y: Target, firsts: Callable[[Tensor], list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the batch, each with the rest, and fn of them; a single sample twice, to distinguish mean and
-        sum."""
+    def _cuts(self, z: Tensor, y: Target, ways: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of the batch, each with the rest, cut in so many ways, and fn of them; a single sample twice, to
+        distinguish mean and sum."""
         N, i = len(z), torch.arange(len(z), device=z.device)
-        halves = [i[half] for first in firsts(i) for half in (first, ~first)] if N > 1 else [i.expand(2), i]
+        firsts = [i == 0, i == N - 1, i % 2 == 0, 3 * i < N][:ways]
+        halves = [i[half] for first in firsts for half in (first, ~first)] if N > 1 else [i.expand(2), i]
         for index in halves:
             try:
-                found = self.called(*some(z, y, index))
+                found = self.called(*part((z, y), index, N))
             except Exception as error:
                 unless_interrupted(error)
                 raise ValueError(
@@ -173,19 +173,6 @@ def _fault_of_samples(whole: Tensor, found: Tensor, N: int, allowed: float) -> s
         f"a batch of {len(found)}. The value of a sample must depend on its own output and target alone: return one "
         "value per sample, without sums, means or maxima over the batch"
     )
-
-
-def some(z: Tensor, y: Target, index: Tensor) -> tuple[Tensor, Target]:
-    return part(z, index, len(z)), part(y, index, len(z))
-
-
-def _few(z: Tensor, y: Target) -> tuple[Tensor, Target]:
-    return some(z, y, torch.linspace(0, len(z) - 1, min(len(z), FEW), device=z.device).long())
-
-
-def _firsts(i: Tensor) -> list[Tensor]:
-    """Masks of parts of the batch"""
-    return [i == 0, i == len(i) - 1, i % 2 == 0, 3 * i < len(i)]
 
 
 def _leaves(t: Tensor) -> Iterator[Tensor]:
