@@ -438,23 +438,21 @@ class Ordinal(Loss):
 
     likelihood: ClassVar[str | None] = "ordered"
 
-    def ends(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """b, a and masks of the samples for which they exist: (N,)"""
-        last = z.shape[1] - 1
-        b, a = (z.gather(1, k.clamp(0, last)[:, None])[:, 0] for k in (y.long(), y.long() - 1))
-        return b, a, y <= last, y >= 1
+    def ends(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """b and a, ∞ and −∞ at the ends, where their terms vanish with all derivatives: (N,)"""
+        k = y.long().clamp(0, z.shape[1])[:, None]
+        b, a = F.pad(z, (0, 1), value=math.inf).gather(1, k), F.pad(z, (1, 0), value=-math.inf).gather(1, k)
+        return b[:, 0], a[:, 0]
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
-        b, a, has_b, has_a = self.ends(z, y)
-        d = (b - a).where(has_b & has_a, 1)
-        between = (-d).exp().neg().log1p().neg()  # −log(1 − e^−d), NaN if d < 0
-        return F.softplus(-b) * has_b + F.softplus(a) * has_a + between * (has_b & has_a)
+        b, a = self.ends(z, y)
+        between = (a - b).exp().neg().log1p().neg()  # −log(1 − e^−d), NaN if d < 0
+        return F.softplus(-b) + F.softplus(a) + between
 
     def slopes(self, z: Tensor, y: Tensor) -> Tensor:
-        """∂ℓ/∂b, ∂ℓ/∂a and ∂ℓ/∂d of the three terms, 0 for samples without the term: (3, N)"""
-        b, a, has_b, has_a = self.ends(z, y)
-        d = (b - a).where(has_b & has_a, 1)
-        return torch.stack((-(-b).sigmoid() * has_b, a.sigmoid() * has_a, -1 / d.expm1() * (has_b & has_a)))
+        """∂ℓ/∂b, ∂ℓ/∂a and ∂ℓ/∂d of the three terms: (3, N)"""
+        b, a = self.ends(z, y)
+        return torch.stack((-(-b).sigmoid(), a.sigmoid(), -1 / (b - a).expm1()))
 
     def slope(self, z: Tensor, y: Tensor) -> Tensor:
         return torch.einsum("rn,rnc->nc", self.slopes(z, y), self.directions(z, y))
@@ -466,7 +464,7 @@ class Ordinal(Loss):
         return torch.stack((e_b, e_a, e_b - e_a))
 
     def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        b, a, _, _ = self.ends(z, y)
+        b, a = self.ends(z, y)
         s = torch.stack(((b.sigmoid() * (-b).sigmoid()).sqrt(), (a.sigmoid() * (-a).sigmoid()).sqrt(), (b - a) / 2))
         s[2] = 0.5 / s[2].sinh().abs()
         # as for elementwise losses: Su is the gradient for any s > 0, even where s² underflows
