@@ -79,8 +79,9 @@ class Samples(NamedTuple):
             own = True
         if own:
             allowed = of_functions(self._precision(z, y))
-            few = part((z, y), torch.linspace(0, len(z) - 1, min(len(z), FEW), device=z.device).long(), len(z))
-            fault = self._fault(z, y, ways, allowed) or self._fault(*few, ways=ways, allowed=allowed)
+            few = torch.linspace(0, len(z) - 1, min(len(z), FEW), device=z.device).long()
+            fault = self._fault(z, y, ways, allowed)
+            fault = fault or self._fault(part(z, few, len(z)), part(y, few, len(z)), ways, allowed)
         if fault:
             raise ValueError(f"{self.name} {fault}{_broadcast(z, y)}")
 
