@@ -1,4 +1,4 @@
-"""Settings of the whole program; threads that overlap are in test_randomness.py."""
+"""Settings of the whole program."""
 
 from __future__ import annotations
 
@@ -34,10 +34,18 @@ def test_kernels_that_are_off_within(model, recurrent, lstm):
     assert (settings(), torch.backends.mkldnn.enabled) == (before, cells)
 
 
-def test_an_exception_takes_the_setting_back():
-    before = settings()
-    with pytest.raises(KeyError), twice_differentiable(nn.LSTM(2, 2)):
+def test_settings_are_taken_back():
+    """After an exception, and by the last of two threads that overlap."""
+    before, model = settings(), nn.LSTM(2, 2)
+    with pytest.raises(KeyError), twice_differentiable(model):
         raise KeyError
+    assert settings() == before
+    first, second = twice_differentiable(model), twice_differentiable(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not settings()[0]
+    second.__exit__(None, None, None)
     assert settings() == before
 
 
