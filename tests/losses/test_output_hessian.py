@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import hessian, vmap
 
-from marquardt.losses import output_hessian
+from marquardt.losses import function as output_hessian
 from support.losses import close
 
 pytestmark = pytest.mark.usefixtures("double")

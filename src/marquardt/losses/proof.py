@@ -12,8 +12,8 @@ from ..surroundings import unless_interrupted
 from ..tolerances import FORMULA, coarser
 from . import Elementwise, Loss
 from .base import alone, noise, part
+from .function import Coarsest
 from .resolve import NAMES
-from .separability import Coarsest
 from .tasks import Tasks
 
 OURS = {type(loss) for loss in NAMES.values()}  # these are covered by the tests; a subclass may compute anything
