@@ -64,7 +64,7 @@ class Function(Loss):
     fn: Callable[[Any, Any], Any]
     low: float = -math.inf
     layout: OutputLayout | None = field(default=None, repr=False)  # if the model returns more than a tensor
-    # What batches have shown about fn: "curved", "proven", and the results of Samples.
+    # What batches have shown about fn: whether it is "curved" and "proven", and whether a scalar is a "sum".
     found: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -242,13 +242,125 @@ class Function(Loss):
             )
         self.found["curved"] = True
 
-    # What batches show.
+    # What batches show: whether fn is a mean or a sum over its samples, for which it is compared with fn of its parts.
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         if not self.found.get("proven") or "sum" in self.found:
             with torch.no_grad(), torch.random.fork_rng([z.device] if z.is_cuda else []):
-                Samples(self.display_name, self.called, self.found).prove(z, y)
+                self._prove(z, y)
         return []
+
+    def _prove(self, z: Tensor, y: Target) -> None:
+        """Raises ValueError if samples are coupled, for then a sample has no derivatives of its own. A scalar is looked
+        at again: it may couple the samples of this batch, as with a mask, but not those of the first."""
+        if self.found.get("proven"):
+            if len(z) > 1:
+                self._check_samples(z, y, 1)
+            return
+        self._check_gradients(z, y)
+        out, again = self.called(z, y), self.called(z, y)
+        if not bool(out.isfinite().all()):
+            return  # the value of the batch is then not finite, which the step reports
+        if not torch.equal(out, again):
+            i = int((out != again).flatten().nonzero()[0])
+            raise ValueError(
+                f"{self.display_name} returned {out.flatten()[i]:.6g}, and {again.flatten()[i]:.6g} for the same "
+                "outputs: it must not be random, nor remember earlier calls; draw random numbers in the model, or pass "
+                "them with the targets"
+            )
+        self._check_samples(z, y, 4)
+        self.found["proven"] = len(z) > 1 and (bool(out.ndim) or "sum" in self.found)
+
+    def _check_samples(self, z: Tensor, y: Target, ways: int) -> None:
+        """Compares in float64, because numbers that cancel in float32 would look coupled. If fn contains numbers in
+        another precision, or computes in another one, the precision of the outputs decides."""
+        try:
+            at, data = part((z, y), torch.arange(len(z), device=z.device), len(z), torch.float64)
+            fault = self._fault(at, data, ways, SAME_LOSS[torch.float64])
+            own = bool(fault) and self._precision(at, data) != torch.float64
+        except Exception as error:  # fn may raise anything in another precision
+            unless_interrupted(error)
+            own = True
+        if own:
+            allowed = of_functions(self._precision(z, y))
+            few = torch.linspace(0, len(z) - 1, min(len(z), FEW), device=z.device).long()
+            fault = self._fault(z, y, ways, allowed)
+            fault = fault or self._fault(part(z, few, len(z)), part(y, few, len(z)), ways, allowed)
+        if fault:
+            raise ValueError(f"{self.display_name} {fault}{_broadcast(z, y)}")
+
+    def _precision(self, z: Tensor, y: Target) -> torch.dtype:
+        """The precision of z, or a coarser one in which fn computes"""
+        with Coarsest() as seen:
+            self.called(z, y)
+        return coarser(seen.dtype, z.dtype)
+
+    def _check_gradients(self, z: Tensor, y: Target) -> None:
+        """Checks that fn depends on nothing else that requires gradients: its gradient is only taken through the
+        outputs."""
+        with torch.enable_grad():
+            x = z.detach().requires_grad_()
+            out = self.called(x, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y))
+        other = next((t for t in _leaves(out) if t is not x), None)
+        if other is not None:
+            raise ValueError(
+                f"{self.display_name} depends on a tensor of shape {tuple(other.shape)} that requires gradients and is not "
+                "an output of the model, so that this part of its gradient would be lost: a penalty on parameters is "
+                'weight_decay=1e-4, or an output of the model with a loss of its own, such as "residual"; what is not '
+                "to train takes requires_grad_(False)"
+            )
+
+    def _fault(self, z: Tensor, y: Target, ways: int, allowed: float) -> str:
+        """The contradiction between fn of the batch and fn of its parts, "" if there is none."""
+        out, cuts = self.called(z, y), list(self._cuts(z, y, ways))
+        if not out.ndim:
+            return self._fault_of_scalar(out, cuts, len(z), allowed)
+        found = (_fault_of_samples(out[index], values, len(z), allowed) for index, values in cuts)
+        return next(filter(None, found), "")
+
+    def _cuts(self, z: Tensor, y: Target, ways: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of the batch, each with the rest, and fn of them; a single sample twice, to distinguish mean and
+        sum."""
+        N, i = len(z), torch.arange(len(z), device=z.device)
+        firsts = [i == 0, i == N - 1, i % 2 == 0, 3 * i < N][:ways]
+        halves = [i[half] for first in firsts for half in (first, ~first)] if N > 1 else [i.expand(2), i]
+        for index in halves:
+            try:
+                found = self.called(*part((z, y), index, N))
+            except Exception as error:
+                unless_interrupted(error)
+                raise ValueError(
+                    f"{self.display_name} was taken of {N} samples, and fails with {len(index)} of them: {error}. It "
+                    "must take batches of any size, with targets that have a row per sample"
+                ) from error
+            yield index, found
+
+    def _fault_of_scalar(self, out: Tensor, cuts: list[tuple[Tensor, Tensor]], N: int, allowed: float) -> str:
+        """Finds out whether a scalar is a mean or a sum, by which of the two adds up."""
+        if N == 1:
+            twice, once = (float(found) for _, found in cuts)
+            if once:
+                self.found["sum"] = abs(twice - 2 * once) < abs(twice - once)
+            return ""
+        if not bool(out.isfinite()):
+            return ""  # the step reports that as well
+        known = self.found.get("sum")
+        fits = [not known, known is not False]  # as a mean, as a sum
+        for (i, a), (j, b) in zip(cuts[::2], cuts[1::2], strict=True):
+            mean, total = (len(i) * a + len(j) * b) / N, a + b
+            most = allowed * (a.abs() + b.abs() + out.abs())
+            fits = [fit and bool((t - out).abs() <= most) for fit, t in zip(fits, (mean, total), strict=True)]
+            if not any(fits):
+                empty = "" if bool(total.isfinite()) else ". A mean over a mask is not finite if nothing of it is left"
+                return (
+                    f"couples the samples: of {N} samples it is {float(out):.9g}, of two parts {float(a):.9g} and "
+                    f"{float(b):.9g}, whose mean is {float(mean):.9g} and whose sum is {float(total):.9g}: {PER_SAMPLE}"
+                    "; a mean over what is not masked is ignore_index of cross_entropy, or weight= of a step"
+                    f"{empty}"
+                )
+        if fits[0] != fits[1]:
+            self.found["sum"] = fits[1]
+        return ""
 
 
 # --- H = ∂²ℓ/∂z², from as few products as its structure allows, and a root of its absolute value. H does not couple
@@ -354,7 +466,7 @@ def lanczos(product: Product, e: Tensor) -> Tensor:
     return root.reshape(e.shape)
 
 
-# --- Whether fn is a mean or a sum over its samples: fn of the batch is compared with fn of its parts.
+# --- What the comparison of a batch with its parts needs.
 
 
 class Coarsest(TorchFunctionMode):
@@ -373,126 +485,6 @@ class Coarsest(TorchFunctionMode):
             if any(coarser(t.dtype, out.dtype) != t.dtype for t in given):
                 self.dtype = out.dtype
         return out
-
-
-class Samples(NamedTuple):
-    """What batches show about fn; `found` stores whether a scalar is a "sum", and whether fn is "proven"."""
-
-    name: str
-    called: Callable[[Tensor, Target], Tensor]  # () or (N, …)
-    found: dict[str, bool]
-
-    def prove(self, z: Tensor, y: Target) -> None:
-        """Raises ValueError if samples are coupled, for then a sample has no derivatives of its own. A scalar is looked
-        at again: it may couple the samples of this batch, as with a mask, but not those of the first."""
-        if self.found.get("proven"):
-            if len(z) > 1:
-                self._check(z, y, 1)
-            return
-        self._check_gradients(z, y)
-        out, again = self.called(z, y), self.called(z, y)
-        if not bool(out.isfinite().all()):
-            return  # the value of the batch is then not finite, which the step reports
-        if not torch.equal(out, again):
-            i = int((out != again).flatten().nonzero()[0])
-            raise ValueError(
-                f"{self.name} returned {out.flatten()[i]:.6g}, and {again.flatten()[i]:.6g} for the same outputs: it "
-                "must not be random, nor remember earlier calls; draw random numbers in the model, or pass them with "
-                "the targets"
-            )
-        self._check(z, y, 4)
-        self.found["proven"] = len(z) > 1 and (bool(out.ndim) or "sum" in self.found)
-
-    def _check(self, z: Tensor, y: Target, ways: int) -> None:
-        """Compares in float64, because numbers that cancel in float32 would look coupled. If fn contains numbers in
-        another precision, or computes in another one, the precision of the outputs decides."""
-        try:
-            at, data = part((z, y), torch.arange(len(z), device=z.device), len(z), torch.float64)
-            fault = self._fault(at, data, ways, SAME_LOSS[torch.float64])
-            own = bool(fault) and self._precision(at, data) != torch.float64
-        except Exception as error:  # fn may raise anything in another precision
-            unless_interrupted(error)
-            own = True
-        if own:
-            allowed = of_functions(self._precision(z, y))
-            few = torch.linspace(0, len(z) - 1, min(len(z), FEW), device=z.device).long()
-            fault = self._fault(z, y, ways, allowed)
-            fault = fault or self._fault(part(z, few, len(z)), part(y, few, len(z)), ways, allowed)
-        if fault:
-            raise ValueError(f"{self.name} {fault}{_broadcast(z, y)}")
-
-    def _precision(self, z: Tensor, y: Target) -> torch.dtype:
-        """The precision of z, or a coarser one in which fn computes"""
-        with Coarsest() as seen:
-            self.called(z, y)
-        return coarser(seen.dtype, z.dtype)
-
-    def _check_gradients(self, z: Tensor, y: Target) -> None:
-        """Checks that fn depends on nothing else that requires gradients: its gradient is only taken through the
-        outputs."""
-        with torch.enable_grad():
-            x = z.detach().requires_grad_()
-            out = self.called(x, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, y))
-        other = next((t for t in _leaves(out) if t is not x), None)
-        if other is not None:
-            raise ValueError(
-                f"{self.name} depends on a tensor of shape {tuple(other.shape)} that requires gradients and is not an "
-                "output of the model, so that this part of its gradient would be lost: a penalty on parameters is "
-                'weight_decay=1e-4, or an output of the model with a loss of its own, such as "residual"; what is not '
-                "to train takes requires_grad_(False)"
-            )
-
-    def _fault(self, z: Tensor, y: Target, ways: int, allowed: float) -> str:
-        """The contradiction between fn of the batch and fn of its parts, "" if there is none."""
-        out, cuts = self.called(z, y), list(self._cuts(z, y, ways))
-        if not out.ndim:
-            return self._fault_of_scalar(out, cuts, len(z), allowed)
-        found = (_fault_of_samples(out[index], values, len(z), allowed) for index, values in cuts)
-        return next(filter(None, found), "")
-
-    def _cuts(self, z: Tensor, y: Target, ways: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the batch, each with the rest, cut in so many ways, and fn of them; a single sample twice, to
-        distinguish mean and sum."""
-        N, i = len(z), torch.arange(len(z), device=z.device)
-        firsts = [i == 0, i == N - 1, i % 2 == 0, 3 * i < N][:ways]
-        halves = [i[half] for first in firsts for half in (first, ~first)] if N > 1 else [i.expand(2), i]
-        for index in halves:
-            try:
-                found = self.called(*part((z, y), index, N))
-            except Exception as error:
-                unless_interrupted(error)
-                raise ValueError(
-                    f"{self.name} was taken of {N} samples, and fails with {len(index)} of them: {error}. It must take "
-                    "batches of any size, with targets that have a row per sample"
-                ) from error
-            yield index, found
-
-    def _fault_of_scalar(self, out: Tensor, cuts: list[tuple[Tensor, Tensor]], N: int, allowed: float) -> str:
-        """Finds out whether a scalar is a mean or a sum, by which of the two adds up."""
-        if N == 1:
-            twice, once = (float(found) for _, found in cuts)
-            if once:
-                self.found["sum"] = abs(twice - 2 * once) < abs(twice - once)
-            return ""
-        if not bool(out.isfinite()):
-            return ""  # the step reports that as well
-        known = self.found.get("sum")
-        fits = [not known, known is not False]  # as a mean, as a sum
-        for (i, a), (j, b) in zip(cuts[::2], cuts[1::2], strict=True):
-            mean, total = (len(i) * a + len(j) * b) / N, a + b
-            most = allowed * (a.abs() + b.abs() + out.abs())
-            fits = [fit and bool((t - out).abs() <= most) for fit, t in zip(fits, (mean, total), strict=True)]
-            if not any(fits):
-                empty = "" if bool(total.isfinite()) else ". A mean over a mask is not finite if nothing of it is left"
-                return (
-                    f"couples the samples: of {N} samples it is {float(out):.9g}, of two parts {float(a):.9g} and "
-                    f"{float(b):.9g}, whose mean is {float(mean):.9g} and whose sum is {float(total):.9g}: {PER_SAMPLE}"
-                    "; a mean over what is not masked is ignore_index of cross_entropy, or weight= of a step"
-                    f"{empty}"
-                )
-        if fits[0] != fits[1]:
-            self.found["sum"] = fits[1]
-        return ""
 
 
 def _fault_of_samples(whole: Tensor, found: Tensor, N: int, allowed: float) -> str:
