@@ -247,8 +247,8 @@ MUTATIONS = [
     ),
     mutation(
         "losses: random signs of tasks with c for its root",
-        "p.c.sqrt() * rows.reshape(",
-        "p.c * rows.reshape(",
+        "p.among(p.c.sqrt() * rows, z)",
+        "p.among(p.c * rows, z)",
         TASKS,
         FORMULAS,
     ),
