@@ -306,8 +306,8 @@ class Function(Loss):
             raise ValueError(
                 f"{self.display_name} depends on a tensor of shape {tuple(other.shape)} that requires gradients and is "
                 "not an output of the model, so that this part of its gradient would be lost: a penalty on parameters "
-                'is weight_decay=1e-4, or an output of the model with a loss of its own, such as "residual"; what is not '
-                "to train takes requires_grad_(False)"
+                'is weight_decay=1e-4, or an output of the model with a loss of its own, such as "residual"; what is '
+                "not to train takes requires_grad_(False)"
             )
 
     def _fault(self, z: Tensor, y: Target, ways: int, allowed: float) -> str:
