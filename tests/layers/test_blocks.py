@@ -11,18 +11,9 @@ from torch import Tensor, nn
 
 import marquardt as mq
 import marquardt.layers.blocks as blocks
-from marquardt.layers.blocks import (
-    HALF,
-    Bilinear,
-    Block,
-    CachedRows,
-    Lookup,
-    Product,
-    Whitened,
-    add_product,
-    add_square,
-)
+from marquardt.layers.blocks import HALF, Bilinear, Block, CachedRows, Lookup, Whitened, add_product, add_square
 from marquardt.metric import Part
+from support.blocks import E, V, agrees, bilinear, by_hand, lookup
 from support.modules import PLAIN, routed
 from support.reference import error
 from support.steps import theta
@@ -41,29 +32,6 @@ SHAPES = {
 }
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 HALVES = ["weight and bias", "weight", "bias", "weight and bias times one"]
-V, E = 6, 2
-
-
-def bilinear(shape, halves: str = "weight and bias", more: int = 0, like: Block | None = None) -> Bilinear:
-    """A random block; with `like` one of the same parameters, of more samples."""
-    R, N, P, G, O, I = (shape[0], shape[1] + more, *shape[2:])
-    weight = torch.randn((G * O, I) if O * I > 1 else (G,)) if "weight" in halves else None
-    bias = torch.randn(G * O) if "bias" in halves else None
-    one = torch.tensor(0.7) if "one" in halves else None
-    if like is not None:
-        weight, bias = like.weight, like.bias
-    a = torch.randn(N, P, G, 0 if weight is None else I)
-    return Bilinear(a, torch.randn(R, N, P, G, O), weight, bias, one)
-
-
-def lookup(P: int, white: bool = False, more: int = 0, like: Block | None = None) -> Lookup:
-    """Tokens below 4, so that some rows of the table are never used; five positions repeat some. With `like` the tokens
-    of both are some."""
-    table, roots = torch.randn(V, E), torch.rand(V, E) + 0.1 if white else None
-    index = torch.randint(4, (3 + more, P))
-    if like is not None:
-        index, table, roots = index + 2, like.table, like.roots
-    return Lookup(index, torch.randn(2, 3 + more, P, E), table, roots)
 
 
 def kept(
@@ -76,31 +44,6 @@ def kept(
         found.partial_traces()
     assert found._there(torch.float64) == there
     return found
-
-
-def by_hand(block: Block) -> Tensor:
-    """Row r·N + n is Σₚ δ[r, n, p] ⊗ a[n, p] for a weight, and Σₚ δ[r, n, p] times what the bias multiplies; of a table
-    it holds Σₚ δ[r, n, p] at its row index[n, p]."""
-    if isinstance(block, CachedRows):
-        return by_hand(block.block)
-    rows = []
-    for r in range(block.R):
-        for n in range(block.N):
-            if isinstance(block, Lookup):
-                table = torch.zeros(V, E)
-                for p in range(block.P):
-                    table[block.index[n, p]] += block.delta[r, n, p]
-                rows.append((table if block.roots is None else table / block.roots).flatten())
-                continue
-            outer = torch.zeros(block.G, block.O, block.I)
-            for p in range(block.P):
-                for g in range(block.G):
-                    outer[g] += torch.outer(block.delta[r, n, p, g], block.a[n, p, g])
-            row = [outer.flatten()] if block.weight is not None else []
-            if block.bias is not None:
-                row.append((1.0 if block.one is None else block.one) * block.delta[r, n].sum(0).flatten())
-            rows.append(torch.cat(row))
-    return torch.stack(rows)
 
 
 LONG = {
@@ -116,31 +59,6 @@ BLOCKS = {
     **{f"kept, no bias, {there}": partial(kept, LONG["plain"], "weight", there) for there in (0, 1)},
 }
 EVERY_BLOCK = pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
-
-
-def agrees(block: Block, J: Tensor) -> None:
-    """All products of a block are those with J̃; K is added to."""
-    v, w, X, sizes = (
-        torch.randn(J.shape[1]),
-        torch.randn(len(J)),
-        torch.randn(len(J), 5),
-        [p.numel() for p in block.params],
-    )
-    by_sample = J.view(-1, block.N, J.shape[1]).transpose(0, 1).flatten(0, 1)  # from row r·N + n to row n·R + r
-    assert block.columns == J.shape[1]
-    assert error(block.apply(v.split(sizes)), J @ v) < 1e-12
-    assert error(block.pull(w), J.T @ w) < 1e-12
-    assert error(block.diagonal(), J.square().sum(0)) < 1e-12
-    assert error(block.trace(), J.square().sum()) < 1e-12
-    before = torch.randn(len(J), len(J))
-    K, Jv = before.clone(), torch.ones(len(J))
-    block.gram(K, block, Product(v.split(sizes), Jv))
-    assert error(K - before, J @ J.T) < 1e-12
-    assert error(Jv - 1, J @ v) < 1e-12
-    assert error(block.samples(torch.float64), by_sample) < 1e-12
-    assert error(block.against(X), X.T @ by_sample) < 1e-12
-    assert error(block.square(torch.float64), J.T @ J) < 1e-12
-    assert error(block.rows(torch.float64), J) < 1e-12
 
 
 @EVERY_BLOCK
@@ -200,20 +118,18 @@ def test_without(shape):
     assert table.without([table.table]) is None
 
 
-@EVERY_SHAPE
-def test_beside(shape):
-    """A layer that is called twice: the rows add up."""
-    first = bilinear(shape)
-    second = bilinear((*shape[:2], shape[2] + 1, *shape[3:]), like=first)
-    both = first.beside([second])
-    assert both.P == first.P + second.P
-    assert error(both.rows(torch.float64), by_hand(first) + by_hand(second)) < 1e-12
-
-
-def test_tables_beside_each_other():
-    first = lookup(1)
-    others = [lookup(3, like=first), lookup(2, like=first)]
-    assert error(first.beside(others).rows(torch.float64), sum(map(by_hand, [first, *others]))) < 1e-12
+@pytest.mark.parametrize("make", [*(partial(bilinear, shape) for shape in SHAPES.values()), partial(lookup, 1)])
+def test_beside(make):
+    """A layer that is called several times: the rows add up."""
+    first = make()
+    if isinstance(first, Lookup):
+        others = [lookup(3, like=first), lookup(2, like=first)]
+    else:
+        R, N, P, *sizes = make.args[0]
+        others = [bilinear((R, N, P + 1, *sizes), like=first)]
+    both = first.beside(others)
+    assert sum(block.P for block in (first, *others)) == both.P
+    assert error(both.rows(torch.float64), sum(map(by_hand, [first, *others]))) < 1e-12
 
 
 def flat_root(block: Block, D: list[Part], G: int, O: int) -> Tensor:
@@ -315,30 +231,29 @@ def test_sums_of_a_table(P, weighted):
     assert float(found.count) == pytest.approx(float(each.sum()) * P)
 
 
-@EVERY_SHAPE
-@pytest.mark.parametrize("halves", HALVES[:3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(bilinear, shape, halves) for shape in SHAPES.values() for halves in HALVES[:3]),
+        *(partial(lookup, P) for P in (1, 5)),
+    ],
+)
 @pytest.mark.parametrize("sides", ["none", "left", "right", "both"])
-def test_second_moments(shape, halves, sides):
-    """diag QᵀJ̃ᵀJ̃Q with Q = left ⊗ right in every group."""
-    block = bilinear(shape, halves)
-    a = augmented(block)
-    J = a.shape[3]
-    left = torch.randn(block.G, block.O, block.O) if sides in ("left", "both") else None
-    right = torch.randn(block.G, J, J) if sides in ("right", "both") else None
-    rows = torch.einsum("rnpgo,npgj->rngoj", block.delta, a).flatten(0, 1)  # (m, G, O, J)
-    for g in range(block.G):
-        L = torch.eye(block.O) if left is None else left[g]
+def test_second_moments(make, sides):
+    """diag QᵀJ̃ᵀJ̃Q with Q = left ⊗ right in every group; a table has no left."""
+    block = make()
+    if isinstance(block, Lookup):
+        rows, sides = by_hand(block).view(-1, 1, V, E), sides.replace("left", "none").replace("both", "right")
+    else:
+        rows = torch.einsum("rnpgo,npgj->rngoj", block.delta, augmented(block)).flatten(0, 1)  # (m, G, O, J)
+    G, O, J = rows.shape[1:]
+    left = torch.randn(G, O, O) if sides in ("left", "both") else None
+    right = torch.randn(G, J, J) if sides in ("right", "both") else None
+    for g in range(G):
+        L = torch.eye(O) if left is None else left[g]
         R = torch.eye(J) if right is None else right[g]
-        expected = (rows[:, g].flatten(1) @ torch.kron(L, R)).square().sum(0).view(block.O, J)
+        expected = (rows[:, g].flatten(1) @ torch.kron(L, R)).square().sum(0).view(O, J)
         assert error(block.second_moments(left, right)[g], expected) < 1e-12
-
-
-@pytest.mark.parametrize("P", [1, 5])
-def test_second_moments_of_a_table(P):
-    block, right = lookup(P), torch.randn(1, E, E)
-    rows = by_hand(block).view(-1, V, E)
-    assert error(block.second_moments(None, None)[0], rows.square().sum(0)) < 1e-12
-    assert error(block.second_moments(None, right)[0], (rows @ right[0]).square().sum(0)) < 1e-12
 
 
 @pytest.mark.parametrize("missing", ["weight", "bias"])

@@ -14,6 +14,7 @@ from marquardt.layers import Block
 from marquardt.layers.blocks import Bilinear, Explicit, Lookup, Nothing
 from marquardt.layers.capture import Misfit, Place, Walk
 from marquardt.layers.graph import NODES, Glimpse, Use, block_of, uses_in
+from support.blocks import agrees
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -221,17 +222,7 @@ def test_parts_share_positions(kind, R, order):
     block, rows = both(torch.cat([made(slice(0, 2)), made(slice(2, N))]).tanh(), p, R, order)
     assert isinstance(block, {"table": Lookup, "bias": Explicit}.get(kind, Bilinear))
     assert getattr(block, "P", None) == {"bias": None, "table": 2}.get(kind, 1)
-    assert error(block.rows(p.dtype), rows) < 1e-12
-    by_sample = rows.view(R, N, -1).transpose(0, 1).flatten(0, 1)
-    assert error(block.samples(p.dtype), by_sample) < 1e-12
-    assert error(block.square(p.dtype), rows.T @ rows) < 1e-12
-    K = torch.zeros(R * N, R * N)
-    block.gram(K, block)
-    assert error(K, rows @ rows.T) < 1e-12
-    v, w = torch.randn(p.numel()), torch.randn(R * N)
-    assert error(block.apply([v]), rows @ v) < 1e-12
-    assert error(block.pull(w), rows.T @ w) < 1e-12
-    assert error(block.diagonal(), rows.square().sum(0)) < 1e-12
+    agrees(block, rows, N)
     assert block.inputs() is None
     assert block.sums(None) is None
 

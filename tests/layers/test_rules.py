@@ -39,38 +39,26 @@ NOT_BY_RULE = {  # the parameters that no rule may claim
 }
 
 
-def paths(name: str) -> dict[str, str]:
+RECURRENT = {"cell": {"graph"}, "head": {"rule"}}
+BY_PART = {
+    "transformer_encoder_layer": {layer: {"rule"} for layer in ("linear1", "linear2", "norm1", "norm2")},
+    "lstm": RECURRENT,  # the graph shows the cells of a recurrent layer; its head keeps its rule
+    "gru_time_major": RECURRENT,
+}
+
+
+@pytest.mark.parametrize("name", [*ALL_BY_RULE, *(NOT_BY_RULE | BY_PART)])
+def test_paths(name):
     p = build(name)
     lin = linearize(p)
     mq.Dense().represent(lin)
-    assert list(lin.paths) == list(reference.trainable(p.model, p.params))
-    assert set(lin.paths.values()) <= {"rule", "none", "graph", "vmap", "parts", "rows", "loop"}
-    return lin.paths
-
-
-@pytest.mark.parametrize("name", ALL_BY_RULE)
-def test_fast_rule(name):
-    assert set(paths(name).values()) == {"rule"}
-
-
-@pytest.mark.parametrize("name", NOT_BY_RULE)
-def test_general_path(name):
-    found = paths(name)
-    assert [k for k in NOT_BY_RULE[name] if found[k] == "rule"] == []
-
-
-def test_paths_of_a_transformer():
-    found = paths("transformer_encoder_layer")
-    for layer in ("linear1", "linear2", "norm1", "norm2"):
-        assert found[f"{layer}.weight"] == found[f"{layer}.bias"] == "rule"
-
-
-@pytest.mark.parametrize("name", ["lstm", "gru_time_major"])
-def test_paths_of_recurrence(name):
-    """The graph shows the cells of a recurrent layer; its head keeps its rule."""
-    found = paths(name)
-    assert {path for k, path in found.items() if k.startswith("cell.")} == {"graph"}
-    assert found["head.weight"] == found["head.bias"] == "rule"
+    paths = lin.paths
+    assert list(paths) == list(reference.trainable(p.model, p.params))
+    assert set(paths.values()) <= {"rule", "none", "graph", "vmap", "parts", "rows", "loop"}
+    assert name not in ALL_BY_RULE or set(paths.values()) == {"rule"}
+    assert [k for k in NOT_BY_RULE.get(name, []) if paths[k] == "rule"] == []
+    for part, ways in BY_PART.get(name, {}).items():
+        assert {way for k, way in paths.items() if k.startswith(f"{part}.")} == ways
 
 
 @pytest.mark.parametrize("name", ALL_BY_RULE)

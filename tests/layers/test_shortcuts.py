@@ -14,6 +14,7 @@ import marquardt.layers.shortcuts as shortcuts
 from marquardt.layers import Line
 from marquardt.layers.shortcuts import Largest, Pooled, largest, unrolled
 from support import reference
+from support.blocks import agrees
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -98,15 +99,9 @@ def test_rows(monkeypatch, name, cached):
     some = [b for b in blocks if isinstance(b, Pooled)]
     assert len(some) == MODELS[name][1]
     for block in some:
-        rows, w = rows_of(block, lin, J), torch.randn(block.m)
-        samples = rows.unflatten(0, (-1, N)).transpose(0, 1).flatten(0, 1)
-        assert error(block.samples(torch.float64), samples) < 1e-12
-        assert error(block.pull(w), rows.T @ w) < 1e-12
-        assert error(block.rows(torch.float64), rows) < 1e-12
-        assert error(block.diagonal(), rows.square().sum(0)) < 1e-12
-        K = torch.zeros(block.m, block.m)
-        block.gram(K, block)
-        assert error(K, rows @ rows.T) < 1e-12
+        agrees(block, rows_of(block, lin, J))
+        for held in (block.a, block.delta, block.samples(torch.float64)):  # the images, not how they came about
+            assert not held.requires_grad
     S = lin.whole().jacobian.S
     whole = torch.einsum("rno,noj->rnj", S, J).flatten(0, 1)
     assert error(lin.whole().dense(torch.float64), whole) < 1e-12
@@ -114,7 +109,6 @@ def test_rows(monkeypatch, name, cached):
 
 def test_products_in_the_precision_of_what_is_multiplied():
     """Rows in float32, their products in float64: the same as those of the rows."""
-    torch.manual_seed(0)
     model = MODELS["activation"][0]().float()
     lin = mq.linearize(model, "mse", torch.randn(N, 2, 8, 8).float(), torch.randn(N, 2).float())
     (block,) = [b for b in lin.whole().blocks if isinstance(b, Pooled)]
@@ -122,19 +116,7 @@ def test_products_in_the_precision_of_what_is_multiplied():
     assert error(block.pull(w), block.rows(torch.float64).T @ w) < 1e-12
 
 
-def test_nothing_of_the_graph_is_held():
-    """The images that a layer sees, not how they came about."""
-    torch.manual_seed(0)
-    lin, _ = linearized("two layers")
-    for block in lin.whole().blocks:
-        if isinstance(block, Pooled):
-            assert not block.a.requires_grad
-            assert not block.delta.requires_grad
-            assert not block.samples(torch.float64).requires_grad
-
-
 def test_one_row_is_not_worth_it():
-    torch.manual_seed(0)
     model = MODELS["activation"][0]()
     lin = mq.linearize(model, "mse", torch.randn(N, 2, 8, 8), torch.randn(N, 2), rows=mq.Sampled(1))
     assert not any(isinstance(b, Pooled) for b in lin.whole().blocks)
@@ -243,22 +225,15 @@ def test_with_a_gradient_or_another_order_in_memory_it_is_torchs():
         assert largest(x.to(memory_format=torch.channels_last), 2) is None
 
 
-def test_a_model():
-    model, x = (
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.MaxPool2d(2, return_indices=True)),
-        torch.randn(2, 1, 12, 12),
-    )
+def test_models_do_not_ask_torch(monkeypatch):
+    """Where the places are asked for, they do."""
+    x, pool = torch.randn(2, 1, 12, 12), nn.MaxPool2d(2, return_indices=True)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2))
     with torch.no_grad():
-        expected = model(x)
+        expected, places = model(x), pool(model(x))
         with Largest():
-            found = model(x)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_torch_does_not_pool_without_a_gradient(monkeypatch):
-    model, x = nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2)), torch.randn(2, 1, 12, 12)
-    with torch.no_grad():
-        expected = model(x)
+            found = pool(model(x))
+    assert all(torch.equal(a, b) for a, b in zip(found, places, strict=True))
     monkeypatch.setattr(torch, "max_pool2d", None)
     with torch.no_grad(), Largest():
         assert torch.equal(model(x), expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,26 +11,22 @@ from torch import Tensor
 import marquardt.layers.blocks as traces
 from marquardt.layers.blocks import Bilinear, Block, Explicit, Lookup, Nothing, Traces
 from marquardt.metric import Turn
+from support.blocks import bilinear
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
 
 
-def bilinear(P: int, G: int, O: int, I: int, bias: bool = True) -> Bilinear:
-    a, delta = torch.randn(4, P, G, I), torch.randn(2, 4, P, G, O)
-    return Bilinear(a, delta, torch.zeros(G * O, I), torch.zeros(G * O) if bias else None)
-
-
 BLOCKS = {
-    "linear": lambda: bilinear(1, 1, 3, 4),
-    "no bias": lambda: bilinear(1, 1, 3, 4, bias=False),
-    "positions": lambda: bilinear(5, 1, 3, 4),
-    "few positions": lambda: bilinear(2, 1, 9, 8),
-    "few positions, no bias": lambda: bilinear(2, 1, 9, 8, bias=False),
-    "groups": lambda: bilinear(5, 2, 3, 4),
-    "groups, one position": lambda: bilinear(1, 2, 3, 4),
-    "depthwise": lambda: bilinear(5, 3, 1, 4),
-    "no positions": lambda: bilinear(0, 1, 3, 4),
+    "linear": partial(bilinear, (2, 4, 1, 1, 3, 4)),
+    "no bias": partial(bilinear, (2, 4, 1, 1, 3, 4), "weight"),
+    "positions": partial(bilinear, (2, 4, 5, 1, 3, 4)),
+    "few positions": partial(bilinear, (2, 4, 2, 1, 9, 8)),
+    "few positions, no bias": partial(bilinear, (2, 4, 2, 1, 9, 8), "weight"),
+    "groups": partial(bilinear, (2, 4, 5, 2, 3, 4)),
+    "groups, one position": partial(bilinear, (2, 4, 1, 2, 3, 4)),
+    "depthwise": partial(bilinear, (2, 4, 5, 3, 1, 4)),
+    "no positions": partial(bilinear, (2, 4, 0, 1, 3, 4)),
     "lookup": lambda: Lookup(torch.randint(6, (4, 3)), torch.randn(2, 4, 3, 5), torch.zeros(6, 5)),
     "explicit": lambda: Explicit([torch.zeros(3, 2, 2), torch.zeros(4)], torch.randn(8, 16), 4),
 }
@@ -78,7 +76,6 @@ def test_partial_traces_of_every_parameter_by_itself(make):
 
 def test_in_slabs(monkeypatch):
     """Two samples at a time, and some tokens."""
-    monkeypatch.setattr("marquardt.layers.blocks.SLAB", 2 * 2 * 15)
     monkeypatch.setattr("marquardt.layers.blocks.SLAB", 2 * 8 * 5)
     for make in (BLOCKS["positions"], BLOCKS["lookup"]):
         block = make()

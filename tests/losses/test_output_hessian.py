@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from torch.func import grad, hessian, vmap
+from torch.func import hessian, vmap
 
-from marquardt.losses import output_hessian
+from marquardt.losses import function as output_hessian
 from support.losses import close
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -50,12 +50,6 @@ def test_blocks_that_are_too_large_are_not_formed():
     assert len(calls) == 4  # the random vector, each alone, and one to rule out each dimension
 
 
-@pytest.mark.parametrize("dim", [-1, 0, 1, 2, 3])
-def test_ungroup_is_the_inverse_of_group(dim):
-    z = torch.randn(2, 3, 4, 5)
-    assert torch.equal(output_hessian.ungroup(output_hessian.group(z, dim), dim, z), z)
-
-
 @pytest.mark.parametrize("name", ["first", "all", "linear"])
 def test_lanczos(name):
     """As many products as outputs: exact. The absolute value of H, whose eigenvalues have both signs."""
@@ -76,10 +70,3 @@ def test_lanczos_with_fewer_products_than_outputs():
     found = output_hessian.lanczos(lambda v: v @ (Q * a) @ Q.mT, e)
     true = e @ (Q * a.sqrt()) @ Q.mT
     assert (found - true).norm() < 1e-3 * true.norm()
-
-
-def test_products_are_those_of_the_gradient():
-    product, z, _ = made(COUPLED["all"][1])
-    v, h = torch.randn(z.shape), 1e-6
-    g = vmap(grad(COUPLED["all"][1]))
-    close(product(v), (g(z + h * v) - g(z - h * v)) / (2 * h), 1e-6)

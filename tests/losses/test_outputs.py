@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.losses import Loss, OutputLayout
+from marquardt.losses import OutputLayout
 from marquardt.losses.base import named, taken
 from support.reference import error
 from support.several import FORMS, Heads
@@ -78,71 +79,128 @@ def test_what_a_layout_leaves_out():
         OutputLayout.of({"ids": TOKENS})
 
 
-# A loss of several outputs.
+# Losses of several outputs: a function of all of them, a mean beside its variance.
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Gaussian(Loss):
-    """ℓ = ½(m − y)² + ½s² of a mean and another number for each target."""
+@dataclass
+class Found:
+    mean: Tensor
+    spread: Tensor
+    steps: int = 3
 
-    outputs_taken: ClassVar[int] = 2
 
-    def ell(self, z: Tensor, y: Tensor) -> Tensor:
-        m, s = z.chunk(2, 1)
-        return (((m - y) ** 2 + s**2) / 2).sum(1, True)
-
-    def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        m, s = z.chunk(2, 1)
-        return torch.cat([m - y, s], 1)
-
-    def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.eye(z.shape[1]).expand(len(z), 1, -1, -1), self.slope(z, y)[:, None]
-
-    def faults(self, z: Tensor, y: Any) -> list[mq.losses.Fault]:
-        return []
+RETURNED = {
+    "tuple": lambda m, s: (m, s),
+    "dict": lambda m, s: {"mean": m, "spread": s, "steps": 3},
+    "dataclass": Found,
+    "turned": lambda m, s: {"spread": s, "mean": m},
+    "nested": lambda m, s: {"pose": (m, s), "other": m},
+    "three": lambda m, s: (m, s, m),
+}
 
 
 class Two(nn.Module):
-    def __init__(self, form: Any = lambda *t: t) -> None:
+    def __init__(self, form: str = "tuple", shape: tuple[int, ...] = (2,)) -> None:
         super().__init__()
-        self.mean, self.spread, self.form = nn.Linear(3, 2), nn.Linear(3, 2), form
+        self.form, self.shape = RETURNED[form], shape
+        self.body, self.mean, self.spread = nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Any:
-        return self.form(self.mean(x), self.spread(x))
+        h = self.body(x).tanh()
+        return self.form(self.mean(h).view(-1, *self.shape), F.softplus(self.spread(h)).view(-1, *self.shape))
+
+
+def twins(form: str) -> tuple[Two, Two, Tensor, Tensor]:
+    """The same weights: outputs in this form, and in a tuple"""
+    model, plain = Two(form), Two()
+    plain.load_state_dict(model.state_dict())
+    return model, plain, torch.randn(7, 3), torch.randn(7, 2)
+
+
+def agrees(lin: mq.Linearization, loss: Tensor, model: nn.Module) -> None:
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    assert lin.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert error(lin.gradient, expected) < 1e-12
+
+
+def likelihood(outputs: Any, targets: Tensor) -> Tensor:
+    mean, v = outputs if isinstance(outputs, tuple) else (outputs["mean"], outputs.spread)
+    return (v.log() + (mean - targets).square() / v).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict", "dataclass", "turned"])
+def test_a_function_is_given_what_the_model_returns(form):
+    """By key and by attribute; what is no tensor with a row per sample is left out."""
+    model, plain, x, y = twins(form)
+    loss = likelihood(plain(x), y).mean()
+    agrees(mq.linearize(model, likelihood, x, y), loss, plain)
+    opt = mq.LM(model, likelihood)
+    losses = [opt.step(x, y).new_loss for _ in range(5)]
+    assert losses[-1] < losses[0] < loss.item()
+
+
+def test_an_output_that_is_not_there_is_named():
+    model, _, x, y = twins("dict")
+    with pytest.raises(AttributeError, match="no output 'scale', only 'mean', 'spread'"):
+        mq.LM(model, lambda outputs, targets: (outputs.scale - targets).square()).step(x, y)
+
+
+NLL, BY_NAMES = nn.GaussianNLLLoss(), ("mean", "spread")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2)], ids=str)
+def test_a_mean_and_its_variance_as_two_outputs(shape):
+    """With targets of the shape of the mean, whatever that is."""
+    model, x, y = Two(shape=shape), torch.randn(7, 3), torch.randn(7, *shape)
+    mean, v = model(x)
+    lin = mq.linearize(model, NLL, x, y)
+    agrees(lin, NLL(mean, y, v), model)
+    assert lin.loss_curvature == "fisher"
 
 
 @pytest.mark.parametrize(
     ("form", "loss", "target"),
     [
-        (lambda *t: t, Gaussian(), lambda y: y),
-        (lambda m, s: {"mean": m, "spread": s}, {("mean", "spread"): Gaussian()}, lambda y: y),
-        (lambda m, s: {"pose": (m, s), "other": m}, {"pose": Gaussian()}, lambda y: {"pose": y}),
-        (
-            lambda m, s: {"mean": m, "spread": s, "other": m},
-            {("mean", "spread"): Gaussian()},
-            lambda y: {("mean", "spread"): y},
-        ),
+        *((form, {BY_NAMES: NLL}, lambda y: y) for form in ("dict", "dataclass", "turned")),
+        ("dict", {BY_NAMES: NLL}, lambda y: {BY_NAMES: y}),
+        ("nested", {"pose": NLL}, lambda y: {"pose": y}),
     ],
-    ids=["tuple", "dict", "nested", "by names"],
 )
-def test_a_loss_of_two_outputs(form, loss, target):
-    model, x, y = Two(form), torch.randn(5, 3), torch.randn(5, 2)
-    lin = mq.linearize(model, loss, x, target(y))
-    m, s = model.mean(x), model.spread(x)
-    f = ((m - y).square().sum() + s.square().sum()) / 10
-    assert lin.loss == pytest.approx(float(f), rel=1e-12)
-    g = torch.autograd.grad(f, list(model.parameters()))
-    assert error(lin.gradient, torch.cat([t.flatten() for t in g])) < 1e-12
+def test_two_outputs_by_their_names(form, loss, target):
+    model, plain, x, y = twins(form)
+    mean, v = plain(x)
+    agrees(mq.linearize(model, loss, x, target(y)), NLL(mean, y, v), plain)
     assert lm(model, loss).step(x, target(y)).accepted
 
 
-def test_a_loss_of_two_outputs_of_a_model_with_three():
-    model, x, y = Two(lambda m, s: (m, s, m)), torch.randn(5, 3), torch.randn(5, 2)
-    opt = lm(model, Gaussian())
+@pytest.mark.parametrize(
+    ("form", "loss", "says"),
+    [
+        *((form, NLL, ["'spread' (7, 2)", "order that their names do not tell"]) for form in ("dict", "dataclass")),
+        ("turned", "gaussian_nll", ["'spread' (7, 2)", "loss={('mean', 'spread'): loss}"]),
+        ("three", NLL, ["takes 2 of them", "0 (7, 2)"]),
+    ],
+)
+def test_names_have_no_order(form, loss, says):
+    """A variance taken for a mean would train silently."""
+    model, _, x, y = twins(form)
+    opt = mq.LM(model, loss)
     before = world(model, opt)
-    with refused("takes 2 of them", "0 (5, 2)"):
+    with refused(*says):
         opt.step(x, y)
     assert changes(before, world(model, opt)) == []
+
+
+def test_targets_that_fit_neither_shape_are_refused():
+    with refused("outputs have shape (7, 2), targets (7, 1)"):
+        mq.LM(Two(), NLL).step(torch.randn(7, 3), torch.randn(7, 1))
+
+
+def test_every_curvature_is_named():
+    model, _, x, y = twins("dict")
+    for spread, found in (("mse", "hessian"), ("huber", "mean: hessian, spread: majoriser")):
+        loss = {"mean": "mse", "spread": spread}
+        assert mq.linearize(model, loss, x, {"mean": y, "spread": y}).loss_curvature == found
 
 
 # Ways to the rows, and trial points, call the model by themselves.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,8 @@ import marquardt as mq
 from marquardt import losses
 from marquardt.recordings import RECORDERS
 from support.recorder import Repeated
-from support.reference import error
-from support.several import FORMS, Heads, data, quadratic
+from support.reference import Quadratic, error
+from support.several import FORMS, Heads, as_dict, data, quadratic
 from support.steps import lm, theta
 from support.unchanged import changes, refused, world
 
@@ -33,49 +34,40 @@ CURVATURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_outputs(form):
-    model, (x, y) = Heads(FORMS[form]), data()
-    plain = Heads()
-    plain.load_state_dict(model.state_dict())
-    expected = quadratic(plain, TERMS, x, y)
-    loss, target = ([BOTH["mask"], BOTH["depth"]], (y["mask"], y["depth"])) if form in ("tuple", "list") else (BOTH, y)
-    lin = mq.linearize(model, loss, x, target)
+def agrees(lin: mq.Linearization, expected: Quadratic) -> None:
     rows = lin.rows()
     assert lin.loss == pytest.approx(float(expected.f), rel=1e-13)
     assert error(rows.T @ rows, expected.G) < 1e-12
     assert error(lin.gradient, expected.g) < 1e-12
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("curvature", CURVATURES, ids=str)
-def test_steps_against_the_reference(curvature, weighted):
-    """One step of damping λ, with the normalisers of the whole batch though it comes in chunks."""
-    model, (x, y) = Heads(), data(9)
-    weight = torch.rand(9) + 0.1 if weighted else None
-    expected = quadratic(model, TERMS, x, y, weight)
-    before = theta(model)
-    opt = lm(model, BOTH, curvature=curvature, schedule=mq.Constant(0.1))
-    step = opt.step(x, y, weight)
-    assert step.accepted
-    assert step.loss == pytest.approx(float(expected.f), rel=1e-12)
-    assert step.new_loss == pytest.approx(float(quadratic(model, TERMS, x, y, weight).f), rel=1e-12)
-    assert error(theta(model) - before, expected.step(0.1)) < 1e-8
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_outputs(form):
+    model, (x, y) = Heads(FORMS[form]), data()
+    plain = Heads()
+    plain.load_state_dict(model.state_dict())
+    loss, target = ([BOTH["mask"], BOTH["depth"]], (y["mask"], y["depth"])) if form in ("tuple", "list") else (BOTH, y)
+    agrees(mq.linearize(model, loss, x, target), quadratic(plain, TERMS, x, y))
 
 
-@pytest.mark.parametrize("curvature", [mq.Dense(inertia=0.0), PRODUCTS], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_batches_share_the_normaliser_of_every_task(curvature, weighted):
-    """The mean over all data is not the mean of the means: the batches ignore different targets, the first one all."""
+@pytest.mark.parametrize(
+    ("curvature", "over"), [*((c, False) for c in CURVATURES), (CURVATURES[0], True), (PRODUCTS, True)], ids=str
+)
+def test_steps_against_the_reference(curvature, weighted, over):
+    """One step of damping λ, with the normalisers of the whole batch though it comes in chunks, or in batches of which
+    the first ignores all targets of a task."""
     model, (x, y) = Heads(), data(9)
-    y["mask"][:2] = -100
+    y["mask"][: 2 * over] = -100
     weight = torch.rand(9) + 0.1 if weighted else None
     expected, before = quadratic(model, TERMS, x, y, weight), theta(model)
     cuts = [slice(0, 2), slice(2, 5), slice(5, 9)]
     batches = [(x[i], {k: t[i] for k, t in y.items()}, None if weight is None else weight[i]) for i in cuts]
-    step = lm(model, BOTH, curvature=curvature, schedule=mq.Constant(0.1)).step_over(batches)
+    opt = lm(model, BOTH, curvature=curvature, schedule=mq.Constant(0.1))
+    step = opt.step_over(batches) if over else opt.step(x, y, weight)
     assert step.accepted
     assert step.loss == pytest.approx(float(expected.f), rel=1e-12)
+    assert step.new_loss == pytest.approx(float(quadratic(model, TERMS, x, y, weight).f), rel=1e-12)
     assert error(theta(model) - before, expected.step(0.1)) < 1e-8
 
 
@@ -113,32 +105,18 @@ def test_a_sum_among_means(reduction):
     loss: dict[str, Any] = {k: [(each, c) for name, each, c in terms if name == k] for k, _, _ in terms}
     expected = quadratic(model, terms, x, {k: y[k] for k in loss})
     for chunk in (None, 4):
-        lin = mq.linearize(model, loss, x, {k: y[k] for k in loss}, chunk=chunk)
-        rows = lin.rows()
-        assert lin.loss == pytest.approx(float(expected.f), rel=1e-13)
-        assert error(rows.T @ rows, expected.G) < 1e-12
-        assert error(lin.gradient, expected.g) < 1e-12
+        agrees(mq.linearize(model, loss, x, {k: y[k] for k in loss}, chunk=chunk), expected)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_bound_is_that_of_all_tasks(weighted):
+@pytest.mark.parametrize("weight", [None, torch.arange(6.0)], ids=["plain", "weighted"])
+def test_the_bound_is_that_of_all_tasks(weight):
     """Each with the weight of its task: that of Poisson is no 0."""
     model, x = Heads(lambda mask, depth, hidden: (depth, hidden)), torch.randn(6, 4)
-    counts, y = torch.randint(1, 6, (6, 2, 2)).double(), torch.randn(6, 5)
-    weight = torch.rand(6) if weighted else None
-    lin = mq.linearize(model, [("poisson", 0.7), ("mse", 0.3)], x, (counts, y), weight)
-    alone = mq.linearize(Depth(model), "poisson", x, counts, weight)
+    counts, weight = torch.randint(1, 6, (6, 2, 2)).double(), None if weight is None else weight.double()
+    lin = mq.linearize(model, [("poisson", 0.7), ("mse", 0.3)], x, (counts, torch.randn(6, 5)), weight)
+    alone = mq.linearize(model, ["poisson"], x, (counts,), weight)
     assert alone.level.low != 0
     assert lin.level.low == pytest.approx(0.7 * alone.level.low)
-
-
-class Depth(nn.Module):
-    def __init__(self, model: Heads) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)[0]
 
 
 def test_rows_are_counted_without_padding():
@@ -244,73 +222,50 @@ def test_targets_in_every_form():
     assert both == pytest.approx(single[0] + 0.1 * single[1], rel=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("loss", "change", "says"),
-    [
-        ({"mask": MASK, "dept": DEPTH}, {}, ["'dept'", "'depth' (", "'hidden'"]),
-        ({"mask": MASK, "depth": DEPTH}, {"depth": None}, ["{'mask', 'depth'}", "the targets for {'mask'}"]),
-        ({"mask": MASK}, {}, ["{'mask'}", "the targets for {'mask', 'depth'}"]),
-        ({"mask": MASK, "depth": DEPTH}, {"depth": torch.zeros(6, 4)}, ["output 'depth'", ", 4)"]),
-        ({"mask": MASK, "depth": DEPTH}, {"mask": torch.full((6, 2, 2), 3)}, ["output 'mask'", "is 3", "3 classes"]),
-        ({"mask": MASK, "depth": DEPTH}, {"mask": torch.full((6, 2, 2), -100)}, ["output 'mask'", "ignored"]),
-        ("mse", {}, ["'mask' (", "loss={'mask'"]),
-        ((MASK, DEPTH), {}, ["output 0", "'mask' ("]),
-    ],
-)
-@pytest.mark.parametrize("curvature", [mq.Dense(inertia=0.0), mq.Dense(chunk=4, inertia=0.0)], ids=str)
-def test_what_does_not_fit_is_refused(loss, change, says, curvature):
-    model, (x, y) = Heads(), data()
-    y = {k: t for k, t in {**y, **change}.items() if t is not None}
-    y = {k: t.double() if t.is_floating_point() else t for k, t in y.items()}
-    opt = lm(model, loss, curvature=curvature)
+def less(y: dict[str, Tensor], **change: Tensor | None) -> dict[str, Tensor]:
+    return {k: t for k, t in {**y, **change}.items() if t is not None}
+
+
+HEADS = {
+    "float": lambda mask, depth, _: {"mask": mask, "depth": depth.long()},
+    "samples": lambda mask, depth, _: {"mask": mask, "depth": depth[1:]},
+    "number": lambda mask, depth, _: {"mask": mask, "depth": depth.sum()},
+    "none": lambda mask, depth, _: {"mask": mask, "depth": None},
+}
+MISFITS: dict[str, tuple[Any, Callable[..., Any], Any, list[str]]] = {  # loss, outputs, targets (and weight) from y
+    "another name": ({"mask": MASK, "dept": DEPTH}, as_dict, lambda y: (y,), ["'dept'", "'depth' (", "'hidden'"]),
+    "a target less": (BOTH, as_dict, lambda y: (less(y, depth=None),), ["{'mask', 'depth'}", "targets for {'mask'}"]),
+    "a target more": ({"mask": MASK}, as_dict, lambda y: (y,), ["{'mask'}", "the targets for {'mask', 'depth'}"]),
+    "one target": (BOTH, as_dict, lambda y: (y["depth"],), ["the targets are Tensor", "{'mask', 'depth'}"]),
+    "a shape": (BOTH, as_dict, lambda y: (less(y, depth=torch.zeros(6, 4)),), ["output 'depth'", ", 4)"]),
+    "a class": (
+        BOTH, as_dict, lambda y: (less(y, mask=y["mask"] * 0 + 3),), ["output 'mask'", "is 3", "3 classes"],
+    ),
+    "all ignored": (BOTH, as_dict, lambda y: (less(y, mask=y["mask"] * 0 - 100),), ["output 'mask'", "ignored"]),
+    "no names": ("mse", as_dict, lambda y: (y,), ["'mask' (", "loss={'mask'"]),
+    "positions": ((MASK, DEPTH), as_dict, lambda y: (y,), ["output 0", "'mask' ("]),
+    "weight": (BOTH, as_dict, lambda y: (y, torch.ones(6, 1)), ["weight has shape (", ", 1)"]),
+    # Not targets that are all ignored; in chunks the sum over all of them may come first.
+    "a negative weight": (
+        BOTH, as_dict, lambda y: (y, -torch.full((6,), 0.5)), ["weight[0] is -0.5", "must be finite and not negative"],
+    ),
+    "no weight": (BOTH, as_dict, lambda y: (y, torch.arange(6.0).log()), ["must be finite and not negative"]),
+    "fewer samples": (BOTH, HEADS["samples"], lambda y: (y,), ["'depth' (", ", 2, 2)"]),
+    "integers": (BOTH, HEADS["float"], lambda y: (y,), ["torch.int64"]),
+    "a number": (BOTH, HEADS["number"], lambda y: (y,), ["output 'depth': the model returned a 0-dimensional tensor"]),
+    "nothing": (BOTH, HEADS["none"], lambda y: (y,), ["'depth'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("case", MISFITS)
+def test_what_does_not_fit_is_refused(case, chunk):
+    loss, form, given, says = MISFITS[case]
+    model, (x, y) = Heads(form), data()
+    opt = lm(model, loss, curvature=mq.Dense(chunk=chunk, inertia=0.0))
     before = world(model, opt)
     with refused(*says):
-        opt.step(x, y)
-    assert changes(before, world(model, opt)) == []
-
-
-@pytest.mark.parametrize(
-    ("bad", "says"),
-    [(lambda w: -w, "weight[0] is -0.5"), (lambda w: w.index_fill(0, torch.tensor(5), torch.nan), "nan")],
-)
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_bad_weights_are_told_as_such(chunk, bad, says):
-    """Not as targets that are all ignored; in chunks the sum over all of them may come first."""
-    model, (x, y) = Heads(), data()
-    weight = bad(torch.full((6,), 0.5))
-    opt = lm(model, BOTH, curvature=mq.Dense(chunk=chunk, inertia=0.0))
-    before = world(model, opt)
-    with refused(says, "sample weights must be finite and not negative"):
-        opt.step(x, y, weight)
-    assert changes(before, world(model, opt)) == []
-
-
-def test_weights_that_do_not_fit_are_refused():
-    model, (x, y) = Heads(), data()
-    opt = lm(model, BOTH)
-    before = world(model, opt)
-    with refused("weight has shape (6, 1)"):
-        opt.step(x, y, torch.ones(6, 1))
-    with refused("the targets are Tensor", "{'mask', 'depth'}"):
-        opt.step(x, y["depth"])
-    assert changes(before, world(model, opt)) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda depth: depth[1:], "'depth' (5, 2, 2)"),
-        (lambda depth: depth.long(), "torch.int64"),
-        (lambda depth: depth.sum(), "output 'depth': the model returned a 0-dimensional tensor"),
-        (lambda depth: None, "'depth'"),
-    ],
-)
-def test_outputs_that_do_not_fit_are_refused(change, says):
-    model, (x, y) = Heads(lambda mask, depth, _: {"mask": mask, "depth": change(depth)}), data()
-    opt = lm(model, BOTH)
-    before = world(model, opt)
-    with refused(says):
-        opt.step(x, y)
+        opt.step(x, *given(y))
     assert changes(before, world(model, opt)) == []
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import marquardt as mq
 from marquardt.model.decay import Penalty, WeightDecay
 from marquardt.model.parameters import Parameters
 from marquardt.weights import Weights
@@ -59,6 +58,9 @@ def test_excluded(case):
 def test_kinds_may_match_nothing_and_patterns_may_not():
     model = nn.Linear(2, 2, bias=False)
     assert WeightDecay(0.1, ("bias", "norm")).spared(model, parameters(model)) == [False]
+    whole = network()
+    some = Parameters(whole, list(whole[0].parameters()))  # what a pattern matches may be frozen
+    assert WeightDecay(0.1, "3.*").spared(whole, some) == [False, False]
     with pytest.raises(ValueError, match=r"exclude='biass' matches none of the parameters weight: correct it"):
         WeightDecay(0.1, ("bias", "biass")).spared(model, parameters(model))
 
@@ -85,12 +87,6 @@ def test_names_are_those_before_torch_compile():
     model = torch.compile(network())
     for pattern in ("0.*", "0", "0.weight"):
         assert WeightDecay(0.1, pattern).spared(model, parameters(model))[0]
-
-
-def test_a_pattern_may_match_what_is_frozen():
-    model = network()
-    some = Parameters(model, list(model[0].parameters()))
-    assert WeightDecay(0.1, "3.*").spared(model, some) == [False, False]
 
 
 @pytest.mark.parametrize("exclude", [3, [1], None])
@@ -134,44 +130,26 @@ def test_what_towards_cannot_be():
 
 
 @pytest.mark.parametrize("anchored", [True, False])
-@pytest.mark.parametrize("weights", [[0.3, 0.3], [0.3, 0.0]])
+@pytest.mark.parametrize("weights", [[0.3, 0.3], [0.3, 0.0], [2.0, 0.3]])
 def test_value_and_derivatives(weights, anchored):
-    model = nn.Linear(3, 2)
-    space = parameters(model)
+    """The first weight of the last case is that of each element."""
+    space = parameters(nn.Linear(3, 2))
+    elements = {0: torch.rand(6).sub(0.3).clamp(min=0)} if weights[0] == 2 else {}
     towards = torch.randn(space.n) if anchored else None
-    penalty, theta, d = Penalty(space, Weights(weights), towards), space.vector(), torch.randn(space.n)
-    w = torch.cat([torch.full((6,), weights[0]), torch.full((2,), weights[1])])
+    w = torch.cat([weights[0] * elements.get(0, torch.ones(6)), torch.full((2,), weights[1])])
+    penalty, theta, d = Penalty(space, Weights(weights, elements), towards), space.vector(), torch.randn(space.n)
 
     def by_hand(theta):
         return 0.5 * (w * (theta if towards is None else theta - towards) ** 2).sum()
 
     assert error(penalty.value(space.tensors), by_hand(theta)) < 1e-14
-    assert error(penalty.slope(theta), torch.func.grad(by_hand)(theta)) < 1e-14
-    assert error(penalty.times(d), w * d) < 1e-14
-    assert error(penalty.quadratic(d), d @ (w * d)) < 1e-14
-    assert error(penalty.scaled(2.0).slope(theta), 2 * torch.func.grad(by_hand)(theta)) < 1e-14
-    rates = [0.0, 0.5, 3.0]
-    assert penalty.along(theta, d, rates) == pytest.approx([float(by_hand(theta + lr * d)) for lr in rates], rel=1e-13)
-
-
-@pytest.mark.parametrize("anchored", [True, False])
-def test_value_and_derivatives_by_element(anchored):
-    model = nn.Linear(3, 2)
-    space, elements = parameters(model), torch.rand(6).sub(0.3).clamp(min=0)
-    towards, w = torch.randn(8) if anchored else None, torch.cat([2 * elements, torch.full((2,), 0.3)])
-    penalty, theta, d = Penalty(space, Weights([2.0, 0.3], {0: elements}), towards), space.vector(), torch.randn(8)
-
-    def by_hand(theta):
-        return 0.5 * (w * (theta if towards is None else theta - towards) ** 2).sum()
-
-    assert error(penalty.value(space.tensors), by_hand(theta)) < 1e-14
-    assert error(penalty.slope(theta), torch.func.grad(by_hand)(theta)) < 1e-14
-    assert error(penalty.times(d), w * d) < 1e-14
-    assert error(penalty.quadratic(d), d @ (w * d)) < 1e-14
-    assert error(penalty.scaled(2.0).slope(theta), 2 * torch.func.grad(by_hand)(theta)) < 1e-14
-    rates = [0.0, 0.5, 3.0]
-    assert penalty.along(theta, d, rates) == pytest.approx([float(by_hand(theta + lr * d)) for lr in rates], rel=1e-13)
     assert error(penalty.value([p.float() for p in space.tensors]), by_hand(theta)) < 1e-6
+    assert error(penalty.slope(theta), torch.func.grad(by_hand)(theta)) < 1e-14
+    assert error(penalty.times(d), w * d) < 1e-14
+    assert error(penalty.quadratic(d), d @ (w * d)) < 1e-14
+    assert error(penalty.scaled(2.0).slope(theta), 2 * torch.func.grad(by_hand)(theta)) < 1e-14
+    rates = [0.0, 0.5, 3.0]
+    assert penalty.along(theta, d, rates) == pytest.approx([float(by_hand(theta + lr * d)) for lr in rates], rel=1e-13)
 
 
 def test_of_float32_it_is_added_up_in_float64():
@@ -180,7 +158,3 @@ def test_of_float32_it_is_added_up_in_float64():
     exact = 0.5 * sum(p.double().square().sum() for p in model.parameters())
     assert found.dtype == torch.float64
     assert error(found, exact.detach()) < 1e-12
-
-
-def test_it_is_exported():
-    assert mq.WeightDecay is WeightDecay

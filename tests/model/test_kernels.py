@@ -1,4 +1,4 @@
-"""Settings of the whole program; threads that overlap are in test_randomness.py."""
+"""Settings of the whole program."""
 
 from __future__ import annotations
 
@@ -20,27 +20,32 @@ def settings() -> tuple[bool, bool, bool, bool]:
     return *fused, backends.math_sdp_enabled(), torch.backends.cudnn.enabled
 
 
-@pytest.mark.parametrize(("model", "recurrent"), [(nn.Linear(2, 1), False), (nn.Sequential(nn.GRU(2, 2)), True)])
-def test_fused_kernels_are_off_within(model, recurrent):
-    """cuDNN only for models with a recurrent layer, however deep it is."""
-    before = settings()
+@pytest.mark.parametrize(
+    ("model", "recurrent", "lstm"),
+    [(nn.Linear(2, 1), False, False), (nn.Sequential(nn.GRU(2, 2)), True, False), (nn.LSTM(2, 2), True, True)],
+)
+def test_kernels_that_are_off_within(model, recurrent, lstm):
+    """The fused ones, and cuDNN for models with a recurrent layer, however deep it is; that of an LSTM's cells."""
+    before, cells = settings(), torch.backends.mkldnn.enabled
     with twice_differentiable(model):
         assert settings() == (False, False, True, before[3] and not recurrent)
-    assert settings() == before
-
-
-@pytest.mark.parametrize(("model", "lstm"), [(nn.GRU(2, 2), False), (nn.Sequential(nn.LSTM(2, 2)), True)])
-def test_cells_of_an_lstm_are_open_within(model, lstm):
-    before = torch.backends.mkldnn.enabled
     with open_cells(model):
-        assert torch.backends.mkldnn.enabled == (before and not lstm)
-    assert torch.backends.mkldnn.enabled == before
+        assert torch.backends.mkldnn.enabled == (cells and not lstm)
+    assert (settings(), torch.backends.mkldnn.enabled) == (before, cells)
 
 
-def test_an_exception_takes_the_setting_back():
-    before = settings()
-    with pytest.raises(KeyError), twice_differentiable(nn.LSTM(2, 2)):
+def test_settings_are_taken_back():
+    """After an exception, and by the last of two threads that overlap."""
+    before, model = settings(), nn.LSTM(2, 2)
+    with pytest.raises(KeyError), twice_differentiable(model):
         raise KeyError
+    assert settings() == before
+    first, second = twice_differentiable(model), twice_differentiable(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not settings()[0]
+    second.__exit__(None, None, None)
     assert settings() == before
 
 

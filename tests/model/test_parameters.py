@@ -69,16 +69,6 @@ def test_vector_and_model():
     assert not torch.equal(first, other)  # a copy, as it was
 
 
-def test_pieces_of_a_vector():
-    _, parameters = made()
-    v = torch.arange(13.0)
-    assert [t.tolist() for t in parameters.split(v)][1:] == [[6, 7, 8], [9, 10, 11], [12]]
-    assert parameters.shaped(v)[0].tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert parameters.shaped(v)[2].shape == (1, 3)
-    assert torch.equal(v[parameters.slice_of(2)], parameters.split(v)[2])
-    assert parameters.members([parameters.tensors[i] for i in (3, 0)]) == [3, 0]
-
-
 def test_joined():
     """None is 0; the gradient of an embedding may be sparse."""
     _, parameters = made()
@@ -111,34 +101,17 @@ def test_without():
     assert parameters.without(v, []) is v
 
 
-def test_products():
-    _, parameters = made()
-    a, b = torch.zeros(13), torch.zeros(13)
-    a[:2], b[1:3] = torch.tensor([3.0, 4.0]), torch.tensor([5.0, 12.0])
-    assert parameters.dot(a, b) == 20
-    assert parameters.norm(a) == 5
-    assert float(parameters.cosine(a, b)) == pytest.approx(20 / (5 * 13))
-    assert parameters.cosine(a, torch.zeros(13)) == 0
-
-
-def test_position_there_and_back():
-    """To θ + lr·d from wherever it is, and back to θ to the last bit."""
+def test_position_there_and_back(monkeypatch):
+    """To θ + lr·d from wherever it is, and back to θ to the last bit; the same point again costs nothing."""
     model, parameters = made()
     position, start = Position(parameters), theta(model)
     d, e = torch.randn(13), torch.randn(13)
     for direction, lr in ((d, 0.3), (d, 0.7), (e, 0.7), (e, 0.7)):
         position.move(direction, lr)
         assert torch.equal(theta(model), start.add(direction, alpha=lr))
-    position.move()
-    assert torch.equal(theta(model), start)
-    position.move()
-    assert torch.equal(theta(model), start)
-
-
-def test_position_does_not_go_twice(monkeypatch):
-    """The same point again costs nothing."""
-    _, parameters = made()
-    position, d = Position(parameters), torch.randn(13)
+    for _ in range(2):
+        position.move()
+        assert torch.equal(theta(model), start)
     position.move(d, 0.5)
     monkeypatch.setattr(parameters, "shift", lambda *_: pytest.fail("gone again"))
     position.move(d, 0.5)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.func import grad, jacrev, vmap
 
+from marquardt.losses import CrossEntropy
+
 f64 = torch.float64
 CLASS_WEIGHT = torch.tensor([0.5, 2.0, 1.25], dtype=f64)
 VECTOR, MATRIX, IMAGE = (4,), (4, 3), (4, 3, 2, 2)
@@ -57,24 +59,39 @@ def blocks(loss, z, y, weight=None):
     return found
 
 
+def patterns(shape):
+    """Every pattern of signs in the last dimension, the same in all groups: (2ʳ, N, P, r)"""
+    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=f64)] * shape[-1]).reshape(-1, shape[-1])
+    return signs[:, None, None].expand(-1, *shape)
+
+
 def conforms(loss, z, y):
     """Of four samples in float64: sums over batches and weights, slope and Su against autograd, SSᵀ against the Hessian
-    as the class has it, groups and back, vmap."""
+    as the class has it, the mean of Sε εᵀSᵀ over all signs ε, groups and back, vmap."""
     loss.check(z, y)
+    if type(loss) is CrossEntropy:
+        assert loss.root(z, y).S.shape[2:] == (3, 2)  # C − 1 columns
     bounded = bool(loss.lower_bound(z, y).isfinite())
     assert bounded or loss.lower_bound(z, y, WEIGHT) == -torch.inf
     for method in ("value", "normaliser", *(["lower_bound"] if bounded else [])):
         take = getattr(loss, method)
         close(take(z[:1], y[:1]) + take(z[1:], y[1:]), take(z, y))
+        assert (take(z, y, WEIGHT).shape, take(z, y, WEIGHT).dtype) == ((), f64)
         times = torch.tensor([2, 1, 0, 3])
         close(take(z, y, times.to(f64)), take(*(t.repeat_interleave(times, 0) for t in (z, y))))
     assert loss.lower_bound(z, y) <= loss.value(z, y)
     assert torch.equal(loss.ungroup(loss.group(z), z), z)
     many = torch.stack([z, 2 * z])
     assert torch.equal(loss.ungroup(loss.group(many, z), z), many)
-    close(vmap(lambda z: loss.value(z, y))(z[None].expand(2, *z.shape)), loss.value(z, y).expand(2))
+    many = torch.stack([z, z[:1] + 0 * z])
+    for take in (loss.value, loss.gradient):
+        each = torch.stack([take(z, y, WEIGHT) for z in many])
+        close(vmap(lambda z, take=take: take(z, y, WEIGHT))(many), each)
     for weight in (None, WEIGHT):
         g, root = loss.gradient(z, y, weight), loss.root(z, y, weight)
+        rows = loss.mixed(z, y, weight, patterns)  # (2ʳ, N, P, C)
+        close(torch.einsum("knpc,knpd->npcd", rows, rows) / len(rows), root.S @ root.S.mT)
+        assert loss.count(z[:1], y[:1]) == root.S.shape[1] * root.S.shape[3]
         close(g, grad(lambda z, w=weight: loss.value(z, y, w))(z), 1e-10)
         close(image(root), loss.group(g), 1e-10)
         close(image(loss.empirical(z, y, weight)), loss.group(g), 1e-10)
@@ -91,8 +108,3 @@ def majorises(loss, least=-5.0, most=5.0):
     zero = torch.zeros_like(e)
     model = loss.ell(e, zero) + loss.slope(e, zero) * d + loss.s(e, zero).square() * d.square() / 2
     assert (model >= loss.ell(e + d, torch.zeros_like(e + d)) - 1e-12).all()
-
-
-def is_torchs(module, loss, z, y, *more):
-    """The value of a torch.nn loss, with its reduction and options."""
-    close(loss.scale(float(loss.normaliser(z, y))) * loss.value(z, y), module(*(more or (z, y))), 1e-13)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from numbers import Real
@@ -52,34 +52,30 @@ def shown(raw: Any) -> str:
     return f"a {type(raw).__name__} of {', '.join(parts) or 'nothing'}"
 
 
-def floating(raw: Any) -> list[Tensor]:
-    """All tensors that can have a loss, nested or not; a single number, such as a loss computed by the model,
-    cannot."""
-    leaves = tree_leaves(list(named(raw).values()))
-    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
+def can_have_loss(t: Any) -> bool:
+    """A tensor of floating-point numbers can; a single number, such as a loss computed by the model, cannot."""
+    return isinstance(t, Tensor) and t.is_floating_point() and t.ndim > 0
 
 
 def taken(raw: Any, count: int = 1) -> Tensor:
     """z of a single loss: the tensor that the model returns, its `logits`, or the only floating-point tensor in what it
     returns. If the loss takes several outputs, z is all of them in their order, flattened and put side by side; outputs
     of a dict have names but no order, and are refused."""
-    if raw.__class__ is Tensor and raw.ndim:
-        return raw
     if isinstance(raw, Tensor) and raw.ndim:
         return raw
     found = named(raw)
     logits = found.get("logits")
     if count == 1 and isinstance(logits, Tensor) and logits.ndim:
         return logits
-    z = floating(raw)
-    choice = [k for k, t in found.items() if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
-    if len(z) == count and count > 1 and len(choice) > 1 and not isinstance(raw, (tuple, list)):
-        orders = " or ".join(f"loss={{({', '.join(map(repr, names))}): loss}}" for names in (choice, choice[::-1]))
-        raise ValueError(
-            f"the model returned {shown(raw)}, and the loss takes {count} outputs in an order that their names do not "
-            f"tell (a mean comes before its variance): say it, {orders}"
-        )
+    z = [t for t in tree_leaves(list(found.values())) if can_have_loss(t)]  # nested or not
+    choice = [k for k, t in found.items() if can_have_loss(t)]
     if len(z) == count:
+        if count > 1 and len(choice) > 1 and not isinstance(raw, (tuple, list)):
+            orders = " or ".join(f"loss={{({', '.join(map(repr, names))}): loss}}" for names in (choice, choice[::-1]))
+            raise ValueError(
+                f"the model returned {shown(raw)}, and the loss takes {count} outputs in an order that their names do "
+                f"not tell (a mean comes before its variance): say it, {orders}"
+            )
         return z[0] if count == 1 else side_by_side(z, raw)
     if isinstance(raw, Tensor):
         raise TypeError("the model returned a 0-dimensional tensor: it must return outputs with a row per sample")
@@ -143,12 +139,12 @@ class OutputLayout:
     """
 
     names: tuple[Name, ...]
-    shapes: tuple[tuple[int, ...], ...]  # of one sample
-    length: int | None = None  # of a tuple or list; 0 if the model returns a tensor, None if outputs have names
+    shapes: tuple[tuple[int, ...], ...]
+    length: int | None = None
 
     @classmethod
     def of(cls, raw: Any) -> OutputLayout:
-        found = {k: t for k, t in named(raw).items() if isinstance(t, Tensor) and t.is_floating_point() and t.ndim}
+        found = {k: t for k, t in named(raw).items() if can_have_loss(t)}
         if not found:
             raise TypeError(f"the model returned {shown(raw)}: there is no floating-point tensor with a row per sample")
         positions = isinstance(raw, (tuple, list)) and not hasattr(raw, "_asdict")
@@ -190,6 +186,7 @@ class OutputLayout:
 Target: TypeAlias = Any  # a tensor; None is allowed for Residual
 
 WEIGHTS = "sample weights must be finite and not negative"
+NON_FINITE = "the targets are non-finite; drop or repair such samples"
 
 
 class Root(NamedTuple):
@@ -235,6 +232,19 @@ class Fault(NamedTuple):
         return f"{self.name}{index or ''} is {value:{'g' if isinstance(value, float) else ''}}: {self.advice}"
 
 
+class Domain(NamedTuple):
+    """The targets for which a loss is defined."""
+
+    outside: Callable[[Tensor], Tensor]  # where targets are not in it
+    words: str
+
+
+COUNTS = Domain(lambda y: y < 0, "targets that are not negative")
+POSITIVE = Domain(lambda y: ~(y > 0), "positive targets")
+FRACTIONS = Domain(lambda y: (y < 0) | (y > 1), "targets in [0, 1]")
+SIGNS = Domain(lambda y: y.abs() != 1, "targets −1 and 1: 2y − 1 of 0 and 1")
+
+
 def weighted(t: Tensor, weight: Tensor | None) -> Tensor:
     """wᵢ tᵢ for t (N, …)."""
     return t if weight is None else t * weight.reshape(-1, *[1] * (t.ndim - 1))
@@ -250,6 +260,17 @@ def part(item: Any, index: Tensor, N: int, dtype: torch.dtype | None = None) -> 
         return t.to(dtype) if dtype is not None and t.is_floating_point() else t
 
     return tree_map(take, item)
+
+
+def alone(*items: Any) -> Iterator[Any]:
+    """The items of each sample by itself; the first of them has a row per sample."""
+    N = len(items[0])
+    return (part(items, i, N) for i in torch.arange(N, device=items[0].device)[:, None])
+
+
+def noise(z: Tensor, seed: int) -> Tensor:
+    """The same random numbers on every device and in every precision, like z."""
+    return torch.randn(z.shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64).to(z)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -285,6 +306,9 @@ class Loss(ABC):
     outputs_taken: ClassVar[int] = 1
     surveys: ClassVar[bool] = False
     likelihood: ClassVar[str | None] = None
+    positive_options: ClassVar[tuple[str, ...]] = ()  # options that are positive numbers, beside the factor
+    weight_options: ClassVar[tuple[str, ...]] = ()  # options that are weights of outputs or classes, or None
+    target_domain: ClassVar[Domain | None] = None  # of the targets; None if every number is one
     reduction: str = "mean"
     factor: float = 1.0
     reported: Loss | None = None  # the same loss in the units in which it is reported, if they are different
@@ -292,7 +316,10 @@ class Loss(ABC):
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f'reduction must be "mean" or "sum" (one number to minimise), got {self.reduction!r}')
-        check_positive(self.factor, "factor")
+        for name in ("factor", *self.positive_options):
+            check_positive(getattr(self, name), name)
+        for name in self.weight_options:
+            check_weights(getattr(self, name), name)
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -370,7 +397,12 @@ class Loss(ABC):
                 f"outputs have shape {tuple(z.shape)}, targets {tuple(y.shape)}: "
                 f"broadcasting would pair the wrong elements; {way_out}"
             )
-        return [Fault(~y.isfinite(), y, "targets", "the targets are non-finite; drop or repair such samples")]
+        for option in self.weight_options:
+            check_broadcasts(getattr(self, option), z, option)
+        found = [Fault(~y.isfinite(), y, "targets", NON_FINITE)]
+        if self.target_domain is not None:
+            found.append(Fault(self.target_domain.outside(y), y, "targets", f"{name} needs {self.target_domain.words}"))
+        return found
 
     # The outputs of the model.
     def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> Loss:
@@ -522,6 +554,11 @@ def check_like(t: Any, z: Tensor, name: str) -> None:
         same_device(t, z, name)
 
 
+def mistyped(t: Any, needs: str, way_out: str = "") -> TypeError:
+    """The error for data of another kind than the loss needs."""
+    return TypeError(f"{needs}, got {t.dtype if isinstance(t, Tensor) else type(t).__name__}{way_out}")
+
+
 def check_weight(weight: Any, z: Tensor) -> None:
     check_like(weight, z, "weight")
     if weight.shape != z.shape[:1]:
@@ -535,11 +572,20 @@ def same_device(t: Tensor, z: Tensor, name: str) -> None:
 
 
 def check_weights(t: Any, name: str) -> None:
-    """Checks an option of a loss: a floating-point tensor, finite, not negative and not all zero."""
+    """Checks an option of a loss: None, or a floating-point tensor, finite, not negative and not all zero."""
+    if t is None:
+        return
     if not isinstance(t, Tensor) or not t.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {t!r}")
     if t.numel() == 0 or not bool(t.isfinite().all() & (t >= 0).all() & (t > 0).any()):
         raise ValueError(f"{name} must be finite, not negative and not all zero, got {t.tolist()}")
+
+
+def check_broadcasts(t: Tensor | None, z: Tensor, name: str) -> None:
+    """Checks that t broadcasts to the outputs of one sample: weights of samples are given to the step."""
+    given, shape = () if t is None else tuple(t.shape), (1, *z.shape[1:])
+    if len(given) > len(shape) or any(i not in (1, j) for i, j in zip(given[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"{name} of shape {given} does not broadcast to the outputs of one sample, {shape}")
 
 
 def check_number(value: Any, name: str) -> None:
@@ -649,11 +695,8 @@ class Huber(Elementwise):
     """
 
     majorises: ClassVar[bool] = True
+    positive_options: ClassVar[tuple[str, ...]] = ("delta",)
     delta: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self.delta, "delta")
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return F.huber_loss(z, y, reduction="none", delta=self.delta)
@@ -679,14 +722,10 @@ class BinaryCrossEntropy(Elementwise):
     """
 
     likelihood: ClassVar[str | None] = "bernoulli"
+    weight_options: ClassVar[tuple[str, ...]] = ("pos_weight", "output_weight")
+    target_domain: ClassVar[Domain | None] = FRACTIONS
     pos_weight: Tensor | None = None  # broadcasts against one sample's outputs
     output_weight: Tensor | None = None  # broadcasts likewise
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("pos_weight", "output_weight"):
-            if getattr(self, name) is not None:
-                check_weights(getattr(self, name), name)
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(z, y, self.b(z), pos_weight=self.a(z), reduction="none")
@@ -704,24 +743,6 @@ class BinaryCrossEntropy(Elementwise):
     def b(self, z: Tensor) -> Tensor:
         return z.new_ones(()) if self.output_weight is None else self.output_weight.to(z)
 
-    def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        of_outputs(self.a(z), z, "pos_weight")
-        of_outputs(self.b(z), z, "output_weight")
-        advice = "BinaryCrossEntropy needs targets in [0, 1]"
-        return [*super().faults(z, y), Fault((y < 0) | (y > 1), y, "targets", advice)]
-
-
-def of_outputs(t: Tensor, z: Tensor, name: str) -> None:
-    """Checks that t broadcasts to the outputs of one sample: weights of samples are given to the step."""
-    shape = (1, *z.shape[1:])
-    if not broadcasts(t.shape, shape):
-        raise ValueError(f"{name} of shape {tuple(t.shape)} does not broadcast to the outputs of one sample, {shape}")
-
-
-def broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether a broadcasts to b, with the result having the shape b."""
-    return len(a) <= len(b) and all(i in (1, j) for i, j in zip(reversed(a), reversed(b), strict=False))
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Poisson(Elementwise):
@@ -732,6 +753,7 @@ class Poisson(Elementwise):
     """
 
     likelihood: ClassVar[str | None] = "poisson"
+    target_domain: ClassVar[Domain | None] = COUNTS
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return z.exp() - y * z
@@ -745,6 +767,3 @@ class Poisson(Elementwise):
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """Σ w (y − y log y): the saturated model, z = log y."""
         return weighted(y - torch.xlogy(y, y), weight).sum()
-
-    def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        return [*super().faults(z, y), Fault(y < 0, y, "targets", "Poisson needs targets that are not negative")]

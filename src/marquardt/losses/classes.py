@@ -14,15 +14,17 @@ from torch import Tensor
 from ..deferred import current
 from ..tolerances import FORMULA
 from .base import (
+    FRACTIONS,
+    NON_FINITE,
+    SIGNS,
+    Domain,
     Elementwise,
     Fault,
     Loss,
     Target,
     check_like,
     check_number,
-    check_positive,
-    check_weights,
-    of_outputs,
+    mistyped,
     same_device,
     weighted,
 )
@@ -50,6 +52,7 @@ class CrossEntropy(Loss):
     """
 
     likelihood: ClassVar[str | None] = "categorical"
+    weight_options: ClassVar[tuple[str, ...]] = ("class_weight",)
     label_smoothing: float = 0.0
     class_weight: Tensor | None = None  # (C,)
     ignore_index: int = -100
@@ -62,10 +65,8 @@ class CrossEntropy(Loss):
         check_number(self.label_smoothing, "label_smoothing")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {self.label_smoothing!r}")
-        if self.class_weight is not None:
-            check_weights(self.class_weight, "class_weight")
-            if self.class_weight.ndim != 1:
-                raise ValueError(f"class_weight must have shape (C,), got {tuple(self.class_weight.shape)}")
+        if self.class_weight is not None and self.class_weight.ndim != 1:
+            raise ValueError(f"class_weight must have shape (C,), got {tuple(self.class_weight.shape)}")
 
     def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> CrossEntropy:
         if raw.__class__ is Tensor and raw.ndim == 2:
@@ -208,26 +209,25 @@ class CrossEntropy(Loss):
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         if not isinstance(y, Tensor) or y.dtype == torch.bool or y.is_complex():
-            got = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise TypeError(f"CrossEntropy needs a tensor of class indices or probabilities as targets, got {got}")
-        if y.device != z.device:
-            same_device(y, z, "targets")
+            raise mistyped(y, "CrossEntropy needs a tensor of class indices or probabilities as targets")
+        same_device(y, z, "targets")
         axis = 1 if z.ndim == 2 else self.axis(z)
         if z.ndim < 2 or z.shape[axis] < 2:
             raise ValueError(
                 f"logits have shape {tuple(z.shape)}: CrossEntropy needs (N, C, …) with at least 2 classes "
                 "(one logit per sample takes BinaryCrossEntropy)"
             )
-        C, indices = z.shape[axis], (*z.shape[:axis], *z.shape[axis + 1 :])
+        C, soft = z.shape[axis], y.is_floating_point()
+        indices = (*z.shape[:axis], *z.shape[axis + 1 :])
         if self.class_weight is not None and len(self.class_weight) != C:
             raise ValueError(f"class_weight has {len(self.class_weight)} entries, the logits have {C} classes")
-        if y.is_floating_point() and y.shape == indices:
+        if soft and y.shape == indices:
             raise TypeError(f"class indices are {y.dtype}: they must be integers, use targets.long()")
-        if not y.is_floating_point() and y.shape == z.shape:
+        if not soft and y.shape == z.shape:
             raise TypeError(
                 f"targets of the logits' shape are {y.dtype}: use targets.to({z.dtype}), or indices targets.argmax(1)"
             )
-        if y.shape != (z.shape if y.is_floating_point() else indices):
+        if y.shape != (z.shape if soft else indices):
             way_out = ""
             if y.shape == z.shape[:-1]:
                 way_out = "; classes are dimension 1 of the logits: use z.movedim(-1, 1), or CrossEntropy(class_dim=-1)"
@@ -237,14 +237,12 @@ class CrossEntropy(Loss):
                 f"logits of shape {tuple(z.shape)} need class indices of shape {indices} or probabilities "
                 f"of shape {tuple(z.shape)}, got targets of shape {tuple(y.shape)}{way_out}"
             )
-        if y.is_floating_point():
+        if soft:
             if self.ignore_index >= 0:
                 raise ValueError(f"ignore_index={self.ignore_index} needs class indices, the targets are probabilities")
             check_like(y, z, "targets")
-            return [
-                Fault(~y.isfinite(), y, "targets", "the targets are non-finite; drop or repair such samples"),
-                Fault(y < 0, y, "targets", "probabilities must not be negative"),
-            ]
+            negative = Fault(y < 0, y, "targets", "probabilities must not be negative")
+            return [Fault(~y.isfinite(), y, "targets", NON_FINITE), negative]
         y = y.long()
         outside = ((y < 0) | (y >= C)) & (y != self.ignore_index)
         advice = f"the logits have {C} classes, so indices run from 0 to {C - 1} (ignore_index is {self.ignore_index})"
@@ -325,8 +323,7 @@ class KLDivergence(NegativeLogLikelihood):
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         if not isinstance(y, Tensor) or not y.is_floating_point():
-            got = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise TypeError(f"KLDivergence needs a tensor of probabilities as targets, like the outputs, got {got}")
+            raise mistyped(y, "KLDivergence needs a tensor of probabilities as targets, like the outputs")
         return super().faults(z, self.q(y))
 
 
@@ -346,12 +343,9 @@ class BinaryProbabilities(Elementwise):
 
     fisher: ClassVar[bool] = True
     likelihood: ClassVar[str | None] = "bernoulli probability"
+    weight_options: ClassVar[tuple[str, ...]] = ("output_weight",)
+    target_domain: ClassVar[Domain | None] = FRACTIONS
     output_weight: Tensor | None = None  # one per output; broadcasts against one sample's outputs
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.output_weight is not None:
-            check_weights(self.output_weight, "output_weight")
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         likely, unlikely = z.log().clamp(min=-100), (-z).log1p().clamp(min=-100)
@@ -370,13 +364,8 @@ class BinaryProbabilities(Elementwise):
         return z.new_ones(()) if self.output_weight is None else self.output_weight.to(z)
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        of_outputs(self.b(z), z, "output_weight")
         outside = "BinaryProbabilities needs outputs in [0, 1]: end the model with a sigmoid, or use bce of logits"
-        return [
-            *super().faults(z, y),
-            Fault((y < 0) | (y > 1), y, "targets", "BinaryProbabilities needs targets in [0, 1]"),
-            Fault((z < 0) | (z > 1), z, "outputs", outside),
-        ]
+        return [*super().faults(z, y), Fault((z < 0) | (z > 1), z, "outputs", outside)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,11 +379,9 @@ class Hinge(Elementwise):
     >>> step = opt.step(x, y.sign())
     """
 
+    positive_options: ClassVar[tuple[str, ...]] = ("margin",)
+    target_domain: ClassVar[Domain | None] = SIGNS
     margin: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self.margin, "margin")
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return (self.margin - y * z).relu().square()
@@ -404,9 +391,6 @@ class Hinge(Elementwise):
 
     def s(self, z: Tensor, y: Tensor) -> Tensor:
         return math.sqrt(2) * (y * z < self.margin).to(z)
-
-    def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        return [*super().faults(z, y), signs(y, "Hinge")]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -418,6 +402,7 @@ class SoftMargin(Elementwise):
     """
 
     likelihood: ClassVar[str | None] = "bernoulli"
+    target_domain: ClassVar[Domain | None] = SIGNS
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return F.softplus(-y * z)
@@ -427,13 +412,6 @@ class SoftMargin(Elementwise):
 
     def s(self, z: Tensor, y: Tensor) -> Tensor:
         return (z.sigmoid() * (-z).sigmoid()).sqrt()
-
-    def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        return [*super().faults(z, y), signs(y, "SoftMargin")]
-
-
-def signs(y: Tensor, name: str) -> Fault:
-    return Fault(y.abs() != 1, y, "targets", f"{name} needs targets −1 and 1: 2y − 1 of 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -460,23 +438,21 @@ class Ordinal(Loss):
 
     likelihood: ClassVar[str | None] = "ordered"
 
-    def ends(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """b, a and masks of the samples for which they exist: (N,)"""
-        last = z.shape[1] - 1
-        b, a = (z.gather(1, k.clamp(0, last)[:, None])[:, 0] for k in (y.long(), y.long() - 1))
-        return b, a, y <= last, y >= 1
+    def ends(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """b and a, ∞ and −∞ at the ends, where their terms vanish with all derivatives: (N,)"""
+        k = y.long().clamp(0, z.shape[1])[:, None]
+        b, a = F.pad(z, (0, 1), value=math.inf).gather(1, k), F.pad(z, (1, 0), value=-math.inf).gather(1, k)
+        return b[:, 0], a[:, 0]
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
-        b, a, has_b, has_a = self.ends(z, y)
-        d = (b - a).where(has_b & has_a, 1)
-        between = (-d).exp().neg().log1p().neg()  # −log(1 − e^−d), NaN if d < 0
-        return F.softplus(-b) * has_b + F.softplus(a) * has_a + between * (has_b & has_a)
+        b, a = self.ends(z, y)
+        between = (a - b).exp().neg().log1p().neg()  # −log(1 − e^−d), NaN if d < 0
+        return F.softplus(-b) + F.softplus(a) + between
 
     def slopes(self, z: Tensor, y: Tensor) -> Tensor:
-        """∂ℓ/∂b, ∂ℓ/∂a and ∂ℓ/∂d of the three terms, 0 for samples without the term: (3, N)"""
-        b, a, has_b, has_a = self.ends(z, y)
-        d = (b - a).where(has_b & has_a, 1)
-        return torch.stack((-(-b).sigmoid() * has_b, a.sigmoid() * has_a, -1 / d.expm1() * (has_b & has_a)))
+        """∂ℓ/∂b, ∂ℓ/∂a and ∂ℓ/∂d of the three terms: (3, N)"""
+        b, a = self.ends(z, y)
+        return torch.stack((-(-b).sigmoid(), a.sigmoid(), -1 / (b - a).expm1()))
 
     def slope(self, z: Tensor, y: Tensor) -> Tensor:
         return torch.einsum("rn,rnc->nc", self.slopes(z, y), self.directions(z, y))
@@ -488,7 +464,7 @@ class Ordinal(Loss):
         return torch.stack((e_b, e_a, e_b - e_a))
 
     def factors(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        b, a, _, _ = self.ends(z, y)
+        b, a = self.ends(z, y)
         s = torch.stack(((b.sigmoid() * (-b).sigmoid()).sqrt(), (a.sigmoid() * (-a).sigmoid()).sqrt(), (b - a) / 2))
         s[2] = 0.5 / s[2].sinh().abs()
         # as for elementwise losses: Su is the gradient for any s > 0, even where s² underflows
@@ -499,8 +475,7 @@ class Ordinal(Loss):
 
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool or y.is_complex():
-            got = y.dtype if isinstance(y, Tensor) else type(y).__name__
-            raise TypeError(f"Ordinal needs a tensor of class indices as targets, got {got}: use targets.long()")
+            raise mistyped(y, "Ordinal needs a tensor of class indices as targets", ": use targets.long()")
         same_device(y, z, "targets")
         if z.ndim != 2 or y.shape != z.shape[:1]:
             raise ValueError(

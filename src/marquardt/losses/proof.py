@@ -11,9 +11,9 @@ from torch import Tensor
 from ..surroundings import unless_interrupted
 from ..tolerances import FORMULA, coarser
 from . import Elementwise, Loss
-from .base import part
+from .base import alone, noise, part
+from .function import Coarsest
 from .resolve import NAMES
-from .separability import Coarsest
 from .tasks import Tasks
 
 OURS = {type(loss) for loss in NAMES.values()}  # these are covered by the tests; a subclass may compute anything
@@ -67,12 +67,12 @@ def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None)
         return False
     index = index[:FEW] if len(index) > 1 else index.expand(2)  # a single sample is used twice: do the two add up?
     for dtype in dict.fromkeys((torch.float64, z.dtype)):
-        at, *data = (part(item, index, len(z), dtype) for item in (z, y, weight))
+        at, *data = part((z, y, weight), index, len(z), dtype)
         try:
             with Coarsest() as seen:
                 found = _fault(loss, empirical, at, *data)
                 if found != "":
-                    beside = _fault(loss, empirical, at + 0.01 * (1 + at.abs()) * _random(at, 1), *data)
+                    beside = _fault(loss, empirical, at + 0.01 * (1 + at.abs()) * noise(at, 1), *data)
                     found = beside if beside == "" else found or beside
         except Exception as error:  # a loss may raise anything for a few samples in another precision
             unless_interrupted(error)
@@ -86,17 +86,10 @@ def prove(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None)
     return True  # other outputs would not show more
 
 
-def _random(z: Tensor, seed: int) -> Tensor:
-    return torch.randn(z.shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float64).to(z)
-
-
 def _fault(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None) -> str | None:
     """The first fault at z, see Check."""
-    for check in _checks(loss, empirical, z, y, weight):
-        fault = check.fault()
-        if fault != "":
-            return fault
-    return ""
+    faults = (check.fault() for check in _checks(loss, empirical, z, y, weight))
+    return next((fault for fault in faults if fault != ""), "")
 
 
 def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | None) -> Iterator[Check]:
@@ -116,14 +109,14 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
         low.abs() + value.abs(), low.new_zeros(1),
         f"The value of {len(z)} samples is {float(value):.6g}: define lower_bound, or leave constants out of ell",
     )  # fmt: skip
-    v = _random(z, 0)
+    v = noise(z, 0)
     there_and_back = loss.ungroup(loss.group(v), z) * v
     yield Check(
         "ungroup", "vᵀ ungroup(group(v), v) of a random v", _by_sample(there_and_back), _by_sample(v * v), "by vᵀv",
         _by_sample(v * v), zero, "ungroup must be the inverse of group",
     )  # fmt: skip
     mild = z / z.abs().max().clamp(min=1)  # at these outputs nothing underflows
-    slope = _named(loss, gradient="slope")
+    slope = _named(loss, "gradient", "slope")
     gv, mild_gv = (loss.gradient(t, y, weight) * v for t in (z, mild))
     true_slope, true_curvature = _derivatives(loss, z, y, weight, v)
     by, advice = "by differentiating ell", f"Correct {slope}, or ell"
@@ -133,7 +126,7 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
         slope, "∂ℓ/∂z along a random direction", _by_sample(gv), true_slope, by, _by_sample(gv.abs()),
         _by_sample(mild_gv.abs()), advice,
     )  # fmt: skip
-    method = _named(loss, empirical="empirical_factors") if empirical else _named(loss, root="factors")
+    method = _named(loss, *(("empirical", "empirical_factors") if empirical else ("root", "factors")))
     root = loss.empirical if empirical else loss.root
     S, u, remainder = root(z, y, weight)
     Suv = (torch.einsum("npcr,npr->npc", S, u) + (0 if remainder is None else remainder)) * loss.group(v)
@@ -146,7 +139,8 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
     if isinstance(loss, Elementwise) and method == "factors" and type(loss).factors is Elementwise.factors:
         method = "s"
     floor = 2 * torch.finfo(z.dtype).eps ** 1.5 * _by_sample(v * v)  # the s of Elementwise is at least eps
-    curvature, mild_curvature = (_by_sample(_along(t, loss.group(v)).square()) for t in (S, root(mild, y, weight).S))
+    along = (torch.einsum("npcr,npc->npr", t, loss.group(v)) for t in (S, root(mild, y, weight).S))  # Sᵀv
+    curvature, mild_curvature = (_by_sample(t.square()) for t in along)
     expected = torch.maximum(curvature, true_curvature) if loss.majorises else true_curvature
     yield Check(
         method, "vᵀSSᵀv in a random direction", curvature, expected, "by differentiating ell twice", curvature,
@@ -157,8 +151,7 @@ def _checks(loss: Loss, empirical: bool, z: Tensor, y: Any, weight: Tensor | Non
 
 def _singles(loss: Loss, z: Tensor, y: Any, weight: Tensor | None) -> Tensor:
     """The value of every sample alone: (k,)"""
-    one = [torch.tensor([i], device=z.device) for i in range(len(z))]
-    return torch.stack([loss.value(*(part(item, i, len(z), z.dtype) for item in (z, y, weight))) for i in one])
+    return torch.stack([loss.value(*one) for one in alone(z, y, weight)])
 
 
 def _derivatives(loss: Loss, z: Tensor, y: Any, weight: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,13 +180,7 @@ def _by_sample(t: Tensor) -> Tensor:
     return t.reshape(len(t), -1).sum(1)
 
 
-def _along(S: Tensor, v: Tensor) -> Tensor:
-    """Sᵀv: (N, P, C, r), (N, P, C) → (N, P, r)"""
-    return torch.einsum("npcr,npc->npr", S, v)
-
-
-def _named(loss: Loss, **inherited: str) -> str:
+def _named(loss: Loss, method: str, called: str) -> str:
     """The method that the user's class defines: the method that calls the other, or if it is inherited, the called
     one."""
-    ((method, called),) = inherited.items()
     return called if getattr(type(loss), method) is getattr(Loss, method) else method

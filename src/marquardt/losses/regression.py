@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Elementwise, Fault, Loss, Target, check_number, check_positive, weighted
+from .base import COUNTS, POSITIVE, Domain, Elementwise, Fault, Loss, Target, check_number, weighted
 
 # The share of the mean residual; values from 1e-8 to 0.1 make no difference to a small regression, 1 is too large.
 SHARE = 0.01
@@ -60,6 +60,7 @@ class Quantile(Elementwise):
     """
 
     majorises: ClassVar[bool] = True
+    positive_options: ClassVar[tuple[str, ...]] = ("smoothing",)
     q: float | Sequence[float] | Tensor = 0.5
     smoothing: float = 0.01
 
@@ -71,7 +72,6 @@ class Quantile(Elementwise):
             check_number(q, "q")
         if not self._levels or not all(0 < q < 1 for q in self._levels):
             raise ValueError(f"q must lie between 0 and 1, got {self.q!r}")
-        check_positive(self.smoothing, "smoothing")
 
     @property
     def _levels(self) -> tuple[Any, ...]:
@@ -126,13 +126,9 @@ class StudentT(Elementwise):
     """
 
     majorises: ClassVar[bool] = True
+    positive_options: ClassVar[tuple[str, ...]] = ("dof", "sigma")
     dof: float = 4.0
     sigma: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self.dof, "dof")
-        check_positive(self.sigma, "sigma")
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return 0.5 * (self.dof + 1) * ((z - y).square() / (self.dof * self.sigma**2)).log1p()
@@ -158,11 +154,9 @@ class NegativeBinomial(Elementwise):
     """
 
     likelihood: ClassVar[str | None] = "negative binomial"
+    positive_options: ClassVar[tuple[str, ...]] = ("dispersion",)
+    target_domain: ClassVar[Domain | None] = COUNTS
     dispersion: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self.dispersion, "dispersion")
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return (y + 1 / self.dispersion) * F.softplus(self._logit(z)) - y * z
@@ -182,10 +176,6 @@ class NegativeBinomial(Elementwise):
         least = (y + 1 / self.dispersion) * (self.dispersion * y).log1p() - torch.xlogy(y, y)
         return weighted(least, weight).sum()
 
-    def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        advice = "NegativeBinomial needs targets that are not negative"
-        return [*super().faults(z, y), Fault(y < 0, y, "targets", advice)]
-
 
 @dataclass(frozen=True, eq=False)
 class Gamma(Elementwise):
@@ -200,11 +190,9 @@ class Gamma(Elementwise):
     """
 
     likelihood: ClassVar[str | None] = "gamma"
+    positive_options: ClassVar[tuple[str, ...]] = ("shape",)
+    target_domain: ClassVar[Domain | None] = POSITIVE
     shape: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self.shape, "shape")
 
     def ell(self, z: Tensor, y: Tensor) -> Tensor:
         return self.shape * (z + y * (-z).exp())
@@ -218,9 +206,6 @@ class Gamma(Elementwise):
     def lower_bound(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
         """Σ w a(1 + log y): the saturated model, z = log y."""
         return self.shape * weighted(1 + y.log(), weight).sum()
-
-    def faults(self, z: Tensor, y: Target) -> list[Fault]:
-        return [*super().faults(z, y), Fault(~(y > 0), y, "targets", "Gamma needs positive targets")]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -246,13 +231,10 @@ class GaussianNLL(Loss):
     fisher: ClassVar[bool] = True
     outputs_taken: ClassVar[int] = 2
     likelihood: ClassVar[str | None] = "normal with variance"
+    positive_options: ClassVar[tuple[str, ...]] = ("eps",)
     variance: bool = False
     eps: float = 1e-6
     full: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self.eps, "eps")
 
     def parts(self, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """e, v and the derivative of v by its output: (N, k, …) each"""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -49,13 +50,19 @@ NAMES: dict[str, Loss] = {
 }
 
 
+def converted(loss: Any, kind: type[Loss], **more: Any) -> Loss:
+    """The loss of this kind with the options of a loss of torch.nn, whose names are the same, but for the weight."""
+    names = {f.name: "weight" if f.name in ("class_weight", "output_weight") else f.name for f in fields(kind)}
+    return kind(**{ours: getattr(loss, theirs) for ours, theirs in names.items() if hasattr(loss, theirs)} | more)
+
+
 def from_smooth_l1(loss: nn.SmoothL1Loss) -> Loss:
     """Smooth-L1 with β is Huber with δ = β, divided by β; with β = 0 it is the absolute error."""
     if loss.beta == 0:
-        return AbsoluteError(reduction=loss.reduction)
+        return converted(loss, AbsoluteError)
     if not loss.beta > 0:
         raise ValueError(f"SmoothL1Loss(beta={loss.beta}): beta must not be negative")
-    return Huber(delta=loss.beta, factor=1 / loss.beta, reduction=loss.reduction)
+    return converted(loss, Huber, delta=loss.beta, factor=1 / loss.beta)
 
 
 def from_poisson(loss: nn.PoissonNLLLoss) -> Loss:
@@ -63,27 +70,12 @@ def from_poisson(loss: nn.PoissonNLLLoss) -> Loss:
         raise ValueError("PoissonNLLLoss(log_input=False) is not supported: return the log of the rate, log_input=True")
     if loss.full:
         raise ValueError("PoissonNLLLoss(full=True) is not supported: its extra term is a constant, leave it out")
-    return Poisson(reduction=loss.reduction)
-
-
-def from_cross_entropy(loss: nn.CrossEntropyLoss) -> Loss:
-    return CrossEntropy(
-        label_smoothing=loss.label_smoothing,
-        class_weight=loss.weight,
-        ignore_index=loss.ignore_index,
-        reduction=loss.reduction,
-        class_dim=1,
-    )
-
-
-def from_nll(loss: nn.NLLLoss) -> Loss:
-    return NegativeLogLikelihood(class_weight=loss.weight, ignore_index=loss.ignore_index, reduction=loss.reduction)
+    return converted(loss, Poisson)
 
 
 def from_kl(loss: nn.KLDivLoss) -> Loss:
     batchmean = loss.reduction == "batchmean"
-    reduction = "mean" if batchmean else loss.reduction
-    return KLDivergence(log_target=loss.log_target, batchmean=batchmean, reduction=reduction)
+    return converted(loss, KLDivergence, batchmean=batchmean, reduction="mean" if batchmean else loss.reduction)
 
 
 def from_multi_label(loss: nn.MultiLabelSoftMarginLoss) -> Loss:
@@ -93,26 +85,41 @@ def from_multi_label(loss: nn.MultiLabelSoftMarginLoss) -> Loss:
             'MultiLabelSoftMarginLoss(reduction="sum") is not supported, for it divides by the number C of classes: '
             'use losses.BinaryCrossEntropy(reduction="sum", factor=1 / C)'
         )
-    return BinaryCrossEntropy(output_weight=loss.weight, reduction=loss.reduction)
+    return converted(loss, BinaryCrossEntropy)
 
 
-MODULES: dict[type[nn.Module], Callable[[Any], Loss]] = {
-    nn.MSELoss: lambda loss: SquaredError(reduction=loss.reduction),
-    nn.CrossEntropyLoss: from_cross_entropy,
-    nn.BCEWithLogitsLoss: lambda loss: BinaryCrossEntropy(
-        pos_weight=loss.pos_weight, output_weight=loss.weight, reduction=loss.reduction
+# The losses of torch.nn, each with the function of torch.nn.functional that has its options and defaults, and with the
+# class here, or how it is made.
+TORCH: list[tuple[type[nn.Module], Callable[..., Any], Callable[[Any], Loss]]] = [
+    (nn.MSELoss, F.mse_loss, partial(converted, kind=SquaredError)),
+    (nn.CrossEntropyLoss, F.cross_entropy, partial(converted, kind=CrossEntropy, class_dim=1)),
+    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, partial(converted, kind=BinaryCrossEntropy)),
+    (nn.BCELoss, F.binary_cross_entropy, partial(converted, kind=BinaryProbabilities)),
+    (nn.NLLLoss, F.nll_loss, partial(converted, kind=NegativeLogLikelihood)),
+    (nn.KLDivLoss, F.kl_div, from_kl),
+    (nn.HuberLoss, F.huber_loss, partial(converted, kind=Huber)),
+    (nn.SmoothL1Loss, F.smooth_l1_loss, from_smooth_l1),
+    (nn.L1Loss, F.l1_loss, partial(converted, kind=AbsoluteError)),
+    (nn.PoissonNLLLoss, F.poisson_nll_loss, from_poisson),
+    (nn.GaussianNLLLoss, F.gaussian_nll_loss, partial(converted, kind=GaussianNLL, variance=True)),
+    (nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss, from_multi_label),
+    (nn.SoftMarginLoss, F.soft_margin_loss, partial(converted, kind=SoftMargin)),
+]
+
+# Why others cannot be taken.
+INSTEAD: dict[str, tuple[Callable[..., Any], ...]] = {
+    "torch differentiates it only once, and it takes the lengths of inputs and targets beside them": (
+        nn.CTCLoss, F.ctc_loss,
     ),
-    nn.BCELoss: lambda loss: BinaryProbabilities(output_weight=loss.weight, reduction=loss.reduction),
-    nn.NLLLoss: from_nll,
-    nn.KLDivLoss: from_kl,
-    nn.HuberLoss: lambda loss: Huber(delta=loss.delta, reduction=loss.reduction),
-    nn.SmoothL1Loss: from_smooth_l1,
-    nn.L1Loss: lambda loss: AbsoluteError(reduction=loss.reduction),
-    nn.PoissonNLLLoss: from_poisson,
-    nn.GaussianNLLLoss: lambda loss: GaussianNLL(variance=True, eps=loss.eps, full=loss.full, reduction=loss.reduction),
-    nn.MultiLabelSoftMarginLoss: from_multi_label,
-    nn.SoftMarginLoss: lambda loss: SoftMargin(reduction=loss.reduction),
-}
+    "it takes several outputs: return them as a tuple, and pass a function of that tuple, with one value per sample": (
+        nn.MarginRankingLoss, nn.CosineEmbeddingLoss, nn.TripletMarginLoss, nn.TripletMarginWithDistanceLoss,
+        F.margin_ranking_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
+    ),
+    "torch differentiates it only once, and there is no curvature; write it as a function of torch operations": (
+        nn.MultiMarginLoss, nn.MultiLabelMarginLoss, F.multi_margin_loss, F.multilabel_margin_loss,
+    ),
+    "it has parameters that would not train; put it into the model": (nn.AdaptiveLogSoftmaxWithLoss,),
+}  # fmt: skip
 
 
 def from_outputs(losses: dict[Name, Any]) -> Loss:
@@ -129,44 +136,6 @@ def from_outputs(losses: dict[Name, Any]) -> Loss:
     if not tasks:
         raise ValueError(f'loss={losses!r} has no loss in it: name an output, such as {{"logits": "cross_entropy"}}')
     return Tasks(tasks=tuple(tasks))
-
-
-# Functions of torch.nn.functional have the options of these modules, with the same defaults.
-FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
-    F.mse_loss: nn.MSELoss,
-    F.cross_entropy: nn.CrossEntropyLoss,
-    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    F.binary_cross_entropy: nn.BCELoss,
-    F.nll_loss: nn.NLLLoss,
-    F.kl_div: nn.KLDivLoss,
-    F.huber_loss: nn.HuberLoss,
-    F.smooth_l1_loss: nn.SmoothL1Loss,
-    F.l1_loss: nn.L1Loss,
-    F.poisson_nll_loss: nn.PoissonNLLLoss,
-    F.gaussian_nll_loss: nn.GaussianNLLLoss,
-    F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
-    F.soft_margin_loss: nn.SoftMarginLoss,
-}
-
-PAIRS = "it takes several outputs: return them as a tuple, and pass a function of that tuple, with one value per sample"
-ONCE = "torch differentiates it only once, and there is no curvature; write it as a function of torch operations"
-INSTEAD: dict[Any, str] = {
-    nn.CTCLoss: "torch differentiates it only once, and it takes the lengths of inputs and targets beside them",
-    nn.MarginRankingLoss: PAIRS,
-    nn.CosineEmbeddingLoss: PAIRS,
-    nn.TripletMarginLoss: PAIRS,
-    nn.TripletMarginWithDistanceLoss: PAIRS,
-    nn.MultiMarginLoss: ONCE,
-    nn.MultiLabelMarginLoss: ONCE,
-    nn.AdaptiveLogSoftmaxWithLoss: "it has parameters that would not train; put it into the model",
-    F.ctc_loss: "torch differentiates it only once, and it takes the lengths of inputs and targets beside them",
-    F.margin_ranking_loss: PAIRS,
-    F.cosine_embedding_loss: PAIRS,
-    F.triplet_margin_loss: PAIRS,
-    F.triplet_margin_with_distance_loss: PAIRS,
-    F.multi_margin_loss: ONCE,
-    F.multilabel_margin_loss: ONCE,
-}
 
 
 # Names in other libraries that resemble the name of a different loss.
@@ -194,13 +163,15 @@ def resolve(loss: Any) -> Loss:
         return _named(loss)
     if isinstance(loss, type):
         raise TypeError(f"loss must be an object, got the class {loss.__name__}: write {loss.__name__}()")
-    if type(loss) in MODULES:  # the type itself: a subclass may compute anything
-        return MODULES[type(loss)](loss)
-    fn = loss.func if isinstance(loss, functools.partial) else loss
-    known = _functional(loss)
-    if known is not None:
-        return resolve(known)
-    reason = INSTEAD.get(_hashed(fn), INSTEAD.get(type(fn)))
+    fn, args, options = loss, (), {}
+    if isinstance(loss, partial):
+        fn, args, options = loss.func, loss.args, loss.keywords
+    for module, function, make in TORCH:
+        if type(loss) is module:  # the type itself: a subclass may compute anything
+            return make(loss)
+        if fn is function and not args and options.get("reduction") != "none" and (made := _made(module, options)):
+            return make(made)
+    reason = next((why for why, they in INSTEAD.items() if any(one is fn or one is type(fn) for one in they)), None)
     if callable(loss) and reason is None:
         return Function(loss)
     way_out = f"pass a name ({', '.join(NAMES)}), a loss of torch.nn, a losses.Loss, or a function fn(outputs, targets)"
@@ -217,24 +188,9 @@ def _named(name: str) -> Loss:
     raise ValueError(f"unknown loss {name!r}.{meant} The names are {', '.join(NAMES)}")
 
 
-def _functional(loss: Any) -> nn.Module | None:
-    """The torch.nn loss that is the same as a function of torch.nn.functional, with the options of a partial; None if
-    there is none, or if the function returns something else: one value per output, or a loss with other options."""
-    fn, args, options = loss, (), {}
-    if isinstance(loss, functools.partial):
-        fn, args, options = loss.func, loss.args, loss.keywords
-    if _hashed(fn) not in FUNCTIONS or args or options.get("reduction") == "none":
-        return None
+def _made(module: type[nn.Module], options: dict[str, Any]) -> nn.Module | None:
+    """None for an option that the module does not have, such as a weight of each output."""
     try:
-        return FUNCTIONS[fn](**options)
-    except TypeError:  # an option that the module does not have
-        return None
-
-
-def _hashed(fn: Any) -> Any:
-    """fn as a key, or None: a user's object may have no hash."""
-    try:
-        hash(fn)
+        return module(**options)
     except TypeError:
         return None
-    return fn

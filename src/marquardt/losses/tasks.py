@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .base import (
@@ -53,6 +54,11 @@ class Placed(NamedTuple):
     columns: slice  # of z
     z: Tensor  # (N, *shape)
     y: Target
+
+    def among(self, t: Tensor, like: Tensor) -> Tensor:
+        """t (…, N, *shape) beside zeros for the other outputs: (…, N, K)"""
+        rows = t.reshape(*t.shape[: t.ndim - self.z.ndim], len(like), -1)
+        return F.pad(rows, (self.columns.start, like.shape[1] - self.columns.stop))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,8 +124,17 @@ class Tasks(Loss):
     # The outputs.
 
     def bound(self, raw: Any, y: Target, weight: Tensor | None = None, sums: Tensor | None = None) -> Tasks:
-        found = self._placed(raw, y, weight)
-        total, *counts = found.sums(found.joined(raw).detach(), y, weight) if sums is None else sums  # Σw, ν of each
+        outputs, targets, tasks = {name: picked(raw, name) for name in self.names}, self._targets(y), []
+        for name, loss, factor in self.tasks:
+            with _about(name):
+                tasks.append(Term(name, loss.bound(outputs[name], targets[name], weight), factor))
+        found = replace(self, tasks=tuple(tasks))
+        found = replace(found, layout=OutputLayout.like(found._outputs(raw)))
+        z = found.joined(raw).detach()
+        if weight is not None:
+            check_weight(weight, z)
+        found.faults(z, y)  # raises if targets do not fit
+        total, *counts = found.sums(z, y, weight) if sums is None else sums  # Σw, ν of each
         pairs = zip(found.tasks, counts, strict=True)
         kept = torch.stack([n if task.loss.reduction == "mean" else torch.ones_like(n) for task, n in pairs])
         factors = [task.weight * task.loss.factor * total / n for task, n in zip(found.tasks, kept, strict=True)]
@@ -141,22 +156,6 @@ class Tasks(Loss):
         """Σw and νₜ of every task: (1 + T,)"""
         counts = [part.loss.normaliser(part.z, part.y, weight) for part in self.parts(z, y)]
         return torch.stack([self.normaliser(z, y, weight), *counts])
-
-    def _placed(self, raw: Any, y: Target, weight: Tensor | None) -> Tasks:
-        """The tasks with the layout of these outputs, and every loss bound to its output; raises if targets do not
-        fit."""
-        outputs = {name: picked(raw, name) for name in self.names}
-        targets, tasks = self._targets(y), []
-        for name, loss, factor in self.tasks:
-            with _about(name):
-                tasks.append(Term(name, loss.bound(outputs[name], targets[name], weight), factor))
-        found = replace(self, tasks=tuple(tasks))
-        found = replace(found, layout=OutputLayout.like(found._outputs(raw)))
-        z = found.joined(raw).detach()
-        if weight is not None:
-            check_weight(weight, z)
-        found.faults(z, y)
-        return found
 
     def _targets(self, y: Target) -> dict[Name, Target]:
         """The targets by the names of the outputs."""
@@ -206,10 +205,7 @@ class Tasks(Loss):
         return torch.stack([p.c * p.loss.value(p.z, p.y, weight) for p in self.parts(z, y)]).sum()
 
     def gradient(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Tensor:
-        found = torch.zeros_like(z)
-        for p in self.parts(z, y):
-            found[:, p.columns] += p.c * p.loss.gradient(p.z, p.y, weight).reshape(len(z), -1)
-        return found
+        return torch.stack([p.among(p.c * p.loss.gradient(p.z, p.y, weight), z) for p in self.parts(z, y)]).sum(0)
 
     def root(self, z: Tensor, y: Target, weight: Tensor | None = None) -> Root:
         return self._together(z, [(p, p.loss.root(p.z, p.y, weight)) for p in self.parts(z, y)])
@@ -221,16 +217,10 @@ class Tasks(Loss):
         """One group of K outputs, with the columns of all tasks: each column is zero outside the outputs of its
         task."""
         rows = [(p, *spread(p.loss, _times(root, p.c), p.z)) for p, root in roots]  # S (R, N, *shape), u (R, N), v
-        S = z.new_zeros(sum(len(u) for _, _, u, _ in rows), *z.shape)  # (R, N, K)
-        v = None if all(v is None for *_, v in rows) else torch.zeros_like(z)
-        first = 0
-        for p, own, u, rest in rows:
-            S[first : first + len(u), :, p.columns] = own.reshape(len(u), len(z), -1)
-            if v is not None and rest is not None:
-                v[:, p.columns] += rest.reshape(len(z), -1)
-            first += len(u)
-        u = torch.cat([u for _, _, u, _ in rows])  # (R, N)
-        return Root(S.permute(1, 2, 0)[:, None], u.T[:, None], None if v is None else v[:, None])
+        S, u = torch.cat([p.among(own, z) for p, own, _, _ in rows]), torch.cat([u for _, _, u, _ in rows])
+        rest = [p.among(v, z) for p, _, _, v in rows if v is not None]
+        v = torch.stack(rest).sum(0)[:, None] if rest else None
+        return Root(S.permute(1, 2, 0)[:, None], u.T[:, None], v)
 
     def mixed(self, z: Tensor, y: Target, weight: Tensor | None, signs: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
         """The sum over the tasks, each with different random signs."""
@@ -243,8 +233,7 @@ class Tasks(Loss):
                 return signs((len(z), used))[:, :, first:].reshape(-1, *shape)
 
             rows = p.loss.ungroup(p.loss.mixed(p.z, p.y, weight, own), p.z)  # (k, N, *shape)
-            found.append(rows.new_zeros(len(rows), *z.shape))
-            found[-1][:, :, p.columns] = p.c.sqrt() * rows.reshape(len(rows), len(z), -1)
+            found.append(p.among(p.c.sqrt() * rows, z))
         return torch.stack(found).sum(0)[:, :, None]
 
     def count(self, z: Tensor, y: Target, weight: Tensor | None = None) -> int:
