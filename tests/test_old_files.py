@@ -114,6 +114,19 @@ def test_a_checkpoint_goes_on_and_the_next_one_is_beside_it(tmp_path: Path) -> N
         assert contents(folder).items() >= before.items()  # has no mark, and so is not removed
 
 
+def test_a_checkpoint_of_two_ranks_goes_on(tmp_path: Path) -> None:
+    """Each of them has written a part of the tensors, and half of one that was divided between them."""
+    folder = shutil.copytree(FOLDER.parent / "2a4d86c", tmp_path / "two")
+    make, batches = old.OPTIMIZERS["default-changing"]
+    model = old.net()
+    opt = make(model)
+    more = mq.load_checkpoint(folder / "checkpoint", model, opt)
+    assert more.pop("epoch") == 3
+    assert same(more, {"curve": torch.arange(3.0), "divided": torch.arange(12.0).reshape(6, 2)})
+    found = {**old.continued(opt, batches), "drawn": torch.rand(2, dtype=old.f64).tolist()}
+    check(found, json.loads((folder / "expected.json").read_text())[0])
+
+
 # --- mq.fit ---
 
 

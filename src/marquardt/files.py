@@ -57,27 +57,21 @@ class Foreign(Unwritable):
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Callable[[str | bytes], None]]:
-    """What is written gets the name `path` at the end; until then, and after an error, `path` is what it was."""
-    with _part(path) as file:
-        yield lambda content: _write(path, file, content.encode("utf-8") if isinstance(content, str) else content)
-
-
-def _write(path: Path, file: BinaryIO, content: bytes) -> None:
-    with told(path):
-        file.write(content)
-        file.flush()
-
-
-@contextmanager
-def _part(path: Path) -> Iterator[BinaryIO]:
-    """Under a name that no other process has, and that nobody can have linked to another file."""
+def whole(path: Path) -> Iterator[Callable[[str | bytes | memoryview], None]]:
+    """What is written gets the name `path` at the end; until then, and after an error, `path` is what it was. Meanwhile
+    it has a name that no other process has, and that nobody can have linked to another file."""
     part = path.with_name(f"{path.stem}.{secrets.token_hex(4)}.part")
     with told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = part.open("x+b")
+        file = part.open("xb")
+
+    def put(content: str | bytes | memoryview) -> None:
+        with told(path):
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+
     try:
-        yield file
+        yield put
         with told(path):
             os.fsync(file.fileno())  # some file systems notice only here that they are full
             file.close()
@@ -194,49 +188,32 @@ SEAL = b"marquardt sha256 "
 SEALED = len(SEAL) + hashlib.sha256().digest_size * 2
 
 
-class _SealedArchive:
-    """Passes on what torch.save writes, but for the last two bytes of a zip file: the length of its comment."""
-
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self.pass_on, self.sum, self.held_back = write, hashlib.sha256(), b""
-        self.failed: OSError | None = None
-
-    def write(self, content: bytes) -> int:
-        both = self.held_back + bytes(content)
-        body, self.held_back = both[:-2], both[-2:]
-        self.sum.update(body)
-        try:
-            self.pass_on(body)
-        except OSError as error:
-            self.failed = error
-            raise
-        return len(content)
-
-    def flush(self) -> None:
-        """`_write` does that with every part."""
-
-    def end(self) -> None:
-        assert self.held_back == bytes(2), "torch.save wrote an archive that has a comment"
-        self.pass_on(SEALED.to_bytes(2, "little") + SEAL + self.sum.hexdigest().encode())
-
-
 def save(path: Path, content: Any) -> None:
     """Tensors and plain values by torch.save, whole or not at all, and sealed; refused if `load` would not take it."""
     if any(_compact(item) is not item for item in tree_leaves(content)):
         content = tree_map(_compact, content)
-    with _part(path) as file:
-        sealing = _SealedArchive(lambda part: _write(path, file, part))
-        try:
-            torch.save(content, sealing)  # type: ignore[arg-type]  # writes, and needs no more
-        except RuntimeError:  # what torch makes of an error while it writes
-            if sealing.failed is not None:
-                raise sealing.failed from None
-            raise
-        sealing.end()
-        try:
-            check_archive(file)
-        except Exception as error:
-            raise TypeError(f"{path} holds tensors, numbers, strings, lists and dicts alone: {error}") from None
+    try:
+        archive = archived(content)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise TypeError(f"{path} holds tensors, numbers, strings, lists and dicts alone: {error}") from None
+    with whole(path) as put:
+        put(sealed_archive(archive))
+
+
+def archived(content: Any) -> bytes:
+    """By torch.save; raises if `load` would not take it, by an exception of any kind."""
+    torch.save(content, file := io.BytesIO())
+    check_archive(file)
+    return file.getvalue()
+
+
+def sealed_archive(archive: bytes) -> bytes:
+    """The last two bytes of a zip file are the length of its comment."""
+    assert archive.endswith(bytes(2)), "torch.save wrote an archive that has a comment"
+    body = memoryview(archive)[:-2]
+    return b"".join((body, SEALED.to_bytes(2, "little"), SEAL, hashlib.sha256(body).hexdigest().encode()))
 
 
 def _compact(item: Any) -> Any:

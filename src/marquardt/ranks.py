@@ -120,10 +120,6 @@ class Ranks:
         """A whole number of every rank"""
         return [number]
 
-    def through(self, what: str, work: Callable[[Any], Item]) -> Item:
-        """What torch.distributed does by itself, given a group on the host to do it over; None for one process"""
-        return work(None)
-
     def deciding(self) -> AbstractContextManager[None]:
         """Within it, questions about tensors that all ranks ask are answered as rank 0 finds it: see `deferred`."""
         return nullcontext()
@@ -361,12 +357,6 @@ class Several(Ranks):
 
     def numbers(self, number: int) -> list[int]:
         return [int(found) for (found,) in self._meet("a number of every rank", [number])]
-
-    def through(self, what: str, work: Callable[[Any], Item]) -> Item:
-        self._meet(what)
-        found: list[Item] = []
-        self._wait(lambda: found.append(work(self._control)))
-        return found[0]
 
     @contextmanager
     def deciding(self) -> Iterator[None]:

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint
 from torch.utils._pytree import tree_leaves
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -150,13 +151,8 @@ def pickles(rng: random.Random, canary: Path) -> bytes:
 # Archives under a checksum that is right again.
 
 
-def sealed(body: bytes) -> bytes:
-    """An archive without its comment gets that of its bytes."""
-    out: list[bytes] = []
-    sealing = files._SealedArchive(lambda part: out.append(part))
-    sealing.write(body[:-2] + bytes(2))
-    sealing.end()
-    return b"".join(out)
+def sealed(archive: bytes) -> bytes:
+    return files.sealed_archive(archive[:-2] + bytes(2))
 
 
 def body(data: bytes) -> bytes:
