@@ -251,11 +251,7 @@ def _is_sealed(path: Path, file: BinaryIO) -> bool:
     if not seal.startswith(SEAL):
         return False
     file.seek(0)
-    found, left = hashlib.sha256(), size
-    while left and (part := file.read(min(left, 2**20))):
-        found.update(part)
-        left -= len(part)
-    if SEAL + found.hexdigest().encode() != seal or file.read(2) != SEALED.to_bytes(2, "little"):
+    if SEAL + _digest(file, size).encode() != seal or file.read(2) != SEALED.to_bytes(2, "little"):
         raise Damaged(f"{path} is damaged: its checksum is another one than when it was written")
     return True
 
@@ -540,10 +536,16 @@ class SealedLines:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file's bytes."""
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
+        return _digest(file, sys.maxsize)
+
+
+def _digest(file: BinaryIO, size: int) -> str:
+    """SHA-256 of the next bytes of a file, of at most this size"""
+    found = hashlib.sha256()
+    while size and (part := file.read(min(size, 2**20))):
+        found.update(part)
+        size -= len(part)
     return found.hexdigest()
 
 
