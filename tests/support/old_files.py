@@ -1,4 +1,4 @@
-"""What tests/fixtures/make.py had an earlier commit write, and how it goes on: by names that both versions know."""
+"""What an earlier commit has written into tests/fixtures, and how it goes on: by names that both versions know."""
 
 from __future__ import annotations
 
