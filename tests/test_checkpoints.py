@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,9 +95,9 @@ def test_two_ranks_are_gone_on_with_by_any_number(tmp_path):
 
 
 def test_the_last_one_stays_until_the_next_is_complete(tmp_path, monkeypatch):
+    """After Ctrl-C nothing is left of the other; of one that is killed, until the next (tests/fuzz/checkpoints.py)."""
     model, opt = made()
     mq.save_checkpoint(tmp_path, model, opt, n=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
     true = files.save
 
     def interrupted(path, content):
@@ -106,19 +105,12 @@ def test_the_last_one_stays_until_the_next_is_complete(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         true(path, content)
 
-    for last, left in ((interrupted, {"1"}), (lambda *_: os._exit(9), {"1", "2"})):
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "save", last)
-            child = os.fork() if len(left) > 1 else None
-            if child is None:
-                with pytest.raises(KeyboardInterrupt):
-                    mq.save_checkpoint(tmp_path, model, opt, n=2)
-            elif child == 0:
-                mq.save_checkpoint(tmp_path, model, opt, n=2)
-            else:
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-        assert {path.name for path in tmp_path.iterdir()} == left
-        assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 1}
+    monkeypatch.setattr(files, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mq.save_checkpoint(tmp_path, model, opt, n=2)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 1}
     mq.save_checkpoint(tmp_path, model, opt, n=3)
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
     assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 3}
@@ -150,15 +142,6 @@ def test_what_cannot_be_loaded_changes_nothing(tmp_path):
     refused("is no checkpoint of mq.save_checkpoint", folder=tmp_path / "other")
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path):
-    model, opt = made()
-    with pytest.raises(TypeError, match="tensors, numbers, strings, lists and dicts alone"):
-        mq.save_checkpoint(tmp_path, model, opt, layer=nn.Tanh())
-    with pytest.raises(TypeError, match="the optimizer is SGD"):
-        mq.save_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))
-    assert checkpoints.latest(tmp_path) is None
-
-
 UNREADABLE = {
     "quantised": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "a quantised tensor"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "a tensor of the layout torch.sparse_coo"),
@@ -167,6 +150,7 @@ UNREADABLE = {
     "long": (lambda: 10**1000, r"1000000.*0000 \(it has the instruction 139"),
     "too long to print": (lambda: 10**5000, "int of too many digits"),
     "numpy": (lambda: np.float64(1), "float64"),
+    "module": (nn.Tanh, "Tanh"),
 }
 
 
@@ -188,13 +172,14 @@ def test_what_could_not_be_loaded_is_refused_by_name_before_anything_is_written(
         mq.save_checkpoint(tmp_path, model, opt, **more)
     monkeypatch.undo()
     assert there(tmp_path) == before
-    assert mq.load_checkpoint(tmp_path, model, opt) == {"n": 1}
 
 
 def test_an_optimizer_whose_options_do_not_go_with_its_state_is_not_saved(tmp_path):
     model, opt = made()
     steps(model, opt, 2)
     mq.save_checkpoint(tmp_path, model, opt, n=1)
+    with pytest.raises(TypeError, match="the optimizer is SGD"):
+        mq.save_checkpoint(tmp_path, model, torch.optim.SGD(model.parameters()))
     opt.damping = mq.MeanEigenvalue()
     with pytest.raises(ValueError, match="could not be loaded from a checkpoint again: the damping D in this state"):
         mq.save_checkpoint(tmp_path, model, opt, n=2)
@@ -285,38 +270,6 @@ def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint(tmp_path):
 # What is in the folder, and was not written by marquardt.
 
 
-def furnished(folder):
-    """Names that look like those of checkpoints, and what each of them holds"""
-    outside = folder.parent / "outside"
-    for name in ("2024", "3.part", "x.part", "²", "٣", "1", "results", "0007"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "thesis.txt").write_text(name)
-    for name in ("y.part", "12", "run.pt.tmp", "contents.pt", ".marquardt"):
-        (folder / name).write_text(name)
-    shutil.copytree(folder / "results", outside / "9")
-    (folder / "9").symlink_to(outside / "9")
-    (folder / "z.part").symlink_to(outside / "9")
-    (folder / "2").symlink_to(folder / "nowhere")
-    (folder / "1" / ".marquardt").symlink_to(outside / "9" / "thesis.txt")
-    return folder, outside
-
-
-@pytest.mark.parametrize("how", ["loop", "fit"])
-def test_what_is_the_users_stays(how, tmp_path):
-    places = furnished(tmp_path / "run")
-    before = there(*places)
-    model, opt = made()
-    for n in range(3):
-        if how == "fit":
-            mq.fit(net(), noisy_sine(), "mse", steps=2, checkpoint=places[0], resume=False)
-        else:
-            mq.save_checkpoint(places[0], model, opt, n=n)
-            assert mq.load_checkpoint(places[0], model, opt) == {"n": n}
-    after = there(*places)
-    assert {path: after.get(path) for path in before} == before
-    assert len({Path(path).relative_to(places[0]).parts[0] for path in set(after) - set(before)}) == 1
-
-
 @pytest.mark.parametrize("inside", ["", "inside"])
 def test_a_file_where_the_folder_should_be(inside, tmp_path):
     file = tmp_path / "notes.txt"
@@ -364,7 +317,6 @@ def test_links_are_not_followed(tmp_path):
     model, opt = made()
     for name in ("run", "other"):
         mq.save_checkpoint(tmp_path / name, model, opt)
-    before = weights(model)
     (tmp_path / "run" / "7").symlink_to(tmp_path / "other" / "1")
     with pytest.raises(ValueError, match="7 is a symbolic link: a checkpoint is read from its own folder alone; move"):
         mq.load_checkpoint(tmp_path / "run", model, opt)
@@ -373,13 +325,12 @@ def test_links_are_not_followed(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["1", "7"]
     (tmp_path / "run" / "7").unlink()
     for name in ("contents.pt", "tensors-0.pt"):
-        folder = tmp_path / name
-        shutil.copytree(tmp_path / "run", folder)
-        (folder / "1" / name).unlink()
-        (folder / "1" / name).symlink_to(tmp_path / "run" / "1" / name)
+        path = tmp_path / "run" / "1" / name
+        path.rename(tmp_path / name)
+        path.symlink_to(tmp_path / name)
         with pytest.raises(ValueError, match=f"{name} is a symbolic link"):
-            mq.load_checkpoint(folder, model, opt)
-    assert torch.equal(weights(model), before)
+            mq.load_checkpoint(tmp_path / "run", model, opt)
+        (tmp_path / name).replace(path)
 
 
 @pytest.mark.parametrize("name", ["contents.pt", "tensors-0.pt", "__0_0.distcp", ".metadata", "__0.metadata"])
@@ -443,33 +394,6 @@ def test_a_forged_length_in_the_metadata_takes_no_memory(name, length, tmp_path)
 # Damage; tests/fuzz/checkpoints.py has more of it.
 
 
-DAMAGED = {
-    "torch": torch.zeros(7, dtype=torch.uint8),
-    "python": [3, [1, 2], None],
-    "numpy": ["MT19937", [0] * 624, 10**6, 0, 0.0],
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_random_numbers_change_nothing(name, tmp_path, monkeypatch):
-    model, opt = made()
-    steps(model, opt, 3)
-    true = generators.states
-    with monkeypatch.context() as patch:
-        patch.setattr(generators, "states", lambda: {**true(), name: DAMAGED[name]})
-        mq.save_checkpoint(tmp_path, model, opt)
-    other, optimizer = made()
-    before, lam, now = weights(other), optimizer.lam, true()
-    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
-        mq.load_checkpoint(tmp_path, other, optimizer)
-    assert torch.equal(weights(other), before)
-    assert optimizer.lam == lam
-    assert torch.equal(true()["torch"], now["torch"])
-    assert (true()["python"], true()["numpy"]) == (now["python"], now["numpy"])
-    steps(other, optimizer, 3)  # as if nothing had been tried
-    assert torch.equal(weights(other), weights(model))
-
-
 class Wary(nn.Linear):
     """Takes its bias, and then raises"""
 
@@ -480,7 +404,7 @@ class Wary(nn.Linear):
         return 1
 
 
-def test_a_model_that_refuses_half_way_stays_as_it_was(tmp_path):
+def test_a_model_that_refuses_half_way_stays_as_it_was(tmp_path, monkeypatch):
     def wary(seed):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(1, 4), Wary(4, 1)).double()
@@ -489,9 +413,9 @@ def test_a_model_that_refuses_half_way_stays_as_it_was(tmp_path):
     mq.save_checkpoint(tmp_path, *wary(0))
     model, opt = wary(1)
     before, state = weights(model), torch.get_rng_state()
-    Wary.set_extra_state, refused = lambda self, state: None, Wary.set_extra_state
-    mq.load_checkpoint(tmp_path, *wary(1))
-    Wary.set_extra_state = refused
+    with monkeypatch.context() as patch:
+        patch.setattr(Wary, "set_extra_state", lambda self, state: None)
+        mq.load_checkpoint(tmp_path, *wary(1))
     torch.set_rng_state(state)
     with pytest.raises((ValueError, RuntimeError), match="not today"):
         mq.load_checkpoint(tmp_path, model, opt)
