@@ -182,18 +182,14 @@ def shape(item: Any) -> str:
 # A folder of checkpoints.
 
 
-def numbered(folder: Path) -> dict[int, Path]:
-    """Folders that may be checkpoints, by number: no links, and no digits but 0 to 9."""
-    found = {int(path.name): path for path in entries(folder) if path.is_dir() and not path.is_symlink()}
-    return dict(sorted(found.items()))
-
-
-def entries(folder: Path) -> list[Path]:
-    """Those with a number for a name"""
-    return [path for path in folder.iterdir() if NUMBER.fullmatch(path.name)] if folder.is_dir() else []
-
-
 NUMBER = re.compile("[1-9][0-9]{0,17}")
+
+
+def numbered(folder: Path, links: bool = False) -> dict[int, Path]:
+    """Folders that may be checkpoints, by number: no digits but 0 to 9. Or the links with such a name."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    paths = [path for path in found if NUMBER.fullmatch(path.name) and path.is_symlink() == links]
+    return {int(path.name): path for path in sorted(paths, key=lambda path: int(path.name)) if links or path.is_dir()}
 
 
 def complete(path: Path) -> bool:
@@ -209,8 +205,8 @@ def latest(folder: Path) -> Path | None:
 
 def check_links(folder: Path) -> None:
     """Before one is read, and before one is written that could not be read then"""
-    for path in entries(folder):
-        if path.is_symlink() and complete(path):
+    for path in numbered(folder, links=True).values():
+        if complete(path):
             raise ValueError(
                 f"{path} is a symbolic link: a checkpoint is read from its own folder alone; move the link away, or "
                 "name another folder"
@@ -248,18 +244,14 @@ def begun(folder: Path) -> Iterator[Path]:
 
 def made(folder: Path, number: int) -> Path:
     """The first folder from this number on that is not there."""
-    while True:
-        path = folder / str(number)
-        try:
-            with files.told(path):
-                folder.mkdir(parents=True, exist_ok=True)
+    with files.told(folder / str(number)):
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = folder / str(number)
+            with suppress(FileExistsError):
                 path.mkdir()
-        except files.Unwritable as error:
-            if not (isinstance(error.__cause__, FileExistsError) and folder.is_dir()):
-                raise
+                return path
             number += 1
-        else:
-            return path
 
 
 def ours(path: Path) -> bool:
@@ -311,8 +303,8 @@ def write(folder: Path, content: Any, own: Any, ranks: Ranks) -> None:
             )
         ranks.same(f"the folder {path}")  # which all see, before anything is in it
         if ranks.rank == 0:
-            numbers = [alone(t) for t in tensors.values()]
-            files.save(path / "tensors-0.pt", {"checkpoint": token, "file": 0, "tensors": numbers})
+            stored = {"checkpoint": token, "file": 0, "tensors": list(tensors.values())}
+            files.save(path / "tensors-0.pt", stored)
             files.save(path / CONTENTS, shared)
             files.settle(folder)
             for number, old in numbered(folder).items():
@@ -399,12 +391,6 @@ def check_dense(place: KeyPath, t: Any) -> None:
                 f"a checkpoint holds dense tensors alone, and {entry(place)} is {kind}: save numbers, such as "
                 "t.dequantize() or t.to_dense(), or leave it out"
             )
-
-
-def alone(t: Tensor) -> Tensor:
-    """On the CPU, without the rest of a larger storage"""
-    t = t.cpu()
-    return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
 
 def is_stored(item: Any) -> bool:

@@ -190,8 +190,8 @@ SEALED = len(SEAL) + hashlib.sha256().digest_size * 2
 
 def save(path: Path, content: Any) -> None:
     """Tensors and plain values by torch.save, whole or not at all, and sealed; refused if `load` would not take it."""
-    if any(_compact(item) is not item for item in tree_leaves(content)):
-        content = tree_map(_compact, content)
+    if any(_alone(item) is not item for item in tree_leaves(content)):
+        content = tree_map(_alone, content)
     try:
         archive = archived(content)
     except MemoryError:
@@ -216,10 +216,11 @@ def sealed_archive(archive: bytes) -> bytes:
     return b"".join((body, SEALED.to_bytes(2, "little"), SEAL, hashlib.sha256(body).hexdigest().encode()))
 
 
-def _compact(item: Any) -> Any:
-    """A tensor has a number in its storage for each of its elements; `load` takes no others, which ask for memory."""
-    strided = isinstance(item, torch.Tensor) and item.layout == torch.strided
-    return item.clone() if strided and item.numel() * item.itemsize > item.untyped_storage().nbytes() else item
+def _alone(item: Any) -> Any:
+    """Its storage has a number for each of its elements: `load` takes none that asks for memory, and what a view leaves
+    out is not written."""
+    strided = isinstance(item, torch.Tensor) and item.layout == torch.strided and not item.is_meta
+    return item.clone() if strided and item.numel() * item.itemsize != item.untyped_storage().nbytes() else item
 
 
 def load(path: Path) -> tuple[Any, bool]:
@@ -461,12 +462,9 @@ def dumps(content: Any, indent: int | None = None, separators: tuple[str, str] |
     """Letters as they are, and what does not show itself as escapes: a terminal would obey it, and bytes of a file name
     that are no UTF-8 cannot be written otherwise."""
     text = json.dumps(content, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
-    lines = text.split("\n")
-    return "\n".join(line if line.isprintable() else "".join(map(_shown, line)) for line in lines)
-
-
-def _shown(c: str) -> str:
-    return c if c.isprintable() else json.dumps(c)[1:-1]
+    if all(map(str.isprintable, text.split("\n"))):
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def loads(text: bytes) -> dict[str, Any]:
@@ -567,7 +565,8 @@ def typed(value: Any, wanted: Any, place: str = "") -> Any:
     if origin in (list, tuple, Sequence):
         return _list(value, origin, inner, place)
     if origin in (dict, Mapping):
-        _is(value, dict, "an object", place)
+        if not isinstance(value, dict):
+            _wrong(value, "an object", place)
         return {typed(k, inner[0], place): typed(v, inner[1], f"{place}[{quoted(k)}]") for k, v in value.items()}
     return _plain(value, wanted, place)
 
@@ -579,10 +578,11 @@ def _plain(value: Any, wanted: Any, place: str) -> Any:
         except OverflowError:  # an integer of hundreds of digits
             finite = False
         return float(value) if finite else _wrong(value, "a finite number", place)
-    if wanted is Path:
-        return Path(_is(value, str, "text", place))
-    names = {str: "text", int: "a whole number", bool: "true or false", type(None): "null"}
-    return _is(value, wanted, names[wanted], place)
+    kind = str if wanted is Path else wanted
+    if type(value) is not kind:  # not isinstance: true is no number
+        names = {str: "text", int: "a whole number", bool: "true or false", type(None): "null"}
+        _wrong(value, names[kind], place)
+    return Path(value) if wanted is Path else value
 
 
 def _one_of(value: Any, kinds: Sequence[Any], place: str) -> Any:
@@ -596,7 +596,8 @@ def _one_of(value: Any, kinds: Sequence[Any], place: str) -> Any:
 
 
 def _dataclass(value: Any, wanted: Any, place: str) -> Any:
-    _is(value, dict, "an object", place)
+    if not isinstance(value, dict):
+        _wrong(value, "an object", place)
     hints, fields = get_type_hints(wanted), {field.name: field for field in dataclasses.fields(wanted)}
     if unknown := [name for name in value if name not in fields]:
         raise ValueError(f"{place or 'it'} has an entry {quoted(unknown[0])}, which is not known here")
@@ -619,10 +620,6 @@ def _list(value: Any, kind: Any, inner: tuple[Any, ...], place: str) -> Any:
         _wrong(value, f"a list of {len(each)}", place)
     found = [typed(item, one, f"{place}[{i}]") for i, (item, one) in enumerate(zip(value, each, strict=True))]
     return found if kind is list else tuple(found)
-
-
-def _is(value: Any, kind: type, words: str, place: str) -> Any:
-    return value if type(value) is kind else _wrong(value, words, place)  # not isinstance: true is no number
 
 
 def _wrong(value: Any, words: str, place: str) -> Any:

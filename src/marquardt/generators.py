@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,15 +39,18 @@ def set_states(found: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([state.cpu() for state in found["cuda"][: torch.cuda.device_count()]])
     version, numbers, gauss = found["python"]
     random.setstate((version, tuple(numbers), gauss))
-    seed, numpy = found.get("seed"), _numpy() if "numpy" in found else None
-    if numpy is not None:
-        kind, keys, *rest = found["numpy"]
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    seed = found.get("seed")
     if seed is not None:
         torch.manual_seed(seed)
         random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed)
+    if "numpy" in found:
+        with suppress(ImportError):  # then nothing draws from it either
+            import numpy as np
+
+            kind, keys, *rest = found["numpy"]
+            np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+            if seed is not None:
+                np.random.seed(seed)  # noqa: NPY002
 
 
 def of_rank(saved: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
@@ -115,12 +119,3 @@ def _check_numpy(kind: Any, keys: Any, place: Any, has_gauss: Any, gauss: Any) -
     if place > 624 or has_gauss > 1 or not any(keys):
         raise ValueError(f"it has the place {place} of 624 and {has_gauss} kept")
     return gauss
-
-
-def _numpy() -> Any:
-    """None if there is none: then nothing draws from it either"""
-    try:
-        import numpy as np
-    except ImportError:
-        return None
-    return np

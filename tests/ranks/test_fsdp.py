@@ -357,7 +357,7 @@ def refused_when_made() -> None:
         return lambda: mq.LM(model, "mse", **options)
 
     check_refusals({
-        "parameter '2.weight' is not sharded, and '0.weight' is": made(part),
+        "parameter '2.weight' is not sharded, and parameter '0.weight' is": made(part),
         "sharded in their first dimension": made(other),
         "over a mesh of one dimension": made(sharded(mlp(), mesh=square)),
         "is a DTensor that nothing gathers": made(parallel, params=parallel[0].parameters()),
