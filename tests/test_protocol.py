@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,61 +22,10 @@ from support.unchanged import same
 
 f64 = torch.float64
 
-# The parts of LM(nn.Linear(2, 1), "mse", damping=FactoredMaxDiagonal()) of 0.1.0, and what it had saved after three
-# steps on `batch(i)`.
+# The parts of LM(nn.Linear(2, 1), "mse", damping=FactoredMaxDiagonal()) of 0.1.0, what it had saved after three steps
+# on `batch(i)`, and its fourth step, on `batch(3)`.
 PARTS = {"curvature": mq.Auto(inertia=0.8), "damping": mq.FactoredMaxDiagonal(), "schedule": mq.GainRatio()}
-OF_0_1_0 = {
-    "state": {},
-    "param_groups": [{"lr": 1.0, "params": [0, 1]}],
-    "marquardt": {
-        "lam": 0.3429999999999999,
-        "steps": 3,
-        "accepted": 3,
-        "D": [
-            torch.tensor(1.0, dtype=f64),
-            [
-                [
-                    torch.tensor([[[2.0000000000000004]]], dtype=f64),
-                    torch.tensor([[[1.4900000000000002, 3.472500000000001]]], dtype=f64),
-                ],
-                [torch.tensor([[[2.0000000000000004]]], dtype=f64)],
-            ],
-        ],
-        "previous": torch.tensor([0.05650789127023787, 0.057335499262082576, -0.17908932848647532], dtype=f64),
-        "mean": torch.tensor([0.8469980357785671, 0.05638724904509518, -0.05531927692312699], dtype=f64),
-        "points": 3,
-        "past": {
-            "G": torch.tensor(
-                [
-                    [2.8133333333333344, 0.8600000000000003, 1.266666666666667],
-                    [0.8600000000000003, 6.631666666666668, 2.366666666666667],
-                    [1.266666666666667, 2.366666666666667, 2.0000000000000004],
-                ],
-                dtype=f64,
-            ),
-            "batches": torch.tensor(3.0, dtype=f64),
-        },
-        "rows": 5,
-        "repeats": 0,
-        "best": 0.07083490644814518,
-        "expected": 0.07083490644814518,
-        "unjudged": 0,
-        "idle": 0,
-        "idle_from": 0.13240719840929735,
-        "height": 0.5575078125,
-        "stride": 0.19635042355232638,
-        "doubted": False,
-        "haven": None,
-        "haven_loss": math.inf,
-        "away": 0,
-        "ceiling": math.inf,
-    },
-}
-
-WEIGHTS = [[0.8660816142966596, 0.07516429125299985]], [-0.10486916374671726]
-# Its fourth step, on `batch(3)`.
-LOSSES = 0.09764264885367327, 0.046624662110920534
-THEN = torch.tensor([0.9008365449917664, 0.113132619215536, -0.29940139183450964], dtype=f64)
+OF_0_1_0 = torch.load(Path(__file__).parent / "fixtures" / "0.1.0" / "state.pt", weights_only=True)
 
 
 def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,18 +35,16 @@ def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def optimizer() -> mq.LM:
     model = torch.nn.Linear(2, 1).double()
-    with torch.no_grad():
-        for p, values in zip(model.parameters(), WEIGHTS, strict=True):
-            p.copy_(torch.tensor(values, dtype=f64))
+    model.load_state_dict(OF_0_1_0["model"])
     return mq.LM(model, "mse", **PARTS)
 
 
 def test_a_state_of_0_1_0_goes_on():
     opt = optimizer()
-    opt.load_state_dict(copy.deepcopy(OF_0_1_0))
+    opt.load_state_dict(copy.deepcopy(OF_0_1_0["optimizer"]))
     step = opt.step(*batch(3))
-    assert (step.loss, step.new_loss) == pytest.approx(LOSSES, rel=1e-12)
-    assert error(torch.cat([p.detach().flatten() for p in opt.params]), THEN) < 1e-12
+    assert [step.loss, step.new_loss] == pytest.approx(OF_0_1_0["losses"], rel=1e-12)
+    assert error(torch.cat([p.detach().flatten() for p in opt.params]), OF_0_1_0["weights"]) < 1e-12
 
 
 def file_of(opt: mq.LM) -> dict[str, Any]:
