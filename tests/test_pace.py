@@ -91,14 +91,6 @@ def test_what_is_not_proven_takes_longer(clock):
     assert p.speed == pytest.approx(2.0)
 
 
-def test_no_prediction(clock):
-    p = Pace()
-    for plan in (None, Plan(())):
-        assert timed(p, clock, plan, took=50.0) == (50.0, "")
-        assert p.predicted == 0
-        assert p.speed is None
-
-
 def test_warned_once_for_each_plan(clock):
     p = Pace()
     with pytest.warns(UserWarning, match=r"about 16 s: Gram.*many rows; about 123 gradients.*; try fewer rows$"):

@@ -36,7 +36,7 @@ from .ranks import RankError, Ranks
 from .values import is_count, short
 
 # Version 1 had no checksums, no mark, and the pickle of torch.distributed.checkpoint in the place of an index. In
-# version 2 each rank may have written a part of the tensors, in a file of its own.
+# version 2 each rank may have written a part of the tensors, each to another file.
 VERSION = 2
 CONTENTS, MARK = "contents.pt", ".marquardt"
 
@@ -71,7 +71,7 @@ def load_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM) -> d
     """Loads the last checkpoint of `save_checkpoint` into model and optimizer, and returns what was saved beside them.
 
     The number of ranks may be another one. Each rank gets the random numbers that it had; one that was not there
-    begins with a seed of its own. Nothing in a checkpoint runs, and if it is damaged, or of another model or optimizer,
+    begins with another seed. Nothing in a checkpoint runs, and if it is damaged, or of another model or optimizer,
     nothing changes. All ranks of the optimizer's group call it.
 
     Args:
@@ -314,7 +314,7 @@ def write(folder: Path, content: Any, own: Any, ranks: Ranks) -> None:
 
 
 def read(folder: Path, ranks: Ranks) -> tuple[Path, dict[str, Any], list[Any]]:
-    """Where it was, what was written, and what each rank had of its own. All of it is checked."""
+    """Where it was, what all ranks have saved, and what each had by itself. All of it is checked."""
     path = ranks.agreed(latest(folder))
     if path is None:
         raise FileNotFoundError(f"{folder} holds no checkpoint that is complete: begin anew, or name another folder")
@@ -332,7 +332,7 @@ def unreadable(path: Path, error: BaseException) -> files.Damaged:
 
 
 def check_plain(content: Any, tensors: int) -> None:
-    """That it can be loaded, where `files.load` will find so many tensors"""
+    """Checks that it can be loaded, with this number of tensors"""
     if (error := unplain(content)) is not None:
         inner = (dict, list, tuple, OrderedDict)
         items = tree_flatten_with_path(content, is_leaf=lambda item: type(item) not in inner)[0]

@@ -59,7 +59,7 @@ class Foreign(Unwritable):
 @contextmanager
 def whole(path: Path) -> Iterator[Callable[[str | bytes | memoryview], None]]:
     """What is written gets the name `path` at the end; until then, and after an error, `path` is what it was. Meanwhile
-    it has a name that no other process has, and that nobody can have linked to another file."""
+    it has a name that no other process has, and that cannot be a link to another file."""
     part = path.with_name(f"{path.stem}.{secrets.token_hex(4)}.part")
     with told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def held(out: Path, what: str) -> Iterator[None]:
     """`what` under `out` is this process's to write; where it is another's, `Held` says whose.
 
     The lock is the system's, on the file .`what`.lock: it ends with the process, also with one that is killed. The
-    file stays, since whoever removed it could remove the lock of the next one.
+    file stays: a process that removed it could remove the lock of the next one.
     """
     path = out / f".{what}.lock"
     with told(path):
@@ -172,7 +172,7 @@ def _self() -> str:
 
 
 def lock(file: int) -> bool:
-    """Whether no living process holds it; where the file system has no locks nobody can tell, and it is so."""
+    """Whether no living process holds it; assumed where the file system has no locks."""
     try:
         _lock(file)
     except (BlockingIOError, PermissionError):

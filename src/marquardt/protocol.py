@@ -57,7 +57,7 @@ def grouped(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, An
 
 
 def check_same_rate(groups: Sequence[dict[str, Any]]) -> None:
-    """All groups have the same lr, and a weight decay of their own."""
+    """All groups have the same lr, and each a weight decay that is one."""
     rates = [group["lr"] for group in groups]
     for lr in rates:
         check_rate(lr)

@@ -24,8 +24,8 @@ Item = TypeVar("Item")
 Key = TypeVar("Key")
 
 
-# Block rows of a symmetric matrix that are sent one after the other: so many that the half below the diagonal is nearly
-# all left out.
+# Block rows of a symmetric matrix that are sent one after the other: enough to leave out nearly all of the half
+# below the diagonal.
 BLOCK_ROWS = 16
 
 
@@ -52,7 +52,7 @@ def cause(error: BaseException) -> BaseException:
 
 
 class Ranks:
-    """One process by itself: there is nothing to add and nobody to ask. `Several` has the same methods for a group.
+    """One process by itself, with nothing to add. `Several` has the same methods for a group.
 
     Every rank calls the same of these in the same order. What they return is the same on every rank, bit for bit; what
     they are given may be overwritten.
@@ -167,7 +167,7 @@ class Several(Ranks):
         # program as it ends (pytorch#190489).
         self._group = ref(group)
         self._host = self._group if "gloo" in str(dist.get_backend_config(group)) else ref(self._on_the_host())
-        self._broken = False  # whether a message was lost: then nobody can be told
+        self._broken = False  # whether a message was lost: then no other rank can be told
         self._told: BaseException | None = None  # what the others know already
 
     def _on_the_host(self) -> Any:
@@ -278,7 +278,7 @@ class Several(Ranks):
         own = self.rank == source
         data, tensors = packed(item, shared) if own else (b"", [])
         device = shared[0].device if shared else torch.device("cpu")
-        data, forms = self._object((data, [(t.shape, t.dtype) for t in tensors]), source)
+        data, forms = self._object(f"what rank {source} has", (data, [(t.shape, t.dtype) for t in tensors]), source)
         if not own:
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
         found = self.ones(tensors, source)
@@ -344,10 +344,10 @@ class Several(Ranks):
     # Plain values.
 
     def agreed(self, item: Item) -> Item:
-        return self._object(item, 0)
+        return self._object("what rank 0 has", item)
 
-    def _object(self, item: Item, source: int) -> Item:
-        self._meet(f"what rank {source} has")
+    def _object(self, what: str, item: Item, source: int = 0) -> Item:
+        self._meet(what)
         found = [item]
         self._wait(lambda: dist.broadcast_object_list(found, group_src=source, group=self._control))
         return found[0]
@@ -366,8 +366,8 @@ class Several(Ranks):
         return agreeing(self._decided)
 
     def _decided(self, numbers: list[float]) -> list[float]:
-        few = len(numbers) <= SLOTS
-        return self._meet(f"{len(numbers)} numbers of rank 0", numbers)[0] if few else self._object(numbers, 0)
+        what = f"{len(numbers)} numbers of rank 0"
+        return self._meet(what, numbers)[0] if len(numbers) <= SLOTS else self._object(what, numbers)
 
 
 def _living(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:

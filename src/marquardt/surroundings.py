@@ -340,7 +340,7 @@ def _nesting() -> int:
 
 
 def _vmaps() -> int:
-    """How many levels of the vmap behind `is_grads_batched` there are: a count of its own, which no one can read"""
+    """How many levels of the vmap behind `is_grads_batched` there are: a count that cannot be read"""
     try:
         return torch._C._vmapmode_increment_nesting() - 1
     finally:

@@ -130,7 +130,7 @@ def coupled(model: nn.Module) -> str | None:
 
 
 def check_coupling(model: nn.Module) -> None:
-    """Raises ValueError if samples depend on each other, for then a sample has no rows of its own."""
+    """Raises ValueError if samples depend on each other, for then rows belong to no single sample."""
     name = coupled(model)
     if name is not None:
         call = f"model.get_submodule({name!r}).eval()" if name else "model.eval()"
