@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,17 +34,11 @@ def test_a_part_in_the_place_of_another(name):
         if other != name:
             with pytest.raises(TypeError, match=f"{name}=.*pass for example mq"):
                 check_part(name, part)
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_none_and_classes(name):
     with pytest.raises(TypeError, match=rf"{name}=(\w+) is a class: pass an object of it, \1\(\)"):
         check_part(name, type(PARTS[name]))
-    if name in ("rows", "momentum", "line_search", "average"):
+    optional = name in ("rows", "momentum", "line_search", "average")
+    with nullcontext() if optional else pytest.raises(TypeError, match=f"{name}=None"):
         check_part(name, None)
-    else:
-        with pytest.raises(TypeError, match=f"{name}=None"):
-            check_part(name, None)
 
 
 @pytest.mark.parametrize("name", ["curvature", "rows"])
@@ -57,14 +52,9 @@ def test_what_has_the_method_but_not_the_defaults(name):
         check_part(name, Lookalike())
 
 
-@pytest.mark.parametrize("lr", [0, 1, 0.5, torch.tensor(0.5)])
-def test_rates_that_are_fine(lr):
-    check_rate(lr)
-
-
-@pytest.mark.parametrize("lr", [torch.tensor(-1.0), torch.tensor(float("nan")), -1])
-def test_rates_that_are_none(lr):
-    with pytest.raises(ValueError, match="lr="):
+@pytest.mark.parametrize("lr", [0, 1, torch.tensor(0.5), torch.tensor(-1.0), torch.tensor(float("nan")), -1])
+def test_rates(lr):
+    with nullcontext() if lr >= 0 else pytest.raises(ValueError, match="lr="):
         check_rate(lr)
 
 
@@ -138,11 +128,11 @@ def test_a_learning_rate_of_first_order_methods_is_told(make):
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-@pytest.mark.parametrize("lr", [1, 0.3, 0.05, 0.0])
-def test_learning_rates_without_a_word(make, lr):
+def test_learning_rates_without_a_word(make):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="lr=")
-        make(nn.Linear(2, 1), lr)
+        for lr in (1, 0.05, 0.0):
+            make(nn.Linear(2, 1), lr)
 
 
 def test_schedulers_may_go_as_low_as_they_like():

@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,17 +18,13 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from fuzz.checkpoints import BOMBS
 from marquardt import files
-from marquardt import files as locks
 from marquardt.files import Damaged, Foreign, own, typed
+from support.unchanged import same
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "results"
-
-
-def test_the_lock_of_windows(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_of_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[int] = set()
 
     def locking(file: int, mode: int, length: int) -> None:
@@ -37,31 +34,49 @@ def test_the_lock_of_windows(out: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
-    spec = importlib.util.spec_from_file_location("marquardt.windows", locks.__file__)
+    spec = importlib.util.spec_from_file_location("marquardt.windows", files.__file__)
     windows = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(windows)
+    out = tmp_path / "results"
     with windows.held(out, "logs"), pytest.raises(windows.Held, match=f"process {os.getpid()} on "):
         windows.held(out, "logs").__enter__()
     assert min(taken) > (out / ".logs.lock").stat().st_size  # a locked byte cannot be read
 
 
-def test_a_sealed_file_is_one_of_torch_and_every_changed_byte_is_noticed(tmp_path: Path) -> None:
-    path, content = tmp_path / "a.pt", {"version": 3, "weights": torch.arange(5.0)}
-    locks.save(path, content)
-    assert torch.equal(torch.load(path, weights_only=True)["weights"], content["weights"])
-    found, sealed = locks.load(path)
-    assert sealed
-    assert torch.equal(found["weights"], content["weights"])
+ARCHIVE = {"version": 3, "weights": torch.arange(5.0)}
+DOCUMENT = {"format": 2, "words": ["a", "Zürich", "\x1b[31m", "\udce9"], "more": {"sha256": "x", "n": -0.25}}
+KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], tuple[Any, bool]], Any]] = {
+    "archive": (lambda path: files.save(path, ARCHIVE), files.load, ARCHIVE),
+    "document": (lambda path: files.write(path, DOCUMENT), files.read, DOCUMENT),
+    "document in a line": (lambda path: files.write(path, DOCUMENT, None), files.read, DOCUMENT),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_changed_byte_is_noticed(kind: str, tmp_path: Path) -> None:
+    path, (write, read, content) = tmp_path / "a.pt", KINDS[kind]
+    write(path)
+    assert same(list(read(path)), [content, True])
     whole = path.read_bytes()
     for k in range(len(whole)):
-        path.write_bytes(whole[:k] + bytes([whole[k] ^ 1]) + whole[k + 1 :])
-        try:
-            assert not locks.load(path)[1]  # the seal itself is gone: a file of this version has one
-        except locks.Damaged:
-            continue
+        for changed in (whole[:k] + bytes([whole[k] ^ 1]) + whole[k + 1 :], whole[:k] + whole[k + 1 :]):
+            path.write_bytes(changed)
+            try:
+                assert not read(path)[1]  # the seal itself is gone: a file of this version has one
+            except Damaged:
+                continue
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(locks.Damaged, match=r"a\.pt is damaged"):
-        locks.load(path)
+    with pytest.raises(Damaged, match=r"a\.pt is damaged"):
+        read(path)
+
+
+def test_what_is_sealed_is_one_of_torch_and_one_of_json(tmp_path: Path) -> None:
+    files.save(tmp_path / "a.pt", ARCHIVE)
+    assert same(torch.load(tmp_path / "a.pt", weights_only=True), ARCHIVE)
+    text = files.sealed(DOCUMENT)
+    assert json.loads(text)["words"] == DOCUMENT["words"]
+    assert b"\x1b" not in text
+    assert "Zürich".encode() in text
 
 
 class Registered:
@@ -76,47 +91,40 @@ def archive(pickled: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
     return file.getvalue()
 
 
-PICKLED = {
-    "a number of bytes": b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R.",
-    "a number of numbers": b"\x80\x02ctorch\nTensor\nJ\xff\xff\xff\x7f\x85R.",
-    "a storage": b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.",
-    "bytes that are not there": b"\x80\x05\x96\xff\xff\xff\xff\x0f\x00\x00\x00.",
-    "a class that is registered": pickle.dumps(Registered(), 2),
-    "a program": b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.",
-}
+PICKLED = {"a class that is registered": pickle.dumps(Registered(), 2), **BOMBS}
 
 
 @pytest.mark.parametrize("name", PICKLED)
 def test_what_is_neither_tensor_nor_plain_value_is_not_built(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(archive(PICKLED[name]))
-    with torch.serialization.safe_globals([Registered]), pytest.raises(locks.Damaged, match=r"a\.pt is damaged"):
-        locks.load(path)
+    with torch.serialization.safe_globals([Registered]), pytest.raises(files.Damaged, match=r"a\.pt is damaged"):
+        files.load(path)
 
 
 def test_what_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(archive(pickle.dumps("x" * 10**6, 2)))
-    assert len(locks.load(path)[0]) == 10**6
+    assert len(files.load(path)[0]) == 10**6
     path.write_bytes(archive(pickle.dumps("x" * 10**6, 2), zipfile.ZIP_DEFLATED))
-    with pytest.raises(locks.Damaged, match="it is compressed"):
-        locks.load(path)
+    with pytest.raises(files.Damaged, match="it is compressed"):
+        files.load(path)
 
 
 def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     with pytest.raises(TypeError, match=r"a\.pt holds tensors, numbers, strings, lists and dicts alone"):
-        locks.save(path, {"x": Registered()})
+        files.save(path, {"x": Registered()})
     assert list(tmp_path.iterdir()) == []
     items = [
         torch.arange(6).view(2, 3).T, torch.zeros(0, 3), torch.tensor(True),
         torch.ones(2, dtype=torch.uint16), torch.ones(2).bfloat16(), torch.eye(2).to_sparse(), torch.float64, 2**100,
         1j, {1, 2}, b"ab", torch.nn.Parameter(torch.ones(1)), torch.Size([2]), torch.nn.Linear(1, 1).state_dict(),
     ]  # fmt: skip
-    locks.save(path, items)
-    assert str(locks.load(path)[0]) == str(items)
-    locks.save(path, {"x": torch.arange(4.0)[3:].expand(9, 1)})
-    assert torch.equal(locks.load(path)[0]["x"], torch.full((9, 1), 3.0))
+    files.save(path, items)
+    assert str(files.load(path)[0]) == str(items)
+    files.save(path, {"x": torch.arange(4.0)[3:].expand(9, 1)})
+    assert torch.equal(files.load(path)[0]["x"], torch.full((9, 1), 3.0))
 
 
 def test_a_lock_is_no_file_of_the_user(tmp_path: Path) -> None:
@@ -125,32 +133,11 @@ def test_a_lock_is_no_file_of_the_user(tmp_path: Path) -> None:
     (tmp_path / ".runs.lock").write_text("mine")
     for name in ("logs", "runs"):
         with pytest.raises(OSError, match=rf"\.{name}\.lock"):
-            locks.held(tmp_path, name).__enter__()
+            files.held(tmp_path, name).__enter__()
     assert (tmp_path / "thesis.txt").read_text() == (tmp_path / ".runs.lock").read_text() == "mine"
 
 
 # ---- JSON that shows damage, and whose entries have the types that dataclasses name.
-
-
-CONTENT = {"format": 2, "words": ["a", "Zürich", "\x1b[31m", "\udce9"], "more": {"sha256": "x", "n": -0.25}}
-
-
-def test_every_changed_byte_is_noticed(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    for indent in (None, 1):
-        files.write(path, CONTENT, indent)
-        assert files.read(path) == (CONTENT, True)
-        whole = path.read_bytes()
-        assert json.loads(whole)["words"] == CONTENT["words"]
-        assert b"\x1b" not in whole
-        assert "Zürich".encode() in whole
-        for k in range(len(whole)):
-            for changed in (whole[:k] + bytes([whole[k] ^ 1]) + whole[k + 1 :], whole[:k] + whole[k + 1 :]):
-                path.write_bytes(changed)
-                try:
-                    assert not files.read(path)[1]  # the seal itself is gone: a file of this version has one
-                except Damaged:
-                    continue
 
 
 @pytest.mark.parametrize(
@@ -168,7 +155,7 @@ def test_pipes_folders_and_huge_files_are_not_read(tmp_path: Path, monkeypatch: 
         files.read(tmp_path)
     with pytest.raises(FileNotFoundError):
         files.read(tmp_path / "none")
-    files.write(tmp_path / "a.json", CONTENT)
+    files.write(tmp_path / "a.json", DOCUMENT)
     monkeypatch.setattr(files, "LARGEST", 20)
     with pytest.raises(Damaged, match="more than 20 bytes"):
         files.read(tmp_path / "a.json")

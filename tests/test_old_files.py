@@ -55,20 +55,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 # --- optimizers ---
 
 
-@pytest.mark.parametrize("name", old.OPTIMIZERS)
+@pytest.mark.parametrize("name", old.OPTIONS)
 def test_a_state_dict_goes_on(name: str) -> None:
-    make, batches = old.OPTIMIZERS[name]
     saved = torch.load(FOLDER / f"{name}.pt", weights_only=True)
     model = old.net()
     model.load_state_dict(saved["model"])
-    opt = make(model)
+    opt = old.optimizer(name, model)
     opt.load_state_dict(saved["optimizer"])
-    check(old.continued(opt, batches), EXPECTED["optimizers"][name])
+    check(old.continued(opt, old.batches(name)), EXPECTED["optimizers"][name])
 
 
 def test_the_states_have_what_these_tests_are_for() -> None:
     states = {
-        name: torch.load(FOLDER / f"{name}.pt", weights_only=True)["optimizer"]["marquardt"] for name in old.OPTIMIZERS
+        name: torch.load(FOLDER / f"{name}.pt", weights_only=True)["optimizer"]["marquardt"] for name in old.OPTIONS
     }
     for name in ("default-changing", "inertia-changing"):
         assert isinstance(states[name]["D"][1], dict)  # the Kronecker metric
@@ -90,28 +89,39 @@ def test_a_pickled_optimizer_goes_on(name: str) -> None:
     again = pickle.loads(pickle.dumps(opt))
     opt.load_state_dict(opt.state_dict())
     for one in (opt, again):  # the second one has a model of its own
-        check(old.continued(one, old.OPTIMIZERS[name][1]), EXPECTED["pickled"][name])
+        check(old.continued(one, old.batches(name)), EXPECTED["pickled"][name])
 
 
 def test_a_checkpoint_goes_on_and_the_next_one_is_beside_it(tmp_path: Path) -> None:
     folder = copied("checkpoint", tmp_path)
-    make, batches = old.OPTIMIZERS["default-changing"]
     before = contents(folder)
     for _ in range(2):  # also from the one that is written by this version
         model = old.net()
-        opt = make(model)
+        opt = old.optimizer("default-changing", model)
         more = mq.load_checkpoint(folder, model, opt)
         assert more["epoch"] == 3
         assert torch.equal(more["curve"], torch.arange(3.0))
         state = torch.get_rng_state()
-        found = {**old.continued(opt, batches), "drawn": torch.rand(2, dtype=old.f64).tolist()}
+        found = {**old.continued(opt, old.batches("default-changing")), "drawn": torch.rand(2, dtype=old.f64).tolist()}
         check(found, EXPECTED["checkpoint"])
         model = old.net()
-        opt = make(model)
+        opt = old.optimizer("default-changing", model)
         mq.load_checkpoint(folder, model, opt)
         torch.set_rng_state(state)
         mq.save_checkpoint(folder, model, opt, **more)
         assert contents(folder).items() >= before.items()  # has no mark, and so is not removed
+
+
+def test_a_checkpoint_of_two_ranks_goes_on(tmp_path: Path) -> None:
+    """Each of them has written a part of the tensors, and half of one that was divided between them."""
+    folder = shutil.copytree(FOLDER.parent / "2a4d86c", tmp_path / "two")
+    model = old.net()
+    opt = old.optimizer("default-changing", model)
+    more = mq.load_checkpoint(folder / "checkpoint", model, opt)
+    assert more.pop("epoch") == 3
+    assert same(more, {"curve": torch.arange(3.0), "divided": torch.arange(12.0).reshape(6, 2)})
+    found = {**old.continued(opt, old.batches("default-changing")), "drawn": torch.rand(2, dtype=old.f64).tolist()}
+    check(found, json.loads((folder / "expected.json").read_text())[0])
 
 
 # --- mq.fit ---

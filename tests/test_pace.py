@@ -56,13 +56,18 @@ def timed(p: Pace, clock: Clock, plan: Plan | None, took: float, proven: bool = 
 # ---- Pace by itself
 
 
-@pytest.mark.parametrize(("seconds", "asked"), [(0.01, False), (1.0, True)])
-def test_how_fast_the_machine_is_where_that_can_announce_something(monkeypatch, seconds, asked):
-    """The probe takes longer than the first step of a small model."""
+@pytest.mark.parametrize(
+    ("device", "seconds", "asked"), [("cpu", 0.01, False), ("cpu", 1.0, True), ("cuda", 1.0, False)]
+)
+def test_how_fast_the_machine_is_where_that_can_announce_something(monkeypatch, device, seconds, asked):
+    """The probe, of a CPU, takes longer than the first step of a small model."""
     probed = []
-    monkeypatch.setattr(pace, "probe", lambda: probed.append(True) or 1.0)
-    Pace().expect(Plan((), kind="Dense", seconds=seconds), CPU, True)
+    monkeypatch.setattr(pace, "probe", lambda: probed.append(True) or 2.0)
+    p = Pace()
+    p.begin()
+    p.expect(Plan((), kind="Dense", seconds=seconds), torch.device(device), True)
     assert bool(probed) == asked
+    assert p.predicted == seconds * (2 if asked else 1)
 
 
 def test_half_of_the_way(clock):
@@ -86,22 +91,6 @@ def test_what_is_not_proven_takes_longer(clock):
     assert p.speed == pytest.approx(2.0)
 
 
-def test_no_prediction(clock):
-    p = Pace()
-    for plan in (None, Plan(())):
-        assert timed(p, clock, plan, took=50.0) == (50.0, "")
-        assert p.predicted == 0
-        assert p.speed is None
-
-
-def test_a_gpu_is_not_probed(clock, monkeypatch):
-    monkeypatch.setattr(pace, "probe", lambda: pytest.fail("a probe of the CPU"))
-    p = Pace()
-    p.begin()
-    p.expect(QUICK, torch.device("cuda"), True)
-    assert p.predicted == 0.5
-
-
 def test_warned_once_for_each_plan(clock):
     p = Pace()
     with pytest.warns(UserWarning, match=r"about 16 s: Gram.*many rows; about 123 gradients.*; try fewer rows$"):
@@ -109,16 +98,10 @@ def test_warned_once_for_each_plan(clock):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         timed(p, clock, SLOW, took=16.0)
+        assert timed(Pace(), clock, QUICK, took=1.0) == (1.0, "")  # which is quick
+        assert timed(p, clock, QUICK, took=LONG + 1)[1].startswith("took 4 s, predicted")  # nobody was told before
     with pytest.warns(UserWarning, match="other rows"):
         timed(p, clock, Plan((), name="Dense()", why="other rows", seconds=9.0), took=18.0)
-
-
-def test_a_quick_step_is_not_announced(clock):
-    p = Pace()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert timed(p, clock, QUICK, took=1.0) == (1.0, "")
-        assert timed(p, clock, QUICK, took=LONG + 1)[1] == "took 4 s, predicted 1 s"  # nobody was told, so say it now
 
 
 def test_probe():
@@ -140,18 +123,6 @@ def slow(monkeypatch):
     monkeypatch.setattr(pace, "SLOWEST", 1e6)
 
 
-def test_a_step_says_what_it_took(clock):
-    model, x, y = problem()
-    clock.tick = 1.5
-    opt = mq.LM(model, "cross_entropy")
-    step = opt.step(x, y)
-    assert step.seconds == 1.5
-    plan = opt._state.plan
-    assert step.predicted == pytest.approx(2.0 * (plan.seconds + plan.proof))
-    assert step.note == ""
-    assert opt.step(x, y).predicted == pytest.approx(math.sqrt(2.0 * 1.5 / (plan.seconds + plan.proof)) * plan.seconds)
-
-
 @pytest.mark.parametrize(
     "curvature", [mq.Auto(), mq.Dense(), mq.Gram(), mq.MatrixFree()], ids=lambda c: type(c).__name__
 )
@@ -164,6 +135,8 @@ def test_every_step_but_the_first_is_proven(clock, curvature):
         clock.tick = 0.01
         step = opt.step(x + t, y)
         plan = opt._state.plan
+        assert step.seconds == pytest.approx(0.01)
+        assert "predicted" not in step.note
         assert step.predicted == pytest.approx((before or 2.0) * (plan.seconds + (plan.proof if t == 0 else 0)))
 
 
@@ -178,6 +151,13 @@ def test_a_long_step_is_announced(clock, slow):
     model, x, y = problem()
     opt = mq.LM(model, "cross_entropy", curvature=mq.Dense())
     clock.tick = 1e5
+    before = world(model, opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="a step will take about"):
+            opt.step(x, y)
+    assert changes(before, world(model, opt)) == []
+    opt = mq.LM(model, "cross_entropy", curvature=mq.Dense())
     with pytest.warns(UserWarning, match=r"a step will take about .* s: Dense.*; curvature=mq\.Auto\(\)"):
         step = opt.step(x, y)
     with warnings.catch_warnings():
@@ -186,16 +166,8 @@ def test_a_long_step_is_announced(clock, slow):
     assert "took 100,000 s, predicted" in step.note
 
 
-def by_step(opt, x, y):
-    opt.step(x, y)
-
-
-def by_step_over(opt, x, y):
-    opt.step_over([(x, y)])
-
-
 @pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("call", [by_step, by_step_over])
+@pytest.mark.parametrize("call", [lambda opt, x, y: opt.step(x, y), lambda opt, x, y: opt.step_over([(x, y)])])
 def test_the_warning_points_at_the_call(slow, call, scheduled):
     """Whatever torch wraps `step` in."""
     model, x, y = problem()
@@ -204,19 +176,7 @@ def test_the_warning_points_at_the_call(slow, call, scheduled):
         StepLR(opt, 1)
     with pytest.warns(UserWarning, match="a step will take about") as seen:
         call(opt, x, y)
-    assert seen[0].filename == __file__
-    assert seen[0].lineno == call.__code__.co_firstlineno + 1
-
-
-def test_a_warning_that_is_an_error_changes_nothing(slow):
-    model, x, y = problem()
-    opt = mq.LM(model, "cross_entropy")
-    before = world(model, opt)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="a step will take about"):
-            opt.step(x, y)
-    assert changes(before, world(model, opt)) == []
+    assert (seen[0].filename, seen[0].lineno) == (__file__, call.__code__.co_firstlineno)
 
 
 def test_predicted_before_the_work_begins(clock, monkeypatch):

@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,61 +22,10 @@ from support.unchanged import same
 
 f64 = torch.float64
 
-# The parts of LM(nn.Linear(2, 1), "mse", damping=FactoredMaxDiagonal()) of 0.1.0, and what it had saved after three
-# steps on `batch(i)`.
+# The parts of LM(nn.Linear(2, 1), "mse", damping=FactoredMaxDiagonal()) of 0.1.0, what it had saved after three steps
+# on `batch(i)`, and its fourth step, on `batch(3)`.
 PARTS = {"curvature": mq.Auto(inertia=0.8), "damping": mq.FactoredMaxDiagonal(), "schedule": mq.GainRatio()}
-OF_0_1_0 = {
-    "state": {},
-    "param_groups": [{"lr": 1.0, "params": [0, 1]}],
-    "marquardt": {
-        "lam": 0.3429999999999999,
-        "steps": 3,
-        "accepted": 3,
-        "D": [
-            torch.tensor(1.0, dtype=f64),
-            [
-                [
-                    torch.tensor([[[2.0000000000000004]]], dtype=f64),
-                    torch.tensor([[[1.4900000000000002, 3.472500000000001]]], dtype=f64),
-                ],
-                [torch.tensor([[[2.0000000000000004]]], dtype=f64)],
-            ],
-        ],
-        "previous": torch.tensor([0.05650789127023787, 0.057335499262082576, -0.17908932848647532], dtype=f64),
-        "mean": torch.tensor([0.8469980357785671, 0.05638724904509518, -0.05531927692312699], dtype=f64),
-        "points": 3,
-        "past": {
-            "G": torch.tensor(
-                [
-                    [2.8133333333333344, 0.8600000000000003, 1.266666666666667],
-                    [0.8600000000000003, 6.631666666666668, 2.366666666666667],
-                    [1.266666666666667, 2.366666666666667, 2.0000000000000004],
-                ],
-                dtype=f64,
-            ),
-            "batches": torch.tensor(3.0, dtype=f64),
-        },
-        "rows": 5,
-        "repeats": 0,
-        "best": 0.07083490644814518,
-        "expected": 0.07083490644814518,
-        "unjudged": 0,
-        "idle": 0,
-        "idle_from": 0.13240719840929735,
-        "height": 0.5575078125,
-        "stride": 0.19635042355232638,
-        "doubted": False,
-        "haven": None,
-        "haven_loss": math.inf,
-        "away": 0,
-        "ceiling": math.inf,
-    },
-}
-
-WEIGHTS = [[0.8660816142966596, 0.07516429125299985]], [-0.10486916374671726]
-# Its fourth step, on `batch(3)`.
-LOSSES = 0.09764264885367327, 0.046624662110920534
-THEN = torch.tensor([0.9008365449917664, 0.113132619215536, -0.29940139183450964], dtype=f64)
+OF_0_1_0 = torch.load(Path(__file__).parent / "fixtures" / "0.1.0" / "state.pt", weights_only=True)
 
 
 def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,28 +35,16 @@ def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def optimizer() -> mq.LM:
     model = torch.nn.Linear(2, 1).double()
-    with torch.no_grad():
-        for p, values in zip(model.parameters(), WEIGHTS, strict=True):
-            p.copy_(torch.tensor(values, dtype=f64))
+    model.load_state_dict(OF_0_1_0["model"])
     return mq.LM(model, "mse", **PARTS)
 
 
 def test_a_state_of_0_1_0_goes_on():
     opt = optimizer()
-    opt.load_state_dict(copy.deepcopy(OF_0_1_0))
+    opt.load_state_dict(copy.deepcopy(OF_0_1_0["optimizer"]))
     step = opt.step(*batch(3))
-    assert (step.loss, step.new_loss) == pytest.approx(LOSSES, rel=1e-12)
-    assert error(torch.cat([p.detach().flatten() for p in opt.params]), THEN) < 1e-12
-
-
-def test_the_state_carries_its_version():
-    opt = optimizer()
-    opt.step(*batch(0))
-    state = opt.state_dict()
-    assert state["marquardt"]["version"] == VERSION
-    again = optimizer()
-    again.load_state_dict(state)
-    assert again.state_dict()["marquardt"]["steps"] == 1
+    assert [step.loss, step.new_loss] == pytest.approx(OF_0_1_0["losses"], rel=1e-12)
+    assert error(torch.cat([p.detach().flatten() for p in opt.params]), OF_0_1_0["weights"]) < 1e-12
 
 
 def file_of(opt: mq.LM) -> dict[str, Any]:
@@ -157,36 +95,35 @@ def test_a_state_without_the_lag_of_the_average():
 def test_a_state_of_an_unknown_version_is_refused_by_name(version):
     opt = optimizer()
     state = opt.state_dict()
+    assert state["marquardt"]["version"] == VERSION
     state["marquardt"]["version"] = version
     with pytest.raises(ValueError, match=f"version {version!r}.*newer marquardt"):
         opt.load_state_dict(state)
     assert opt._state.steps == 0
 
 
-def test_the_plan_is_saved_and_taken_up_where_it_still_fits():
+@pytest.mark.parametrize(
+    ("curvature", "bytes", "fits"),
+    [
+        (mq.Auto(inertia=0.8), None, True),
+        (mq.Auto(inertia=0.8, memory="1GiB"), None, False),
+        (PARTS["curvature"], 10, False),
+    ],
+    ids=["as it was", "other options", "another machine"],
+)
+def test_the_plan_is_saved_and_taken_up_where_it_still_fits(curvature, bytes, fits, monkeypatch):
     """It is a part of the state: a run that is resumed does not plan anew, unless memory or options are others."""
     opt = optimizer()
     opt.step(*batch(0))
-    state = opt.state_dict()
+    state = file_of(opt)
     assert state["marquardt"]["plan"]["kind"] == "Dense"
-    for curvature, fits in ((mq.Auto(inertia=0.8), True), (mq.Auto(inertia=0.8, memory="1GiB"), False)):
-        again = mq.LM(torch.nn.Linear(2, 1).double(), "mse", damping=mq.FactoredMaxDiagonal(), curvature=curvature)
-        again.load_state_dict(copy.deepcopy(state))
-        assert (again._state.plan == opt._state.plan) == fits
-        assert again.step(*batch(1)).accepted
-    torch.save(state, buffer := io.BytesIO())
-    buffer.seek(0)
-    opt.load_state_dict(torch.load(buffer, weights_only=True))
-
-
-def test_a_plan_of_another_machine_is_made_anew(monkeypatch):
-    opt = optimizer()
-    opt.step(*batch(0))
-    state = opt.state_dict()
-    monkeypatch.setattr(auto, "free", lambda device: 10)  # bytes
-    again = optimizer()
+    if bytes is not None:
+        monkeypatch.setattr(auto, "free", lambda device: bytes)
+    again = mq.LM(torch.nn.Linear(2, 1).double(), "mse", damping=mq.FactoredMaxDiagonal(), curvature=curvature)
     again.load_state_dict(state)
-    assert again._state.plan is None
+    assert again._state.plan == (opt._state.plan if fits else None)
+    if bytes is None:
+        assert again.step(*batch(1)).accepted
 
 
 @pytest.mark.parametrize(
@@ -210,12 +147,15 @@ def test_a_state_of_other_parts_is_refused_by_name(saved, here, match):
     assert other._state is before
 
 
-def test_what_auto_may_pick_goes_on_with_each_other():
-    for saved, here in ((mq.Auto(inertia=0.8), mq.Dense(inertia=0.8)), (mq.Dense(), mq.Gram()), (mq.Gram(), mq.Auto())):
-        one, other = (mq.LM(torch.nn.Linear(2, 1).double(), "mse", curvature=c) for c in (saved, here))
-        one.step(*batch(0))
-        other.load_state_dict(one.state_dict())
-        assert other.step(*batch(1)).accepted
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [(mq.Auto(inertia=0.8), mq.Dense(inertia=0.8)), (mq.Dense(), mq.Gram()), (mq.Gram(), mq.Auto())],
+)
+def test_what_auto_may_pick_goes_on_with_each_other(saved, here):
+    one, other = (mq.LM(torch.nn.Linear(2, 1).double(), "mse", curvature=c) for c in (saved, here))
+    one.step(*batch(0))
+    other.load_state_dict(one.state_dict())
+    assert other.step(*batch(1)).accepted
 
 
 def test_a_state_of_other_shapes_is_refused_though_there_are_as_many_numbers():
@@ -237,28 +177,20 @@ def names(model: nn.Module, groups) -> list[list[str]]:
     return [[known[id(p)] for p in group["params"]] for group in groups]
 
 
-def test_one_group():
-    model = mlp(2, 3, 1)
-    every = [name for name, _ in model.named_parameters()]
-    assert names(model, grouped(model, None)) == [every]
-    assert names(model, grouped(model, model[2].parameters())) == [["2.weight", "2.bias"]]
-
-
-def test_several_groups():
+def test_groups():
     """Each with its options; what is frozen is left out, and a parameter may stand alone."""
     model = mlp(2, 3, 1)
+    assert names(model, grouped(model, None)) == [[name for name, _ in model.named_parameters()]]
+    assert names(model, grouped(model, model[2].parameters())) == [["2.weight", "2.bias"]]
+    assert names(model, grouped(model, [{"params": model[0].weight}])) == [["0.weight"]]
     model[0].bias.requires_grad_(False)
     given = [{"params": model[2].parameters(), "weight_decay": 0.1}, {"params": model[0].parameters(), "name": "first"}]
     found = grouped(model, iter(given))
     assert names(model, found) == [["2.weight", "2.bias"], ["0.weight"]]
     assert found[0]["weight_decay"] == 0.1
     assert found[1]["name"] == "first"
-    assert names(model, grouped(model, [{"params": model[0].weight}])) == [["0.weight"]]
-
-
-def test_a_group_without_parameters_is_refused():
     with pytest.raises(TypeError, match="'params'"):
-        grouped(mlp(2, 3, 1), [{"weight_decay": 0.1}])
+        grouped(model, [{"weight_decay": 0.1}])
 
 
 def test_rates_may_be_tensors():
@@ -269,31 +201,23 @@ def test_rates_may_be_tensors():
         check_same_rate(groups)
 
 
-def test_weights_by_element():
-    """Copies in the precision of θ, one for every element; a tensor of one value is a number."""
+def test_weights_of_groups():
+    """Copies in the precision of θ, one for every element; a tensor of one value is a number, and so are numbers."""
     p, q = torch.zeros(2, 3), torch.zeros(3)
     w = torch.tensor([0.0, 1.0, 2.0]).double()
     groups = [
         {"params": [p, q], "weight_decay": w},
         {"params": [p, q], "weight_decay": torch.full((3,), 0.5)},
         {"params": [torch.zeros(0)], "weight_decay": torch.rand(0)},
+        {"params": [], "weight_decay": 3},
+        {"params": [p, q], "weight_decay": 0.1},
     ]
-    found = weights(groups, [False, False, False, True, False])
-    assert found.numbers == (1.0, 1.0, 0.5, 0.0, 0.0)
+    found = weights(groups, [False, False, False, True, False, False, True])
+    assert found.numbers == (1.0, 1.0, 0.5, 0.0, 0.0, 0.1, 0.0)
     assert list(found.elements) == [0, 1]
     assert torch.equal(found.elements[0], torch.tensor([0.0, 1.0, 2.0, 0.0, 1.0, 2.0]))
     assert found.gaps
     w.fill_(7.0)
     assert torch.equal(found.elements[1], torch.tensor([0.0, 1.0, 2.0]))
-    assert weights(groups, [True, True, True, True, True]).elements == {}
+    assert weights(groups, [True] * 7).elements == {}
     assert not weights([{"params": [q], "weight_decay": torch.tensor([1.0, 2.0, 3.0])}], [False]).gaps
-
-
-def test_weights():
-    p = torch.zeros(1)
-    groups = [
-        {"params": [p, p], "weight_decay": 0.1},
-        {"params": [], "weight_decay": 3},
-        {"params": [p], "weight_decay": 2},
-    ]
-    assert weights(groups, [False, True, False]).numbers == (0.1, 0.0, 2.0)

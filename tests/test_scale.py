@@ -77,6 +77,7 @@ DAMPINGS = {
     "layer-mean": mq.LayerMeanEigenvalue(),
     "factored": mq.FactoredMaxDiagonal(),
 }
+MAX = {"max": mq.MaxDiagonal()}
 ROWS = {"exact": mq.Exact(), "sampled": mq.Sampled(1)}
 EVERY_TWIN = pytest.mark.parametrize("name", TWINS)
 EVERY_DAMPING = pytest.mark.parametrize("damping", DAMPINGS)
@@ -114,6 +115,8 @@ def expected_damping(name: str, damping: str, rows: str, evaluation: bool) -> Te
     t = fresh(twin(name, evaluation))
     if damping == "identity":
         return torch.ones(n, dtype=torch.float64)
+    if damping == "max":  # not one that scales, but it works: streamed, entry by entry
+        return q.diagonal().clamp(min=0.01)
     if damping == "mean":
         return (q.G.trace() / min(n, m)).expand(n)
     if damping == "layer-mean":
@@ -130,7 +133,7 @@ def expected_damping(name: str, damping: str, rows: str, evaluation: bool) -> Te
                 D[i] = tau.expand(sizes[i])
         return torch.cat(D)
     lin = mq.linearize(*t, rows=ROWS[rows])
-    D = DAMPINGS[damping].update(None, mq.Dense().represent(lin)).positive().entries(lin.parameters.sizes)
+    D = {**DAMPINGS, **MAX}[damping].update(None, mq.Dense().represent(lin)).positive().entries(lin.parameters.sizes)
     assert (q.diagonal() * n / min(n, m) <= D * (1 + 1e-12)).all()  # bounds the diagonal, in units of the mean
     return D
 
@@ -149,7 +152,7 @@ def step(t: Twin, damping: str, rows: str, lam: float, curvature=mq.Gram(whole=0
     """θ after one step minus θ before: (n,) in float64"""
     parts = {"momentum": None, "line_search": None, "average": None, "acceptance": Always()}
     opt = mq.LM(
-        t.model, t.loss, curvature=curvature, rows=ROWS[rows], damping=DAMPINGS[damping],
+        t.model, t.loss, curvature=curvature, rows=ROWS[rows], damping={**DAMPINGS, **MAX}[damping],
         schedule=mq.Constant(lam), **parts,
     )  # fmt: skip
     before = torch.cat([p.detach().flatten() for p in t.model.parameters()]).double()
@@ -157,50 +160,23 @@ def step(t: Twin, damping: str, rows: str, lam: float, curvature=mq.Gram(whole=0
     return torch.cat([p.detach().flatten() for p in t.model.parameters()]).double() - before
 
 
-@EVERY_ROWS
-@EVERY_DAMPING
-@EVERY_TWIN
-def test_step(name, damping, rows):
-    for lam in (1.0, 1e-2, 1e-4):
-        D = expected_damping(name, damping, rows, False)
-        expected = quadratic(name, rows, False)[0].step(lam * D)
-        assert error(step(fresh(twin(name)), damping, rows, lam), expected) < 1e-8
+# Of a step: whether the model is in eval mode, where random slopes are the same in other precision and in pieces.
+WAYS = {
+    "float64": (False, torch.float64, mq.Gram(whole=0), (1.0, 1e-2, 1e-4), 1e-8),
+    "float32": (True, torch.float32, mq.Gram(whole=0), (1.0, 1e-2), 1e-3),
+    "chunks": (True, torch.float64, mq.Gram(chunk=3, whole=0), (1e-2,), 1e-8),
+}
 
 
-@EVERY_ROWS
-@EVERY_DAMPING
-@EVERY_TWIN
-def test_step_in_float32(name, damping, rows):
-    """In eval mode: random slopes of other precision are other slopes."""
-    for lam in (1.0, 1e-2):
-        D = expected_damping(name, damping, rows, True)
-        expected = quadratic(name, rows, True)[0].step(lam * D)
-        assert error(step(fresh(twin(name, True), torch.float32), damping, rows, lam), expected) < 1e-3
-
-
-@EVERY_DAMPING
-@EVERY_TWIN
-def test_step_in_chunks(name, damping):
-    D = expected_damping(name, damping, "exact", True)
-    expected = quadratic(name, "exact", True)[0].step(0.01 * D)
-    t = fresh(twin(name, True))
-    assert error(step(t, damping, "exact", 0.01, mq.Gram(chunk=3, whole=0)), expected) < 1e-8
-
-
+@pytest.mark.parametrize(("damping", "way"), [*itertools.product(DAMPINGS, WAYS), ("max", "float64")])
 @EVERY_ROWS
 @EVERY_TWIN
-def test_plain_max_diagonal(name, rows):
-    """Not one that scales, but it works: streamed, entry by entry."""
-    q, _ = quadratic(name, rows, False)
-    expected = q.step(0.1 * q.diagonal().clamp(min=0.01))
-    t = fresh(twin(name))
-    opt = mq.LM(
-        t.model, t.loss, curvature=mq.Gram(whole=0), rows=ROWS[rows], damping=mq.MaxDiagonal(), average=None,
-        schedule=mq.Constant(0.1), momentum=None, line_search=None, acceptance=Always(),
-    )  # fmt: skip
-    before = torch.cat([p.detach().flatten() for p in t.model.parameters()])
-    opt.step(t.x, t.y)
-    assert error(torch.cat([p.detach().flatten() for p in t.model.parameters()]) - before, expected) < 1e-8
+def test_step(name, damping, rows, way):
+    evaluation, dtype, curvature, every_lam, close = WAYS[way]
+    D = expected_damping(name, damping, rows, evaluation)
+    for lam in every_lam:
+        expected = quadratic(name, rows, evaluation)[0].step(lam * D)
+        assert error(step(fresh(twin(name, evaluation), dtype), damping, rows, lam, curvature), expected) < close
 
 
 @EVERY_ROWS

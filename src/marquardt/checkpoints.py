@@ -1,7 +1,7 @@
-"""Checkpoints by torch.distributed.checkpoint, which any number of ranks can go on from.
+"""Checkpoints in folders, which any number of ranks can continue from.
 
     folder/12/.marquardt     says that marquardt has made the folder 12, and may remove it
-    folder/12/tensors-0.pt   what rank 0 has written of the tensors; and so on
+    folder/12/tensors-0.pt   the tensors
     folder/12/contents.pt    the rest, and which tensor is where: written last, without it the folder counts for nothing
 
 Only when a checkpoint is complete those before it are removed; and what a killed process has left with the next one. A
@@ -11,7 +11,10 @@ folder without the mark, and whatever else is beside these files, is the user's 
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import os
+import pickle
 import re
 import secrets
 from collections import OrderedDict
@@ -19,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +33,10 @@ from .model.checks import unwrapped
 from .model.shards import sharded
 from .optimizer import LM
 from .ranks import RankError, Ranks
-from .values import short
+from .values import is_count, short
 
-# Version 1 had no checksums, no mark, and the pickle of torch.distributed.checkpoint in the place of an index.
+# Version 1 had no checksums, no mark, and the pickle of torch.distributed.checkpoint in the place of an index. In
+# version 2 each rank may have written a part of the tensors, each to another file.
 VERSION = 2
 CONTENTS, MARK = "contents.pt", ".marquardt"
 
@@ -57,11 +61,9 @@ def save_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM, **mo
     >>> mq.save_checkpoint("run", model, opt, epoch=3)
     >>> epoch = mq.load_checkpoint("run", model, opt)["epoch"]
     """
-    check_optimizer(opt)
-    refuse(model)
-    ranks = opt._ranks
+    inner, ranks = checked(model, opt)
     with ranks.together():
-        content = {"model": unwrapped(model, None)[0].state_dict(), "optimizer": loadable(opt), "more": more}
+        content = {"model": inner.state_dict(), "optimizer": loadable(opt), "more": more}
         write(Path(folder), content, generators.states(), ranks)
 
 
@@ -69,7 +71,7 @@ def load_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM) -> d
     """Loads the last checkpoint of `save_checkpoint` into model and optimizer, and returns what was saved beside them.
 
     The number of ranks may be another one. Each rank gets the random numbers that it had; one that was not there
-    begins with a seed of its own. Nothing in a checkpoint runs, and if it is damaged, or of another model or optimizer,
+    begins with another seed. Nothing in a checkpoint runs, and if it is damaged, or of another model or optimizer,
     nothing changes. All ranks of the optimizer's group call it.
 
     Args:
@@ -84,13 +86,11 @@ def load_checkpoint(folder: str | PathLike[str], model: nn.Module, opt: LM) -> d
     >>> mq.load_checkpoint("run", model, opt)["epoch"]
     3
     """
-    check_optimizer(opt)
-    refuse(model)
-    ranks, inner = opt._ranks, unwrapped(model, None)[0]
+    inner, ranks = checked(model, opt)
     with ranks.together():
         ranks.same(f"the checkpoint in {folder}")
         own = inner.state_dict()
-        path, content, random = read(Path(folder), ranks, {"model": own})
+        path, content, random = read(Path(folder), ranks)
         check_model(path, content.get("model"), own)
         ranks.same(f"the checkpoint {path} is read")  # by all, or none of them changes
         with unchanged_by_errors(inner, opt):
@@ -146,19 +146,18 @@ def loadable(opt: LM) -> dict[str, Any]:
     return state
 
 
-def check_optimizer(opt: Any) -> None:
+def checked(model: nn.Module, opt: Any) -> tuple[nn.Module, Ranks]:
+    """The model without its wrapper, and the ranks that train it; the state of an optimizer of shards is that of its
+    rank alone."""
     if not isinstance(opt, LM):
         raise TypeError(f"the optimizer is {type(opt).__name__}: checkpoints are of marquardt.LM")
-
-
-def refuse(model: nn.Module) -> None:
-    """The state of an optimizer of shards is that of its rank."""
     if any(sharded(p) for p in model.parameters()):
         raise TypeError(
             "mq.save_checkpoint and mq.load_checkpoint take no model whose parameters are sharded: save its state_dict "
             "by torch.distributed.checkpoint, and opt.state_dict() by torch.save in a file for every rank "
             "(docs/sharded.md)"
         )
+    return unwrapped(model, None)[0], opt._ranks
 
 
 def check_model(path: Path, there: Any, here: Mapping[str, Any]) -> None:
@@ -183,18 +182,14 @@ def shape(item: Any) -> str:
 # A folder of checkpoints.
 
 
-def numbered(folder: Path) -> dict[int, Path]:
-    """Folders that may be checkpoints, by number: no links, and no digits but 0 to 9."""
-    found = {int(path.name): path for path in entries(folder) if path.is_dir() and not path.is_symlink()}
-    return dict(sorted(found.items()))
-
-
-def entries(folder: Path) -> list[Path]:
-    """Those with a number for a name"""
-    return [path for path in folder.iterdir() if NUMBER.fullmatch(path.name)] if folder.is_dir() else []
-
-
 NUMBER = re.compile("[1-9][0-9]{0,17}")
+
+
+def numbered(folder: Path, links: bool = False) -> dict[int, Path]:
+    """Folders that may be checkpoints, by number: no digits but 0 to 9. Or the links with such a name."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    paths = [path for path in found if NUMBER.fullmatch(path.name) and path.is_symlink() == links]
+    return {int(path.name): path for path in sorted(paths, key=lambda path: int(path.name)) if links or path.is_dir()}
 
 
 def complete(path: Path) -> bool:
@@ -210,8 +205,8 @@ def latest(folder: Path) -> Path | None:
 
 def check_links(folder: Path) -> None:
     """Before one is read, and before one is written that could not be read then"""
-    for path in entries(folder):
-        if path.is_symlink() and complete(path):
+    for path in numbered(folder, links=True).values():
+        if complete(path):
             raise ValueError(
                 f"{path} is a symbolic link: a checkpoint is read from its own folder alone; move the link away, or "
                 "name another folder"
@@ -234,14 +229,12 @@ def begun(folder: Path) -> Iterator[Path]:
     path = made(folder, last + 1)
     try:
         with files.told(path / MARK):
-            mark = os.open(path / MARK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            files.lock(mark)  # before it is a mark
+            mark = (path / MARK).open("x+b", buffering=0)
+        with mark:
+            files.lock(mark.fileno())  # before it is a mark
             with files.told(path / MARK):
-                os.write(mark, words(int(path.name)))
+                mark.write(words(int(path.name)))
             yield path
-        finally:
-            os.close(mark)
     finally:
         if not complete(path):
             remove(path, here=True)
@@ -251,18 +244,14 @@ def begun(folder: Path) -> Iterator[Path]:
 
 def made(folder: Path, number: int) -> Path:
     """The first folder from this number on that is not there."""
-    while True:
-        path = folder / str(number)
-        try:
-            with files.told(path):
-                folder.mkdir(parents=True, exist_ok=True)
+    with files.told(folder / str(number)):
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = folder / str(number)
+            with suppress(FileExistsError):
                 path.mkdir()
-        except files.Unwritable as error:
-            if not (isinstance(error.__cause__, FileExistsError) and folder.is_dir()):
-                raise
+                return path
             number += 1
-        else:
-            return path
 
 
 def ours(path: Path) -> bool:
@@ -285,8 +274,8 @@ def remove(path: Path, here: bool = False) -> None:
     with suppress(FileNotFoundError):  # another process removes it, too
         if not (here or ours(path)):
             return
-        with opened(path / MARK) as mark:
-            if not files.lock(mark):
+        with (path / MARK).open("r+b") as mark:
+            if not files.lock(mark.fileno()):
                 return
             for name in sorted(os.listdir(path), key=lambda name: name != CONTENTS):
                 if NAMES.fullmatch(name) and not (path / name).is_dir():
@@ -296,35 +285,27 @@ def remove(path: Path, here: bool = False) -> None:
             os.rmdir(path)
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_RDWR | files.NO_LINK)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
 def write(folder: Path, content: Any, own: Any, ranks: Ranks) -> None:
-    """`content` is the same on all ranks, but for DTensors, of which each has its shard; `own` is that of this rank."""
-    from .chunks import written  # which takes a while, and few need it
-
+    """`content` is the same on all ranks, and rank 0 writes it; `own` is what each of them has by itself."""
     ranks.same(f"a checkpoint in {folder}")
     tensors, plain = taken_apart(content)
-    shared = {"marquardt": VERSION, "content": plain, "ranks": ranks.every(own), "checkpoint": secrets.token_hex(16)}
+    token = secrets.token_hex(16)
+    index = {key: [[[0] * t.ndim, list(t.shape), 0, k]] for k, (key, t) in enumerate(tensors.items())}
+    shared = {
+        "marquardt": VERSION, "content": plain, "ranks": ranks.every(own), "checkpoint": token, "index": index
+    }  # fmt: skip
     check_plain(shared, len(tensors))
     with ExitStack() as stack:
         path = ranks.agreed(stack.enter_context(begun(folder)) if ranks.rank == 0 else folder)
-        shared["checkpoint"] = ranks.agreed(shared["checkpoint"])
         if not path.is_dir():
             raise OSError(
                 f"rank {ranks.rank} does not see {path}, which rank 0 has made: name a folder that all ranks share"
             )
-        index = ranks.through(
-            f"the tensors of {path}", lambda group: written(tensors, path, shared["checkpoint"], group)
-        )
+        ranks.same(f"the folder {path}")  # which all see, before anything is in it
         if ranks.rank == 0:
-            files.save(path / CONTENTS, {**shared, "index": index})
+            stored = {"checkpoint": token, "file": 0, "tensors": list(tensors.values())}
+            files.save(path / "tensors-0.pt", stored)
+            files.save(path / CONTENTS, shared)
             files.settle(folder)
             for number, old in numbered(folder).items():
                 if number < int(path.name):
@@ -332,14 +313,13 @@ def write(folder: Path, content: Any, own: Any, ranks: Ranks) -> None:
     ranks.same(f"the checkpoint {path} is complete")
 
 
-def read(folder: Path, ranks: Ranks, like: Any = None) -> tuple[Path, dict[str, Any], list[Any]]:
-    """Where it was, what was written, and what each rank had of its own. DTensors come as the tensors of the same name
-    in `like`, or as they were; as plain tensors if there are none now. All of it is checked."""
+def read(folder: Path, ranks: Ranks) -> tuple[Path, dict[str, Any], list[Any]]:
+    """Where it was, what all ranks have saved, and what each had by itself. All of it is checked."""
     path = ranks.agreed(latest(folder))
     if path is None:
         raise FileNotFoundError(f"{folder} holds no checkpoint that is complete: begin anew, or name another folder")
     try:
-        return path, *put_together(path, placed(like))
+        return path, *put_together(path)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # of many kinds
@@ -352,7 +332,7 @@ def unreadable(path: Path, error: BaseException) -> files.Damaged:
 
 
 def check_plain(content: Any, tensors: int) -> None:
-    """That it can be loaded, where `files.load` will find so many tensors"""
+    """Checks that it can be loaded, with this number of tensors"""
     if (error := unplain(content)) is not None:
         inner = (dict, list, tuple, OrderedDict)
         items = tree_flatten_with_path(content, is_leaf=lambda item: type(item) not in inner)[0]
@@ -367,10 +347,8 @@ def check_plain(content: Any, tensors: int) -> None:
 
 def unplain(content: Any) -> Exception | None:
     """Why it could not be loaded, if it could not"""
-    file = io.BytesIO()
     try:
-        torch.save(content, file)
-        files.check_archive(file)
+        files.archived(content)
     except Exception as error:
         return error
     return None
@@ -385,24 +363,27 @@ def entry(place: KeyPath) -> str:
 
 
 def taken_apart(content: Any) -> tuple[dict[str, Tensor], Any]:
-    """The tensors by their places, and everything with these in their stead."""
+    """The tensors by their places, and everything with these in their stead. Of a DTensor all ranks have a part."""
     leaves, tree = tree_flatten_with_path(content)
+    tensors: dict[str, Tensor] = {}
+    plain = []
     for place, leaf in leaves:
         if isinstance(leaf, Tensor):
-            check_dense(place, leaf)
-    tensors = {keystr(place): leaf.detach() for place, leaf in leaves if isinstance(leaf, Tensor)}
-    plain = [stored(keystr(place), leaf) if isinstance(leaf, Tensor) else leaf for place, leaf in leaves]
+            t = leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
+            check_dense(place, t)
+            tensors[keystr(place)] = t.detach()
+            leaf = {STORED: keystr(place), "shape": list(t.shape), "dtype": t.dtype}
+        plain.append(leaf)
     return tensors, tree_unflatten(plain, tree)
 
 
 def check_dense(place: KeyPath, t: Any) -> None:
     """That a tensor can be made again from its shape and its dtype, and filled with its numbers"""
-    found = t.detach()
     kinds = {
         "a quantised tensor": t.is_quantized, "a nested tensor": t.is_nested,
         "on the meta device, without numbers": t.is_meta,
         f"a tensor of the layout {t.layout}": t.layout != torch.strided,
-        f"a {type(t).__name__}": type(found) is not Tensor and not hasattr(t, "placements"),
+        f"a {type(t).__name__}": type(t.detach()) is not Tensor,
     }  # fmt: skip
     for kind, so in kinds.items():
         if so:
@@ -412,50 +393,138 @@ def check_dense(place: KeyPath, t: Any) -> None:
             )
 
 
-def stored(key: str, t: Any) -> dict[str, Any]:
-    """How a tensor is found again; with the dimensions that a DTensor is sharded by, None if it is replicated"""
-    cuts = [getattr(p, "dim", None) for p in t.placements] if hasattr(t, "placements") else None
-    return {STORED: key, "shape": list(t.shape), "dtype": t.dtype, "cuts": cuts}
-
-
 def is_stored(item: Any) -> bool:
     return isinstance(item, dict) and STORED in item
 
 
-def put_together(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    from . import chunks  # which takes a while, and few need it
+# Of every tensor by name, for each of its parts: offsets, sizes, and where it is: file and place in it, or name, first
+# byte and length in a folder of version 1.
+Index = dict[str, list[list[Any]]]
+Forms = dict[str, tuple[list[int], torch.dtype]]
 
-    found, is_sealed = files.load(chunks.regular(path / CONTENTS))
+
+def put_together(path: Path) -> tuple[dict[str, Any], list[Any]]:
+    found, is_sealed = files.load(regular(path / CONTENTS))
     version = found.get("marquardt") if isinstance(found, dict) else None
     if version not in (1, VERSION):
         raise files.Damaged(f"its version is {short(version)}, this marquardt reads 1 to {VERSION}")
-    old = version == 1
-    if not (old or is_sealed):
+    if version == VERSION and not is_sealed:
         raise files.Damaged(f"{path / CONTENTS} has lost its checksum")
-    index = chunks.old_index(path) if old else found["index"]
+    index, token = (old_index(path), None) if version == 1 else (found["index"], found["checkpoint"])
     items = [item for item in tree_leaves(found["content"], is_leaf=is_stored) if is_stored(item)]
     forms = {item[STORED]: (item["shape"], item["dtype"]) for item in items}
     if set(forms) != set(index):
         raise files.Damaged("the tensors in it are others than it lists")
-    chunks.check_size(forms, path, index, old)
-    mesh = next((t.device_mesh for t in like.values() if hasattr(t, "device_mesh")), None)
-    tensors = {item[STORED]: empty(item, like.get(item[STORED]), mesh) for item in items}
-    chunks.read_into(tensors, forms, path, index, None if old else found["checkpoint"])
+    tensors = filled(path, forms, index, token)
     content = tree_map(lambda i: tensors[i[STORED]] if is_stored(i) else i, found["content"], is_leaf=is_stored)
     return dict(content), list(found["ranks"])
 
 
-def empty(item: dict[str, Any], like: Any, mesh: Any) -> Tensor:
-    if hasattr(like, "placements") and list(like.shape) == item["shape"]:
-        return torch.empty_like(like, dtype=item["dtype"])
-    if mesh is None or item["cuts"] is None:
-        return torch.empty(item["shape"], dtype=item["dtype"])
-    from torch.distributed import tensor
+def filled(folder: Path, forms: Forms, index: Index, token: str | None) -> dict[str, Tensor]:
+    """The tensors, each of its form: a shape and a dtype. A folder of version 1 has no token."""
+    rows = [(key, *row) for key, parts in index.items() for row in parts]
+    check_size(forms, {part_file(folder, row[3], token) for row in rows})
+    for key, (shape, _) in forms.items():
+        check_parts(key, shape, index[key])
+    tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in forms.items()}
+    for name, parts in itertools.groupby(sorted(rows, key=lambda row: row[3:]), key=lambda row: row[3]):
+        path = part_file(folder, name, token)
+        stored = [] if token is None else stored_in(path, name, token)
+        for key, offsets, sizes, _, *place in parts:
+            part, t = old_part(path, *place) if token is None else stored[place[0]], tensors[key]
+            if list(part.shape) != sizes or part.dtype != t.dtype or part.layout != torch.strided:
+                raise files.Damaged(f"{path} is damaged: a tensor in it is not the one that is listed")
+            t[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].copy_(part.detach())
+    return tensors
 
-    placements = [tensor.Replicate() if cut is None else tensor.Shard(cut) for cut in item["cuts"]]
-    found: Tensor = tensor.empty(*item["shape"], dtype=item["dtype"], device_mesh=mesh, placements=placements)
+
+def check_parts(key: str, shape: list[int], rows: list[list[Any]]) -> None:
+    """That they are a division of the tensor"""
+    for offsets, sizes, *_ in rows:
+        fits = len(offsets) == len(sizes) == len(shape) and all(map(is_count, (*offsets, *sizes)))
+        if not fits or any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+            raise files.Damaged(f"{key} has a part outside of it")
+    if sum(math.prod(row[1]) for row in rows) != math.prod(shape):
+        raise files.Damaged(f"{key} is not whole")
+    for (a, m, *_), (b, n, *_) in itertools.combinations(rows, 2):
+        if all(o < p + t and p < o + s for o, s, p, t in zip(a, m, b, n, strict=True)):
+            raise files.Damaged(f"{key} has a part twice")
+
+
+def check_size(forms: Forms, paths: set[Path]) -> None:
+    """Nothing is made that is larger than the files it is to be read from."""
+    there = sum(path.stat().st_size for path in paths)
+    wanted = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
+    if wanted > there:
+        names = ", ".join(sorted(path.name for path in paths))
+        raise files.Damaged(f"tensors of {wanted:,} bytes are to be in {names}, of {there:,} bytes")
+
+
+def part_file(folder: Path, name: Any, token: str | None) -> Path:
+    known = is_count(name) if token is not None else isinstance(name, str) and OLD_NAME.fullmatch(name)
+    if not known:
+        raise files.Damaged(f"{folder} is damaged: it names a file {short(name)}, which is none of a checkpoint")
+    return regular(folder / (name if token is None else f"tensors-{name}.pt"))
+
+
+def regular(path: Path) -> Path:
+    """A file of this folder, and no link out of it."""
+    if path.is_symlink():
+        raise files.Damaged(f"{path} is a symbolic link: a checkpoint is read from its own folder alone")
+    if not path.is_file():
+        raise files.Damaged(f"{path} is missing: the checkpoint is damaged")
+    return path
+
+
+def stored_in(path: Path, number: int, token: str) -> list[Any]:
+    found, is_sealed = files.load(path)
+    if not is_sealed:
+        raise files.Damaged(f"{path} is damaged: it has lost its checksum")
+    if not isinstance(found, dict) or (found.get("checkpoint"), found.get("file")) != (token, number):
+        raise files.Damaged(f"{path} is of another checkpoint")
+    return list(found["tensors"])
+
+
+# Folders of version 1: `.metadata` is a pickle of torch.distributed.checkpoint, and a file has several archives.
+
+OLD_NAME = re.compile(r"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
+BYTEARRAY = pickle.BYTEARRAY8[0]
+
+
+class Plain(pickle._Unpickler):
+    """With a stand-in for every class, none of which is looked up or called."""
+
+    # Without the instruction that makes room for what it has not read.
+    dispatch: ClassVar[dict[int, Any]] = {k: v for k, v in pickle._Unpickler.dispatch.items() if k != BYTEARRAY}
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.standin = type("Standin", (files.Standin,), {})
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = getattr(torch, name, None) if module == "torch" else None
+        return found if isinstance(found, torch.dtype) else tuple if name == "Size" else self.standin
+
+
+def old_index(folder: Path) -> Index:
+    # From memory: asked for as many bytes as a forged length says, a file would make room for them.
+    metadata = Plain(io.BytesIO(regular(folder / ".metadata").read_bytes())).load().state
+    found: Index = {key: [] for key in metadata["state_dict_metadata"]}
+    sizes = {
+        (key, chunk.state["offsets"]): chunk.state["sizes"]
+        for key, tensor in metadata["state_dict_metadata"].items() for chunk in tensor.state["chunks"]
+    }  # fmt: skip
+    for index, info in metadata["storage_data"].items():
+        key, offsets, place = index.state["fqn"], index.state["offset"], info.state
+        row = [list(offsets), list(sizes[key, offsets]), place["relative_path"], place["offset"], place["length"]]
+        found[key].append(row)
     return found
 
 
-def placed(like: Any) -> dict[str, Any]:
-    return {keystr(place): leaf for place, leaf in tree_flatten_with_path(like)[0]}
+def old_part(path: Path, first: int, length: int) -> Tensor:
+    if not is_count(first) or not is_count(length) or first + length > path.stat().st_size:
+        raise files.Damaged(f"{path} is damaged: it is shorter than it was")
+    with path.open("rb") as file:
+        file.seek(first)
+        found: Tensor = files.unpacked(io.BytesIO(file.read(length)))
+    return found

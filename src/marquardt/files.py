@@ -57,27 +57,21 @@ class Foreign(Unwritable):
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Callable[[str | bytes], None]]:
-    """What is written gets the name `path` at the end; until then, and after an error, `path` is what it was."""
-    with _part(path) as file:
-        yield lambda content: _write(path, file, content.encode("utf-8") if isinstance(content, str) else content)
-
-
-def _write(path: Path, file: BinaryIO, content: bytes) -> None:
-    with told(path):
-        file.write(content)
-        file.flush()
-
-
-@contextmanager
-def _part(path: Path) -> Iterator[BinaryIO]:
-    """Under a name that no other process has, and that nobody can have linked to another file."""
+def whole(path: Path) -> Iterator[Callable[[str | bytes | memoryview], None]]:
+    """What is written gets the name `path` at the end; until then, and after an error, `path` is what it was. Meanwhile
+    it has a name that no other process has, and that cannot be a link to another file."""
     part = path.with_name(f"{path.stem}.{secrets.token_hex(4)}.part")
     with told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = part.open("x+b")
+        file = part.open("xb")
+
+    def put(content: str | bytes | memoryview) -> None:
+        with told(path):
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+
     try:
-        yield file
+        yield put
         with told(path):
             os.fsync(file.fileno())  # some file systems notice only here that they are full
             file.close()
@@ -138,7 +132,7 @@ def held(out: Path, what: str) -> Iterator[None]:
     """`what` under `out` is this process's to write; where it is another's, `Held` says whose.
 
     The lock is the system's, on the file .`what`.lock: it ends with the process, also with one that is killed. The
-    file stays, since whoever removed it could remove the lock of the next one.
+    file stays: a process that removed it could remove the lock of the next one.
     """
     path = out / f".{what}.lock"
     with told(path):
@@ -178,7 +172,7 @@ def _self() -> str:
 
 
 def lock(file: int) -> bool:
-    """Whether no living process holds it; where the file system has no locks nobody can tell, and it is so."""
+    """Whether no living process holds it; assumed where the file system has no locks."""
     try:
         _lock(file)
     except (BlockingIOError, PermissionError):
@@ -194,55 +188,39 @@ SEAL = b"marquardt sha256 "
 SEALED = len(SEAL) + hashlib.sha256().digest_size * 2
 
 
-class _SealedArchive:
-    """Passes on what torch.save writes, but for the last two bytes of a zip file: the length of its comment."""
-
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self.pass_on, self.sum, self.held_back = write, hashlib.sha256(), b""
-        self.failed: OSError | None = None
-
-    def write(self, content: bytes) -> int:
-        both = self.held_back + bytes(content)
-        body, self.held_back = both[:-2], both[-2:]
-        self.sum.update(body)
-        try:
-            self.pass_on(body)
-        except OSError as error:
-            self.failed = error
-            raise
-        return len(content)
-
-    def flush(self) -> None:
-        """`_write` does that with every part."""
-
-    def end(self) -> None:
-        assert self.held_back == bytes(2), "torch.save wrote an archive that has a comment"
-        self.pass_on(SEALED.to_bytes(2, "little") + SEAL + self.sum.hexdigest().encode())
-
-
 def save(path: Path, content: Any) -> None:
     """Tensors and plain values by torch.save, whole or not at all, and sealed; refused if `load` would not take it."""
-    if any(_compact(item) is not item for item in tree_leaves(content)):
-        content = tree_map(_compact, content)
-    with _part(path) as file:
-        sealing = _SealedArchive(lambda part: _write(path, file, part))
-        try:
-            torch.save(content, sealing)  # type: ignore[arg-type]  # writes, and needs no more
-        except RuntimeError:  # what torch makes of an error while it writes
-            if sealing.failed is not None:
-                raise sealing.failed from None
-            raise
-        sealing.end()
-        try:
-            check_archive(file)
-        except Exception as error:
-            raise TypeError(f"{path} holds tensors, numbers, strings, lists and dicts alone: {error}") from None
+    if any(_alone(item) is not item for item in tree_leaves(content)):
+        content = tree_map(_alone, content)
+    try:
+        archive = archived(content)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise TypeError(f"{path} holds tensors, numbers, strings, lists and dicts alone: {error}") from None
+    with whole(path) as put:
+        put(sealed_archive(archive))
 
 
-def _compact(item: Any) -> Any:
-    """A tensor has a number in its storage for each of its elements; `load` takes no others, which ask for memory."""
-    strided = isinstance(item, torch.Tensor) and item.layout == torch.strided
-    return item.clone() if strided and item.numel() * item.itemsize > item.untyped_storage().nbytes() else item
+def archived(content: Any) -> bytes:
+    """By torch.save; raises if `load` would not take it, by an exception of any kind."""
+    torch.save(content, file := io.BytesIO())
+    check_archive(file)
+    return file.getvalue()
+
+
+def sealed_archive(archive: bytes) -> bytes:
+    """The last two bytes of a zip file are the length of its comment."""
+    assert archive.endswith(bytes(2)), "torch.save wrote an archive that has a comment"
+    body = memoryview(archive)[:-2]
+    return b"".join((body, SEALED.to_bytes(2, "little"), SEAL, hashlib.sha256(body).hexdigest().encode()))
+
+
+def _alone(item: Any) -> Any:
+    """Its storage has a number for each of its elements: `load` takes none that asks for memory, and what a view leaves
+    out is not written."""
+    strided = isinstance(item, torch.Tensor) and item.layout == torch.strided and not item.is_meta
+    return item.clone() if strided and item.numel() * item.itemsize != item.untyped_storage().nbytes() else item
 
 
 def load(path: Path) -> tuple[Any, bool]:
@@ -274,11 +252,7 @@ def _is_sealed(path: Path, file: BinaryIO) -> bool:
     if not seal.startswith(SEAL):
         return False
     file.seek(0)
-    found, left = hashlib.sha256(), size
-    while left and (part := file.read(min(left, 2**20))):
-        found.update(part)
-        left -= len(part)
-    if SEAL + found.hexdigest().encode() != seal or file.read(2) != SEALED.to_bytes(2, "little"):
+    if SEAL + _digest(file, size).encode() != seal or file.read(2) != SEALED.to_bytes(2, "little"):
         raise Damaged(f"{path} is damaged: its checksum is another one than when it was written")
     return True
 
@@ -488,12 +462,9 @@ def dumps(content: Any, indent: int | None = None, separators: tuple[str, str] |
     """Letters as they are, and what does not show itself as escapes: a terminal would obey it, and bytes of a file name
     that are no UTF-8 cannot be written otherwise."""
     text = json.dumps(content, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
-    lines = text.split("\n")
-    return "\n".join(line if line.isprintable() else "".join(map(_shown, line)) for line in lines)
-
-
-def _shown(c: str) -> str:
-    return c if c.isprintable() else json.dumps(c)[1:-1]
+    if all(map(str.isprintable, text.split("\n"))):
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
 
 
 def loads(text: bytes) -> dict[str, Any]:
@@ -563,10 +534,16 @@ class SealedLines:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file's bytes."""
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
+        return _digest(file, sys.maxsize)
+
+
+def _digest(file: BinaryIO, size: int) -> str:
+    """SHA-256 of the next bytes of a file, of at most this size"""
+    found = hashlib.sha256()
+    while size and (part := file.read(min(size, 2**20))):
+        found.update(part)
+        size -= len(part)
     return found.hexdigest()
 
 
@@ -588,7 +565,8 @@ def typed(value: Any, wanted: Any, place: str = "") -> Any:
     if origin in (list, tuple, Sequence):
         return _list(value, origin, inner, place)
     if origin in (dict, Mapping):
-        _is(value, dict, "an object", place)
+        if not isinstance(value, dict):
+            _wrong(value, "an object", place)
         return {typed(k, inner[0], place): typed(v, inner[1], f"{place}[{quoted(k)}]") for k, v in value.items()}
     return _plain(value, wanted, place)
 
@@ -600,10 +578,11 @@ def _plain(value: Any, wanted: Any, place: str) -> Any:
         except OverflowError:  # an integer of hundreds of digits
             finite = False
         return float(value) if finite else _wrong(value, "a finite number", place)
-    if wanted is Path:
-        return Path(_is(value, str, "text", place))
-    names = {str: "text", int: "a whole number", bool: "true or false", type(None): "null"}
-    return _is(value, wanted, names[wanted], place)
+    kind = str if wanted is Path else wanted
+    if type(value) is not kind:  # not isinstance: true is no number
+        names = {str: "text", int: "a whole number", bool: "true or false", type(None): "null"}
+        _wrong(value, names[kind], place)
+    return Path(value) if wanted is Path else value
 
 
 def _one_of(value: Any, kinds: Sequence[Any], place: str) -> Any:
@@ -617,7 +596,8 @@ def _one_of(value: Any, kinds: Sequence[Any], place: str) -> Any:
 
 
 def _dataclass(value: Any, wanted: Any, place: str) -> Any:
-    _is(value, dict, "an object", place)
+    if not isinstance(value, dict):
+        _wrong(value, "an object", place)
     hints, fields = get_type_hints(wanted), {field.name: field for field in dataclasses.fields(wanted)}
     if unknown := [name for name in value if name not in fields]:
         raise ValueError(f"{place or 'it'} has an entry {quoted(unknown[0])}, which is not known here")
@@ -640,10 +620,6 @@ def _list(value: Any, kind: Any, inner: tuple[Any, ...], place: str) -> Any:
         _wrong(value, f"a list of {len(each)}", place)
     found = [typed(item, one, f"{place}[{i}]") for i, (item, one) in enumerate(zip(value, each, strict=True))]
     return found if kind is list else tuple(found)
-
-
-def _is(value: Any, kind: type, words: str, place: str) -> Any:
-    return value if type(value) is kind else _wrong(value, words, place)  # not isinstance: true is no number
 
 
 def _wrong(value: Any, words: str, place: str) -> Any:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .values import is_count
 
 WAY_OUT = "the random numbers of this state are damaged: load another one"
 
@@ -36,13 +39,18 @@ def set_states(found: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([state.cpu() for state in found["cuda"][: torch.cuda.device_count()]])
     version, numbers, gauss = found["python"]
     random.setstate((version, tuple(numbers), gauss))
+    seed = found.get("seed")
+    if seed is not None:
+        torch.manual_seed(seed)
+        random.seed(seed)
     if "numpy" in found:
-        _set_numpy(found["numpy"])
-    if "seed" in found:
-        torch.manual_seed(found["seed"])
-        random.seed(found["seed"])
-        if "numpy" in found and (numpy := _numpy()) is not None:
-            numpy.random.seed(found["seed"])
+        with suppress(ImportError):  # then nothing draws from it either
+            import numpy as np
+
+            kind, keys, *rest = found["numpy"]
+            np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+            if seed is not None:
+                np.random.seed(seed)  # noqa: NPY002
 
 
 def of_rank(saved: Sequence[dict[str, Any]], rank: int) -> dict[str, Any]:
@@ -64,16 +72,21 @@ def check(found: Any) -> None:
     for name in ("torch", "cuda", "python"):
         if name not in found:
             raise ValueError(f"the states of the random numbers have no entry {name!r}: {WAY_OUT}")
-    check_state(found["torch"], "torch")
     if not isinstance(found["cuda"], list):
         raise ValueError(f"the random state 'cuda' is {type(found['cuda']).__name__}, not a list: {WAY_OUT}")
+    check_state(found["torch"], "torch")
     for i, state in enumerate(found["cuda"]):
         check_state(state, f"cuda:{i}", torch.device("cuda", i))
-    _check_python(found["python"])
-    if "numpy" in found:
-        _check_numpy(found["numpy"])
+    for name, check_own in (("python", _check_python), ("numpy", _check_numpy)):
+        if name in found:
+            try:
+                gauss = check_own(*found[name])
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"the random state {name!r} is none of {name} ({error}): {WAY_OUT}") from error
+            if gauss is not None and not (type(gauss) is float and abs(gauss) < 100):
+                raise ValueError(f"the random state {name!r} keeps {gauss!r}, no normal number: {WAY_OUT}")
     seed = found.get("seed", 0)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+    if not is_count(seed) or seed >= 2**32:
         raise ValueError(f"the seed of the random numbers is {seed!r}, not an integer below 2³²: {WAY_OUT}")
 
 
@@ -90,46 +103,19 @@ def check_state(state: Any, name: str, device: torch.device = torch.device("cpu"
         raise ValueError(f"the random state {name!r} is none of torch ({error}): {WAY_OUT}") from error
 
 
-def _check_python(found: Any) -> None:
-    try:
-        version, numbers, gauss = found
-        random.Random().setstate((version, tuple(numbers), gauss))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"the random state 'python' is none of Python ({error}): {WAY_OUT}") from error
-    _check_gauss(gauss, "python")
+# They return the second of two normal numbers, which is kept for the next draw.
 
 
-def _check_numpy(found: Any) -> None:
+def _check_python(version: Any, numbers: Any, gauss: Any) -> Any:
+    random.Random().setstate((version, tuple(numbers), gauss))
+    return gauss
+
+
+def _check_numpy(kind: Any, keys: Any, place: Any, has_gauss: Any, gauss: Any) -> Any:
     """NumPy itself looks neither at the place among the keys nor at the number that is kept."""
-    try:
-        kind, keys, place, has_gauss, gauss = found
-        whole = [*keys, place, has_gauss]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the random state 'numpy' is none of NumPy ({error}): {WAY_OUT}") from error
+    whole = [*keys, place, has_gauss]
     if kind != "MT19937" or len(whole) != 626 or any(type(k) is not int or not 0 <= k < 2**32 for k in whole):
-        raise ValueError(f"the random state 'numpy' is none of a Mersenne Twister: {WAY_OUT}")
+        raise ValueError("it is no Mersenne Twister")
     if place > 624 or has_gauss > 1 or not any(keys):
-        raise ValueError(f"the random state 'numpy' has the place {place} of 624 and {has_gauss} kept: {WAY_OUT}")
-    _check_gauss(gauss, "numpy")
-
-
-def _check_gauss(gauss: Any, name: str) -> None:
-    """The second of two normal numbers, which is kept for the next draw"""
-    if gauss is not None and not (type(gauss) is float and abs(gauss) < 100):
-        raise ValueError(f"the random state {name!r} keeps {gauss!r}, no normal number: {WAY_OUT}")
-
-
-def _numpy() -> Any:
-    """None if there is none: then nothing draws from it either"""
-    try:
-        import numpy as np
-    except ImportError:
-        return None
-    return np
-
-
-def _set_numpy(found: Any) -> None:
-    numpy = _numpy()
-    if numpy is not None:
-        kind, keys, *rest = found
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        raise ValueError(f"it has the place {place} of 624 and {has_gauss} kept")
+    return gauss

@@ -7,6 +7,7 @@ from importlib import import_module
 
 MOVED = {
     "archives": "files",
+    "chunks": "checkpoints",
     "curvature.conjugate_gradients": "curvature.matrix_free",
     "curvature.dense": "curvature.direct",
     "curvature.ekfac": "curvature.kronecker",

@@ -56,16 +56,16 @@ def grouped(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, An
     ]  # fmt: skip
 
 
-SAME_RATE = "LM solves for all parameters together, and lr is the length of that step; give all groups the same"
-
-
 def check_same_rate(groups: Sequence[dict[str, Any]]) -> None:
-    """All groups have the same lr, and a weight decay of their own."""
+    """All groups have the same lr, and each a weight decay that is one."""
     rates = [group["lr"] for group in groups]
     for lr in rates:
         check_rate(lr)
     if any(float(lr) != float(rates[0]) for lr in rates):
-        raise ValueError(f"the groups have the learning rates {[float(lr) for lr in rates]}: {SAME_RATE}")
+        raise ValueError(
+            f"the groups have the learning rates {[float(lr) for lr in rates]}: LM solves for all parameters together, "
+            "and lr is the length of that step; give all groups the same"
+        )
     for i, group in enumerate(groups):
         check_decay(group["weight_decay"], i, group)
 
@@ -144,9 +144,9 @@ def saved(state: State, damping: Damping, curvature: Representation, params: Seq
     return {"version": VERSION, **made, **({} if shard is None else {"shard": list(shard)}), **copied(found)}
 
 
-def copied(found: dict[str, Any]) -> dict[str, Any]:
+def copied(found: dict[str, Any], device: torch.device | None = None) -> dict[str, Any]:
     """With copies of all tensors"""
-    copies: dict[str, Any] = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, found)
+    copies: dict[str, Any] = tree_map(lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, found)
     return copies
 
 
@@ -156,7 +156,6 @@ def loaded(
 ) -> State:  # fmt: skip
     """The state again, on the device of these parameters, if it can be theirs and that of these parts. `towards` is
     what their weights decay towards now."""
-    device = parameters.device
     found = _made_with(_of_this_version(saved), damping, curvature, parameters)
     check_state(found, schedule, damping, curvature, parameters)
     if (found.get("towards") is None) != (towards is None):
@@ -167,9 +166,9 @@ def loaded(
             f"mq.LM(model, loss, weight_decay={made}), w as it was"
         )
     plan = None if found.get("plan") is None else Plan.restored(found["plan"], parameters.whole.n)
-    found = tree_map(lambda v: v.detach().clone().to(device) if isinstance(v, Tensor) else v, found)
+    found = copied(found, parameters.device)
     found["D"] = None if found.get("D") is None else restored(found["D"])
-    found["plan"] = None if plan is None else curvature.restored(plan, device)
+    found["plan"] = None if plan is None else curvature.restored(plan, parameters.device)
     return State(**nested(found))
 
 
@@ -284,8 +283,6 @@ def check_groups(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -
     for i, (group, here) in enumerate(zip(found, groups, strict=True)):
         if "lr" not in group:
             raise ValueError(f"this state_dict has a parameter group without 'lr': {FOREIGN}")
-        check_rate(group["lr"])
-        check_decay(group.get("weight_decay", here["weight_decay"]), i, here)
         members = group.get("params")
         if not isinstance(members, list) or len(members) != len(here["params"]):
             raise ValueError(
@@ -294,8 +291,5 @@ def check_groups(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -
             )
         if not all(isinstance(m, str) or is_count(m) for m in members):
             raise ValueError(f"parameter group {i} of this state_dict has the parameters {short(members)}: {WAY_OUT}")
-    rates = {float(group["lr"]) for group in found}
-    if len(rates) > 1:
-        raise ValueError(
-            f"the parameter groups of this state_dict have the learning rates {sorted(rates)}: {SAME_RATE}"
-        )
+    check_same_rate([here | {k: group[k] for k in ("lr", "weight_decay") if k in group}
+                     for group, here in zip(found, groups, strict=True)])  # fmt: skip

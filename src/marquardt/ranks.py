@@ -24,8 +24,8 @@ Item = TypeVar("Item")
 Key = TypeVar("Key")
 
 
-# Block rows of a symmetric matrix that are sent one after the other: so many that the half below the diagonal is nearly
-# all left out.
+# Block rows of a symmetric matrix that are sent one after the other: enough to leave out nearly all of the half
+# below the diagonal.
 BLOCK_ROWS = 16
 
 
@@ -52,7 +52,7 @@ def cause(error: BaseException) -> BaseException:
 
 
 class Ranks:
-    """One process by itself: there is nothing to add and nobody to ask. `Several` has the same methods for a group.
+    """One process by itself, with nothing to add. `Several` has the same methods for a group.
 
     Every rank calls the same of these in the same order. What they return is the same on every rank, bit for bit; what
     they are given may be overwritten.
@@ -120,10 +120,6 @@ class Ranks:
         """A whole number of every rank"""
         return [number]
 
-    def through(self, what: str, work: Callable[[Any], Item]) -> Item:
-        """What torch.distributed does by itself, given a group on the host to do it over; None for one process"""
-        return work(None)
-
     def deciding(self) -> AbstractContextManager[None]:
         """Within it, questions about tensors that all ranks ask are answered as rank 0 finds it: see `deferred`."""
         return nullcontext()
@@ -171,7 +167,7 @@ class Several(Ranks):
         # program as it ends (pytorch#190489).
         self._group = ref(group)
         self._host = self._group if "gloo" in str(dist.get_backend_config(group)) else ref(self._on_the_host())
-        self._broken = False  # whether a message was lost: then nobody can be told
+        self._broken = False  # whether a message was lost: then no other rank can be told
         self._told: BaseException | None = None  # what the others know already
 
     def _on_the_host(self) -> Any:
@@ -188,12 +184,16 @@ class Several(Ranks):
 
     # Meetings.
 
-    def _meet(self, what: str, numbers: Sequence[float] = (), status: int = FINE) -> list[list[float]]:
+    def _said(self, *own: float) -> list[Tensor]:
+        """A few numbers of every rank: (2 + SLOTS,)"""
+        padded = torch.tensor([*own, *[0.0] * (2 + SLOTS - len(own))], dtype=torch.float64)
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        self._wait(lambda: dist.all_gather(found, padded, group=self._control))
+        return found
+
+    def _meet(self, what: str, numbers: Sequence[float] = ()) -> list[list[float]]:
         """A few numbers of every rank, once all of them are about to do the same."""
-        own = torch.zeros(2 + SLOTS, dtype=torch.float64)
-        own[: 2 + len(numbers)] = torch.tensor([status, zlib.crc32(what.encode()), *numbers], dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        self._wait(lambda: dist.all_gather(found, own, group=self._control))
+        found = self._said(FINE, zlib.crc32(what.encode()), *numbers)
         states, codes, *_ = torch.stack(found).T.tolist()
         if any(states):
             self._raise_first(None)
@@ -241,9 +241,7 @@ class Several(Ranks):
 
     def _tell(self, error: BaseException) -> None:
         """The others wait in their next meeting, if they have not failed as well."""
-        own = torch.zeros(2 + SLOTS, dtype=torch.float64)
-        own[0] = FAILED
-        self._wait(lambda: dist.all_gather([torch.empty_like(own) for _ in range(self.size)], own, group=self._control))
+        self._said(FAILED)
         self._told = error
         self._raise_first(error)
 
@@ -267,8 +265,10 @@ class Several(Ranks):
         forms: dict[Key, tuple[torch.Size, torch.dtype]] = {}
         for each in self.every({key: (t.shape, t.dtype) for key, t in tensors.items()}):
             forms |= {key: form for key, form in each.items() if key not in forms}
-        zeros = (torch.zeros(shape, dtype=dtype, device=like.device) for shape, dtype in forms.values())
-        own = [tensors.get(key, zero) for key, zero in zip(forms, zeros, strict=True)]
+        own = [
+            tensors[key] if key in tensors else torch.zeros(shape, dtype=dtype, device=like.device)
+            for key, (shape, dtype) in forms.items()
+        ]
         return dict(zip(forms, self.sums(own), strict=True))
 
     def ones(self, tensors: Sequence[Tensor], source: int = 0) -> list[Tensor]:
@@ -278,7 +278,7 @@ class Several(Ranks):
         own = self.rank == source
         data, tensors = packed(item, shared) if own else (b"", [])
         device = shared[0].device if shared else torch.device("cpu")
-        data, forms = self._object((data, [(t.shape, t.dtype) for t in tensors]), source)
+        data, forms = self._object(f"what rank {source} has", (data, [(t.shape, t.dtype) for t in tensors]), source)
         if not own:
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
         found = self.ones(tensors, source)
@@ -344,10 +344,10 @@ class Several(Ranks):
     # Plain values.
 
     def agreed(self, item: Item) -> Item:
-        return self._object(item, 0)
+        return self._object("what rank 0 has", item)
 
-    def _object(self, item: Item, source: int) -> Item:
-        self._meet(f"what rank {source} has")
+    def _object(self, what: str, item: Item, source: int = 0) -> Item:
+        self._meet(what)
         found = [item]
         self._wait(lambda: dist.broadcast_object_list(found, group_src=source, group=self._control))
         return found[0]
@@ -362,25 +362,12 @@ class Several(Ranks):
     def numbers(self, number: int) -> list[int]:
         return [int(found) for (found,) in self._meet("a number of every rank", [number])]
 
-    def through(self, what: str, work: Callable[[Any], Item]) -> Item:
-        self._meet(what)
-        found: list[Item] = []
-        self._wait(lambda: found.append(work(self._control)))
-        return found[0]
-
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
-        with agreeing(self._decided):
-            yield
+    def deciding(self) -> AbstractContextManager[None]:
+        return agreeing(self._decided)
 
     def _decided(self, numbers: list[float]) -> list[float]:
-        if len(numbers) <= SLOTS:
-            return self._meet(f"{len(numbers)} numbers of rank 0", numbers)[0]
-        self._meet(f"{len(numbers)} numbers of rank 0")
-        found = torch.tensor(numbers, dtype=torch.float64)
-        self._wait(lambda: dist.broadcast(found, group_src=0, group=self._control))
-        answer: list[float] = found.tolist()
-        return answer
+        what = f"{len(numbers)} numbers of rank 0"
+        return self._meet(what, numbers)[0] if len(numbers) <= SLOTS else self._object(what, numbers)
 
 
 def _living(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -428,18 +415,19 @@ def _buckets(tensors: Sequence[Tensor], bucket: int = BUCKET) -> Iterator[list[i
         yield some
 
 
-def _packed(error: BaseException) -> tuple[str, bytes | None]:
+def _packed(error: BaseException) -> tuple[str, bytes]:
     """Its words, and the error itself if it can be sent."""
     try:
-        return f"{type(error).__name__}: {error}", pickle.dumps(error)
+        data = pickle.dumps(error)
     except Exception:  # objects refuse to be pickled in many ways
-        return f"{type(error).__name__}: {error}", None
+        data = b""
+    return f"{type(error).__name__}: {error}", data
 
 
-def _other(rank: int, words: str, packed: bytes | None) -> OtherRank:
+def _other(rank: int, words: str, data: bytes) -> OtherRank:
     """An error of the same kind, so that what catches the one catches the other."""
     try:
-        original = RuntimeError(words) if packed is None else pickle.loads(packed)
+        original = pickle.loads(data)
     except Exception:
         original = RuntimeError(words)
     kinds = (ValueError, TypeError, FileNotFoundError, OSError)
@@ -465,31 +453,29 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
 def packed(item: Any, shared: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
     """What is left of an object without its tensors, and these. Tensors that are `shared` all ranks have: of them only
     the place is sent."""
-    tensors: list[Tensor] = []
+    tensors = list(shared)
     places = {id(t): i for i, t in enumerate(shared)}
-    numbers: dict[int, int] = {}  # of tensors that occur more than once
 
     class Pickler(pickle.Pickler):
-        def persistent_id(self, part: Any) -> tuple[str, int] | None:
+        def persistent_id(self, part: Any) -> int | None:
             if not isinstance(part, Tensor):
                 return None
-            if id(part) in places:
-                return "shared", places[id(part)]
-            if id(part) not in numbers:
-                numbers[id(part)] = len(tensors)
+            if id(part) not in places:
+                places[id(part)] = len(tensors)
                 tensors.append(part)
-            return "sent", numbers[id(part)]
+            return places[id(part)]
 
     file = io.BytesIO()
     Pickler(file).dump(item)
-    return file.getvalue(), tensors
+    return file.getvalue(), tensors[len(shared) :]
 
 
 def unpacked(data: bytes, tensors: Sequence[Tensor], shared: Sequence[Tensor]) -> Any:
+    known = [*shared, *tensors]
+
     class Unpickler(pickle.Unpickler):
-        def persistent_load(self, place: tuple[str, int]) -> Tensor:
-            kind, number = place
-            return shared[number] if kind == "shared" else tensors[number]
+        def persistent_load(self, place: int) -> Tensor:
+            return known[place]
 
     return Unpickler(io.BytesIO(data)).load()
 

@@ -183,13 +183,13 @@ class Surroundings:
             warnings.filters = self.filters
             getattr(warnings, "_filters_mutated", int)()  # forgets what was decided by the others
         vars(warnings).update(zip(SHOWING, self.showing, strict=True))
-        if _function_modes() != self.functions:
-            for _ in _function_modes():
+        if (modes := _function_modes()) != self.functions:
+            for _ in modes:
                 torch._C._pop_torch_function_stack()
             for mode in self.functions:
                 torch._C._push_on_torch_function_stack(mode)
-        if _dispatch_modes() != self.dispatch:
-            for _ in _dispatch_modes():
+        if (modes := _dispatch_modes()) != self.dispatch:
+            for _ in modes:
                 torch._C._pop_torch_dispatch_stack(None)
             for mode in self.dispatch:
                 torch._C._push_on_torch_dispatch_stack(mode)
@@ -340,7 +340,7 @@ def _nesting() -> int:
 
 
 def _vmaps() -> int:
-    """How many levels of the vmap behind `is_grads_batched` there are: a count of its own, which no one can read"""
+    """How many levels of the vmap behind `is_grads_batched` there are: a count that cannot be read"""
     try:
         return torch._C._vmapmode_increment_nesting() - 1
     finally:

@@ -14,16 +14,19 @@ SAME_LOSS = {torch.float32: 1e-5, torch.float64: 1e-9}
 FORMULA = {torch.float32: 1e-2, torch.float64: 1e-3}
 
 
+def within(dtype: torch.dtype, double: float, least: float = 1e-2) -> float:
+    """In float64, or in float32 and coarser, of which a few roundings remain"""
+    return double if dtype == torch.float64 else max(least, 8 * torch.finfo(dtype).eps)
+
+
 def of_rules(dtype: torch.dtype) -> float:
     """Rows by a rule against plain autograd: TF32 convolutions are right to 1e-3, bfloat16 to 1e-2."""
-    return 1e-6 if dtype == torch.float64 else max(1e-2, 8 * torch.finfo(dtype).eps)
+    return within(dtype, 1e-6)
 
 
 def of_parts(dtype: torch.dtype, cuda: bool) -> float:
     """Outputs of the same samples in batches of different sizes, for which kernels differ; on a GPU in TF32."""
-    if dtype == torch.float64:
-        return 1e-8
-    return max(1e-2 if cuda else 1e-3, 8 * torch.finfo(dtype).eps)
+    return within(dtype, 1e-8, 1e-2 if cuda else 1e-3)
 
 
 def of_noise(dtype: torch.dtype) -> float:
@@ -47,7 +50,7 @@ def of_trials(dtype: torch.dtype) -> float:
 
 def of_symmetry(dtype: torch.dtype) -> float:
     """A Hessian against its transpose: rounding in float32 leaves 1e-5, in bfloat16 some times its rounding."""
-    return 1e-8 if dtype == torch.float64 else max(1e-2, 8 * torch.finfo(dtype).eps)
+    return within(dtype, 1e-8)
 
 
 def same_outputs(z: Tensor, other: Tensor) -> bool:

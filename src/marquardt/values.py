@@ -48,20 +48,12 @@ def check_fields(kind: Any, found: Any, where: str) -> None:
 
 def check_value(value: Any, annotation: str, default: Any, where: str) -> None:
     """One value; an annotation that is not known here says nothing"""
-    kinds = annotation.split(" | ")
-    if value is None and "None" in kinds:
+    kinds = set(annotation.split(" | "))
+    if (value is None and "None" in kinds) or not kinds <= {*RULES, "None"}:
         return
-    words = []
-    for kind in kinds:
-        if kind == "None":
-            continue
-        if kind not in RULES:
-            return
-        rule, says = RULES[kind]
-        if rule(value, default):
-            return
-        words.append(says)
-    raise ValueError(f"{where} is {short(value)}: it must be {' or '.join(words)}; {WAY_OUT}")
+    rules = [rule for kind, rule in RULES.items() if kind in kinds]
+    if not any(holds(value, default) for holds, _ in rules):
+        raise ValueError(f"{where} is {short(value)}: it must be {' or '.join(words for _, words in rules)}; {WAY_OUT}")
 
 
 def is_count(value: Any, default: Any = None) -> bool:
@@ -76,17 +68,16 @@ def is_number(value: Any, default: Any = None) -> bool:
     return abs(value) < MAX
 
 
-def is_numbers(value: Any, default: Any = None) -> bool:
-    return isinstance(value, dict) and all(isinstance(k, str) and is_number(v) for k, v in value.items())
-
-
 MAX = torch.finfo(torch.float64).max
 RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "int": (is_count, "an integer of at least 0"),
     "float": (is_number, "a finite number"),
     "bool": (lambda value, _: isinstance(value, bool), "True or False"),
     "str": (lambda value, _: isinstance(value, str), "words"),
-    "dict[str, float]": (is_numbers, "a dict of finite numbers"),
+    "dict[str, float]": (
+        lambda value, _: isinstance(value, dict) and all(isinstance(k, str) and is_number(v) for k, v in value.items()),
+        "a dict of finite numbers",
+    ),
 }
 
 

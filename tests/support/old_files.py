@@ -1,4 +1,4 @@
-"""What tests/fixtures/make.py had an earlier commit write, and how it goes on: by names that both versions know."""
+"""What an earlier commit has written into tests/fixtures, and how it goes on: by names that both versions know."""
 
 from __future__ import annotations
 
@@ -32,71 +32,40 @@ def wave(N: int = 24, shift: float = 0.0) -> tuple[Tensor, Tensor]:
     return x, (2 * x[:, :1]).sin() + 0.5 * x[:, 1:] + 0.1 * (5.3 * i[:, None]).sin()
 
 
-def same(i: int) -> tuple[Tensor, Tensor]:
-    return wave()
-
-
-def changing(i: int) -> tuple[Tensor, Tensor]:
-    return wave(12, shift=0.7 * i)
-
-
 # --- optimizers ---
 
 
-def default(model: nn.Module) -> mq.LM:
-    return mq.LM(model, "mse")
-
-
-def kronecker(model: nn.Module) -> mq.LM:
-    return mq.LM(model, "mse", curvature=mq.Kronecker())
-
-
-def ekfac(model: nn.Module) -> mq.LM:
-    return mq.LM(model, "mse", curvature=mq.EKFAC(), damping=mq.MeanEigenvalue())
-
-
-def dense(model: nn.Module) -> mq.LM:
-    return mq.LM(
-        model, "mse", curvature=mq.Dense(), damping=mq.MaxDiagonal(), schedule=mq.GainRatio(), average=mq.Polyak(),
-        weight_decay=mq.WeightDecay(1e-3, towards="start"),
-    )  # fmt: skip
-
-
-def factored(model: nn.Module) -> mq.LM:
-    return mq.LM(model, "mse", curvature=mq.Gram(), damping=mq.FactoredMaxDiagonal())
-
-
-def matrix_free(model: nn.Module) -> mq.LM:
-    return mq.LM(model, "mse", curvature=mq.MatrixFree(iterations=6), damping=mq.MeanEigenvalue(), momentum=None)
-
-
-def inert(model: nn.Module) -> mq.LM:
-    """Which remembers the curvature of earlier batches"""
-    return mq.LM(model, "mse", curvature=mq.Dense(inertia=0.8))
-
-
-Make = Callable[[nn.Module], mq.LM]
 Batches = Callable[[int], tuple[Tensor, Tensor]]
-OPTIMIZERS: dict[str, tuple[Make, Batches]] = {
-    "default-same": (default, same),
-    "default-changing": (default, changing),
-    "kronecker-changing": (kronecker, changing),
-    "ekfac-changing": (ekfac, changing),
-    "dense-same": (dense, same),
-    "factored-changing": (factored, changing),
-    "matrix-free-same": (matrix_free, same),
-    "inertia-changing": (inert, changing),
-}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default-same": {},
+    "default-changing": {},
+    "kronecker-changing": {"curvature": mq.Kronecker()},
+    "ekfac-changing": {"curvature": mq.EKFAC(), "damping": mq.MeanEigenvalue()},
+    "dense-same": {
+        "curvature": mq.Dense(), "damping": mq.MaxDiagonal(), "schedule": mq.GainRatio(), "average": mq.Polyak(),
+        "weight_decay": mq.WeightDecay(1e-3, towards="start"),
+    },
+    "factored-changing": {"curvature": mq.Gram(), "damping": mq.FactoredMaxDiagonal()},
+    "matrix-free-same": {
+        "curvature": mq.MatrixFree(iterations=6), "damping": mq.MeanEigenvalue(), "momentum": None,
+    },
+    "inertia-changing": {"curvature": mq.Dense(inertia=0.8)},  # which remembers the curvature of earlier batches
+}  # fmt: skip
 
 
-def stepped(opt: mq.LM, batches: Batches, first: int = 0, count: int = BEFORE) -> list[list[float]]:
-    """The losses before and after each step, and its λ"""
-    steps = [opt.step(*batches(i)) for i in range(first, first + count)]
-    return [[step.loss, step.new_loss, step.lam] for step in steps]
+def optimizer(name: str, model: nn.Module) -> mq.LM:
+    return mq.LM(model, "mse", **OPTIONS[name])
+
+
+def batches(name: str) -> Batches:
+    """By number: all the same, or others every time"""
+    return lambda i: wave() if name.endswith("-same") else wave(12, shift=0.7 * i)
 
 
 def continued(opt: mq.LM, batches: Batches) -> dict[str, Any]:
-    losses = stepped(opt, batches, BEFORE, AFTER)
+    """The losses before and after each step, and its λ"""
+    steps = [opt.step(*batches(i)) for i in range(BEFORE, BEFORE + AFTER)]
+    losses = [[step.loss, step.new_loss, step.lam] for step in steps]
     return {"steps": losses, "weights": [p.detach().flatten().tolist() for p in opt.params]}
 
 

@@ -16,31 +16,20 @@ from support.ranks import Failure, outcomes, run, shard
 def total(each):
     mine = each[dist.get_rank()]
     dist.all_reduce(mine)
-    return mine
+    print(f"I am {dist.get_rank()}")
+    return mine, dist.get_world_size(), torch.get_num_threads(), torch.zeros(()).dtype, torch.rand(3).tolist()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_form_a_group_of_their_own(ranks):
+def test_ranks_form_a_group_of_their_own(double, ranks, capsys):
+    """Which adds in copies, with one thread, the default dtype of the caller and the same seed in every rank."""
     each = torch.arange(8.0).reshape(4, 2)
-    values = run(total, ranks, each)
-    assert len(values) == ranks
-    for value in values:
-        torch.testing.assert_close(value, torch.arange(8.0).reshape(4, 2)[:ranks].sum(0))
-    assert torch.equal(each, torch.arange(8.0).reshape(4, 2))  # the ranks added in copies
-
-
-def found():
-    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), torch.zeros(()).dtype
-
-
-def test_rank_threads_and_default_dtype(double):
-    assert run(found, 2) == [(0, 2, 1, torch.float64), (1, 2, 1, torch.float64)]
-
-
-def test_seeds_are_the_same_in_every_rank_and_call():
-    draws = run(torch.rand, 2, 3) + run(functools.partial(torch.rand, size=(3,)), 1)
-    for draw in draws:
-        assert torch.equal(draw, torch.rand(3, generator=torch.Generator().manual_seed(0)))
+    drawn = torch.rand(3, generator=torch.Generator().manual_seed(0)).tolist()
+    for mine, *rest in run(total, ranks, each):
+        assert torch.equal(mine, torch.arange(8.0).reshape(4, 2)[:ranks].sum(0))
+        assert rest == [ranks, 1, torch.float64, drawn]
+    assert torch.equal(each, torch.arange(8.0).reshape(4, 2))
+    assert capsys.readouterr().out == "".join(f"rank {rank}:\nI am {rank}\n\n" for rank in range(ranks))
 
 
 def warn():
@@ -54,15 +43,6 @@ def test_warnings_are_filtered_as_in_the_test():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="so it is"):
             run(warn, 1)
-
-
-def greet():
-    print(f"I am {dist.get_rank()}")
-
-
-def test_what_ranks_print_is_printed(capsys):
-    run(greet, 2)
-    assert capsys.readouterr().out == "rank 0:\nI am 0\n\nrank 1:\nI am 1\n\n"
 
 
 def wait_for_one_that_fails(fail):
@@ -84,41 +64,36 @@ def refuse_unpicklable():
     raise TwoArgumentError("no data", "too late")
 
 
-def test_an_exception_is_raised_with_the_traceback_of_the_rank():
-    with pytest.raises(ValueError, match=r"^no data$") as caught:
-        run(wait_for_one_that_fails, 2, refuse)
-    assert "in refuse" in str(caught.value.__cause__)
+def die():
+    os._exit(7)
 
 
-def test_an_exception_that_cannot_be_sent_is_told():
-    with pytest.raises(RuntimeError, match="rank 1: TwoArgumentError: no data: too late"):
-        run(wait_for_one_that_fails, 2, refuse_unpicklable)
+FAILURES = {
+    "raises": (refuse, Failure("ValueError", "no data"), ValueError, r"^no data$"),
+    "cannot be sent": (
+        refuse_unpicklable, Failure("TwoArgumentError", "no data: too late"), RuntimeError,
+        "rank 1: TwoArgumentError: no data: too late",
+    ),
+    "dies": (die, Failure("died", "exit code 7"), RuntimeError, "rank 1: died: exit code 7"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_rank_that_fails(name):
+    fail, failure, kind, words = FAILURES[name]
+    waiting, failed = outcomes(wait_for_one_that_fails, 2, fail)
+    assert failed == failure
+    assert waiting.kind != "died"
+    assert "all_reduce" in waiting.traceback
+    with pytest.raises(kind, match=words) as caught:
+        run(wait_for_one_that_fails, 2, fail)
+    if name == "raises":
+        assert "in refuse" in str(caught.value.__cause__)
 
 
 def test_a_result_that_cannot_be_sent_is_told():
     with pytest.raises(TypeError, match="pickle"):
         run(threading.Lock, 1)
-
-
-def test_outcomes_tell_of_every_rank():
-    waiting, failed = outcomes(wait_for_one_that_fails, 2, refuse)
-    assert failed == Failure("ValueError", "no data")
-    assert "in refuse" in failed.traceback
-    assert waiting.kind != "died"
-    assert "all_reduce" in waiting.traceback
-    assert outcomes(dist.get_rank, 2) == [0, 1]
-
-
-def die():
-    os._exit(7)
-
-
-def test_a_rank_that_dies():
-    waiting, died = outcomes(wait_for_one_that_fails, 2, die)
-    assert died == Failure("died", "exit code 7")
-    assert "all_reduce" in waiting.traceback
-    with pytest.raises(RuntimeError, match="rank 1: died: exit code 7"):
-        run(wait_for_one_that_fails, 2, die)
 
 
 def finish_early():
@@ -129,9 +104,6 @@ def finish_early():
 def test_a_hang_is_killed_and_shows_where_the_ranks_stood():
     with pytest.raises(TimeoutError, match=r"ranks \[0\] had no answer after 2 s(?s:.*)in finish_early"):
         run(finish_early, 2, timeout=2)
-
-
-def test_the_time_out_of_the_group():
     waiting, done = outcomes(finish_early, 2, group_timeout=2)
     assert done is None
     assert "all_reduce" in waiting.traceback
@@ -159,11 +131,6 @@ def unlocked(file):
     return True
 
 
-def test_ranks_end_if_their_caller_is_killed(tmp_path):
-    assert outcomes(die_with_ranks, 1, tmp_path) == [Failure("died", "exit code 7")]
-    assert until(lambda: all(unlocked(file) for file in tmp_path.iterdir()))
-
-
 def until(condition, seconds=30):
     """Whether the condition comes true within that time."""
     end = time.monotonic() + seconds
@@ -172,18 +139,18 @@ def until(condition, seconds=30):
     return true
 
 
+def test_ranks_end_if_their_caller_is_killed(tmp_path):
+    assert outcomes(die_with_ranks, 1, tmp_path) == [Failure("died", "exit code 7")]
+    assert until(lambda: all(unlocked(file) for file in tmp_path.iterdir()))
+
+
 @pytest.mark.parametrize("sizes", [None, (7, 13, 9, 11), (0, 1, 38, 1)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_make_up_the_batch(ranks, sizes):
     t = torch.arange(80).reshape(40, 2)
-    assert torch.equal(torch.cat([shard(t, rank, ranks, sizes) for rank in range(ranks)]), t)
-
-
-def test_sizes_of_shards():
-    t = torch.arange(41)
-    assert [len(shard(t, rank, 4)) for rank in range(4)] == [11, 10, 10, 10]
-    assert [len(shard(t[:40], rank, 2, (7, 13, 9, 11))) for rank in range(2)] == [20, 20]
-    with pytest.raises(ValueError, match=r"sizes=\(20, 20\) do not divide 41 samples among 2 ranks"):
-        shard(t, 0, 2, (20, 20))
-    with pytest.raises(ValueError, match=r"sizes=\(20, 21\) do not divide 41 samples among 4 ranks"):
-        shard(t, 0, 4, (20, 21))
+    parts = [shard(t, rank, ranks, sizes) for rank in range(ranks)]
+    assert torch.equal(torch.cat(parts), t)
+    if ranks == 4:
+        assert tuple(map(len, parts)) == (sizes or (10, 10, 10, 10))
+    with pytest.raises(ValueError, match=r"sizes=\(20, 20\) do not divide 41 samples among 4 ranks"):
+        shard(torch.arange(41), 0, 4, (20, 20))

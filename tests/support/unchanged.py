@@ -17,7 +17,6 @@ import marquardt as mq
 def world(model: nn.Module, opt: mq.LM | None = None) -> dict[str, Any]:
     """Everything that belongs to the user, and the optimizer's state."""
     modules, params = list(model.modules()), list(model.parameters())
-    kinds = ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"]
     return {
         "parameters": {k: p.detach().clone() for k, p in model.named_parameters()},
         "buffers": {k: b.detach().clone() for k, b in model.named_buffers()},
@@ -25,7 +24,7 @@ def world(model: nn.Module, opt: mq.LM | None = None) -> dict[str, Any]:
         "identity": [id(p) for p in params],
         "requires_grad": [p.requires_grad for p in params],
         "training": [m.training for m in modules],
-        "hooks": [list(getattr(m, kind)) for m in modules for kind in kinds],
+        "hooks": [list(each) for each in hooks(model)],
         "generator": torch.get_rng_state(),
         "grad mode": torch.is_grad_enabled(),
         "function modes": len(torch.overrides._get_current_function_mode_stack()),
@@ -48,25 +47,23 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [k for k in before if not same(before[k], after[k])]
 
 
-HOOKS = ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"]
-
-
-def hooks(model: nn.Module) -> list[list[object]]:
-    on_modules = [list(getattr(m, kind).values()) for m in model.modules() for kind in HOOKS]
-    on_tensors = [list((p._backward_hooks or {}).values()) for p in model.parameters()]
-    return on_modules + on_tensors
-
-
 def everything(model: nn.Module) -> dict[str, object]:
-    """What belongs to the user."""
+    """What belongs to the user, but for numbers."""
     return {
-        "hooks": hooks(model),
+        "hooks": [
+            list(each.values()) for each in [*hooks(model), *(p._backward_hooks or {} for p in model.parameters())]
+        ],
         "requires_grad": [p.requires_grad for p in model.parameters()],
         "identity": [id(p) for p in model.parameters()],
         "training": [m.training for m in model.modules()],
         "attributes": [sorted(vars(m)) for m in model.modules()],
         "grad": [id(p.grad) for p in model.parameters()],
     }
+
+
+def hooks(model: nn.Module) -> list[dict[int, object]]:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [getattr(m, kind) for m in model.modules() for kind in kinds]
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def coupled(model: nn.Module) -> str | None:
 
 
 def check_coupling(model: nn.Module) -> None:
-    """Raises ValueError if samples depend on each other, for then a sample has no rows of its own."""
+    """Raises ValueError if samples depend on each other, for then rows belong to no single sample."""
     name = coupled(model)
     if name is not None:
         call = f"model.get_submodule({name!r}).eval()" if name else "model.eval()"
@@ -234,21 +234,6 @@ def failed(error: Exception) -> tuple[nn.Module | None, Any]:
 
 def takes(layer: nn.Module, x: Tensor) -> tuple[str, str] | None:
     """What a layer takes, and in what way x differs; None if x is right, or if the layer is not a known one"""
-    got = f"the shape {shape(x)}"
-    if isinstance(layer, nn.Linear):
-        return (f"(N, {layer.in_features})", got) if differs(x, -1, layer.in_features) else None
-    if isinstance(layer, nn.modules.conv._ConvNd):
-        places = len(layer.kernel_size)
-        wanted = ", ".join(["N", str(layer.in_channels), *("L" if places == 1 else "DHW"[-places:])])
-        wrong = x.ndim != places + 2 or x.shape[1] != layer.in_channels
-        return (f"({wanted})", got) if wrong else None
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-        return (f"{layer.num_features} channels in dimension 1", got) if differs(x, 1, layer.num_features) else None
-    if isinstance(layer, nn.LayerNorm):
-        last = tuple(layer.normalized_shape)
-        return (f"the last dimensions {last}", got) if tuple(x.shape[-len(last) :]) != last else None
-    if isinstance(layer, nn.RNNBase):
-        return (f"{layer.input_size} features in the last dimension", got) if differs(x, -1, layer.input_size) else None
     if isinstance(layer, nn.Embedding):
         wanted = f"integers from 0 to {layer.num_embeddings - 1}"
         if x.is_floating_point():
@@ -256,7 +241,21 @@ def takes(layer: nn.Module, x: Tensor) -> tuple[str, str] | None:
         low, high = (int(v) for v in x.aminmax()) if x.numel() else (0, 0)
         entry = low if low < 0 else high
         return None if 0 <= entry < layer.num_embeddings else (wanted, f"the entry {entry}")
-    return None
+    wrong = False
+    if isinstance(layer, nn.Linear):
+        wanted, wrong = f"(N, {layer.in_features})", differs(x, -1, layer.in_features)
+    elif isinstance(layer, nn.modules.conv._ConvNd):
+        places = len(layer.kernel_size)
+        wanted = f"({', '.join(['N', str(layer.in_channels), *('L' if places == 1 else 'DHW'[-places:])])})"
+        wrong = x.ndim != places + 2 or x.shape[1] != layer.in_channels
+    elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        wanted, wrong = f"{layer.num_features} channels in dimension 1", differs(x, 1, layer.num_features)
+    elif isinstance(layer, nn.LayerNorm):
+        last = tuple(layer.normalized_shape)
+        wanted, wrong = f"the last dimensions {last}", tuple(x.shape[-len(last) :]) != last
+    elif isinstance(layer, nn.RNNBase):
+        wanted, wrong = f"{layer.input_size} features in the last dimension", differs(x, -1, layer.input_size)
+    return (wanted, f"the shape {shape(x)}") if wrong else None
 
 
 def differs(x: Tensor, dim: int, size: int) -> bool:

@@ -64,28 +64,25 @@ def check_sharded(model: nn.Module, params: Sequence[Any]) -> None:
             f"the model is sharded by fully_shard, but parameter {names[id(params[0])]!r}, which trains, is not: shard "
             f"all that train {WAY_OUT}"
         )
+    first = f"parameter {names[id(some[0])]!r}"
     if not gathering(model):
         raise TypeError(
-            f"parameter {names[id(some[0])]!r} is a DTensor that nothing gathers for a forward pass: LM takes those "
-            f"that torch.distributed.fsdp.fully_shard has sharded {WAY_OUT}, or the plain model"
+            f"{first} is a DTensor that nothing gathers for a forward pass: LM takes those that "
+            f"torch.distributed.fsdp.fully_shard has sharded {WAY_OUT}, or the plain model"
         )
     for p in params:
         if not sharded(p):
-            raise TypeError(
-                f"parameter {names[id(p)]!r} is not sharded, and {names[id(some[0])]!r} is: shard all that train by "
-                f"fully_shard, or leave it out by params= {WAY_OUT}"
+            wrong = f"is not sharded, and {first} is: shard all that train by fully_shard, or leave it out by params="
+        elif [(type(place).__name__, getattr(place, "dim", None)) for place in p.placements] != [("Shard", 0)]:
+            wrong = (
+                f"is placed as {tuple(p.placements)}: LM takes parameters that are sharded in their first dimension, "
+                "over a mesh of one dimension"
             )
-        placed = [(type(place).__name__, getattr(place, "dim", None)) for place in p.placements]
-        if placed != [("Shard", 0)]:
-            raise TypeError(
-                f"parameter {names[id(p)]!r} is placed as {tuple(p.placements)}: LM takes parameters that are sharded "
-                f"in their first dimension, over a mesh of one dimension {WAY_OUT}"
-            )
-        if p.device_mesh != some[0].device_mesh:
-            raise TypeError(
-                f"the parameters {names[id(p)]!r} and {names[id(some[0])]!r} are sharded over different ranks: shard "
-                "the whole model over one mesh"
-            )
+        elif p.device_mesh != some[0].device_mesh:
+            wrong = f"is sharded over other ranks than {first}: shard the whole model over one mesh"
+        else:
+            continue
+        raise TypeError(f"parameter {names[id(p)]!r} {wrong} {WAY_OUT}")
 
 
 def _whole(model: nn.Module, params: Sequence[Any]) -> list[Tensor | None]:

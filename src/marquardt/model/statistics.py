@@ -51,11 +51,11 @@ def estimated(model: nn.Module, seen: Seen) -> Iterator[None]:
 
     As in torch.optim.swa_utils.update_bn, all batches have the same weight, in the modes of training.
     """
-    kept = [(layer, {k: b.clone() for k, b in layer.named_buffers(recurse=False)}) for layer in tracking(model)]
+    before = [(layer, {k: b.clone() for k, b in layer.named_buffers(recurse=False)}) for layer in tracking(model)]
 
     def back() -> None:
         with torch.no_grad():
-            for layer, buffers in kept:
+            for layer, buffers in before:
                 for key, b in layer.named_buffers(recurse=False):
                     b.copy_(buffers[key])
 
@@ -66,42 +66,32 @@ def estimated(model: nn.Module, seen: Seen) -> Iterator[None]:
 
 
 def _estimate(model: nn.Module, seen: Seen) -> None:
-    there = {id(m) for m in seen.training}
-    modes = [(m, m.training) for m in submodules(model)]
+    """By forward passes that leave random generators, modes and the buffers of other modules as they were."""
+    device, there = next(model.parameters()).device, {id(m) for m in seen.training}
     layers = [m for m in tracking(model) if id(m) in there]
-    momenta = [layer.momentum for layer in layers]
+    modes, momenta = [(m, m.training) for m in submodules(model)], [(layer, layer.momentum) for layer in layers]
+    counted = {id(b) for layer in layers for b in layer.buffers()}
+    others = [(b, b.clone()) for b in model.buffers() if id(b) not in counted]
+    drawn, own = torch.get_rng_state(), rng_state(device)
 
     def back() -> None:
         for m, mode in modes:
             m.training = mode
-        for layer, momentum in zip(layers, momenta, strict=True):
+        for layer, momentum in momenta:
             layer.momentum = momentum
-
-    with back_afterwards(back):
-        for m, _ in modes:
-            m.training = id(m) in there
-        for layer in layers:
-            layer.reset_running_stats()
-        _pass(model, seen.inputs, layers)
-
-
-def _pass(model: nn.Module, inputs: Iterable[Any], layers: list[Norm]) -> None:
-    """Forward passes that change neither random number generators nor the buffers of any other modules."""
-    device = next(model.parameters()).device
-    before, own = torch.get_rng_state(), rng_state(device)
-    others = {id(b) for layer in layers for b in layer.buffers()}
-    kept = [(b, b.clone()) for b in model.buffers() if id(b) not in others]
-
-    def back() -> None:
         with torch.no_grad():
-            for b, value in kept:
+            for b, value in others:
                 b.copy_(value)
-        torch.set_rng_state(before)
+        torch.set_rng_state(drawn)
         if own is not None:
             set_rng_state(device, own)
 
     with back_afterwards(back), torch.no_grad():
-        for i, batch in enumerate(inputs):
+        for m, _ in modes:
+            m.training = id(m) in there
+        for layer in layers:
+            layer.reset_running_stats()
+        for i, batch in enumerate(seen.inputs):
             for layer in layers:  # a mean over all batches: momentum=None, which InstanceNorm does not support
                 layer.momentum = None if isinstance(layer, nn.modules.batchnorm._BatchNorm) else 1 / (i + 1)
             forward(model, batch)
