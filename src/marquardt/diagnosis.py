@@ -4,10 +4,10 @@ size that a network expects. It takes a forward pass, made only when there is a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .losses import Loss
 from .model.anatomy import Chance, Draws, Moment
 from .model.batch import Batch, tensors
 from .surroundings import back_afterwards, undisturbed, unless_interrupted
+
+T = TypeVar("T")
 
 # A loss that is lower than that of a constant by this share or less has learnt nothing. One that is lower by all but
 # this share is good, however it came about.
@@ -130,18 +132,25 @@ def diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None 
     """The model as it is, on all data together, which may be gone through twice, at most `chunk` samples at once.
     Buffers and random numbers are then as before. If the model cannot be asked in this way, nothing is found."""
     try:
-        try:
-            return _diagnosed(objective, batches, chunk, grad=False)
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
-        return _diagnosed(objective, batches, chunk, grad=True)  # the model differentiates itself
+        return without_grad(lambda: _diagnosed(objective, batches, chunk))
     except Exception as error:  # this must not end what it explains
         unless_interrupted(error)
         return Diagnosis()
 
 
-def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None, *, grad: bool) -> Diagnosis:
+def without_grad(call: Callable[[], T]) -> T:
+    """Without a graph, unless the model makes one itself to differentiate it."""
+    try:
+        with torch.no_grad():
+            return call()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return call()
+
+
+def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None) -> Diagnosis:
     found: list[tuple[Loss, Tensor, Batch]] = []
     activations, sizes, numbers, chance = Activations(), (0.0, 0.0), 0, Chance()
     before = Moment(objective.model, objective.parameters.device, chance)
@@ -150,7 +159,7 @@ def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None
         chance.drawn = activations.drew
         before.restore()
 
-    with back_afterwards(back), torch.set_grad_enabled(grad):
+    with back_afterwards(back):
         for i, batch in enumerate(part for whole in batches for part in whole.split(chunk)):
             with activations if i == 0 else nullcontext():  # one batch shows how large things are
                 raw = objective.called(batch.inputs)

@@ -17,7 +17,7 @@ from ..sources import Source
 from ..uncertainty.evidence import Evidence, grouped_names
 from ..uncertainty.posterior import laplace, reestimate
 from ..uncertainty.precision import SINGULAR
-from .history import check_count, restored
+from .history import restored, valid
 
 # Relative changes of α, β and γ, and of −log p(θ|y) in nats for each effective parameter, from one estimate to the next
 # that are none; and how many times in a row. An α counts as much as there are parameters that the data determine in its
@@ -31,6 +31,10 @@ GROWTH, TIMID = 2.0, 1e-5
 # Estimates in a row that may differ in α alone: as the α of one layer grows and that of another falls, the model may
 # compute the same, without an end.
 LONG = 10
+
+
+# What is saved of a Regularisation beside its estimates.
+COUNTS = ("waited", "close", "still", "descent")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ class Regularised:
 def apart(a: float, b: float) -> float:
     """|log a/b|, 0 for what is 0"""
     return abs(math.log(a / b)) if a > 0 and b > 0 else 0.0
+
+
+def plain(found: Regularised | None) -> dict[str, Any] | None:
+    return None if found is None else asdict(found)
 
 
 class Regularisation:
@@ -93,11 +101,6 @@ class Regularisation:
         self.descent += 1
         self.waited, self.close, self.since, self.still = 0, 0, None, 0
         self.put(None)
-
-    def passed(self, one: bool, converged: bool) -> bool:
-        """Whether an estimate is due, after another step if it counts."""
-        self.waited += one
-        return converged or self.waited >= self.evidence.every
 
     def update(self, objective: float) -> bool:
         """α and β at θ, from βG + αI without λD. False: rounding leaves no estimate, and the last one stays."""
@@ -136,17 +139,18 @@ class Regularisation:
     # As it is saved: the weight decay itself is in the state of the optimizer.
 
     def state(self) -> dict[str, Any]:
-        last, since = (None if one is None else asdict(one) for one in (self.last, self.since))
-        counts = {"waited": self.waited, "close": self.close, "still": self.still, "descent": self.descent}
-        return {"last": last, "since": since, **counts}
+        return {"last": plain(self.last), "since": plain(self.since), **{name: getattr(self, name) for name in COUNTS}}
 
     def resume(self, state: dict[str, Any]) -> None:
-        self.last, self.since = (None if state[k] is None else self.restored(state[k]) for k in ("last", "since"))
-        for name, most in (("waited", None), ("close", None), ("still", None), ("descent", len(self.evidence.starts))):
-            check_count(name, state[name], most)
-            setattr(self, name, state[name])
+        self.last, self.since = self.restored(state["last"]), self.restored(state["since"])
+        for name in COUNTS:
+            setattr(self, name, valid(name, state[name], int))
+        if self.descent >= len(self.evidence.starts):
+            raise ValueError(f"it is damaged: descent is {self.descent}")
 
-    def restored(self, values: dict[str, Any]) -> Regularised:
+    def restored(self, values: dict[str, Any] | None) -> Regularised | None:
+        if values is None:
+            return None
         found = restored(Regularised, values)
         if any(set(each) != set(self.names) for each in (found.alpha, found.gammas, found.weight_decay)):
             raise ValueError("it is damaged: the evidence is of other parameters")
@@ -165,10 +169,8 @@ def grouped_params(model: nn.Module, params: Iterable[Any] | None, evidence: Evi
 def decayed_params(model: nn.Module, params: Iterable[Any] | None, by_name: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Parameter groups for LM, one for each parameter, with a weight decay by name."""
     names, chosen = named(model, params, "a dict")
-    if set(by_name) != set(names):
-        missing, unknown = (
-            [n for n in some if n not in others] for some, others in ((names, by_name), (by_name, names))
-        )
+    missing, unknown = [n for n in names if n not in by_name], [n for n in by_name if n not in names]
+    if missing or unknown:
         raise ValueError(
             f"weight_decay by name: every parameter that trains has one, and no others. Without one are {missing}, and "
             f"not among them {unknown}"
@@ -179,7 +181,7 @@ def decayed_params(model: nn.Module, params: Iterable[Any] | None, by_name: Mapp
 def named(model: nn.Module, params: Iterable[Any] | None, rule: str) -> tuple[list[str], Sequence[Tensor]]:
     """The parameters that train; this weight decay makes their groups."""
     given = None if params is None else list(params)
-    if given is not None and any(isinstance(each, dict) for each in given):
+    if any(isinstance(each, dict) for each in given or ()):
         raise ValueError(f"params= holds groups, and weight_decay={rule} makes its own: pass parameters alone")
-    chosen: Sequence[Tensor] = trainable(model, given)
+    chosen = trainable(model, given)
     return Parameters(model, chosen).names, chosen
