@@ -36,6 +36,10 @@ NATS, SHARE = 1.0, 0.5
 # How many times more or less than samples there are weights may add up to, if they are no whole numbers.
 FAR = 1.5
 
+NO_MINIMUM = (
+    "the parameters are no minimum of the loss with this {}. A step would lower −log p(θ|y) by {:.3g}, and a sample of "
+    "the posterior is {:.3g} above its minimum; variances are those of a minimum"
+)
 TRAIN_ON = "weight decay: train on, and pass the weight_decay of the training"
 ONE_NOISE = (
     "noise, σ = {} by output, as the training took all outputs for equally noisy, and has smoothed the quiet ones "
@@ -187,18 +191,16 @@ class Posterior:
 
     def noise_given(self, gamma: float) -> float:
         """β of all outputs together; the known one, or 1 if the loss has no noise"""
-        at = self.at
         if not self.learns:
             return self.beta
-        total = self._residuals().sum()
-        targets, taken = (total.new_tensor(x) for x in (at.normaliser, gamma))
-        return float(noise_precision(targets, taken, total, at.rounding))
+        total = self._residuals()
+        targets, taken = (total.new_tensor(x) for x in (self.at.normaliser, gamma))
+        return float(noise_precision(targets, taken, total, self.at.rounding))
 
     def _residuals(self) -> Tensor:
-        """Σr² by output, in units of the noise of all: (*out)"""
-        squares = self.at.squares
-        assert squares is not None
-        return squares if self.b is None else self.b * squares
+        """Σr², of every output in units of the noise of all: ()"""
+        squares: Tensor = self.at.squares
+        return (squares if self.b is None else self.b * squares).sum()
 
     def decays(self, alpha: Sequence[float], beta: float) -> tuple[float, ...]:
         return tuple(a * self._decay_of_one(beta) for a in alpha)
@@ -216,7 +218,6 @@ class Posterior:
         at = self.at
         if not at.likelihood.noisy:
             return -self.c * at.value - at.constant
-        assert at.squares is not None
         beta = self.noise.expand_as(at.squares).pow(-2)
         count = at.normaliser / at.squares.numel()
         return float((0.5 * count * (beta / (2 * math.pi)).log() - 0.5 * beta * at.squares).sum()) - at.constant
@@ -252,29 +253,22 @@ class Posterior:
     def _tuned_alone(self) -> Posterior:
         at, e = self.at, self.data.eigenvalues() * self.at.likelihood.unit
         e = e if self.learns else e * self.beta
-        squares = float(self._residuals().sum()) if self.learns else None
+        squares = float(self._residuals()) if self.learns else None
         alpha, beta = alone(e, sum(self.squares_by_tensor), self.parameters.n, at.normaliser, squares, at.rounding)
         return self.changed([alpha] * len(self.alphas), beta if self.learns else self.beta)
 
     def _but(self, **change: Any) -> Posterior:
         """The same at T = 1 with these arguments, H made anew unless it is among them"""
         names = ("at", "kind", "data", "alphas", "beta", "towards", "b", "learns")
-        given = {name: getattr(self, name) for name in names}
-        return Posterior(**{**given, **change})
+        return Posterior(**{**{name: getattr(self, name) for name in names}, **change})
 
-    def changed(self, alphas: Sequence[float], beta: float) -> Posterior:
+    def changed(self, alphas: Sequence[float], beta: float, precision: Precision | None = None) -> Posterior:
         """With another prior and another noise"""
-        return self._but(alphas=alphas, beta=beta)
-
-    def scaled(self, t: float) -> Posterior:
-        """With α and β times t: H is too, and γ is the same"""
-        alphas = [t * a for a in self.alphas]
-        return self._but(alphas=alphas, beta=t * self.beta, precision=Scaled(self.precision, t))
+        return self._but(alphas=alphas, beta=beta, precision=precision)
 
     def by_output(self) -> Posterior:
         """With a noise for each output, βₒ = (N − γₒ)/Σrₒ², in the place of one for all. α stays."""
         at, found = self.at, self
-        assert at.squares is not None
         b = torch.ones_like(at.squares)
         for _ in range(ROUNDS):
             gammas = torch.stack([found._taken(rows) for rows in at.by_row(b)]).sum(0).view_as(b)
@@ -305,12 +299,24 @@ class Posterior:
         with the exact H also if this one has Kronecker factors."""
         if not self.at.likelihood.classes:
             raise ValueError(f"{self.at.loss.display_name} has no classes: its intervals have the noise that is learnt")
-        if data is None:
-            found = self._left_out()
-        else:
-            given = source(data, device=self.parameters.device, dtype=self.parameters.tensors[0].dtype)
-            batches = given.batches() if given.whole is None else [given.whole]
-            found = held_out(self.at, self.precision, batches, TEMPERS)
+        at, place, exact = self.at, self.parameters, None
+        new = None if data is None else source(data, place.device, place.tensors[0].dtype).batches()
+        if new is None and self.others:
+            warnings.warn(
+                f"{self.others:,} other parameters are taken as known. If they were trained on these samples, these "
+                "seem better predicted by the others than they are, and probabilities become too sure: pass "
+                "calibrated(data) samples that have not trained the model, or freeze what was not trained",
+                stacklevel=users(),
+            )
+        if new is None and not self.data.sums:
+            if not fits(at.total, at.total.m < at.total.n, place.device):
+                raise ValueError(
+                    "what a sample has moved does not follow from Kronecker factors, and the exact H of "
+                    f"{place.n:,} parameters is too large: pass calibrated(data) samples that have not trained the "
+                    "model"
+                )
+            exact = at.curvature(None, True).precision(self.c, self._alpha)
+        found = predicted(at, self.precision, TEMPERS, exact, new)
         best = TEMPERS[found.index(min(found))]
         if best.temperature == TEMPERS[-1].temperature:
             warnings.warn(
@@ -319,25 +325,6 @@ class Posterior:
                 stacklevel=users(),
             )
         return self.tempered(*best)
-
-    def _left_out(self) -> list[float]:
-        at = self.at
-        if self.others:
-            warnings.warn(
-                f"{self.others:,} other parameters are taken as known. If they were trained on these samples, these "
-                "seem better predicted by the others than they are, and probabilities become too sure: pass "
-                "calibrated(data) samples that have not trained the model, or freeze what was not trained",
-                stacklevel=users(),
-            )
-        if self.data.sums:
-            return predicted(at, self.precision, TEMPERS)
-        if not fits(at.total, at.total.m < at.total.n, self.parameters.device):
-            raise ValueError(
-                "what a sample has moved does not follow from Kronecker factors, and the exact H of "
-                f"{self.parameters.n:,} parameters is too large: pass calibrated(data) samples that have not trained "
-                "the model"
-            )
-        return predicted(at, self.precision, TEMPERS, at.curvature(None, True).precision(self.c, self._alpha))
 
     @property
     def others(self) -> int:
@@ -358,11 +345,10 @@ class Posterior:
             raise ValueError(f"k={k!r}: the number of draws, an integer of at least 0")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator={generator!r}: a torch.Generator, such as torch.Generator().manual_seed(0)")
-        size = (k, self.parameters.n)
-        device = self.parameters.device
+        device, theta = self.parameters.device, self.at.theta
         where = device if generator is None else generator.device
-        E = torch.randn(size, generator=generator, dtype=torch.float64, device=where).to(device)
-        return self.at.theta + math.sqrt(self.temperature) * self.precision.drawn(E).to(self.at.theta)
+        E = torch.randn(k, len(theta), generator=generator, dtype=torch.float64, device=where).to(device)
+        return theta + math.sqrt(self.temperature) * self.precision.drawn(E).to(theta)
 
     def shaped(self, theta: Tensor) -> dict[str, Tensor]:
         """θ by the names of the parameters, as torch.func.functional_call takes it"""
@@ -378,9 +364,8 @@ class Posterior:
         return (self.temperature * half @ half.T).to(self.at.theta)
 
     def _index(self, p: Any) -> int:
-        found = self.parameters.index.get(id(p))
-        if isinstance(p, str) and p in self.names:
-            found = self.names.index(p)
+        index = dict(zip(self.names, range(len(self.names)), strict=True)) | self.parameters.index
+        found = index.get(p if isinstance(p, str) else id(p))
         if found is None:
             shown = repr(p) if isinstance(p, str) else f"a {type(p).__name__}"
             raise ValueError(f"{shown} is none of the parameters of this posterior: {', '.join(self.names)}")
@@ -391,8 +376,7 @@ class Posterior:
     def _outputs(self, inputs: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """z (N, *out), and by group its mean (N, P, C) and covariance JH⁻¹Jᵀ (N, P, C, C), some samples at a time"""
         p = self.parameters.tensors[0]
-        batch = source((inputs, None), device=p.device, dtype=p.dtype).whole
-        assert batch is not None
+        (batch,) = source((inputs, None), p.device, p.dtype).batches()
         for part in self.at.parts(batch):
             yield outputs(self.at, self.precision, part.inputs, self.temperature)
 
@@ -405,10 +389,7 @@ class Posterior:
             raise ValueError(f"{self.at.loss.display_name} has classes: use probabilities(inputs)")
         noise = self.noise.flatten() if kind.noisy else self._alpha.new_zeros(1)
         parts = [(z, kind.moments(mean, V, noise)) for z, mean, V in self._outputs(inputs)]
-        mean, model, own = (
-            torch.cat([kind.placed(getattr(m, name), z) for z, m in parts]).to(self.at.theta)
-            for name in ("mean", "model", "noise")
-        )
+        mean, model, own = (torch.cat([kind.placed(m[i], z) for z, m in parts]).to(self.at.theta) for i in range(3))
         return Prediction(mean, (model + own).sqrt(), model.sqrt(), own.sqrt())
 
     @undisturbed
@@ -427,9 +408,8 @@ class Posterior:
     @property
     def plan(self) -> str:
         """How H is represented, in words"""
-        trained = [name for name, m in self.at.model.named_modules() if m.training and not list(m.children())]
-        kinds = [(type(self.at.model.get_submodule(n)), n) for n in trained]
-        active = [f"{kind.__name__} {n!r}" for kind, n in kinds if issubclass(kind, RANDOM)]
+        modules = self.at.model.named_modules()
+        active = [f"{type(m).__name__} {name!r}" for name, m in modules if m.training and isinstance(m, RANDOM)]
         modes = f"; {', '.join(active)} as in eval mode" if active else ""
         rest = f"; {self.others:,} other parameters are taken as known" if self.others else ""
         return f"{self.data.name}{rest}{modes}"
@@ -539,18 +519,14 @@ def check_counts(mean: float) -> None:
 def tell(found: Posterior, weight_decay: Any, why: str) -> bool:
     """Warns if θ̂ is no minimum; returns whether it did."""
     left = found.decrement() if weight_decay is not None else min(found.decrement(), found.decrement(prior=False))
-    if left <= max(NATS, SHARE * found.gamma):
-        n, m = found.at.parameters.n, found.at.normaliser
-        free = weight_decay is not None and found.learns and not any(found.alphas) and 2 * n > m
-        if free and left > NATS:
-            warnings.warn(UNBOUNDED.format(n, m), stacklevel=users())
-        return bool(free and left > NATS)
-    warnings.warn(
-        f"the parameters are no minimum of the loss with this {why}. A step would lower "
-        f"−log p(θ|y) by {left:.3g}, and a sample of the posterior is {0.5 * found.gamma:.3g} above its minimum; "
-        "variances are those of a minimum",
-        stacklevel=users(),
-    )
+    n, m = found.at.parameters.n, found.at.normaliser
+    if left > max(NATS, SHARE * found.gamma):
+        words = NO_MINIMUM.format(why, left, 0.5 * found.gamma)
+    elif left > NATS and weight_decay is not None and found.learns and not any(found.alphas) and 2 * n > m:
+        words = UNBOUNDED.format(n, m)
+    else:
+        return False
+    warnings.warn(words, stacklevel=users())
     return True
 
 
@@ -571,7 +547,7 @@ def laplace(
     refuse_sharded(chosen, "mq.posterior")
     parameters = Parameters(model, chosen)
     weights, towards = decays(model, parameters, weight_decay)
-    given = source(data, device=parameters.device, dtype=chosen[0].dtype)
+    given = source(data, parameters.device, chosen[0].dtype)
     at = Expansion(model, loss, parameters, given, getattr(curvature, "chunk", None))
     known = known_noise(at, noise)
     learns = kind.noisy and known is None
@@ -592,9 +568,10 @@ def laplace(
     first = Posterior(at, curvature, G, alphas, beta, towards, b, learns)
     if weight_decay is None:
         return first.tuned()
-    if not first.learns:
+    if not learns:
         return first
-    return first.scaled(first.noise_given(first.gamma))  # α goes with β, and so γ does not depend on it
+    t = first.noise_given(first.gamma)  # α goes with β, and so γ does not depend on it
+    return first.changed([t * a for a in alphas], t * beta, Scaled(first.precision, t))
 
 
 def check_curvature(given: Any) -> None:
@@ -617,8 +594,17 @@ def check_curvature(given: Any) -> None:
 
 def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[float], Tensor | None]:
     """Weight decay of every parameter, and θ₀"""
-    if isinstance(given, Mapping):
-        given = by_name(model, parameters, given)
+    if isinstance(given, Mapping):  # by name, also of parameters that are certain
+        missing = [name for name in parameters.names if name not in given]
+        if missing:
+            raise ValueError(f"weight_decay= has no number for parameter {missing[0]!r}: one for each; 0 is no prior")
+        strange = set(given) - {name for name, _ in named_parameters(model)}
+        if strange:
+            raise ValueError(
+                f"weight_decay= has a number for {min(map(str, strange))!r}, which is none of the parameters of the "
+                f"model: {', '.join(parameters.names)}"
+            )
+        given = [given[name] for name in parameters.names]
     if isinstance(given, (list, tuple)):
         for w in given:
             check_weight(w)
@@ -634,30 +620,15 @@ def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[f
     return [0.0 if free else rule.w for free in spared], rule.anchor(parameters, spared)
 
 
-def by_name(model: nn.Module, parameters: Parameters, given: Mapping[str, Any]) -> list[Any]:
-    """Of the uncertain parameters; others of the model may be in it"""
-    missing = [name for name in parameters.names if name not in given]
-    if missing:
-        raise ValueError(f"weight_decay= has no number for parameter {missing[0]!r}: one for each; 0 is no prior")
-    strange = set(given) - {name for name, _ in named_parameters(model)}
-    if strange:
-        raise ValueError(
-            f"weight_decay= has a number for {min(map(str, strange))!r}, which is none of the parameters of the model: "
-            f"{', '.join(parameters.names)}"
-        )
-    return [given[name] for name in parameters.names]
-
-
 def known_noise(at: Expansion, given: Any) -> tuple[float, Tensor | None] | None:
     """β of all outputs, and that of each in units of it; None if it is to be learnt"""
     if given is None or (isinstance(given, str) and given == "shared"):
         return None
-    assert at.squares is not None
     try:
         sigma = torch.as_tensor(given, dtype=torch.float64, device=at.squares.device)
     except (TypeError, ValueError, RuntimeError):
-        sigma = None
-    if sigma is None or not bool((sigma > 0).all() & sigma.isfinite().all()) or sigma.numel() == 0:
+        sigma = torch.zeros(1)
+    if not bool((sigma > 0).all() & sigma.isfinite().all()) or sigma.numel() == 0:
         raise ValueError(
             f'noise={given!r}: the standard deviation of the targets, above 0, "shared", or None to learn it'
         )
@@ -682,23 +653,26 @@ def last_layer(model: nn.Module) -> list[Tensor]:
 # Every sample as the others predict it: one Newton step to where θ̂ and H would be without it.
 
 
-def predicted(at: Expansion, H: Precision, tempers: Sequence[Temper], exact: Precision | None = None) -> list[float]:
-    """−log p of all samples, each left out, of classes and for each of these. `exact` is H as a sum over samples, if H
-    is none: what a sample has moved follows from it, while variances stay those of H."""
-    found = []
-    for part in (part for batch in at.batches for part in at.parts(batch)):
-        z, mean, own = outputs(at, H, part.inputs)
-        V = own if exact is None else outputs(at, exact, part.inputs)[2]
-        loss, y, w = at.likelihood.loss, targets_like(z, part), part.weight
-        shift, others = without(V, loss.root(z, y, w).S, loss.group(loss.gradient(z, y, w)))
-        found.append(lost(at, part, z, mean + shift, others if exact is None else own, tempers))
-    return summed(found)
-
-
-def held_out(at: Expansion, H: Precision, batches: Iterable[Batch], tempers: Sequence[Temper]) -> list[float]:
-    """−log p of samples that H and θ̂ were not made of, for each of these."""
-    parts = (part for batch in batches for part in at.parts(batch))
-    return summed([lost(at, part, *outputs(at, H, part.inputs), tempers) for part in parts])
+def predicted(
+    at: Expansion, H: Precision, tempers: Sequence[Temper], exact: Precision | None = None,
+    new: Iterable[Batch] | None = None,
+) -> list[float]:  # fmt: skip
+    """−log p of all samples, each left out, of classes and for each of these; or of `new` ones, which H and θ̂ were not
+    made of. `exact` is H as a sum over samples, if H is none: what a sample has moved follows from it, while variances
+    stay those of H."""
+    kind, loss, found = at.likelihood, at.likelihood.loss, []
+    for part in (part for batch in (at.batches if new is None else new) for part in at.parts(batch)):
+        z, mean, V = outputs(at, H, part.inputs)
+        y, w = part.targets.to(z) if part.targets.is_floating_point() else part.targets, part.weight
+        if new is None:
+            own = V if exact is None else outputs(at, exact, part.inputs)[2]
+            shift, others = without(own, loss.root(z, y, w).S, loss.group(loss.gradient(z, y, w)))
+            mean, V = mean + shift, others if exact is None else V
+        for T, s in tempers:
+            likely = loss.ungroup(kind.averaged(*kind.sharpened(mean, T * V, s), True), z)
+            found.append(weighted(loss.ell(likely, y), w).double().sum())
+    total: list[float] = torch.stack(found).view(-1, len(tempers)).sum(0).tolist()
+    return total
 
 
 def outputs(at: Expansion, H: Precision, inputs: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -706,25 +680,6 @@ def outputs(at: Expansion, H: Precision, inputs: Any, temperature: float = 1.0) 
     z, mean, rows = at.functional(inputs)
     half = H.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
     return z, mean, temperature * half @ half.mT
-
-
-def targets_like(z: Tensor, part: Batch) -> Tensor:
-    y: Tensor = part.targets
-    return y.to(z) if y.is_floating_point() else y
-
-
-def lost(at: Expansion, part: Batch, z: Tensor, mean: Tensor, V: Tensor, tempers: Sequence[Temper]) -> Tensor:
-    """−log p of some samples with uncertain outputs, for each of these"""
-    loss, kind, found = at.likelihood.loss, at.likelihood, []
-    for T, s in tempers:
-        likely = loss.ungroup(kind.averaged(*kind.sharpened(mean, T * V, s), True), z)
-        found.append(weighted(loss.ell(likely, targets_like(z, part)), part.weight).double().sum())
-    return torch.stack(found)
-
-
-def summed(parts: Sequence[Tensor]) -> list[float]:
-    found: list[float] = torch.stack(list(parts)).sum(0).tolist()
-    return found
 
 
 def without(V: Tensor, S: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
