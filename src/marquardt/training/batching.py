@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -235,7 +235,6 @@ def check_shared(data: Source, ranks: Ranks, evidence: bool) -> None:
                 f"the inputs have no row for each sample, so that they cannot be shared among {ranks.size} ranks: pass "
                 "tensors with a row for each sample, or group=False for runs that are independent of the other ranks"
             )
-        check_enough(data.samples, f"{data.samples} samples", ranks)
         return
     assert isinstance(data, Stream)
     sampler, size, rank = sharded(data), ranks.size, ranks.rank
@@ -257,16 +256,13 @@ def check_shared(data: Source, ranks: Ranks, evidence: bool) -> None:
         )
 
 
-def check_batches(parts: Sequence[Tensor], ranks: Ranks) -> None:
-    """Mini-batches with a sample for every rank"""
-    least = min(map(len, parts))
-    check_enough(least, f"a batch of {least} samples (batch_size={max(map(len, parts))} leaves it)", ranks)
-
-
-def check_enough(samples: int, words: str, ranks: Ranks) -> None:
-    if samples < ranks.size:
+def check_batches(N: int, plan: Batching, ranks: Ranks) -> None:
+    """Batches with a sample for every rank"""
+    sizes = [len(part) for part in cut(torch.arange(N), plan.size if plan.mini else None)]
+    if min(sizes) < ranks.size:
+        batch = f"a batch of {min(sizes)} samples (batch_size={max(sizes)} leaves it)" if plan.mini else f"{N} samples"
         raise ValueError(
-            f"{words} for {ranks.size} ranks: each needs a sample of its own, take larger batches, or fewer ranks"
+            f"{batch} for {ranks.size} ranks: each needs a sample of its own, take larger batches, or fewer ranks"
         )
 
 

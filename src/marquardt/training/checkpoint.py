@@ -82,12 +82,24 @@ class Saver:
             self.ranks.same(f"a fit goes on from {self.path}")
 
     def load(self) -> tuple[dict[str, Any], list[Any]]:
-        if self.ranks.agreed(self.path.is_dir()):
-            _, found, random = checkpoints.read(self.path, self.ranks)
-            check_version(self.path, found)
-            return found, random
-        found = read(self.path)
-        return found, found.pop("ranks", [])
+        """What all ranks have in common, and the random numbers of each. No code of a file is run."""
+        path, random, is_sealed = self.path, None, True
+        if self.ranks.agreed(path.is_dir()):
+            _, found, random = checkpoints.read(path, self.ranks)
+        else:
+            try:
+                found, is_sealed = files.load(path)
+            except files.Damaged as error:
+                words = f"{error}; no checkpoint to go on with: move it away, or name another file"
+                raise files.Damaged(words) from error
+        version = found.get("marquardt.fit") if isinstance(found, dict) else None
+        if type(version) is not int or version not in VERSIONS:
+            raise ValueError(
+                f"{path} is no checkpoint of mq.fit of this version: begin anew with resume=False, or name another file"
+            )
+        if version == VERSION and not is_sealed:
+            raise files.Damaged(f"{path} is damaged: it has lost its checksum. Move it away, or name another file")
+        return found, found.pop("ranks", []) if random is None else random
 
     def check_replaceable(self) -> None:
         """What is there when a fit begins anew: a folder that marquardt writes its own folders in, or a file that it
@@ -104,26 +116,6 @@ class Saver:
                 f"{path} is no checkpoint of mq.fit, or a damaged one, and would be replaced: name another file, or "
                 "move this one away"
             )
-
-
-def read(path: Path) -> dict[str, Any]:
-    """No code of the file is run, and damage is refused."""
-    try:
-        found, is_sealed = files.load(path)
-    except files.Damaged as error:
-        raise files.Damaged(f"{error}; no checkpoint to go on with: move it away, or name another file") from error
-    check_version(path, found)
-    if not is_sealed and found["marquardt.fit"] == VERSION:
-        raise files.Damaged(f"{path} is damaged: it has lost its checksum. Move it away, or name another file")
-    return dict(found)
-
-
-def check_version(path: Path, found: Any) -> None:
-    version = found.get("marquardt.fit") if isinstance(found, dict) else None
-    if type(version) is not int or version not in VERSIONS:
-        raise ValueError(
-            f"{path} is no checkpoint of mq.fit of this version: begin anew with resume=False, or name another file"
-        )
 
 
 # What a checkpoint belongs to.

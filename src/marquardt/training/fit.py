@@ -30,7 +30,7 @@ from ..surroundings import Surroundings, interrupt_of, surely, undisturbed
 from ..uncertainty import Evidence, Posterior, posterior
 from ..uncertainty.expansion import likelihood_of
 from ..uncertainty.posterior import last_layer
-from .batching import Batching, batching, check_batches, check_shared, cut, interrupts
+from .batching import Batching, batching, check_batches, check_shared, interrupts
 from .checkpoint import Saver, check_same_data, identity
 from .history import CALLBACK, INTERRUPTED, Bar, Entry, History, Stops, bar_of
 from .regularisation import Regularised, decayed_params, grouped_params
@@ -264,8 +264,8 @@ def planned(opt: LM, train: Source, held: Source | None, batch_size: int | str |
         for data in (train, held):
             if isinstance(data, Indexed):
                 check_same_data(data, ranks)
-        if plan.mini and isinstance(train, Indexed):
-            check_batches(cut(torch.arange(train.samples), plan.size), ranks)
+        if isinstance(train, Indexed):
+            check_batches(train.samples, plan, ranks)
     return plan
 
 

@@ -88,10 +88,6 @@ class Regularisation:
         return self.close >= TWICE or self.still >= LONG
 
     @property
-    def gamma(self) -> float:
-        return math.nan if self.last is None else self.last.gamma
-
-    @property
     def more(self) -> bool:
         """Whether another descent follows."""
         return self.descent + 1 < len(self.evidence.starts)
@@ -129,12 +125,13 @@ class Regularisation:
                 raise
             return replace(self.last, objective=objective)
         best, names, before = reestimate(there, self.evidence.groups), there.names, opt.weight_decays
-        some = TIMID * there.decays([there.mean_curvature], there.beta)[0]
-        decay = [min(w, max(GROWTH * old, some)) for w, old in zip(best.weight_decay, before, strict=True)]
+        some = TIMID * (there.mean_curvature * there.decay_of_one(there.beta))
+        pairs = zip(names, best.weight_decay, before, strict=True)
+        decay = {name: min(w, max(GROWTH * old, some)) for name, w, old in pairs}
+        alpha = {name: w / there.decay_of_one(best.beta) for name, w in decay.items()}
         return Regularised(
-            dict(zip(names, there.precisions(decay, best.beta), strict=True)), best.beta, best.gamma, there.gammas,
-            there.log_evidence, dict(zip(names, decay, strict=True)), objective,
-        )  # fmt: skip
+            alpha, best.beta, best.gamma, there.gammas, there.log_evidence, weight_decay=decay, objective=objective
+        )
 
     # As it is saved: the weight decay itself is in the state of the optimizer.
 

@@ -99,7 +99,7 @@ class Training:
         number = len(self.history) + 1
         epoch = 0 if self.order is None else self.order.epoch
         step = self._advance()
-        comparable = self._validate(number, step)
+        loss = self._comparable(number, step)
         rule = self.regularisation
         if rule is not None:  # α and β anew every few accepted steps, or epochs
             rule.waited += step.accepted if self.order is None else self.order.epoch > epoch
@@ -114,8 +114,8 @@ class Training:
         self.seen.lam = self.opt.lam
         if number == 1 and self.validation is None:
             self.seen.least = step.loss  # of the weights at the start, which stay if no step is accepted
-        if comparable:
-            self._compare(entry)
+        if loss is not None:
+            self._compare(loss, number)
         if rule is not None and self._descent_ends:  # another one begins from the first weights
             assert self.first is not None
             put(self.model, self.first)
@@ -175,17 +175,16 @@ class Training:
 
     # The best weights.
 
-    def _validate(self, number: int, step: Step) -> bool:
-        """Whether there is something to compare with the best: then it is, for the validation set, in `_validated`."""
+    def _comparable(self, number: int, step: Step) -> float | None:
+        """The loss to compare with the best one, if there is one after this step"""
+        mini = self.plan.mini
         if self.validation is None:  # losses with different weight decay cannot be compared
-            return not self.plan.mini and step.accepted and self.regularisation is None
-        if self.plan.mini and number % self._every:
-            self._validated = math.nan
-            return False
-        if not self.plan.mini and not step.accepted:
-            return False
+            return step.new_loss if not mini and step.accepted and self.regularisation is None else None
+        if number % self._every if mini else not step.accepted:
+            self._validated = math.nan if mini else self._validated
+            return None
         self._validated = self._validation_loss()
-        return True
+        return self._validated
 
     def _validation_loss(self) -> float:
         data = self.validation
@@ -200,10 +199,11 @@ class Training:
     @property
     def _every(self) -> int:
         """Mini-batches between two validations."""
-        N, held = self.data.samples, self.validation.samples if self.validation is not None else None
-        if N is None or held is None or self.plan.size is None:
+        N, size = self.data.samples, self.plan.size
+        held = None if self.validation is None else self.validation.samples
+        if N is None or held is None or size is None:
             return EVERY
-        return max(1, min(-(-N // self.plan.size), max(EVERY, held // (TIMES * self.plan.size))))
+        return max(1, min(-(-N // size), max(EVERY, held // (TIMES * size))))
 
     @contextmanager
     def _shown(self, averaged: bool | None = None) -> Iterator[None]:
@@ -235,10 +235,9 @@ class Training:
                 batches = islice(self.data.batches(), EVERY) if whole is None else [whole]
             return Shown(tuple(b.inputs for b in batches), tuple(m for m in submodules(self.model) if m.training))
 
-    def _compare(self, entry: Entry) -> None:
-        loss = entry.objective if self.validation is None else entry.validation
+    def _compare(self, loss: float, number: int) -> None:
         weights = self._weights() if loss < self.seen.least else (self.best, self.best_evidence)
-        if self.seen.found(loss, entry.step):  # no interrupt comes between this and the weights
+        if self.seen.found(loss, number):  # no interrupt comes between this and the weights
             self.best, self.best_evidence = weights
         if self.validation is None:
             self.seen.fails = 0  # the loss of the data has stops of its own
@@ -392,8 +391,8 @@ def check_weights(what: str, found: Any, here: dict[str, Tensor], trained: Itera
     """Whether they are those of this model; buffers may be infinite."""
     if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
         raise ValueError(f"it is damaged: {what} are no weights")
-    form = {name: (t.shape, t.dtype) for name, t in here.items()}
-    if {name: (t.shape, t.dtype) for name, t in found.items()} != form:
+    there, form = ({name: (t.shape, t.dtype) for name, t in some.items()} for some in (found, here))
+    if there != form:
         raise ValueError(f"it is damaged: {what} are none of this model")
     for name in trained:
         if not bool(found[name].isfinite().all()):

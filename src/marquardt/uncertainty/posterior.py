@@ -174,7 +174,8 @@ class Posterior:
     @property
     def weight_decay(self) -> dict[str, float]:
         """The weight decay for which this prior is right, by parameter"""
-        return dict(zip(self.names, self.decays(self.alphas, self.beta), strict=True))
+        one = self.decay_of_one(self.beta)
+        return {name: a * one for name, a in self.alpha.items()}
 
     @property
     def noise(self) -> Tensor:
@@ -202,14 +203,8 @@ class Posterior:
         squares: Tensor = self.at.squares
         return (squares if self.b is None else self.b * squares).sum()
 
-    def decays(self, alpha: Sequence[float], beta: float) -> tuple[float, ...]:
-        return tuple(a * self._decay_of_one(beta) for a in alpha)
-
-    def precisions(self, decays: Sequence[float], beta: float) -> tuple[float, ...]:
-        """α for weight decay in the units of the loss"""
-        return tuple(w / self._decay_of_one(beta) for w in decays)
-
-    def _decay_of_one(self, beta: float) -> float:
+    def decay_of_one(self, beta: float) -> float:
+        """Weight decay in the units of the loss, of α = 1"""
         return unit(self.at.loss, self.at.normaliser) / (beta * self.at.likelihood.unit)
 
     @property
@@ -241,7 +236,11 @@ class Posterior:
         those of mq.Evidence. Parameters without a prior stay so, unless all are."""
         found = self if any(self.alphas) else self.changed([self.mean_curvature] * len(self.alphas), self.beta)
         if groups is None and all(found.alphas):
-            return found._tuned_alone()
+            at, e = self.at, self.data.eigenvalues() * (self.at.likelihood.unit if self.learns else self.c)
+            squares = float(self._residuals()) if self.learns else None
+            size = sum(self.squares_by_tensor)
+            alpha, beta = alone(e, size, self.parameters.n, at.normaliser, squares, at.rounding)
+            return self.changed([alpha] * len(self.alphas), beta if self.learns else self.beta)
         for _ in range(TUNED):
             best = reestimate(found, groups)
             pairs = [(a, b) for a, b in zip(found.alphas, best.alpha, strict=True) if a > 0]
@@ -249,13 +248,6 @@ class Posterior:
             if all(abs(math.log(b / a)) < CLOSE for a, b in pairs):
                 break
         return found
-
-    def _tuned_alone(self) -> Posterior:
-        at, e = self.at, self.data.eigenvalues() * self.at.likelihood.unit
-        e = e if self.learns else e * self.beta
-        squares = float(self._residuals()) if self.learns else None
-        alpha, beta = alone(e, sum(self.squares_by_tensor), self.parameters.n, at.normaliser, squares, at.rounding)
-        return self.changed([alpha] * len(self.alphas), beta if self.learns else self.beta)
 
     def _but(self, **change: Any) -> Posterior:
         """The same at T = 1 with these arguments, H made anew unless it is among them"""
@@ -271,7 +263,7 @@ class Posterior:
         at, found = self.at, self
         b = torch.ones_like(at.squares)
         for _ in range(ROUNDS):
-            gammas = torch.stack([found._taken(rows) for rows in at.by_row(b)]).sum(0).view_as(b)
+            gammas = torch.stack([found._determined(rows) for rows in at.by_row(b)]).sum(0).view_as(b)
             targets = torch.full_like(b, at.normaliser / b.numel())
             after = noise_precision(targets, gammas, at.squares, at.rounding) / self.beta
             close, b = bool(((after / b).log().abs() < AGREED).all()), after
@@ -280,7 +272,7 @@ class Posterior:
                 break
         return found
 
-    def _taken(self, rows: Tensor) -> Tensor:
+    def _determined(self, rows: Tensor) -> Tensor:
         """Parameters that some targets determine, by output: (R, N, n) → (R,)"""
         return self.c * self.precision.half(rows.flatten(0, 1)).square().sum(1).view(rows.shape[:2]).sum(1)
 
@@ -357,19 +349,18 @@ class Posterior:
     def covariance(self, params: Any = None) -> Tensor:
         """Of some parameters, by their names or themselves, one after the other, flattened: (k, k)"""
         chosen = [params] if isinstance(params, (str, Tensor)) else self.names if params is None else list(params)
-        places = [range(self.parameters.n)[self.parameters.slice_of(self._index(p))] for p in chosen]
-        index = torch.tensor([i for some in places for i in some], device=self.parameters.device)
+        number = dict(zip(self.names, range(len(self.names)), strict=True)) | self.parameters.index
+        columns: list[int] = []
+        for p in chosen:
+            i = number.get(p if isinstance(p, str) else id(p))
+            if i is None:
+                shown = repr(p) if isinstance(p, str) else f"a {type(p).__name__}"
+                raise ValueError(f"{shown} is none of the parameters of this posterior: {', '.join(self.names)}")
+            columns += range(self.parameters.n)[self.parameters.slice_of(i)]
+        index = torch.tensor(columns, device=self.parameters.device)
         rows = self._alpha.new_zeros(len(index), self.parameters.n)
         half = self.precision.half(rows.scatter(1, index[:, None], 1.0))
         return (self.temperature * half @ half.T).to(self.at.theta)
-
-    def _index(self, p: Any) -> int:
-        index = dict(zip(self.names, range(len(self.names)), strict=True)) | self.parameters.index
-        found = index.get(p if isinstance(p, str) else id(p))
-        if found is None:
-            shown = repr(p) if isinstance(p, str) else f"a {type(p).__name__}"
-            raise ValueError(f"{shown} is none of the parameters of this posterior: {', '.join(self.names)}")
-        return found
 
     # Predictions.
 
@@ -439,7 +430,8 @@ def reestimate(found: Posterior, groups: str | Sequence[Sequence[str]] | None = 
         for i in own:
             alpha[i] = min(max(gamma / size, low), high) if size > 0 else high
     beta = found.noise_given(sum(gammas))
-    return Estimate(tuple(alpha), beta, sum(gammas), found.decays(alpha, beta))
+    one = found.decay_of_one(beta)
+    return Estimate(tuple(alpha), beta, sum(gammas), tuple(a * one for a in alpha))
 
 
 @undisturbed
