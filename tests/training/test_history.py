@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt.training.history import Bar, Entry, History, Seen, Shown, Stops, remaining, shown, words
+from marquardt.training.history import Entry, History, Seen, Stops, remaining, words
 from support.fits import mse, net, noisy_sine
 
 nan = math.nan
@@ -35,10 +35,6 @@ def test_entries_and_columns():
     assert isinstance(found[1:], History)
     with pytest.raises(KeyError, match="los': the columns are step, epoch, loss"):
         found["los"]
-
-
-def test_the_columns_are_all_of_it():
-    found = table()
     assert History.restored(found.columns()) == found
     assert History.restored(History().columns()) == History()
 
@@ -78,18 +74,13 @@ def test_it_prints_itself():
     assert long[-1].split()[0] == "100"
 
 
-def test_csv(tmp_path):
+def test_csv_and_pandas(tmp_path):
     table().to_csv(tmp_path / "history.csv")
     with open(tmp_path / "history.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["loss"]) for row in rows] == table()["loss"]
-    assert list(rows[0]) == list(Entry._fields)
-
-
-def test_pandas():
-    found = table().to_pandas()
-    assert list(found.columns) == list(Entry._fields)
-    assert found["loss"].tolist() == table()["loss"]
+    frame = table().to_pandas()
+    assert [float(row["loss"]) for row in rows] == frame["loss"].tolist() == table()["loss"]
+    assert list(rows[0]) == list(frame.columns) == list(Entry._fields)
 
 
 def test_a_figure():
@@ -124,46 +115,43 @@ SEEN = Seen(loss=0.5, steepest=10.0, lam=2.0, least=0.4, best_step=3, fails=7)
 
 
 @pytest.mark.parametrize(
-    ("stop", "entry", "seen", "words"),
+    ("stop", "seen", "words"),
     [
-        ({"steps": 10}, {}, {}, "10 steps are done"),
-        ({"steps": 11}, {}, {}, None),
-        ({"seconds": 3.0}, {}, {}, "3 s are over"),
-        ({"seconds": 3.1}, {}, {}, None),
-        ({"goal": 0.5}, {}, {}, "the goal is reached: the loss is 0.5, at most 0.5"),
-        ({"goal": 0.49}, {}, {}, None),
-        ({"goal": 0.45}, {"loss": 0.1}, {}, None),  # of one mini-batch
-        ({"min_gradient": 0.01}, {}, {}, "the gradient is 0.1, at most 0.01 of the largest"),
-        ({"min_gradient": 0.009}, {}, {}, None),
-        ({"min_gradient": 1.0}, {"gradient": math.nan}, {}, None),
-        ({"min_gradient": 0.01}, {}, {"settled": False}, None),  # one minimum follows another
-        ({"max_lam": 1.9}, {}, {}, "λ is 2, above 1.9: no step lowers the loss"),
-        ({"max_lam": 2.0}, {}, {}, None),
-        ({"patience": 7}, {}, {}, "validation: 7 in a row without a loss below 0.4"),
-        ({"patience": 8}, {}, {}, None),
-        ({"patience": 0}, {}, {}, None),
+        ({"steps": 10}, {}, "10 steps are done"),
+        ({"steps": 11}, {}, None),
+        ({"seconds": 3.0}, {}, "3 s are over"),
+        ({"seconds": 3.1}, {}, None),
+        ({"goal": 0.5}, {}, "the goal is reached: the loss is 0.5, at most 0.5"),
+        ({"goal": 0.49}, {}, None),
+        ({"goal": 0.45}, {"loss": 0.1}, None),  # of one mini-batch
+        ({"min_gradient": 0.01}, {}, "the gradient is 0.1, at most 0.01 of the largest"),
+        ({"min_gradient": 0.009}, {}, None),
+        ({"min_gradient": 1.0}, {"gradient": math.nan}, None),
+        ({"min_gradient": 0.01}, {"settled": False}, None),  # one minimum follows another
+        ({"max_lam": 1.9}, {}, "λ is 2, above 1.9: no step lowers the loss"),
+        ({"max_lam": 2.0}, {}, None),
+        ({"patience": 7}, {}, "validation: 7 in a row without a loss below 0.4"),
+        ({"patience": 8}, {}, None),
+        ({"patience": 0}, {}, None),
         (
             {"patience": 5},
-            {},
             {"fails": 0, "idle": 5, "highest": -12.5},
-            "the log evidence was -12.5, and lower in 5 estimates since",
+            "the log evidence was -12.5, and lower in 5 estim",
         ),
-        ({"patience": 6}, {}, {"fails": 0, "idle": 5}, None),
-        ({}, {"converged": True}, {}, "converged: no decrease is left"),
-        ({}, {"converged": True}, {"settled": False}, None),
-        ({}, {}, {"settled": True}, "settled: neither the effective parameters nor the noise"),
-        ({}, {}, {}, None),
+        ({"patience": 6}, {"fails": 0, "idle": 5}, None),
+        ({}, {"converged": True}, "converged: no decrease is left"),
+        ({}, {"converged": True, "settled": False}, None),
+        ({}, {"settled": True}, "settled: neither the effective parameters nor the noise"),
+        ({}, {}, None),
     ],
 )
-def test_reasons(stop, entry, seen, words):
-    stops = Stops(**{**vars(NONE), **stop})
-    found = stops.reason(TENTH._replace(**entry), Seen(**{**vars(SEEN), **seen}))
+def test_reasons(stop, seen, words):
+    """After a step, of which `seen` has what differs from the others"""
+    stops, entry = Stops(**{**vars(NONE), **stop}), {k: v for k, v in seen.items() if k in Entry._fields}
+    others = {k: v for k, v in seen.items() if k not in entry}
+    found = stops.reason(TENTH._replace(**entry), Seen(**{**vars(SEEN), **others}))
     assert found == words or (words and found.startswith(words))
-
-
-def test_before_the_first_step():
     assert NONE.reason(None, Seen()) is None
-    assert Stops(steps=0).reason(None, Seen()) == "no steps were asked for"
 
 
 def test_the_highest_evidence_so_far():
@@ -191,13 +179,6 @@ def test_the_best_so_far():
 # In whole fits.
 
 
-def test_goal():
-    result = mq.fit(net(), (X, Y), "mse", goal=0.1)
-    assert result.reason.startswith("the goal is reached")
-    losses = result.history["loss"]
-    assert losses[-1] <= 0.1 < min(losses[:-1])
-
-
 def test_the_units_of_the_loss_do_not_matter():
     """A straight line: the same number of steps if targets and weights are in other units."""
     ends = []
@@ -213,10 +194,21 @@ def test_the_units_of_the_loss_do_not_matter():
     assert ends == [("the gradient", ends[0][1])] * 3
 
 
-def test_converged():
-    result = mq.fit(net(), (X, Y), "mse", weight_decay=0.1, min_gradient=None)
-    assert result.reason.startswith("converged: no decrease is left")
-    assert result.history[-1].converged
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"goal": 0.1}, "the goal is reached"),
+        ({"weight_decay": 0.1, "min_gradient": None}, "converged: no decrease is left"),
+        ({"steps": 0}, "no steps were asked for"),
+    ],
+)
+def test_ends(options, words):
+    result = mq.fit(net(), (X, Y), "mse", **options)
+    losses = result.history["loss"]
+    assert result.reason.startswith(words)
+    assert "goal" not in options or losses[-1] <= 0.1 < min(losses[:-1])
+    assert "min_gradient" not in options or result.history[-1].converged
+    assert "steps" not in options or (losses, result.best_step) == ([], 0)
 
 
 def test_patience_ends_it():
@@ -251,12 +243,6 @@ class Never:
         return None
 
 
-def test_no_steps():
-    model = net()
-    result = mq.fit(model, (X, Y), "mse", steps=0)
-    assert (len(result.history), result.best_step, result.reason) == (0, 0, "no steps were asked for")
-
-
 SHOWN = Entry(10, 9, 0.5, 0.6, math.nan, 1.0, 0.1, "decrease", 1.0, 1.0, 4.0)
 FIRST = SHOWN._replace(step=1, seconds=1.0)
 
@@ -266,13 +252,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_nothing_without_a_terminal(capsys):
+def test_a_terminal_shows_it(monkeypatch, capsys):
     mq.fit(net(), noisy_sine(), "mse", steps=2)
-    assert capsys.readouterr() == ("", "")
-    assert type(shown(None, Stops())) is Shown
-
-
-def test_a_terminal_shows_it(monkeypatch):
+    assert capsys.readouterr() == ("", "")  # without one
+    mq.fit(net(), noisy_sine(), "mse", steps=2, progress=True)
+    assert "2 steps are done" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        mq.fit(net(), noisy_sine(), "mse", progress=True, callbacks=lambda r: 1 / 0)
+    assert "an error ended it" in capsys.readouterr().err
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "200")
@@ -282,31 +269,11 @@ def test_a_terminal_shows_it(monkeypatch):
         assert part in found
     terminal.truncate(0)
     mq.fit(net(), noisy_sine(), "mse", steps=3, progress=False)
-    assert terminal.getvalue().strip("\0") == ""
-
-
-def test_true_shows_it_anywhere(capsys):
-    mq.fit(net(), noisy_sine(), "mse", steps=2, progress=True)
-    assert "2 steps are done" in capsys.readouterr().err
-
-
-def test_an_error_ends_it(capsys):
-    def fails(running):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        mq.fit(net(), noisy_sine(), "mse", progress=True, callbacks=fails)
-    assert "an error ended it" in capsys.readouterr().err
-
-
-def test_without_rich(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert type(shown(None, Stops())) is Shown
+    mq.fit(net(), noisy_sine(), "mse", steps=3)
+    assert terminal.getvalue().strip("\0") == ""
     with pytest.raises(ImportError, match="progress=True needs Rich: pip install rich"):
-        shown(True, Stops())
-    monkeypatch.undo()
-    assert isinstance(shown(True, Stops()), Bar)
+        mq.fit(net(), noisy_sine(), "mse", progress=True)
 
 
 def test_what_is_left():
@@ -315,9 +282,6 @@ def test_what_is_left():
     assert (done, left) == (0.5, pytest.approx(10 / 3))
     assert remaining(Stops(steps=20, seconds=5.0), SHOWN, FIRST) == (0.8, 1.0)
     assert remaining(Stops(steps=None), SHOWN, FIRST) == (0.0, math.inf)
-
-
-def test_the_words():
     assert words(SHOWN, math.inf) == "loss 0.5  λ 1  gradient 0.1"
     assert words(SHOWN._replace(validation=2.0, gamma=3.0), 61.0) == (
         "loss 0.5  validation 2  λ 1  gradient 0.1  γ 3  1:01 left"

@@ -225,7 +225,7 @@ def remark(run: Training, found: Diagnosis) -> str:
     """What the reason for the end leaves out: that little was learnt, or everything by heart."""
     told, noise = str(found), run.regularisation is not None
     if told:
-        suspect = noise and found.learnt_nothing and found.standardised
+        suspect = noise and found.learnt_nothing and not found.sizes
         return told + ("; or mq.Evidence() has taken all for noise: pass validation=0.2 instead" if suspect else "")
     whole = run.data.whole if isinstance(run.data, Arrays) else None
     n, m = sum(p.numel() for p in run.opt.params), math.inf  # of numbers that the outputs are compared with
