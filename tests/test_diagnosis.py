@@ -53,7 +53,7 @@ BENDS = {"acceptance": mq.Decrease(), "momentum": None}
     ("model", "x", "y", "options", "words"),
     [
         # The first step goes so far that the hidden units saturate.
-        (network(), 3 * (X - 0.5), 1e5 + Y, {}, r"targets are of the size 1e\+05, \d+% .* saturated; standardise the t"),
+        (network(), 3 * (X - 0.5), 1e5 + Y, {}, r"targets are of the size 1e\+05, \d+% .* saturated; standardise the"),
         (network(nn.ReLU), 1e6 * X, Y, BENDS, r"size 6.1e\+05, 100% of the units of relu bend nowhere within the data"),
         # Classes have no size.
         (network(outputs=3), 1e6 * X, (X[:, 0] > 0.5).long() + (X[:, 0] > 0.7).long(), {"loss": "cross_entropy"},
