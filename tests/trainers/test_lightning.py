@@ -270,9 +270,8 @@ def test_logged_counted_and_stopped(tmp_path):
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     assert {"train_loss_step", "train_loss_epoch", "lam", "accepted", "step"} <= set(header.split(","))
     assert len(rows) == 5  # four steps and an epoch
-    net = made()
+    net, options = made(), {"precision": "bf16-mixed", "gradient_clip_val": 0}  # which is none
     start = theta(net)
-    options = {"precision": "bf16-mixed", "gradient_clip_val": 0}  # which is none
     run = trainer(tmp_path, max_steps=8, val_check_interval=2, callbacks=[seen], **options)
     run.fit(net, loader(), loader(shuffle=False))
     assert (run.global_step, len(seen.seen)) == (8, 4)
@@ -372,35 +371,33 @@ def test_hooks_of_a_step_and_a_training_step_of_ones_own(tmp_path):
     assert net.seen == ["begin", "step"] * 2
 
 
+class Usual(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("LM takes the step")
+
+
+class Both(LMModule, Usual):
+    def configure_optimizers(self):
+        return mq.LM(self, "cross_entropy")
+
+
+class Knowing(Both):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
 def test_a_module_that_had_another_optimizer(tmp_path):
-    class Usual(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.layers(x)
-
-        def training_step(self, batch, batch_idx):
-            raise AssertionError("LM takes the step")
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters())
-
-    class Both(LMModule, Usual):
-        def configure_optimizers(self):
-            return mq.LM(self, "cross_entropy")
-
     run = trainer(tmp_path, max_steps=2)
     with pytest.warns(UserWarning, match=r"Usual.training_step is not called in Both.*outputs\[.step.\]"):
         run.fit(Both(), loader())
-    assert run.global_step == 2
-    assert run.optimizers[0].state_dict()["marquardt"]["steps"] == 2
-
-    class Knowing(Both):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx)
-
+    assert run.global_step == run.optimizers[0].state_dict()["marquardt"]["steps"] == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_shadowed(Knowing)
@@ -482,42 +479,3 @@ def test_modules_that_are_refused(kind, parts, batches, says, tmp_path):
     with pytest.raises((TypeError, RuntimeError), match=says):
         trainer(tmp_path, max_steps=1).fit(net, loader() if batches is None else DataLoader(batches, batch_size=None))
     assert same(theta(net), start)
-
-
-# ---- without LMModule
-
-
-def test_manual_optimization_without_the_module(tmp_path):
-    class Plain(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.layers = Net().layers
-            self.hooked = 0
-
-        def forward(self, x):
-            return self.layers(x)
-
-        def configure_optimizers(self):
-            return mq.LM(self, "cross_entropy")
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            step = self.optimizers().step(inputs=x, targets=y)
-            self.log("train_loss", step.loss)
-
-        def on_before_optimizer_step(self, optimizer):
-            self.hooked += 1
-
-    torch.manual_seed(1)
-    plain = Plain()
-    twin = made()
-    twin.load_state_dict(plain.state_dict())
-    for net in (plain, twin):
-        torch.manual_seed(5)
-        run = trainer(tmp_path, max_steps=3)
-        run.fit(net, loader())
-        assert run.global_step == 3
-    assert plain.hooked == 3
-    assert not isinstance(plain, LMModule)
-    assert same(theta(plain), theta(twin))

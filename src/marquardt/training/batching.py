@@ -190,9 +190,12 @@ class Order:
 # so that on any number of ranks the steps are the same.
 
 
-def apart(batch: Batch) -> bool:
+def divisible(data: Indexed) -> bool:
     """Whether it can be divided into samples. With inputs of several lengths and without targets it is not clear what
     belongs to one sample."""
+    if not isinstance(data, Arrays):
+        return True
+    batch = data.whole
     lengths = {len(t) for t in tree_leaves(batch.inputs) if isinstance(t, Tensor) and t.ndim}
     return batch.divisible(batch.samples) and (len(lengths) == 1 or batch.targets is not None)
 
@@ -209,10 +212,6 @@ def own(data: Source, size: int | None, ranks: Ranks) -> tuple[Iterable[Batch], 
         mine = part(torch.arange(data.samples), ranks)
         return Parcels(data.take, mine.split(size or len(mine))), ranks
     return data.batches(size), ranks if sharded(data) else ALONE
-
-
-def divisible(data: Indexed) -> bool:
-    return not isinstance(data, Arrays) or apart(data.whole)
 
 
 def sharded(data: Source | None) -> Any:

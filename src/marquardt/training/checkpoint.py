@@ -70,15 +70,18 @@ class Saver:
         found, random = self.load()
         with run.unchanged_by_errors():
             try:
-                check_same(self.path, found["identity"], self.identity)
-                rank = self.ranks.rank
-                run.resume({**found, **{k: of_rank([one[k] for one in random], rank) for k in random[0]}})
-            except (RankError, Other, MemoryError):
+                other = difference(found["identity"], self.identity)
+                if not other:
+                    own = {k: of_rank([one[k] for one in random], self.ranks.rank) for k in random[0]}
+                    run.resume({**found, **own})
+            except (RankError, MemoryError):
                 raise
             except Exception as error:  # of many kinds
                 known = isinstance(error, ValueError)
                 words = str(error) if known else f"it is damaged ({type(error).__name__}: {error})"
                 raise ValueError(f"the checkpoint {self.path} cannot be gone on with: {words}. {ANEW}") from error
+            if other:
+                raise ValueError(f"the checkpoint {self.path} is of {other}. {ANEW}")
             self.ranks.same(f"a fit goes on from {self.path}")
 
     def load(self) -> tuple[dict[str, Any], list[Any]]:
@@ -188,22 +191,18 @@ def checksums(item: Any) -> list[float]:
     return found
 
 
-class Other(ValueError):
-    """A checkpoint is of another fit."""
-
-
 OTHER = {"model": "another model", "data": "other data", "options": "other options"}
 
 
-def check_same(path: Path, there: dict[str, dict[str, Any]], here: dict[str, dict[str, Any]]) -> None:
+def difference(there: dict[str, dict[str, Any]], here: dict[str, dict[str, Any]]) -> str:
+    """In which a checkpoint is of another fit; nothing if it is of this one"""
     for what, values in here.items():
         for name, value in values.items():
             before = there.get(what, {}).get(name)
             if not same(before, value):
-                raise Other(
-                    f"the checkpoint {path} is of {OTHER[what]}: {name} is {differing(value, before)} now, and was "
-                    f"{differing(before, value)}. {ANEW}"
-                )
+                now, then = differing(value, before), differing(before, value)
+                return f"{OTHER[what]}: {name} is {now} now, and was {then}"
+    return ""
 
 
 def same(a: Any, b: Any) -> bool:

@@ -124,14 +124,14 @@ class Regularisation:
             if self.last is None or str(error) != SINGULAR:
                 raise
             return replace(self.last, objective=objective)
-        best, names, before = reestimate(there, self.evidence.groups), there.names, opt.weight_decays
-        some = TIMID * (there.mean_curvature * there.decay_of_one(there.beta))
-        pairs = zip(names, best.weight_decay, before, strict=True)
-        decay = {name: min(w, max(GROWTH * old, some)) for name, w, old in pairs}
-        alpha = {name: w / there.decay_of_one(best.beta) for name, w in decay.items()}
-        return Regularised(
-            alpha, best.beta, best.gamma, there.gammas, there.log_evidence, weight_decay=decay, objective=objective
-        )
+        best, beta = reestimate(there, self.evidence.groups)
+        some, one = TIMID * (there.mean_curvature * there.decay_of_one(there.beta)), there.decay_of_one(beta)
+        decay = {
+            name: min(a * one, max(GROWTH * old, some))
+            for name, a, old in zip(there.names, best, opt.weight_decays, strict=True)
+        }
+        alpha = {name: w / one for name, w in decay.items()}
+        return Regularised(alpha, beta, there.gamma, there.gammas, there.log_evidence, decay, objective)
 
     # As it is saved: the weight decay itself is in the state of the optimizer.
 

@@ -29,12 +29,12 @@ from ..model.statistics import NOTHING, counting, estimated
 from ..model.statistics import Seen as Shown
 from ..optimizer import LM
 from ..ranks import ALONE, OtherRank, RankError, Ranks, of
-from ..sources import Arrays, Indexed, Source, Stream
+from ..sources import Indexed, Source, Stream
 from ..step import Step
 from ..surroundings import back_afterwards, surely, unless_interrupted
 from ..uncertainty.evidence import Evidence
 from ..uncertainty.expansion import in_eval_mode
-from .batching import Batching, Order, apart, cut, generators, own, set_generators, unchanged
+from .batching import Batching, Order, cut, divisible, generators, own, set_generators, unchanged
 from .history import Entry, History, Seen, Stops, restored, valid
 from .regularisation import Regularisation, Regularised, plain
 
@@ -349,13 +349,28 @@ class Training:
             raise ValueError("it is of another model: with the saved weights its outputs are not what they were")
 
     def _outputs(self) -> list[float] | None:
-        """Of the first samples, if these are the same in every process."""
-        for some in (self.data, self.validation):
-            if isinstance(some, Arrays) and not apart(some.whole):
-                return outputs(self.model, self.opt.loss, some.whole)
-            if isinstance(some, Indexed) and some.steady:
-                return outputs(self.model, self.opt.loss, some.take(torch.arange(min(FEW, some.samples))))
-        return None
+        """‖z‖ and Σz·cos(place) of the outputs z of the first samples, if these are the same in every process, that
+        have a loss: in eval mode and with the same random numbers every time; None if the model works in train mode
+        alone."""
+        each = [data for data in (self.data, self.validation) if isinstance(data, Indexed) and data.steady]
+        if not each:
+            return None
+        first = each[0].take(torch.arange(min(FEW, each[0].samples))) if divisible(each[0]) else each[0].whole
+        batch, objective = first, Objective(self.model, self.opt.loss, list(self.model.parameters()))
+        assert batch is not None
+
+        def called() -> Tensor:
+            torch.manual_seed(0)
+            return objective.taken(objective.called(batch.inputs), batch)[1]
+
+        try:
+            with in_eval_mode(self.model, objective.parameters.device):
+                values = without_grad(called).detach().double().flatten()
+        except Exception as error:
+            unless_interrupted(error)
+            return None
+        places = torch.arange(len(values), dtype=torch.float64, device=values.device)
+        return [float(values.norm()), float(values @ places.cos())]
 
     def resume(self, state: dict[str, Any]) -> None:
         self.check(state)
@@ -411,25 +426,6 @@ def of_validation() -> Iterator[None]:
         if type(error) not in (TypeError, ValueError):  # others may take something else than words
             raise
         raise type(error)(f"the validation set: {error}") from error
-
-
-def outputs(model: nn.Module, loss: Loss, batch: Batch) -> list[float] | None:
-    """‖z‖ and Σz·cos(place) of the outputs z that have a loss, in eval mode and with the same random numbers every
-    time; None if the model works in train mode alone."""
-    objective = Objective(model, loss, list(model.parameters()))
-
-    def called() -> Tensor:
-        torch.manual_seed(0)
-        return objective.taken(objective.called(batch.inputs), batch)[1]
-
-    try:
-        with in_eval_mode(model, objective.parameters.device):
-            values = without_grad(called).detach().double().flatten()
-    except Exception as error:
-        unless_interrupted(error)
-        return None
-    places = torch.arange(len(values), dtype=torch.float64, device=values.device)
-    return [float(values.norm()), float(values @ places.cos())]
 
 
 def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks = ALONE) -> float:

@@ -21,6 +21,7 @@ from ..curvature.cost import Shapes, Work, look
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Exact, Objective
 from ..jacobian.passes import Coupled, Cut, Facts
+from ..jacobian.piece import Piece
 from ..losses import Loss, Residual
 from ..losses.base import Elementwise, weighted
 from ..model.anatomy import Chance, Moment, submodules
@@ -397,13 +398,10 @@ class Expansion:
         # Of the samples that count; 1 if weights are whole numbers, as counts are
         self.mean_weight = 1.0 if torch.equal(w, w.round()) else float(w[w > 0].mean())
 
-    def gradient_by(self, b: Tensor | None) -> Tensor:
-        """Σ∂ℓ/∂θ with factors by output: (n,)"""
-        if b is None:
-            return self.gradient
+    def pieces(self, b: Tensor | None = None, written: bool = False) -> Iterator[Piece]:
+        """All data linearised, one after the other; `b` are factors of ℓ by output"""
         with self.at_rest():
-            pieces = self.linearization(b).pieces()
-            return torch.stack([piece.gradient.double() for piece in pieces]).sum(0)
+            yield from self.linearization(b, written).pieces()
 
     # G of all data.
 
@@ -419,12 +417,6 @@ class Expansion:
             chunk = lin.needs.chunk
             G: Any = (Kronecker(decay=0.0, chunk=chunk) if layers else Dense(chunk, double=True)).represent(lin)
             return KroneckerData(G.layers, lin.parameters, lin.scale) if layers else DenseData(G.G / lin.scale)
-
-    def by_row(self, b: Tensor | None = None) -> Iterator[Tensor]:
-        """The rows J̃ of all pieces, by output: (R, N, n)"""
-        with self.at_rest():
-            for piece in self.linearization(b, written=True).pieces():
-                yield piece.dense(torch.float64).unflatten(0, (-1, piece.N))
 
     # Other inputs.
 

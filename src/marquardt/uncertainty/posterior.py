@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..arguments import brief, check_places, users
 from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.kronecker import NoFactors
+from ..jacobian.piece import Piece
 from ..losses import Elementwise, resolve
 from ..losses.base import weighted
 from ..model.batch import Batch
@@ -76,16 +77,6 @@ TEMPERS = [Temper(10 ** (k / 2), 2 ** (j / 4)) for k in range(-8, 3) for j in ra
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What the evidence asks for, by parameter tensor if there are several numbers."""
-
-    alpha: tuple[float, ...]
-    beta: float  # 1/σ² of all outputs together; 1 if the loss has no noise
-    gamma: float
-    weight_decay: tuple[float, ...]  # in the units of the loss, as parameter groups have it
-
-
-@dataclass(frozen=True)
 class Prediction:
     """Of numbers, each (N, *out): the mean, and the standard deviation of a new target."""
 
@@ -120,20 +111,12 @@ class Posterior:
         self.at, self.kind, self.data, self.alphas, self.beta = at, kind, data, tuple(alphas), beta
         self.towards, self.b, self.learns = towards, b, learns  # β by output is β·b
         self.temperature, self.sharpness = temper
-        self.parameters = at.parameters
+        self.parameters, self.names = at.parameters, at.parameters.names
+        self.c = self.beta * at.likelihood.unit  # −log p(y|θ) = cΣℓ + …
         repeats = torch.tensor(self.parameters.sizes, device=self.parameters.device)
         alpha = torch.tensor(self.alphas, dtype=torch.float64, device=self.parameters.device)
         self._alpha = alpha.repeat_interleave(repeats)  # (n,)
         self.precision = data.precision(self.c, self._alpha) if precision is None else precision
-
-    @property
-    def c(self) -> float:
-        """−log p(y|θ) = cΣℓ + …"""
-        return self.beta * self.at.likelihood.unit
-
-    @property
-    def names(self) -> list[str]:
-        return self.parameters.names
 
     # The evidence.
 
@@ -242,10 +225,10 @@ class Posterior:
             alpha, beta = alone(e, size, self.parameters.n, at.normaliser, squares, at.rounding)
             return self.changed([alpha] * len(self.alphas), beta if self.learns else self.beta)
         for _ in range(TUNED):
-            best = reestimate(found, groups)
-            pairs = [(a, b) for a, b in zip(found.alphas, best.alpha, strict=True) if a > 0]
-            found = found.changed(best.alpha, best.beta)
-            if all(abs(math.log(b / a)) < CLOSE for a, b in pairs):
+            before = found.alphas
+            found = found.changed(*reestimate(found, groups))
+            pairs = zip(before, found.alphas, strict=True)
+            if all(abs(math.log(b / a)) < CLOSE for a, b in pairs if a > 0):
                 break
         return found
 
@@ -263,7 +246,7 @@ class Posterior:
         at, found = self.at, self
         b = torch.ones_like(at.squares)
         for _ in range(ROUNDS):
-            gammas = torch.stack([found._determined(rows) for rows in at.by_row(b)]).sum(0).view_as(b)
+            gammas = torch.stack([found._determined(piece) for piece in at.pieces(b, written=True)]).sum(0).view_as(b)
             targets = torch.full_like(b, at.normaliser / b.numel())
             after = noise_precision(targets, gammas, at.squares, at.rounding) / self.beta
             close, b = bool(((after / b).log().abs() < AGREED).all()), after
@@ -272,9 +255,10 @@ class Posterior:
                 break
         return found
 
-    def _determined(self, rows: Tensor) -> Tensor:
-        """Parameters that some targets determine, by output: (R, N, n) → (R,)"""
-        return self.c * self.precision.half(rows.flatten(0, 1)).square().sum(1).view(rows.shape[:2]).sum(1)
+    def _determined(self, piece: Piece) -> Tensor:
+        """Parameters that its targets determine, by output: (R,)"""
+        half = self.precision.half(piece.dense(torch.float64))  # (R·N, ·)
+        return self.c * half.square().sum(1).view(-1, piece.N).sum(1)
 
     def tempered(self, temperature: float, sharpness: float = 1.0) -> Posterior:
         """p(θ|y)^(1/T): the same with T times the covariance. Prior, noise, γ and the evidence are those of T = 1. For
@@ -326,7 +310,9 @@ class Posterior:
     def decrement(self, prior: bool = True) -> float:
         """½gᵀH⁻¹g, by how much −log p(θ|y) with this noise would fall from θ̂ in one Newton step, 0 at the minimum; or,
         without the prior, −log p(y|θ)"""
-        g = self.c * self.at.gradient_by(self.b) + self._alpha * self._from_prior() * prior
+        pieces = [] if self.b is None else [piece.gradient.double() for piece in self.at.pieces(self.b)]
+        data = torch.stack(pieces).sum(0) if pieces else self.at.gradient
+        g = self.c * data + self._alpha * self._from_prior() * prior
         return 0.5 * float(self.precision.half(g[None]).square().sum())
 
     # Parameters.
@@ -418,9 +404,9 @@ class Posterior:
         )
 
 
-def reestimate(found: Posterior, groups: str | Sequence[Sequence[str]] | None = None) -> Estimate:
-    """α and β for which γ and the residuals of these would be at the highest evidence. Parameters without a prior have
-    none afterwards."""
+def reestimate(found: Posterior, groups: str | Sequence[Sequence[str]] | None = None) -> tuple[list[float], float]:
+    """α by parameter and β for which γ and the residuals of these would be at the highest evidence. Parameters without
+    a prior have none afterwards."""
     gammas, sizes = found.gamma_by_tensor, found.squares_by_tensor
     low, high = (found.mean_curvature * bound for bound in (LEAST, MOST))
     alpha = list(found.alphas)
@@ -429,9 +415,7 @@ def reestimate(found: Posterior, groups: str | Sequence[Sequence[str]] | None = 
         gamma, size = sum(gammas[i] for i in own), sum(sizes[i] for i in own)
         for i in own:
             alpha[i] = min(max(gamma / size, low), high) if size > 0 else high
-    beta = found.noise_given(sum(gammas))
-    one = found.decay_of_one(beta)
-    return Estimate(tuple(alpha), beta, sum(gammas), tuple(a * one for a in alpha))
+    return alpha, found.noise_given(found.gamma)
 
 
 @undisturbed
@@ -541,14 +525,13 @@ def laplace(
     weights, towards = decays(model, parameters, weight_decay)
     given = source(data, parameters.device, chosen[0].dtype)
     at = Expansion(model, loss, parameters, given, getattr(curvature, "chunk", None))
-    known = known_noise(at, noise)
-    learns = kind.noisy and known is None
+    beta, b = known_noise(at, noise)
+    learns = kind.noisy and (noise is None or isinstance(noise, str))
     if learns and not any(weights) and weight_decay is not None and at.normaliser <= at.parameters.n:
         raise ValueError(
             f"{at.normaliser:g} targets for {at.parameters.n} parameters without a prior leave nothing to learn the "
             "noise from: pass noise=σ, or weight_decay=None for a prior by evidence, or train with weight_decay"
         )
-    beta, b = (1.0, None) if known is None else known
     per_w = kind.unit / unit(loss, at.normaliser)  # α = w·β·this
     try:
         G = at.curvature(curvature, all(weights), b)
@@ -612,10 +595,10 @@ def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[f
     return [0.0 if free else rule.w for free in spared], rule.anchor(parameters, spared)
 
 
-def known_noise(at: Expansion, given: Any) -> tuple[float, Tensor | None] | None:
-    """β of all outputs, and that of each in units of it; None if it is to be learnt"""
+def known_noise(at: Expansion, given: Any) -> tuple[float, Tensor | None]:
+    """β of all outputs, 1 if it is to be learnt, and that of each in units of it"""
     if given is None or (isinstance(given, str) and given == "shared"):
-        return None
+        return 1.0, None
     try:
         sigma = torch.as_tensor(given, dtype=torch.float64, device=at.squares.device)
     except (TypeError, ValueError, RuntimeError):
