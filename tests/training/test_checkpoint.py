@@ -32,10 +32,10 @@ def always(monkeypatch):
     monkeypatch.setattr(checkpoint, "SHARE", 0.0)
 
 
-def kill_at(*steps):
+def kill_at(step, error=Killed):
     def kill(running):
-        if running.step.step in steps:
-            raise Killed
+        if running.step.step == step:
+            raise error
 
     return kill
 
@@ -49,7 +49,7 @@ def fitted(kind, **options):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps", [[1, 3], [4, 8]], ids=str)
 def test_a_killed_fit_goes_on(kind, steps, tmp_path):
-    """At any step: the weights, the history and what comes next of all random numbers."""
+    """At any step: the weights, the history and what comes next of all random numbers. So does an interrupted one."""
     file = tmp_path / "fit.pt"
     want = fitted(kind)
     after = torch.get_rng_state()
@@ -57,8 +57,10 @@ def test_a_killed_fit_goes_on(kind, steps, tmp_path):
         with pytest.raises(Killed):
             fitted(kind, checkpoint=file, callbacks=kill_at(step + 1))  # after the checkpoint of the step before
         torch.rand(7)  # another process has other random numbers
+    if steps == [1, 3]:
+        fitted(kind, checkpoint=file, callbacks=kill_at(6, KeyboardInterrupt))
     found = fitted(kind, checkpoint=file)
-    assert f"goes on after step {steps[-1]}" in found.plan
+    assert f"goes on after step {8 if steps == [4, 8] else 5}" in found.plan
     assert found.history == want.history
     assert torch.equal(weights(found.model), weights(want.model))
     assert (found.reason, found.best_step, found.loss) == (want.reason, want.best_step, want.loss)
@@ -90,16 +92,6 @@ def test_a_fit_that_has_ended_is_returned_as_it_was(tmp_path):
     assert len(torch.load(file, weights_only=True)["history"]["step"]) == 3
 
 
-def test_an_interrupt_leaves_a_checkpoint_to_go_on_from(tmp_path, always):
-    def interrupt(running):
-        if running.step.step == 6:
-            raise KeyboardInterrupt
-
-    file = tmp_path / "fit.pt"
-    fitted("whole", checkpoint=file, callbacks=interrupt)
-    assert fitted("whole", checkpoint=file).history == fitted("whole").history
-
-
 # The file.
 
 
@@ -121,28 +113,32 @@ def test_it_is_written_now_and_then(tmp_path, monkeypatch):
 
 
 def test_files_beside_it_are_the_users(tmp_path):
-    """Also one with a name that a file under way might have, and one that such a name links to. Where the path itself
-    is a link, its file is written."""
-    (tmp_path / "thesis.txt").write_text("mine")
+    """Also one with a name that a file under way might have. Where the path itself is a link, its file is written."""
     (tmp_path / "scratch").mkdir()
-    for name in ("fit.pt.tmp", "fit.part", "fit.1a2b3c4d.part"):
-        (tmp_path / name).write_text("mine, too")
-    for link in ("link.pt.tmp", "link.part"):
-        (tmp_path / link).symlink_to("thesis.txt")
+    mine = [tmp_path / name for name in ("fit.pt.tmp", "fit.part", "fit.1a2b3c4d.part")]
+    for path in mine:
+        path.write_text("mine")
     (tmp_path / "link.pt").symlink_to(tmp_path / "scratch" / "fit.pt")
     for file in ("fit.pt", "link.pt"):
         fitted("whole", checkpoint=tmp_path / file, steps=2)
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
-    assert {(tmp_path / name).read_text() for name in ("fit.pt.tmp", "fit.part", "fit.1a2b3c4d.part")} == {"mine, too"}
-    assert os.readlink(tmp_path / "link.part") == os.readlink(tmp_path / "link.pt.tmp") == "thesis.txt"
-    assert len(os.listdir(tmp_path)) == 9
+    assert [path.read_text() for path in mine] == ["mine"] * 3
+    assert len(os.listdir(tmp_path)) == 6
     assert (tmp_path / "link.pt").is_symlink()
     assert "goes on after step 2" in fitted("whole", checkpoint=tmp_path / "scratch" / "fit.pt").plan
 
 
-def test_two_fits_may_write_one_file(tmp_path, monkeypatch):
-    """The second one begins and ends while the first one writes."""
+def test_it_is_whole_or_not_there(tmp_path, monkeypatch):
+    """What fails while it is written leaves the last file as it was, and no other; the second of two fits may begin and
+    end while the first one writes."""
     file, true, under_way = tmp_path / "fit.pt", os.fsync, []
+    fitted("whole", checkpoint=file, steps=2)
+    before = file.read_bytes()
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+            with pytest.raises(OSError, match="disk full"):
+                fitted("whole", checkpoint=file, steps=4)
+        assert (file.read_bytes(), os.listdir(tmp_path)) == (before, ["fit.pt"])
 
     def fsync(number):
         true(number)

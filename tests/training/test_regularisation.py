@@ -276,18 +276,6 @@ def test_a_curvature_that_cannot_be_inverted_leaves_alpha_and_beta(monkeypatch):
     assert not rule.settled
 
 
-def test_alphas_that_drift_against_each_other_settle():
-    """Two classes that a line divides: the smaller the first layer, the larger the last one, without an end."""
-    torch.manual_seed(2)
-    x = torch.randn(120, 2)
-    result = mq.fit(net(2, 5, 2), (x, (x.sum(1) > 0).long()), "cross_entropy", weight_decay=mq.Evidence(start=1e-3),
-                    patience=None)  # fmt: skip
-    assert result.reason.startswith("settled")
-    assert len(result.history) < 600
-    seen = [g for g in dict.fromkeys(result.history["gamma"]) if not math.isnan(g)]
-    assert max(seen[-LONG:]) - min(seen[-LONG:]) <= 2 * CLOSE * result.evidence.gamma
-
-
 @pytest.mark.parametrize(("drift", "settled"), [(0.0, True), (0.5 * CLOSE, False)])
 def test_what_differs_in_alpha_alone_settles_in_the_end(drift, settled, monkeypatch):
     """Not if γ moves: a little from one estimate to the next, and much in all."""

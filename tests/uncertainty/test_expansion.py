@@ -13,7 +13,7 @@ from marquardt.losses import resolve
 from marquardt.model.parameters import Parameters
 from marquardt.sources import source
 from marquardt.uncertainty import expansion
-from marquardt.uncertainty.expansion import LIKELIHOODS, Expansion, fits, in_eval_mode, likelihood_of
+from marquardt.uncertainty.expansion import LIKELIHOODS, Expansion, fits, likelihood_of
 from marquardt.uncertainty.precision import DenseData, KroneckerData, RowsData, Scaled
 from support.laplaced import classification, quiet, regression
 from support.reference import jacobian, trainable
@@ -71,22 +71,6 @@ def test_a_model_with_two_outputs():
     assert bool((rows[:, 0, 1, :3] == 0).all())
 
 
-def test_the_modes_come_back_after_an_error():
-    model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
-    model[0].eval()
-    device = model[0].weight.device
-
-    def fails():
-        with in_eval_mode(model, device):
-            assert not any(m.training for m in model.modules())
-            assert torch.is_grad_enabled()
-            raise KeyError("inside")
-
-    with torch.no_grad(), pytest.raises(KeyError, match="inside"):
-        fails()
-    assert [m.training for m in model.modules()] == [True, False, True]
-
-
 def test_what_has_room_and_time(monkeypatch):
     cpu = torch.device("cpu")
     small = Shapes(n=100, N=50, R=1, layers=(), itemsize=8)
@@ -98,19 +82,6 @@ def test_what_has_room_and_time(monkeypatch):
     assert [fits(s, s.m < s.n, cpu) for s in (small, wide, long)] == [True, True, False]
     monkeypatch.setattr(expansion, "free", lambda device: None)
     assert [fits(s, s.m < s.n, cpu) for s in (small, long)] == [True, False]
-
-
-def test_samples_that_depend_on_each_other_are_refused():
-    class Centred(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.head = nn.BatchNorm1d(2, track_running_stats=False), nn.Linear(2, 1)
-
-        def forward(self, x):
-            return self.head(self.norm(x))
-
-    with pytest.raises(ValueError, match="layer 'norm'"):
-        made(Centred(), "mse", (torch.randn(9, 2), torch.randn(9, 1)))
 
 
 f64 = torch.float64
