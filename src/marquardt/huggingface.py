@@ -100,8 +100,8 @@ class LMTrainer(Trainer):
         self.lm: LM | None = None
         self.loss = smoothed(resolve(loss), args.label_smoothing_factor)
         self.make, self.shift_labels = make, shift_labels
-        self._taken: Step | None = None
-        self._loop: TakenStep | None = None
+        self._last_step: Step | None = None
+        self._loop: LoopOptimizer | None = None
         self._sums: Tensor | None = None  # of the parameters as they were left here; None if LM is to begin
         super().__init__(model, args, **options)
         self.callback_handler.callbacks.insert(0, Ending(self))  # other callbacks may save the model
@@ -112,7 +112,7 @@ class LMTrainer(Trainer):
         if self.optimizer is None:
             assert self.model is not None
             self.lm = self.make(self.model, in_sequence(self.loss, self.model))
-            self.optimizer = self._loop = TakenStep(self.lm)
+            self.optimizer = self._loop = LoopOptimizer(self.lm)
         return self.optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,9 +165,9 @@ class LMTrainer(Trainer):
     ) -> Tensor:
         assert self.lm is not None
         model.train()
-        self._taken = self.lm.step(*self.unpack(self._prepare_inputs(inputs)))
+        self._last_step = self.lm.step(*self.unpack(self._prepare_inputs(inputs)))
         self._sums = sums(self.lm)
-        return torch.tensor(self._taken.loss, device=self.args.device)
+        return torch.tensor(self._last_step.loss, device=self.args.device)
 
     def compute_loss(
         self,
@@ -184,8 +184,8 @@ class LMTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if logs.pop("grad_norm", None) is not None and self._taken is not None:  # of gradients that there are not
-            logs.update(lam=self._taken.lam, accepted=float(self._taken.accepted))
+        if logs.pop("grad_norm", None) is not None and self._last_step is not None:  # of gradients that there are not
+            logs.update(lam=self._last_step.lam, accepted=float(self._last_step.accepted))
         super().log(logs, start_time)
 
     # Averaged weights.
@@ -211,7 +211,7 @@ class LMTrainer(Trainer):
             return super().push_to_hub(*args, **kwargs)
 
 
-class TakenStep(torch.optim.Optimizer):
+class LoopOptimizer(torch.optim.Optimizer):
     """LM as the Trainer's loop sees it: when that calls `step()`, `training_step` has taken the step."""
 
     def __init__(self, lm: LM) -> None:

@@ -26,7 +26,7 @@ from ..model.batch import Batch
 from ..model.checks import FAILURES, explained
 from ..model.parameters import changing, put
 from ..model.statistics import NOTHING, counting, estimated
-from ..model.statistics import Seen as Shown
+from ..model.statistics import Seen as Batches
 from ..optimizer import LM
 from ..ranks import ALONE, OtherRank, RankError, Ranks, of
 from ..sources import Indexed, Source, Stream
@@ -104,7 +104,7 @@ class Training:
         if rule is not None:  # α and β anew every few accepted steps, or epochs
             rule.waited += step.accepted if self.order is None else self.order.epoch > epoch
             if step.converged or rule.waited >= rule.evidence.every:
-                with self._shown():
+                with self._view():
                     self._estimate(rule, step.new_loss, number)
         entry = self._entry(number, step)
         self.history.entries.append(entry)
@@ -189,7 +189,7 @@ class Training:
     def _validation_loss(self) -> float:
         data = self.validation
         assert data is not None
-        with self._shown(), unchanged(data) if isinstance(data, Stream) else nullcontext():
+        with self._view(), unchanged(data) if isinstance(data, Stream) else nullcontext():
             return self._evaluated(data)
 
     def _evaluated(self, data: Source) -> float:
@@ -206,7 +206,7 @@ class Training:
         return max(1, min(-(-N // size), max(EVERY, held // (TIMES * size))))
 
     @contextmanager
-    def _shown(self, averaged: bool | None = None) -> Iterator[None]:
+    def _view(self, averaged: bool | None = None) -> Iterator[None]:
         """The averaged weights on changing batches; on the same data the last ones, unless they are asked for. The
         statistics of BatchNorm, which lag far behind the last steps, are found at these weights: the same on all ranks,
         each of which has seen other samples. Before the first step they are those of the model."""
@@ -220,7 +220,7 @@ class Training:
                     take_buffers(self.ranks, self.model)
                 yield
 
-    def _samples(self, seed: int) -> Shown:
+    def _samples(self, seed: int) -> Batches:
         """What BatchNorm in train mode is shown: all samples if they are one batch, otherwise of some batches, the same
         ones in every process that goes on with the fit."""
         if not counting(self.model):
@@ -233,7 +233,7 @@ class Training:
             else:
                 whole = self.data.whole
                 batches = islice(self.data.batches(), EVERY) if whole is None else [whole]
-            return Shown(tuple(b.inputs for b in batches), tuple(m for m in submodules(self.model) if m.training))
+            return Batches(tuple(b.inputs for b in batches), tuple(m for m in submodules(self.model) if m.training))
 
     def _compare(self, loss: float, number: int) -> None:
         weights = self._weights() if loss < self.seen.least else (self.best, self.best_evidence)
@@ -244,7 +244,7 @@ class Training:
 
     def _weights(self) -> tuple[dict[str, Tensor], Regularised | None]:
         """The weights that count, and what is known with them"""
-        with self._shown():
+        with self._view():
             return changing(self.model, self.opt.params), self.evidence
 
     def end(self) -> None:
@@ -253,7 +253,7 @@ class Training:
         last, rule = len(self.history), self.regularisation
         judged = self.validation is None and last > 0
         if judged and rule is not None and (rule.waited or rule.last is None):
-            with self._shown(averaged=True):
+            with self._view(averaged=True):
                 self._estimate(rule, self.history[-1].objective, last)
         elif judged and rule is None and self.plan.mini:
             self.best, self.best_evidence = self._weights()
@@ -263,7 +263,7 @@ class Training:
             if rule is not None:
                 rule.put(self.best_evidence)
         if self.best is None or self.seen.best_step:
-            with self._shown(averaged=False):
+            with self._view(averaged=False):
                 stays = changing(self.model, self.opt.params)
             put(self.model, stays)
 
