@@ -33,7 +33,7 @@ from ..uncertainty.posterior import last_layer
 from .batching import Batching, batching, check_batches, check_shared, interrupts
 from .checkpoint import Saver, check_same_data, identity
 from .history import CALLBACK, INTERRUPTED, Bar, Entry, History, Stops, bar_of
-from .regularisation import Regularised, decayed_params, grouped_params
+from .regularisation import Regularised, param_groups
 from .run import Training, of_validation
 
 # A model whose loss is lower than that of a constant by this share or more passes through the targets: what is left of
@@ -299,13 +299,11 @@ def optimizer(model: nn.Module, loss: Any, weight_decay: Any, options: dict[str,
         raise TypeError(
             f"weight_decay is {words}: pass a number, an mq.WeightDecay, a dict, or mq.Evidence() to find it"
         )
-    if isinstance(weight_decay, Mapping):
-        return LM(model, loss, **{**options, "params": decayed_params(model, options.get("params"), weight_decay)})
-    if not isinstance(weight_decay, Evidence):
+    if not isinstance(weight_decay, (Evidence, Mapping)):
         return LM(model, loss, weight_decay=weight_decay, **options)
-    likelihood_of(resolve(loss))  # or there is no evidence
-    groups = grouped_params(model, options.get("params"), weight_decay)
-    return LM(model, loss, weight_decay=weight_decay.starts[0], **{**options, "params": groups})
+    if isinstance(weight_decay, Evidence):
+        likelihood_of(resolve(loss))  # or there is no evidence
+    return LM(model, loss, **{**options, "params": param_groups(model, options.get("params"), weight_decay)})
 
 
 # What others call the arguments of fit.

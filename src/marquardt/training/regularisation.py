@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..model.checks import trainable
 from ..model.parameters import Parameters
@@ -154,31 +154,23 @@ class Regularisation:
         return found
 
 
-def grouped_params(model: nn.Module, params: Iterable[Any] | None, evidence: Evidence) -> list[dict[str, Any]]:
-    """Parameter groups for LM, one for each α."""
-    names, chosen = named(model, params, "mq.Evidence(groups=…)")
-    return [
-        {"params": [chosen[i] for i in members], "weight_decay": evidence.starts[0]}
-        for members in grouped_names(names, evidence.groups)
-    ]
-
-
-def decayed_params(model: nn.Module, params: Iterable[Any] | None, by_name: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Parameter groups for LM, one for each parameter, with a weight decay by name."""
-    names, chosen = named(model, params, "a dict")
-    missing, unknown = [n for n in names if n not in by_name], [n for n in by_name if n not in names]
+def param_groups(
+    model: nn.Module, params: Iterable[Any] | None, given: Evidence | Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Parameter groups for LM: one for each α, or one for each parameter, with a weight decay by name."""
+    rule = "mq.Evidence(groups=…)" if isinstance(given, Evidence) else "a dict"
+    some = None if params is None else list(params)
+    if any(isinstance(each, dict) for each in some or ()):
+        raise ValueError(f"params= holds groups, and weight_decay={rule} makes its own: pass parameters alone")
+    chosen = trainable(model, some)
+    names = Parameters(model, chosen).names
+    if isinstance(given, Evidence):
+        groups = grouped_names(names, given.groups)
+        return [{"params": [chosen[i] for i in members], "weight_decay": given.starts[0]} for members in groups]
+    missing, unknown = [n for n in names if n not in given], [n for n in given if n not in names]
     if missing or unknown:
         raise ValueError(
             f"weight_decay by name: every parameter that trains has one, and no others. Without one are {missing}, and "
             f"not among them {unknown}"
         )
-    return [{"params": [p], "weight_decay": by_name[name]} for name, p in zip(names, chosen, strict=True)]
-
-
-def named(model: nn.Module, params: Iterable[Any] | None, rule: str) -> tuple[list[str], Sequence[Tensor]]:
-    """The parameters that train; this weight decay makes their groups."""
-    given = None if params is None else list(params)
-    if any(isinstance(each, dict) for each in given or ()):
-        raise ValueError(f"params= holds groups, and weight_decay={rule} makes its own: pass parameters alone")
-    chosen = trainable(model, given)
-    return Parameters(model, chosen).names, chosen
+    return [{"params": [p], "weight_decay": given[name]} for name, p in zip(names, chosen, strict=True)]
