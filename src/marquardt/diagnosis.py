@@ -4,10 +4,10 @@ size that a network expects. It takes a forward pass, made only when there is a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .losses import Loss
 from .model.anatomy import Chance, Draws, Moment
 from .model.batch import Batch, tensors
 from .surroundings import back_afterwards, undisturbed, unless_interrupted
+
+T = TypeVar("T")
 
 # A loss that is lower than that of a constant by this share or less has learnt nothing. One that is lower by all but
 # this share is good, however it came about.
@@ -99,30 +101,22 @@ class Diagnosis:
         """Whether a constant has the same loss."""
         return self.explained <= NOTHING
 
-    @property
-    def standardised(self) -> bool:
-        """Whether inputs and targets are of the usual size."""
-        return not self.sizes
-
     def __str__(self) -> str:
         """In words; nothing if nothing is wrong."""
         facts = [f"the {name} are of the size {rms:.2g}" for name, rms in self.sizes.items()]
         facts += [self.saturated] if self.saturated else []
         data = "; ".join([", ".join(facts), *(STANDARDISE[name] for name in self.sizes)])
-        if self.learnt_nothing:
-            found = f"a constant has the same loss, {self.constant:.4g}"
-            if self.sizes:
-                return f"{found}: {data}"
-            if self.saturated:
-                return (
-                    f"{found}: {self.saturated}, but the data are of the usual size: begin with other, smaller weights"
-                )
-            return (
-                f"{found}: the data are of the usual size, so that the inputs may say nothing of the targets (are both "
-                "in the same order?), or the weights at the start may be poor: try others"
+        if not self.learnt_nothing:
+            good = self.explained >= 1 - LITTLE
+            return "" if good or not self.sizes or not self.saturated else data
+        if self.saturated and not self.sizes:
+            data = f"{self.saturated}, but the data are of the usual size: begin with other, smaller weights"
+        elif not self.sizes:
+            data = (
+                "the data are of the usual size, so that the inputs may say nothing of the targets (are both in the "
+                "same order?), or the weights at the start may be poor: try others"
             )
-        good = self.explained >= 1 - LITTLE
-        return "" if good or not self.sizes or not self.saturated else data
+        return f"a constant has the same loss, {self.constant:.4g}: {data}"
 
 
 @undisturbed
@@ -130,18 +124,25 @@ def diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None 
     """The model as it is, on all data together, which may be gone through twice, at most `chunk` samples at once.
     Buffers and random numbers are then as before. If the model cannot be asked in this way, nothing is found."""
     try:
-        try:
-            return _diagnosed(objective, batches, chunk, grad=False)
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
-        return _diagnosed(objective, batches, chunk, grad=True)  # the model differentiates itself
+        return without_grad(lambda: _diagnosed(objective, batches, chunk))
     except Exception as error:  # this must not end what it explains
         unless_interrupted(error)
         return Diagnosis()
 
 
-def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None, *, grad: bool) -> Diagnosis:
+def without_grad(call: Callable[[], T]) -> T:
+    """Without a graph, unless the model makes one itself to differentiate it."""
+    try:
+        with torch.no_grad():
+            return call()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return call()
+
+
+def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None) -> Diagnosis:
     found: list[tuple[Loss, Tensor, Batch]] = []
     activations, sizes, numbers, chance = Activations(), (0.0, 0.0), 0, Chance()
     before = Moment(objective.model, objective.parameters.device, chance)
@@ -150,7 +151,7 @@ def _diagnosed(objective: Objective, batches: Iterable[Batch], chunk: int | None
         chance.drawn = activations.drew
         before.restore()
 
-    with back_afterwards(back), torch.set_grad_enabled(grad):
+    with back_afterwards(back):
         for i, batch in enumerate(part for whole in batches for part in whole.split(chunk)):
             with activations if i == 0 else nullcontext():  # one batch shows how large things are
                 raw = objective.called(batch.inputs)
@@ -182,8 +183,8 @@ def compared(given: Loss, found: list[tuple[Loss, Tensor, Batch]]) -> tuple[floa
         return math.nan, math.nan, 0.0
     loss = found[0][0]
     z, y = torch.cat([z for _, z, _ in found]), torch.cat([b.targets for _, _, b in found])
-    weights = [b.weight for _, _, b in found]
-    w = None if any(each is None for each in weights) else torch.cat([each for each in weights if each is not None])
+    weights: list[Any] = [b.weight for _, _, b in found]
+    w = None if any(each is None for each in weights) else torch.cat(weights)
     if len(y) != len(z) or not bool((y != y[:1]).any()):
         return math.nan, math.nan, 0.0
     shifted = loss.gradient(z, y.roll(1, 0), w)
@@ -191,15 +192,10 @@ def compared(given: Loss, found: list[tuple[Loss, Tensor, Batch]]) -> tuple[floa
         return math.nan, math.nan, 0.0
     normaliser = float(loss.normaliser(z, y, w))
     scale = loss.scale(normaliser)
-
-    def value(z: Tensor) -> float:
-        return loss.report(float(loss.value(z, y, w)) * scale, normaliser)
-
     constants = [z, y] if loss.sum_of_squares else [z]
-    low = loss.report(float(loss.lower_bound(z, y, w)) * scale, normaliser)
-    return value(z), min(value(mean(t, w).expand_as(z)) for t in constants), low
-
-
-def mean(t: Tensor, w: Tensor | None) -> Tensor:
-    """Over the samples: (1, …)"""
-    return t.mean(0, keepdim=True) if w is None else torch.tensordot(w.to(t), t, 1)[None] / w.sum()
+    means = [
+        t.mean(0, keepdim=True) if w is None else torch.tensordot(w.to(t), t, 1)[None] / w.sum() for t in constants
+    ]
+    values = [*(loss.value(t.expand_as(z), y, w) for t in (z, *means)), loss.lower_bound(z, y, w)]
+    own, *constant, low = (loss.report(float(value) * scale, normaliser) for value in values)
+    return own, min(constant), low

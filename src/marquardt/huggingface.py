@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -90,19 +90,18 @@ class LMTrainer(Trainer):
     ) -> None:
         args = copy.copy(args or TrainingArguments("tmp_trainer"))
         check_arguments(args)
-        for name in ("optimizers", "optimizer_cls_and_kwargs", "compute_loss_func"):
+        make_own = "pass make=, such as partial(mq.LM, radius=0.1)"
+        own = {"optimizers": make_own, "optimizer_cls_and_kwargs": make_own, "compute_loss_func": "pass loss="}
+        for name, way_out in own.items():
             if options.get(name) not in (None, (None, None)):
-                way_out = (
-                    "pass loss=" if name == "compute_loss_func" else "pass make=, such as partial(mq.LM, radius=0.1)"
-                )
                 raise ValueError(f"{name} is given, and this Trainer has an LM and a loss of its own: {way_out}")
         if args.lr_scheduler_type == SchedulerType.LINEAR:
             args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
         self.lm: LM | None = None
         self.loss = smoothed(resolve(loss), args.label_smoothing_factor)
         self.make, self.shift_labels = make, shift_labels
-        self._taken: Step | None = None
-        self._loop: TakenStep | None = None
+        self._last_step: Step | None = None
+        self._loop: LoopOptimizer | None = None
         self._sums: Tensor | None = None  # of the parameters as they were left here; None if LM is to begin
         super().__init__(model, args, **options)
         self.callback_handler.callbacks.insert(0, Ending(self))  # other callbacks may save the model
@@ -113,38 +112,35 @@ class LMTrainer(Trainer):
         if self.optimizer is None:
             assert self.model is not None
             self.lm = self.make(self.model, in_sequence(self.loss, self.model))
-            self.optimizer = self._loop = TakenStep(self.lm)
+            self.optimizer = self._loop = LoopOptimizer(self.lm)
         return self.optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         check_arguments(self.args)  # a search of hyperparameters may have changed them
-        if self._loop is not None and self._untouched:
+        if self._loop is not None:
+            if not self._untouched:
+                self._loop.last = None  # other weights were loaded, which are to train
             self._loop.go_on()
-        elif self._loop is not None:
-            self._loop.last = None  # other weights were loaded, which are to train
         self._sums = None
         return super().train(*args, **kwargs)
 
     def conclude(self) -> None:
         """The model gets its averaged weights, and LM has the last ones. If others were the best, those are loaded."""
-        lm, loop = self.lm, self._loop
-        assert lm is not None
+        loop = self._loop
         assert loop is not None
-        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
-        path = os.path.join(best or "", "optimizer.pt")
-        if best is None and lm.average is not None:
+        lm, best = loop.lm, self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        if best is not None:
+            path = os.path.join(best, "optimizer.pt")
+            if not os.path.isfile(path):  # weights were saved alone, which are not those that LM has left
+                return
+            loop.restore(torch.load(path, map_location="cpu", weights_only=True))
+            lm.keep_statistics()  # those that were saved are those of these weights
+        elif lm.average is not None:
             last = changing(lm.model, lm.params)
             with self.averaged():
                 averaged = changing(lm.model, lm.params)
             put(lm.model, averaged)
             loop.last = last
-        elif best is not None and os.path.isfile(path):  # weights may have been saved alone
-            found = torch.load(path, map_location="cpu", weights_only=True)
-            loop.last = found.pop(LAST, None)
-            lm.load_state_dict(found)
-            lm.keep_statistics()  # those that were saved are those of these weights
-        elif best is not None:
-            return  # these weights are not those that LM has left
         self._sums = sums(lm)
 
     def unpack(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -169,9 +165,9 @@ class LMTrainer(Trainer):
     ) -> Tensor:
         assert self.lm is not None
         model.train()
-        self._taken = self.lm.step(*self.unpack(self._prepare_inputs(inputs)))
+        self._last_step = self.lm.step(*self.unpack(self._prepare_inputs(inputs)))
         self._sums = sums(self.lm)
-        return torch.tensor(self._taken.loss, device=self.args.device)
+        return torch.tensor(self._last_step.loss, device=self.args.device)
 
     def compute_loss(
         self,
@@ -188,8 +184,8 @@ class LMTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if logs.pop("grad_norm", None) is not None and self._taken is not None:  # of gradients that there are not
-            logs.update(lam=self._taken.lam, accepted=float(self._taken.accepted))
+        if logs.pop("grad_norm", None) is not None and self._last_step is not None:  # of gradients that there are not
+            logs.update(lam=self._last_step.lam, accepted=float(self._last_step.accepted))
         super().log(logs, start_time)
 
     # Averaged weights.
@@ -198,12 +194,9 @@ class LMTrainer(Trainer):
     def _untouched(self) -> bool:
         return self.lm is not None and (self._sums is None or torch.equal(self._sums, sums(self.lm)))
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """The model with its averaged weights; as it is, if there are none or if other weights were loaded since."""
-        lm = self.lm
-        with nullcontext() if lm is None or not self._untouched else lm.averaged():
-            yield
+        return nullcontext() if self.lm is None or not self._untouched else self.lm.averaged()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self.averaged():
@@ -218,7 +211,7 @@ class LMTrainer(Trainer):
             return super().push_to_hub(*args, **kwargs)
 
 
-class TakenStep(torch.optim.Optimizer):
+class LoopOptimizer(torch.optim.Optimizer):
     """LM as the Trainer's loop sees it: when that calls `step()`, `training_step` has taken the step."""
 
     def __init__(self, lm: LM) -> None:
@@ -238,9 +231,13 @@ class TakenStep(torch.optim.Optimizer):
         return {**self.lm.state_dict(), LAST: last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restore(state_dict)
+        self.go_on()
+
+    def restore(self, state_dict: dict[str, Any]) -> None:
+        """A state of LM, and the last weights that were saved with it"""
         self.lm.load_state_dict({k: v for k, v in state_dict.items() if k != LAST})
         self.last = state_dict.get(LAST)
-        self.go_on()
 
     def go_on(self) -> None:
         """The last weights into the model, if it has the averaged ones."""

@@ -16,8 +16,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -84,8 +84,7 @@ class LMModule(LightningModule):
                 f"{type(self).__name__}.configure_callbacks leaves out what LM needs in the Trainer: return [*yours, "
                 "*super().configure_callbacks()]"
             )
-        names = ("inputs", "targets", "weight")
-        parts = dict(zip(names, self.unpack(batch), strict=False))
+        parts = dict(zip(("inputs", "targets", "weight"), self.unpack(batch), strict=False))
         optimizer: Any = self.optimizers()
         step = optimizer.step(**parts)
         self._lm, self._stepped = optimizer.optimizer, True
@@ -111,11 +110,9 @@ class LMModule(LightningModule):
 
     # Averaged weights.
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """The module with its averaged weights; as it is, if there are none or if other weights were loaded since."""
-        with nullcontext() if self._lm is None else self._lm.averaged():
-            yield
+        return nullcontext() if self._lm is None else self._lm.averaged()
 
     def _show(self) -> None:
         self._shown.enter_context(self.averaged())
@@ -237,23 +234,29 @@ def warn_of_shadowed(kind: type[LMModule]) -> None:
 
 def check_trainer(trainer: Trainer) -> None:
     """What LM cannot do, or has no use for."""
-    if trainer.world_size > 1:
-        raise ValueError(
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    refusals = [
+        (
+            trainer.world_size > 1,
             f"the Trainer has {trainer.world_size} processes, and LM does not add up over them, which would drift "
-            "apart: Trainer(devices=1, num_nodes=1)"
-        )
-    if trainer.gradient_clip_val:  # 0 is none
-        raise ValueError(
+            "apart: Trainer(devices=1, num_nodes=1)",
+        ),
+        (
+            trainer.gradient_clip_val,  # 0 is none
             f"gradient_clip_val={trainer.gradient_clip_val}: LM reads no gradients of parameters, and bounds its steps "
-            "by λ: leave it out, or bound the step itself, mq.LM(self, loss, radius=0.1)"
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
+            "by λ: leave it out, or bound the step itself, mq.LM(self, loss, radius=0.1)",
+        ),
+        (
+            trainer.accumulate_grad_batches != 1,
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}: a step needs its batch as a whole: take "
-            "larger batches, or use opt.step_over(batches) in a loop of your own"
-        )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise ValueError(
+            "larger batches, or use opt.step_over(batches) in a loop of your own",
+        ),
+        (
+            scaler is not None,
             f"precision={trainer.precision!r} scales the loss for gradients in float16, which LM does not take: use "
-            "precision='bf16-mixed' or '32-true'"
-        )
+            "precision='bf16-mixed' or '32-true'",
+        ),
+    ]
+    for refused, words in refusals:
+        if refused:
+            raise ValueError(words)

@@ -21,47 +21,38 @@ FORMS = (
 )
 
 
-def source(data: Any, *, batch_size: int | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Source:
+def source(data: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Source:
     """Batches of `data` on `device`, with floating-point numbers in `dtype`.
 
     A tuple is (inputs, targets) or (inputs, targets, weight) of tensors, arrays, data frames or lists of numbers; the
     inputs may be a tuple or a dict of these. A Dataset has such tuples as its items; a DataLoader, a list, or anything
-    else that can be gone through again, as its batches. `batch_size` is that of `batches()`, if these are not given.
+    else that can be gone through again, as its batches.
     """
     if isinstance(data, Source):
         return data
-    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
-        raise ValueError(f"batch_size={batch_size!r}: samples of a batch, an integer of at least 1, or None")
-    place = Destination(None if device is None else torch.device(device), dtype)
+    place = Destination(device, dtype)
     if isinstance(data, TensorDataset):
-        data = tuple(data.tensors)
+        data = data.tensors
     if isinstance(data, tuple):
-        return Arrays(place(data), batch_size)
+        return Arrays(place(data))
     if isinstance(data, IterableDataset):
         raise TypeError(
             f"{type(data).__name__} is an IterableDataset, which has no batches: pass "
             "DataLoader(dataset, batch_size=32)"
         )
     if isinstance(data, Dataset):
-        return Items(data, place, batch_size)
+        return Items(data, place)
     return Stream(data, place)
 
 
 class Source(ABC):
     """Batches that can be gone through again and again."""
 
-    @property
-    @abstractmethod
-    def samples(self) -> int | None:
-        """None if that is not known before all batches were gone through."""
-
-    @property
-    @abstractmethod
-    def whole(self) -> Batch | None:
-        """All samples as one batch; None if they come in batches, or differ from one time to the next."""
+    samples: int | None  # None if that is not known before all batches were gone through
+    whole: Batch | None  # all samples as one batch; None if they come in batches, or differ from one time to the next
 
     @abstractmethod
-    def batches(self, size: int | None = None, order: Sequence[int] | Tensor | None = None) -> Iterable[Batch]:
+    def batches(self, size: int | None = None) -> Iterable[Batch]:
         """All of them, every time that this is gone through: of `size` samples, the last one of what is left."""
 
     @abstractmethod
@@ -86,8 +77,8 @@ class Parcels:
 class Indexed(Source):
     """N samples, any of which can be taken."""
 
-    N: int
-    batch_size: int | None
+    samples: int
+    steady = True  # whether a sample is the same every time
 
     @abstractmethod
     def take(self, index: Tensor) -> Batch: ...
@@ -95,71 +86,58 @@ class Indexed(Source):
     @abstractmethod
     def only(self, index: Tensor) -> Source: ...
 
-    @property
-    def samples(self) -> int:
-        return self.N
-
-    def batches(self, size: int | None = None, order: Sequence[int] | Tensor | None = None) -> Iterable[Batch]:
-        size = size or self.batch_size or self.N
-        index = torch.arange(self.N) if order is None else torch.as_tensor(order)
-        return Parcels(self.take, index.split(size))
+    def batches(self, size: int | None = None) -> Iterable[Batch]:
+        return Parcels(self.take, torch.arange(self.samples).split(size or self.samples))
 
     def split(self, fraction: float, seed: int = 0) -> tuple[Source, Source]:
-        k = round(fraction * self.N)
-        if isinstance(fraction, bool) or not 0 < fraction < 1 or not 0 < k < self.N:
+        N, k = self.samples, round(fraction * self.samples)
+        if not 0 < k < N:
             raise ValueError(
-                f"a fraction of {fraction!r} of {self.N} samples: it must be between 0 and 1, and leave at least one "
-                "sample on either side"
+                f"a fraction of {fraction!r} of {N} samples: it must be between 0 and 1, and leave at least one sample "
+                "on either side"
             )
-        order = torch.randperm(self.N, generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
         return self.only(order[k:].sort().values), self.only(order[:k].sort().values)
 
 
 class Arrays(Indexed):
     """Samples in memory, as one batch."""
 
-    def __init__(self, batch: Batch, batch_size: int | None = None) -> None:
+    whole: Batch
+
+    def __init__(self, batch: Batch) -> None:
         check(batch)
-        self.batch, self.batch_size, self.N = batch, batch_size, batch.samples
-        if self.N == 0 and not batch.opaque:
+        self.whole, self.samples = batch, batch.samples
+        if self.samples == 0 and not batch.opaque:
             raise ValueError("the data have no samples")
 
-    @property
-    def whole(self) -> Batch:
-        return self.batch
-
     def take(self, index: Tensor) -> Batch:
-        if len(index) == self.N and torch.equal(index, torch.arange(self.N)):
-            return self.batch
-        return self.batch.take(index)
+        every = len(index) == self.samples and torch.equal(index, torch.arange(self.samples))
+        return self.whole if every else self.whole.take(index)
 
     def only(self, index: Tensor) -> Source:
-        return Arrays(self.take(index), self.batch_size)
+        return Arrays(self.take(index))
 
 
 class Items(Indexed):
     """The items of a Dataset, collated as a DataLoader does it."""
 
-    def __init__(
-        self, data: Any, place: Destination, batch_size: int | None = None, index: Tensor | None = None
-    ) -> None:
-        self.data, self.place, self.batch_size = data, place, batch_size
+    def __init__(self, data: Any, place: Destination, index: Tensor | None = None) -> None:
+        self.data, self.place = data, place
         if not hasattr(data, "__len__"):
             raise TypeError(f"{type(data).__name__} has no length: pass DataLoader(dataset, batch_size=32)")
         self.index = torch.arange(len(data)) if index is None else index
-        self.N = len(self.index)
-        if self.N == 0:
+        self.samples = len(self.index)
+        if self.samples == 0:
             raise ValueError(f"the data have no samples: {type(data).__name__} is empty")
-        self.steady = self._steady()  # the item is the same every time
-
-    def _steady(self) -> bool:
         with torch.random.fork_rng(devices=[]):
-            first, again = (tree_leaves(self.data[int(self.index[0])]) for _ in range(2))
-        return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, again, strict=True))
+            first, again = (tree_leaves(data[int(self.index[0])]) for _ in range(2))
+        pairs = zip(first, again, strict=True)
+        self.steady = all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
 
     @cached_property
-    def whole(self) -> Batch | None:
-        return self.take(torch.arange(self.N)) if self.steady else None
+    def whole(self) -> Batch | None:  # type: ignore[override]
+        return self.take(torch.arange(self.samples)) if self.steady else None
 
     def take(self, index: Tensor) -> Batch:
         batch = self.place(default_collate([self.data[i] for i in self.index[index].tolist()]))
@@ -167,41 +145,43 @@ class Items(Indexed):
         return batch
 
     def only(self, index: Tensor) -> Source:
-        return Items(self.data, self.place, self.batch_size, self.index[index])
+        return Items(self.data, self.place, self.index[index])
 
 
 class Stream(Source):
-    """Batches as they come: of a DataLoader, or of anything that can be gone through again."""
+    """Batches as they come, checked one by one: of a DataLoader, or of anything that can be gone through again."""
+
+    whole = None
 
     def __init__(self, data: Any, place: Destination) -> None:
+        self.data, self.place, self.kind = data, place, type(data).__name__
         if isinstance(data, Iterator):
             raise TypeError(
-                f"{type(data).__name__} is used up when it was gone through once, and a fit does so many times: pass "
-                "a list or a DataLoader"
+                f"{self.kind} is used up when it was gone through once, and a fit does so many times: pass a list or "
+                "a DataLoader"
             )
         alone = isinstance(data, (Tensor, Mapping, str)) or hasattr(data, "__array__")
         if not isinstance(data, Iterable) or alone:
-            raise TypeError(f"data of the type {type(data).__name__}: pass {FORMS}")
-        self.data: Any = data
-        self.place = place
+            raise TypeError(f"data of the type {self.kind}: pass {FORMS}")
+        self.samples = None
+        if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset) and data.batch_size:
+            sampler: Any = data.sampler  # without a batch_size a batch_sampler of the user decides
+            self.samples = len(sampler) - len(sampler) % data.batch_size * data.drop_last
 
-    @property
-    def samples(self) -> int | None:
-        if isinstance(self.data, DataLoader) and not isinstance(self.data.dataset, IterableDataset):
-            sampler: Any = self.data.sampler
-            whole, size = len(sampler), self.data.batch_size
-            if size is not None:  # otherwise a batch_sampler of the user decides
-                return whole // size * size if self.data.drop_last else whole
-        return None
+    def batches(self, size: int | None = None) -> Iterable[Batch]:
+        return self
 
-    @property
-    def whole(self) -> Batch | None:
-        return None
+    def __len__(self) -> int:
+        return len(self.data)
 
-    def batches(self, size: int | None = None, order: Sequence[int] | Tensor | None = None) -> Iterable[Batch]:
-        if size is not None or order is not None:
-            raise ValueError("the data come in batches of their own: their size and order cannot be chosen")
-        return Passes(self)
+    def __iter__(self) -> Iterator[Batch]:
+        empty = True
+        for item in self.data:
+            batch, empty = self.place(item), False
+            check(batch)
+            yield batch
+        if empty:
+            raise ValueError(f"{self.kind} has no batches: it is empty, or used up")
 
     def begin_epoch(self, number: int) -> None:
         """A DistributedSampler has another order in every epoch if it is given the number of the epoch."""
@@ -211,30 +191,10 @@ class Stream(Source):
                 change(number)
 
     def split(self, fraction: float, seed: int = 0) -> tuple[Source, Source]:
-        kind = type(self.data).__name__
         raise ValueError(
-            f"a fraction of {fraction!r} of a {kind} cannot be told from the rest: pass a validation set of its own, "
-            "or the Dataset or the tensors in the place of its batches"
+            f"a fraction of {fraction!r} of a {self.kind} cannot be told from the rest: pass a validation set of its "
+            "own, or the Dataset or the tensors in the place of its batches"
         )
-
-
-@dataclass(frozen=True)
-class Passes:
-    """All batches of a stream, each checked when it comes."""
-
-    stream: Stream
-
-    def __len__(self) -> int:
-        return len(self.stream.data)
-
-    def __iter__(self) -> Iterator[Batch]:
-        empty = True
-        for item in self.stream.data:
-            batch, empty = self.stream.place(item), False
-            check(batch)
-            yield batch
-        if empty:
-            raise ValueError(f"{type(self.stream.data).__name__} has no batches: it is empty, or used up")
 
 
 @dataclass(frozen=True)
@@ -255,14 +215,13 @@ class Destination:
         return Batch(*(self._moved(part, name) for part, name in zip(item, names, strict=False)))
 
     def _moved(self, item: Any, name: str) -> Any:
-        if hasattr(item, "__array__") or (isinstance(item, list) and not any(hasattr(t, "__array__") for t in item)):
+        if isinstance(item, list) and not any(hasattr(t, "__array__") for t in item):
             item = tensor(item, name)
 
         def moved(t: Any) -> Any:
-            if not isinstance(t, Tensor) and hasattr(t, "__array__"):
-                t = tensor(t, name)
-            if not isinstance(t, Tensor):
+            if not hasattr(t, "__array__"):
                 return t
+            t = tensor(t, name)
             if t.is_meta:
                 raise ValueError(f"the {name} are on the meta device, without values")
             return t.to(self.device, self.dtype if t.is_floating_point() else None)
@@ -274,10 +233,14 @@ def tensor(item: Any, name: str) -> Tensor:
     """Of an array, a data frame, or a list of numbers"""
     if isinstance(item, Tensor):
         return item
-    values = item.to_numpy() if hasattr(item, "to_numpy") else item
-    strange = columns_without_numbers(item)
-    if strange == [] and values.dtype == object:  # columns of several kinds, each of them numbers or flags
-        values = item.to_numpy(dtype="float64", na_value=float("nan"))
+    values, strange = item, []  # columns of a data frame that hold something else than numbers
+    if hasattr(item, "to_numpy"):
+        values = item.to_numpy()
+        dtypes: Any = getattr(item, "dtypes", None)
+        if hasattr(dtypes, "items"):
+            strange = [name for name, dtype in dtypes.items() if getattr(dtype, "kind", "O") not in "biuf"]
+            if not strange and values.dtype == object:  # columns of several kinds, each of them numbers or flags
+                values = item.to_numpy(dtype="float64", na_value=float("nan"))
     try:
         frozen = hasattr(values, "flags") and not values.flags.writeable  # which a tensor must not share
         return torch.tensor(values) if frozen else torch.as_tensor(values)
@@ -287,52 +250,40 @@ def tensor(item: Any, name: str) -> Tensor:
         raise TypeError(f"the {name} are no numbers ({kind}){where}: {error}") from None
 
 
-def columns_without_numbers(item: Any) -> list[Any] | None:
-    """Of a data frame: the names of those that hold something else; None for anything that is none"""
-    dtypes: Any = getattr(item, "dtypes", None)
-    if not hasattr(item, "to_numpy") or not hasattr(dtypes, "items"):
-        return None
-    return [name for name, dtype in dtypes.items() if getattr(dtype, "kind", "O") not in "biuf"]
-
-
 def rows_of(batch: Batch, t: Tensor) -> str:
     """The end of the message on data that do not have their samples first"""
     x, y = batch.inputs, batch.targets
-    if isinstance(y, Tensor) and isinstance(x, Tensor) and t is x:
-        if x.ndim == y.ndim == 1:
-            return ": data have batches, with one row for each sample; a torch Dataset has single samples"
-        turn = ", as inputs.T has" if turned(x, y) else ", as targets.T has" if turned(y, x) else ""
-        if x.ndim == y.ndim == 2 and x.shape[1] == y.shape[1]:
-            turn = ", as inputs.T and targets.T have"
-        return f", by targets of the shape {tuple(y.shape)}: both need one row for each sample{turn}"
-    return ": one row for each sample"
-
-
-def turned(t: Tensor, other: Tensor) -> bool:
-    """Whether t would have as many rows as the other if it were transposed"""
-    return t.ndim == 2 and other.ndim > 0 and t.shape[1] == len(other) != len(t)
+    if not isinstance(y, Tensor) or not isinstance(x, Tensor) or t is not x:
+        return ": one row for each sample"
+    if x.ndim == y.ndim == 1:
+        return ": data have batches, with one row for each sample; a torch Dataset has single samples"
+    turns = [
+        ("inputs.T and targets.T have", x.ndim == y.ndim == 2 and x.shape[1] == y.shape[1]),
+        ("inputs.T has", x.ndim == 2 and y.ndim > 0 and x.shape[1] == len(y) != len(x)),
+        ("targets.T has", y.ndim == 2 and x.ndim > 0 and y.shape[1] == len(x) != len(y)),
+    ]
+    turn = next((f", as {words}" for words, fits in turns if fits), "")
+    return f", by targets of the shape {tuple(y.shape)}: both need one row for each sample{turn}"
 
 
 def check(batch: Batch) -> None:
     """Lengths that do not agree, numbers that are not finite, weights that weigh nothing."""
-    N, single = batch.samples, isinstance(batch.inputs, Tensor)
-    parts = [("inputs", [batch.inputs] if single else []), ("targets", tree_leaves(batch.targets))]
-    for name, leaves in [*parts, ("weight", [batch.weight])]:
-        for t in leaves:
-            if isinstance(t, Tensor) and (t.ndim == 0 or len(t) != N):
-                some = "weights" if name == "weight" else name
-                raise ValueError(
-                    f"the {some} have the shape {tuple(t.shape)}, and there are {N} samples{rows_of(batch, t)}"
-                )
-    for name, item in [("inputs", batch.inputs), ("targets", batch.targets), ("weight", batch.weight)]:
-        for t in tree_leaves(item):
-            if isinstance(t, Tensor) and t.is_floating_point():
-                # A mask among several inputs may hold −∞.
-                bad = t.isnan() if name == "inputs" and not single else ~t.isfinite()
-                if bool(bad.any()):
-                    where = bad.nonzero()[0].tolist()
-                    raise ValueError(f"{name}{where} is {float(t[tuple(where)])}: drop or repair such samples")
-    if isinstance(batch.weight, Tensor) and (batch.weight.ndim != 1 or bool((batch.weight < 0).any())):
+    N, w, single = batch.samples, batch.weight, isinstance(batch.inputs, Tensor)
+    found = [(name, t) for name, item in vars(batch).items() for t in tree_leaves(item) if isinstance(t, Tensor)]
+    for name, t in found:
+        if (single or name != "inputs") and (t.ndim == 0 or len(t) != N):
+            words = "weights" if name == "weight" else name
+            raise ValueError(
+                f"the {words} have the shape {tuple(t.shape)}, and there are {N} samples{rows_of(batch, t)}"
+            )
+    for name, t in found:
+        if t.is_floating_point():
+            # A mask among several inputs may hold −∞.
+            bad = t.isnan() if name == "inputs" and not single else ~t.isfinite()
+            if bool(bad.any()):
+                where = bad.nonzero()[0].tolist()
+                raise ValueError(f"{name}{where} is {float(t[tuple(where)])}: drop or repair such samples")
+    if isinstance(w, Tensor) and (w.ndim != 1 or bool((w < 0).any())):
         raise ValueError("the weights must be one number of at least 0 for each sample")
-    if isinstance(batch.weight, Tensor) and not bool((batch.weight > 0).any()):
+    if isinstance(w, Tensor) and not bool((w > 0).any()):
         raise ValueError("the weights of all samples are 0")

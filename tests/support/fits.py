@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
@@ -34,6 +37,16 @@ def weights(model: nn.Module) -> Tensor:
 def mse(model: nn.Module, x: Tensor, y: Tensor) -> float:
     with torch.no_grad():
         return float((model(x) - y).square().mean())
+
+
+@contextmanager
+def refused(model: nn.Module, message: str) -> Iterator[None]:
+    """A TypeError or a ValueError that matches, and neither weights nor random numbers have changed."""
+    before, random = weights(model), torch.get_rng_state()
+    with pytest.raises((TypeError, ValueError), match=message):
+        yield
+    assert torch.equal(weights(model), before)
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 # Fits that differ in what they must remember: a model, and the arguments of mq.fit beside the loss.

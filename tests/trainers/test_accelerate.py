@@ -43,14 +43,6 @@ def test_a_prepared_optimizer_steps_through_its_own(accelerator):
     assert same(progress(prepared.state_dict()), progress(plain.state_dict()))
 
 
-def test_preparing_keeps_the_state_of_a_run(accelerator):
-    model, opt, x, y = trained()
-    twin, other = copy.deepcopy((model, opt))
-    prepared = accelerator.prepare(opt)
-    assert prepared.optimizer.step(x, y) == other.step(x, y)
-    assert same(theta(model), theta(twin))
-
-
 def test_accumulation_and_the_average_are_as_documented():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model, opt, x, y = trained()

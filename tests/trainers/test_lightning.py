@@ -114,6 +114,11 @@ def test_a_checkpoint_saved_after_fit_goes_on_too(tmp_path):
     half = trainer(tmp_path, max_epochs=2)
     half.fit(first, loader(), loader(shuffle=False))
     half.save_checkpoint(tmp_path / "half.ckpt")
+    first.trainer = None
+    for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        with first.averaged(), other.averaged():
+            assert same(theta(other), theta(first))
+        assert same(theta(other), theta(first))
     trainer(tmp_path, max_epochs=4).fit(second, loader(), loader(shuffle=False), ckpt_path=tmp_path / "half.ckpt")
     assert same(theta(second), theta(net))
 
@@ -253,21 +258,11 @@ def test_a_checkpoint_of_the_averaged_weights_is_refused(tmp_path):
     assert not (tmp_path / "averaged.ckpt").exists()
 
 
-def test_copies_after_a_run(tmp_path):
-    net = made()
-    trainer(tmp_path, max_steps=2).fit(net, loader())
-    net.trainer = None
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        with net.averaged(), other.averaged():
-            assert same(theta(other), theta(net))
-        assert same(theta(other), theta(net))
-
-
 # ---- what a Trainer does
 
 
 def test_logged_counted_and_stopped(tmp_path):
-    logger = CSVLogger(tmp_path, name="", version="")
+    logger, seen = CSVLogger(tmp_path, name="", version=""), Losses()
     stop = EarlyStopping("train_loss", stopping_threshold=10.0)  # at once
     run = trainer(tmp_path, max_epochs=50, logger=logger, log_every_n_steps=1, callbacks=[stop], limit_train_batches=4)
     run.fit(made(), loader())
@@ -275,9 +270,17 @@ def test_logged_counted_and_stopped(tmp_path):
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     assert {"train_loss_step", "train_loss_epoch", "lam", "accepted", "step"} <= set(header.split(","))
     assert len(rows) == 5  # four steps and an epoch
+    net, options = made(), {"precision": "bf16-mixed", "gradient_clip_val": 0}  # which is none
+    start = theta(net)
+    run = trainer(tmp_path, max_steps=8, val_check_interval=2, callbacks=[seen], **options)
+    run.fit(net, loader(), loader(shuffle=False))
+    assert (run.global_step, len(seen.seen)) == (8, 4)
+    assert theta(net).dtype == torch.float32
+    assert theta(net).isfinite().all()
+    assert not torch.equal(theta(net), start)
 
 
-class Pair:
+class Opaque:
     """Inputs of which only the model knows how many they are."""
 
     def __init__(self, x):
@@ -289,31 +292,34 @@ class Pair:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_an_epoch_has_the_mean_of_its_losses(whole, tmp_path):
-    class Taking(Net):
+    """Of batches in any form, with weights"""
+
+    class Own(Net):
         def unpack(self, batch):
-            x, y = batch
-            return (Pair(x) if whole else x), y
+            return (Opaque(batch["x"]) if whole else batch["x"]), batch["y"], batch["w"]
 
         def forward(self, x):
-            return self.layers(x.x if isinstance(x, Pair) else x)
+            return self.layers(x.x if isinstance(x, Opaque) else x)
 
-    steps, best = Steps(), ModelCheckpoint(tmp_path, monitor="train_loss")
+    x, y = data().tensors
+    sizes = [40, 40, 16]
+    batches = [{"x": a, "y": b, "w": torch.arange(1.0, len(a) + 1)} for a, b in zip(x.split(40), y.split(40))]  # noqa: B905
+    steps, best, net = Steps(), ModelCheckpoint(tmp_path, monitor="train_loss"), made(Own)
+    opt = (twin := copy.deepcopy(net)).configure_optimizers()
     run = trainer(tmp_path, max_epochs=1, callbacks=[steps, best])
-    run.fit(made(Taking), DataLoader(data(), 40))
-    sizes, losses = torch.tensor([40.0, 40.0, 16.0]), torch.tensor([step.loss for step in steps.taken])
-    expected = pytest.approx(float((sizes * losses).sum() / sizes.sum()), rel=1e-5)
-    assert float(run.callback_metrics["train_loss"]) == expected
-    assert float(run.callback_metrics["train_loss_epoch"]) == expected
+    torch.manual_seed(5)
+    loaded = DataLoader(batches, batch_size=None)
+    run.fit(net, loaded)
+    losses = torch.tensor([step.loss for step in steps.taken])
+    expected = pytest.approx(float((torch.tensor(sizes) * losses).sum() / sum(sizes)), rel=1e-5)
+    for name in ("train_loss", "train_loss_epoch"):
+        assert float(run.callback_metrics[name]) == expected
     assert float(best.best_model_score) == expected
     assert float(run.callback_metrics["train_loss_step"]) == pytest.approx(float(losses[-1]))
-
-
-def test_max_steps_and_validation_between(tmp_path):
-    seen = Losses()
-    run = trainer(tmp_path, max_steps=8, val_check_interval=2, callbacks=[seen])
-    run.fit(made(), loader(), loader(shuffle=False))
-    assert run.global_step == 8
-    assert len(seen.seen) == 4
+    torch.manual_seed(5)
+    for batch in loaded:
+        opt.step(*twin.unpack(batch))
+    assert same(theta(net), theta(twin))
 
 
 class Steps(L.Callback):
@@ -350,24 +356,6 @@ def test_schedulers(scheduler, rates, tmp_path):
     assert [step.lr for step in steps.taken] == pytest.approx(rates)
 
 
-def test_batches_in_another_form_and_weights(tmp_path):
-    class Named(Net):
-        def unpack(self, batch):
-            return batch["x"], batch["y"], batch["w"]
-
-    x, y = data().tensors
-    batches = [{"x": x[i : i + 16], "y": y[i : i + 16], "w": torch.arange(1.0, 17.0)} for i in (0, 16, 32)]
-    net, plain = made(Named), made(Named)
-    torch.manual_seed(5)
-    loaded = DataLoader(batches, batch_size=None)
-    trainer(tmp_path, max_epochs=1).fit(net, loaded)
-    torch.manual_seed(5)
-    opt = plain.configure_optimizers()
-    for batch in loaded:
-        opt.step(batch["x"], batch["y"], batch["w"])
-    assert same(theta(net), theta(plain))
-
-
 def test_hooks_of_a_step_and_a_training_step_of_ones_own(tmp_path):
     class Hooked(Net):
         def training_step(self, batch, batch_idx):
@@ -383,35 +371,33 @@ def test_hooks_of_a_step_and_a_training_step_of_ones_own(tmp_path):
     assert net.seen == ["begin", "step"] * 2
 
 
+class Usual(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("LM takes the step")
+
+
+class Both(LMModule, Usual):
+    def configure_optimizers(self):
+        return mq.LM(self, "cross_entropy")
+
+
+class Knowing(Both):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx)
+
+
 def test_a_module_that_had_another_optimizer(tmp_path):
-    class Usual(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.layers(x)
-
-        def training_step(self, batch, batch_idx):
-            raise AssertionError("LM takes the step")
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters())
-
-    class Both(LMModule, Usual):
-        def configure_optimizers(self):
-            return mq.LM(self, "cross_entropy")
-
     run = trainer(tmp_path, max_steps=2)
     with pytest.warns(UserWarning, match=r"Usual.training_step is not called in Both.*outputs\[.step.\]"):
         run.fit(Both(), loader())
-    assert run.global_step == 2
-    assert run.optimizers[0].state_dict()["marquardt"]["steps"] == 2
-
-    class Knowing(Both):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx)
-
+    assert run.global_step == run.optimizers[0].state_dict()["marquardt"]["steps"] == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_shadowed(Knowing)
@@ -428,21 +414,6 @@ def test_one_trainer_calls_upon_a_module_several_times(tmp_path, caplog):
     assert [type(c).__name__ for c in run.callbacks].count("LMCallback") == 1
 
 
-def test_clipping_by_0_is_none(tmp_path):
-    run = trainer(tmp_path, max_steps=2, gradient_clip_val=0)
-    run.fit(made(), loader())
-    assert run.global_step == 2
-
-
-def test_bfloat16_around_a_step(tmp_path):
-    net = made()
-    start = theta(net)
-    trainer(tmp_path, max_steps=2, precision="bf16-mixed").fit(net, loader(), loader(shuffle=False))
-    assert theta(net).dtype == torch.float32
-    assert theta(net).isfinite().all()
-    assert not torch.equal(theta(net), start)
-
-
 # ---- what is refused
 
 
@@ -456,103 +427,55 @@ def scaled():
         ({"gradient_clip_val": 0.5}, ["gradient_clip_val=0.5", "leave it out"]),
         ({"accumulate_grad_batches": 4}, ["accumulate_grad_batches=4", "larger batches", "step_over"]),
         ({"plugins": scaled}, ["16-mixed", "bf16-mixed"]),
+        ({"devices": 2, "strategy": "ddp"}, ["2 processes", "devices=1"]),
     ],
-    ids=["clipping", "accumulation", "float16"],
+    ids=["clipping", "accumulation", "float16", "processes"],
 )
 def test_what_the_trainer_cannot_do_for_lm(options, says, tmp_path):
     net = made()
     run = trainer(tmp_path, max_steps=1, **{k: v() if callable(v) else v for k, v in options.items()})
     before = world(net)
     with refused(*says):
-        run.fit(net, loader())
+        check_trainer(run) if "devices" in options else run.fit(net, loader())
     assert changes(before, world(net)) == []
 
 
-def test_several_processes_are_refused(tmp_path):
-    run = trainer(tmp_path, devices=2, strategy="ddp")
-    with refused("2 processes", "devices=1"):
-        check_trainer(run)
+class Forgetful(Net):
+    def training_step(self, batch, batch_idx):
+        return cross_entropy(self(batch[0]), batch[1])
+
+
+class Alone(Net):
+    def configure_callbacks(self):
+        return [Losses()]
+
+
+class Other(Net):
+    automatic_optimization = False  # or Lightning itself refuses several
+
+    def configure_optimizers(self):
+        return self.parts["make"](self.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
-@pytest.mark.parametrize("found", [torch.optim.SGD, lambda p: [torch.optim.SGD([q]) for q in p], lambda p: None])
-def test_another_optimizer_is_refused(found, tmp_path):
-    class Other(Net):
-        def configure_optimizers(self):
-            return found(self.parameters())
-
-    net = made(Other)
-    net.automatic_optimization = False  # or Lightning itself refuses several
-    before = world(net)
-    with refused("configure_optimizers returned", "mq.LM(self, loss)"):
-        trainer(tmp_path, max_steps=1).fit(net, loader())
-    assert changes(before, world(net)) == []
-
-
-def test_a_training_step_without_a_step_is_refused(tmp_path):
-    class Forgetful(Net):
-        def training_step(self, batch, batch_idx):
-            return cross_entropy(self(batch[0]), batch[1])
-
-    net = made(Forgetful)
+@pytest.mark.parametrize(
+    ("kind", "parts", "batches", "says"),
+    [
+        *(
+            (Other, {"make": make}, None, r"configure_optimizers returned.*mq\.LM\(self, loss\)")
+            for make in (torch.optim.SGD, lambda p: [torch.optim.SGD([q]) for q in p], lambda p: None)
+        ),
+        (Forgetful, {}, None, r"Forgetful.training_step took no step.*super\(\).training_step"),
+        (Alone, {}, None, r"Alone.configure_callbacks leaves out .*super\(\).configure_callbacks"),
+        *(
+            (Net, {}, [batch], r"the batch is .*unpack\(batch\) in Net")
+            for batch in ({"x": torch.ones(2, 4)}, torch.ones(2, 4), [torch.ones(2, 4)])
+        ),
+    ],
+)
+def test_modules_that_are_refused(kind, parts, batches, says, tmp_path):
+    net = made(kind, **parts)
     start = theta(net)
-    with pytest.raises(RuntimeError, match=r"Forgetful.training_step took no step.*super\(\).training_step"):
-        trainer(tmp_path, max_steps=1).fit(net, loader())
+    with pytest.raises((TypeError, RuntimeError), match=says):
+        trainer(tmp_path, max_steps=1).fit(net, loader() if batches is None else DataLoader(batches, batch_size=None))
     assert same(theta(net), start)
-
-
-def test_callbacks_that_leave_out_lms_own_are_refused(tmp_path):
-    class Own(Net):
-        def configure_callbacks(self):
-            return [Losses()]
-
-    net = made(Own)
-    start = theta(net)
-    with pytest.raises(RuntimeError, match=r"Own.configure_callbacks leaves out .*super\(\).configure_callbacks"):
-        trainer(tmp_path, max_steps=1).fit(net, loader())
-    assert same(theta(net), start)
-
-
-@pytest.mark.parametrize("batch", [{"x": torch.ones(2, 4)}, torch.ones(2, 4), [torch.ones(2, 4)]])
-def test_a_batch_that_is_no_pair(batch, tmp_path):
-    with refused("the batch is", "unpack(batch)", "Net"):
-        trainer(tmp_path, max_steps=1).fit(made(), DataLoader([batch], batch_size=None))
-
-
-# ---- without LMModule
-
-
-def test_manual_optimization_without_the_module(tmp_path):
-    class Plain(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.layers = Net().layers
-            self.hooked = 0
-
-        def forward(self, x):
-            return self.layers(x)
-
-        def configure_optimizers(self):
-            return mq.LM(self, "cross_entropy")
-
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            step = self.optimizers().step(inputs=x, targets=y)
-            self.log("train_loss", step.loss)
-
-        def on_before_optimizer_step(self, optimizer):
-            self.hooked += 1
-
-    torch.manual_seed(1)
-    plain = Plain()
-    twin = made()
-    twin.load_state_dict(plain.state_dict())
-    for net in (plain, twin):
-        torch.manual_seed(5)
-        run = trainer(tmp_path, max_steps=3)
-        run.fit(net, loader())
-        assert run.global_step == 3
-    assert plain.hooked == 3
-    assert not isinstance(plain, LMModule)
-    assert same(theta(plain), theta(twin))

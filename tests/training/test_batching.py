@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from marquardt.training import batching as module
 from marquardt.training.batching import (
     Order,
     batching,
-    chosen_size,
     generators,
     seconds,
     set_generators,
@@ -40,26 +38,17 @@ def table(N: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(N, 10), torch.zeros(N, 1)
 
 
-def test_small_problems_have_all_samples_in_every_step():
-    found = planned(net(), noisy_sine(1000))
-    assert (found.kind, found.size) == ("whole", None)
-    assert found.words.startswith("all samples in every step: a step with all 1,000 samples takes about")
-
-
-def test_large_ones_have_mini_batches():
-    found = planned(wide(), table(30_000))
-    assert found.mini
-    assert 512 <= found.size <= 30_000 // 8
-    assert found.words.startswith(f"mini-batches of {found.size:,}: a step with all 30,000 samples takes about")
-
-
 def test_it_depends_on_shapes_alone():
-    """The same numbers for other values, and whatever the machine does meanwhile."""
+    """The same numbers for other values, and whatever the machine does meanwhile; as large as is quick."""
     opt = mq.LM(wide(50), "mse")
     x, y = table(400)
     one, other = (shapes(opt, source((x + k, y - k))) for k in range(2))
     assert one == other
     assert seconds(opt, one, 1000) < seconds(opt, one, 2000) < seconds(opt, one, 10**6)
+    size = batching(opt, source(table(10**6)), None).size
+    assert size > 512
+    assert size & (size - 1) == 0
+    assert seconds(opt, one, size) <= module.QUICK < seconds(opt, one, 2 * size)
 
 
 def test_looking_changes_nothing():
@@ -70,35 +59,24 @@ def test_looking_changes_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_sizes_are_as_large_as_is_quick():
-    opt = mq.LM(wide(50), "mse")
-    s = shapes(opt, source(table(600)))
-    size = chosen_size(opt, s, 10**6)
-    assert size >= 512
-    assert size & (size - 1) == 0
-    assert seconds(opt, s, size) <= module.QUICK < seconds(opt, s, 2 * size)
-    assert chosen_size(opt, s, 6000) == 512  # an eighth of the data at most
-    slow = replace(s, numbers=1e9)
-    assert chosen_size(opt, slow, 10**6) == 512
+LOADER = DataLoader(TensorDataset(*noisy_sine()), batch_size=10)
 
 
 @pytest.mark.parametrize(
-    ("size", "kind", "words"),
+    ("model", "data", "asked", "kind", "size", "words"),
     [
-        (8, "mini", "mini-batches of 8 of 40 samples, as asked for"),
-        (40, "whole", "all 40 samples in every step"),
-        (100, "whole", "all 40 samples"),
-        ("all", "whole", "all 40 samples"),
+        (net(), noisy_sine(), 8, "mini", 8, "mini-batches of 8 of 40 samples, as asked for"),
+        (net(), noisy_sine(), 40, "whole", None, "all 40 samples in every step: there are no more than batch_size=40"),
+        (net(), noisy_sine(), "all", "whole", None, "all 40 samples in every step"),
+        (net(), noisy_sine(), None, "whole", None, "all samples in every step: a step with all 40 samples takes about"),
+        (wide(), table(30_000), None, "mini", 2048, "mini-batches of 2,048: a step with all 30,000 samples takes abou"),
+        (net(), LOADER, None, "mini", None, "the batches as they come"),
+        (net(), LOADER, "all", "streamed", None, "all batches in every step"),
     ],
 )
-def test_what_is_asked_for(size, kind, words):
-    found = planned(net(), noisy_sine(), size)
-    assert (found.kind, found.words[: len(words)]) == (kind, words)
-
-
-def test_batches_of_their_own():
-    loader = DataLoader(TensorDataset(*noisy_sine()), batch_size=10)
-    assert (planned(net(), loader).kind, planned(net(), loader, "all").kind) == ("mini", "streamed")
+def test_what_the_steps_are_given(model, data, asked, kind, size, words):
+    found = planned(model, data, asked)
+    assert (found.kind, found.size, found.words[: len(words)]) == (kind, size, words)
 
 
 class Pictures(Dataset):
@@ -118,13 +96,8 @@ def test_a_dataset_is_read_if_it_has_room(monkeypatch):
     monkeypatch.setattr(module, "READ", 100 * 16 - 1)
     found = planned(net(), Pictures())
     assert (found.kind, found.size) == ("streamed", 512)
-
-
-def test_items_that_differ_every_time_are_mini_batches():
-    found = planned(net(), Pictures(random=True))
-    assert found.mini
-    result = mq.fit(net(), Pictures(random=True), "mse", steps=3, batch_size=30)
-    assert len(result.history) == 3
+    assert planned(net(), Pictures(random=True)).mini  # other items every time
+    assert len(mq.fit(net(), Pictures(random=True), "mse", steps=3, batch_size=30).history) == 3
 
 
 def test_samples_that_cannot_be_told_apart():
@@ -223,14 +196,11 @@ def test_an_order_that_is_the_same_every_time():
         assert [batch.inputs.tolist() for batch in data.batches()] == orders[0]
 
 
-def test_tensors_have_none_of_their_own():
-    assert generators(source((torch.zeros(4, 1), torch.zeros(4, 1))))["loader"] == []
-
-
 @pytest.mark.parametrize("loader", [[], None, [torch.zeros(3)], [torch.zeros(8, dtype=torch.uint8)]], ids=repr)
 def test_damaged_states_of_a_loader_change_nothing(loader):
     items = TensorDataset(torch.zeros(4, 1), torch.zeros(4, 1))
     data = source(DataLoader(items, shuffle=True, generator=torch.Generator().manual_seed(1)))
+    assert generators(source(items))["loader"] == []
     found = {**generators(data), "loader": loader}
     drawn()
     before = generators(data)

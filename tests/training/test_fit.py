@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import grad, jacfwd, jacrev, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 import marquardt as mq
-from marquardt import step
-from marquardt.losses import resolve
 from marquardt.sources import source
-from marquardt.training.run import evaluated
-from support.fits import mse, net, noisy_sine, weights
+from support.fits import mse, net, noisy_sine, refused, weights
 
 X, Y = noisy_sine()
 
@@ -69,25 +67,6 @@ def test_every_form_of_data(data):
     torch.testing.assert_close(weights(model), weights(want), rtol=1e-4, atol=1e-4)
 
 
-def test_weights_of_samples():
-    """A sample of weight 2 counts as two."""
-    w = torch.ones(40, dtype=torch.float64)
-    w[:5] = 2
-    once, twice = net(), net()
-    mq.fit(once, (X, Y, w), "mse", steps=5)
-    mq.fit(twice, (torch.cat([X, X[:5]]), torch.cat([Y, Y[:5]])), "mse", steps=5)
-    torch.testing.assert_close(weights(once), weights(twice), rtol=1e-6, atol=1e-6)
-
-
-def test_classification():
-    x = torch.randn(60, 2, dtype=torch.float64)
-    y = (x.prod(1) > 0).long()
-    model = net(2, 8, 2)
-    result = mq.fit(model, (x, y), "cross_entropy", steps=50, weight_decay=1e-3)
-    assert (model(x).argmax(1) == y).double().mean() > 0.95
-    assert result.history[-1].objective > result.history[-1].loss
-
-
 # Validation and the best weights.
 
 
@@ -104,8 +83,6 @@ def test_the_best_weights_by_validation_are_restored():
 
 def test_a_fraction_is_held_out():
     """The fit is that of the others alone, validated on these."""
-    from marquardt.sources import source
-
     train, held = source((X, Y)).split(0.25, seed=7)
     one, other = net(), net()
     a = mq.fit(one, (X, Y), "mse", validation=0.25, seed=7, steps=20)
@@ -126,15 +103,22 @@ def test_weights_that_only_become_worse_stay():
 
 
 def test_validation_is_in_eval_mode_and_draws_nothing():
-    model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1)).double()
-    state, modes = torch.get_rng_state(), []
-    model[1].register_forward_hook(lambda m, *_: modes.append(m.training))
-    with_set = mq.fit(model, (X, Y), "mse", validation=(X, Y), steps=2, patience=None)
-    assert set(modes) == {True, False}
-    assert model.training
-    assert all(m.training for m in model.modules())
-    assert with_set.loss == pytest.approx(mse(model.eval(), X, Y), rel=1e-12)
-    del state
+    """Nor does what fails in it leave another mode."""
+    model = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1)).double()
+    model[1].eval()
+    modes, seen, stats, state = [m.training for m in model.modules()], [], model[1].running_mean.clone(), []
+    model[2].register_forward_hook(lambda m, *_: seen.append(m.training))
+    result = mq.fit(model, (X, Y), "mse", validation=(X, Y), steps=2, patience=None)
+    assert set(seen) == {True, False}
+    assert result.loss == pytest.approx(mse(copy.deepcopy(model).eval(), X, Y), rel=1e-12)
+    state = torch.get_rng_state()
+    mq.fit(model, (X, Y), "mse", validation=(X, Y), steps=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    model[4].register_forward_hook(lambda m, *_: 1 / m.training and None)
+    with pytest.raises(ZeroDivisionError):
+        mq.fit(model, (X, Y), "mse", validation=(X, Y))
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(model[1].running_mean, stats)
 
 
 def test_uphill_steps_do_not_count():
@@ -177,19 +161,62 @@ class Endless:
             yield X[:20], Y[:20]
 
 
-def test_the_loss_of_batches_without_end():
+def test_the_loss_is_the_mean_of_the_last_steps_where_a_pass_is_long():
+    """Thirty batches: after three steps they are gone through, after two they are not."""
     result = mq.fit(net(), Endless(), "mse", steps=12)
     assert result.loss == pytest.approx(sum(result.history["loss"][-10:]) / 10)
-
-
-def test_few_steps_are_not_followed_by_a_long_pass():
-    """Thirty batches: after three steps they are gone through, after two they are not."""
     x, y = noisy_sine(30)
     for steps in (2, 3):
         model = net()
         result = mq.fit(model, (x, y), "mse", batch_size=1, steps=steps)
         want = mse(model, x, y) if steps == 3 else sum(result.history["loss"]) / 2
         assert result.loss == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (nn.MSELoss(), lambda: torch.randn(20, 3)),
+        (nn.MSELoss(reduction="sum"), lambda: torch.randn(20, 3)),
+        (nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=1), lambda: torch.randint(3, (20,))),
+        (nn.BCEWithLogitsLoss(), lambda: torch.rand(20, 3).round()),
+        (nn.HuberLoss(), lambda: torch.randn(20, 3)),
+        (nn.CrossEntropyLoss(ignore_index=0), lambda: torch.zeros(20, dtype=torch.long)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_loss_of_the_validation_set_is_torchs(loss, targets):
+    """Also over batches, and with weights of samples; where nothing weighs, it is refused."""
+    x, y, model, w = torch.randn(20, 2), targets(), net(2, 5, 3), torch.rand(20)
+    train = x, torch.full_like(y, 2) if y.ndim == 1 else y
+    want = loss(model(x), y).item()
+    if math.isnan(want):
+        with pytest.raises(ValueError, match="the validation set: the total weight of the validation set is 0"):
+            mq.fit(model, train, loss, validation=(x, y), steps=0)
+        return
+    for held in ((x, y), [(x[:7], y[:7]), (x[7:], y[7:])]):
+        assert mq.fit(model, train, loss, validation=held, steps=0).loss == pytest.approx(want, rel=1e-12)
+    if isinstance(loss, nn.MSELoss) and loss.reduction == "mean":
+        want = (w[:, None] * (model(x) - y).square()).mean(1).sum() / w.sum()
+        assert mq.fit(model, train, loss, validation=(x, y, w), steps=0).loss == pytest.approx(want.item(), rel=1e-12)
+
+
+@pytest.mark.usefixtures("double")
+def test_the_loss_of_a_model_that_differentiates_itself():
+    class Slope(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net(1, 5, 1)
+
+        def forward(self, x):
+            x = x.requires_grad_()
+            (slope,) = torch.autograd.grad(self.inner(x).sum(), x, create_graph=True)
+            return slope - x
+
+    model, x = Slope(), torch.randn(9, 1)
+    found = mq.fit(model, (x, None), mq.losses.Residual(), steps=0).loss
+    assert found == pytest.approx(model(x).square().mean().item(), rel=1e-12)
 
 
 def test_the_loss_of_a_model_that_cannot_be_evaluated():
@@ -206,33 +233,27 @@ def test_the_loss_of_a_model_that_cannot_be_evaluated():
 # Mini-batches.
 
 
-def test_mini_batches_validate_the_averaged_weights():
+@pytest.mark.parametrize("held", [None, noisy_sine(100, seed=3)], ids=["alone", "validated"])
+def test_mini_batches_have_the_averaged_weights(held):
+    """Validated every epoch; without validation the last ones stay."""
     x, y = noisy_sine(600)
     model, twin = net(), net()
-    result = mq.fit(model, (x, y), "mse", batch_size=100, validation=noisy_sine(100, seed=3), steps=24, seed=1)
-    assert "mini-batches of 100 of 600" in result.plan
-    assert [e.step for e in result.history if e.validation == e.validation] == [6, 12, 18, 24]
-    assert [e.epoch for e in result.history] == [k // 6 for k in range(24)]
+    result = mq.fit(model, (x, y), "mse", batch_size=100, validation=held, steps=24, seed=1)
     opt = mq.LM(twin, "mse")
     for epoch in range(4):
         order = torch.randperm(600, generator=torch.Generator().manual_seed(1 + epoch))
         for index in order.split(100):
             opt.step(x[index], y[index])
+    assert "mini-batches of 100 of 600" in result.plan
+    assert [e.epoch for e in result.history] == [k // 6 for k in range(24)]
+    seen = {e.step: e.validation for e in result.history if e.validation == e.validation}
     with opt.averaged():
-        assert mse(twin, *noisy_sine(100, seed=3)) == pytest.approx(result.history[-1].validation, rel=1e-12)
-    assert mse(model, *noisy_sine(100, seed=3)) == pytest.approx(min(v for v in result.history["validation"] if v == v))
-
-
-def test_mini_batches_end_with_the_averaged_weights():
-    x, y = noisy_sine(600)
-    model, twin = net(), net()
-    mq.fit(model, (x, y), "mse", batch_size=100, steps=10, seed=4)
-    opt = mq.LM(twin, "mse")
-    orders = [torch.randperm(600, generator=torch.Generator().manual_seed(4 + e)) for e in range(2)]
-    for index in [i for order in orders for i in order.split(100)][:10]:
-        opt.step(x[index], y[index])
-    with opt.averaged():
-        assert torch.equal(weights(model), weights(twin))
+        if held is None:
+            assert torch.equal(weights(model), weights(twin))
+            return
+        assert mse(twin, *held) == pytest.approx(seen[24], rel=1e-12)
+    assert list(seen) == [6, 12, 18, 24]
+    assert mse(model, *held) == pytest.approx(min(seen.values()))
 
 
 def test_a_loader_shuffles_as_it_does():
@@ -243,13 +264,6 @@ def test_a_loader_shuffles_as_it_does():
     assert "as they come" in result.plan
     opt, batches = mq.LM(twin, "mse"), [b for _ in range(3) for b in other]
     assert result.history["loss"] == [opt.step(x, y).data_loss for x, y in batches[:10]]
-
-
-def test_a_smooth_average_is_left_out_if_asked_for():
-    x, y = noisy_sine(600)
-    model = net()
-    result = mq.fit(model, (x, y), "mse", batch_size=100, steps=5, average=None)
-    assert result.best_step == 5
 
 
 # Callbacks and interrupts.
@@ -271,18 +285,8 @@ def test_callbacks():
         raise StopIteration
 
     assert len(mq.fit(net(), (X, Y), "mse", callbacks=[lambda r: None, raises]).history) == 1
-
-
-@pytest.mark.parametrize("kind", [bool, np.bool_, torch.tensor, np.array], ids=["bool", "NumPy", "torch", "array"])
-def test_truth_of_any_kind_ends_it(kind):
-    result = mq.fit(net(), (X, Y), "mse", callbacks=lambda r: kind(r.step.step == 2), steps=3)
-    assert (len(result.history), result.reason) == (2, "a callback asked for it")
-
-
-@pytest.mark.parametrize("answer", [1, 0, "stop", 0.5, torch.tensor(1.0)], ids=repr)
-def test_answers_that_are_neither_true_nor_false(answer):
-    with pytest.raises(TypeError, match=re.escape(f"a callback returned {answer!r}: True to end the fit")):
-        mq.fit(net(), (X, Y), "mse", callbacks=lambda r: answer, steps=3)
+    for kind in (np.bool_, torch.tensor, np.array):  # truth of any kind
+        assert len(mq.fit(net(), (X, Y), "mse", callbacks=lambda r, k=kind: k(r.step.step == 2), steps=3).history) == 2
 
 
 @pytest.mark.parametrize("validation", [None, noisy_sine(20, seed=5)], ids=["alone", "validated"])
@@ -300,23 +304,6 @@ def test_an_interrupt_returns_the_best_so_far(validation):
     assert torch.equal(weights(model), weights(twin))
 
 
-def test_an_interrupt_within_a_step(monkeypatch):
-    model, twin = net(), net()
-    attempt = step.attempt
-
-    def interrupted(parts, lin, matrices, old, *args):
-        if old.steps == 5:
-            raise KeyboardInterrupt
-        return attempt(parts, lin, matrices, old, *args)
-
-    monkeypatch.setattr(step, "attempt", interrupted)
-    result = mq.fit(model, (X, Y), "mse")
-    assert (result.reason, len(result.history)) == ("interrupted", 5)
-    monkeypatch.undo()
-    mq.fit(twin, (X, Y), "mse", steps=5)
-    assert torch.equal(weights(model), weights(twin))
-
-
 # What cannot work is refused before anything changes.
 
 
@@ -330,9 +317,7 @@ def spoilt(t, *where):
     ("arguments", "message"),
     [
         ({"data": (spoilt(X, 3), Y)}, "inputs[3, 0] is nan"),
-        ({"data": (X, spoilt(Y, 39))}, "targets[39, 0] is nan"),
         ({"data": (X, Y[:, 0])}, "broadcasting would pair the wrong elements"),
-        ({"data": (X[:30], Y)}, "there are 40 samples"),
         ({"validation": (X, Y[:, 0])}, "the validation set: outputs have shape (40, 1), targets (40,): broadcasting"),
         ({"validation": (spoilt(X, 0), Y)}, "the validation set: inputs[0, 0] is nan"),
         ({"validation": X}, "the validation set: data of the type Tensor"),
@@ -346,17 +331,13 @@ def spoilt(t, *where):
         ({"validation": 0.001}, "a fraction of 0.001 of 40 samples"),
         ({"validation": 1.5}, "validation=1.5: a fraction of the samples, between 0 and 1"),
         ({"validation": 20}, "validation=20: a fraction"),
-        (
-            {"validation": 0},
-            "validation=0: a fraction of the samples, between 0 and 1, or data of its own; leave it out",
-        ),
+        ({"validation": 0}, "validation=0: a fraction of the samples, between 0 and 1, or data of its own; leave it"),
         ({"validation": True}, "validation=True: a fraction"),
         ({"steps": -1}, "steps=-1: at least 0"),
         ({"steps": 2.5}, "steps=2.5: an integer"),
         ({"patience": 1.5}, "patience=1.5: an integer"),
         ({"goal": "low"}, "goal='low': a number"),
         ({"min_gradient": float("nan")}, "min_gradient=nan"),
-        ({"max_lam": -1.0}, "max_lam=-1.0"),
         ({"seconds": True}, "seconds=True"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": "half"}, "batch_size='half'"),
@@ -364,54 +345,36 @@ def spoilt(t, *where):
         ({"data": DataLoader(TensorDataset(X, Y)), "validation": 0.2}, "pass a validation set of its own"),
         ({"seed": 1.5}, "seed=1.5"),
         ({"callbacks": [3]}, "callbacks= holds a int"),
+        *(
+            ({"callbacks": lambda r, a=a: a}, f"a callback returned {a!r}: True to end the fit")
+            for a in (1, "stop", torch.tensor(1.0))
+        ),
         ({"progress": "yes"}, "progress='yes'"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
-        (
-            {"weight_decay": mq.Evidence},
-            "weight_decay is the class Evidence: pass a number, an mq.WeightDecay, a dict, or mq.Evidence()",
-        ),
+        ({"weight_decay": mq.Evidence}, "weight_decay is the class Evidence: pass a number, an mq.WeightDecay, a dict"),
         ({"weight_decay": "evidence"}, "weight_decay is 'evidence': pass a number"),
-        (
-            {"atempts": 3},
-            "neither mq.fit nor mq.LM has an option 'atempts': did you mean attempts=? They have validation, ",
-        ),
+        ({"atempts": 3}, "neither mq.fit nor mq.LM has an option 'atempts': did you mean attempts=? They have valid"),
         ({"epochs": 3}, "'epochs': did you mean steps=?"),
-        ({"max_fail": 3}, "'max_fail': did you mean patience=?"),
         ({"patiance": 3}, "'patiance': did you mean patience=?"),
         ({"zzz": 3}, "'zzz'. They have"),
+        ({"model": nn.Tanh}, "mq.fit(model, data, loss) takes a model and not its class: make one, Tanh(…)"),
+        ({"model": [net()]}, "mq.fit(model, data, loss) takes an nn.Module as its model, not a list"),
+        ({"model": (X, Y), "data": net()}, "not a tuple; the model seems to be in the place of the data"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else None,
 )
 def test_refused(arguments, message):
     model = net()
-    before, state = weights(model), torch.get_rng_state()
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        mq.fit(model, **{"data": (X, Y), "loss": "mse", **arguments})
-    assert torch.equal(weights(model), before)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("model", "data", "message"),
-    [
-        ((X, Y), net(), "takes an nn.Module as its model, not a tuple; the model seems to be in the place of the data"),
-        (nn.Tanh, (X, Y), "takes a model and not its class: make one, Tanh(…)"),
-        ([net()], (X, Y), "takes an nn.Module as its model, not a list"),
-    ],
-)
-def test_models_that_are_none(model, data, message):
-    with pytest.raises(TypeError, match=re.escape(f"mq.fit(model, data, loss) {message}")):
-        mq.fit(model, data, "mse")
+    stepped = "a callback" in message  # which is asked after a step
+    with refused(net() if stepped else model, re.escape(message)):
+        mq.fit(**{"model": model, "data": (X, Y), "loss": "mse", **arguments})
 
 
 @pytest.mark.parametrize("transform", [jacrev, jacfwd, grad, lambda f: vmap(f, randomness="same")])
 def test_a_fit_inside_a_transform_is_refused(transform):
     model = net()
-    before, random = weights(model), torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"inside a torch\.func transform.*call it outside"):
+    with refused(model, r"inside a torch\.func transform.*call it outside"):
         transform(lambda x: mq.fit(model, (X, Y), "mse", steps=2).loss * x.sum())(torch.ones(2))
-    assert torch.equal(weights(model), before)
-    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_a_bad_batch_later_on_ends_it_with_the_last_weights():
@@ -423,11 +386,8 @@ def test_a_bad_batch_later_on_ends_it_with_the_last_weights():
     assert torch.equal(weights(model), weights(twin))
 
 
-def physical() -> tuple[Tensor, Tensor]:
-    """The density of air at kelvin and pascal"""
-    torch.manual_seed(0)
-    x = torch.stack([250 + 80 * torch.rand(100), 8e4 + 4e4 * torch.rand(100)], 1)
-    return x, x[:, 1:] / (287 * x[:, :1])
+def told(caught):
+    return [str(w.message) for w in caught if str(w.message).startswith("mq.fit: ")]
 
 
 @pytest.mark.usefixtures("double")
@@ -436,17 +396,19 @@ def physical() -> tuple[Tensor, Tensor]:
 def test_a_fit_that_learnt_nothing_says_so(options, classes):
     """Inputs in pascal and kelvin saturate the first layer; standardised they do not. It is seen without a look at the
     result."""
-    x, y = physical()
+    torch.manual_seed(0)
+    x = torch.stack([250 + 80 * torch.rand(100), 8e4 + 4e4 * torch.rand(100)], 1)
+    y = x[:, 1:] / (287 * x[:, :1])  # the density of air
     loss, targets = ("cross_entropy", (y[:, 0] > y.median()).long()) if classes else ("mse", y)
-    for inputs, told in ((x, True), ((x - x.mean(0)) / x.std(0), False)):
+    for inputs, fails in ((x, True), ((x - x.mean(0)) / x.std(0), False)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2 if classes else 1))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = mq.fit(model, (inputs, targets), loss, progress=False, **options)
-        found = [str(w.message) for w in caught if str(w.message).startswith("mq.fit: ")]
-        assert len(found) == told, found
-        if told:
+        found = told(caught)
+        assert len(found) == fails, found
+        if fails:
             assert re.search(r"the inputs are of the size (9.9e\+04|1e\+05)", found[0])
             assert "standardise the inputs, x = (x - x.mean(0)) / x.std(0)" in found[0]
             assert found[0].removeprefix("mq.fit: ") in result.reason
@@ -454,37 +416,34 @@ def test_a_fit_that_learnt_nothing_says_so(options, classes):
             assert caught[-1].filename == __file__
 
 
-@pytest.mark.usefixtures("double")
-def test_evidence_that_takes_all_for_noise_says_so():
-    torch.manual_seed(0)
-    x, y = torch.randn(300, 1), torch.randn(300, 1)
-    with pytest.warns(
-        UserWarning, match=r"a constant has the same loss.*or mq.Evidence\(\) has taken all for noise: pass"
-    ):
-        mq.fit(net(hidden=10), (x, y), "mse", weight_decay=mq.Evidence(), steps=200)
+LINE = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "words"),
     [
-        ({}, True),
-        ({"validation": 0.2}, False),
-        ({"weight_decay": mq.Evidence()}, False),
-        ({"weight_decay": 1e-2}, False),
-        ({"steps": 3}, False),
+        ({}, "the model passes through all 10 targets, as 100 parameters can through any"),
+        ({"validation": 0.2}, ""),
+        ({"weight_decay": mq.Evidence()}, ""),
+        ({"weight_decay": 1e-2}, ""),
+        ({"steps": 3}, ""),
+        ({"model": nn.Linear(1, 1).double(), "data": (LINE, 2 * LINE + 1)}, ""),  # for a reason
+        ({"data": torch.randn(2, 300, 1, dtype=torch.float64).unbind(), "weight_decay": mq.Evidence()}, "a constant"),
     ],
 )
-def test_a_model_that_passes_through_all_points_says_so(options, told):
+def test_what_has_learnt_too_much_or_nothing_says_so(options, words):
     torch.manual_seed(3)
     x = 2 * torch.rand(10, 1) - 1
     y = torch.sin(3 * x) + 0.2 * torch.randn(10, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = mq.fit(net(hidden=33), (x, y), "mse", **{"steps": 200, **options})
-    words = "the model passes through all 10 targets, as 100 parameters can through any"
-    assert [str(w.message).startswith(f"mq.fit: {words}") for w in caught] == [True] * told
-    assert (words in str(result)) == told
+        result = mq.fit(**{"model": net(hidden=33), "data": (x, y), "loss": "mse", "steps": 200, **options})
+    found = told(caught)
+    assert [m.startswith(f"mq.fit: {words}") for m in found] == [True] * bool(words), found
+    assert words in str(result)
+    if words == "a constant":
+        assert "or mq.Evidence() has taken all for noise: pass validation=0.2" in found[0]
 
 
 # BatchNorm.
@@ -513,31 +472,30 @@ def with_statistics_of(model, x):
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("options", [{}, {"average": None}, {"weight_decay": mq.Evidence(every=2)}], ids=str)
-def test_the_statistics_of_batch_norm_are_those_of_the_weights_that_stay(options, held):
+@pytest.mark.parametrize(
+    ("options", "near"),
+    [
+        ({}, 1e-3),
+        ({"average": None}, 1e-3),
+        ({"weight_decay": mq.Evidence(every=2)}, 1e-3),
+        ({"batch_size": 50}, 0.2),  # of four batches by themselves
+        ({"loader": True}, 0.2),
+    ],
+    ids=str,
+)
+def test_the_statistics_of_batch_norm_are_those_of_the_weights_that_stay(options, near, held):
     """Not those of the last ten steps, which other weights have taken."""
     model, (x, y), validation = normalised()
-    data = {"validation": validation} if held else {}
-    result = mq.fit(model, (x, y), "mse", steps=25, **data, **options)
-    assert model.training
-    loss = mse(with_statistics_of(model, x), *(validation if held else (x, y)))
-    assert mse(model.eval(), *(validation if held else (x, y))) == pytest.approx(loss, rel=1e-3)
-    assert result.loss == pytest.approx(loss, rel=1e-3)
-    assert loss < 0.3 * float(y.var())
-
-
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("loader", [False, True])
-@pytest.mark.parametrize("held", [False, True])
-def test_the_statistics_of_batch_norm_on_mini_batches(loader, held):
-    model, (x, y), validation = normalised()
+    given = dict(options)
+    loader = given.pop("loader", False)
     data = DataLoader(TensorDataset(x, y), batch_size=50, shuffle=True) if loader else (x, y)
-    options = {"validation": validation} if held else {}
-    result = mq.fit(model, data, "mse", steps=30, **({} if loader else {"batch_size": 50}), **options)
+    result = mq.fit(model, data, "mse", steps=25, validation=validation if held else None, **given)
+    assert model.training
     here = validation if held else (x, y)
     loss = mse(with_statistics_of(model, x), *here)
-    assert mse(model.eval(), *here) == pytest.approx(result.loss, rel=1e-9)
-    assert result.loss == pytest.approx(loss, rel=0.2)  # of four batches by themselves
+    assert mse(model.eval(), *here) == pytest.approx(result.loss, rel=1e-3 if near < 0.1 else 1e-9)
+    assert result.loss == pytest.approx(loss, rel=near)
+    assert loss < 0.3 * float(y.var())
 
 
 @pytest.mark.usefixtures("double")
@@ -553,101 +511,3 @@ def test_the_statistics_of_batch_norm_stay_with_weights_that_stay():
     model[1].eval()
     mq.fit(model, (x, y), "mse", steps=5)
     assert torch.equal(model[1].running_mean, frozen)
-
-
-@pytest.mark.usefixtures("double")
-def test_a_fit_with_batch_norm_goes_on_as_if_it_had_not_stopped(tmp_path):
-    ends = []
-    for parts in ([24], [7, 24]):
-        model, (x, y), validation = normalised()
-        for steps in parts:
-            mq.fit(model, (x, y), "mse", steps=steps, batch_size=50, validation=validation,
-                   checkpoint=tmp_path / f"{len(parts)}.pt")  # fmt: skip
-        again = mq.fit(model, (x, y), "mse", steps=24, batch_size=50, validation=validation,
-                       checkpoint=tmp_path / f"{len(parts)}.pt")  # fmt: skip
-        ends.append((again.loss, [t.clone() for t in model.state_dict().values()]))
-    assert ends[0][0] == ends[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
-
-
-@pytest.mark.usefixtures("double")
-def test_few_parameters_pass_through_points_for_a_reason():
-    x = torch.linspace(-1, 1, 40)[:, None]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        result = mq.fit(nn.Linear(1, 1), (x, 2 * x + 1), "mse")
-    assert result.loss < 1e-10
-
-
-@pytest.mark.parametrize(
-    ("loss", "targets"),
-    [
-        (nn.MSELoss(), lambda: torch.randn(20, 3)),
-        (nn.MSELoss(reduction="sum"), lambda: torch.randn(20, 3)),
-        (nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=1), lambda: torch.randint(3, (20,))),
-        (nn.BCEWithLogitsLoss(), lambda: torch.rand(20, 3).round()),
-        (nn.HuberLoss(), lambda: torch.randn(20, 3)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-@pytest.mark.usefixtures("double")
-def test_it_is_torchs(loss, targets):
-    x, y, model = torch.randn(20, 2), targets(), net(2, 5, 3)
-    for size in (20, 7):
-        found = evaluated(model, resolve(loss), source((x, y)).batches(size))
-        assert found == pytest.approx(loss(model(x), y).item(), rel=1e-12)
-
-
-@pytest.mark.usefixtures("double")
-def test_weights_of_samples_count_in_evaluation():
-    x, y, w, model = torch.randn(20, 2), torch.randn(20, 1), torch.rand(20), net(2, 5, 1)
-    found = evaluated(model, resolve("mse"), source((x, y, w)).batches(6))
-    want = (w[:, None] * (model(x) - y).square()).sum() / w.sum()
-    assert found == pytest.approx(want.item(), rel=1e-12)
-
-
-@pytest.mark.usefixtures("double")
-def test_a_model_that_differentiates_itself():
-    class Slope(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = net(1, 5, 1)
-
-        def forward(self, x):
-            x = x.requires_grad_()
-            (slope,) = torch.autograd.grad(self.inner(x).sum(), x, create_graph=True)
-            return slope - x
-
-    model, x = Slope(), torch.randn(9, 1)
-    found = evaluated(model, resolve(mq.losses.Residual()), source((x, None)).batches(4))
-    assert found == pytest.approx(model(x).square().mean().item(), rel=1e-12)
-
-
-@pytest.mark.usefixtures("double")
-def test_modes_and_random_numbers_stay():
-    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    model[2].eval()
-    x, y = torch.randn(8, 2), torch.randn(8, 1)
-    modes, state = [m.training for m in model.modules()], torch.get_rng_state()
-    stats = model[2].running_mean.clone()
-    first = evaluated(model, resolve("mse"), source((x, y)).batches())
-    assert [m.training for m in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(model[2].running_mean, stats)
-    assert evaluated(model, resolve("mse"), source((x, y)).batches()) == first
-
-    def fails(*_):
-        raise ZeroDivisionError
-
-    model[3].register_forward_hook(fails)
-    with pytest.raises(ZeroDivisionError):
-        evaluated(model, resolve("mse"), source((x, y)).batches())
-    assert [m.training for m in model.modules()] == modes
-
-
-@pytest.mark.usefixtures("double")
-def test_nothing_to_weigh():
-    loss = resolve(nn.CrossEntropyLoss(ignore_index=0))
-    data = source((torch.randn(4, 2), torch.zeros(4, dtype=torch.long))).batches()
-    with pytest.raises(ValueError, match="the total weight of the validation set is 0"):
-        evaluated(net(2, 3, 3), loss, data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
 import sys
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt.training.history import Bar, Entry, History, Seen, Shown, Stops, remaining, shown, words
+from marquardt.training.history import Entry, History, Seen, Stops, remaining, words
 from support.fits import mse, net, noisy_sine
 
 nan = math.nan
@@ -35,12 +34,10 @@ def test_entries_and_columns():
     assert isinstance(found[1:], History)
     with pytest.raises(KeyError, match="los': the columns are step, epoch, loss"):
         found["los"]
-
-
-def test_the_columns_are_all_of_it():
-    found = table()
     assert History.restored(found.columns()) == found
     assert History.restored(History().columns()) == History()
+    rules = ("decrease", "uphill", "search", "return", "rejected")
+    assert [entry(1, rule=rule).accepted for rule in rules] == [True, True, True, False, False]
 
 
 def test_equality_is_that_of_all_but_times():
@@ -50,14 +47,6 @@ def test_equality_is_that_of_all_but_times():
     assert History([entry(1, loss=2.0)]) != History([entry(1)])
     assert table(2) != table(3)
     assert table() != 3
-
-
-@pytest.mark.parametrize(
-    ("rule", "accepted"),
-    [("decrease", True), ("uphill", True), ("search", True), ("return", False), ("rejected", False)],
-)
-def test_accepted(rule, accepted):
-    assert entry(1, rule=rule).accepted == accepted
 
 
 def test_it_prints_itself():
@@ -78,18 +67,13 @@ def test_it_prints_itself():
     assert long[-1].split()[0] == "100"
 
 
-def test_csv(tmp_path):
+def test_csv_and_pandas(tmp_path):
     table().to_csv(tmp_path / "history.csv")
     with open(tmp_path / "history.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["loss"]) for row in rows] == table()["loss"]
-    assert list(rows[0]) == list(Entry._fields)
-
-
-def test_pandas():
-    found = table().to_pandas()
-    assert list(found.columns) == list(Entry._fields)
-    assert found["loss"].tolist() == table()["loss"]
+    frame = table().to_pandas()
+    assert [float(row["loss"]) for row in rows] == frame["loss"].tolist() == table()["loss"]
+    assert list(rows[0]) == list(frame.columns) == list(Entry._fields)
 
 
 def test_a_figure():
@@ -124,46 +108,43 @@ SEEN = Seen(loss=0.5, steepest=10.0, lam=2.0, least=0.4, best_step=3, fails=7)
 
 
 @pytest.mark.parametrize(
-    ("stop", "entry", "seen", "words"),
+    ("stop", "seen", "words"),
     [
-        ({"steps": 10}, {}, {}, "10 steps are done"),
-        ({"steps": 11}, {}, {}, None),
-        ({"seconds": 3.0}, {}, {}, "3 s are over"),
-        ({"seconds": 3.1}, {}, {}, None),
-        ({"goal": 0.5}, {}, {}, "the goal is reached: the loss is 0.5, at most 0.5"),
-        ({"goal": 0.49}, {}, {}, None),
-        ({"goal": 0.45}, {"loss": 0.1}, {}, None),  # of one mini-batch
-        ({"min_gradient": 0.01}, {}, {}, "the gradient is 0.1, at most 0.01 of the largest"),
-        ({"min_gradient": 0.009}, {}, {}, None),
-        ({"min_gradient": 1.0}, {"gradient": math.nan}, {}, None),
-        ({"min_gradient": 0.01}, {}, {"settled": False}, None),  # one minimum follows another
-        ({"max_lam": 1.9}, {}, {}, "λ is 2, above 1.9: no step lowers the loss"),
-        ({"max_lam": 2.0}, {}, {}, None),
-        ({"patience": 7}, {}, {}, "validation: 7 in a row without a loss below 0.4"),
-        ({"patience": 8}, {}, {}, None),
-        ({"patience": 0}, {}, {}, None),
+        ({"steps": 10}, {}, "10 steps are done"),
+        ({"steps": 11}, {}, None),
+        ({"seconds": 3.0}, {}, "3 s are over"),
+        ({"seconds": 3.1}, {}, None),
+        ({"goal": 0.5}, {}, "the goal is reached: the loss is 0.5, at most 0.5"),
+        ({"goal": 0.49}, {}, None),
+        ({"goal": 0.45}, {"loss": 0.1}, None),  # of one mini-batch
+        ({"min_gradient": 0.01}, {}, "the gradient is 0.1, at most 0.01 of the largest"),
+        ({"min_gradient": 0.009}, {}, None),
+        ({"min_gradient": 1.0}, {"gradient": math.nan}, None),
+        ({"min_gradient": 0.01}, {"settled": False}, None),  # one minimum follows another
+        ({"max_lam": 1.9}, {}, "λ is 2, above 1.9: no step lowers the loss"),
+        ({"max_lam": 2.0}, {}, None),
+        ({"patience": 7}, {}, "validation: 7 in a row without a loss below 0.4"),
+        ({"patience": 8}, {}, None),
+        ({"patience": 0}, {}, None),
         (
             {"patience": 5},
-            {},
             {"fails": 0, "idle": 5, "highest": -12.5},
-            "the log evidence was -12.5, and lower in 5 estimates since",
+            "the log evidence was -12.5, and lower in 5 estim",
         ),
-        ({"patience": 6}, {}, {"fails": 0, "idle": 5}, None),
-        ({}, {"converged": True}, {}, "converged: no decrease is left"),
-        ({}, {"converged": True}, {"settled": False}, None),
-        ({}, {}, {"settled": True}, "settled: neither the effective parameters nor the noise"),
-        ({}, {}, {}, None),
+        ({"patience": 6}, {"fails": 0, "idle": 5}, None),
+        ({}, {"converged": True}, "converged: no decrease is left"),
+        ({}, {"converged": True, "settled": False}, None),
+        ({}, {"settled": True}, "settled: neither the effective parameters nor the noise"),
+        ({}, {}, None),
     ],
 )
-def test_reasons(stop, entry, seen, words):
-    stops = Stops(**{**vars(NONE), **stop})
-    found = stops.reason(TENTH._replace(**entry), Seen(**{**vars(SEEN), **seen}))
+def test_reasons(stop, seen, words):
+    """After a step, of which `seen` has what differs from the others"""
+    stops, entry = Stops(**{**vars(NONE), **stop}), {k: v for k, v in seen.items() if k in Entry._fields}
+    others = {k: v for k, v in seen.items() if k not in entry}
+    found = stops.reason(TENTH._replace(**entry), Seen(**{**vars(SEEN), **others}))
     assert found == words or (words and found.startswith(words))
-
-
-def test_before_the_first_step():
     assert NONE.reason(None, Seen()) is None
-    assert Stops(steps=0).reason(None, Seen()) == "no steps were asked for"
 
 
 def test_the_highest_evidence_so_far():
@@ -180,22 +161,7 @@ def test_the_highest_evidence_so_far():
     assert (seen.highest, seen.best_step, seen.idle) == (-2.0, 14, 0)
 
 
-def test_the_best_so_far():
-    seen = Seen()
-    assert [seen.found(loss, k) for k, loss in enumerate([3.0, 4.0, 3.0, 2.0, math.nan, 5.0])] == [
-        True, False, False, True, False, False,
-    ]  # fmt: skip
-    assert (seen.least, seen.best_step, seen.fails) == (2.0, 3, 2)
-
-
 # In whole fits.
-
-
-def test_goal():
-    result = mq.fit(net(), (X, Y), "mse", goal=0.1)
-    assert result.reason.startswith("the goal is reached")
-    losses = result.history["loss"]
-    assert losses[-1] <= 0.1 < min(losses[:-1])
 
 
 def test_the_units_of_the_loss_do_not_matter():
@@ -213,37 +179,6 @@ def test_the_units_of_the_loss_do_not_matter():
     assert ends == [("the gradient", ends[0][1])] * 3
 
 
-def test_converged():
-    result = mq.fit(net(), (X, Y), "mse", weight_decay=0.1, min_gradient=None)
-    assert result.reason.startswith("converged: no decrease is left")
-    assert result.history[-1].converged
-
-
-def test_patience_ends_it():
-    result = mq.fit(net(hidden=30), (X[:20], Y[:20]), "mse", validation=noisy_sine(20, seed=5), patience=4)
-    assert result.reason.startswith("validation: 4 in a row")
-    seen = [e for e in result.history if e.accepted]
-    assert len(seen) == seen.index(result.history[result.best_step - 1]) + 5
-
-
-def test_seconds(monkeypatch):
-    ticks = itertools.count(step=0.25)
-    monkeypatch.setattr("marquardt.training.run.time.perf_counter", lambda: next(ticks))
-    result = mq.fit(net(), (X, Y), "mse", seconds=2.0)
-    assert result.reason == "2 s are over"
-    assert result.history[-1].seconds >= 2 > result.history[-2].seconds
-
-
-def test_max_lam():
-    """Where nothing is left to gain λ rises."""
-    model = net()
-    before = mse(model, X, Y)
-    result = mq.fit(model, (X, Y), "mse", schedule=mq.TenFold(1.0), max_lam=10.0, acceptance=Never(), line_search=None)
-    assert result.reason.startswith("λ is 1e+02, above 10")
-    assert (result.best_step, result.loss) == (0, pytest.approx(before, rel=1e-12))
-    assert mse(model, X, Y) == before
-
-
 class Never:
     looks_back = False
 
@@ -251,10 +186,36 @@ class Never:
         return None
 
 
-def test_no_steps():
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"goal": 0.1}, "the goal is reached"),
+        ({"weight_decay": 0.1, "min_gradient": None}, "converged: no decrease is left"),
+        ({"steps": 0}, "no steps were asked for"),
+        ({"seconds": 0.0}, "0 ms are over"),
+        ({"validation": (X, -Y), "patience": 4}, "validation: 4 in a row without a loss below"),
+        # Where nothing is left to gain λ rises.
+        (
+            {"schedule": mq.TenFold(1.0), "max_lam": 10.0, "acceptance": Never(), "line_search": None},
+            "λ is 1e+02, above",
+        ),
+    ],
+)
+def test_ends(options, words):
+    """At the first step that has reached it"""
     model = net()
-    result = mq.fit(model, (X, Y), "mse", steps=0)
-    assert (len(result.history), result.best_step, result.reason) == (0, 0, "no steps were asked for")
+    before = mse(model, X, Y)
+    result = mq.fit(model, (X, Y), "mse", **options)
+    losses = result.history["loss"]
+    assert result.reason.startswith(words)
+    if "goal" in options:
+        assert losses[-1] <= 0.1 < min(losses[:-1])
+    if "max_lam" in options or "steps" in options:
+        assert (result.best_step, mse(model, X, Y)) == (0, before)
+    if "patience" in options:
+        accepted = [e for e in result.history if e.accepted]
+        best = [e.step for e in accepted].index(result.best_step) + 1 if result.best_step else 0
+        assert len(accepted) == best + 4
 
 
 SHOWN = Entry(10, 9, 0.5, 0.6, math.nan, 1.0, 0.1, "decrease", 1.0, 1.0, 4.0)
@@ -266,13 +227,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_nothing_without_a_terminal(capsys):
+def test_a_terminal_shows_it(monkeypatch, capsys):
     mq.fit(net(), noisy_sine(), "mse", steps=2)
-    assert capsys.readouterr() == ("", "")
-    assert type(shown(None, Stops())) is Shown
-
-
-def test_a_terminal_shows_it(monkeypatch):
+    assert capsys.readouterr() == ("", "")  # without one
+    mq.fit(net(), noisy_sine(), "mse", steps=2, progress=True)
+    assert "2 steps are done" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        mq.fit(net(), noisy_sine(), "mse", progress=True, callbacks=lambda r: 1 / 0)
+    assert "an error ended it" in capsys.readouterr().err
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "200")
@@ -282,31 +244,11 @@ def test_a_terminal_shows_it(monkeypatch):
         assert part in found
     terminal.truncate(0)
     mq.fit(net(), noisy_sine(), "mse", steps=3, progress=False)
-    assert terminal.getvalue().strip("\0") == ""
-
-
-def test_true_shows_it_anywhere(capsys):
-    mq.fit(net(), noisy_sine(), "mse", steps=2, progress=True)
-    assert "2 steps are done" in capsys.readouterr().err
-
-
-def test_an_error_ends_it(capsys):
-    def fails(running):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        mq.fit(net(), noisy_sine(), "mse", progress=True, callbacks=fails)
-    assert "an error ended it" in capsys.readouterr().err
-
-
-def test_without_rich(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    assert type(shown(None, Stops())) is Shown
+    mq.fit(net(), noisy_sine(), "mse", steps=3)
+    assert terminal.getvalue().strip("\0") == ""
     with pytest.raises(ImportError, match="progress=True needs Rich: pip install rich"):
-        shown(True, Stops())
-    monkeypatch.undo()
-    assert isinstance(shown(True, Stops()), Bar)
+        mq.fit(net(), noisy_sine(), "mse", progress=True)
 
 
 def test_what_is_left():
@@ -315,9 +257,6 @@ def test_what_is_left():
     assert (done, left) == (0.5, pytest.approx(10 / 3))
     assert remaining(Stops(steps=20, seconds=5.0), SHOWN, FIRST) == (0.8, 1.0)
     assert remaining(Stops(steps=None), SHOWN, FIRST) == (0.0, math.inf)
-
-
-def test_the_words():
     assert words(SHOWN, math.inf) == "loss 0.5  λ 1  gradient 0.1"
     assert words(SHOWN._replace(validation=2.0, gamma=3.0), 61.0) == (
         "loss 0.5  validation 2  λ 1  gradient 0.1  γ 3  1:01 left"

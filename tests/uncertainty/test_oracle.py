@@ -37,26 +37,21 @@ CASES = [
 
 @pytest.mark.parametrize("backend", [CurvlinopsGGN, BackPackGGN])
 @pytest.mark.parametrize(("subset", "structure", "options", "bias"), CASES, ids=lambda case: str(case)[:40])
-def test_regression(subset, structure, options, bias, backend):
-    model, x, y = regression(bias=bias)
-    ours = mq.posterior(model, "mse", (x, y), weight_decay=1e-2, **options)
-    other = theirs(ours, "regression", x, y, subset, structure, backend)
+@pytest.mark.parametrize("task", [regression, classification])
+def test_evidence_and_predictions(task, subset, structure, options, bias, backend):
+    model, x, y = task(bias=bias)
+    loss, w = ("mse", 1e-2) if task is regression else ("cross_entropy", 0.02)
+    ours = mq.posterior(model, loss, (x, y), weight_decay=w, **options)
+    other = theirs(ours, task.__name__, x, y, subset, structure, backend)
     assert ours.log_evidence == pytest.approx(float(other.log_marginal_likelihood()), rel=1e-8)
+    if task is classification:
+        expected = other(GRID, link_approx="probit").detach()
+        torch.testing.assert_close(ours.probabilities(GRID, joint=False), expected, rtol=1e-7, atol=1e-12)
+        return
     mean, variance = other(GRID)
     found = ours.predict(GRID)
     torch.testing.assert_close(found.mean, mean.detach())
     torch.testing.assert_close(found.model_std.square(), variance[..., 0].detach(), rtol=1e-7, atol=1e-12)
-
-
-@pytest.mark.parametrize("backend", [CurvlinopsGGN, BackPackGGN])
-@pytest.mark.parametrize(("subset", "structure", "options", "bias"), CASES, ids=lambda case: str(case)[:40])
-def test_classification(subset, structure, options, bias, backend):
-    model, x, y = classification(bias=bias)
-    ours = mq.posterior(model, "cross_entropy", (x, y), weight_decay=0.02, **options)
-    other = theirs(ours, "classification", x, y, subset, structure, backend)
-    assert ours.log_evidence == pytest.approx(float(other.log_marginal_likelihood()), rel=1e-8)
-    expected = other(GRID, link_approx="probit").detach()
-    torch.testing.assert_close(ours.probabilities(GRID, joint=False), expected, rtol=1e-7, atol=1e-12)
 
 
 def test_parameters_have_the_same_covariance():

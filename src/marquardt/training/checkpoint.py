@@ -20,7 +20,7 @@ from ..arguments import brief
 from ..generators import of_rank
 from ..model.parameters import named_parameters
 from ..ranks import ALONE, RankError, Ranks
-from ..sources import Arrays, Items, Source, Stream
+from ..sources import Arrays, Indexed, Source, Stream
 from .batching import sharded
 from .run import Training
 
@@ -29,6 +29,8 @@ VERSIONS, VERSION = (4, 5), 5
 
 # Seconds between two checkpoints at least, and how many times longer than writing one: a step may be much shorter.
 SECONDS, SHARE = 1.0, 20.0
+
+ANEW = "Begin anew with resume=False, or name another file"
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Saver:
         else:
             content["ranks"] = self.ranks.every(run.random())
             if self.ranks.rank == 0:
-                write(self.path, content)
+                files.save(Path(os.path.realpath(self.path)), content)  # a link stays where it leads
         self.last = time.monotonic()
         self.took = self.last - began
 
@@ -68,28 +70,39 @@ class Saver:
         found, random = self.load()
         with run.unchanged_by_errors():
             try:
-                check_same(self.path, found["identity"], self.identity)
-                rank = self.ranks.rank
-                run.resume({**found, **{k: of_rank([one[k] for one in random], rank) for k in random[0]}})
-            except (RankError, Other, MemoryError):
+                other = difference(found["identity"], self.identity)
+                if not other:
+                    own = {k: of_rank([one[k] for one in random], self.ranks.rank) for k in random[0]}
+                    run.resume({**found, **own})
+            except (RankError, MemoryError):
                 raise
             except Exception as error:  # of many kinds
-                words = (
-                    str(error) if isinstance(error, ValueError) else f"it is damaged ({type(error).__name__}: {error})"
-                )
-                raise ValueError(
-                    f"the checkpoint {self.path} cannot be gone on with: {words}. Begin anew with resume=False, or "
-                    "name another file"
-                ) from error
+                known = isinstance(error, ValueError)
+                words = str(error) if known else f"it is damaged ({type(error).__name__}: {error})"
+                raise ValueError(f"the checkpoint {self.path} cannot be gone on with: {words}. {ANEW}") from error
+            if other:
+                raise ValueError(f"the checkpoint {self.path} is of {other}. {ANEW}")
             self.ranks.same(f"a fit goes on from {self.path}")
 
     def load(self) -> tuple[dict[str, Any], list[Any]]:
-        if self.ranks.agreed(self.path.is_dir()):
-            _, found, random = checkpoints.read(self.path, self.ranks)
-            check_version(self.path, found)
-            return found, random
-        found = read(self.path)
-        return found, found.pop("ranks", [])
+        """What all ranks have in common, and the random numbers of each. No code of a file is run."""
+        path, random, is_sealed = self.path, None, True
+        if self.ranks.agreed(path.is_dir()):
+            _, found, random = checkpoints.read(path, self.ranks)
+        else:
+            try:
+                found, is_sealed = files.load(path)
+            except files.Damaged as error:
+                words = f"{error}; no checkpoint to go on with: move it away, or name another file"
+                raise files.Damaged(words) from error
+        version = found.get("marquardt.fit") if isinstance(found, dict) else None
+        if type(version) is not int or version not in VERSIONS:
+            raise ValueError(
+                f"{path} is no checkpoint of mq.fit of this version: begin anew with resume=False, or name another file"
+            )
+        if version == VERSION and not is_sealed:
+            raise files.Damaged(f"{path} is damaged: it has lost its checksum. Move it away, or name another file")
+        return found, found.pop("ranks", []) if random is None else random
 
     def check_replaceable(self) -> None:
         """What is there when a fit begins anew: a folder that marquardt writes its own folders in, or a file that it
@@ -108,52 +121,30 @@ class Saver:
             )
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Atomically: a reader finds the last file or this one, whatever happens meanwhile. Where a link leads it stays."""
-    files.save(Path(os.path.realpath(path)), content)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """No code of the file is run, and damage is refused."""
-    try:
-        found, is_sealed = files.load(path)
-    except files.Damaged as error:
-        raise files.Damaged(f"{error}; no checkpoint to go on with: move it away, or name another file") from error
-    check_version(path, found)
-    if not is_sealed and found["marquardt.fit"] == VERSION:
-        raise files.Damaged(f"{path} is damaged: it has lost its checksum. Move it away, or name another file")
-    return dict(found)
-
-
-def check_version(path: Path, found: Any) -> None:
-    version = found.get("marquardt.fit") if isinstance(found, dict) else None
-    if type(version) is not int or version not in VERSIONS:
-        raise ValueError(
-            f"{path} is no checkpoint of mq.fit of this version: begin anew with resume=False, or name another file"
-        )
-
-
 # What a checkpoint belongs to.
 
 
 def identity(run: Training, seed: int) -> dict[str, dict[str, Any]]:
     """Of the model, the data and the options, by name: plain values that must be the same again."""
-    opt, found = run.opt, run.regularisation
-    shapes = {name: list(p.shape) for name, p in named_parameters(opt.model)}
-    precision = {name: str(p.dtype) for name, p in named_parameters(opt.model)}
-    parts = {name: brief(part) for name, part in vars(opt.parts).items()}
-    return {
-        "model": {
-            "class": type(opt.model).__name__, "parameters": shapes, "precision": precision,
-            "layers": layers(opt.model), "loss": brief(opt.loss),
-        },
-        "data": {"samples": described(run.data), "validation": described(run.validation)},
-        "options": {
-            **parts, "lr": opt.lr, "attempts": opt.attempts, "weight_decay": [str(w) for w in opt.weight_decays],
-            "evidence": None if found is None else brief(found.evidence), "seed": seed,
-            "batches": [run.plan.kind, run.plan.size],
-        },
-    }  # fmt: skip
+    opt, found, params = run.opt, run.regularisation, dict(named_parameters(run.model))
+    model = {
+        "class": type(opt.model).__name__,
+        "parameters": {name: list(p.shape) for name, p in params.items()},
+        "precision": {name: str(p.dtype) for name, p in params.items()},
+        "layers": layers(opt.model),
+        "loss": brief(opt.loss),
+    }
+    options = {
+        **{name: brief(part) for name, part in vars(opt.parts).items()},
+        "lr": opt.lr,
+        "attempts": opt.attempts,
+        "weight_decay": [str(w) for w in opt.weight_decays],
+        "evidence": None if found is None else brief(found.evidence),
+        "seed": seed,
+        "batches": [run.plan.kind, run.plan.size],
+    }
+    data = {"samples": described(run.data), "validation": described(run.validation)}
+    return {"model": model, "data": data, "options": options}
 
 
 def layers(model: nn.Module) -> dict[str, str]:
@@ -168,13 +159,25 @@ def layers(model: nn.Module) -> dict[str, str]:
 
 def described(data: Source | None) -> list[Any] | None:
     """How many samples, and two sums over their numbers; a loader is not gone through for it."""
-    if isinstance(data, Arrays):
-        return [data.samples, *checksums(vars(data.whole))]
-    if isinstance(data, Items):
-        return [data.samples, *(checksums(vars(data.take(torch.arange(1)))) if data.steady else [])]
+    if isinstance(data, Indexed):
+        some = data.whole if isinstance(data, Arrays) else data.take(torch.arange(1)) if data.steady else None
+        return [data.samples, *([] if some is None else checksums(vars(some)))]
     if isinstance(data, Stream) and sharded(data):
         return [len(data.data.dataset)]  # also on another number of ranks
     return None if data is None else [data.samples]
+
+
+def check_same_data(data: Source | None, ranks: Ranks) -> None:
+    """Every rank has all data, in the same order."""
+    found = ranks.every(described(data) or [])
+    for rank, there in enumerate(found):
+        if not same(there, found[0]):
+            raise ValueError(
+                f"the data are not the same on all ranks: rank 0 has {found[0][0]} samples and rank {rank} has "
+                f"{there[0]}, with other numbers in them. mq.fit shares every batch among the ranks, so pass all data "
+                "on every rank, made with the same seed; if each rank has data of its own, take the steps of mq.LM in "
+                "a loop, or pass group=False for independent runs"
+            )
 
 
 def checksums(item: Any) -> list[float]:
@@ -188,23 +191,18 @@ def checksums(item: Any) -> list[float]:
     return found
 
 
-class Other(ValueError):
-    """A checkpoint is of another fit."""
-
-
 OTHER = {"model": "another model", "data": "other data", "options": "other options"}
 
 
-def check_same(path: Path, there: dict[str, dict[str, Any]], here: dict[str, dict[str, Any]]) -> None:
+def difference(there: dict[str, dict[str, Any]], here: dict[str, dict[str, Any]]) -> str:
+    """In which a checkpoint is of another fit; nothing if it is of this one"""
     for what, values in here.items():
         for name, value in values.items():
             before = there.get(what, {}).get(name)
             if not same(before, value):
-                before, value = differing(before, value), differing(value, before)
-                raise Other(
-                    f"the checkpoint {path} is of {OTHER[what]}: {name} is {short(value)} now, and was "
-                    f"{short(before)}. Begin anew with resume=False, or name another file"
-                )
+                now, then = differing(value, before), differing(before, value)
+                return f"{OTHER[what]}: {name} is {now} now, and was {then}"
+    return ""
 
 
 def same(a: Any, b: Any) -> bool:
@@ -216,12 +214,9 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def differing(a: Any, b: Any) -> Any:
+def differing(a: Any, b: Any) -> str:
     """Of two dicts the entries of the first one that the other has not."""
-    both = isinstance(a, dict) and isinstance(b, dict)
-    return {k: v for k, v in a.items() if k not in b or not same(v, b[k])} if both else a
-
-
-def short(value: Any) -> str:
-    words = repr(value)
+    if isinstance(a, dict) and isinstance(b, dict):
+        a = {k: v for k, v in a.items() if k not in b or not same(v, b[k])}
+    words = repr(a)
     return words if len(words) <= 100 else words[:97] + "…"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +30,10 @@ from ..surroundings import Surroundings, interrupt_of, surely, undisturbed
 from ..uncertainty import Evidence, Posterior, posterior
 from ..uncertainty.expansion import likelihood_of
 from ..uncertainty.posterior import last_layer
-from .batching import Batching, batching, check_batches, check_same_data, check_shared, cut, interrupts
-from .checkpoint import Saver, described, identity, same
-from .history import CALLBACK, INTERRUPTED, Entry, History, Shown, Stops, shown
-from .regularisation import Regularised, decayed_params, grouped_params
+from .batching import Batching, batching, check_batches, check_shared, interrupts
+from .checkpoint import Saver, check_same_data, identity
+from .history import CALLBACK, INTERRUPTED, Bar, Entry, History, Stops, bar_of
+from .regularisation import Regularised, param_groups
 from .run import Training, of_validation
 
 # A model whose loss is lower than that of a constant by this share or more passes through the targets: what is left of
@@ -180,7 +181,7 @@ def fit(
     ranks = of(group)
     with ranks.together():
         stops = Stops(steps, seconds, goal, min_gradient, max_lam, patience)
-        bar, calls = shown(progress, stops, ranks.rank == 0), listed(callbacks)
+        bar, calls = bar_of(progress, stops, ranks.rank == 0), listed(callbacks)
         evidence = weight_decay if isinstance(weight_decay, Evidence) else None
         refuse_sharded(model.parameters(), "mq.fit")
         opt = optimizer(model, loss, weight_decay, options)
@@ -199,7 +200,8 @@ def fit(
     reason = "an error ended it"
     try:
         with ranks.together(), interrupts(ranks) as interrupted:
-            bar.begin(run.words)
+            if bar is not None:
+                bar.begin(run.words)
             reason = loop(run, bar, calls, saver, interrupted)
     except BaseException as error:
         if not isinstance(interrupt_of(cause(error)), KeyboardInterrupt):
@@ -207,7 +209,8 @@ def fit(
         surely(partial(here.restore, error))
         reason = INTERRUPTED
     finally:
-        bar.end(reason)
+        if bar is not None:
+            bar.end(reason)
     with ranks.together():
         run.end()
         words, found, told = f"{run.words}; {opt.plan}", run.loss(), remark(run, run.diagnosis())
@@ -222,10 +225,13 @@ def remark(run: Training, found: Diagnosis) -> str:
     """What the reason for the end leaves out: that little was learnt, or everything by heart."""
     told, noise = str(found), run.regularisation is not None
     if told:
-        suspect = noise and found.learnt_nothing and found.standardised
+        suspect = noise and found.learnt_nothing and not found.sizes
         return told + ("; or mq.Evidence() has taken all for noise: pass validation=0.2 instead" if suspect else "")
-    n, m = sum(p.numel() for p in run.opt.params), targets(run.data)
-    if noise or run.validation is not None or m is None or n < m or not found.explained >= BY_HEART:
+    whole = run.data.whole if isinstance(run.data, Arrays) else None
+    n, m = sum(p.numel() for p in run.opt.params), math.inf  # of numbers that the outputs are compared with
+    if whole is not None and isinstance(whole.targets, Tensor):
+        m = whole.targets.numel()
+    if noise or run.validation is not None or n < m or not found.explained >= BY_HEART:
         return ""
     return (
         f"the model passes through all {m:,} targets, as {n:,} parameters can through any: how good it is between them "
@@ -233,20 +239,15 @@ def remark(run: Training, found: Diagnosis) -> str:
     )
 
 
-def targets(data: Source) -> int | None:
-    """Numbers that the outputs are compared with; None if these are not at hand"""
-    whole = data.whole if isinstance(data, Arrays) else None
-    return whole.targets.numel() if whole is not None and isinstance(whole.targets, Tensor) else None
-
-
 def loop(
-    run: Training, bar: Shown, calls: Sequence[Callback], saver: Saver | None, interrupted: Callable[[], bool]
+    run: Training, bar: Bar | None, calls: Sequence[Callback], saver: Saver | None, interrupted: Callable[[], bool]
 ) -> str:
     """Steps until there is a reason to stop."""
     reason = run.reason
     while reason is None:
         entry = run.step()
-        bar.update(entry)
+        if bar is not None:
+            bar.update(entry)
         answers = [asks(call, Running(entry, run.history, run.model, run.opt)) for call in calls]
         wish = INTERRUPTED if interrupted() else CALLBACK if any(answers) else None
         reason = next((words for words in run.ranks.every(wish) if words), run.reason)
@@ -262,9 +263,9 @@ def planned(opt: LM, train: Source, held: Source | None, batch_size: int | str |
     if ranks.several:
         for data in (train, held):
             if isinstance(data, Indexed):
-                check_same_data(described(data) or [], same, ranks)
-        if plan.mini and isinstance(train, Indexed):
-            check_batches(cut(torch.arange(train.samples), plan.size), ranks)
+                check_same_data(data, ranks)
+        if isinstance(train, Indexed):
+            check_batches(train.samples, plan, ranks)
     return plan
 
 
@@ -274,14 +275,12 @@ def asks(call: Callback, running: Running) -> bool:
         answer = call(running)
     except StopIteration:
         return True
-    if answer is None:
-        return False
-    if isinstance(answer, bool) or str(getattr(answer, "dtype", "")) in ("bool", "torch.bool"):
-        return bool(answer)
-    raise TypeError(
-        f"a callback returned {answer!r}: True to end the fit, False or None to go on; bool(answer) makes it one of "
-        "these"
-    )
+    if str(getattr(answer, "dtype", type(answer).__name__)) not in ("bool", "torch.bool", "NoneType"):
+        raise TypeError(
+            f"a callback returned {answer!r}: True to end the fit, False or None to go on; bool(answer) makes it one "
+            "of these"
+        )
+    return bool(answer)
 
 
 def listed(callbacks: Any) -> list[Callback]:
@@ -300,13 +299,11 @@ def optimizer(model: nn.Module, loss: Any, weight_decay: Any, options: dict[str,
         raise TypeError(
             f"weight_decay is {words}: pass a number, an mq.WeightDecay, a dict, or mq.Evidence() to find it"
         )
-    if isinstance(weight_decay, Mapping):
-        return LM(model, loss, **{**options, "params": decayed_params(model, options.get("params"), weight_decay)})
-    if not isinstance(weight_decay, Evidence):
+    if not isinstance(weight_decay, (Evidence, Mapping)):
         return LM(model, loss, weight_decay=weight_decay, **options)
-    likelihood_of(resolve(loss))  # or there is no evidence
-    groups = grouped_params(model, options.get("params"), weight_decay)
-    return LM(model, loss, weight_decay=weight_decay.starts[0], **{**options, "params": groups})
+    if isinstance(weight_decay, Evidence):
+        likelihood_of(resolve(loss))  # or there is no evidence
+    return LM(model, loss, **{**options, "params": param_groups(model, options.get("params"), weight_decay)})
 
 
 # What others call the arguments of fit.
@@ -323,8 +320,7 @@ def check_known(options: Iterable[str]) -> None:
     names = [name for name in dict.fromkeys([*own, *of_lm]) if name != "options"]
     for name in options:
         if name not in names:
-            known = ELSEWHERE.get(name)
-            close = [known] if known else difflib.get_close_matches(name, names, n=1)
+            close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, names, n=1)
             meant = f": did you mean {close[0]}=?" if close else "."
             raise TypeError(f"neither mq.fit nor mq.LM has an option {name!r}{meant} They have {', '.join(names[3:])}")
 
@@ -334,8 +330,8 @@ def sets(opt: LM, data: Any, validation: Any, seed: int) -> tuple[Source, Source
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed={seed!r}: an integer of at least 0")
     p = opt.params[0]
-    dtype = p.dtype if p.dtype in (torch.float32, torch.float64) else None
-    train = source(data, device=p.device, dtype=dtype)
+    place = p.device, p.dtype if p.dtype in (torch.float32, torch.float64) else None
+    train = source(data, *place)
     if validation is None:
         return train, None
     if isinstance(validation, (int, float)):
@@ -346,4 +342,4 @@ def sets(opt: LM, data: Any, validation: Any, seed: int) -> tuple[Source, Source
             )
         return train.split(validation, seed)
     with of_validation():
-        return train, source(validation, device=p.device, dtype=dtype)
+        return train, source(validation, *place)

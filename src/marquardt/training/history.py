@@ -6,12 +6,11 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from os import PathLike
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints, overload
+from typing import Any, NamedTuple, TypeVar, get_type_hints, overload
 
 from ..curvature.cost import duration
 
@@ -41,33 +40,28 @@ class Entry(NamedTuple):
         return self.rule not in ("rejected", "return")
 
 
-def restored(kind: Callable[..., Record], values: dict[str, Any]) -> Record:
-    """A record from plain values that were saved, if these are of its types."""
-    types = hints(kind)
-    for name, value in values.items():
-        wanted = types.get(name, ())
-        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-            raise ValueError(f"it is damaged: {name} is {value!r}")
-        if wanted == (int,):
-            check_count(name, value)
-        if isinstance(value, dict) and not all(type(k) is str and type(v) is float for k, v in value.items()):
-            raise ValueError(f"it is damaged: {name} holds other things than numbers")
-    return kind(**values)
+# What a value that was saved may be, by the type of its field.
+SAVED: dict[Any, Callable[[Any], bool]] = {
+    int: lambda value: type(value) is int and value >= 0,
+    float: lambda value: type(value) in (float, int),
+    str: lambda value: type(value) is str,
+    bool: lambda value: type(value) is bool,
+    bool | None: lambda value: value is None or type(value) is bool,
+    dict[str, float]: lambda value: type(value) is dict and all(type(x) is float for x in value.values()),
+}
 
 
-def check_count(name: str, value: Any, below: int | None = None) -> None:
-    if type(value) is not int or value < 0 or (below is not None and value >= below):
+def valid(name: str, value: Any, kind: Any) -> Any:
+    """The value that was saved, if it is of this kind."""
+    if not SAVED[kind](value):
         raise ValueError(f"it is damaged: {name} is {value!r}")
+    return value
 
 
-@cache
-def hints(kind: Any) -> dict[str, tuple[type, ...]]:
-    """Types by the names of its fields; whole numbers may stand for others."""
-    found = {}
-    for name, hint in get_type_hints(kind).items():
-        each = (dict,) if get_origin(hint) is dict else get_args(hint) or (hint,)
-        found[name] = (*each, int) if float in each else each
-    return found
+def restored(kind: Callable[..., Record], values: Mapping[str, Any]) -> Record:
+    """A record from plain values that were saved, if these are of its types."""
+    types = get_type_hints(kind)
+    return kind(**{name: valid(name, value, types[name]) for name, value in values.items()})
 
 
 SHOWN = ("step", "loss", "validation", "lam", "gradient", "rule", "gamma", "seconds")
@@ -93,8 +87,11 @@ class History:
         found = [columns.get(name) for name in Entry._fields]
         if not all(isinstance(column, list) and len(column) == len(found[0] or []) for column in found):
             raise ValueError("it is damaged: the history is none")
-        rows = zip(*(columns[name] for name in Entry._fields), strict=True)
-        return History([restored(Entry, dict(zip(Entry._fields, row, strict=True))) for row in rows])
+        types = get_type_hints(Entry)
+        rows = zip(
+            *([valid(name, value, types[name]) for value in columns[name]] for name in Entry._fields), strict=True
+        )
+        return History([Entry(*row) for row in rows])
 
     def columns(self) -> dict[str, list[Any]]:
         """Plain lists by name"""
@@ -152,15 +149,11 @@ class History:
     def __str__(self) -> str:
         """The columns that are not empty, the first and the last rows"""
         shown = [name for name in SHOWN if name in ("step", "rule") or not all(map(_empty, self[name]))]
-        head, tail = self.entries, []
+        rows = [shown, *([_words(getattr(entry, name)) for name in shown] for entry in self)]
         if len(self) > ROWS:
-            head, tail = self.entries[: ROWS // 4], self.entries[-(ROWS - ROWS // 4) :]
-        rows = [[_words(getattr(entry, name)) for name in shown] for entry in head]
-        if tail:
-            rows += [["…"] * len(shown), *([_words(getattr(entry, name)) for name in shown] for entry in tail)]
-        widths = [max(len(row[i]) for row in [shown, *rows]) for i in range(len(shown))]
-        lines = ("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in [shown, *rows])
-        return "\n".join(lines)
+            rows[1 + ROWS // 4 : ROWS // 4 - ROWS] = [["…"] * len(shown)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
     def plot(self) -> Any:
         """A figure of matplotlib: the losses, λ, and which steps were accepted"""
@@ -177,14 +170,11 @@ class History:
             best = min(seen, key=lambda pair: pair[1])
             top.plot(*best, "o", label=f"best, step {best[0]}")
         bottom.plot(steps, self["lam"], color="0.5")
-        for name, style, some in (
-            ("accepted", "C0.", [e for e in self if e.accepted]),
-            ("rejected", "C3x", [e for e in self if not e.accepted]),
-        ):
+        for name, style in (("accepted", "C0."), ("rejected", "C3x")):
+            some = [(e.step, e.lam) for e in self if e.accepted == (name == "accepted")]
             if some:
-                bottom.plot([e.step for e in some], [e.lam for e in some], style, label=name)
-        for axes, words in ((top, "loss"), (bottom, "λ")):
-            values = self["loss"] if axes is top else self["lam"]
+                bottom.plot(*zip(*some, strict=True), style, label=name)
+        for axes, words, values in ((top, "loss", self["loss"]), (bottom, "λ", self["lam"])):
             axes.set(ylabel=words, yscale="log" if values and min(values) > 0 else "linear")
             axes.legend()
         bottom.set_xlabel("step")
@@ -231,8 +221,15 @@ class Stops:
     patience: int | None = 20
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            check_stop(entry.name, getattr(self, entry.name), entry.name in ("steps", "patience"))
+        for name, value in vars(self).items():
+            whole = name in ("steps", "patience")
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                words = "an integer" if whole else "a number"
+                raise TypeError(f"{name}={value!r}: {words}, or None to leave this stop out")
+            if math.isnan(value) or (value < 0 and name != "goal"):
+                raise ValueError(f"{name}={value!r}: at least 0, or None to leave this stop out")
 
     def reason(self, entry: Entry | None, seen: Seen) -> str | None:
         """Why the fit ends after this step; None if it goes on."""
@@ -302,47 +299,24 @@ class Seen:
         self.settled, self.fails = False, 0
 
 
-def check_stop(name: str, value: Any, whole: bool) -> None:
-    if value is None:
-        return
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(f"{name}={value!r}: {'an integer' if whole else 'a number'}, or None to leave this stop out")
-    if math.isnan(value) or (value < 0 and name != "goal"):
-        raise ValueError(f"{name}={value!r}: at least 0, or None to leave this stop out")
-
-
 # The line that shows how a fit gets on: by Rich, on a terminal.
 
 
-class Shown:
-    """What a fit reports to while it runs. This one shows nothing."""
-
-    def begin(self, plan: str) -> None:
-        """How the fit goes about it, before its first step."""
-
-    def update(self, entry: Entry) -> None:
-        """After every step."""
-
-    def end(self, reason: str) -> None:
-        """Why it ended."""
-
-
-def shown(progress: bool | None, stops: Stops, here: bool = True) -> Shown:
+def bar_of(progress: bool | None, stops: Stops, here: bool = True) -> Bar | None:
     """A bar if there is a terminal (None), always (True), or never (False), in the one process that shows it."""
     if progress not in (True, False, None):
         raise ValueError(f"progress={progress!r}: True, False, or None to show a bar on a terminal")
-    if progress is False or not here or (progress is None and not sys.stderr.isatty()):
-        return Shown()
+    if not here or not (sys.stderr.isatty() if progress is None else progress):
+        return None
     try:
         return Bar(stops)
     except ImportError:
         if progress is None:
-            return Shown()
+            return None
         raise ImportError("progress=True needs Rich: pip install rich, or leave progress out") from None
 
 
-class Bar(Shown):
+class Bar:
     """Loss, validation, λ, gradient, and the time that is left until the last step."""
 
     def __init__(self, stops: Stops) -> None:
@@ -352,12 +326,14 @@ class Bar(Shown):
         self.stops = stops
         columns = TextColumn("{task.description}"), BarColumn(bar_width=10), TextColumn("{task.fields[words]}")
         self.bar: Any = Progress(*columns, console=Console(stderr=True), transient=True)
-        self.task: Any = None
+        self.task = self.bar.add_task("fit", total=1.0, words="")
         self.first: Entry | None = None
 
+    def print(self, words: str) -> None:
+        self.bar.console.print(words, markup=False, highlight=False, soft_wrap=True)
+
     def begin(self, plan: str) -> None:
-        self.bar.console.print(plan, markup=False, highlight=False, soft_wrap=True)
-        self.task = self.bar.add_task("fit", total=1.0, words="")
+        self.print(plan)
         self.bar.start()
 
     def update(self, entry: Entry) -> None:
@@ -367,7 +343,7 @@ class Bar(Shown):
 
     def end(self, reason: str) -> None:
         self.bar.stop()
-        self.bar.console.print(reason, markup=False, highlight=False, soft_wrap=True)
+        self.print(reason)
 
 
 def remaining(stops: Stops, entry: Entry, first: Entry) -> tuple[float, float]:

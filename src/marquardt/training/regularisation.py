@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..model.checks import trainable
 from ..model.parameters import Parameters
@@ -17,7 +17,7 @@ from ..sources import Source
 from ..uncertainty.evidence import Evidence, grouped_names
 from ..uncertainty.posterior import laplace, reestimate
 from ..uncertainty.precision import SINGULAR
-from .history import check_count, restored
+from .history import restored, valid
 
 # Relative changes of α, β and γ, and of −log p(θ|y) in nats for each effective parameter, from one estimate to the next
 # that are none; and how many times in a row. An α counts as much as there are parameters that the data determine in its
@@ -31,6 +31,10 @@ GROWTH, TIMID = 2.0, 1e-5
 # Estimates in a row that may differ in α alone: as the α of one layer grows and that of another falls, the model may
 # compute the same, without an end.
 LONG = 10
+
+
+# What is saved of a Regularisation beside its estimates.
+COUNTS = ("waited", "close", "still", "descent")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,10 @@ def apart(a: float, b: float) -> float:
     return abs(math.log(a / b)) if a > 0 and b > 0 else 0.0
 
 
+def plain(found: Regularised | None) -> dict[str, Any] | None:
+    return None if found is None else asdict(found)
+
+
 class Regularisation:
     """Writes the weight decay that the evidence asks for into the parameter groups of an optimizer."""
 
@@ -80,10 +88,6 @@ class Regularisation:
         return self.close >= TWICE or self.still >= LONG
 
     @property
-    def gamma(self) -> float:
-        return math.nan if self.last is None else self.last.gamma
-
-    @property
     def more(self) -> bool:
         """Whether another descent follows."""
         return self.descent + 1 < len(self.evidence.starts)
@@ -93,11 +97,6 @@ class Regularisation:
         self.descent += 1
         self.waited, self.close, self.since, self.still = 0, 0, None, 0
         self.put(None)
-
-    def passed(self, one: bool, converged: bool) -> bool:
-        """Whether an estimate is due, after another step if it counts."""
-        self.waited += one
-        return converged or self.waited >= self.evidence.every
 
     def update(self, objective: float) -> bool:
         """α and β at θ, from βG + αI without λD. False: rounding leaves no estimate, and the last one stays."""
@@ -125,61 +124,53 @@ class Regularisation:
             if self.last is None or str(error) != SINGULAR:
                 raise
             return replace(self.last, objective=objective)
-        best, names, before = reestimate(there, self.evidence.groups), there.names, opt.weight_decays
-        some = TIMID * there.decays([there.mean_curvature], there.beta)[0]
-        decay = [min(w, max(GROWTH * old, some)) for w, old in zip(best.weight_decay, before, strict=True)]
-        return Regularised(
-            dict(zip(names, there.precisions(decay, best.beta), strict=True)), best.beta, best.gamma, there.gammas,
-            there.log_evidence, dict(zip(names, decay, strict=True)), objective,
-        )  # fmt: skip
+        best, beta = reestimate(there, self.evidence.groups)
+        some, one = TIMID * (there.mean_curvature * there.decay_of_one(there.beta)), there.decay_of_one(beta)
+        decay = {
+            name: min(a * one, max(GROWTH * old, some))
+            for name, a, old in zip(there.names, best, opt.weight_decays, strict=True)
+        }
+        alpha = {name: w / one for name, w in decay.items()}
+        return Regularised(alpha, beta, there.gamma, there.gammas, there.log_evidence, decay, objective)
 
     # As it is saved: the weight decay itself is in the state of the optimizer.
 
     def state(self) -> dict[str, Any]:
-        last, since = (None if one is None else asdict(one) for one in (self.last, self.since))
-        counts = {"waited": self.waited, "close": self.close, "still": self.still, "descent": self.descent}
-        return {"last": last, "since": since, **counts}
+        return {"last": plain(self.last), "since": plain(self.since), **{name: getattr(self, name) for name in COUNTS}}
 
     def resume(self, state: dict[str, Any]) -> None:
-        self.last, self.since = (None if state[k] is None else self.restored(state[k]) for k in ("last", "since"))
-        for name, most in (("waited", None), ("close", None), ("still", None), ("descent", len(self.evidence.starts))):
-            check_count(name, state[name], most)
-            setattr(self, name, state[name])
+        self.last, self.since = self.restored(state["last"]), self.restored(state["since"])
+        for name in COUNTS:
+            setattr(self, name, valid(name, state[name], int))
+        if self.descent >= len(self.evidence.starts):
+            raise ValueError(f"it is damaged: descent is {self.descent}")
 
-    def restored(self, values: dict[str, Any]) -> Regularised:
+    def restored(self, values: dict[str, Any] | None) -> Regularised | None:
+        if values is None:
+            return None
         found = restored(Regularised, values)
         if any(set(each) != set(self.names) for each in (found.alpha, found.gammas, found.weight_decay)):
             raise ValueError("it is damaged: the evidence is of other parameters")
         return found
 
 
-def grouped_params(model: nn.Module, params: Iterable[Any] | None, evidence: Evidence) -> list[dict[str, Any]]:
-    """Parameter groups for LM, one for each α."""
-    names, chosen = named(model, params, "mq.Evidence(groups=…)")
-    return [
-        {"params": [chosen[i] for i in members], "weight_decay": evidence.starts[0]}
-        for members in grouped_names(names, evidence.groups)
-    ]
-
-
-def decayed_params(model: nn.Module, params: Iterable[Any] | None, by_name: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Parameter groups for LM, one for each parameter, with a weight decay by name."""
-    names, chosen = named(model, params, "a dict")
-    if set(by_name) != set(names):
-        missing, unknown = (
-            [n for n in some if n not in others] for some, others in ((names, by_name), (by_name, names))
-        )
+def param_groups(
+    model: nn.Module, params: Iterable[Any] | None, given: Evidence | Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Parameter groups for LM: one for each α, or one for each parameter, with a weight decay by name."""
+    rule = "mq.Evidence(groups=…)" if isinstance(given, Evidence) else "a dict"
+    some = None if params is None else list(params)
+    if any(isinstance(each, dict) for each in some or ()):
+        raise ValueError(f"params= holds groups, and weight_decay={rule} makes its own: pass parameters alone")
+    chosen = trainable(model, some)
+    names = Parameters(model, chosen).names
+    if isinstance(given, Evidence):
+        groups = grouped_names(names, given.groups)
+        return [{"params": [chosen[i] for i in members], "weight_decay": given.starts[0]} for members in groups]
+    missing, unknown = [n for n in names if n not in given], [n for n in given if n not in names]
+    if missing or unknown:
         raise ValueError(
             f"weight_decay by name: every parameter that trains has one, and no others. Without one are {missing}, and "
             f"not among them {unknown}"
         )
-    return [{"params": [p], "weight_decay": by_name[name]} for name, p in zip(names, chosen, strict=True)]
-
-
-def named(model: nn.Module, params: Iterable[Any] | None, rule: str) -> tuple[list[str], Sequence[Tensor]]:
-    """The parameters that train; this weight decay makes their groups."""
-    given = None if params is None else list(params)
-    if given is not None and any(isinstance(each, dict) for each in given):
-        raise ValueError(f"params= holds groups, and weight_decay={rule} makes its own: pass parameters alone")
-    chosen: Sequence[Tensor] = trainable(model, given)
-    return Parameters(model, chosen).names, chosen
+    return [{"params": [p], "weight_decay": given[name]} for name, p in zip(names, chosen, strict=True)]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..agreement import take_buffers
 from ..arguments import users
-from ..diagnosis import Diagnosis, diagnosed
+from ..diagnosis import Diagnosis, diagnosed, without_grad
 from ..jacobian.objective import Objective
 from ..jacobian.passes import Facts, Pass
 from ..losses import Loss
@@ -26,19 +26,17 @@ from ..model.batch import Batch
 from ..model.checks import FAILURES, explained
 from ..model.parameters import changing, put
 from ..model.statistics import NOTHING, counting, estimated
-from ..model.statistics import Seen as Shown
+from ..model.statistics import Seen as Batches
 from ..optimizer import LM
 from ..ranks import ALONE, OtherRank, RankError, Ranks, of
-from ..sources import Arrays, Indexed, Source, Stream
+from ..sources import Indexed, Source, Stream
 from ..step import Step
 from ..surroundings import back_afterwards, surely, unless_interrupted
 from ..uncertainty.evidence import Evidence
 from ..uncertainty.expansion import in_eval_mode
-from .batching import Batching, Order, apart, cut, generators, own, set_generators, unchanged
-from .history import Entry, History, Seen, Stops, restored
-from .regularisation import Regularisation, Regularised
-
-T = TypeVar("T")
+from .batching import Batching, Order, cut, divisible, generators, own, set_generators, unchanged
+from .history import Entry, History, Seen, Stops, restored, valid
+from .regularisation import Regularisation, Regularised, plain
 
 # Mini-batches between two validations, unless an epoch has fewer; and the most samples that a validation goes through
 # for each sample that trains in the meantime: a forward pass is a small part of a step.
@@ -101,12 +99,12 @@ class Training:
         number = len(self.history) + 1
         epoch = 0 if self.order is None else self.order.epoch
         step = self._advance()
-        comparable = self._validate(number, step)
+        loss = self._comparable(number, step)
         rule = self.regularisation
         if rule is not None:  # α and β anew every few accepted steps, or epochs
-            counts = self.order is not None and self.order.epoch > epoch if self.plan.mini else step.accepted
-            if rule.passed(counts, step.converged):
-                with self._shown():
+            rule.waited += step.accepted if self.order is None else self.order.epoch > epoch
+            if step.converged or rule.waited >= rule.evidence.every:
+                with self._view():
                     self._estimate(rule, step.new_loss, number)
         entry = self._entry(number, step)
         self.history.entries.append(entry)
@@ -116,10 +114,15 @@ class Training:
         self.seen.lam = self.opt.lam
         if number == 1 and self.validation is None:
             self.seen.least = step.loss  # of the weights at the start, which stay if no step is accepted
-        if comparable:
-            self._compare(entry)
-        if self._descent_ends:
-            self._begin_anew()
+        if loss is not None:
+            self._compare(loss, number)
+        if rule is not None and self._descent_ends:  # another one begins from the first weights
+            assert self.first is not None
+            put(self.model, self.first)
+            self.opt.begin_anew()
+            rule.begin_anew()
+            self.seen.begin_anew()
+            self.first = self.first if rule.more else None
         return entry
 
     def _recent_loss(self) -> float:
@@ -132,16 +135,6 @@ class Training:
         """Whether another descent follows now."""
         rule = self.regularisation
         return rule is not None and rule.more and (rule.settled or self.stops.impatient(self.seen))
-
-    def _begin_anew(self) -> None:
-        """Another descent from the first weights: the best ones are those of all descents."""
-        assert self.regularisation is not None
-        assert self.first is not None
-        put(self.model, self.first)
-        self.opt.begin_anew()
-        self.regularisation.begin_anew()
-        self.seen.begin_anew()
-        self.first = self.first if self.regularisation.more else None
 
     def _estimate(self, rule: Regularisation, objective: float, number: int) -> None:
         """Without a validation set the evidence decides which weights are the best: α and β may lead from good ones to
@@ -172,74 +165,67 @@ class Training:
         if self.plan.mini:  # after the step it would show how well the batch is fitted, and not the data
             loss, objective = step.data_loss, step.loss
         epoch = number - 1 if self.order is None else self.order.epoch
-        rule, note = self.regularisation, step.note
+        known, note = self.evidence, step.note
         if self._descent_ends:
             note += f"{'; ' if note else ''}the next step begins anew from the first weights"
         return Entry(
             number, epoch, loss, objective, self._validated, step.lam, step.slope, step.rule, step.lr, step.gain,
-            self.ranks.agreed(self.seconds), math.nan if rule is None else rule.gamma, step.converged, note,
+            self.ranks.agreed(self.seconds), math.nan if known is None else known.gamma, step.converged, note,
         )  # fmt: skip
 
     # The best weights.
 
-    def _validate(self, number: int, step: Step) -> bool:
-        """Whether there is something to compare with the best: then it is, for the validation set, in `_validated`."""
+    def _comparable(self, number: int, step: Step) -> float | None:
+        """The loss to compare with the best one, if there is one after this step"""
+        mini = self.plan.mini
         if self.validation is None:  # losses with different weight decay cannot be compared
-            return not self.plan.mini and step.accepted and self.regularisation is None
-        if self.plan.mini and number % self._every:
-            self._validated = math.nan
-            return False
-        if not self.plan.mini and not step.accepted:
-            return False
+            return step.new_loss if not mini and step.accepted and self.regularisation is None else None
+        if number % self._every if mini else not step.accepted:
+            self._validated = math.nan if mini else self._validated
+            return None
         self._validated = self._validation_loss()
-        return True
+        return self._validated
 
     def _validation_loss(self) -> float:
-        assert self.validation is not None
-        size = self.plan.size if isinstance(self.validation, Indexed) else None
-        with self._shown(), unchanged(self.validation):
-            return self._evaluated(self.validation, size)
+        data = self.validation
+        assert data is not None
+        with self._view(), unchanged(data) if isinstance(data, Stream) else nullcontext():
+            return self._evaluated(data)
 
-    def _evaluated(self, data: Source, size: int | None) -> float:
+    def _evaluated(self, data: Source) -> float:
         """By parts, if they can be shared; otherwise by every rank, and as rank 0 has it."""
-        return self.ranks.agreed(evaluated(self.model, self.opt.loss, *own(data, size, self.ranks)))
+        return self.ranks.agreed(evaluated(self.model, self.opt.loss, *own(data, self.plan.size, self.ranks)))
 
     @property
     def _every(self) -> int:
         """Mini-batches between two validations."""
-        N, held = self.data.samples, self.validation.samples if self.validation is not None else None
-        if N is None or held is None or self.plan.size is None:
+        N, size = self.data.samples, self.plan.size
+        held = None if self.validation is None else self.validation.samples
+        if N is None or held is None or size is None:
             return EVERY
-        return max(1, min(-(-N // self.plan.size), max(EVERY, held // (TIMES * self.plan.size))))
-
-    def _shown(self) -> Any:
-        """The averaged weights on changing batches; on the same data the last ones."""
-        return self._averaged() if self.plan.mini and self.opt.average is not None else self._counted()
+        return max(1, min(-(-N // size), max(EVERY, held // (TIMES * size))))
 
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        with self.opt.averaged(), self._counted():
-            yield
+    def _view(self, averaged: bool | None = None) -> Iterator[None]:
+        """The averaged weights on changing batches; on the same data the last ones, unless they are asked for. The
+        statistics of BatchNorm, which lag far behind the last steps, are found at these weights: the same on all ranks,
+        each of which has seen other samples. Before the first step they are those of the model."""
+        averaged = self.plan.mini if averaged is None else averaged
+        with self.opt.averaged() if averaged and self.opt.average is not None else nullcontext():
+            if not (self._seen.inputs and len(self.history)):
+                yield
+                return
+            with estimated(self.model, self._seen):
+                if self.ranks.several:
+                    take_buffers(self.ranks, self.model)
+                yield
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """The statistics of BatchNorm at the weights that are shown, which those of the last steps lag far behind: the
-        same on all ranks, each of which has seen other samples. Before the first step they are those of the model."""
-        if not (self._seen.inputs and len(self.history)):
-            yield
-            return
-        with estimated(self.model, self._seen):
-            if self.ranks.several:
-                take_buffers(self.ranks, self.model)
-            yield
-
-    def _samples(self, seed: int) -> Shown:
+    def _samples(self, seed: int) -> Batches:
         """What BatchNorm in train mode is shown: all samples if they are one batch, otherwise of some batches, the same
         ones in every process that goes on with the fit."""
         if not counting(self.model):
             return NOTHING
-        before = generators(self.data)
-        try:
+        with unchanged(self.data):
             if isinstance(self.data, Indexed) and self.plan.size is not None:
                 order = torch.randperm(self.data.samples, generator=torch.Generator().manual_seed(seed))
                 parts = cut(order[: EVERY * self.plan.size], self.plan.size)
@@ -247,39 +233,37 @@ class Training:
             else:
                 whole = self.data.whole
                 batches = islice(self.data.batches(), EVERY) if whole is None else [whole]
-            return Shown(tuple(b.inputs for b in batches), tuple(m for m in submodules(self.model) if m.training))
-        finally:
-            set_generators(before, self.data)
+            return Batches(tuple(b.inputs for b in batches), tuple(m for m in submodules(self.model) if m.training))
 
-    def _compare(self, entry: Entry) -> None:
-        loss = entry.objective if self.validation is None else entry.validation
+    def _compare(self, loss: float, number: int) -> None:
         weights = self._weights() if loss < self.seen.least else (self.best, self.best_evidence)
-        if self.seen.found(loss, entry.step):  # no interrupt comes between this and the weights
+        if self.seen.found(loss, number):  # no interrupt comes between this and the weights
             self.best, self.best_evidence = weights
         if self.validation is None:
             self.seen.fails = 0  # the loss of the data has stops of its own
 
-    def _weights(self, last: bool = False) -> tuple[dict[str, Tensor], Regularised | None]:
+    def _weights(self) -> tuple[dict[str, Tensor], Regularised | None]:
         """The weights that count, and what is known with them"""
-        with self._averaged() if last and self.opt.average is not None else self._shown():
+        with self._view():
             return changing(self.model, self.opt.params), self.evidence
 
     def end(self) -> None:
         """The best weights to the model. Without a validation set, on changing batches, the last ones, averaged; if
         weight decay is found, they take part in what is compared."""
         last, rule = len(self.history), self.regularisation
-        if self.validation is None and rule is not None and last and (rule.waited or rule.last is None):
-            with self._counted() if self.opt.average is None else self._averaged():
+        judged = self.validation is None and last > 0
+        if judged and rule is not None and (rule.waited or rule.last is None):
+            with self._view(averaged=True):
                 self._estimate(rule, self.history[-1].objective, last)
-        elif self.validation is None and rule is None and self.plan.mini and last:
-            self.best, self.best_evidence = self._weights(last=True)
+        elif judged and rule is None and self.plan.mini:
+            self.best, self.best_evidence = self._weights()
             self.seen.best_step = last
         if self.best is not None:
             surely(partial(put, self.model, self.best))
             if rule is not None:
                 rule.put(self.best_evidence)
         if self.best is None or self.seen.best_step:
-            with self._counted():
+            with self._view(averaged=False):
                 stays = changing(self.model, self.opt.params)
             put(self.model, stays)
 
@@ -290,10 +274,9 @@ class Training:
             return self.seen.least
         if self.plan.mini and not self._soon_through:
             return self._recent_loss()
-        before = generators(self.data)
         try:
-            with self.ranks.together():
-                return self._evaluated(self.data, self.plan.size)
+            with unchanged(self.data), self.ranks.together():
+                return self._evaluated(self.data)
         except Exception as error:  # the fit is not lost by it
             unless_interrupted(error)
             if isinstance(error, RankError) and not isinstance(error, OtherRank):
@@ -304,8 +287,6 @@ class Training:
                     "of the fit is that of its last steps", stacklevel=users(),
                 )  # fmt: skip
             return self._recent_loss()
-        finally:
-            set_generators(before, self.data)
 
     def diagnosis(self) -> Diagnosis:
         """Why the model as it is now may have learnt little, from the data that have trained it; nothing is found if a
@@ -313,10 +294,9 @@ class Training:
         apart = self.ranks.several and isinstance(self.data, Stream)
         if not len(self.history) or apart or (self.plan.mini and not self._soon_through):
             return Diagnosis()
-        size = self.plan.size if isinstance(self.data, Indexed) else None
         objective = Objective(self.model, self.opt.loss, self.opt.params)
         with unchanged(self.data), in_eval_mode(self.model, objective.parameters.device):
-            return self.ranks.agreed(diagnosed(objective, self.data.batches(size)))
+            return self.ranks.agreed(diagnosed(objective, self.data.batches(self.plan.size)))
 
     @property
     def _soon_through(self) -> bool:
@@ -337,7 +317,7 @@ class Training:
             "optimizer": self.opt.state_dict(),
             "best": self.best,
             "first": self.first,
-            "best_evidence": None if self.best_evidence is None else asdict(self.best_evidence),
+            "best_evidence": plain(self.best_evidence),
             "history": self.history.columns(),
             "seen": asdict(self.seen),
             "order": None if self.order is None else self.order.state(),
@@ -356,8 +336,9 @@ class Training:
         before, then = changing(self.model, self.opt.params), state["outputs"]
         known, mine = self.model.state_dict(keep_vars=True), {id(p) for p in self.opt.params}
         trained = [name for name in before if id(known[name]) in mine]
-        for name in ("weights", "best", "first"):
-            if name == "weights" or state[name] is not None:
+        check_weights("weights", state["weights"], before, trained)
+        for name in ("best", "first"):
+            if state[name] is not None:
                 check_weights(name, state[name], before, trained)
         with back_afterwards(partial(put, self.model, before)):
             put(self.model, state["weights"])
@@ -368,34 +349,45 @@ class Training:
             raise ValueError("it is of another model: with the saved weights its outputs are not what they were")
 
     def _outputs(self) -> list[float] | None:
-        """Of the first samples, if these are the same in every process."""
-        for some in (self.data, self.validation):
-            if isinstance(some, Arrays) and not apart(some.whole):
-                return outputs(self.model, self.opt.loss, some.whole)
-            if isinstance(some, Indexed) and getattr(some, "steady", True):
-                return outputs(self.model, self.opt.loss, some.take(torch.arange(min(FEW, some.samples))))
-        return None
+        """‖z‖ and Σz·cos(place) of the outputs z of the first samples, if these are the same in every process, that
+        have a loss: in eval mode and with the same random numbers every time; None if the model works in train mode
+        alone."""
+        each = [data for data in (self.data, self.validation) if isinstance(data, Indexed) and data.steady]
+        if not each:
+            return None
+        first = each[0].take(torch.arange(min(FEW, each[0].samples))) if divisible(each[0]) else each[0].whole
+        batch, objective = first, Objective(self.model, self.opt.loss, list(self.model.parameters()))
+        assert batch is not None
+
+        def called() -> Tensor:
+            torch.manual_seed(0)
+            return objective.taken(objective.called(batch.inputs), batch)[1]
+
+        try:
+            with in_eval_mode(self.model, objective.parameters.device):
+                values = without_grad(called).detach().double().flatten()
+        except Exception as error:
+            unless_interrupted(error)
+            return None
+        places = torch.arange(len(values), dtype=torch.float64, device=values.device)
+        return [float(values.norm()), float(values @ places.cos())]
 
     def resume(self, state: dict[str, Any]) -> None:
         self.check(state)
         self.opt.load_state_dict(state["optimizer"])
         self.opt.keep_statistics()  # what BatchNorm is shown is known here
         put(self.model, state["weights"])
-        self.best, self.first, known = state["best"], state["first"], state["best_evidence"]
-        rule = self.regularisation
-        self.best_evidence = None if known is None or rule is None else rule.restored(known)
+        self.best, self.first, rule = state["best"], state["first"], self.regularisation
         self.history, self.seen = History.restored(state["history"]), restored(Seen, state["seen"])
-        for name in ("validated", "seconds"):
-            if type(state[name]) not in (float, int):
-                raise ValueError(f"it is damaged: {name} is {state[name]!r}")
-        self._validated, self.elapsed = float(state["validated"]), float(state["seconds"])
+        self._validated, self.elapsed = (float(valid(k, state[k], float)) for k in ("validated", "seconds"))
         self.words += f"; goes on after step {len(self.history)}"
         if rule is not None:
+            self.best_evidence = rule.restored(state["best_evidence"])
             rule.resume(state["evidence"])
+            if rule.more and self.first is None:
+                raise ValueError("it is damaged: it lacks the weights that the next descent begins from")
         if self.order is not None:
             self.order.resume(state["order"], state["began"])
-        if rule is not None and rule.more and self.first is None:
-            raise ValueError("it is damaged: it lacks the weights that the next descent begins from")
         set_generators(state["generators"], self.data)
 
     @contextmanager
@@ -414,8 +406,8 @@ def check_weights(what: str, found: Any, here: dict[str, Tensor], trained: Itera
     """Whether they are those of this model; buffers may be infinite."""
     if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
         raise ValueError(f"it is damaged: {what} are no weights")
-    form = {name: (t.shape, t.dtype) for name, t in here.items()}
-    if {name: (t.shape, t.dtype) for name, t in found.items()} != form:
+    there, form = ({name: (t.shape, t.dtype) for name, t in some.items()} for some in (found, here))
+    if there != form:
         raise ValueError(f"it is damaged: {what} are none of this model")
     for name in trained:
         if not bool(found[name].isfinite().all()):
@@ -423,11 +415,6 @@ def check_weights(what: str, found: Any, here: dict[str, Tensor], trained: Itera
 
 
 # The loss and the outputs of a model in eval mode, which do not train it.
-
-
-def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks = ALONE) -> float:
-    """f over all batches, of all ranks, in the units in which it is reported, in eval mode."""
-    return _without_grad(model, lambda: _value(model, loss, batches, ranks))
 
 
 @contextmanager
@@ -441,64 +428,36 @@ def of_validation() -> Iterator[None]:
         raise type(error)(f"the validation set: {error}") from error
 
 
-def outputs(model: nn.Module, loss: Loss, batch: Batch) -> list[float] | None:
-    """‖z‖ and Σz·cos(place) of the outputs z that have a loss, in eval mode and with the same random numbers every
-    time; None if the model works in train mode alone."""
+def evaluated(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks = ALONE) -> float:
+    """f over all batches, of all ranks, in the units in which it is reported, in eval mode."""
     objective = Objective(model, loss, list(model.parameters()))
-
-    def called() -> Tensor:
-        torch.manual_seed(0)
-        return objective.taken(objective.called(batch.inputs), batch)[1]
-
-    try:
-        values = _without_grad(model, called).detach().double().flatten()
-    except Exception as error:
-        unless_interrupted(error)
-        return None
-    places = torch.arange(len(values), dtype=torch.float64, device=values.device)
-    return [float(values.norm()), float(values @ places.cos())]
-
-
-def _without_grad(model: nn.Module, call: Callable[[], T]) -> T:
-    """In eval mode, without a graph unless the model makes one itself."""
-    with in_eval_mode(model, next(model.parameters()).device):
-        try:
-            with torch.no_grad():
-                return call()
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
-        with torch.enable_grad():  # the model differentiates itself
-            return call()
-
-
-def _value(model: nn.Module, loss: Loss, batches: Iterable[Batch], ranks: Ranks) -> float:
-    objective = Objective(model, loss, list(model.parameters()))
-    if loss.surveys:
-        found = [Pass(objective, batch, Facts(), Chance()).sums() for batch in batches]
-        objective = objective.knowing(ranks.sum(torch.stack(found).sum(0)))
-    total = normaliser = 0.0
-    for batch in batches:
-        value, weight = _totals(objective, batch)
-        total, normaliser = total + float(value), normaliser + float(weight)
+    device = objective.parameters.device
+    with in_eval_mode(model, device):
+        total, normaliser = without_grad(lambda: _sums(objective, batches, ranks))
     if ranks.several:
-        device = next(model.parameters()).device
         total, normaliser = ranks.sum(torch.tensor([total, normaliser], dtype=torch.float64, device=device)).tolist()
     if not normaliser > 0:
         raise ValueError("the total weight of the validation set is 0: every target has weight 0 or is ignored")
     return loss.report(total * loss.scale(normaliser), normaliser)
 
 
-def _totals(objective: Objective, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Σwℓ and what the mean divides by: (), ()"""
-    try:
-        raw = objective.called(batch.inputs)
-    except FAILURES as error:
-        reason = explained(error, objective.model, batch, objective.parameters.tensors[0])
-        if reason is None:
-            raise
-        raise reason from error
-    bound, z = objective.taken(raw, batch)
-    z = z.detach()
-    bound.loss.check(z, batch.targets, batch.weight, part=True)
-    return bound.value(z, batch).double(), bound.loss.normaliser(z, batch.targets, batch.weight)
+def _sums(objective: Objective, batches: Iterable[Batch], ranks: Ranks) -> tuple[float, float]:
+    """Σwℓ and what the mean divides by, of the batches of this rank"""
+    total = normaliser = 0.0
+    if objective.given.surveys:
+        found = [Pass(objective, batch, Facts(), Chance()).sums() for batch in batches]
+        objective = objective.knowing(ranks.sum(torch.stack(found).sum(0)))
+    for batch in batches:
+        try:
+            raw = objective.called(batch.inputs)
+        except FAILURES as error:
+            reason = explained(error, objective.model, batch, objective.parameters.tensors[0])
+            if reason is None:
+                raise
+            raise reason from error
+        bound, z = objective.taken(raw, batch)
+        z = z.detach()
+        bound.loss.check(z, batch.targets, batch.weight, part=True)
+        total += float(bound.value(z, batch).double())
+        normaliser += float(bound.loss.normaliser(z, batch.targets, batch.weight))
+    return total, normaliser

@@ -1,6 +1,6 @@
 """Uncertainty from the curvature: the Laplace approximation, and the evidence for priors and models."""
 
 from .evidence import Evidence
-from .posterior import Estimate, Posterior, Prediction, laplace, posterior, reestimate
+from .posterior import Posterior, Prediction, laplace, posterior, reestimate
 
-__all__ = ["Estimate", "Evidence", "Posterior", "Prediction", "laplace", "posterior", "reestimate"]
+__all__ = ["Evidence", "Posterior", "Prediction", "laplace", "posterior", "reestimate"]

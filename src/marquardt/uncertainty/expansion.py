@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..curvature.cost import Shapes, Work, look
 from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.objective import Exact, Objective
 from ..jacobian.passes import Coupled, Cut, Facts
+from ..jacobian.piece import Piece
 from ..losses import Loss, Residual
 from ..losses.base import Elementwise, weighted
 from ..model.anatomy import Chance, Moment, submodules
@@ -31,13 +32,8 @@ from ..sources import Source
 from ..surroundings import back_afterwards
 from .precision import DataCurvature, DenseData, KroneckerData, RowsData
 
-
-class TargetMoments(NamedTuple):
-    """Of a target, by output."""
-
-    mean: Tensor  # (N, P)
-    model: Tensor  # (N, P) the part of its variance that more data would remove
-    noise: Tensor  # (N, P) and the part that stays
+# Of a target, by output: its mean, the part of its variance that more data would remove, and the part that stays.
+Moments = tuple[Tensor, Tensor, Tensor]  # each (N, P)
 
 
 class Likelihood:
@@ -55,7 +51,7 @@ class Likelihood:
         """What −log p has beside ℓ, added up"""
         return 0.0
 
-    def moments(self, z: Tensor, V: Tensor, noise: Tensor) -> TargetMoments:
+    def moments(self, z: Tensor, V: Tensor, noise: Tensor) -> Moments:
         raise NotImplementedError
 
     def averaged(self, z: Tensor, V: Tensor, joint: bool) -> Tensor:
@@ -89,9 +85,9 @@ class Normal(Likelihood):
     unit: ClassVar[float] = 0.5
     noisy: ClassVar[bool] = True
 
-    def moments(self, z: Tensor, V: Tensor, noise: Tensor) -> TargetMoments:
+    def moments(self, z: Tensor, V: Tensor, noise: Tensor) -> Moments:
         model = V[..., 0, 0]
-        return TargetMoments(z[..., 0], model, noise.square().expand_as(model))
+        return z[..., 0], model, noise.square().expand_as(model)
 
 
 class NormalWithVariance(Likelihood):
@@ -100,9 +96,9 @@ class NormalWithVariance(Likelihood):
     def constant(self, y: Any, weight: Tensor | None) -> Tensor | float:
         return 0.0 if self.loss.full else 0.5 * math.log(2 * math.pi) * weighted(torch.ones_like(y), weight).sum()
 
-    def moments(self, z: Tensor, V: Tensor, noise: Tensor) -> TargetMoments:
+    def moments(self, z: Tensor, V: Tensor, noise: Tensor) -> Moments:
         v = z[..., 1].clamp(min=self.loss.eps) if self.loss.variance else (z[..., 1] + 0.5 * V[..., 1, 1]).exp()
-        return TargetMoments(z[..., 0], V[..., 0, 0], v)
+        return z[..., 0], V[..., 0, 0], v
 
     def placed(self, t: Tensor, z: Tensor) -> Tensor:
         return t.reshape(z.chunk(2, 1)[0].shape)
@@ -115,12 +111,12 @@ class LogMean(Likelihood):
         """b and c"""
         raise NotImplementedError
 
-    def moments(self, z: Tensor, V: Tensor, noise: Tensor) -> TargetMoments:
+    def moments(self, z: Tensor, V: Tensor, noise: Tensor) -> Moments:
         variance = V[..., 0, 0]
         mean = (z[..., 0] + 0.5 * variance).exp()
         b, c = self.coefficients()
         square = mean.square() * variance.exp()  # of μ, its mean
-        return TargetMoments(mean, square - mean.square(), b * mean + c * square)
+        return mean, square - mean.square(), b * mean + c * square
 
 
 class PoissonCounts(LogMean):
@@ -217,8 +213,8 @@ class Ordered(Likelihood):
         return found
 
     def linked(self, z: Tensor) -> Tensor:
-        ends = torch.zeros_like(z[..., :1]), torch.ones_like(z[..., :1])
-        return torch.cat((ends[0], z.sigmoid(), ends[1]), -1).diff(dim=-1)
+        end = torch.zeros_like(z[..., :1])
+        return torch.cat((end, z.sigmoid(), end + 1), -1).diff(dim=-1)
 
     def laid_out(self, p: Tensor, z: Tensor) -> Tensor:
         return p[:, 0]
@@ -292,14 +288,6 @@ class ByOutput(Elementwise):
         return self.of.faults(z, y)
 
 
-class Functional(NamedTuple):
-    """Outputs and how they move with θ, in the groups of the loss."""
-
-    z: Tensor  # (N, *out)
-    mean: Tensor  # (N, P, C)
-    rows: Tensor  # (N, P, C, n)
-
-
 def in_eval_mode(
     model: nn.Module, device: torch.device, move: Callable[[], object] = int, back: Callable[[], object] = int
 ) -> back_afterwards:
@@ -347,13 +335,14 @@ class Expansion:
             self.chunk = LOOK
         with self.at_rest():
             check_coupling(self.model)
-            lin = self.linearization(self.loss)
-            self.shapes = look(lin, None)
-            if chosen and not self.shapes.divisible:
+            lin = self.linearization()
+            self.shapes = s = look(lin, None)
+            if chosen and not s.divisible:
                 self.chunk = None
-            self.written = self._written()
+            size = max(1, ROWS // (s.R * s.n))  # samples at once whose rows are written out; None for all of a batch
+            self.written = self.chunk if size >= s.at_once(self.chunk) or not s.divisible else size
             try:
-                self._survey(self.linearization(self.loss), kind)
+                self._survey(self.linearization(), kind)
             except Coupled as error:
                 raise ValueError(
                     f"the outputs of {type(self.model).__name__} for a sample depend on the other samples of its "
@@ -373,26 +362,19 @@ class Expansion:
         there, back = (partial(assign, self.theta), partial(assign, held)) if moved else (int, int)
         return in_eval_mode(self.model, self.parameters.device, there, back)
 
-    def _written(self) -> int | None:
-        """Samples at once whose rows are written out; None for all of a batch"""
-        s = self.shapes
-        size = max(1, ROWS // (s.R * s.n))
-        return self.chunk if size >= s.at_once(self.chunk) or not s.divisible else size
-
-    def linearization(self, loss: Loss, written: bool = False) -> Linearization:
+    def linearization(self, b: Tensor | None = None, written: bool = False) -> Linearization:
+        """Of all data, with factors of ℓ by output"""
+        loss: Any = self.loss
+        loss = loss if b is None else ByOutput(of=loss, b=b)
         objective = Objective(self.model, loss, self.parameters.tensors)
         needs = Needs(self.written if written else self.chunk)
         return Linearization(objective, self.batches, Exact(), needs, known=self.known, single=self.single)
 
-    def _weighed(self, b: Tensor | None) -> Loss:
-        """The loss, with factors by output"""
-        of: Any = self.loss
-        return self.loss if b is None else ByOutput(of=of, b=b)
-
     def _survey(self, lin: Linearization, kind: type[Likelihood]) -> None:
         """One pass over all data: the sums, and by output that of ℓ if there is a noise to learn from it."""
-        constant, squares, weights, samples = 0.0, None, [], 0
-        gradient: Tensor | None = None
+        squares: Any = None
+        gradient: Any = 0.0
+        constant, weights, samples = 0.0, [], 0
         for piece in lin.pieces():
             if self.chunk is None and piece.divisible:  # in chunks they have been compared
                 cut = Cut(piece.batch, -(-piece.N // 2), self.known, samples)
@@ -406,44 +388,35 @@ class Expansion:
             if kind.noisy:
                 own = weighted(loss.ell(piece.z, y), w).double().sum(0)  # (*out)
                 squares = own if squares is None else squares + own
-            gradient = piece.gradient if gradient is None else gradient + piece.gradient
-        assert gradient is not None
+            gradient = gradient + piece.gradient
         totals = lin.totals()
         self.value, self.normaliser, self.rounding = totals.value, totals.normaliser, totals.rounding
-        self.constant, self.squares, self.gradient = constant, squares, gradient.double()
+        self.constant, self.squares = constant, squares
+        self.gradient: Tensor = gradient.double()
         self.total = replace(self.shapes, N=samples)  # of all batches
-        self.mean_weight = mean_weight(torch.cat(weights)) if weights else 1.0
+        w = torch.cat(weights) if weights else torch.ones(1)
+        # Of the samples that count; 1 if weights are whole numbers, as counts are
+        self.mean_weight = 1.0 if torch.equal(w, w.round()) else float(w[w > 0].mean())
 
-    def gradient_by(self, b: Tensor | None) -> Tensor:
-        """Σ∂ℓ/∂θ with factors by output: (n,)"""
-        if b is None:
-            return self.gradient
+    def pieces(self, b: Tensor | None = None, written: bool = False) -> Iterator[Piece]:
+        """All data linearised, one after the other; `b` are factors of ℓ by output"""
         with self.at_rest():
-            pieces = self.linearization(self._weighed(b)).pieces()
-            return torch.stack([piece.gradient.double() for piece in pieces]).sum(0)
+            yield from self.linearization(b, written).pieces()
 
     # G of all data.
 
     def curvature(self, kind: Representation | None, proper: bool, b: Tensor | None = None) -> DataCurvature:
         """`proper`: every parameter has a prior, which rows and layers need; `b` are factors of ℓ by output"""
-        s, loss = self.total, self._weighed(b)
-        rows = isinstance(kind, Gram) or (
-            kind is None and proper and s.m < s.n
-        )  # which need a prior of every parameter
+        s = self.total
+        rows = isinstance(kind, Gram) or (kind is None and proper and s.m < s.n)
         layers = isinstance(kind, Kronecker) or (kind is None and not fits(s, rows, self.parameters.device))
         with self.at_rest():
-            lin = self.linearization(loss, written=not layers)
+            lin = self.linearization(b, written=not layers)
             if rows and not layers:
                 return RowsData(torch.cat([piece.dense(torch.float64) for piece in lin.pieces()]))
             chunk = lin.needs.chunk
             G: Any = (Kronecker(decay=0.0, chunk=chunk) if layers else Dense(chunk, double=True)).represent(lin)
             return KroneckerData(G.layers, lin.parameters, lin.scale) if layers else DenseData(G.G / lin.scale)
-
-    def by_row(self, b: Tensor | None = None) -> Iterator[Tensor]:
-        """The rows J̃ of all pieces, by output: (R, N, n)"""
-        with self.at_rest():
-            for piece in self.linearization(self._weighed(b), written=True).pieces():
-                yield piece.dense(torch.float64).unflatten(0, (-1, piece.N))
 
     # Other inputs.
 
@@ -452,20 +425,15 @@ class Expansion:
         size = max(1, ROWS // (self.shapes.out * self.parameters.n))
         return batch.split(None if batch.opaque or batch.samples <= size else size)
 
-    def functional(self, inputs: Any) -> Functional:
-        """z and ∂z/∂θ"""
+    def functional(self, inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """z (N, *out), and in the groups of the loss the same (N, P, C) and ∂z/∂θ (N, P, C, n)"""
         objective = Objective(self.model, OutputsAlone(of=self.likelihood.loss), self.parameters.tensors)
         with self.at_rest():
             piece = Linearization(objective, [Batch(inputs)], known=self.passes).whole()
             loss, z = self.likelihood.loss, piece.z.double()
             place = loss.group(torch.arange(z[0].numel(), device=z.device).view(1, *z.shape[1:]))[0]  # (P, C)
             rows = piece.dense(torch.float64).unflatten(0, (-1, piece.N)) / 2**0.5  # (outputs, N, n)
-            return Functional(z, loss.group(z), rows[place].movedim(2, 0))
-
-
-def mean_weight(w: Tensor) -> float:
-    """Of the samples that count; 1 if weights are whole numbers, as counts are"""
-    return 1.0 if torch.equal(w, w.round()) else float(w[w > 0].mean())
+            return z, loss.group(z), rows[place].movedim(2, 0)
 
 
 def fits(s: Shapes, rows: bool, device: torch.device) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..arguments import brief, check_places, users
 from ..curvature import Dense, Gram, Kronecker, Representation
 from ..curvature.kronecker import NoFactors
+from ..jacobian.piece import Piece
 from ..losses import Elementwise, resolve
 from ..losses.base import weighted
 from ..model.batch import Batch
@@ -36,6 +37,10 @@ NATS, SHARE = 1.0, 0.5
 # How many times more or less than samples there are weights may add up to, if they are no whole numbers.
 FAR = 1.5
 
+NO_MINIMUM = (
+    "the parameters are no minimum of the loss with this {}. A step would lower −log p(θ|y) by {:.3g}, and a sample of "
+    "the posterior is {:.3g} above its minimum; variances are those of a minimum"
+)
 TRAIN_ON = "weight decay: train on, and pass the weight_decay of the training"
 ONE_NOISE = (
     "noise, σ = {} by output, as the training took all outputs for equally noisy, and has smoothed the quiet ones "
@@ -69,16 +74,6 @@ class Temper(NamedTuple):
 
 # Of which a posterior is calibrated to the best: temperatures of 1e-4 to 10, sharpness of ½ to 4.
 TEMPERS = [Temper(10 ** (k / 2), 2 ** (j / 4)) for k in range(-8, 3) for j in range(-4, 9)]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What the evidence asks for, by parameter tensor if there are several numbers."""
-
-    alpha: tuple[float, ...]
-    beta: float  # 1/σ² of all outputs together; 1 if the loss has no noise
-    gamma: float
-    weight_decay: tuple[float, ...]  # in the units of the loss, as parameter groups have it
 
 
 @dataclass(frozen=True)
@@ -116,20 +111,12 @@ class Posterior:
         self.at, self.kind, self.data, self.alphas, self.beta = at, kind, data, tuple(alphas), beta
         self.towards, self.b, self.learns = towards, b, learns  # β by output is β·b
         self.temperature, self.sharpness = temper
-        self.parameters = at.parameters
+        self.parameters, self.names = at.parameters, at.parameters.names
+        self.c = self.beta * at.likelihood.unit  # −log p(y|θ) = cΣℓ + …
         repeats = torch.tensor(self.parameters.sizes, device=self.parameters.device)
         alpha = torch.tensor(self.alphas, dtype=torch.float64, device=self.parameters.device)
         self._alpha = alpha.repeat_interleave(repeats)  # (n,)
         self.precision = data.precision(self.c, self._alpha) if precision is None else precision
-
-    @property
-    def c(self) -> float:
-        """−log p(y|θ) = cΣℓ + …"""
-        return self.beta * self.at.likelihood.unit
-
-    @property
-    def names(self) -> list[str]:
-        return self.parameters.names
 
     # The evidence.
 
@@ -170,7 +157,8 @@ class Posterior:
     @property
     def weight_decay(self) -> dict[str, float]:
         """The weight decay for which this prior is right, by parameter"""
-        return dict(zip(self.names, self.decays(self.alphas, self.beta), strict=True))
+        one = self.decay_of_one(self.beta)
+        return {name: a * one for name, a in self.alpha.items()}
 
     @property
     def noise(self) -> Tensor:
@@ -187,27 +175,19 @@ class Posterior:
 
     def noise_given(self, gamma: float) -> float:
         """β of all outputs together; the known one, or 1 if the loss has no noise"""
-        at = self.at
         if not self.learns:
             return self.beta
-        total = self._residuals().sum()
-        targets, taken = (total.new_tensor(x) for x in (at.normaliser, gamma))
-        return float(noise_precision(targets, taken, total, at.rounding))
+        total = self._residuals()
+        targets, taken = (total.new_tensor(x) for x in (self.at.normaliser, gamma))
+        return float(noise_precision(targets, taken, total, self.at.rounding))
 
     def _residuals(self) -> Tensor:
-        """Σr² by output, in units of the noise of all: (*out)"""
-        squares = self.at.squares
-        assert squares is not None
-        return squares if self.b is None else self.b * squares
+        """Σr², of every output in units of the noise of all: ()"""
+        squares: Tensor = self.at.squares
+        return (squares if self.b is None else self.b * squares).sum()
 
-    def decays(self, alpha: Sequence[float], beta: float) -> tuple[float, ...]:
-        return tuple(a * self._decay_of_one(beta) for a in alpha)
-
-    def precisions(self, decays: Sequence[float], beta: float) -> tuple[float, ...]:
-        """α for weight decay in the units of the loss"""
-        return tuple(w / self._decay_of_one(beta) for w in decays)
-
-    def _decay_of_one(self, beta: float) -> float:
+    def decay_of_one(self, beta: float) -> float:
+        """Weight decay in the units of the loss, of α = 1"""
         return unit(self.at.loss, self.at.normaliser) / (beta * self.at.likelihood.unit)
 
     @property
@@ -216,7 +196,6 @@ class Posterior:
         at = self.at
         if not at.likelihood.noisy:
             return -self.c * at.value - at.constant
-        assert at.squares is not None
         beta = self.noise.expand_as(at.squares).pow(-2)
         count = at.normaliser / at.squares.numel()
         return float((0.5 * count * (beta / (2 * math.pi)).log() - 0.5 * beta * at.squares).sum()) - at.constant
@@ -240,44 +219,34 @@ class Posterior:
         those of mq.Evidence. Parameters without a prior stay so, unless all are."""
         found = self if any(self.alphas) else self.changed([self.mean_curvature] * len(self.alphas), self.beta)
         if groups is None and all(found.alphas):
-            return found._tuned_alone()
+            at, e = self.at, self.data.eigenvalues() * (self.at.likelihood.unit if self.learns else self.c)
+            squares = float(self._residuals()) if self.learns else None
+            size = sum(self.squares_by_tensor)
+            alpha, beta = alone(e, size, self.parameters.n, at.normaliser, squares, at.rounding)
+            return self.changed([alpha] * len(self.alphas), beta if self.learns else self.beta)
         for _ in range(TUNED):
-            best = reestimate(found, groups)
-            pairs = [(a, b) for a, b in zip(found.alphas, best.alpha, strict=True) if a > 0]
-            found = found.changed(best.alpha, best.beta)
-            if all(abs(math.log(b / a)) < CLOSE for a, b in pairs):
+            before = found.alphas
+            found = found.changed(*reestimate(found, groups))
+            pairs = zip(before, found.alphas, strict=True)
+            if all(abs(math.log(b / a)) < CLOSE for a, b in pairs if a > 0):
                 break
         return found
-
-    def _tuned_alone(self) -> Posterior:
-        at, e = self.at, self.data.eigenvalues() * self.at.likelihood.unit
-        e = e if self.learns else e * self.beta
-        squares = float(self._residuals().sum()) if self.learns else None
-        alpha, beta = alone(e, sum(self.squares_by_tensor), self.parameters.n, at.normaliser, squares, at.rounding)
-        return self.changed([alpha] * len(self.alphas), beta if self.learns else self.beta)
 
     def _but(self, **change: Any) -> Posterior:
         """The same at T = 1 with these arguments, H made anew unless it is among them"""
         names = ("at", "kind", "data", "alphas", "beta", "towards", "b", "learns")
-        given = {name: getattr(self, name) for name in names}
-        return Posterior(**{**given, **change})
+        return Posterior(**{**{name: getattr(self, name) for name in names}, **change})
 
-    def changed(self, alphas: Sequence[float], beta: float) -> Posterior:
+    def changed(self, alphas: Sequence[float], beta: float, precision: Precision | None = None) -> Posterior:
         """With another prior and another noise"""
-        return self._but(alphas=alphas, beta=beta)
-
-    def scaled(self, t: float) -> Posterior:
-        """With α and β times t: H is too, and γ is the same"""
-        alphas = [t * a for a in self.alphas]
-        return self._but(alphas=alphas, beta=t * self.beta, precision=Scaled(self.precision, t))
+        return self._but(alphas=alphas, beta=beta, precision=precision)
 
     def by_output(self) -> Posterior:
         """With a noise for each output, βₒ = (N − γₒ)/Σrₒ², in the place of one for all. α stays."""
         at, found = self.at, self
-        assert at.squares is not None
         b = torch.ones_like(at.squares)
         for _ in range(ROUNDS):
-            gammas = torch.stack([found._taken(rows) for rows in at.by_row(b)]).sum(0).view_as(b)
+            gammas = torch.stack([found._determined(piece) for piece in at.pieces(b, written=True)]).sum(0).view_as(b)
             targets = torch.full_like(b, at.normaliser / b.numel())
             after = noise_precision(targets, gammas, at.squares, at.rounding) / self.beta
             close, b = bool(((after / b).log().abs() < AGREED).all()), after
@@ -286,9 +255,10 @@ class Posterior:
                 break
         return found
 
-    def _taken(self, rows: Tensor) -> Tensor:
-        """Parameters that some targets determine, by output: (R, N, n) → (R,)"""
-        return self.c * self.precision.half(rows.flatten(0, 1)).square().sum(1).view(rows.shape[:2]).sum(1)
+    def _determined(self, piece: Piece) -> Tensor:
+        """Parameters that its targets determine, by output: (R,)"""
+        half = self.precision.half(piece.dense(torch.float64))  # (R·N, ·)
+        return self.c * half.square().sum(1).view(-1, piece.N).sum(1)
 
     def tempered(self, temperature: float, sharpness: float = 1.0) -> Posterior:
         """p(θ|y)^(1/T): the same with T times the covariance. Prior, noise, γ and the evidence are those of T = 1. For
@@ -305,12 +275,24 @@ class Posterior:
         with the exact H also if this one has Kronecker factors."""
         if not self.at.likelihood.classes:
             raise ValueError(f"{self.at.loss.display_name} has no classes: its intervals have the noise that is learnt")
-        if data is None:
-            found = self._left_out()
-        else:
-            given = source(data, device=self.parameters.device, dtype=self.parameters.tensors[0].dtype)
-            batches = given.batches() if given.whole is None else [given.whole]
-            found = held_out(self.at, self.precision, batches, TEMPERS)
+        at, place, exact = self.at, self.parameters, None
+        new = None if data is None else source(data, place.device, place.tensors[0].dtype).batches()
+        if new is None and self.others:
+            warnings.warn(
+                f"{self.others:,} other parameters are taken as known. If they were trained on these samples, these "
+                "seem better predicted by the others than they are, and probabilities become too sure: pass "
+                "calibrated(data) samples that have not trained the model, or freeze what was not trained",
+                stacklevel=users(),
+            )
+        if new is None and not self.data.sums:
+            if not fits(at.total, at.total.m < at.total.n, place.device):
+                raise ValueError(
+                    "what a sample has moved does not follow from Kronecker factors, and the exact H of "
+                    f"{place.n:,} parameters is too large: pass calibrated(data) samples that have not trained the "
+                    "model"
+                )
+            exact = at.curvature(None, True).precision(self.c, self._alpha)
+        found = predicted(at, self.precision, TEMPERS, exact, new)
         best = TEMPERS[found.index(min(found))]
         if best.temperature == TEMPERS[-1].temperature:
             warnings.warn(
@@ -320,25 +302,6 @@ class Posterior:
             )
         return self.tempered(*best)
 
-    def _left_out(self) -> list[float]:
-        at = self.at
-        if self.others:
-            warnings.warn(
-                f"{self.others:,} other parameters are taken as known. If they were trained on these samples, these "
-                "seem better predicted by the others than they are, and probabilities become too sure: pass "
-                "calibrated(data) samples that have not trained the model, or freeze what was not trained",
-                stacklevel=users(),
-            )
-        if self.data.sums:
-            return predicted(at, self.precision, TEMPERS)
-        if not fits(at.total, at.total.m < at.total.n, self.parameters.device):
-            raise ValueError(
-                "what a sample has moved does not follow from Kronecker factors, and the exact H of "
-                f"{self.parameters.n:,} parameters is too large: pass calibrated(data) samples that have not trained "
-                "the model"
-            )
-        return predicted(at, self.precision, TEMPERS, at.curvature(None, True).precision(self.c, self._alpha))
-
     @property
     def others(self) -> int:
         """Trainable parameters of the model that are taken as known"""
@@ -347,7 +310,9 @@ class Posterior:
     def decrement(self, prior: bool = True) -> float:
         """½gᵀH⁻¹g, by how much −log p(θ|y) with this noise would fall from θ̂ in one Newton step, 0 at the minimum; or,
         without the prior, −log p(y|θ)"""
-        g = self.c * self.at.gradient_by(self.b) + self._alpha * self._from_prior() * prior
+        pieces = [] if self.b is None else [piece.gradient.double() for piece in self.at.pieces(self.b)]
+        data = torch.stack(pieces).sum(0) if pieces else self.at.gradient
+        g = self.c * data + self._alpha * self._from_prior() * prior
         return 0.5 * float(self.precision.half(g[None]).square().sum())
 
     # Parameters.
@@ -358,11 +323,10 @@ class Posterior:
             raise ValueError(f"k={k!r}: the number of draws, an integer of at least 0")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator={generator!r}: a torch.Generator, such as torch.Generator().manual_seed(0)")
-        size = (k, self.parameters.n)
-        device = self.parameters.device
+        device, theta = self.parameters.device, self.at.theta
         where = device if generator is None else generator.device
-        E = torch.randn(size, generator=generator, dtype=torch.float64, device=where).to(device)
-        return self.at.theta + math.sqrt(self.temperature) * self.precision.drawn(E).to(self.at.theta)
+        E = torch.randn(k, len(theta), generator=generator, dtype=torch.float64, device=where).to(device)
+        return theta + math.sqrt(self.temperature) * self.precision.drawn(E).to(theta)
 
     def shaped(self, theta: Tensor) -> dict[str, Tensor]:
         """θ by the names of the parameters, as torch.func.functional_call takes it"""
@@ -371,28 +335,25 @@ class Posterior:
     def covariance(self, params: Any = None) -> Tensor:
         """Of some parameters, by their names or themselves, one after the other, flattened: (k, k)"""
         chosen = [params] if isinstance(params, (str, Tensor)) else self.names if params is None else list(params)
-        places = [range(self.parameters.n)[self.parameters.slice_of(self._index(p))] for p in chosen]
-        index = torch.tensor([i for some in places for i in some], device=self.parameters.device)
+        number = dict(zip(self.names, range(len(self.names)), strict=True)) | self.parameters.index
+        columns: list[int] = []
+        for p in chosen:
+            i = number.get(p if isinstance(p, str) else id(p))
+            if i is None:
+                shown = repr(p) if isinstance(p, str) else f"a {type(p).__name__}"
+                raise ValueError(f"{shown} is none of the parameters of this posterior: {', '.join(self.names)}")
+            columns += range(self.parameters.n)[self.parameters.slice_of(i)]
+        index = torch.tensor(columns, device=self.parameters.device)
         rows = self._alpha.new_zeros(len(index), self.parameters.n)
         half = self.precision.half(rows.scatter(1, index[:, None], 1.0))
         return (self.temperature * half @ half.T).to(self.at.theta)
-
-    def _index(self, p: Any) -> int:
-        found = self.parameters.index.get(id(p))
-        if isinstance(p, str) and p in self.names:
-            found = self.names.index(p)
-        if found is None:
-            shown = repr(p) if isinstance(p, str) else f"a {type(p).__name__}"
-            raise ValueError(f"{shown} is none of the parameters of this posterior: {', '.join(self.names)}")
-        return found
 
     # Predictions.
 
     def _outputs(self, inputs: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """z (N, *out), and by group its mean (N, P, C) and covariance JH⁻¹Jᵀ (N, P, C, C), some samples at a time"""
         p = self.parameters.tensors[0]
-        batch = source((inputs, None), device=p.device, dtype=p.dtype).whole
-        assert batch is not None
+        (batch,) = source((inputs, None), p.device, p.dtype).batches()
         for part in self.at.parts(batch):
             yield outputs(self.at, self.precision, part.inputs, self.temperature)
 
@@ -405,10 +366,7 @@ class Posterior:
             raise ValueError(f"{self.at.loss.display_name} has classes: use probabilities(inputs)")
         noise = self.noise.flatten() if kind.noisy else self._alpha.new_zeros(1)
         parts = [(z, kind.moments(mean, V, noise)) for z, mean, V in self._outputs(inputs)]
-        mean, model, own = (
-            torch.cat([kind.placed(getattr(m, name), z) for z, m in parts]).to(self.at.theta)
-            for name in ("mean", "model", "noise")
-        )
+        mean, model, own = (torch.cat([kind.placed(m[i], z) for z, m in parts]).to(self.at.theta) for i in range(3))
         return Prediction(mean, (model + own).sqrt(), model.sqrt(), own.sqrt())
 
     @undisturbed
@@ -427,9 +385,8 @@ class Posterior:
     @property
     def plan(self) -> str:
         """How H is represented, in words"""
-        trained = [name for name, m in self.at.model.named_modules() if m.training and not list(m.children())]
-        kinds = [(type(self.at.model.get_submodule(n)), n) for n in trained]
-        active = [f"{kind.__name__} {n!r}" for kind, n in kinds if issubclass(kind, RANDOM)]
+        modules = self.at.model.named_modules()
+        active = [f"{type(m).__name__} {name!r}" for name, m in modules if m.training and isinstance(m, RANDOM)]
         modes = f"; {', '.join(active)} as in eval mode" if active else ""
         rest = f"; {self.others:,} other parameters are taken as known" if self.others else ""
         return f"{self.data.name}{rest}{modes}"
@@ -447,9 +404,9 @@ class Posterior:
         )
 
 
-def reestimate(found: Posterior, groups: str | Sequence[Sequence[str]] | None = None) -> Estimate:
-    """α and β for which γ and the residuals of these would be at the highest evidence. Parameters without a prior have
-    none afterwards."""
+def reestimate(found: Posterior, groups: str | Sequence[Sequence[str]] | None = None) -> tuple[list[float], float]:
+    """α by parameter and β for which γ and the residuals of these would be at the highest evidence. Parameters without
+    a prior have none afterwards."""
     gammas, sizes = found.gamma_by_tensor, found.squares_by_tensor
     low, high = (found.mean_curvature * bound for bound in (LEAST, MOST))
     alpha = list(found.alphas)
@@ -458,8 +415,7 @@ def reestimate(found: Posterior, groups: str | Sequence[Sequence[str]] | None = 
         gamma, size = sum(gammas[i] for i in own), sum(sizes[i] for i in own)
         for i in own:
             alpha[i] = min(max(gamma / size, low), high) if size > 0 else high
-    beta = found.noise_given(sum(gammas))
-    return Estimate(tuple(alpha), beta, sum(gammas), found.decays(alpha, beta))
+    return alpha, found.noise_given(found.gamma)
 
 
 @undisturbed
@@ -539,18 +495,14 @@ def check_counts(mean: float) -> None:
 def tell(found: Posterior, weight_decay: Any, why: str) -> bool:
     """Warns if θ̂ is no minimum; returns whether it did."""
     left = found.decrement() if weight_decay is not None else min(found.decrement(), found.decrement(prior=False))
-    if left <= max(NATS, SHARE * found.gamma):
-        n, m = found.at.parameters.n, found.at.normaliser
-        free = weight_decay is not None and found.learns and not any(found.alphas) and 2 * n > m
-        if free and left > NATS:
-            warnings.warn(UNBOUNDED.format(n, m), stacklevel=users())
-        return bool(free and left > NATS)
-    warnings.warn(
-        f"the parameters are no minimum of the loss with this {why}. A step would lower "
-        f"−log p(θ|y) by {left:.3g}, and a sample of the posterior is {0.5 * found.gamma:.3g} above its minimum; "
-        "variances are those of a minimum",
-        stacklevel=users(),
-    )
+    n, m = found.at.parameters.n, found.at.normaliser
+    if left > max(NATS, SHARE * found.gamma):
+        words = NO_MINIMUM.format(why, left, 0.5 * found.gamma)
+    elif left > NATS and weight_decay is not None and found.learns and not any(found.alphas) and 2 * n > m:
+        words = UNBOUNDED.format(n, m)
+    else:
+        return False
+    warnings.warn(words, stacklevel=users())
     return True
 
 
@@ -571,16 +523,15 @@ def laplace(
     refuse_sharded(chosen, "mq.posterior")
     parameters = Parameters(model, chosen)
     weights, towards = decays(model, parameters, weight_decay)
-    given = source(data, device=parameters.device, dtype=chosen[0].dtype)
+    given = source(data, parameters.device, chosen[0].dtype)
     at = Expansion(model, loss, parameters, given, getattr(curvature, "chunk", None))
-    known = known_noise(at, noise)
-    learns = kind.noisy and known is None
+    beta, b = known_noise(at, noise)
+    learns = kind.noisy and (noise is None or isinstance(noise, str))
     if learns and not any(weights) and weight_decay is not None and at.normaliser <= at.parameters.n:
         raise ValueError(
             f"{at.normaliser:g} targets for {at.parameters.n} parameters without a prior leave nothing to learn the "
             "noise from: pass noise=σ, or weight_decay=None for a prior by evidence, or train with weight_decay"
         )
-    beta, b = (1.0, None) if known is None else known
     per_w = kind.unit / unit(loss, at.normaliser)  # α = w·β·this
     try:
         G = at.curvature(curvature, all(weights), b)
@@ -592,9 +543,10 @@ def laplace(
     first = Posterior(at, curvature, G, alphas, beta, towards, b, learns)
     if weight_decay is None:
         return first.tuned()
-    if not first.learns:
+    if not learns:
         return first
-    return first.scaled(first.noise_given(first.gamma))  # α goes with β, and so γ does not depend on it
+    t = first.noise_given(first.gamma)  # α goes with β, and so γ does not depend on it
+    return first.changed([t * a for a in alphas], t * beta, Scaled(first.precision, t))
 
 
 def check_curvature(given: Any) -> None:
@@ -617,8 +569,17 @@ def check_curvature(given: Any) -> None:
 
 def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[float], Tensor | None]:
     """Weight decay of every parameter, and θ₀"""
-    if isinstance(given, Mapping):
-        given = by_name(model, parameters, given)
+    if isinstance(given, Mapping):  # by name, also of parameters that are certain
+        missing = [name for name in parameters.names if name not in given]
+        if missing:
+            raise ValueError(f"weight_decay= has no number for parameter {missing[0]!r}: one for each; 0 is no prior")
+        strange = set(given) - {name for name, _ in named_parameters(model)}
+        if strange:
+            raise ValueError(
+                f"weight_decay= has a number for {min(map(str, strange))!r}, which is none of the parameters of the "
+                f"model: {', '.join(parameters.names)}"
+            )
+        given = [given[name] for name in parameters.names]
     if isinstance(given, (list, tuple)):
         for w in given:
             check_weight(w)
@@ -634,30 +595,15 @@ def decays(model: nn.Module, parameters: Parameters, given: Any) -> tuple[list[f
     return [0.0 if free else rule.w for free in spared], rule.anchor(parameters, spared)
 
 
-def by_name(model: nn.Module, parameters: Parameters, given: Mapping[str, Any]) -> list[Any]:
-    """Of the uncertain parameters; others of the model may be in it"""
-    missing = [name for name in parameters.names if name not in given]
-    if missing:
-        raise ValueError(f"weight_decay= has no number for parameter {missing[0]!r}: one for each; 0 is no prior")
-    strange = set(given) - {name for name, _ in named_parameters(model)}
-    if strange:
-        raise ValueError(
-            f"weight_decay= has a number for {min(map(str, strange))!r}, which is none of the parameters of the model: "
-            f"{', '.join(parameters.names)}"
-        )
-    return [given[name] for name in parameters.names]
-
-
-def known_noise(at: Expansion, given: Any) -> tuple[float, Tensor | None] | None:
-    """β of all outputs, and that of each in units of it; None if it is to be learnt"""
+def known_noise(at: Expansion, given: Any) -> tuple[float, Tensor | None]:
+    """β of all outputs, 1 if it is to be learnt, and that of each in units of it"""
     if given is None or (isinstance(given, str) and given == "shared"):
-        return None
-    assert at.squares is not None
+        return 1.0, None
     try:
         sigma = torch.as_tensor(given, dtype=torch.float64, device=at.squares.device)
     except (TypeError, ValueError, RuntimeError):
-        sigma = None
-    if sigma is None or not bool((sigma > 0).all() & sigma.isfinite().all()) or sigma.numel() == 0:
+        sigma = torch.zeros(1)
+    if not bool((sigma > 0).all() & sigma.isfinite().all()) or sigma.numel() == 0:
         raise ValueError(
             f'noise={given!r}: the standard deviation of the targets, above 0, "shared", or None to learn it'
         )
@@ -682,23 +628,26 @@ def last_layer(model: nn.Module) -> list[Tensor]:
 # Every sample as the others predict it: one Newton step to where θ̂ and H would be without it.
 
 
-def predicted(at: Expansion, H: Precision, tempers: Sequence[Temper], exact: Precision | None = None) -> list[float]:
-    """−log p of all samples, each left out, of classes and for each of these. `exact` is H as a sum over samples, if H
-    is none: what a sample has moved follows from it, while variances stay those of H."""
-    found = []
-    for part in (part for batch in at.batches for part in at.parts(batch)):
-        z, mean, own = outputs(at, H, part.inputs)
-        V = own if exact is None else outputs(at, exact, part.inputs)[2]
-        loss, y, w = at.likelihood.loss, targets_like(z, part), part.weight
-        shift, others = without(V, loss.root(z, y, w).S, loss.group(loss.gradient(z, y, w)))
-        found.append(lost(at, part, z, mean + shift, others if exact is None else own, tempers))
-    return summed(found)
-
-
-def held_out(at: Expansion, H: Precision, batches: Iterable[Batch], tempers: Sequence[Temper]) -> list[float]:
-    """−log p of samples that H and θ̂ were not made of, for each of these."""
-    parts = (part for batch in batches for part in at.parts(batch))
-    return summed([lost(at, part, *outputs(at, H, part.inputs), tempers) for part in parts])
+def predicted(
+    at: Expansion, H: Precision, tempers: Sequence[Temper], exact: Precision | None = None,
+    new: Iterable[Batch] | None = None,
+) -> list[float]:  # fmt: skip
+    """−log p of all samples, each left out, of classes and for each of these; or of `new` ones, which H and θ̂ were not
+    made of. `exact` is H as a sum over samples, if H is none: what a sample has moved follows from it, while variances
+    stay those of H."""
+    kind, loss, found = at.likelihood, at.likelihood.loss, []
+    for part in (part for batch in (at.batches if new is None else new) for part in at.parts(batch)):
+        z, mean, V = outputs(at, H, part.inputs)
+        y, w = part.targets.to(z) if part.targets.is_floating_point() else part.targets, part.weight
+        if new is None:
+            own = V if exact is None else outputs(at, exact, part.inputs)[2]
+            shift, others = without(own, loss.root(z, y, w).S, loss.group(loss.gradient(z, y, w)))
+            mean, V = mean + shift, others if exact is None else V
+        for T, s in tempers:
+            likely = loss.ungroup(kind.averaged(*kind.sharpened(mean, T * V, s), True), z)
+            found.append(weighted(loss.ell(likely, y), w).double().sum())
+    total: list[float] = torch.stack(found).view(-1, len(tempers)).sum(0).tolist()
+    return total
 
 
 def outputs(at: Expansion, H: Precision, inputs: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -706,25 +655,6 @@ def outputs(at: Expansion, H: Precision, inputs: Any, temperature: float = 1.0) 
     z, mean, rows = at.functional(inputs)
     half = H.half(rows.flatten(0, 2)).unflatten(0, rows.shape[:3])
     return z, mean, temperature * half @ half.mT
-
-
-def targets_like(z: Tensor, part: Batch) -> Tensor:
-    y: Tensor = part.targets
-    return y.to(z) if y.is_floating_point() else y
-
-
-def lost(at: Expansion, part: Batch, z: Tensor, mean: Tensor, V: Tensor, tempers: Sequence[Temper]) -> Tensor:
-    """−log p of some samples with uncertain outputs, for each of these"""
-    loss, kind, found = at.likelihood.loss, at.likelihood, []
-    for T, s in tempers:
-        likely = loss.ungroup(kind.averaged(*kind.sharpened(mean, T * V, s), True), z)
-        found.append(weighted(loss.ell(likely, targets_like(z, part)), part.weight).double().sum())
-    return torch.stack(found)
-
-
-def summed(parts: Sequence[Tensor]) -> list[float]:
-    found: list[float] = torch.stack(list(parts)).sum(0).tolist()
-    return found
 
 
 def without(V: Tensor, S: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

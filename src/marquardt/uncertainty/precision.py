@@ -20,6 +20,14 @@ SINGULAR = (
 )
 
 
+def check_proper(name: str, alpha: Tensor) -> None:
+    if not bool((alpha > 0).all()):
+        raise ValueError(
+            f"{name} needs a prior for every parameter, and some have weight decay 0: give it to all of them, or use "
+            "curvature=mq.Dense()"
+        )
+
+
 class Precision(ABC):
     """H with H⁻¹ = RRᵀ: what samples, variances and the evidence are made of. Vectors are rows, in float64."""
 
@@ -75,7 +83,7 @@ class DataCurvature(ABC):
 
     @abstractmethod
     def eigenvalues(self) -> Tensor:
-        """Of G, those that may differ from 0: (n,) or fewer"""
+        """Of G, those that may differ from 0, and none below it by rounding: (n,) or fewer"""
 
     @abstractmethod
     def trace(self) -> float:
@@ -93,7 +101,8 @@ class DenseData(DataCurvature):
         return DensePrecision(c * self.G, alpha)
 
     def eigenvalues(self) -> Tensor:
-        return _not_negative(torch.linalg.eigvalsh(self.G))
+        e: Tensor = torch.linalg.eigvalsh(self.G)
+        return e.clamp(min=0)
 
     def trace(self) -> float:
         return float(self.G.diagonal().sum())
@@ -141,7 +150,8 @@ class RowsData(DataCurvature):
         return RowsPrecision(c**0.5 * self.rows, alpha)
 
     def eigenvalues(self) -> Tensor:
-        return _not_negative(torch.linalg.eigvalsh(self.rows @ self.rows.T))
+        e: Tensor = torch.linalg.eigvalsh(self.rows @ self.rows.T)
+        return e.clamp(min=0)
 
     def trace(self) -> float:
         return float(self.rows.square().sum())
@@ -154,15 +164,11 @@ class RowsPrecision(Precision):
     """
 
     def __init__(self, rows: Tensor, alpha: Tensor) -> None:
-        if not bool((alpha > 0).all()):
-            raise ValueError(
-                "Gram needs a prior for every parameter, and some have weight decay 0: give it to all of them, or use "
-                "curvature=mq.Dense()"
-            )
+        check_proper("Gram", alpha)
         self.alpha = alpha
         J = rows * alpha.rsqrt()
         e, U = torch.linalg.eigh(J @ J.T)
-        self.s: Tensor = (1 + _not_negative(e)).sqrt()[:, None]  # (m, 1)
+        self.s: Tensor = (1 + e.clamp(min=0)).sqrt()[:, None]  # (m, 1)
         self.B: Tensor = U.T @ J  # (m, n)
 
     def _root(self, V: Tensor) -> Tensor:
@@ -192,21 +198,15 @@ class KroneckerData(DataCurvature):
         self.layers, self.parameters, self.scale = layers, parameters, scale
         self.name = f"Kronecker, factors of {len(layers)} layers"
 
-    def precision(self, c: float, alpha: Tensor) -> Precision:
-        if not bool((alpha > 0).all()):
-            raise ValueError(
-                "Kronecker needs a prior for every parameter, and some have weight decay 0: give it to all of them, or "
-                "use curvature=mq.Dense()"
-            )
+    def precision(self, c: float, alpha: Tensor) -> KroneckerPrecision:
+        check_proper("Kronecker", alpha)
         split = self.parameters.split(alpha)
         found = [LayerPrecision(layer, c / self.scale, [split[i] for i in layer.members]) for layer in self.layers]
         return KroneckerPrecision(found, self.parameters)
 
     def eigenvalues(self) -> Tensor:
         one = torch.ones(self.parameters.n, dtype=torch.float64, device=self.parameters.device)
-        split = self.parameters.split(one)
-        pairs = [LayerPrecision(layer, 1 / self.scale, [split[i] for i in layer.members]) for layer in self.layers]
-        return torch.cat([pair.e.flatten() for pair in pairs])
+        return torch.cat([pair.e.flatten() for pair in self.precision(1.0, one).layers])
 
     def trace(self) -> float:
         return sum(float(layer.trace()) for layer in self.layers) / self.scale
@@ -257,11 +257,6 @@ class LayerPrecision:
         return self._split((X / self.v[:, None])[None])
 
 
-def _not_negative(e: Tensor) -> Tensor:
-    """Eigenvalues of what is positive semi-definite, but for rounding"""
-    return e.clamp(min=0)
-
-
 def _spectrum(M: Tensor, w: Tensor) -> tuple[Tensor, Tensor | None]:
     """w^-½Mw^-½: its eigenvalues (K, d) and vectors (K, d, d), None if it is diagonal"""
     if M.ndim == 2:
@@ -281,11 +276,9 @@ class KroneckerPrecision(Precision):
 
     def _together(self, found: Sequence[Sequence[Tensor]]) -> Tensor:
         """(k, n) from what the layers have"""
-        pieces: list[Tensor] = [torch.empty(0)] * len(self.parameters)
-        for pair, parts in zip(self.layers, found, strict=True):
-            for i, part in zip(pair.layer.members, parts, strict=True):
-                pieces[i] = part
-        return torch.cat(pieces, 1)
+        members = [i for pair in self.layers for i in pair.layer.members]
+        pieces = dict(zip(members, (part for parts in found for part in parts), strict=True))
+        return torch.cat([pieces[i] for i in sorted(pieces)], 1)
 
     def half(self, V: Tensor) -> Tensor:
         return torch.cat([pair.half(parts) for pair, parts in zip(self.layers, self._parts(V), strict=True)], 1)
