@@ -108,7 +108,7 @@ def test_scipys_names():
         ({"xdata": X[:39]}, ValueError, r"\(39,\) for ydata of shape \(40,\).*as many points in both"),
         ({"f": lambda x, a, b, c: decay(x, a, b, c)[:, None]}, ValueError, r"\(40, 1\).*a value for each point"),
         ({"f": lambda x, a: (a * x, a)}, ValueError, r"tuple of shapes \[\(\), \(40,\)\]"),
-        ({"f": lambda x, a: "a curve"}, TypeError, "the curve that f returns must hold real numbers, not 'a curve'"),
+        ({"f": lambda x, a: "a curve"}, TypeError, "what f returns must hold real numbers, not 'a curve'"),
         ({"f": lambda x, p: x * p[0], "p0": [1.0, 1.0]}, ValueError, r"lambda x, \*p: f\(x, p\)"),
         ({"f": lambda p, x: x * p[0], "p0": [1.0, 1.0]}, ValueError, r"lambda x, \*p: f\(x, p\)"),
         ({"ydata": ["1.5"] * 40}, TypeError, "ydata must hold real numbers, not a list with '1.5'"),

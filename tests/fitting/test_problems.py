@@ -114,7 +114,7 @@ def test_jacobians_row_by_row_are_exact(batched: bool):
 def of(fun: Any, x: Tensor, jac: Any = "auto") -> Any:
     far = torch.full_like(x, math.inf)
     with torch.no_grad():
-        return build(fun, x, jac, (), {}, False, -far, far, False)[0]
+        return build(fun, x, jac, (), {}, False, (-far, far), False)[0]
 
 
 def test_exact_says_that_torch_has_second_derivatives():

@@ -46,7 +46,7 @@ def test_a_column_that_was_longer_is_no_column_of_nothing():
     f, J = torch.tensor([[3.0, 4.0]], dtype=D), torch.tensor([[[1.0], [0.0]]], dtype=D)
     x, options = torch.tensor([[2.0]], dtype=D), Options()
     far = torch.full_like(x, math.inf)
-    line, _ = build(lambda p: torch.cat([p + 1, 0 * p + 4]), x, "auto", (), {}, False, -far, far, False)
+    line, _ = build(lambda p: torch.cat([p + 1, 0 * p + 4]), x, "auto", (), {}, False, (-far, far), False)
     assert not is_stationary(linearised(line, x, f, J, torch.full_like(x, 1e10), options), options)
     # One that changes nothing even if its parameter is doubled is another matter.
     assert is_stationary(linearised(line, x, f, 1e-10 * J, torch.ones_like(x), options), options)
