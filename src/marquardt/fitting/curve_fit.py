@@ -122,13 +122,12 @@ def _points(xdata: Any, ydata: Any, device: torch.device | None, batched: bool) 
     if y.ndim == 0 and isinstance(x, Tensor) and x.ndim:  # one number for all points
         y = y.expand(x.shape[-1])
     if y.ndim != 1 + batched or not y.numel():
-        shape = f"ydata has shape {tuple(y.shape)}: it must be"
-        if batched:
-            raise ValueError(f"{shape} (data sets, points), with batched=True")
-        if y.numel() == max(y.shape, default=0) > 0:
-            raise ValueError(f"{shape} (points,): pass it flat, as ydata.reshape(-1)")
-        rows = "; for a data set in each row pass batched=True" if y.ndim == 2 and y.numel() else ""
-        raise ValueError(f"{shape} (points,){rows}")
+        wanted = "(data sets, points), with batched=True" if batched else "(points,)"
+        if not batched and y.numel() == max(y.shape, default=0) > 0:
+            wanted += ": pass it flat, as ydata.reshape(-1)"
+        elif not batched and y.ndim == 2 and y.numel():
+            wanted += "; for a data set in each row pass batched=True"
+        raise ValueError(f"ydata has shape {tuple(y.shape)}: it must be {wanted}")
     return x, y
 
 
@@ -165,13 +164,11 @@ def _guess(f: Callable[..., Any], p0: Any, bounds: Any, y: Tensor, batched: bool
             if len(named) == 1:  # a function of one vector, as of least_squares
                 way += "; it is called as f(x, *p), so for an f(x, p) of a vector pass lambda x, *p: f(x, p)"
             raise ValueError(f"p0 has length {p.shape[-1]}, f takes {takes}: {way}")
-        if p.ndim > 1 + batched or 0 in p.shape:
-            wanted = "(n,), or a row for each data set" if batched else "a number for each parameter, (n,)"
-            raise ValueError(f"p0 has shape {tuple(p.shape)}: pass {wanted}")
+        if p.ndim > 1 + batched or 0 in p.shape or (p.ndim == 2 and len(p) != len(y)):
+            sets, wanted = (f" for {len(y)} data sets", ", or a row for each set") if batched else ("", "")
+            raise ValueError(f"p0 has shape {tuple(p.shape)}{sets}: pass a number for each parameter, (n,){wanted}")
         if not bool(p.isfinite().all()):
             raise ValueError(f"p0 is not finite: {p.tolist()}")
-        if batched and p.ndim == 2 and len(p) != len(y):
-            raise ValueError(f"p0 has shape {tuple(p.shape)} for {len(y)} data sets: pass (n,), or a row for each set")
         return p.expand(len(y), -1).clone() if batched and p.ndim == 1 else p
     if not named:
         raise ValueError(
@@ -259,24 +256,18 @@ class Deviations:
     def __init__(
         self, f: Callable[..., Any], jac: Any, x: Any, y: Tensor, sigma: Any, p: Tensor, batched: bool
     ) -> None:
-        self.x, self.y, self.batched = x, y, batched  # x: the points as its last dimension, or whatever else f takes
+        self.x, self.batched = x, batched  # the points are its last dimension; or whatever else f takes
         self.own_x = batched and _own_x(f, x, p, y)
         # σ, (m,), or L, (m, m), with the covariance LLᵀ; of many data sets with a leading dimension
         self.root = None if sigma is None else _root(sigma, y, batched)
         if callable(jac):
             f, jac = (fed(g, x[0] if self.own_x else x, p[0] if batched else p) for g in (f, jac))
         self.f, self.jac = f, jac
-
-    @property
-    def x_ndim(self) -> int | None:
-        """Dimensions of the x that f takes; None if x is no array."""
-        return self.x.ndim - self.own_x if isinstance(self.x, Tensor) else None
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """What fun gets besides p: y, and of many data sets all else that is of one of them."""
-        each = ((self.y, True), (self.x, self.own_x), (self.root, self.batched and self.root is not None))
-        return tuple(t for t, own in each if own)
+        # Dimensions of the x that f takes; None if x is no array.
+        self.x_ndim = x.ndim - self.own_x if isinstance(x, Tensor) else None
+        # What fun gets besides p: y, and of many data sets all else that is of one of them.
+        each = ((y, True), (x, self.own_x), (self.root, batched and self.root is not None))
+        self.args = tuple(t for t, own in each if own)
 
     @property
     def precision(self) -> Any:

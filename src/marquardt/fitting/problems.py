@@ -225,9 +225,7 @@ def build(
             return problems, note
         inexact[as_numpy] = problems, note
     if inexact:  # where NumPy functions take tensors, they do it with warnings
-        problems, _ = inexact[True in inexact]
-        _, note = inexact[numpy if numpy in inexact else not numpy]
-        return problems, note
+        return inexact[True in inexact]
     foreign = numpy and "must be Tensor, not" in str(failures[True])  # a torch function has met an array
     raise failures[numpy and not foreign]
 
@@ -263,21 +261,22 @@ def _with_jacobian(
 
         problems = replace(base, jac=given)
         J = problems[which].jacobian(xi)
-        return replace(problems, exact=base.exact and _derived(base[which], xi, J)), J, ""
+        # Second derivatives are those of fun where torch finds the first ones.
+        own = _attempt(replace(base[which], jac=jacfwd(call)), xi) if base.exact else None
+        exact = isinstance(own, Tensor) and bool((own - J).norm() <= 1e-3 * J.norm())
+        return replace(problems, exact=exact), J, ""
     reason = "fun works on NumPy arrays, of which torch knows no derivative"
     if jac == "auto" and not call.numpy:
         whole = (jacfwd, jacrev) if x.shape[-1] <= REVERSE * base.m else (jacrev, jacfwd)  # the cheapest first
         for way in (*whole, rows):
             problems = replace(base, jac=way(call), loop=base.loop or way is rows, exact=way is not rows)
             one = problems[which]
-            try:
-                J = one.jacobian(xi)
-            except Exception as error:  # no such derivative, in-place code, data-dependent branches
-                unless_interrupted(error)
-                reason = f"torch cannot differentiate fun: {_first_line(error)}"
+            found = _attempt(one, xi)
+            if isinstance(found, Exception):
+                reason = f"torch cannot differentiate fun: {_first_line(found)}"
                 continue
-            if not bool(J.isfinite().all()) or agrees(one, xi[0], J[0], lower, upper):
-                return problems, J, ""
+            if not bool(found.isfinite().all()) or agrees(one, xi[0], found[0], lower, upper):
+                return problems, found, ""
             reason = "the derivative that torch finds is not that of fun; something in it is detached or not torch"
             break
     points, args = 2 if jac == "2-point" else 3, base.own(i)
@@ -287,14 +286,13 @@ def _with_jacobian(
     return problems, problems[which].jacobian(xi), note
 
 
-def _derived(one: Problems, x: Tensor, J: Tensor) -> bool:
-    """Whether torch finds the Jacobian that was given, so that second derivatives are those of fun."""
+def _attempt(problems: Problems, x: Tensor) -> Tensor | Exception:
+    """The Jacobian, or why there is none: no such derivative, in-place code, data-dependent branches."""
     try:
-        derived = replace(one, jac=jacfwd(one.fun)).jacobian(x)
+        return problems.jacobian(x)
     except Exception as error:  # any that torch, or fun on its kind of tensor, may raise
         unless_interrupted(error)
-        return False
-    return bool((derived - J).norm() <= 1e-3 * J.norm())
+        return error
 
 
 def _to_tensor(a: Any, x: Tensor) -> Any:

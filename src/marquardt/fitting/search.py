@@ -132,10 +132,13 @@ def finish(problems: Problems, s: Progress, options: Options) -> Progress:
         if not len(which):
             break
         some, old = problems[which], s[which]
+        d = old.D.unsqueeze(-1)
         try:
-            x = old.x + newton(some, old)
+            L, failed = torch.linalg.cholesky_ex(scaled_hessian(some, old))
         except NoSecondDerivative:
             break
+        p = -torch.cholesky_solve(old.J.mT @ old.f.unsqueeze(-1) / d, L) / d  # (B, n, 1)
+        x = old.x + torch.where(failed[:, None, None] > 0, 0, p).squeeze(-1)  # where H is not positive definite, x
         there = linearised(some, x, some.residuals(x), some.jacobian(x), old.D, options)
         slope = there.factor.slope
         better = Subset((slope < 0.9 * old.factor.slope) & (there.scale <= (1 + 1e-9) * old.scale))  # false for a NaN
@@ -144,14 +147,6 @@ def finish(problems: Problems, s: Progress, options: Options) -> Progress:
         s = s.merge(which, new)  # a Jacobian more, and a Hessian as another
         index[which] = better.mask & (relative_change(old.x, x - old.x) > options.xtol)
     return s
-
-
-def newton(problems: Problems, s: Progress) -> Tensor:
-    """−(JᵀJ + Σfᵢ∇²fᵢ)⁻¹Jᵀf, zero where that is not positive definite: (B, n)."""
-    d, H = s.D.unsqueeze(-1), scaled_hessian(problems, s)
-    L, failed = torch.linalg.cholesky_ex(H)
-    p = -torch.cholesky_solve(s.J.mT @ s.f.unsqueeze(-1) / d, L) / d
-    return torch.where(failed.unsqueeze(-1) > 0, 0, p.squeeze(-1))
 
 
 def escape(
@@ -283,5 +278,4 @@ def hessian(problems: Problems, s: Progress) -> Tensor:
 
 def scaled_hessian(problems: Problems, s: Progress) -> Tensor:
     """D⁻¹HD⁻¹: (B, n, n)."""
-    d = s.D.unsqueeze(-1)
-    return hessian(problems, s) / d / d.mT
+    return hessian(problems, s) / s.D.unsqueeze(-1) / s.D.unsqueeze(-2)

@@ -312,9 +312,9 @@ class RecordedIteration:
 
     def _record(self, problems: Problems, s: Progress, options: Options) -> None:
         self.old, self.new = s.copy(), s.copy()
-        tape, graph, stream = Tape([]), torch.cuda.CUDAGraph(), torch.cuda.Stream(s.x.device)
         try:
             with capturing(s.x.device):
+                tape, graph, stream = Tape([]), torch.cuda.CUDAGraph(), torch.cuda.Stream()
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream), recorded(tape):
                     graph.capture_begin()
