@@ -206,7 +206,7 @@ def _fit(
         x, J, cost, r = (part.unsqueeze(0) for part in (x, J, cost, r))
     lower, upper = limits(bounds, x)
     size = torch.ones_like(r) if weights is None else tensor(weights).to(r).sqrt().expand_as(r)
-    light = size if data.root is None else size * data.precision.to(r)
+    light = size if data.sigma is None else size / data.sigma.to(r)
     errors = Covariance(J, cost, r * size, light, lower == upper, known)
     missing = errors.unknown & torch.as_tensor(result.success)  # of the others `success` tells
     if bool(missing.any()):
@@ -263,17 +263,15 @@ class Deviations:
         if callable(jac):
             f, jac = (fed(g, x[0] if self.own_x else x, p[0] if batched else p) for g in (f, jac))
         self.f, self.jac = f, jac
+        # σ of each point; with a covariance that given the points before it
+        self.sigma = self.root
+        if self.root is not None and self.root.ndim == 2 + batched:
+            self.sigma = self.root.diagonal(dim1=-2, dim2=-1)
         # Dimensions of the x that f takes; None if x is no array.
         self.x_ndim = x.ndim - self.own_x if isinstance(x, Tensor) else None
         # What fun gets besides p: y, and of many data sets all else that is of one of them.
         each = ((y, True), (x, self.own_x), (self.root, batched and self.root is not None))
         self.args = tuple(t for t, own in each if own)
-
-    @property
-    def precision(self) -> Any:
-        """1/σ of each point; with a covariance σ given the points before it."""
-        assert self.root is not None
-        return 1 / (self.root.diagonal(dim1=-2, dim2=-1) if self.root.ndim == 2 + self.batched else self.root)
 
     def residuals(self, p: Any, *args: Any) -> Tensor:
         x, y, root = self._split(p, args)

@@ -15,7 +15,7 @@ from ..surroundings import undisturbed
 from .arrays import HAS_NUMPY, floating, kind, readable, refuse, tensor
 from .factor import Box
 from .problems import Problems, build
-from .robust import LOSSES, resolve
+from .robust import LOSSES, RobustLoss, checked
 from .search import search
 from .solve import BAD, BOTH, FTOL, GTOL, LIMIT, RUNNING, STOPPED, STUCK, XTOL, Options, Progress
 
@@ -171,7 +171,8 @@ def least_squares(
             readable(x)  # as the result must be: before the work rather than after it
         free = bool(lower.isneginf().all()) and bool(upper.isposinf().all())
         box = None if free else Box(lower, upper)
-        problems = replace(problems, weight=_root(weights, problems, x), loss=resolve(loss, f_scale), box=box)
+        rho = RobustLoss(checked(loss) if callable(loss) else LOSSES.get(loss), float(f_scale))
+        problems = replace(problems, weight=_root(weights, problems, x), loss=rho, box=box)
         s = search(problems, x, options, report)
         if not batched and int(s.status) == BAD:
             raise _not_finite(problems, x)

@@ -75,13 +75,7 @@ class RobustLoss:
         return f * d1 / root, J * root.unsqueeze(-1)
 
 
-def resolve(loss: Any, f_scale: Any) -> RobustLoss:
-    if callable(loss):
-        return RobustLoss(_checked(loss), float(f_scale))
-    return RobustLoss() if loss == "linear" else RobustLoss(LOSSES[loss], float(f_scale))
-
-
-def _checked(rho: Callable[[Any], Any]) -> Rho:
+def checked(rho: Callable[[Any], Any]) -> Rho:
     """The user's ρ of a vector z: three rows like z, as a sequence or stacked, tensors or arrays."""
 
     def called(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
