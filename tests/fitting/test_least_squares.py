@@ -1,7 +1,6 @@
 """least_squares: beside SciPy, kinds of functions, losses, batches, the way to the end."""
 
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor, exp
 
 from marquardt import least_squares
 from marquardt.fitting.robust import LOSSES
-from support.decay.residuals import T, decay, decay_numpy, grid
+from support.decay.residuals import decay, decay_numpy, grid
 
 TIGHT = {"ftol": 1e-15, "xtol": 1e-15, "gtol": 1e-15}
 
@@ -55,38 +54,6 @@ def test_kinds_in_and_out():
     assert array["x"] is array.x
     assert "differences" not in tensor.message + array.message
     assert array.x == pytest.approx(tensor.x.numpy(), rel=1e-12)
-
-
-@pytest.mark.parametrize("x0", [[1.0, 1.0, 1.0], torch.ones(3)])
-def test_a_numpy_function_works_and_says_how(x0: Any):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fit = least_squares(decay_numpy, x0)
-    assert fit.success
-    assert "3-point" in fit.message
-    assert np.asarray(fit.x) == pytest.approx(least_squares(decay, [1.0, 1.0, 1.0]).x, rel=1e-8)
-
-
-def test_a_kink_or_jump_at_the_start_is_no_lost_derivative():
-    fit = least_squares(lambda p: torch.stack([torch.atan2(p[1], p[0]) / 7, p[0] ** 2 + p[1] ** 2 - 1]), [-1.0, 0.0])
-    assert "differences" not in fit.message
-
-
-def numpy_jacobian(p: Any) -> Any:
-    e, t = np.exp(-p[1] * T.numpy()), T.numpy()
-    return np.stack([e, -p[0] * t * e, np.ones_like(t)], 1)
-
-
-@pytest.mark.parametrize(
-    "jac",
-    ["2-point", "3-point", torch.func.jacrev(decay), numpy_jacobian],
-    ids=["2-point", "3-point", "tensors", "arrays"],
-)
-def test_jacobians_of_every_kind(jac: Any):
-    fun, x0 = (decay_numpy, np.ones(3)) if jac is numpy_jacobian else (decay, torch.ones(3))
-    fit = least_squares(fun, x0, jac=jac, bounds=([0, 0, 0], [9, 9, 1]))
-    assert fit.x.tolist() == pytest.approx(least_squares(decay, torch.ones(3)).x.tolist(), rel=1e-6)
-    assert ("differences" in fit.message) == isinstance(jac, str)
 
 
 def test_branches_on_the_data_work():

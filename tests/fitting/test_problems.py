@@ -36,12 +36,6 @@ def test_data_of_single_precision_are_fitted_in_double(way: str, batched: bool):
     assert near(fit.x.reshape(-1, 3)[-1], BEST, 1e-5)
 
 
-def test_residuals_of_single_precision_do_no_harm():
-    fit = least_squares(lambda p: decay(p, T, Y).float(), torch.ones(3))
-    assert fit.success, fit.message
-    assert near(fit.x, BEST, 1e-3)
-
-
 # What functions do to their arguments and their output
 
 
@@ -63,9 +57,6 @@ def test_a_function_may_change_its_parameters(numpy: bool, options: dict[str, An
     assert bool((x0 == 1).all())
 
 
-# Derivatives
-
-
 class Cube(torch.autograd.Function):
     """p³ as old code has it: neither torch.func nor a second derivative."""
 
@@ -81,12 +72,52 @@ class Cube(torch.autograd.Function):
         return 3 * p**2 * g
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_jacobians_row_by_row_are_exact(batched: bool):
-    start = [2.0, 3.0]
-    fit = least_squares(lambda p: Cube.apply(p) - 8.5, torch.tensor([start] * 2 if batched else start), batched=batched)
-    assert "differences" not in fit.message
-    assert near(fit.x, 8.5 ** (1 / 3))
+# Derivatives: how they come about, and that they are right. Function, start, options, solution, by differences.
+
+
+def numpy_jacobian(p: Any) -> Any:
+    e, t = np.exp(-p[1] * T.numpy()), T.numpy()
+    return np.stack([e, -p[0] * t * e, np.ones_like(t)], 1)
+
+
+ONES, TENSOR = [1.0, 1.0, 1.0], torch.tensor([1.0, 2.0])
+OF_DECAY = lambda p: decay(p, T, Y)  # noqa: E731
+OF_ARRAYS = lambda p: decay_numpy(p, T.numpy(), Y.numpy())  # noqa: E731
+DERIVATIVES: dict[str, tuple[Any, Any, dict[str, Any], Any, bool]] = {
+    "arrays": (OF_ARRAYS, ONES, {}, BEST, True),
+    "arrays from a tensor": (OF_ARRAYS, torch.ones(3), {}, BEST, True),
+    "2-point": (OF_DECAY, torch.ones(3), {"jac": "2-point", "bounds": (0, [9, 9, 1])}, BEST, True),
+    "3-point": (OF_DECAY, torch.ones(3), {"jac": "3-point", "bounds": (0, [9, 9, 1])}, BEST, True),
+    "given": (OF_DECAY, torch.ones(3), {"jac": torch.func.jacrev(OF_DECAY)}, BEST, False),
+    "given as an array": (OF_ARRAYS, np.ones(3), {"jac": numpy_jacobian}, BEST, False),
+    "row by row": (lambda p: Cube.apply(p) - 8.5, torch.tensor([2.0, 3.0]), {}, 8.5 ** (1 / 3), False),
+    "row by row, batched": (lambda p: Cube.apply(p) - 8.5, torch.ones(2, 2), {"batched": True}, 8.5 ** (1 / 3), False),
+    "of single precision": (lambda p: decay(p, T, Y).float(), torch.ones(3), {}, BEST, False),
+    "noisy": (lambda p: np.round(OF_ARRAYS(p), 9), np.ones(3), {}, BEST, True),
+    "detached": (lambda p: p.detach() ** 2 - 2, TENSOR, {}, 2**0.5, True),
+    "detached in part": (lambda p: torch.cat([p[:1].detach() ** 2 - 2, p[1:] - 3]), TENSOR, {}, [2**0.5, 3], True),
+    "detached beside steeper": (lambda p: torch.cat([p[:1].detach() ** 2 - 2, 1e4 * (p[1:] - 3)]), TENSOR, {},
+                                [2**0.5, 3], True),
+    "detached in a curve": (lambda p: p[0] * torch.exp(-p[1].detach() * T) - torch.exp(-T), TENSOR, {}, [1, 1], True),
+    "detached factors": (lambda p: torch.exp(p * (p / p).detach()) * p.detach() - 1, TENSOR, {}, 0.5671432904, True),
+    "no slope": (lambda p: torch.stack([p[0] ** 2 + 1, p[1] ** 2 + p[0] ** 3 - 2]), [0, 2], {}, [0, 2**0.5], False),
+    "a jump at the start": (lambda p: torch.stack([torch.atan2(p[1], p[0]) / 7, p[0] ** 2 + p[1] ** 2 - 1]),
+                            [-1.0, 0.0], {}, [1, 0], False),
+    "not a number at the first trial point": (lambda p: torch.log(p) - 1, [30.0], {}, math.e, False),
+    "a step held short": (lambda p: p - 1, [1e-14], {"ftol": 1e-8}, 1, False),
+    "a start of almost nothing, whose size is no measure": (lambda p: p - 1, [1e-30, -1e-300], {}, 1, False),
+    "one residual with a minimum above zero": (lambda p: ((p - 2) ** 2).sum()[None] + 1, [3.0, 1.0], {}, 2, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DERIVATIVES)
+def test_minima_are_reached_whatever_the_derivative(kind: str):
+    fun, x0, options, x, by_differences = DERIVATIVES[kind]
+    fit = least_squares(fun, x0, **options)
+    assert np.all(np.asarray(fit.success)) or kind == "noisy", fit.message
+    assert near(fit.x, x, {"noisy": 1e-2, "of single precision": 1e-3}.get(kind, 1e-6))
+    assert ("differences" in fit.message) == by_differences
+    assert ("detached" in fit.message) == ("detached" in kind)
 
 
 def of(fun: Any, x: Tensor, jac: Any = "auto") -> Any:
@@ -191,32 +222,6 @@ def test_stiff_parameters_are_fitted(name: str, kind: str):
         assert "differences" in fit.message
     assert fit.success, fit.message
     assert np.abs((fit.x - true) / [1, t.max() - t.min() if name != "sine" else 1, true[2]]).max() < 0.01
-
-
-def test_differences_keep_their_usual_step_where_the_function_is_noisy():
-    noisy = lambda p: np.round(decay_numpy(p, T.numpy(), Y.numpy()), 9)  # noqa: E731
-    fit = least_squares(noisy, np.ones(3))
-    assert near(fit.x, BEST, 1e-2)
-
-
-@pytest.mark.parametrize("detached", [
-    lambda p: torch.cat([p[:1].detach() ** 2 - 2, p[1:] - 3]),
-    lambda p: torch.cat([p[:1].detach() ** 2 - 2, 1e4 * (p[1:] - 3)]),
-    lambda p: p.detach() ** 2 - 2,
-    lambda p: p[0] * torch.exp(-p[1].detach() * T) - torch.exp(-T),
-    lambda p: torch.exp(p * (p / p).detach()) * p.detach() - 1,
-])  # fmt: skip
-def test_what_is_detached_is_noticed(detached: Any):
-    fit = least_squares(detached, torch.tensor([1.0, 2.0]))
-    assert "3-point" in fit.message
-    assert "detached" in fit.message
-    assert fit.success
-
-
-@pytest.mark.parametrize("x0", [[0.0, 0.0], [0.0, 2.0]])
-def test_a_slope_that_is_zero_is_no_wrong_one(x0: list[float]):
-    fit = least_squares(lambda p: torch.stack([p[0] ** 2 + 1, p[1] ** 2 + p[0] ** 3 - 2]), x0)
-    assert "differences" not in fit.message
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
