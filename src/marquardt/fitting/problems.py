@@ -225,7 +225,7 @@ def build(
             return problems, note
         inexact[as_numpy] = problems, note
     if inexact:  # where NumPy functions take tensors, they do it with warnings
-        return inexact[True in inexact]
+        return inexact[True in inexact][0], inexact[numpy if numpy in inexact else not numpy][1]
     foreign = numpy and "must be Tensor, not" in str(failures[True])  # a torch function has met an array
     raise failures[numpy and not foreign]
 
