@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import marquardt as mq
-from marquardt.fitting.fit import CurveFit
+from marquardt.fitting import CurveFit
 from marquardt.paper.runs import plan
 from marquardt.tabular import Settings
 from support.pages import ROOT

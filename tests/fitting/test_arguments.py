@@ -3,14 +3,11 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-import marquardt as mq
 from marquardt import least_squares
-from support.decay.data import near
 from support.decay.residuals import decay
 
 calls = {"n": 0}
@@ -26,12 +23,9 @@ def changing(p: Tensor) -> Tensor:
     [
         ({"x0": [1.0, math.nan, 1.0]}, ValueError, r"x0 is not finite at \(1,\)"),
         ({"x0": torch.ones(3, dtype=torch.complex128)}, TypeError, "complex"),
-        ({"x0": torch.ones(2, 3)}, ValueError, "batched=True"),
-        ({"x0": []}, ValueError, "shape"),
         ({"x0": "abc"}, TypeError, "vector of real numbers"),
         ({"fun": lambda p: None}, TypeError, "returned None"),
         ({"fun": lambda p: decay(p) * 1j}, TypeError, "complex"),
-        ({"fun": lambda p: decay(p).reshape(4, 10)}, ValueError, r"\(4, 10\)"),
         ({"fun": lambda p: decay(p) / 0}, ValueError, "not finite"),
         ({"fun": changing}, ValueError, "39 residuals"),
         ({"jac": lambda p: torch.ones(3, 40)}, ValueError, r"\(40, 3\)"),
@@ -41,7 +35,6 @@ def changing(p: Tensor) -> Tensor:
         ({"bounds": (3, 2)}, ValueError, "above the upper"),
         ({"bounds": ([0, 0], 3)}, ValueError, "lower bound"),
         ({"bounds": (math.nan, 3)}, ValueError, "NaN"),
-        ({"bounds": 3}, ValueError, "lower, upper"),
         ({"bounds": [(0, 2), (0, 2)], "x0": [0.5, 0.5]}, ValueError, r"bounds are \(lower, upper\)"),
         ({"method": "dogbox"}, ValueError, "dogbox"),
         ({"loss": "l1"}, ValueError, "'l1'"),
@@ -56,19 +49,13 @@ def changing(p: Tensor) -> Tensor:
         ({"weights": -torch.ones(40)}, ValueError, "at least 0"),
         ({"x0": torch.ones(2, 3), "batched": True, "args": (torch.ones(3),)}, ValueError, "kwargs"),
         ({"fun": [1.0], "x0": decay}, TypeError, r"fun is a list.*least_squares\(fun, x0\)"),
-        ({"fun": None}, TypeError, "fun is None"),
         ({"x0": decay}, TypeError, "a function: the start must be a vector"),
-        ({"x0": None}, TypeError, "x0=None"),
-        ({"args": 3.0}, TypeError, r"args must be a tuple.*not a float.*args=\(data,\)"),
         ({"args": torch.ones(40)}, TypeError, r"not a Tensor.*args=\(data,\)"),
         ({"kwargs": [1]}, TypeError, "kwargs must be a dict"),
-        ({"dtype": "float32"}, ValueError, "dtype='float32'"),
         ({"dtype": torch.float16}, ValueError, "torch.float16.*torch.float64 or torch.float32"),
         ({"weights": "many"}, TypeError, "weights must hold real numbers, not 'many'"),
-        ({"x_scale": ["a"]}, TypeError, "x_scale must hold real numbers, not a list with 'a'"),
         ({"bounds": "ab"}, TypeError, "the lower bound must hold real numbers, not 'a'"),
         ({"fun": lambda p: "s"}, TypeError, "what fun returns must hold real numbers, not 's'|fun returned str"),
-        ({"fun": lambda p: {"a": 1.0}}, TypeError, "not a dict|fun returned dict"),
         ({"fun": lambda p: decay(p)[:, None]}, ValueError, r"\(40, 1\).*reshape\(-1\)"),
         ({"fun": lambda p: decay(p)[:, None] - decay(p)}, ValueError, r"\(40, 40\).*column \(40, 1\) less a vector"),
     ],
@@ -79,18 +66,6 @@ def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], wo
     with pytest.raises(error, match=words):
         least_squares(**{"fun": decay, "x0": x0, **change})
     assert torch.equal(x0, torch.ones(3))
-
-
-@pytest.mark.parametrize("kind", [np.array, torch.tensor, np.ndarray.tolist])
-def test_bounds_of_each_problem(kind: Any):
-    lower, upper = np.array([[0, 0], [0, 2], [-9, 0]]), np.array([[9, 9], [9, 9], [0.5, 9]])
-    fit = least_squares(
-        lambda p: p - 1, np.array([[3, 3], [3, 3], [0, 3]]), bounds=(kind(lower), kind(upper)), batched=True
-    )
-    assert near(fit.x, [[1, 1], [1, 2], [0.5, 1]])
-    assert fit.active_mask.tolist() == [[0, 0], [0, -1], [1, 0]]
-    one = least_squares(lambda p: p - 1, [3, 3], bounds=np.array([[0, 2], [9, 9]]))  # as one array
-    assert near(one.x, [1, 2])
 
 
 def test_a_start_on_a_bound_may_be_rounded():
@@ -109,13 +84,15 @@ def test_a_start_beyond_a_bound_is_refused(x0: float, dtype: torch.dtype, upper:
         least_squares(lambda x: x - 1, torch.tensor([x0], dtype=dtype), bounds=(-1.0, upper))
 
 
-D = torch.float64
-
-
 def test_a_bound_that_holds_is_met_exactly():
     fit = least_squares(decay, [1.0, 1.0, 1.0], bounds=([0, 0, 0.6], [3, 1.0, 9]))
     assert fit.active_mask.tolist() == [0, 1, 1] or fit.x[1] == 1.0
     assert fit.optimality < 1e-10
+    many = least_squares(
+        lambda p: p - 1, [[3, 3], [3, 3], [0, 3]], bounds=([[0, 0], [0, 2], [-9, 0]], [9, 9]), batched=True
+    )
+    assert many.x.tolist() == [[1, 1], [1, 2], [1, 1]]
+    assert many.active_mask.tolist() == [[0, 0], [0, -1], [0, 0]]
 
 
 def test_starts_on_a_bound_and_fixed_parameters():
@@ -132,6 +109,8 @@ def test_a_parameter_at_its_bound_is_not_measured_by_another_ones_column():
     def residuals(p):
         return torch.stack([1e8 * p[0] + 1e-8 * p[1] - 3, 1e8 * p[0] - 1e-8 * p[1] - 1])
 
-    result = mq.least_squares(residuals, torch.tensor([1e-9, 5e7], dtype=D), bounds=(0, torch.tensor([1.0, 5e7])))
+    result = least_squares(
+        residuals, torch.tensor([1e-9, 5e7], dtype=torch.float64), bounds=(0, torch.tensor([1.0, 5e7]))
+    )
     assert result.success
-    torch.testing.assert_close(result.x, torch.tensor([2e-8, 5e7], dtype=D), rtol=1e-9, atol=0)
+    torch.testing.assert_close(result.x, torch.tensor([2e-8, 5e7], dtype=torch.float64), rtol=1e-9, atol=0)

@@ -60,21 +60,15 @@ def test_the_jacobian_is_that_of_differences(problem: Problem):
 
 
 @every_problem
-def test_from_the_standard_start(problem: Problem):
-    result = least_squares(problem.residuals, problem.x0())
+@pytest.mark.parametrize("tolerances", [{}, dict.fromkeys(("ftol", "xtol", "gtol"), TOLERANCE)], ids=["", "tight"])
+def test_from_the_standard_start(problem: Problem, tolerances: dict[str, float]):
+    result = least_squares(problem.residuals, problem.x0(), **tolerances)
     assert result.success, result.message
     minimum = problem.solved(result.x)
     assert minimum is not None, f"Σf² = {problem.sum_of_squares(result.x)!r} is no known minimum"
     assert float(result.cost) == pytest.approx(problem.sum_of_squares(result.x) / 2, rel=1e-12)
-    if minimum.digits:
+    if minimum.digits and not tolerances:
         assert problem.digits(result.x) >= minimum.digits
-
-
-@every_problem
-def test_the_tightest_tolerances_are_reachable(problem: Problem):
-    result = least_squares(problem.residuals, problem.x0(), ftol=TOLERANCE, xtol=TOLERANCE, gtol=TOLERANCE)
-    assert result.success, result.message
-    assert problem.solved(result.x) is not None
 
 
 # --- from afar ---
@@ -103,12 +97,11 @@ def ours(problem: Problem, factor: float):
 
 def results(solver, factor: float):
     """Problems and results; None where it refuses a start because f is not finite there."""
-    for problem in PROBLEMS:
-        if problem.far or factor == 1:
-            try:
-                yield problem, solver(problem, factor)
-            except ValueError:
-                yield problem, None
+    for problem in (p for p in PROBLEMS if p.far):
+        try:
+            yield problem, solver(problem, factor)
+        except ValueError:
+            yield problem, None
 
 
 def misses(solver, factor: float) -> list[str]:

@@ -36,7 +36,7 @@ def data(problems: int = 60) -> tuple[Tensor, Tensor]:
 
 
 def problem(y: Tensor, x: Tensor) -> Problems:
-    return build(peak, x, "auto", (y,), {}, True, -FREE, FREE, False)[0]
+    return build(peak, x, "auto", (y,), {}, True, (-FREE, FREE), False)[0]
 
 
 def recorded(*arguments: Any) -> tuple[Progress, Tensor]:

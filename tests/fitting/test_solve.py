@@ -1,7 +1,6 @@
 """The linear algebra of a step, and how a fit ends: in success at a minimum, and nowhere else."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,22 +16,14 @@ from support.decay.residuals import decay
 D = torch.float64
 
 
-def offset(p):
-    """The root is 0.92 above 1e10, a relative change of 1e-10."""
-    return torch.exp(p - 1e10) - 2.5
+STEEP = {
+    "offset": (lambda p: torch.exp(p - 1e10) - 2.5, 1e10),  # the root is 0.92 above 1e10, a relative change of 1e-10
+    "stiff": (lambda p: torch.exp(1e9 * (p - 1)) - 2.5, 1.0),
+    "mixed": (lambda p: torch.cat([torch.exp(p - 1e12) - 1.5, p - 1e12]), 1e12 + 1),
+}
 
 
-def stiff(p):
-    return torch.exp(1e9 * (p - 1)) - 2.5
-
-
-def residual_of_an_offset(p):
-    return torch.cat([torch.exp(p - 1e12) - 1.5, p - 1e12])
-
-
-@pytest.mark.parametrize(
-    ("fun", "x0"), [(offset, 1e10), (stiff, 1.0), (residual_of_an_offset, 1e12 + 1)], ids=["offset", "stiff", "mixed"]
-)
+@pytest.mark.parametrize(("fun", "x0"), STEEP.values(), ids=STEEP)
 def test_a_small_relative_step_is_no_minimum(fun, x0):
     result = mq.least_squares(fun, torch.tensor([x0], dtype=D))
     # what one rounding of x changes the residuals by
@@ -46,46 +37,21 @@ def test_a_column_that_was_longer_is_no_column_of_nothing():
     f, J = torch.tensor([[3.0, 4.0]], dtype=D), torch.tensor([[[1.0], [0.0]]], dtype=D)
     x, options = torch.tensor([[2.0]], dtype=D), Options()
     far = torch.full_like(x, math.inf)
-    line, _ = build(lambda p: torch.cat([p + 1, 0 * p + 4]), x, "auto", (), {}, False, -far, far, False)
+    line, _ = build(lambda p: torch.cat([p + 1, 0 * p + 4]), x, "auto", (), {}, False, (-far, far), False)
     assert not is_stationary(linearised(line, x, f, J, torch.full_like(x, 1e10), options), options)
     # One that changes nothing even if its parameter is doubled is another matter.
     assert is_stationary(linearised(line, x, f, 1e-10 * J, torch.ones_like(x), options), options)
-
-
-REACHED = {
-    "a step held short": (lambda p: p - 1, [1e-14], {"ftol": 1e-8}, [1.0], 1e-12),
-    "one residual with a minimum above zero": (lambda p: ((p - 2) ** 2).sum()[None] + 1, [3.0, 1.0], {}, [2, 2], 1e-6),
-    "not a number at the first trial point": (lambda p: torch.log(p) - 1, [30.0], {}, [math.e], 1e-9),
-    "a start of almost nothing, whose size is no measure": (lambda p: p - 1, [1e-30, -1e-300], {}, [1, 1], 1e-12),
-}
-
-
-@pytest.mark.parametrize(("fun", "x0", "options", "x", "rel"), REACHED.values(), ids=list(REACHED))
-def test_minima_that_are_reached(fun: Any, x0: Any, options: Any, x: Any, rel: float):
-    fit = least_squares(fun, x0, **options)
-    assert fit.success
-    assert fit.x == pytest.approx(x, rel=rel)
 
 
 @pytest.mark.parametrize("loss", ["linear", "huber"])
 def test_residuals_of_pure_rounding_are_a_success(loss):
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
-        n = 1 + seed % 5
-        A = torch.randn(n, n, generator=generator, dtype=D)
-        b = torch.randn(n, generator=generator, dtype=D)
-        result = mq.least_squares(lambda q, A=A, b=b: A @ q - b, torch.zeros(n, dtype=D), loss=loss)
+        m, n = (1 + seed % 5, 1 + seed % 5) if seed % 2 else (30, 4)
+        A, c = (torch.randn(*shape, generator=generator, dtype=D) for shape in ((m, n), (n,)))
+        result = mq.least_squares(lambda q, A=A, b=A @ c: A @ q - b, torch.zeros(n, dtype=D), loss=loss)
         assert result.success, (seed, result.message)
-        assert result.fun.norm() <= 1e-13 * (A.norm() * result.x.norm() + b.norm())
-
-
-def test_data_without_noise_are_fitted():
-    x = torch.linspace(-2, 3, 30, dtype=D)
-    for seed in range(20):
-        c = torch.randn(4, generator=torch.Generator().manual_seed(seed), dtype=D)
-        y = c[0] + c[1] * x + c[2] * x**2 + c[3] * x**3
-        popt, _ = mq.curve_fit(lambda x, a, b, c, d: a + b * x + c * x**2 + d * x**3, x, y)
-        torch.testing.assert_close(popt, c, rtol=1e-11, atol=1e-12)
+        assert result.fun.norm() <= 1e-13 * (A.norm() * c.norm())
 
 
 def test_float32_reaches_its_minimum():

@@ -28,6 +28,7 @@ from scipy import optimize
 
 from fuzz import attacks
 from marquardt import curve_fit, least_squares
+from marquardt.fitting.robust import LOSSES
 
 TIGHT = {"ftol": 1e-15, "xtol": 1e-15, "gtol": 1e-15, "max_nfev": 500}
 LOWER = 1e-6  # a cost this much lower, relatively, is another one
@@ -187,12 +188,9 @@ def cost(case: Case, i: int, x: np.ndarray) -> tuple[float, float]:
     """The cost at x in float64, and what of it may be rounding of the fit's arithmetic."""
     t, y, p = torch.tensor(case.t), torch.tensor(case.y[i]), torch.tensor(x)
     fun = lambda p: case.model(t, p, torch) - y  # noqa: E731
-    f, eps = fun(p).numpy(), torch.finfo(case.dtype).eps
-    z = (f / case.f_scale) ** 2
-    rho = {
-        "linear": z, "huber": np.where(z <= 1, z, 2 * np.sqrt(z) - 1), "soft_l1": 2 * (np.sqrt(1 + z) - 1),
-        "cauchy": np.log1p(z), "arctan": np.arctan(z),
-    }[case.loss]  # fmt: skip
+    eps = torch.finfo(case.dtype).eps
+    z = (fun(p) / case.f_scale) ** 2
+    rho = z if case.loss == "linear" else LOSSES[case.loss](z)[0]
     wobble = 10 * eps * float(torch.func.jacfwd(fun)(p).norm(dim=0) @ p.abs() + y.norm())
     value = 0.5 * case.f_scale**2 * float(rho.sum())
     return value, wobble * math.sqrt(2 * value) + 0.5 * wobble**2

@@ -6,7 +6,6 @@ data of a problem are taken as they are, so that what is certified is the very p
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,19 @@ import torch
 
 mpmath.mp.dps = 80  # second differences with steps of 1e-20 leave 40 of them
 STEP = mpmath.mpf(10) ** -20
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {  # by torch's name
+    **{name: np.frompyfunc(getattr(mpmath, name), 1, 1) for name in ("exp", "sin", "cos")},
+    "atan2": np.frompyfunc(mpmath.atan2, 2, 1),
+    "stack": np.stack,
+    "cat": np.concatenate,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "true_divide": np.true_divide,
+    "div": np.true_divide,
+    "matmul": np.matmul,
+}
 
 
 def unwrap(value: Any) -> Any:
@@ -29,37 +41,7 @@ def unwrap(value: Any) -> Any:
     return mpmath.mpf(value) if isinstance(value, float) else value
 
 
-def elementwise(function: Callable[..., Any], arguments: int = 1) -> Callable[..., Any]:
-    return np.frompyfunc(function, arguments, 1)
-
-
-def binary(name: str, reflected: bool = False) -> Callable[[Digits, Any], Digits]:
-    function = getattr(operator, name)
-
-    def apply(self: Digits, other: Any) -> Digits:
-        a, b = self.array, unwrap(other)
-        return Digits(function(b, a) if reflected else function(a, b))
-
-    return apply
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {  # by torch's name
-    "exp": elementwise(mpmath.exp),
-    "sin": elementwise(mpmath.sin),
-    "cos": elementwise(mpmath.cos),
-    "atan2": elementwise(mpmath.atan2, 2),
-    "stack": np.stack,
-    "cat": np.concatenate,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "true_divide": operator.truediv,
-    "div": operator.truediv,
-    "matmul": operator.matmul,
-}
-
-
-class Digits:
+class Digits(np.lib.mixins.NDArrayOperatorsMixin):
     """A tensor of 80-digit numbers, as far as the classical problems go."""
 
     def __init__(self, array: Any) -> None:
@@ -67,21 +49,10 @@ class Digits:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Digits:
-        name = function.__name__.strip("_")
-        return cls(FUNCTIONS[name](*map(unwrap, args), **(kwargs or {})))
+        return cls(FUNCTIONS[function.__name__.strip("_")](*map(unwrap, args), **(kwargs or {})))
 
-    __add__, __radd__ = binary("add"), binary("add")
-    __sub__, __rsub__ = binary("sub"), binary("sub", reflected=True)
-    __mul__, __rmul__ = binary("mul"), binary("mul")
-    __truediv__, __rtruediv__ = binary("truediv"), binary("truediv", reflected=True)
-    __matmul__, __rmatmul__ = binary("matmul"), binary("matmul", reflected=True)
-    __pow__ = binary("pow")
-
-    def __neg__(self) -> Digits:
-        return Digits(-self.array)
-
-    def __abs__(self) -> Digits:
-        return Digits(abs(self.array))
+    def __array_ufunc__(self, function: Any, method: str, *args: Any, **kwargs: Any) -> Digits:
+        return Digits(function(*map(unwrap, args), **kwargs))
 
     def __len__(self) -> int:
         return len(self.array)
@@ -133,8 +104,7 @@ def newton_step(residuals: Residuals, x: Sequence[Any]) -> mpmath.matrix:
     g, H = mpmath.matrix(n, 1), mpmath.matrix(n, n)  # per step h: all parameters alike
     for i in range(n):
         g[i] = (ahead[i] - behind[i]) / 2 / STEP
-        H[i, i] = (ahead[i] - 2 * here + behind[i]) / STEP**2
-        for j in range(i):
+        for j in range(i + 1):
             both = moved((i, 1), (j, 1)) + moved((i, -1), (j, -1))
             H[i, j] = H[j, i] = (both + 2 * here - ahead[i] - behind[i] - ahead[j] - behind[j]) / 2 / STEP**2
     values, Q = mpmath.eigsy(H)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
+
+from ..surroundings import unless_interrupted
+
+try:
+    torch.empty(0).numpy()
+    HAS_NUMPY = True
+except RuntimeError:  # torch makes no arrays: NumPy is no dependency
+    HAS_NUMPY = False
 
 
 def tensor(value: Any) -> Tensor:
@@ -21,17 +28,6 @@ def tensor(value: Any) -> Tensor:
         value = value.astype("f8" if value.dtype == "O" else value.dtype.newbyteorder("="), order="C")
         return torch.as_tensor(value)
     return torch.as_tensor(value, dtype=torch.complex128 if _complex(value) else torch.float64)
-
-
-@cache
-def has_numpy() -> bool:
-    """Whether torch can make NumPy arrays: NumPy is no dependency."""
-    try:
-        with torch._C._DisableFuncTorch():  # inside a transform no tensor has an array, and this is asked only once
-            torch.empty(0).numpy()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _complex(value: Any) -> bool:
@@ -59,14 +55,20 @@ def kind(data: Any) -> str:
     if isinstance(data, (list, tuple)):
         if len({len(part) for part in data if hasattr(part, "__len__") and not isinstance(part, str)}) > 1:
             return f"a {name} of rows of different length"
-        odd = [part for part in _leaves(data) if part is None or isinstance(part, (str, bytes, dict))]
+        odd = [part for part in leaves(data, (list, tuple)) if part is None or isinstance(part, (str, bytes, dict))]
         return f"a {name} with {odd[0]!r}" if odd else f"a {name}"
     return f"{data!r}" if data is None or isinstance(data, str) else f"a {name}{f' of {dtype}' if dtype else ''}"
 
 
-def _leaves(data: Any) -> Any:
-    for part in data:
-        yield from _leaves(part) if isinstance(part, (list, tuple)) else (part,)
+def leaves(data: Any, nested: tuple[type, ...]) -> Iterator[Any]:
+    """What is no number in lists of lists, or in whatever else is `nested`."""
+    if not isinstance(data, nested):
+        yield data
+        return
+    parts: Any = data.values() if isinstance(data, dict) else data
+    for part in parts:
+        if not isinstance(part, (int, float)):
+            yield from leaves(part, nested)
 
 
 def gathered(data: Any) -> Tensor:
@@ -86,6 +88,18 @@ def like(data: Any, p: Any) -> Any:
     return data if isinstance(p, Tensor) else array(data)
 
 
+def returned(name: str, value: Any, x: Any, wanted: str) -> Tensor:
+    """What a user's function has returned for x: of tensors a tensor, or a list that holds some."""
+    if value is None:
+        raise TypeError(f"{name} returned None: it must return {wanted}")
+    if isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) for part in value):
+        device = getattr(x, "device", None)
+        return torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in value])
+    if isinstance(x, Tensor) and not isinstance(value, Tensor):
+        raise TypeError(f"{name} returned {type(value).__name__} for tensors: it must return a tensor, {wanted}")
+    return value if isinstance(value, Tensor) else floating(f"what {name} returns", value)
+
+
 # A fit has no derivative: where one would be lost, it is refused.
 
 WAY_OUT = (
@@ -101,27 +115,31 @@ class DerivativeLost(ValueError):
 def refuse(way_out: str = WAY_OUT, /, **given: Any) -> None:
     """An error for the arguments, alone or in lists, of which a derivative would be lost without a word."""
     for name, value in given.items():
-        for t in _tensors(value):
-            _check(name, t, way_out)
+        for part in leaves(value, (list, tuple, dict)):
+            if isinstance(part, Tensor):
+                refuse_tracked(name, part, way_out)
 
 
-def refuse_captured(f: Any, before: int) -> None:
-    """The same for what fun, called with x alone, has brought into its residuals f.
+def refuse_tracked(name: str, t: Tensor, way_out: str = WAY_OUT, before: int | None = None) -> None:
+    """The same for one tensor, or for residuals of fun, called with x alone, which has brought something into them.
 
-    `before` is the number of autograd's last node before the call. What was computed earlier, and a leaf that is no
-    parameter of a module, come from outside. The weights of a network inside fun are constants of the fit.
+    `before` is then the number of autograd's last node before the call. What was computed earlier, and a leaf that is
+    no parameter of a module, come from outside. The weights of a network inside fun are constants of the fit.
     """
-    if isinstance(f, Tensor):
-        _check("a tensor that fun uses", f, WAY_OUT, before)
+    lost = f"and the result of a fit has no derivative: it would be lost. {way_out}"
+    if torch.is_grad_enabled() and t.requires_grad and (before is None or _from_outside(t, before)):
+        raise DerivativeLost(f"{name} requires grad, {lost}")
+    if forward_ad.unpack_dual(t).tangent is not None:
+        raise DerivativeLost(f"{name} carries a tangent of forward-mode AD, {lost}")
+    while _functorch.is_functorch_wrapped_tensor(t):
+        if _functorch.is_batchedtensor(t):
+            raise DerivativeLost(f"{name} is mapped by torch.func.vmap: pass all problems in one call, batched=True")
+        t = _functorch.get_unwrapped(t)
 
 
 def refuse_unreadable(error: Exception) -> None:
     """The same where an array was to be made of what torch.func differentiates or maps, if that is the error."""
-    if (
-        isinstance(error, RuntimeError)
-        and "Cannot access data pointer" in str(error)
-        and _functorch.get_dynamic_layer_stack_depth()
-    ):
+    if "Cannot access data pointer" in str(error) and _functorch.get_dynamic_layer_stack_depth():
         raise DerivativeLost(
             "an array is made of a tensor inside a torch.func transform, and the result of a fit has no derivative: it "
             "would be lost. Call it outside of the transform, or pass tensors (x0 or p0 too), write the function with "
@@ -133,22 +151,18 @@ def refuse_unreadable(error: Exception) -> None:
 def readable(t: Tensor) -> Any:
     """It as an array, or this error: torch.func may wrap what is made inside of it."""
     try:
-        return t.cpu().numpy()
+        return array(t)
     except RuntimeError as error:
         refuse_unreadable(error)
         raise
 
 
-def _check(name: str, t: Tensor, way_out: str, before: int | None = None) -> None:
-    lost = f"and the result of a fit has no derivative: it would be lost. {way_out}"
-    if torch.is_grad_enabled() and t.requires_grad and (before is None or _from_outside(t, before)):
-        raise DerivativeLost(f"{name} requires grad, {lost}")
-    if forward_ad.unpack_dual(t).tangent is not None:
-        raise DerivativeLost(f"{name} carries a tangent of forward-mode AD, {lost}")
-    while _functorch.is_functorch_wrapped_tensor(t):
-        if _functorch.is_batchedtensor(t):
-            raise DerivativeLost(f"{name} is mapped by torch.func.vmap: pass all problems in one call, batched=True")
-        t = _functorch.get_unwrapped(t)
+def unless_refused(error: Exception) -> None:
+    """Raises what is no reason to try a function in another way: interrupts, and derivatives that would be lost."""
+    unless_interrupted(error)
+    refuse_unreadable(error)
+    if isinstance(error, DerivativeLost):
+        raise error
 
 
 def last_node() -> int:
@@ -169,14 +183,3 @@ def _from_outside(f: Tensor, before: int) -> bool:
             return True
         going += [following for following, _ in node.next_functions]
     return False
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            if not isinstance(part, (int, float)):
-                yield from _tensors(part)

@@ -37,22 +37,20 @@ class Subset:
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
         self.index = None if recording() else mask.nonzero().squeeze(-1)
-        self.empty = self.index is not None and not len(self.index)
         self.whole = self.index is None or len(self.index) == len(mask)
+        self.empty = self.index is not None and not len(self.index)
 
     def of(self, t: Any, instead: Tensor | None = None) -> Any:
         """Their part of what is indexed like a tensor; `instead` is for the others of a recording."""
-        if self.index is None:
-            return t if instead is None else self.into(instead, t)
+        if self.index is None and instead is not None:
+            return self.into(instead, t)
         return t if self.whole else t[self.index]
 
-    def into(self, old: Any, new: Any) -> Any:
-        """A tensor or factor of all problems, with theirs replaced."""
-        if self.index is not None:
-            return new if self.whole else old.index_copy(0, self.index, new)
-        if isinstance(old, QRFactor):
-            return QRFactor(self.into(old.Rc, new.Rc))
-        return torch.where(self.mask.view(-1, *(1,) * (old.ndim - 1)), new, old)
+    def into(self, old: Tensor, new: Tensor) -> Tensor:
+        """A tensor of all problems, with theirs replaced."""
+        if self.index is None:
+            return torch.where(self.mask.view(-1, *(1,) * (old.ndim - 1)), new, old)
+        return new if self.whole else old.index_copy(0, self.index, new)
 
     def narrowed(self, mask: Tensor) -> Subset:
         """Those of the part where another mask holds, which has an entry for each of the part."""
@@ -81,12 +79,6 @@ class QRFactor:
         R = Jf[:, :n].triu()  # (B, n, n + 1)
         return QRFactor(R if unit is None else R / unit[:, None, None])
 
-    def __getitem__(self, index: Tensor) -> QRFactor:
-        return QRFactor(self.Rc[index])
-
-    def index_copy(self, dim: int, index: Tensor, new: QRFactor) -> QRFactor:
-        return QRFactor(self.Rc.index_copy(dim, index, new.Rc))
-
     def without(self, fixed: Tensor, p: Tensor) -> QRFactor:
         """The problem in the other variables, those in `fixed` (B, n) moved by p and then held.
 
@@ -103,17 +95,20 @@ class QRFactor:
         return norm(self.R, 1)
 
     @property
+    def unit(self) -> Tensor:
+        """R with columns of length 1, or 0: (B, n, n)."""
+        return self.R / torch.where(self.length > 0, self.length, 1).unsqueeze(-2)
+
+    @property
     def decrement(self) -> Tensor:
         """‖Qᵀf‖/‖f‖: the cosine of the angle between the residuals and the tangent space, 0 at a stationary point."""
         eps = torch.finfo(self.R.dtype).eps
         finite = self.R.isfinite().all(-1).all(-1)
-        length = self.length
         cosine = torch.where(finite, norm(self.c), torch.nan)
-        short = finite & (self.R.diagonal(dim1=-2, dim2=-1).abs() <= eps * length).any(-1)
+        short = finite & (self.R.diagonal(dim1=-2, dim2=-1).abs() <= eps * self.length).any(-1)
         if not ask(~short):  # Q spans more than J does
             deficient = Subset(short)
-            length = deficient.of(torch.where(length > 0, length, 1))
-            U, s, _ = torch.linalg.svd(deficient.of(self.R) / length.unsqueeze(-2))
+            U, s, _ = torch.linalg.svd(deficient.of(self.unit))
             b = (U.mT @ deficient.of(self.c).unsqueeze(-1)).squeeze(-1)
             inside = s > s.shape[-1] * eps * s.amax(-1, keepdim=True)
             cosine = deficient.into(cosine, norm(torch.where(inside, b, 0)))
@@ -127,10 +122,9 @@ class QRFactor:
     @cached_property
     def cosines(self) -> Tensor:
         """Of the angles between the residuals and the columns of J: (B, n)."""
-        length = self.length
-        return (self.gradient / torch.where(length > 0, length, 1)).abs()
+        return (self.gradient / torch.where(self.length > 0, self.length, 1)).abs()
 
-    @property
+    @cached_property
     def slope(self) -> Tensor:
         """The largest of these cosines: (B,)."""
         return self.cosines.amax(-1)
@@ -141,16 +135,14 @@ class QRFactor:
         n = self.R.shape[-1]
         # Where no column lies near the span of those before it, the condition is at most √n·2ⁿ over that distance.
         near = self.R.diagonal(dim1=-2, dim2=-1).abs() <= 1e-3 * self.length
-        index = (near.any(-1) | (n > 12)).nonzero().squeeze(-1)
+        some = Subset(near.any(-1) | (n > 12))
         condition = torch.full_like(self.c[:, 0], 1e3 * 2**n)
-        if len(index):
-            length = self.length[index]
-            unit = self.R[index] / torch.where(length > 0, length, 1).unsqueeze(-2)
-            s: Tensor = torch.linalg.svdvals(torch.where(unit.isfinite(), unit, 0))
-            zeros = (length == 0).sum(-1, keepdim=True)
-            least = s.gather(-1, (n - 1 - zeros).clamp(min=0)).squeeze(-1)
-            condition = condition.index_copy(0, index, s[:, 0] / least.clamp(min=torch.finfo(s.dtype).tiny))
-        return condition
+        if some.empty:
+            return condition
+        s: Tensor = torch.linalg.svdvals(some.of(self.unit).nan_to_num(0.0, 0.0, 0.0))
+        zeros = (some.of(self.length) == 0).sum(-1, keepdim=True)
+        least = s.gather(-1, (n - 1 - zeros).clamp(min=0)).squeeze(-1)
+        return some.into(condition, s[:, 0] / least.clamp(min=torch.finfo(s.dtype).tiny))
 
     def product(self, p: Tensor) -> Tensor:
         """Rp, which is Jp turned by Qᵀ: (B, n)."""
@@ -172,8 +164,8 @@ class QRFactor:
         # Written so that a NaN is outside.
         outside = Subset(~(norm(D * p) <= (1 + MARGIN) * radius))
         if not outside.empty:
-            R, delta, d, q, mask = (outside.of(t) for t in (self, radius, D, p, outside.mask))
-            p = outside.into(p, R.damped(delta, d, q, mask))
+            Rc, *rest = (outside.of(t) for t in (self.Rc, radius, D, p, outside.mask))
+            p = outside.into(p, QRFactor(Rc).damped(*rest))
         return p, norm(D * p) >= (1 - MARGIN) * radius
 
     def damped(self, radius: Tensor, D: Tensor, p: Tensor, going: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""least_squares: the way from its arguments to the solver and back."""
+"""least_squares: the way from its arguments to the solver and back, and what a fit returns."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -12,15 +12,88 @@ import torch
 from torch import Tensor
 
 from ..surroundings import undisturbed
-from .arrays import floating, has_numpy, kind, readable, refuse, tensor
+from .arrays import HAS_NUMPY, floating, kind, readable, refuse, tensor
 from .factor import Box
 from .problems import Problems, build
-from .result import Report, Result
-from .robust import resolve
+from .robust import LOSSES, RobustLoss, checked
 from .search import search
-from .solve import BAD, Options
+from .solve import BAD, BOTH, FTOL, GTOL, LIMIT, RUNNING, STOPPED, STUCK, XTOL, Options, Progress
 
 EVALUATIONS = 400  # for each parameter and one more, by default
+
+
+TOLERANCE = (
+    lambda v: v is None or (isinstance(v, Real) and 0 <= float(v) < 1),
+    "a number of at least 0 and below 1, or None to switch the test off",
+)
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "jac": (
+        lambda v: callable(v) or v in ("auto", "2-point", "3-point"), "pass 'auto', '2-point', '3-point' or a function",
+    ),
+    "method": (
+        lambda v: v in ("lm", "trf"), "pass 'lm'; it takes bounds and losses too ('trf' is accepted for it)",
+    ),
+    "ftol": TOLERANCE, "xtol": TOLERANCE, "gtol": TOLERANCE,
+    "x_scale": (lambda v: not isinstance(v, str) or v == "jac", "pass 'jac' or the scale of the parameters"),
+    "loss": (
+        lambda v: callable(v) or v in ("linear", *LOSSES),
+        f"pass one of {', '.join(map(repr, ('linear', *LOSSES)))}, or a function z → (ρ, ρ', ρ'')",
+    ),
+    "f_scale": (
+        lambda v: isinstance(v, Real) and 0 < float(v) < math.inf, "where inliers end, a finite positive number",
+    ),
+    "max_nfev": (lambda v: v is None or (isinstance(v, Integral) and int(v) >= 1), "an integer of at least 1"),
+    "verbose": (lambda v: isinstance(v, int) and v in (0, 1, 2), "pass 0, 1 or 2"),
+    "dtype": (
+        lambda v: v in (torch.float32, torch.float64), "pass torch.float64 or torch.float32, in which LAPACK works",
+    ),
+}  # fmt: skip
+
+MESSAGES = {
+    RUNNING: "The fit is under way.",
+    STUCK: "No step makes the cost smaller, though the point is not stationary.",
+    STOPPED: "`callback` raised StopIteration.",
+    BAD: "The residuals or their Jacobian are not finite at the start.",
+    LIMIT: "The maximum number of function evaluations is reached.",
+    GTOL: "The residuals are orthogonal to the Jacobian to within `gtol`.",
+    FTOL: "The cost cannot be made smaller, to within `ftol` or the precision of the arithmetic.",
+    XTOL: "The parameters are known to within `xtol`.",
+    BOTH: "Both `ftol` and `xtol` are reached.",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """SciPy's fields. Of many problems each has a leading dimension, except `message`.
+
+    `fun` is what the function returned; `jac` and `grad` include weights and loss: `jac.T @ jac` approximates the
+    Hessian of the cost. `status` is SciPy's, and −3 where no step succeeds at a point that is not stationary.
+    """
+
+    x: Any
+    cost: Any
+    fun: Any
+    jac: Any
+    grad: Any
+    optimality: Any  # largest gradient component among the variables that are not held by a bound
+    active_mask: Any  # −1 at a lower bound, 1 at an upper one, 0 between
+    nfev: Any
+    njev: Any
+    status: Any
+    message: str
+    success: Any
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def keys(self) -> list[str]:
+        return list(vars(self))
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:>12}: {str(self[name]).replace(chr(10), chr(10) + ' ' * 14)}" for name in self.keys())
 
 
 @undisturbed
@@ -77,57 +150,51 @@ def least_squares(
     tensor([1., 1.], dtype=torch.float64)
     """
     kwargs = {} if kwargs is None else kwargs
-    _check(fun, args, kwargs, dtype, method, jac, verbose, max_nfev)
     refuse(x0=x0, bounds=bounds, x_scale=x_scale, args=args, kwargs=kwargs, f_scale=f_scale, weights=weights)
+    _check(
+        fun, args, kwargs, jac=jac, method=method, ftol=ftol, xtol=xtol, gtol=gtol, x_scale=x_scale, loss=loss,
+        f_scale=f_scale, max_nfev=max_nfev, verbose=verbose, dtype=dtype,
+    )  # fmt: skip
     differentiated = torch.is_grad_enabled()
     x, numpy, rounding = _start(x0, batched, dtype)
     options = Options(
-        _tolerance("ftol", ftol), _tolerance("xtol", xtol), _tolerance("gtol", gtol),
+        float(ftol or 0), float(xtol or 0), float(gtol or 0),
         EVALUATIONS * (x.shape[-1] + 1) if max_nfev is None else int(max_nfev),
         geodesic=geodesic, restarts=restarts, capture=capture and x.is_cuda, x_scale=_scale(x_scale, x),
     )  # fmt: skip
-    rho = resolve(loss, float(f_scale) if isinstance(f_scale, Real) else f_scale)
     lower, upper = _checked(bounds, x, rounding)
     x = x.clamp(lower, upper)
     report = Report(numpy, verbose, callback)
     with torch.no_grad():
-        problems, note = build(fun, x, jac, tuple(args), kwargs, batched, lower, upper, numpy, differentiated)
+        problems, note = build(fun, x, jac, tuple(args), kwargs, batched, (lower, upper), numpy, differentiated)
         if numpy:
             readable(x)  # as the result must be: before the work rather than after it
         free = bool(lower.isneginf().all()) and bool(upper.isposinf().all())
-        problems = replace(
-            problems, weight=_root(weights, problems, x), loss=rho, box=None if free else Box(lower, upper)
-        )
+        box = None if free else Box(lower, upper)
+        rho = RobustLoss(checked(loss) if callable(loss) else LOSSES.get(loss), float(f_scale))
+        problems = replace(problems, weight=_root(weights, problems, x), loss=rho, box=box)
         s = search(problems, x, options, report)
         if not batched and int(s.status) == BAD:
             raise _not_finite(problems, x)
         return report.end(problems, s, note)
 
 
-def _check(
-    fun: Any, args: Any, kwargs: Any, dtype: Any, method: str, jac: Any, verbose: int, max_nfev: Any
-) -> None:  # fmt: skip
+def _check(fun: Any, args: Any, kwargs: Any, **options: Any) -> None:
     if not callable(fun):
         raise TypeError(f"fun is {kind(fun)}: it must be a function, the first argument of least_squares(fun, x0)")
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"args must be a tuple of what fun takes after x, not {kind(args)}: for one, args=(data,)")
     if not isinstance(kwargs, dict):
         raise TypeError(f"kwargs must be a dict, not {kind(kwargs)}")
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype={dtype!r}: pass torch.float64 or torch.float32, in which LAPACK works")
-    if method not in ("lm", "trf"):
-        raise ValueError(f"method={method!r}: pass 'lm'; it takes bounds and losses too ('trf' is accepted for it)")
-    if not callable(jac) and jac not in ("auto", "2-point", "3-point"):
-        raise ValueError(f"jac={jac!r}: pass 'auto', '2-point', '3-point' or a function")
-    if not isinstance(verbose, int) or verbose not in (0, 1, 2):
-        raise ValueError(f"verbose={verbose!r}: pass 0, 1 or 2")
-    if max_nfev is not None and (not isinstance(max_nfev, Integral) or max_nfev < 1):
-        raise ValueError(f"max_nfev={max_nfev!r}: an integer of at least 1")
+    for name, value in options.items():
+        fine, way = RULES[name]
+        if not fine(value):
+            raise ValueError(f"{name}={value!r}: {way}")
 
 
 def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool, float]:
     """x0 as (B, n), whether the results are NumPy arrays, and its relative rounding where that is coarser."""
-    numpy = not isinstance(x0, Tensor) and has_numpy()
+    numpy = not isinstance(x0, Tensor) and HAS_NUMPY
     try:
         x = tensor(x0)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -149,18 +216,8 @@ def _start(x0: Any, batched: bool, dtype: torch.dtype) -> tuple[Tensor, bool, fl
     return x, numpy, given if given > torch.finfo(dtype).eps else 0.0
 
 
-def _tolerance(name: str, value: float | None) -> float:
-    if value is None:
-        return 0.0
-    if not isinstance(value, Real) or not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r}: a number of at least 0 and below 1, or None to switch the test off")
-    return float(value)
-
-
 def _scale(x_scale: Any, x: Tensor) -> Tensor | None:
     if isinstance(x_scale, str):
-        if x_scale != "jac":
-            raise ValueError(f"x_scale={x_scale!r}: pass 'jac' or the scale of the parameters")
         return None
     scale = _expanded("x_scale", x_scale, x[:1])[0]
     if not bool(((scale > 0) & scale.isfinite()).all()):
@@ -228,3 +285,66 @@ def _not_finite(problems: Problems, x: Tensor) -> ValueError:
                 "Start elsewhere, or check the data for NaN"
             )
     return ValueError("the residuals at x0 are too large to square: divide them by their size")
+
+
+def describe(problems: Problems, s: Progress, raw: Tensor, notes: list[str], numpy: bool) -> Result:
+    """The result of what has been reached; `raw` are the residuals without weights."""
+    ft, J = problems.loss.corrected(s.f, s.J)
+    g = (J.mT @ ft.unsqueeze(-1)).squeeze(-1)  # (B, n)
+    box = problems.box
+    held = torch.zeros_like(s.x, dtype=torch.bool) if box is None else box.held(s.x, g)
+    side = torch.zeros_like(s.x, dtype=torch.int64) if box is None else box.side(s.x)
+    values = {  # copies, where they may be what the functions were given
+        "x": s.x, "cost": 0.5 * s.scale**2, "fun": raw.clone(), "jac": J.clone(), "grad": g,
+        "optimality": torch.where(held, 0, g).abs().amax(-1), "active_mask": side,
+        "nfev": s.nfev, "njev": s.njev, "status": s.status, "success": s.status > 0,
+    }  # fmt: skip
+    if problems.batched:
+        text = f"{int((s.status > 0).sum()):,} of {len(s.x):,} problems solved."
+        for code, message in MESSAGES.items():
+            count = int((s.status == code).sum())
+            text += f" {count:,}: {message}" if count else ""
+        out: dict[str, Any] = {k: v.cpu().numpy() if numpy else v for k, v in values.items()}
+    else:
+        text = MESSAGES[int(s.status)]
+        out = {k: v[0] for k, v in values.items()}
+        out = {k: v.item() if v.ndim == 0 else v.cpu().numpy() if numpy else v for k, v in out.items()}
+    return Result(message=" ".join([text, *notes]), **out)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Lines of text and the user's callback after each iteration, and the result at the end."""
+
+    numpy: bool
+    verbose: int
+    callback: Callable[[Result], Any] | None
+
+    def __call__(self, problems: Problems, s: Progress, nit: int) -> None:
+        """After an iteration."""
+        if self.verbose == 2:
+            if nit == 0:
+                print(f"{'iteration':>9} {'running':>9} {'evaluations':>11} {'cost':>13} {'cosine':>10}")
+            running = int((s.status == RUNNING).sum())
+            print(f"{nit:>9} {running:>9} {_brief(s.nfev):>11} {_brief(s.scale**2 / 2):>13} {_brief(s.cosine):>10}")
+        if self.callback is not None:
+            s = s.copy()  # a recording goes on in the same memory
+            self.callback(describe(problems, s, s.f, [f"Iteration {nit}."], self.numpy))
+
+    def end(self, problems: Problems, s: Progress, note: str) -> Result:
+        """`note` says how the Jacobian comes about, if that is worth a word."""
+        n, notes = s.x.shape[-1], [note] if note else []
+        m = problems.m if problems.weight is None else int((problems.weight != 0).sum(-1).min())
+        if m < n:
+            notes.append(f"There are fewer residuals ({m}) than parameters ({n}): the minimum is not unique.")
+        result = describe(problems, s, problems.raw(s.x), notes, self.numpy)
+        if self.verbose:
+            cost, nfev, njev = map(_brief, (s.scale**2 / 2, s.nfev, s.njev))
+            print(f"{result.message}\ncost {cost}, {nfev} evaluations, {njev} Jacobians")
+        return result
+
+
+def _brief(values: Tensor) -> str:
+    """Of many problems the median."""
+    value = values.double().median().item() if len(values) > 1 else values.item()
+    return f"{value:.6g}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import jacfwd, jacrev, jvp, vmap
 
 from ..surroundings import unless_interrupted
-from .arrays import DerivativeLost, floating, last_node, refuse_captured, refuse_unreadable, tensor
+from .arrays import last_node, refuse_tracked, returned, tensor, unless_refused
 from .factor import Box
 from .robust import RobustLoss
 
@@ -36,15 +36,14 @@ class Problems:
     args: tuple[Any, ...]
     cut: tuple[int | None, ...]  # 0 or None for each of args, as torch.func.vmap has it
     batched: bool
-    like: Tensor  # dtype and device
     m: int
     weight: Tensor | None = None  # √w, (m,) or (B, m)
     loss: RobustLoss = RobustLoss()
     box: Box | None = None  # None where all of x is free
-    loop: bool = False  # one problem after the other: NumPy, or what vmap cannot take
+    loop: bool = False  # one problem after the other: a single one, NumPy, or what vmap cannot take
     exact: bool = True  # torch can differentiate fun, and as far as one can tell twice
     limits: tuple[Tensor, ...] = ()  # the bounds, (B, n) each, where jac takes them: differences stay inside
-    origin: tuple[Tensor, ...] = ()  # x0, f and J of a single problem, without weights, once they are known
+    origin: tuple[Tensor, ...] = ()  # x0, f and J of a single problem, without weights
 
     def __getitem__(self, index: Tensor) -> Problems:
         """The problems `index` alone."""
@@ -60,7 +59,7 @@ class Problems:
 
     def raw(self, x: Tensor) -> Tensor:
         """The residuals as the function returns them: (B, m)."""
-        f = self._each(self.fun, x)
+        f = self._each(self.fun, x).detach()
         if f.shape != (len(x), self.m):
             raise ValueError(
                 f"fun returned {f.shape[-1]} residuals, where it returned {self.m} at x0: keep their number"
@@ -68,29 +67,27 @@ class Problems:
         return f
 
     def residuals(self, x: Tensor) -> Tensor:
-        f = self.raw(x)
-        return f if self.weight is None else f * self.weight
+        return self._weighted(self.raw(x))
 
     def jacobian(self, x: Tensor) -> Tensor:
-        J = self._each(self.jac, x, *self.limits)
+        J = self._each(self.jac, x, *self.limits).detach()
         if J.shape != (len(x), self.m, x.shape[-1]):
             raise ValueError(
                 f"jac returned shape {tuple(J.shape[1:])}: it must be {(self.m, x.shape[-1])}, residuals × parameters"
             )
-        return J if self.weight is None else J * self.weight.unsqueeze(-1)
+        return self._weighted(J)
 
     def at_start(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """f and J where a search starts; at its x0 those of a single problem are known."""
-        if len(self.origin) < 3 or not torch.equal(x, self.origin[0]):
+        if not self.origin or not torch.equal(x, self.origin[0]):
             return self.residuals(x), self.jacobian(x)
         _, f, J = self.origin
-        return (f, J) if self.weight is None else (f * self.weight, J * self.weight.unsqueeze(-1))
+        return self._weighted(f), self._weighted(J)
 
     def curvature(self, x: Tensor, f: Tensor) -> Tensor:
         """Σ fᵢ∇²fᵢ of the weighted residuals f, the part of the Hessian that Gauss-Newton leaves out: (B, n, n)."""
-        f = f if self.weight is None else f * self.weight
         inner = lambda x, f, *args: self.fun(x, *args) @ f  # noqa: E731
-        return self._second(jacfwd(jacrev(inner)), x, f)
+        return self._second(jacfwd(jacrev(inner)), x, self._weighted(f))
 
     def bend(self, x: Tensor, v: Tensor) -> Tensor:
         """d²f(x + tv)/dt², the second derivative of the weighted residuals along a step: (B, m)."""
@@ -99,8 +96,48 @@ class Problems:
             slope = lambda y: jvp(lambda z: self.fun(z, *args), (y,), (v,))[1]  # noqa: E731
             return jvp(slope, (x,), (v,))[1]  # type: ignore[no-any-return]
 
-        f = self._second(along, x, v)
-        return f if self.weight is None else f * self.weight
+        return self._weighted(self._second(along, x, v))
+
+    @property
+    def plain(self) -> bool:
+        """Whether Newton's method applies: no bounds, the sum of squares, second derivatives."""
+        return self.box is None and self.loss.rho is None and self.exact
+
+    def clamped(self, x: Tensor) -> Tensor:
+        return x if self.box is None else x.clamp(self.box.lower, self.box.upper)
+
+    def first(self, x: Tensor, differentiated: bool) -> Tensor:
+        """The residuals at the start; an error where they carry a derivative that the fit would lose.
+
+        `differentiated`: whether the caller is in grad mode, in which alone it shows what fun has captured.
+        """
+        before = last_node()
+        try:
+            with torch.set_grad_enabled(differentiated):
+                f = self._each(self.fun, x)
+                refuse_tracked("a tensor that fun uses", f, before=before)
+        except Exception as error:  # such as of a function that writes to parameters, which only takes no_grad
+            unless_refused(error)
+            f = self._each(self.fun, x)
+        return f.detach()
+
+    def _weighted(self, t: Tensor) -> Tensor:
+        """f or J times √w."""
+        if self.weight is None:
+            return t
+        return t * (self.weight if t.ndim == 2 else self.weight.unsqueeze(-1))
+
+    def _each(self, function: Function, *x: Tensor) -> Tensor:
+        """The function of every problem; x and what else has a leading dimension B."""
+        if not self.loop:
+            value: Tensor = vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args)
+            return value
+        # Copies: the function may use its output again, which vmap refuses.
+        return torch.stack([function(*(t[i] for t in x), *self.own(i)).clone() for i in range(len(x[0]))])
+
+    def own(self, i: int) -> list[Any]:
+        """The arguments of problem i."""
+        return [a if d is None else a[i] for a, d in zip(self.args, self.cut, strict=True)]
 
     def _second(self, function: Function, *x: Tensor) -> Tensor:
         needed = "second derivatives, as for geodesic=True, need a fun that torch can differentiate twice"
@@ -112,57 +149,6 @@ class Problems:
             unless_interrupted(error)
             raise NoSecondDerivative(f"{needed}: {_first_line(error)}") from error
 
-    @property
-    def plain(self) -> bool:
-        """Whether Newton's method applies: no bounds, the sum of squares, second derivatives."""
-        return self.box is None and self.loss.rho is None and self.exact
-
-    def clamped(self, x: Tensor) -> Tensor:
-        return x if self.box is None else x.clamp(self.box.lower, self.box.upper)
-
-    def with_jacobian(self, J: Tensor) -> Problems:
-        return self if self.batched else replace(self, origin=(*self.origin, J))
-
-    def first(self, x: Tensor, differentiated: bool) -> Tensor:
-        """The residuals at the start; an error where they carry a derivative that the fit would lose.
-
-        `differentiated`: whether the caller is in grad mode, in which alone it shows what fun has captured.
-        """
-        before = last_node()
-        try:
-            with torch.set_grad_enabled(differentiated):
-                return self._each(self.fun, x, look=lambda f: refuse_captured(f, before))
-        except DerivativeLost:
-            raise
-        except Exception as error:  # such as of a function that writes to parameters, which only takes no_grad
-            unless_interrupted(error)
-            return self._each(self.fun, x)
-
-    def _each(self, function: Function, *x: Tensor, look: Callable[[Any], None] | None = None) -> Tensor:
-        """The function of every problem, looked at; x and what else has a leading dimension B."""
-        if not self.batched:
-            value = function(*[t[0] for t in x], *self.args)
-            if look is not None:
-                look(value)
-            return self.tensor(value).unsqueeze(0)
-        if not self.loop:
-            value = vmap(function, in_dims=(*(0 for _ in x), *self.cut))(*x, *self.args)
-            if look is not None:
-                look(value)
-            return tensor(value).to(self.like)
-        values = []
-        for i in range(len(x[0])):
-            args = [a if d is None else a[i] for a, d in zip(self.args, self.cut, strict=True)]
-            value = function(*(t[i] for t in x), *args)
-            if look is not None:
-                look(value)
-            values.append(self.tensor(value))
-        return torch.stack(values)
-
-    def tensor(self, value: Any) -> Tensor:
-        """A copy: the function may use its own again, which vmap refuses."""
-        return tensor(value).to(self.like, copy=True)
-
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
@@ -170,7 +156,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """How the user wants fun to be called. It gets a copy of x, which it may change; `Problems.tensor` copies f."""
+    """How the user wants fun to be called. It gets a copy of x, which it may change."""
 
     fun: Function
     kwargs: dict[str, Any]
@@ -178,27 +164,19 @@ class UserFunction:
 
     __name__ = "fun"  # torch.func asks for it, and would else print what the function holds
 
-    def __call__(self, x: Tensor, *args: Any) -> Any:
-        f = self.fun(self.own(x), *args, **self.kwargs)
-        if f is None:
-            raise TypeError("fun returned None: it must return the residuals, a vector")
-        if isinstance(f, (list, tuple)) and any(isinstance(r, Tensor) for r in f):
-            f = torch.stack([torch.as_tensor(r, dtype=x.dtype, device=x.device) for r in f])
-        if not isinstance(f, Tensor):
-            if not self.numpy:
-                raise TypeError(f"fun returned {type(f).__name__} for a tensor: it must return a tensor of residuals")
-            f = floating("what fun returns", f)
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        given = self.own(x)
+        f = returned("fun", self.fun(given, *args, **self.kwargs), given, "the residuals, a vector")
         if f.is_complex():
             raise TypeError("fun returned complex residuals: return their real and imaginary parts as one real vector")
         if f.ndim > 1:
-            way = "return it flat, .reshape(-1)"
-            if f.ndim == 2 and f.shape[0] == f.shape[1] > 1:
-                m = f.shape[0]
+            way, m = "return it flat, .reshape(-1)", f.shape[0]
+            if f.ndim == 2 and f.shape[1] == m > 1:
                 way = f"a column {(m, 1)} less a vector {(m,)} gives such a square; make both vectors"
             raise ValueError(
                 f"fun returned shape {tuple(f.shape)}: the residuals of one problem must be a vector; {way}"
             )
-        return f.reshape(-1).to(x.dtype)
+        return f.reshape(-1).to(x.device, x.dtype)
 
     def own(self, x: Tensor) -> Any:
         """A copy of x, of the kind that the user's functions take."""
@@ -207,11 +185,12 @@ class UserFunction:
 
 def build(
     fun: Function, x: Tensor, jac: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: bool,
-    lower: Tensor, upper: Tensor, numpy: bool, differentiated: bool = False,
+    limits: tuple[Tensor, Tensor], numpy: bool, differentiated: bool = False,
 ) -> tuple[Problems, str]:  # fmt: skip
     """The problems at their start x (B, n), and how their Jacobian comes about where that is worth a word.
 
-    `differentiated`: whether the caller is in grad mode, where a derivative that the fit would lose is an error.
+    `limits` are the bounds, (B, n) each. `differentiated`: whether the caller is in grad mode, where a derivative that
+    the fit would lose is an error.
     """
     cut: list[int | None] = []
     for i, a in enumerate(args):
@@ -222,115 +201,98 @@ def build(
                 "dimension, one entry for each problem; pass what all problems share as kwargs"
             )
         cut.append(0 if batched and arraylike else None)
+    # Tensors by vmap, tensors one problem after the other, arrays; for a Jacobian of arrays, these first.
+    of_tensors, of_arrays = [(False, False), (False, True)][not batched :], (True, True)
+    ways = [of_arrays, *of_tensors] if numpy and callable(jac) else [*of_tensors, of_arrays]
     failures: dict[bool, Exception] = {}
     inexact: dict[bool, tuple[Problems, str]] = {}
-    for as_numpy in (True, False) if numpy and callable(jac) else (False, True):
+    for as_numpy, loop in ways:
+        if as_numpy in inexact:
+            continue
         given = args if as_numpy else tuple(_to_tensor(a, x) for a in args)
         call = UserFunction(fun, kwargs if as_numpy else {k: _to_tensor(a, x) for k, a in kwargs.items()}, as_numpy)
-        base = Problems(call, call, given, tuple(cut), batched, x[0], 0, loop=as_numpy, exact=not as_numpy)
+        base = Problems(call, call, given, tuple(cut), batched, 0, loop=loop, exact=not as_numpy)
         try:
             with warnings.catch_warnings():
                 if not as_numpy:  # NumPy deprecates what it does with tensors
                     warnings.simplefilter("ignore", DeprecationWarning)
-                base, i = _sized(base, x, differentiated)
-                problems, note = _with_jacobian(base, x, jac, lower, upper, i)
-        except DerivativeLost:
-            raise
+                problems, note = _started(base, x, jac, limits, differentiated)
         except Exception as error:  # a function of NumPy arrays may raise anything on a tensor, and the reverse
-            unless_interrupted(error)
-            refuse_unreadable(error)
+            unless_refused(error)
             failures[as_numpy] = error
             continue
         if not note:
             return problems, note
         inexact[as_numpy] = problems, note
     if inexact:  # where NumPy functions take tensors, they do it with warnings
-        problems, _ = inexact[True in inexact]
-        _, note = inexact[numpy if numpy in inexact else not numpy]
-        return problems, note
+        return inexact[True in inexact][0], inexact[numpy if numpy in inexact else not numpy][1]
     foreign = numpy and "must be Tensor, not" in str(failures[True])  # a torch function has met an array
     raise failures[numpy and not foreign]
 
 
-def _tried(problems: Problems, which: Tensor, value: Callable[[Problems], Tensor]) -> tuple[Problems, Tensor]:
-    """A value of one of them, and the problems; one after the other where vmap cannot take the function."""
-    try:
-        return problems, value(problems[which])
-    except DerivativeLost:
-        raise
-    except Exception as error:
-        unless_interrupted(error)
-        if not problems.batched or problems.loop:
-            raise
-    problems = replace(problems, loop=True)
-    return problems, value(problems[which])
-
-
-def _sized(base: Problems, x: Tensor, differentiated: bool) -> tuple[Problems, int]:
-    """With the number of residuals, and a problem to look at."""
-    first = torch.tensor([0], device=x.device)
-    base, f = _tried(base, first, lambda one: one.first(x[:1], differentiated))
+def _started(
+    base: Problems, x: Tensor, jac: Any, limits: tuple[Tensor, Tensor], differentiated: bool
+) -> tuple[Problems, str]:  # fmt: skip
+    """With the number of residuals, the Jacobian, and a note where that is not exact."""
+    f, i = base[torch.tensor([0], device=x.device)].first(x[:1], differentiated), 0
     if f.shape[-1] == 0:
         raise ValueError("fun returned no residuals")
-    base = replace(base, m=f.shape[-1], origin=() if base.batched else (x, f))
-    if not base.batched or bool(f.isfinite().all()):
-        return base, 0
-    return base, int(base.raw(x).isfinite().all(-1).int().argmax())  # the first one that is finite
+    base = replace(base, m=f.shape[-1])
+    if base.batched and not bool(f.isfinite().all()):
+        i = int(base.raw(x).isfinite().all(-1).int().argmax())  # the first one that is finite
+    problems, J, note = _with_jacobian(base, x, jac, limits, i)
+    return problems if base.batched else replace(problems, origin=(x, f, J)), note
 
 
 def _with_jacobian(
-    base: Problems, x: Tensor, jac: Any, lower: Tensor, upper: Tensor, i: int
-) -> tuple[Problems, str]:  # fmt: skip
-    """With its Jacobian, tried on problem i, and a note where that is not exact."""
+    base: Problems, x: Tensor, jac: Any, limits: tuple[Tensor, Tensor], i: int
+) -> tuple[Problems, Tensor, str]:  # fmt: skip
+    """With its Jacobian, that of problem i, and a note where it is not exact."""
     call, which, xi = base.fun, torch.tensor([i], device=x.device), x[i : i + 1]
     assert isinstance(call, UserFunction)
+    lower, upper = (limit[i] for limit in limits)
     if callable(jac):
 
         def given(x: Tensor, *args: Any) -> Any:
             J = jac(call.own(x), *args, **call.kwargs)
             if J is None:
                 raise TypeError("jac returned None: it must return the Jacobian, residuals × parameters")
-            return J if isinstance(J, Tensor) else tensor(J)
+            return tensor(J).to(x.device, x.dtype)
 
-        problems, J = _tried(replace(base, jac=given), which, lambda one: one.jacobian(xi))
-        return replace(problems, exact=not call.numpy and _derived(base[which], xi, J)).with_jacobian(J), ""
+        problems = replace(base, jac=given)
+        J = problems[which].jacobian(xi)
+        # Second derivatives are those of fun where torch finds the first ones.
+        own = _attempt(replace(base[which], jac=jacfwd(call)), xi) if base.exact else None
+        exact = isinstance(own, Tensor) and bool((own - J).norm() <= 1e-3 * J.norm())
+        return replace(problems, exact=exact), J, ""
     reason = "fun works on NumPy arrays, of which torch knows no derivative"
     if jac == "auto" and not call.numpy:
         whole = (jacfwd, jacrev) if x.shape[-1] <= REVERSE * base.m else (jacrev, jacfwd)  # the cheapest first
         for way in (*whole, rows):
-            by_rows = way is rows
-            problems = replace(base, jac=way(call), loop=base.loop or (by_rows and base.batched), exact=not by_rows)
+            problems = replace(base, jac=way(call), loop=base.loop or way is rows, exact=way is not rows)
             one = problems[which]
-            try:
-                J = one.jacobian(xi)
-            except Exception as error:  # no such derivative, in-place code, data-dependent branches
-                unless_interrupted(error)
-                reason = f"torch cannot differentiate fun: {_first_line(error)}"
+            found = _attempt(one, xi)
+            if isinstance(found, Exception):
+                reason = f"torch cannot differentiate fun: {_first_line(found)}"
                 continue
-            if not bool(J.isfinite().all()) or agrees(one, xi[0], J[0], lower[i], upper[i]):
-                return problems.with_jacobian(J), ""
+            if not bool(found.isfinite().all()) or agrees(one, xi[0], found[0], lower, upper):
+                return problems, found, ""
             reason = "the derivative that torch finds is not that of fun; something in it is detached or not torch"
             break
-    points = 2 if jac == "2-point" else 3
-    one = base[which]
-    args = tuple(a if d is None else a[0] for a, d in zip(one.args, one.cut, strict=True))
-    relative = steps(lambda x: base.tensor(call(x, *args)), xi[0], lower[i], upper[i], points)
-    by_differences = differences(call, relative, points, base.tensor)
-    return (
-        replace(base, jac=by_differences, loop=base.batched, exact=False, limits=(lower, upper)),
-        f"The Jacobian is by {jac} differences." if jac != "auto" else
-        f"The Jacobian is by 3-point differences: {reason}.",
-    )  # fmt: skip
+    points, args = 2 if jac == "2-point" else 3, base.own(i)
+    relative = steps(lambda x: call(x, *args).clone(), xi[0], lower, upper, points)
+    problems = replace(base, jac=differences(call, relative, points), loop=True, exact=False, limits=limits)
+    note = f"The Jacobian is by {points}-point differences" + (f": {reason}." if jac == "auto" else ".")
+    return problems, problems[which].jacobian(xi), note
 
 
-def _derived(one: Problems, x: Tensor, J: Tensor) -> bool:
-    """Whether torch finds the Jacobian that was given, so that second derivatives are those of fun."""
+def _attempt(problems: Problems, x: Tensor) -> Tensor | Exception:
+    """The Jacobian, or why there is none: no such derivative, in-place code, data-dependent branches."""
     try:
-        derived = replace(one, jac=jacfwd(one.fun)).jacobian(x)
+        return problems.jacobian(x)
     except Exception as error:  # any that torch, or fun on its kind of tensor, may raise
         unless_interrupted(error)
-        return False
-    return bool((derived - J).norm() <= 1e-3 * J.norm())
+        return error
 
 
 def _to_tensor(a: Any, x: Tensor) -> Any:
@@ -346,22 +308,17 @@ def rows(fun: Function) -> Function:
     """One backward pass per residual, for functions that torch.func cannot take."""
 
     def jac(x: Tensor, *args: Any) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            f = fun(x, *args)
-            grads = [torch.autograd.grad(r, x, retain_graph=True, allow_unused=True)[0] for r in f]
-        return torch.stack([torch.zeros_like(x) if g is None else g for g in grads]).detach()
+        J: Tensor = torch.autograd.functional.jacobian(lambda z: fun(z, *args), x)
+        return J
 
     return jac
 
 
-def differences(fun: Function, relative: Tensor, points: int, as_tensor: Callable[[Any], Tensor]) -> Function:
+def differences(fun: Function, relative: Tensor, points: int) -> Function:
     """2- or 3-point differences that stay within the bounds; `relative` is the size of the steps, see `steps`."""
 
     def jac(x: Tensor, lower: Tensor, upper: Tensor, *args: Any) -> Tensor:
-        def f(x: Tensor) -> Tensor:
-            return as_tensor(fun(x, *args))
-
+        f: Callable[[Tensor], Tensor] = lambda x: fun(x, *args).clone()  # noqa: E731
         h, f0 = relative * _size(x), f(x)
         return torch.stack([_slope(f, x, f0, j, h[j], lower, upper, points) for j in range(len(x))], -1)
 

@@ -75,20 +75,7 @@ class RobustLoss:
         return f * d1 / root, J * root.unsqueeze(-1)
 
 
-def resolve(loss: Any, f_scale: Any) -> RobustLoss:
-    if not isinstance(f_scale, (int, float)) or not 0 < f_scale < float("inf"):
-        raise ValueError(f"f_scale={f_scale!r}: where inliers end, a finite positive number")
-    if callable(loss):
-        return RobustLoss(_checked(loss), float(f_scale))
-    if loss == "linear":
-        return RobustLoss()
-    if loss not in LOSSES:
-        names = ", ".join(repr(name) for name in ("linear", *LOSSES))
-        raise ValueError(f"loss={loss!r}: pass one of {names}, or a function z → (ρ, ρ', ρ'')")
-    return RobustLoss(LOSSES[loss], float(f_scale))
-
-
-def _checked(rho: Callable[[Any], Any]) -> Rho:
+def checked(rho: Callable[[Any], Any]) -> Rho:
     """The user's ρ of a vector z: three rows like z, as a sequence or stacked, tensors or arrays."""
 
     def called(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

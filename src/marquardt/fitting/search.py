@@ -24,7 +24,7 @@ from .solve import (
     Options,
     Progress,
     Watcher,
-    better_of,
+    faded,
     linearised,
     relative_change,
     solve,
@@ -44,7 +44,7 @@ SIGNS = 4  # most sets of signs with which parameters are moved together
 # by at the start. Found by trying, docs/least_squares.md.
 ATTEMPTS = ((0.1, 1.0), (1.0, 0.1), (0.01, 1.0), (1.0, 1e-3))
 NEWTON = 5  # most Newton steps of a finish
-FADED = 1e-6  # a column of J this much shorter than it was: its parameter has lost its influence
+FADED = 1e-6  # of its length: a column of J that is shorter than this is of a parameter that has lost its influence
 
 Attempt = Callable[[Problems, Tensor, Options], Progress]
 
@@ -59,34 +59,30 @@ def search(problems: Problems, x: Tensor, options: Options, watch: Watcher) -> P
         return attempt(problems, x, options)
     few = options.max_nfev < 20 * len(ATTEMPTS)
     best = attempt(problems, x, options if few else replace(options, max_nfev=options.max_nfev // 2))
-    given = x
-    best, x, dead = escape(problems, given, best, attempt, options)
+    best, x0, dead = escape(problems, x, best, attempt, options)
     if few:
-        return put_back(problems, given, best)
+        return put_back(problems, x, best)
     share = options.max_nfev // 4 // len(ATTEMPTS)
     for factor, shift in ATTEMPTS:
-        again = doubtful(problems, x, best, dead, options).nonzero().squeeze(-1)
+        again = doubtful(problems, x0, best, dead, options).nonzero().squeeze(-1)
         if not len(again) or bool((best.status == STOPPED).any()):
             break
-        old, part = best[again], problems[again]
-        x0 = torch.where(faded(part, old, options) & ~dead[again], shift * x[again], x[again])
-        x0 = part.clamped(x0)
-        new = attempt(part, x0, replace(options, max_nfev=share, factor=factor))
-        still = doubtful(part, x[again], new, dead[again], options)
-        limit = torch.where(still, 1 - 1e-9, 1 + 1e-9) * old.scale
-        best = best.merge(again, better_of(old, new, limit, again))
+        old, part, begin, idle = best[again], problems[again], x0[again], dead[again]
+        shifted = torch.where(faded(old, options, FADED) & ~idle, shift * begin, begin)
+        new = attempt(part, part.clamped(shifted), replace(options, max_nfev=share, factor=factor))
+        still = doubtful(part, begin, new, idle, options)
+        best = best.improved(again, new, torch.where(still, 1 - 1e-9, 1 + 1e-9) * old.scale)
     # What ran out of its share goes on from where it is, with what is left. So does what is stuck with a D that is that
     # of columns which have faded since: ‖Dp‖ ≤ Δ held their parameters, and a new start measures D anew.
     while not bool((best.status == STOPPED).any()):
-        stale = (faded(problems, best, options, STALE) & (best.J != 0).any(1)).any(-1)
+        stale = (faded(best, options, STALE) & (best.J != 0).any(1)).any(-1)
         going = (best.status == LIMIT) | ((best.status == STUCK) & stale)
         again = (going & (best.nfev < options.max_nfev - 1)).nonzero().squeeze(-1)
         if not len(again):
             break
         old, left = best[again], options.max_nfev - int(best.nfev[again].max())
-        new = attempt(problems[again], old.x, replace(options, max_nfev=left))
-        best = best.merge(again, better_of(old, new, old.scale, again))
-    return put_back(problems, given, best)
+        best = best.improved(again, attempt(problems[again], old.x, replace(options, max_nfev=left)), old.scale)
+    return put_back(problems, x, best)
 
 
 def put_back(problems: Problems, x0: Tensor, s: Progress) -> Progress:
@@ -99,16 +95,9 @@ def put_back(problems: Problems, x0: Tensor, s: Progress) -> Progress:
     return s
 
 
-def faded(problems: Problems, s: Progress, options: Options, share: float = FADED) -> Tensor:
-    """Which parameters have lost their influence, all but this share of it: (B, n)."""
-    if options.x_scale is not None:  # D remembers nothing
-        return torch.zeros_like(s.x, dtype=torch.bool)
-    return norm(problems.loss.corrected(s.f, s.J)[1], 1) <= share * s.D
-
-
 def doubtful(problems: Problems, x0: Tensor, s: Progress, dead: Tensor, options: Options) -> Tensor:
     """No minimum, or one at infinity, or one where parameters have become alike and J has lost its rank: (B,)."""
-    doubt = (s.status != BAD) & ((s.status <= 0) | (faded(problems, s, options) & ~dead).any(-1))
+    doubt = (s.status != BAD) & ((s.status <= 0) | (faded(s, options, FADED) & ~dead).any(-1))
     index = (~doubt & (s.factor.condition > ALIKE) & (s.f.shape[-1] >= s.x.shape[-1])).nonzero().squeeze(-1)
     if len(index):
         doubt[index] = lost_rank(problems[index], x0[index], s[index])
@@ -143,10 +132,13 @@ def finish(problems: Problems, s: Progress, options: Options) -> Progress:
         if not len(which):
             break
         some, old = problems[which], s[which]
+        d = old.D.unsqueeze(-1)
         try:
-            x = old.x + newton(some, old)
+            L, failed = torch.linalg.cholesky_ex(scaled_hessian(some, old))
         except NoSecondDerivative:
             break
+        p = -torch.cholesky_solve(old.J.mT @ old.f.unsqueeze(-1) / d, L) / d  # (B, n, 1)
+        x = old.x + torch.where(failed[:, None, None] > 0, 0, p).squeeze(-1)  # where H is not positive definite, x
         there = linearised(some, x, some.residuals(x), some.jacobian(x), old.D, options)
         slope = there.factor.slope
         better = Subset((slope < 0.9 * old.factor.slope) & (there.scale <= (1 + 1e-9) * old.scale))  # false for a NaN
@@ -155,14 +147,6 @@ def finish(problems: Problems, s: Progress, options: Options) -> Progress:
         s = s.merge(which, new)  # a Jacobian more, and a Hessian as another
         index[which] = better.mask & (relative_change(old.x, x - old.x) > options.xtol)
     return s
-
-
-def newton(problems: Problems, s: Progress) -> Tensor:
-    """−(JᵀJ + Σfᵢ∇²fᵢ)⁻¹Jᵀf, zero where that is not positive definite: (B, n)."""
-    d, H = s.D.unsqueeze(-1), scaled_hessian(problems, s)
-    L, failed = torch.linalg.cholesky_ex(H)
-    p = -torch.cholesky_solve(s.J.mT @ s.f.unsqueeze(-1) / d, L) / d
-    return torch.where(failed.unsqueeze(-1) > 0, 0, p.squeeze(-1))
 
 
 def escape(
@@ -195,9 +179,8 @@ def escape(
         # Parameters that have not moved would begin another attempt on the same saddle.
         x0 = x0.index_copy(0, down, torch.where(x0[down] == s.x[down], trials.x[lower], x0[down]))
         new, limit = attempt(problems[down], trials.x[lower], more), (1 - 1e-9) * s.scale[down]
-        s = s.merge(down, better_of(s[down], new, limit, down))
-        going = torch.zeros_like(going)
-        going[down] = (new.scale <= limit) & (new.status != STOPPED)
+        s = s.improved(down, new, limit)
+        going = torch.zeros_like(going).index_copy(0, down, (new.scale <= limit) & (new.status != STOPPED))
     return s, x0, dead
 
 
@@ -215,42 +198,36 @@ class Trials:
 
     def made(self, unknown: Tensor) -> Tensor:
         """Try what may lead down; which of the unknown parameters nothing shows an influence of: (B, n)."""
-        flat = self.zero & self.free & unknown
         try:
-            curved = self.follow_curvature()
+            far, directions, seen = self.downhill()
         except NoSecondDerivative:
-            self.follow_null_space()
-        else:
-            flat &= ~curved
+            far, directions, seen = self.null_space()
+        for k in range(far.shape[-1]):
+            self.along(far[:, k : k + 1] * directions[..., k], NEAR)
+        flat = self.zero & self.free & unknown & ~seen
         most, number = int(flat.sum(-1).max()), flat.cumsum(-1) - 1
         size = (1 + 0.618 * number % 1) * self.size  # of one size, they might cancel
         still = flat.any(-1)
-        for k in range(SIGNS if most > 1 else min(most, 1)):
+        for k in range(SIGNS if most > 1 else most):
             signs = 1 - 2 * ((number >> (k - 1)) & 1) if k else torch.ones_like(number)
             still &= ~self.along(torch.where(flat, signs * size, 0), ANYWHERE)
         still &= ~self.along(torch.where(flat, -self.s.x, 0), NEARLY_ALL)
-        apart = flat & ~still.unsqueeze(-1)
-        columns = apart.any(0).nonzero().flatten().tolist()
-        for j in columns if most > 1 else ():
-            self.along(self.of(apart, j), ANYWHERE)
-        for i, j in itertools.combinations(columns, 2) if most > 2 else ():  # others spoil what two do together
-            one, other = self.of(apart, i), self.of(apart, j)
-            both = ((one != 0) & (other != 0).any(-1, keepdim=True)).any(-1, keepdim=True)
+        apart, index = flat & ~still.unsqueeze(-1), torch.arange(flat.shape[-1], device=flat.device)
+        alone = {j: torch.where(apart & (index == j), self.size, 0) for j in apart.any(0).nonzero().flatten().tolist()}
+        for d in alone.values() if most > 1 else ():
+            self.along(d, ANYWHERE)
+        for one, other in itertools.combinations(alone.values(), 2) if most > 2 else ():
+            # Others spoil what two do together.
+            both = (one != 0).any(-1, keepdim=True) & (other != 0).any(-1, keepdim=True)
             for sign in (1, -1):
                 self.along(torch.where(both, one + sign * other, 0), ANYWHERE[::2])
         return flat & still.unsqueeze(-1)
 
-    def of(self, which: Tensor, j: int) -> Tensor:
-        """Parameter j alone, by its size, where it is one of these: (B, n)."""
-        d = torch.zeros_like(self.x)
-        d[:, j] = torch.where(which[:, j], self.size[:, j], 0)
-        return d
+    def downhill(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Directions in which the Hessian is negative, the columns of (B, n, n), how far it is along them to where it
+        promises no cost at all, and which parameters it knows, (B, n) each.
 
-    def follow_curvature(self) -> Tensor:
-        """Along directions in which the Hessian is negative, to where it promises no cost at all, and less far.
-
-        Its rows and columns are brought to one size first, so that units of the parameters change nothing. Returns
-        which of them are not zero: (B, n).
+        Its rows and columns are brought to one size first, so that units of the parameters change nothing.
         """
         H = hessian(self.problems, self.s).nan_to_num(0.0, 0.0, 0.0)
         self.njev += 1
@@ -260,27 +237,18 @@ class Trials:
             row = (H * unit.unsqueeze(-1) * unit.unsqueeze(-2)).abs().amax(-1)
             unit = torch.where(row > 0, unit / row.sqrt(), unit)
         value, vector = torch.linalg.eigh(H * unit.unsqueeze(-1) * unit.unsqueeze(-2))
-        for k in range(value.shape[-1]):
-            down = value[:, k] < NEGATIVE * value.abs().amax(-1)
-            if not bool(down.any()):
-                break
-            length = self.s.scale / torch.where(down, -value[:, k], 1).sqrt()
-            self.along(torch.where(down, length, 0).unsqueeze(-1) * unit * vector[..., k], NEAR)
-        return H.abs().amax(-1) > 0
+        down = value < NEGATIVE * value.abs().amax(-1, keepdim=True)
+        far = torch.where(down, self.s.scale.unsqueeze(-1) / torch.where(down, -value, 1).sqrt(), 0)
+        return far, unit.unsqueeze(-1) * vector, H.abs().amax(-1) > 0
 
-    def follow_null_space(self) -> None:
-        """Along the null space of J, where no Hessian gives a length."""
-        length = self.s.factor.length
-        visible = self.free & ~self.zero
-        unit = torch.where(length > 0, length, 1)
-        R = torch.where(visible.unsqueeze(-2), self.s.factor.R / unit.unsqueeze(-2), 0).nan_to_num(0.0, 0.0, 0.0)
+    def null_space(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of the null space of J, where no Hessian gives a length, or knows a parameter."""
+        length, visible = self.s.factor.length, self.free & ~self.zero
+        R = torch.where(visible.unsqueeze(-2), self.s.factor.unit, 0).nan_to_num(0.0, 0.0, 0.0)
         _, value, vector = torch.linalg.svd(torch.cat([R, torch.diag_embed(~visible).to(R)], 1), full_matrices=False)
-        far = norm(self.s.D * self.s.x)
-        for k in range(value.shape[-1]):
-            none = ALIKE * value[:, -1 - k] < value[:, 0]
-            if not bool(none.any()):
-                break
-            self.along(torch.where(none, far, 0).unsqueeze(-1) * vector[:, -1 - k] / unit, NEAR)
+        far = torch.where(ALIKE * value < value[:, :1], norm(self.s.D * self.s.x).unsqueeze(-1), 0)
+        directions = vector.mT / torch.where(length > 0, length, 1).unsqueeze(-1)
+        return far.flip(-1), directions.flip(-1), torch.zeros_like(visible)
 
     def along(self, d: Tensor, parts: tuple[float, ...]) -> Tensor:
         """Try x ± parts of d, x the lowest so far, and whether that changes any residual: (B,)."""
@@ -310,5 +278,4 @@ def hessian(problems: Problems, s: Progress) -> Tensor:
 
 def scaled_hessian(problems: Problems, s: Progress) -> Tensor:
     """D⁻¹HD⁻¹: (B, n, n)."""
-    d = s.D.unsqueeze(-1)
-    return hessian(problems, s) / d / d.mT
+    return hessian(problems, s) / s.D.unsqueeze(-1) / s.D.unsqueeze(-2)

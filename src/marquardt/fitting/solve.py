@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -57,15 +57,25 @@ class Point:
     cosine: Tensor  # (B,), of the angle between residuals and tangent space
     D: Tensor  # (B, n)
 
+    @classmethod
+    def of(cls: type[P], tensors: Iterable[Tensor]) -> P:
+        x, f, J, Rc, *rest = tensors
+        return cls(x, f, J, QRFactor(Rc), *rest)
+
+    def tensors(self) -> list[Tensor]:
+        return [value.Rc if isinstance(value, QRFactor) else value for value in vars(self).values()]
+
     def __getitem__(self: P, index: Tensor) -> P:
-        return mapped(lambda t: t[index], type(self), self)
+        return self.of(t[index] for t in self.tensors())
+
+    def copy(self: P) -> P:
+        return self.of(t.clone() for t in self.tensors())
 
 
 @dataclass(frozen=True)
 class Progress(Point):
     """And how they came there."""
 
-    which: Tensor  # (B,), of the batch that was asked for
     radius: Tensor  # (B,), Δ of ‖Dp‖ ≤ Δ
     change: Tensor  # (B,), the largest relative change of a parameter in the last step; infinite after a damped one
     nfev: Tensor  # (B,)
@@ -74,41 +84,28 @@ class Progress(Point):
 
     def at(self, part: Subset, point: Point) -> Progress:
         """This one, with some of the problems at other points."""
-        plain = part.index is not None and part.whole
-        return replace(self, **vars(point if plain else mapped(part.into, Point, self, point)))
+        if part.index is None or not part.whole:
+            point = Point.of(map(part.into, self.tensors(), point.tensors()))
+        return replace(self, **vars(point))
 
     @property
     def running(self) -> Tensor:
         return self.status == RUNNING
 
-    def tensors(self) -> list[Tensor]:
-        return [value.Rc if isinstance(value, QRFactor) else value for value in vars(self).values()]
-
-    def renewed(self) -> Progress:
-        """The same tensors, without what was derived from them before."""
-        return mapped(lambda t: QRFactor(t.Rc) if isinstance(t, QRFactor) else t, Progress, self)
-
-    def copy(self) -> Progress:
-        return mapped(lambda t: QRFactor(t.Rc.clone()) if isinstance(t, QRFactor) else t.clone(), Progress, self)
-
     def merge(self, index: Tensor, other: Progress) -> Progress:
         """This one, with the problems `index` replaced by those of the other."""
         if len(index) == len(self.x):
             return other
-        return mapped(lambda old, new: old.index_copy(0, index, new), Progress, self, other)
+        return Progress.of(t.index_copy(0, index, new) for t, new in zip(self.tensors(), other.tensors(), strict=True))
 
-
-def mapped(of: Callable[..., Any], kind: type[P], *points: Point) -> P:
-    """A point or progress of what `of` makes of each field of the others."""
-    return kind(*map(of, *(vars(point).values() for point in points)))
-
-
-def better_of(old: Progress, new: Progress, limit: Tensor, which: Tensor) -> Progress:
-    """The new one where its scale is within the limit, with the evaluations of both."""
-    index = (new.scale <= limit).nonzero().squeeze(-1)  # no NaN is
-    best = old.merge(index, new[index])
-    status = torch.where(new.status == STOPPED, STOPPED, best.status)  # the callback ends all attempts
-    return replace(best, which=which, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
+    def improved(self, index: Tensor, new: Progress, limit: Tensor) -> Progress:
+        """This one, with the problems `index` as in the other where its scale is within the limit, and all of its
+        evaluations counted."""
+        old, lower = self[index], (new.scale <= limit).nonzero().squeeze(-1)  # no NaN is
+        best = old.merge(lower, new[lower])
+        status = torch.where(new.status == STOPPED, STOPPED, best.status)  # the callback ends all attempts
+        best = replace(best, status=status, nfev=old.nfev + new.nfev, njev=old.njev + new.njev)
+        return self.merge(index, best)
 
 
 Watcher = Callable[[Problems, Progress, int], None]  # the last is the number of the iteration
@@ -117,24 +114,23 @@ Watcher = Callable[[Problems, Progress, int], None]  # the last is the number of
 def solve(problems: Problems, x: Tensor, options: Options, watch: Watcher) -> Progress:
     """Run every problem until it stops. `watch` sees the progress after each iteration."""
     result = s = start(problems, x, options)
-    replay = RecordedIteration(iterate)
-    advance = replay if options.capture else iterate
-    nit = 0
+    which = torch.arange(len(x), device=x.device)  # of these are in s
+    replay = RecordedIteration()
+    advance, nit = replay if options.capture else iterate, 0
     try:
         watch(problems, s, nit)
         while True:
             running = s.running.nonzero().squeeze(-1)
             if not len(running) or (len(running) < COMPACT * len(s.x) and replay.graph is None):
-                result = result.merge(s.which, s)
+                result = result.merge(which, s)
                 if not len(running):
                     return result
-                s, problems = s[running], problems[running]
+                s, problems, which = s[running], problems[running], which[running]
             s = advance(problems, s, options)
             nit += 1
             watch(problems, s, nit)
     except StopIteration:
-        s = replace(s, status=torch.where(s.status == RUNNING, STOPPED, s.status))
-        return result.merge(s.which, s)
+        return result.merge(which, replace(s, status=torch.where(s.running, STOPPED, s.status)))
 
 
 def start(problems: Problems, x: Tensor, options: Options) -> Progress:
@@ -147,18 +143,12 @@ def start(problems: Problems, x: Tensor, options: Options) -> Progress:
     first = norm(s.D * x)
     # Where x₀ as a whole changes the residuals by less than rounding, it might as well be 0.
     first = torch.where(first > torch.finfo(x.dtype).eps * s.scale, first, 1.0)
-    which = torch.arange(len(x), device=x.device)
     going = RUNNING if options.max_nfev > 1 else LIMIT
     status = torch.where(fine, torch.where((s.cosine <= options.gtol) | is_zero(s), GTOL, going), BAD)
-    return Progress(
-        **vars(replace(s, scale=torch.where(fine, s.scale, torch.nan))),
-        which=which,
-        radius=options.factor * first,
-        change=torch.full_like(first, torch.inf),
-        nfev=torch.ones_like(which),
-        njev=torch.ones_like(which),
-        status=status,
-    )
+    one = torch.ones_like(status)
+    s = replace(s, scale=torch.where(fine, s.scale, torch.nan))
+    return Progress(**vars(s), radius=options.factor * first, change=torch.full_like(first, torch.inf),
+                    nfev=one, njev=one, status=status)  # fmt: skip
 
 
 def linearised(problems: Problems, x: Tensor, f: Tensor, J: Tensor, D: Tensor, options: Options) -> Point:
@@ -213,9 +203,7 @@ def iterate(problems: Problems, s: Progress, options: Options) -> Progress:
         broken = trial.into(torch.zeros_like(held), ~usable)
         ratio, actual = (torch.where(broken, -torch.inf, t) for t in (ratio, actual))
         flat = flat & ~broken
-    njev = s.njev + trial.mask
     nfev = s.nfev + 1
-
     radius = torch.where(flat, s.radius, next_radius(s, p, actual, ratio, held))
 
     # Stopping. While steps shrink by a rate r, the distance to the limit is r/(1 − r) of the last one.
@@ -235,7 +223,7 @@ def iterate(problems: Problems, s: Progress, options: Options) -> Progress:
         radius=torch.where(running, radius, s.radius),
         change=torch.where(accepted, torch.where(held, torch.inf, change), s.change),
         nfev=torch.where(running, nfev, s.nfev),
-        njev=njev,
+        njev=s.njev + trial.mask,
         status=torch.where(running, status, s.status),
     )
 
@@ -278,10 +266,16 @@ def is_stationary(s: Point, options: Options) -> Tensor:
     """
     eps = torch.finfo(s.x.dtype).eps
     small = s.factor.cosines <= max(STATIONARY, 1e3 * eps) + 10 * wobble(s.factor, s.x).unsqueeze(-1)
-    if options.x_scale is None:  # D is then the largest length that each column has had
-        faded = s.scale.unsqueeze(-1) * s.factor.length <= STALE * s.D
-        small |= faded & ((s.factor.gradient * s.x).abs() <= eps**0.5)
-    return small.all(-1)
+    gone = faded(s, options, STALE) & ((s.factor.gradient * s.x).abs() <= eps**0.5)
+    settled: Tensor = small | gone
+    return settled.all(-1)
+
+
+def faded(s: Point, options: Options, share: float) -> Tensor:
+    """Columns of J that are at most this share as long as they have been, by D: (B, n)."""
+    unit = torch.where(s.scale > 0, s.scale, 1.0).unsqueeze(-1)
+    short: Tensor = unit * s.factor.length <= share * s.D
+    return short & (options.x_scale is None)  # a given D remembers nothing
 
 
 def relative_change(x: Tensor, p: Tensor) -> Tensor:
@@ -297,27 +291,24 @@ class RecordedIteration:
     `new`. All calls are for the same problems, each with the progress that the last one returned.
     """
 
-    def __init__(self, iterate: Callable[..., Progress]) -> None:
-        self.iterate = iterate
-        self.refused = False
-        self.graph: torch.cuda.CUDAGraph | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+    refused = False
 
     def __call__(self, problems: Problems, s: Progress, options: Options) -> Progress:
         if self.graph is None and not self.refused and s.x.device in _ready:
             self._record(problems, s, options)
         if self.graph is None:
             _ready.add(s.x.device)
-            return self.iterate(problems, s, options)
+            return iterate(problems, s, options)
         self.graph.replay()
         index = self.wrong.nonzero().squeeze(-1)
         if len(index):
-            old = self.old.renewed()[index]
-            again = self.iterate(problems[index], old, options)
+            again = iterate(problems[index], self.old[index], options)
             for t, part in zip(self.new.tensors(), again.tensors(), strict=True):
                 t.index_copy_(0, index, part)
             if 2 * len(index) > int(self.old.running.sum()):  # the graph holds for too few of these problems
                 self.graph, self.refused = None, True
-        return self.new.renewed()
+        return Progress.of(self.new.tensors())  # without what was derived from these tensors before
 
     def _record(self, problems: Problems, s: Progress, options: Options) -> None:
         self.old, self.new = s.copy(), s.copy()
@@ -329,7 +320,7 @@ class RecordedIteration:
                     graph.capture_begin()
                     try:
                         torch._foreach_copy_(self.old.tensors(), self.new.tensors())
-                        new = self.iterate(problems, self.old.renewed(), options)
+                        new = iterate(problems, Progress.of(self.old.tensors()), options)
                         torch._foreach_copy_(self.new.tensors(), new.tensors())
                         self.wrong = ~torch.stack(tape.asked).all(0) & self.old.running
                     finally:
