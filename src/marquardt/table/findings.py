@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..tabular import Committee
-from .columns import Columns, NumberTarget, Target
+from .columns import Columns, Target
 from .request import Request
 
 LEVEL = 0.95  # of the intervals in predictions.csv and the report
@@ -103,8 +103,7 @@ def measured(
     target: Target, true: Tensor, mean: Tensor, std: Tensor | None, level: float, trained: Tensor | None = None
 ) -> dict[str, dict[str, float]]:
     """{target: {measure: value}}; with the values that were `trained` on, also of the simplest prediction there is."""
-    if isinstance(target, NumberTarget):
-        assert std is not None
+    if std is not None:
         columns = zip(target.names, true.T, mean.T, std.T, strict=True)
         found = {name: regression(y, m, s, level) for name, y, m, s in columns}
         if trained is not None:
@@ -119,23 +118,21 @@ def measured(
 
 def words(found: dict[str, dict[str, float]], level: float) -> list[str]:
     """A sentence for each target."""
-    sentences = []
-    for name, m in found.items():
-        if "rmse" in m:
-            r2 = "" if math.isnan(m["r2"]) else f", R² {m['r2']:.3f}"
-            mean = f" (the mean alone: {m['rmse_of_the_mean']:.4g})" if "rmse_of_the_mean" in m else ""
-            sentences.append(
-                f"{name}: RMSE {m['rmse']:.4g}{mean}{r2}; "
-                f"the {100 * level:.4g} % interval holds {100 * m['coverage']:.1f} % of the values."
-            )
-        else:
-            largest = m.get("accuracy_of_the_largest_class")
-            alone = "" if largest is None else f" (the largest class alone: {100 * largest:.1f} %)"
-            sentences.append(
-                f"{name}: accuracy {100 * m['accuracy']:.1f} %{alone}, log loss {m['log_loss']:.3g}, "
-                f"calibration error {m['calibration_error']:.3f}."
-            )
-    return sentences
+    return [f"{name}: {_of_numbers(m, level) if 'rmse' in m else _of_classes(m)}." for name, m in found.items()]
+
+
+def _of_numbers(m: dict[str, float], level: float) -> str:
+    mean = f" (the mean alone: {m['rmse_of_the_mean']:.4g})" if "rmse_of_the_mean" in m else ""
+    r2 = "" if math.isnan(m["r2"]) else f", R² {m['r2']:.3f}"
+    inside = f"the {100 * level:.4g} % interval holds {100 * m['coverage']:.1f} % of the values"
+    return f"RMSE {m['rmse']:.4g}{mean}{r2}; {inside}"
+
+
+def _of_classes(m: dict[str, float]) -> str:
+    largest = m.get("accuracy_of_the_largest_class")
+    alone = "" if largest is None else f" (the largest class alone: {100 * largest:.1f} %)"
+    calibration = f"calibration error {m['calibration_error']:.3f}"
+    return f"accuracy {100 * m['accuracy']:.1f} %{alone}, log loss {m['log_loss']:.3g}, {calibration}"
 
 
 def regression(true: Tensor, mean: Tensor, std: Tensor, level: float) -> dict[str, float]:
@@ -175,21 +172,17 @@ class Bin(NamedTuple):
 def reliability(true: Tensor, probabilities: Tensor) -> list[Bin]:
     """By the probability of the class that was predicted; bins without rows are left out."""
     confidence, predicted = probabilities.max(1)
-    place = (confidence * BINS).long().clamp(max=BINS - 1)
-    bins = []
-    for k in range(BINS):
-        inside = place == k
-        if inside.any():
-            right = (predicted == true)[inside].double().mean()
-            bins.append(Bin(float(confidence[inside].mean()), float(right), int(inside.sum())))
-    return bins
+    places, right = (confidence * BINS).long().clamp(max=BINS - 1), (predicted == true).double()
+    inside = [places == k for k in places.unique()]
+    return [Bin(float(confidence[some].mean()), float(right[some].mean()), int(some.sum())) for some in inside]
 
 
 def confusion(true: Tensor, probabilities: Tensor) -> list[list[int]]:
     """Rows are true classes, columns predicted ones."""
     classes = probabilities.shape[1]
     counts = torch.bincount(true * classes + probabilities.argmax(1), minlength=classes * classes)
-    return [list(map(int, row)) for row in counts.view(classes, classes).tolist()]
+    found: list[list[int]] = counts.view(classes, classes).tolist()
+    return found
 
 
 # --- how much a column matters: by how much predictions get worse once its values are shuffled among the rows ---
@@ -207,8 +200,7 @@ def permutation(
     for name, places in groups.items():
         rises = []
         for _ in range(REPEATS):
-            shuffled = X.clone()
-            order = torch.randperm(len(X), generator=generator)
+            shuffled, order = X.clone(), torch.randperm(len(X), generator=generator)
             shuffled[:, list(places)] = X[order][:, list(places)]
             rises.append(error(shuffled, rows) - base)
         values = torch.tensor(rises, dtype=torch.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from .. import files
 from ..files import digest, digest_of, sealed, typed
 from ..tabular import Committee
 from ..values import cell, shortened
-from .columns import ClassTarget, Columns, NumberTarget, Target, target_from_json, target_to_json
+from .columns import CategoryColumn, Columns, DateColumn, NumberColumn, Target
 from .findings import Predicted, measured, predicted, quantile, words
 from .reading import BadTable, Sheet, counted, read
 from .request import MODEL, PREPROCESSING, BadFolder
@@ -26,27 +26,22 @@ OLDEST = 1
 
 def frame(target: Target, found: Predicted, level: float, true: Tensor | None = None) -> pd.DataFrame:
     """Columns predicted, std, lower, upper (of several targets with their names); or predicted and probabilities."""
-    if isinstance(target, NumberTarget):
-        return pd.DataFrame(_numbers(target.names, found, level, true))
-    classes = np.array(target.classes, dtype=object)
-    columns: dict[str, Any] = {} if true is None else {"true": classes[true.numpy()]}
-    columns["predicted"] = classes[found.mean.argmax(1).numpy()]
-    columns |= {f"probability of {name}": found.mean[:, k].numpy() for k, name in enumerate(target.classes)}
+    mean, std = found
+    columns: dict[str, Any] = {}
+    if std is None:
+        classes = np.array(target.classes, dtype=object)
+        columns = {} if true is None else {"true": classes[true.numpy()]}
+        columns["predicted"] = classes[mean.argmax(1).numpy()]
+        return pd.DataFrame(
+            columns | {f"probability of {name}": p.numpy() for name, p in zip(classes, mean.T, strict=True)}
+        )
+    half = quantile(level) * std
+    parts = {} if true is None else {"true": true}
+    parts |= {"predicted": mean, "std": std, "lower": mean - half, "upper": mean + half}
+    for k, name in enumerate(target.names):
+        before = "" if len(target.names) == 1 else f"{name} "
+        columns |= {before + part: values[:, k].numpy() for part, values in parts.items()}
     return pd.DataFrame(columns)
-
-
-def _numbers(names: Sequence[str], found: Predicted, level: float, true: Tensor | None) -> dict[str, np.ndarray]:
-    assert found.std is not None
-    z = quantile(level)
-    columns = {}
-    for k, name in enumerate(names):
-        before = "" if len(names) == 1 else f"{name} "
-        mean, std = found.mean[:, k], found.std[:, k]
-        if true is not None:
-            columns[f"{before}true"] = true[:, k].numpy()
-        parts = {"predicted": mean, "std": std, "lower": mean - z * std, "upper": mean + z * std}
-        columns |= {before + part: values.numpy() for part, values in parts.items()}
-    return columns
 
 
 def to_csv(table: pd.DataFrame) -> str:
@@ -63,13 +58,25 @@ def to_csv(table: pd.DataFrame) -> str:
 # --- a model in a folder ---
 
 
-class Model(NamedTuple):
-    columns: Columns
-    target: Target
-    committee: Committee
+@dataclass(frozen=True)
+class Preprocessing:
+    """The content of preprocessing.json, which belongs to one model."""
+
+    format: int
+    target: dict[str, Any]
     missing: tuple[str, ...]
-    commas: bool  # whether the numbers it was trained with had decimal commas
-    says: tuple[str, ...] = ()  # what is to be told of its files
+    columns: tuple[NumberColumn | CategoryColumn | DateColumn, ...]
+    inputs: tuple[str, ...]
+    decimal_commas: bool = False  # whether the numbers that the model was trained with had them
+    model: str | None = None  # the checksum of model.pt
+
+
+class Model(NamedTuple):
+    committee: Committee
+    target: Target
+    columns: Columns
+    told: Preprocessing
+    says: tuple[str, ...]  # what is to be told of its files
 
 
 def weights(committee: Committee, scratch: Path) -> bytes:
@@ -89,11 +96,13 @@ def _own(value: Any) -> Any:
     return sys.intern(value) if isinstance(value, str) else value
 
 
-def preprocessing(columns: Columns, target: Target, missing: Sequence[str], commas: bool, model: bytes) -> bytes:
-    """The file preprocessing.json, which belongs to this model."""
-    reading = {"missing": list(missing), "decimal_commas": commas}
-    found = {"target": target_to_json(target), **reading, "columns": columns.to_json(), "inputs": columns.names}
-    return sealed({"format": FORMAT, **found, "model": digest(model)}, indent=1)
+def preprocessing(columns: Columns, target: Target, missing: tuple[str, ...], commas: bool, model: bytes) -> bytes:
+    """The file preprocessing.json of the model with these bytes."""
+    named = {"task": target.task, **{name: value for name, value in asdict(target).items() if value}}
+    told = Preprocessing(
+        FORMAT, named, missing, columns.columns, tuple(columns.names), commas, digest(model),
+    )  # fmt: skip
+    return sealed(asdict(told), indent=1)
 
 
 def load(folder: Path) -> Model:
@@ -117,28 +126,27 @@ def load(folder: Path) -> Model:
 
 def _loaded(folder: Path) -> Model:
     saved, is_sealed = files.load(folder / MODEL)
-    told, is_sealed_too = files.read(folder / PREPROCESSING)
-    formats = [content.get("format") if isinstance(content, dict) else None for content in (saved, told)]
+    found, is_sealed_too = files.read(folder / PREPROCESSING)
+    formats = [content.get("format") if isinstance(content, dict) else None for content in (saved, found)]
     if newer := [found for found in formats if type(found) is int and found > FORMAT]:
         raise BadFolder(f"{folder} was written by a newer marquardt (format {newer[0]}): install that")
     if formats[0] != formats[1] or formats[0] not in range(OLDEST, FORMAT + 1):
         raise ValueError(f"{MODEL} and {PREPROCESSING} are not of one version")
+    told = typed(found, Preprocessing)
     says: tuple[str, ...] = ()
-    if formats[0] == OLDEST:
+    if told.format == OLDEST:
         says = (f"The model in {folder} is of an earlier version, without checksums: damage would not be noticed.",)
     elif not (is_sealed and is_sealed_too):
         raise files.Damaged(f"the model in {folder} is damaged: a checksum is missing")
-    elif told["model"] != digest_of(folder / MODEL):
+    elif told.model != digest_of(folder / MODEL):
         raise files.Damaged(f"{MODEL} and {PREPROCESSING} in {folder} are of two models")
-    columns, target = Columns.from_json(told["columns"]), target_from_json(told["target"])
-    committee = Committee.from_state(saved["committee"])
-    outputs = len(target.classes) if isinstance(target, ClassTarget) else len(target.names)
-    known = len(committee.floor) if committee.frequencies is None else len(committee.frequencies)
-    inputs = len(committee.inputs.columns)
-    if committee.settings.task != target.task or inputs != len(columns.names) or outputs != known:
+    task, target = told.target.pop("task", None), typed(told.target, Target, "target")
+    columns, committee = Columns(told.columns), Committee.from_state(saved["committee"])
+    outputs = len(committee.floor) if committee.frequencies is None else len(committee.frequencies)
+    fits = outputs == len(target.classes or target.names) and len(committee.inputs.columns) == len(columns.names)
+    if not fits or not committee.settings.task == target.task == task:
         raise ValueError(f"{MODEL} and {PREPROCESSING} do not belong together")
-    missing = typed(told["missing"], tuple[str, ...], "missing")
-    return Model(columns, target, committee, missing, typed(told.get("decimal_commas", False), bool, "commas"), says)
+    return Model(committee, target, columns, told, says)
 
 
 def _reason(error: Exception) -> str:
@@ -150,7 +158,7 @@ def predict(folder: Path, data: Path, level: float) -> tuple[pd.DataFrame, list[
     """Predictions for the rows of a file, and sentences on what had to be assumed."""
     model = load(folder)
     try:
-        sheet = read(data, missing=model.missing, commas=model.commas)
+        sheet = read(data, missing=model.told.missing, commas=model.told.decimal_commas)
         sheet.check(column.name for column in model.columns.columns if column.kind == "number")
         X, notes = model.columns.encode(sheet.frame)
     except BadTable as error:

@@ -17,9 +17,9 @@ from torch import Tensor
 from .. import files, tabular
 from ..surroundings import out_of_memory
 from . import columns, findings, predictions, reading, report, request
-from .columns import ClassTarget, Columns, Target
+from .columns import Columns, Target
 from .findings import LEVEL, Findings, Prepared
-from .reading import BadTable, counted
+from .reading import FIRST_ROWS, BadTable, counted
 from .request import Request
 
 LEAST = 10  # rows
@@ -79,7 +79,9 @@ def prepare(asked: Request) -> Prepared:
     train, test = split(Y, asked.test_fraction, asked.seed)
     columns.check_varies(target, Y[train], " in the rows to train on (another --seed draws others)")
     inputs = columns.learn(frame.drop(columns=names), train.numpy(), ignore=asked.ignore, categorical=asked.categorical)
-    _check_memory(len(frame), len(inputs.names))
+    count = len(inputs.names)
+    need = f"{len(frame):,} rows of {count:,} inputs need"
+    reading.check_memory(need, len(frame) * count * EVERY_INPUT, f"{FIRST_ROWS}, --ignore leaves a column out")
     X, _ = inputs.encode(frame)
     says += [*assumed, *_sizes(target, Y, train, test, inputs), *_alike(X, inputs)]
     return Prepared(frame, inputs, target, X, Y, train, test, says, sheet.commas)
@@ -99,20 +101,11 @@ def split(Y: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     return torch.cat(train).sort().values, torch.cat(test).sort().values
 
 
-def _check_memory(rows: int, inputs: int) -> None:
-    free, need = reading.available_memory(), rows * inputs * EVERY_INPUT
-    if free is not None and need > free:
-        raise BadTable(
-            f"{rows:,} rows of {inputs:,} inputs need about {need / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are "
-            "free: --rows N reads the first N rows, --ignore leaves a column out"
-        )
-
-
 def _sizes(target: Target, Y: Tensor, train: Tensor, test: Tensor, inputs: Columns) -> list[str]:
     rest = f"{len(test):,} to test with" if len(test) else "none to test with: the report is about rows it has seen"
     sizes = f"{counted(len(inputs.columns), 'column')} as {counted(len(inputs.names), 'input')}"
     says = [f"{counted(len(train), 'row')} to train on, {rest}; {sizes}."]
-    if isinstance(target, ClassTarget):
+    if target.classes:
         counts = torch.bincount(Y[train], minlength=len(target.classes)).tolist()
         rare = [name for name, count in zip(target.classes, counts, strict=True) if count < columns.RARE]
         says += [f"Classes with fewer than {columns.RARE} rows to train on: {reading.listed(rare)}."] if rare else []
@@ -137,7 +130,7 @@ def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[
     rows, target = prepared.train, prepared.target
     hidden = "auto" if asked.hidden is None else asked.hidden
     settings = tabular.Settings(target.task, hidden, steps=asked.steps, seed=asked.seed)
-    classes = len(target.classes) if isinstance(target, ClassTarget) else None
+    classes = len(target.classes) or None
     try:
         return tabular.train(
             prepared.X[rows], prepared.Y[rows], settings, checkpoint=checkpoint, watch=watch, classes=classes
@@ -168,7 +161,7 @@ def _error(prepared: Prepared, committee: tabular.Committee) -> Callable[[Tensor
     sure = replace(committee, factor=torch.zeros_like(committee.factor))  # of these probabilities no variance is needed
 
     def error(X: Tensor, rows: Tensor) -> float:
-        if isinstance(prepared.target, ClassTarget):
+        if prepared.target.classes:
             return findings.classification(Y[rows], sure.probabilities(X))["log_loss"]
         return float((((committee.mean(X) - Y[rows]) / scale).square().mean(0).sqrt()).mean())
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import files
 from .committee import Committee, Inputs, Scale
 from .members import Descent, Given, Members, Seen, check_entries, part_from, part_state, trained_wide
-from .network import Network, law_of, softened
+from .network import Law, Network, softened
 from .settings import (
     CHOICE,
     DIRECTIONS,
@@ -60,13 +60,14 @@ class Table:
     x: Tensor
     y: Tensor
     weight: Tensor
+    law: Law
 
     def given(self, chosen: list[Tensor]) -> Given:
         """Some samples for each member. Members have different numbers of them: the last are filled up with weight 0"""
         most = max(map(len, chosen))
         index = torch.stack([torch.cat((c, c.new_zeros(most - len(c)))) for c in chosen])
         real = torch.stack([torch.arange(most) < len(c) for c in chosen])
-        return Given(self.x[index], self.y[index], self.weight[index] * real)
+        return Given(self.x[index], self.law.targets(self.y)[index], self.weight[index] * real)
 
 
 @torch.no_grad()
@@ -81,7 +82,6 @@ def train(
     that are not whole are relative. `checkpoint` is a folder in which every finished configuration is kept: the same
     call again goes on from there, to the same committee.
     """
-    check(x, y, settings, weight)
     if weight is None:
         weight = torch.ones(len(x), dtype=torch.float64)
     elif not bool((weight == weight.round()).all()):
@@ -105,10 +105,10 @@ def train(
     if not known or not inputs.width:
         found.says.append("all targets are the same" if not known else "no input column has two different values")
         return found
-    law, count = law_of(frequencies, outputs)
-    configurations, division = settings.arranged(len(x), inputs.width, count, law.rank)
+    law = Law.of(frequencies, outputs)
+    configurations, division = settings.arranged(len(x), inputs.width, law.outputs)
     fold = folds(goal, division.folds, generator) if division.folds else torch.zeros(0)
-    table = Table(inputs.apply(x), goal, weight)
+    table = Table(inputs.apply(x), goal, weight, law)
     work = Rounds(found, table, configurations, division, generator, checkpoint, watch)
     if division.choosing:
         inside = [(fold != j).nonzero()[:, 0] for j in range(division.choosing)]
@@ -124,22 +124,6 @@ def train(
     for w, part, one in zip(found.weights.tolist(), found.parts, configurations, strict=True):
         found.says.append(f"{one}: {len(part.theta)} members of {part.network.n} parameters, weight {w:.2f}")
     return found
-
-
-def check(x: Tensor, y: Tensor, settings: Settings, weight: Tensor | None) -> None:
-    if x.ndim != 2 or not len(x) or not x.shape[1]:
-        raise ValueError(f"x has the shape {tuple(x.shape)}: (samples, columns), one of each at least")
-    wanted = 2 if settings.task == "regression" else 1
-    if y.ndim != wanted or len(y) != len(x):
-        shape = "(samples, outputs)" if wanted == 2 else "(samples,), of classes 0, 1, …"
-        raise ValueError(f"y has the shape {tuple(y.shape)} beside {len(x)} samples: {shape}")
-    for name, t in (("x", x), ("y", y)):
-        if not bool(t.isfinite().all()):
-            raise ValueError(f"{name} has NaN or infinite values: leave these samples out, or fill them in")
-    if weight is None:
-        return
-    if weight.shape != (len(x),) or not bool(weight.isfinite().all() & (weight >= 0).all() & (weight.sum() > 0)):
-        raise ValueError("weight: a finite number of at least 0 for each sample, and one above 0")
 
 
 def distinct(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +148,6 @@ class Rounds:
         generator: torch.Generator, checkpoint: Any, watch: Watch | None,
     ) -> None:  # fmt: skip
         self.found, self.table, self.generator, self.watch = found, table, generator, watch
-        self.law, self.outputs = law_of(found.frequencies, len(found.floor))
         self.configurations = configurations
         self.left = found.settings.work * (MORE if MANY <= len(table.x) < HUGE else 1.0)
         self.folder = None if checkpoint is None else Path(checkpoint)
@@ -191,7 +174,7 @@ class Rounds:
         weights = self.found.weights.tolist() or [1.0] * len(self.configurations)
         steps = [self.steps_of(part) for part in before]
         wanted = [
-            (w > 0) * n * settings.cost(self.network(one), members, N, self.law.rank)
+            (w > 0) * n * settings.cost(self.network(one), members, N)
             for w, n, one in zip(weights, steps, self.configurations, strict=True)
         ]
         found, scarce = [], min(1.0, self.left / sum(wanted))
@@ -211,19 +194,19 @@ class Rounds:
         return min(max(round(LONGER * float(before.best_step.median())), SHORTEST), most or LONGEST)
 
     def network(self, one: Configuration) -> Network:
-        return Network((self.table.x.shape[1], *one.hidden, self.outputs), one.activation)
+        return Network((self.table.x.shape[1], *one.hidden, self.table.law.outputs), one.activation)
 
     def trained(
         self, one: Configuration, data: Given, held: Given | None, work: float, steps: int | None
     ) -> tuple[Members, float]:
         """And the work that it took"""
-        settings, law, network = self.found.settings, self.law, self.network(one)
+        settings, law, network = self.found.settings, self.table.law, self.network(one)
         members, samples = data.weight.shape
         if one.groups == "decay":
-            plan, once = settings.wide_plan(network, members, samples, law.rank, work)
+            plan, once = settings.wide_plan(network, members, samples, work)
         else:
-            plan = settings.plan(network, members, samples, law.rank, work, steps)
-            once = settings.cost(network, members, samples, law.rank)
+            plan = settings.plan(network, members, samples, work, steps)
+            once = settings.cost(network, members, samples)
         own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
         part = self.before.pop(self.number, None)
         if part is None:

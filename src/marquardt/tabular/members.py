@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..curvature import Kronecker
 from ..files import typed
 from ..training import fit
-from .network import ACTIVATIONS, Classes, Law, Network, Numbers
+from .network import ACTIVATIONS, Law, Network
 
 # The numbers in rows that are formed at a time: beyond the caches nothing is gained by more.
 CHUNK = 4_000_000
@@ -54,7 +54,7 @@ Seen = Callable[[int, "Members", bool], None]
 
 @dataclass(frozen=True)
 class Given:
-    """The samples of each member: inputs (k, N, d), targets (k, N, c) or classes (k, N), weights (k, N), 0 for none."""
+    """The samples of each member: inputs (k, N, d), targets as their law takes them, weights (k, N), 0 for none."""
 
     x: Tensor
     y: Tensor
@@ -179,34 +179,32 @@ class Descent:
 
     def linearise(self, members: Tensor) -> None:
         """Σwℓ, its gradient, and G = Σw·JᵀSSᵀJ, of some members"""
-        drawn, count = self.drawn_rows()
+        drawn, mixed = self.drawn_rows()
         scale = self.data.x.shape[1] / len(drawn)
-        for part in members.split(max(1, CHUNK // (self.network.n * len(drawn)))):
+        for part in members.split(max(1, CHUNK // (self.network.n * len(drawn)))) if len(members) else ():
             theta, data = self.theta[part], self.data.of(part)
             z, inputs, slopes = self.network.passed(theta, data.x)
             self.loss[part] = (data.weight * self.law.value(z, data.y)).sum(1)
             back = data.weight[..., None] * self.law.slope(z, data.y)
             self.g[part] = self.network.gradient(theta, inputs, slopes, back)
-            weight = data.weight
+            weight, y = data.weight, data.y
             if len(drawn) < z.shape[1]:
-                weight, z = weight[:, drawn], z[:, drawn]
+                weight, y, z = weight[:, drawn], y[:, drawn], z[:, drawn]
                 inputs, slopes = [a[:, drawn] for a in inputs], [s[:, drawn] for s in slopes]
-            root = self.law.root(z)  # (k, N, rank, c)
-            if count < self.law.rank:  # E[εεᵀ] = 1
-                signs = torch.randint(0, 2, root.shape[:3], generator=self.generator).to(z) * 2 - 1
-                root = (signs[..., None] * root).sum(2, keepdim=True)
+            root = self.law.root(z, y, self.generator if mixed else None)
             J = self.network.rows(theta, inputs, slopes, weight.sqrt()[..., None, None] * root)
             self.G[part] = scale * (J.mT @ J)
         self.moved[members] = False
 
-    def drawn_rows(self) -> tuple[Tensor, int]:
-        """The samples that are in G, and how many rows of each: all of its root, or one drawn from it if there are
-        more than two and G does not have all samples"""
-        N, rank, wanted = self.data.x.shape[1], self.law.rank, self.plan.rows
-        if wanted is None or wanted >= N * rank:
-            return torch.arange(N), rank
-        count = rank if rank <= 2 else 1
-        return torch.randperm(N, generator=self.generator)[: max(1, wanted // count)].sort().values, count
+    def drawn_rows(self) -> tuple[Tensor, bool]:
+        """The samples that are in G, and whether each has one row with random signs: if it has more than two outputs and
+        G does not have all samples"""
+        N, outputs, wanted = self.data.x.shape[1], self.law.outputs, self.plan.rows
+        if wanted is None or wanted >= N * outputs:
+            return torch.arange(N), False
+        count = outputs if outputs <= 2 else 1
+        drawn = torch.randperm(N, generator=self.generator)[: max(1, wanted // count)].sort().values
+        return drawn, count < outputs
 
     def estimate(self, some: Tensor) -> None:
         """γ = n − α tr H⁻¹ by group, α = γ/‖θ‖², β = (N − γ)/Σwr² (MacKay, 1992)"""
@@ -218,7 +216,7 @@ class Descent:
         some, gamma, theta = some[good], gamma[good], theta[good]
         self.gamma[some] = gamma.sum(1)
         self.alpha[some] = (gamma / (theta.square() @ self.member_of + 1e-12)).clamp(LOW, HIGH)
-        if isinstance(self.law, Numbers):
+        if self.law.loss.sum_of_squares:
             N = self.targets[some]
             left = (N - self.gamma[some]).maximum(LEFT * N)
             self.beta[some] = (left / (2 * self.loss[some]).maximum(1e-12 * N)).clamp(max=1e12)
@@ -310,12 +308,11 @@ def module_of(network: Network, theta: Tensor) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def batch(given: Given, i: int, law: Law) -> tuple[Tensor, Tensor, Tensor]:
+def batch(given: Given, i: int) -> tuple[Tensor, ...]:
     """Inputs, targets and weights of one member, as mq.fit takes them"""
     real = given.weight[i] > 0
-    y = given.y[i][real]
-    y = y if isinstance(law, Classes) else y.reshape(len(y), -1).to(DTYPE)
-    return given.x[i][real].to(DTYPE), y, given.weight[i][real].to(DTYPE)
+    parts = (t[i][real] for t in (given.x, given.y, given.weight))
+    return tuple(t.to(DTYPE) if t.is_floating_point() else t for t in parts)
 
 
 def trained_wide(
@@ -332,7 +329,7 @@ def trained_wide(
         with torch.enable_grad(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "mq.fit: ")  # a member that learns nothing counts for little
             result = fit(
-                model, batch(data, i, law), law.name, validation=None if held is None else batch(held, i, law),
+                model, batch(data, i), law.loss, validation=None if held is None else batch(held, i),
                 steps=limits.steps, patience=limits.patience, weight_decay=DECAY, curvature=Kronecker(), seed=i,
                 batch_size=limits.rows or "all", progress=False, callbacks=() if seen is None else seen,
                 group=False,  # every process that is asked for a committee trains one
@@ -348,7 +345,11 @@ def trained_wide(
 
 # --- members as tensors and plain values ---
 
-TENSORS = ("theta", "alpha", "beta", "groups", "best_step", "error", "gamma", "root")
+# The types and shapes of tensors in a file, for k members of n parameters in g groups
+TENSORS = {
+    "theta": "float64 k n", "alpha": "float64 k g", "beta": "float64 k", "groups": "int64 n", "best_step": "int64 k",
+    "error": "float64 k", "gamma": "float64 k", "root": "float32 k n n",
+}  # fmt: skip
 
 
 def part_state(part: Members) -> dict[str, Any]:
@@ -360,33 +361,18 @@ def part_state(part: Members) -> dict[str, Any]:
 def part_from(state: Any) -> Members:
     """What `part_state` has made. Anything else is a ValueError: a file may have been made by anybody."""
     check_entries(state, {*TENSORS, "sizes", "activation", "steps"}, "a network")
-    sizes = typed(state["sizes"], list[int], "sizes")
+    sizes = typed(state["sizes"], tuple[int, ...], "sizes")
     if len(sizes) < 2 or min(sizes) < 1 or state["activation"] not in [*ACTIVATIONS]:
         raise ValueError(f"there is no network of the sizes {sizes} with {state['activation']!r}")
-    network = Network(tuple(sizes), state["activation"])
-    k, n = checked(state["theta"], "theta", (None, network.n)).shape
-    groups = checked(state["groups"], "groups", (n,), torch.long)
-    count = checked(state["alpha"], "alpha", (k, None)).shape[1]
-    if int(groups.min()) < 0 or int(groups.max()) >= count:
-        raise ValueError(f"a group of weights is none of {count}")
-    for name in ("beta", "gamma"):
-        checked(state[name], name, (k,))
-    checked(state["error"], "error", (k,), finite=False)
-    checked(state["best_step"], "best_step", (k,), torch.long)
-    if state["root"] is not None:
-        checked(state["root"], "root", (k, n, n), torch.float32)
-    steps = state["steps"]
-    if not isinstance(steps, list) or len(steps) != k or not all(map(_is_history, steps)):
-        raise ValueError(f"there are no steps of {k} members")
-    tensors = {name: state[name] for name in TENSORS}
-    return Members(network, **tensors, steps=[[tuple(step) for step in some] for some in steps])
-
-
-def _is_history(steps: Any) -> bool:
-    kinds = [float, float, float, bool]
-    return isinstance(steps, list) and all(
-        isinstance(step, (list, tuple)) and [type(value) for value in step] == kinds for step in steps
-    )
+    network = Network(sizes, state["activation"])
+    shape = {"n": network.n}
+    check_tensors(state, {a: form for a, form in TENSORS.items() if a != "root" or state[a] is not None}, shape)
+    if int(state["groups"].min()) < 0 or int(state["groups"].max()) >= shape["g"]:
+        raise ValueError(f"a group of weights is none of {shape['g']}")
+    steps = typed(state["steps"], list[list[tuple[Any, Any, Any, bool]]], "steps")
+    if len(steps) != shape["k"] or not all(type(x) is float for some in steps for step in some for x in step[:3]):
+        raise ValueError(f"there are no steps of {shape['k']} members")
+    return Members(network, **{name: state[name] for name in TENSORS}, steps=steps)
 
 
 def check_entries(state: Any, names: set[str], what: str) -> None:
@@ -394,17 +380,16 @@ def check_entries(state: Any, names: set[str], what: str) -> None:
         raise ValueError(f"the entries of {what} are not {', '.join(sorted(names))}")
 
 
-def checked(
-    t: Any, name: str, shape: tuple[int | None, ...], dtype: torch.dtype = torch.float64, *, finite: bool = True
-) -> Tensor:
-    """Refuses another shape (None is any number of at least one), numbers that are not finite, and a tensor of more
-    elements than the file has: in copies of it memory would run out."""
-    if type(t) is not Tensor or t.dtype != dtype or t.layout != torch.strided or t.device.type != "cpu":
-        raise ValueError(f"{name} is no tensor of {dtype}")
-    fits = len(t.shape) == len(shape) and all(a == b or (b is None and a) for a, b in zip(t.shape, shape, strict=True))
-    if not fits or t.numel() * t.element_size() > t.untyped_storage().nbytes():
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has the shape {tuple(t.shape)}, not ({wanted})")
-    if finite and t.is_floating_point() and not bool(t.isfinite().all()):
-        raise ValueError(f"{name} is not finite")
-    return t
+def check_tensors(state: Mapping[str, Any], forms: Mapping[str, str], sizes: dict[str, int]) -> None:
+    """Refuses other types and shapes, and numbers that are not finite: only an error may be. A letter is one length in
+    all of the shapes, at least 1 unless `sizes` says it."""
+    for name, form in forms.items():
+        t, (dtype, *letters) = state[name], form.split()
+        if type(t) is not Tensor or str(t.dtype) != f"torch.{dtype}" or t.layout != torch.strided or not t.is_cpu:
+            raise ValueError(f"{name} is no tensor of {dtype}")
+        if t.ndim != len(letters) or any(
+            sizes.setdefault(a, b or -1) != b for a, b in zip(letters, t.shape, strict=True)
+        ):
+            raise ValueError(f"{name} has the shape {tuple(t.shape)}, not ({', '.join(letters)}) with {sizes}")
+        if name != "error" and t.is_floating_point() and not bool(t.isfinite().all()):
+            raise ValueError(f"{name} is not finite")

@@ -1,7 +1,6 @@
 """Networks of one shape, several at once, and their losses: θ is (k, n), a row for each of the k members.
 
-The losses are those of `marquardt.losses` in the shapes that members have, (k, N, c): on small tables it is the calls
-that take time, and one call does for all of the members.
+On small tables it is the calls that take time, and one call does for all of the members: outputs are (k, N, c).
 """
 
 from __future__ import annotations
@@ -11,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ..losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
+from ..losses.base import spread
 
 
 class Activation(NamedTuple):
@@ -125,76 +127,51 @@ class Network:
         return found
 
 
-# --- losses: −log p(y|z) of every sample is β·ℓ + a constant ---
-#
-# value  ℓ: (k, N)
-# slope  ∂ℓ/∂z: (k, N, c)
-# root   Sᵀ with SSᵀ = ∂²ℓ/∂z²: (k, N, rank, c)
+# --- losses ---
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """ℓ = ½‖z − y‖², y (k, N, c); β is the precision of the noise."""
+class Law:
+    """A loss in the shapes of members: −log p(y|z) is β·factor·ℓ + a constant, and β = 1 for classes. y is (k, N, c), or
+    (k, N) for more than two classes."""
 
-    rank: int  # the number of outputs
-    name: ClassVar[str] = "mse"  # for mq.fit
+    loss: Loss
+    outputs: int
+    factor: float = 1.0
 
-    def value(self, z: Tensor, y: Tensor) -> Tensor:
-        return 0.5 * (z - y).square().sum(-1)
+    @classmethod
+    def of(cls, frequencies: Tensor | None, outputs: int) -> Law:
+        """The loss of numbers, or of classes with these frequencies"""
+        if frequencies is None:
+            return cls(SquaredError(), outputs, 0.5)
+        classes = len(frequencies)
+        return cls(BinaryCrossEntropy(), 1) if classes == 2 else cls(CrossEntropy(), classes)
 
-    def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        return z - y
-
-    def root(self, z: Tensor) -> Tensor:
-        return torch.eye(self.rank, dtype=z.dtype).expand(*z.shape[:2], self.rank, self.rank)
-
-
-@dataclass(frozen=True)
-class TwoClasses:
-    """ℓ = −log σ(±z) of two classes, one logit; y (k, N) is 0 or 1. β = 1."""
-
-    rank: ClassVar[int] = 1
-    name: ClassVar[str] = "bce_with_logits"
+    def targets(self, y: Tensor) -> Tensor:
+        """y as the loss takes it: one of two classes is a number"""
+        return y[:, None].double() if isinstance(self.loss, BinaryCrossEntropy) else y
 
     def value(self, z: Tensor, y: Tensor) -> Tensor:
-        z = z[..., 0]
-        return F.softplus(z) - y * z
+        """factor·ℓ of every sample: (k, N)"""
+        ell = self.loss.ell(z.flatten(0, 1), y.flatten(0, 1))
+        return self.factor * ell.view(*z.shape[:2], -1).sum(-1)
 
     def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        return torch.sigmoid(z) - y[..., None]
+        """factor·∂ℓ/∂z: (k, N, c)"""
+        return self.factor * self.loss.slope(z.flatten(0, 1), y.flatten(0, 1)).view_as(z)
 
-    def root(self, z: Tensor) -> Tensor:
-        return (torch.sigmoid(z) * torch.sigmoid(-z)).sqrt()[..., None]
+    def root(self, z: Tensor, y: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Sᵀ with SSᵀ = factor·∂²ℓ/∂z²: (k, N, rows, c); with a generator its one row (Sε)ᵀ, E[εεᵀ] = 1, ε = ±1"""
 
+        def signs(shape: tuple[int, ...]) -> Tensor:
+            return torch.randint(0, 2, (1, *shape), generator=generator).to(z) * 2 - 1
 
-@dataclass(frozen=True)
-class Classes:
-    """ℓ = −log softmax(z)ᵧ; y (k, N) is the class. S = (1 − p1ᵀ)diag √p. β = 1."""
-
-    rank: int  # the number of classes
-    name: ClassVar[str] = "cross_entropy"
-
-    def value(self, z: Tensor, y: Tensor) -> Tensor:
-        return z.logsumexp(-1) - z.gather(-1, y[..., None].long())[..., 0]
-
-    def slope(self, z: Tensor, y: Tensor) -> Tensor:
-        return z.softmax(-1) - F.one_hot(y.long(), self.rank).to(z)
-
-    def root(self, z: Tensor) -> Tensor:
-        p = z.softmax(-1)
-        s = p.sqrt()
-        return torch.diag_embed(s) - s[..., None] * p[..., None, :]
-
-
-Law: TypeAlias = Numbers | TwoClasses | Classes
-
-
-def law_of(frequencies: Tensor | None, outputs: int) -> tuple[Law, int]:
-    """The loss of numbers, or of classes with these frequencies, and how many outputs it takes"""
-    if frequencies is None:
-        return Numbers(outputs), outputs
-    classes = len(frequencies)
-    return (TwoClasses(), 1) if classes == 2 else (Classes(classes), classes)
+        shape, z, y = z.shape[:2], z.flatten(0, 1), y.flatten(0, 1)
+        if generator is None:
+            rows = spread(self.loss, self.loss.root(z, y), z)[0]  # (rows, kN, c)
+        else:
+            rows = self.loss.ungroup(self.loss.mixed(z, y, None, signs), z)
+        return math.sqrt(self.factor) * rows.transpose(0, 1).unflatten(0, shape)
 
 
 def probabilities(z: Tensor) -> Tensor:
