@@ -269,14 +269,14 @@ class CategoryColumn(Column):
 
     def inputs(self, column: pd.Series) -> Inputs:
         text = as_text(column)
-        absent, notes = text.isna().to_numpy(), []
+        absent, notes = text.isna().to_numpy(), list[str]()
         other = ~text.isin(self.levels).to_numpy() & ~absent
         if other.any():
-            shown = listed(sorted(set(text[other])), 4)
-            notes.append(
-                f"{self.name!r}: {counted(int(other.sum()), 'row')} with a level that was rare or not there in training "
-                f"({shown}): read as {'another level' if self.others else self.instead}."
-            )
+            rows, shown = counted(int(other.sum()), "row"), listed(sorted(set(text[other])), 4)
+            read = "another level" if self.others else self.instead
+            notes = [
+                f"{self.name!r}: {rows} with a level that was rare or not there in training ({shown}), read as {read}."
+            ]
         return [(text == level).to_numpy() for level in self.levels] + [other] * self.others, absent, notes
 
     @property

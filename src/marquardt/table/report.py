@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,27 @@ class Picture(NamedTuple):
     title: str
     chart: Chart
     caption: str
+
+
+def _four(value: float) -> str:
+    """Four digits of a number, a dash if there is none."""
+    return f"{value:.4g}" if math.isfinite(value) else "–"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+TILES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "accuracy": ("accuracy", _percent),
+    "accuracy_of_the_largest_class": ("the largest class alone", _percent),
+    "log_loss": ("log loss", "{:.3g}".format),
+    "calibration_error": ("calibration error", "{:.3f}".format),
+    "rmse": ("RMSE", _four),
+    "rmse_of_the_mean": ("RMSE of the mean alone", _four),
+    "r2": ("R²", _four),
+    "coverage": (f"inside the {INTERVAL}s", _percent),
+}
 
 
 def page(findings: Findings) -> str:
@@ -58,20 +80,12 @@ def page(findings: Findings) -> str:
 
 def _tiles(findings: Findings) -> list[tuple[str, str]]:
     found, prepared = findings.judged, findings.prepared
-    first = next(iter(found.values()))
     size = (f"{len(prepared.judged):,}", f"{'test' if len(prepared.test) else 'training'} rows")
-    if "accuracy" in first:
-        return [
-            (f"{100 * first['accuracy']:.1f} %", "accuracy"),
-            (f"{100 * first['accuracy_of_the_largest_class']:.1f} %", "the largest class alone"),
-            (f"{first['log_loss']:.3g}", "log loss"), (f"{first['calibration_error']:.3f}", "calibration error"), size,
-        ]  # fmt: skip
     if len(found) > 1:
         return [*((_four(m["r2"]), f"R² of {name}") for name, m in found.items()), size]
-    return [
-        (_four(first["rmse"]), "RMSE"), (_four(first["rmse_of_the_mean"]), "RMSE of the mean alone"),
-        (_four(first["r2"]), "R²"), (f"{100 * first['coverage']:.1f} %", f"inside the {INTERVAL}s"), size,
-    ]  # fmt: skip
+    [measures] = found.values()
+    tiles = [(form(measures[key]), words) for key, (words, form) in TILES.items() if key in measures]
+    return [*tiles, size]
 
 
 def _columns(findings: Findings) -> list[tuple[str, str, str]]:
@@ -90,11 +104,6 @@ def _measures(findings: Findings) -> list[tuple[str, ...]]:
     found = [(name, target, m) for name, targets in findings.measured.items() for target, m in targets.items()]
     head = ("rows", "target", *(key.replace("_", " ") for key in found[0][2]))
     return [head, *((name, target, *map(_four, m.values())) for name, target, m in found)]
-
-
-def _four(value: float) -> str:
-    """Four digits of a number, a dash if there is none."""
-    return f"{value:.4g}" if math.isfinite(value) else "–"
 
 
 def _worst(findings: Findings) -> tuple[list[str], list[list[str]]]:

@@ -30,9 +30,6 @@ Say = Callable[[str], None]
 
 def fit(asked: Request, out: Path, *, resume: bool = False, say: Say, watch: Callable[[Any], None]) -> Findings | None:
     """Trains and writes; None if the run in the folder is finished already."""
-    announced = reading.announce(asked.data)
-    if announced:
-        say(announced)
     prepared = prepare(asked)
     request.check(out, asked, resume=resume)
     for sentence in prepared.says:
@@ -91,9 +88,9 @@ def split(Y: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Places of rows to train on and to test with; of each class the same part, and at least one row to train on."""
     generator = torch.Generator().manual_seed(seed)
     classes = torch.zeros(len(Y), dtype=torch.long) if Y.ndim == 2 else Y
-    groups = [classes.eq(k).nonzero().flatten() for k in range(int(classes.max()) + 1)]
     train, test = [], []
-    for rows in groups:
+    for k in range(int(classes.max()) + 1):
+        rows = classes.eq(k).nonzero().flatten()
         rows = rows[torch.randperm(len(rows), generator=generator)]
         count = min(round(fraction * len(rows)), len(rows) - 1)
         test.append(rows[:count])
@@ -171,7 +168,7 @@ def _error(prepared: Prepared, committee: tabular.Committee) -> Callable[[Tensor
 def write(found: Findings, out: Path) -> None:
     prepared = found.prepared
     model = predictions.weights(found.committee, out / request.CHECKPOINT / request.MODEL)
-    inputs = (prepared.columns, prepared.target, found.request.missing, prepared.commas, model)
+    told = predictions.preprocessing(prepared.columns, prepared.target, found.request.missing, prepared.commas, model)
     table = predictions.frame(prepared.target, found.predicted, LEVEL, prepared.Y)
     sets = np.full(len(table), "train", dtype=object)
     sets[prepared.test.numpy()] = "test"
@@ -181,7 +178,7 @@ def write(found: Findings, out: Path) -> None:
         out,
         {
             request.MODEL: model,
-            request.PREPROCESSING: predictions.preprocessing(*inputs),
+            request.PREPROCESSING: told,
             request.PREDICTIONS: predictions.to_csv(table).encode(),
             request.METRICS: (files.dumps(_metrics(found), indent=1) + "\n").encode(),
             request.REPORT: report.page(found).encode(),

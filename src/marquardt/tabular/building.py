@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from os import PathLike
 from pathlib import Path
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from .. import files
 from .committee import Committee, Inputs, Scale
-from .members import Descent, Given, Members, Seen, check_entries, part_from, part_state, trained_wide
-from .network import Law, Network, softened
+from .members import Descent, Given, Law, Members, Network, check_entries, part_from, part_state, softened, trained_wide
 from .settings import (
     CHOICE,
     DIRECTIONS,
@@ -31,6 +31,7 @@ from .settings import (
     Configuration,
     Division,
     Settings,
+    cost,
 )
 
 Watch = Callable[[dict[str, Any]], Any]
@@ -154,7 +155,9 @@ class Rounds:
         self.mark = "" if self.folder is None else fingerprint(table, found.settings)
         self.number = 0  # of trainings so far
         self.count = len(self.configurations) * (bool(division.choosing) + bool(division.final))
-        self.before = load_parts(self.folder, self.count, self.mark)
+        paths = {} if self.folder is None else {number: _path(self.folder, number) for number in range(self.count)}
+        # All of it is read before any of it is used.
+        self.before = {number: _load_part(path, self.mark) for number, path in paths.items() if os.path.lexists(path)}
 
     def chosen(self, data: Given, held: Given, share: float) -> list[Members]:
         """Each member without a fold, by which it stops"""
@@ -168,13 +171,13 @@ class Rounds:
 
     def final(self, members: int) -> list[Members]:
         """All samples to every member, of configurations that count, for a number of steps that is known before"""
-        settings, N = self.found.settings, len(self.table.x)
+        N = len(self.table.x)
         data = self.table.given([torch.arange(N)] * members)
         before: list[Any] = self.found.parts or [None] * len(self.configurations)
         weights = self.found.weights.tolist() or [1.0] * len(self.configurations)
         steps = [self.steps_of(part) for part in before]
         wanted = [
-            (w > 0) * n * settings.cost(self.network(one), members, N)
+            (w > 0) * n * cost(self.network(one), members, N)
             for w, n, one in zip(weights, steps, self.configurations, strict=True)
         ]
         found, scarce = [], min(1.0, self.left / sum(wanted))
@@ -194,42 +197,33 @@ class Rounds:
         return min(max(round(LONGER * float(before.best_step.median())), SHORTEST), most or LONGEST)
 
     def network(self, one: Configuration) -> Network:
-        return Network((self.table.x.shape[1], *one.hidden, self.table.law.outputs), one.activation)
+        return one.network(self.table.x.shape[1], self.table.law.outputs)
 
     def trained(
         self, one: Configuration, data: Given, held: Given | None, work: float, steps: int | None
     ) -> tuple[Members, float]:
         """And the work that it took"""
-        settings, law, network = self.found.settings, self.table.law, self.network(one)
+        law, network = self.table.law, self.network(one)
         members, samples = data.weight.shape
-        if one.groups == "decay":
-            plan, once = settings.wide_plan(network, members, samples, work)
-        else:
-            plan = settings.plan(network, members, samples, work, steps)
-            once = settings.cost(network, members, samples)
+        plan = self.found.settings.plan(one, network, members, samples, work, steps)
         own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
         part = self.before.pop(self.number, None)
         if part is None:
-            seen = self.seen(one, plan.steps)
-            with threads(once / members):
+            seen = None if self.watch is None else partial(self.seen, self.watch, one, plan.steps)
+            with threads(plan.work):
                 if one.groups == "decay":
                     part = trained_wide(network, law, data, held, plan, own, seen)
                 else:
                     part = Descent(network, law, one.groups, data, held, plan, own).run(seen)
-            save_part(self.folder, self.number, self.mark, part)
+            if self.folder is not None:
+                save_part(self.folder, self.number, self.mark, part)
         self.number += 1
-        return part, sum(map(len, part.steps)) / members * once
+        return part, sum(map(len, part.steps)) * plan.work
 
-    def seen(self, one: Configuration, steps: int) -> Seen | None:
+    def seen(self, watch: Watch, one: Configuration, steps: int, step: int, best: Members, last: bool) -> None:
         """What `watch` is given after every step; `member` is a configuration, `loss` the mean over its members"""
-        watch, event = self.watch, {"configuration": str(one), "member": self.number + 1, "members": self.count}
-        if watch is None:
-            return None
-
-        def seen(step: int, best: Members, last: bool) -> None:
-            watch(event | {"step": step, "steps": step if last else steps, "loss": float(best.error.mean())})
-
-        return seen
+        event = {"configuration": str(one), "member": self.number + 1, "members": self.count}
+        watch(event | {"step": step, "steps": step if last else steps, "loss": float(best.error.mean())})
 
 
 def not_lost(part: Members, chosen: Members, data: Given) -> Members:
@@ -263,12 +257,9 @@ def threads(step: float) -> Iterator[None]:
 def folds(y: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """A fold of each sample, with classes or targets spread evenly over the folds: (N,)"""
     N = len(y)
-    first = y if y.ndim == 1 else y[:, 0]
-    order = torch.argsort(first.double() + 0.0, stable=True)
     mixed = torch.randperm(N, generator=generator)
-    order = mixed[torch.argsort(first[mixed].double(), stable=True)] if y.ndim == 1 else order
-    blocks = -(-N // count)
-    within = torch.rand(blocks, count, generator=generator).argsort(1).flatten()[:N]
+    order = mixed[torch.argsort(y[mixed], stable=True)] if y.ndim == 1 else torch.argsort(y[:, 0], stable=True)
+    within = torch.rand(-(-N // count), count, generator=generator).argsort(1).flatten()[:N]
     found = torch.empty(N, dtype=torch.long)
     found[order] = within
     return found
@@ -390,18 +381,12 @@ def fingerprint(table: Table, settings: Settings) -> str:
     return digest.hexdigest()
 
 
-def save_part(folder: Path | None, number: int, mark: str, part: Members) -> None:
-    if folder is not None:
-        files.save(_path(folder, number), {"mark": mark, "part": part_state(part)})
-
-
-def load_parts(folder: Path | None, count: int, mark: str) -> dict[int, Members]:
-    """What was kept for these samples and settings, by number. All of it is read before any of it is used."""
-    paths = {} if folder is None else {number: _path(folder, number) for number in range(count)}
-    return {number: _load_part(path, mark) for number, path in paths.items() if os.path.lexists(path)}
+def save_part(folder: Path, number: int, mark: str, part: Members) -> None:
+    files.save(_path(folder, number), {"mark": mark, "part": part_state(part)})
 
 
 def _load_part(path: Path, mark: str) -> Members:
+    """What was kept for these samples and settings"""
     way = "move it away, and the same command trains these networks again"
     try:
         if path.is_symlink() or not path.is_file():

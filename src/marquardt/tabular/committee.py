@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..files import typed
 from ..training import Entry, History
-from .members import Members, check_entries, check_tensors, part_from, part_state
-from .network import Law, probabilities, softened
+from .members import Law, Members, check_entries, check_tensors, part_from, part_state, probabilities, softened
 from .settings import Settings
 
 # A column whose spread is below this share of its size is constant but for rounding.
@@ -116,6 +115,7 @@ class Committee:
     @torch.no_grad()
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of new targets: (N, outputs) each"""
+        assert self.targets is not None  # classes have probabilities
         u = self.inputs.apply(x)
         mean, variance = x.new_zeros(len(x), len(self.floor)), self.floor.repeat(len(x), 1)
         squares = torch.zeros_like(mean)
@@ -131,6 +131,7 @@ class Committee:
     @torch.no_grad()
     def mean(self, x: Tensor) -> Tensor:
         """What `predict` has as its mean, at less cost: (N, outputs)"""
+        assert self.targets is not None
         u, mean = self.inputs.apply(x), x.new_zeros(len(x), len(self.floor))
         for w, part in self.counted():
             mean = mean + w * part.outputs(u).mean(0)
@@ -139,6 +140,7 @@ class Committee:
     @torch.no_grad()
     def probabilities(self, x: Tensor) -> Tensor:
         """Of the classes: (N, classes)"""
+        assert self.frequencies is not None
         if not self.parts:
             return self.frequencies.repeat(len(x), 1)
         u, found, factor = self.inputs.apply(x), x.new_zeros(len(x), len(self.frequencies)), float(self.factor)
