@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from marquardt.tabular.network import ACTIVATIONS, Network
+from marquardt.tabular.members import ACTIVATIONS, Network
 
 QUICK = {"hidden": (4,), "members": 2, "steps": 15}
 
