@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 
-from marquardt.table import charts, run
-from marquardt.table.charts import Axis, chart, ranking
+from marquardt.table import report, run
+from marquardt.table.report import Axis, chart, ranking
 from marquardt.table.request import Request
 from support.tables import houses, write
 
@@ -146,8 +146,8 @@ def test_a_chart_is_xml_and_everything_is_inside():
     assert {"<x> & more", "y"} <= {text.text for text in root.iter("text")}
     line = next(path for path in root.iter("path") if path.attrib["class"] == "line first")
     x, y = map(float, line.attrib["d"][1:].split("L")[0].split())
-    assert charts.LEFT <= x <= charts.WIDTH
-    assert charts.TOP <= y <= charts.HEIGHT - charts.BOTTOM
+    assert report.LEFT <= x <= report.WIDTH
+    assert report.TOP <= y <= report.HEIGHT - report.BOTTOM
     ranked = ElementTree.fromstring(ranking([("first", 2.0, 0.1), ("x" * 40, -0.5, 0.1)], "rise").svg("Ranking"))
     assert {"first", "x" * 21 + "…", "rise"} <= {text.text for text in ranked.iter("text")}
     assert all(float(rect.attrib["width"]) > 0 for rect in ranked.iter("rect"))

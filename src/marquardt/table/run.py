@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .. import files, tabular
 from ..surroundings import out_of_memory
-from . import columns, findings, predictions, reading, report, request
+from . import columns, predictions, reading, report, request
 from .columns import Columns, Target
-from .findings import LEVEL, Findings, Prepared
+from .predictions import LEVEL, Findings, Prepared
 from .reading import FIRST_ROWS, BadTable, counted
 from .request import Request
 
@@ -140,15 +140,15 @@ def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[
 
 
 def judge(asked: Request, prepared: Prepared, committee: tabular.Committee, seconds: float) -> Findings:
-    found = findings.predicted(committee, prepared.X)
+    found = predictions.predicted(committee, prepared.X)
     trained = prepared.Y[prepared.train]
     measured = {
-        name: findings.measured(prepared.target, prepared.Y[rows], *found.of(rows), LEVEL, trained)
+        name: predictions.measured(prepared.target, prepared.Y[rows], *found.of(rows), LEVEL, trained)
         for name, rows in (("train", prepared.train), ("test", prepared.test))
         if len(rows)
     }
     X, error = prepared.X[prepared.judged], _error(prepared, committee)
-    importances = findings.permutation(error, X, prepared.columns.groups, asked.seed)
+    importances = predictions.permutation(error, X, prepared.columns.groups, asked.seed)
     return Findings(asked, prepared, committee, found, measured, importances, seconds)
 
 
@@ -159,7 +159,7 @@ def _error(prepared: Prepared, committee: tabular.Committee) -> Callable[[Tensor
 
     def error(X: Tensor, rows: Tensor) -> float:
         if prepared.target.classes:
-            return findings.classification(Y[rows], sure.probabilities(X))["log_loss"]
+            return predictions.classification(Y[rows], sure.probabilities(X))["log_loss"]
         return float((((committee.mean(X) - Y[rows]) / scale).square().mean(0).sqrt()).mean())
 
     return error
