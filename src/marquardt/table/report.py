@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 
 from .. import __version__
-from ..values import on_page, shortened, visible
+from ..values import on_page, shortened
 from .predictions import BINS, LEVEL, Findings, confusion, quantile, reliability
 from .reading import counted
 
@@ -64,21 +63,22 @@ def page(findings: Findings) -> str:
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     prepared, networks = findings.prepared, len(findings.committee.history)
+    target, rows = prepared.target, prepared.judged
     took = f"A committee of {counted(networks, 'network')} was trained in {findings.seconds:.3g} s."
-    classes = prepared.target.classes
     return environment.get_template("report.html.jinja").render(
-        title=f"{', '.join(prepared.target.names)} from {findings.request.data.name}",
+        title=f"{', '.join(target.names)} from {findings.request.data.name}",
         judged="test" if len(prepared.test) else "training",
         tiles=_tiles(findings),
         sentences=[*findings.told, *prepared.says, *findings.chosen, took],
         columns=_columns(findings),
         learning=_learning(findings),
-        pictures=_of_classes(findings) if classes else _of_numbers(findings),
-        confusion=_confusion(findings) if classes else None,
+        pictures=_of_classes(findings) if target.classes else _of_numbers(findings),
+        classes=target.classes,
+        confusion=confusion(prepared.Y[rows], findings.predicted.mean[rows]) if target.classes else None,
         importance=_importance(findings),
         worst=_worst(findings),
         measured=_measures(findings),
-        rows=len(prepared.judged),
+        rows=len(rows),
         version=__version__,
         written=datetime.now().astimezone().isoformat(" ", timespec="minutes"),
     )
@@ -199,13 +199,6 @@ def _of_classes(findings: Findings) -> list[Picture]:
     return [Picture("Reliability", drawn, caption)]
 
 
-def _confusion(findings: Findings) -> dict[str, Any]:
-    prepared, rows = findings.prepared, findings.prepared.judged
-    counts = confusion(prepared.Y[rows], findings.predicted.mean[rows])
-    cells = [[(count, count / max(sum(row), 1)) for count in row] for row in counts]
-    return {"classes": prepared.target.classes, "rows": list(zip(prepared.target.classes, cells, strict=True))}
-
-
 def _importance(findings: Findings) -> Picture:
     shown = findings.importances[:RANKED]
     what = "log loss" if findings.prepared.target.classes else "RMSE (in standard deviations)"
@@ -241,7 +234,7 @@ class Axis:
 
     def at(self, value: float) -> float:
         low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
-        return self.first + (value - low) / (high - low) * (self.last - self.first)
+        return round(self.first + (value - low) / (high - low) * (self.last - self.first), 1)
 
     def ticks(self) -> list[tuple[float, str]]:
         """Names, powers of ten, or four to eight round numbers: 1, 2 or 5 times a power of ten apart."""
@@ -266,19 +259,19 @@ def _number(value: float) -> str:
 
 @dataclass
 class Chart:
-    """Axes with something in them; `svg` is the whole, `legend` has the classes and words of what is in it."""
+    """Axes, and paths with their classes in them; `legend` has the classes and words of what is in it."""
 
     x: Axis
     y: Axis
     xlabel: str
     ylabel: str = ""
-    parts: list[str] = field(default_factory=list)
+    paths: list[tuple[str, str]] = field(default_factory=list)
     legend: list[tuple[str, str]] = field(default_factory=list)
 
     def draw(self, lines: Sequence[Points], style: str, words: str = "") -> None:
         """Lines, all of them as one path."""
-        joined = ["M" + "L".join(f"{self.x.at(x):.1f} {self.y.at(y):.1f}" for x, y in line) for line in lines]
-        self.parts.append(f'<path class="{style}" d="{"".join(joined)}"/>')
+        joined = ["M" + "L".join(f"{self.x.at(x)} {self.y.at(y)}" for x, y in line) for line in lines]
+        self.paths.append((style, "".join(joined)))
         self.legend += [(style, words)] if words else []
 
     def dots(self, points: Points, style: str) -> None:
@@ -287,35 +280,7 @@ class Chart:
 
     def boxes(self, boxes: Sequence[tuple[float, float, float, float]], style: str) -> None:
         """From x₀ to x₁, from y₀ to y₁."""
-        for x0, x1, y0, y1 in boxes:
-            left, right = sorted(map(self.x.at, (x0, x1)))
-            top, foot = sorted(map(self.y.at, (y0, y1)))
-            size = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{foot - top:.1f}"'
-            self.parts.append(f'<rect class="{style}" {size}/>')
-
-    def svg(self, title: str) -> str:
-        left, right, top, foot = (
-            self.x.first,
-            self.x.last,
-            min(self.y.first, self.y.last),
-            max(self.y.first, self.y.last),
-        )
-        parts = []
-        for value, words in self.x.ticks():
-            x = self.x.at(value)
-            parts.append(f'<path class="grid" d="M{x:.1f} {top}V{foot}"/>{_text(x, foot + 18, words)}')
-        for value, words in self.y.ticks():
-            y = self.y.at(value)
-            parts.append(
-                f'<path class="grid" d="M{left:.1f} {y:.1f}H{right}"/>{_text(left - 7, y + 4.5, words, "end")}'
-            )
-        parts.append(f'<path class="axis" d="M{left:.1f} {top}V{foot}H{right}"/>')
-        parts.append(_text((left + right) / 2, foot + 38, self.xlabel, style="label"))
-        if self.ylabel:
-            label = _text(0, 0, self.ylabel, style="label")
-            parts.append(f'<g transform="translate(14 {(top + foot) / 2:.1f}) rotate(-90)">{label}</g>')
-        size = f'viewBox="0 0 {WIDTH} {foot + BOTTOM}" role="img" aria-label="{escape(visible(title))}"'
-        return f"<svg {size}>{''.join([*parts, *self.parts])}</svg>"
+        self.draw([[(x0, y0), (x1, y0), (x1, y1), (x0, y1)] for x0, x1, y0, y1 in boxes], f"box {style}")
 
 
 def chart(
@@ -336,8 +301,3 @@ def ranking(rows: Sequence[tuple[str, float, float]], xlabel: str) -> Chart:
     found.boxes([(0.0, value, k + 0.17, k + 0.83) for k, (_, value, _) in enumerate(rows)], "first")
     found.draw([[(v - s, k + 0.5), (v + s, k + 0.5)] for k, (_, v, s) in enumerate(rows)], "spread")
     return found
-
-
-def _text(x: float, y: float, words: str, anchor: str = "middle", style: str = "") -> str:
-    kind = f' class="{style}"' if style else ""
-    return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(visible(words))}</text>'
