@@ -317,17 +317,16 @@ def test_another_run_is_not_overwritten(data: Path, tmp_path: Path) -> None:
     fitted(data, "--target", "price")
     before = files(tmp_path / "data-model")
     refused(invoked("fit", data, "--target", "price", *QUICK), "holds a run already", "--resume")
-    refused(invoked("fit", data, "--target", "area", "--resume", *QUICK), "other options: targets")
+    for more, words in (
+        ("--hidden=5,4", "hidden was [3] and is [5, 4]"),
+        ("--rows=9999", "rows was not given and is 9999"),
+    ):
+        refused(invoked("fit", data, "--target", "price", *QUICK, "--resume", more), f"other options: {words}")
     assert "finished: there is nothing to do" in fitted(data, "--target", "price", "--resume").output
     data.write_text(data.read_text().replace("Bern", "Biel"))
-    refused(invoked("fit", data, "--target", "price", "--resume", *QUICK), "has changed since")
-    assert files(tmp_path / "data-model") == before
-
-
-def test_a_folder_of_something_else_is_left_alone(data: Path, tmp_path: Path) -> None:
-    refused(invoked("fit", data, "--target", "price", "--out", tmp_path), "not empty")
+    refused(invoked("fit", data, "--target", "price", "--resume", *QUICK), "other data", "has changed since")
     refused(invoked("fit", data, "--target", "price", "--out", data), "is a file")
-    assert [path.name for path in tmp_path.iterdir()] == ["data.csv"]
+    assert files(tmp_path / "data-model") == before
 
 
 def test_a_folder_is_for_one_process_at_a_time(data: Path, tmp_path: Path) -> None:
@@ -440,9 +439,9 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 NAMES = {"Bern": "=cmd|' /C calc'!A0", "Genf": "\x1b[31mred\x07\u202e", "Zürich": "-1"}
 
 
-def odd_table(path: Path, *, without: tuple[str, ...] = (), **renamed: str) -> Path:
+def odd_table(path: Path, **renamed: str) -> Path:
     rows = [{**row, "city": NAMES[row["city"]]} for row in houses(40)]
-    names = [name for name in rows[0] if name not in {"name", "rent", "sold", "built", "country", *without}]
+    names = ["area", "city", "rooms", "price"]
     with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow([renamed.get(name, name) for name in names])
@@ -461,29 +460,25 @@ def check(result: Any, folder: Path) -> None:
             assert re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", found) or found[:1] not in ("=", "+", "-", "@", "\t"), line
 
 
-def test_classes_are_obeyed_by_nobody(tmp_path: Path) -> None:
-    data, out = odd_table(tmp_path / "data.csv"), tmp_path / "out"
-    check(invoked("fit", data, "--target", "city", "--out", out, *QUICK), out)
+def test_classes_and_names_are_obeyed_by_nobody(tmp_path: Path) -> None:
+    names = {"city": "=city\x1b[2J", "area": "@area<img src=x>", "rooms": "rooms\x9b"}
+    data, out = odd_table(tmp_path / "data.csv", **names), tmp_path / "out"
+    check(invoked("fit", data, "--target", names["city"], "--out", out, *QUICK), out)
     found = pd.read_csv(out / "predictions.csv", dtype=str)
     cells = {"Bern": "'=cmd|' /C calc'!A0", "Genf": "\\x1b[31mred\\x07\\u202e", "Zürich": "-1"}  # the last is a number
     assert found["true"].tolist() == [cells[row["city"]] for row in houses(40)]
-    printed = invoked("predict", out, data)
-    assert not CONTROL.search(printed.output)
-    assert invoked("predict", out, data, "--out", tmp_path / "p.csv").exit_code == 0
-    assert (tmp_path / "p.csv").read_text(encoding="utf-8") == printed.stdout
-
-
-def test_names_of_columns_and_targets(tmp_path: Path) -> None:
-    names = {"price": "=price\x1b[2J", "area": "@area<img src=x>", "rooms": "rooms\x9b"}
-    data, out = odd_table(tmp_path / "data.csv", **names), tmp_path / "out"
-    targets = ("--target", "=price\x1b[2J", "--target", "rooms\x9b")
-    check(invoked("fit", data, *targets, "--out", out, *QUICK), out)
-    head = (out / "predictions.csv").read_text(encoding="utf-8").splitlines()[0]
-    assert head.startswith("row,set,'=price\\x1b[2J true,'=price\\x1b[2J predicted")
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "<img" not in page
     assert "@area&lt;img src=x&gt;" in page
-    check(invoked("predict", out, data), out)
+    printed = invoked("predict", out, data)
+    check(printed, out)
+    assert invoked("predict", out, data, "--out", tmp_path / "p.csv").exit_code == 0
+    assert (tmp_path / "p.csv").read_text(encoding="utf-8") == printed.stdout
+    several = ("--target", "price", "--target", "rooms\x9b")
+    check(invoked("fit", data, *several, "--out", tmp_path / "b", *QUICK), tmp_path / "b")
+    head = (tmp_path / "b/predictions.csv").read_text(encoding="utf-8").splitlines()[0]
+    assert head.startswith("row,set,price true,price predicted,")
+    assert "rooms\\x9b predicted" in head
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from marquardt import files
 from marquardt.table import run
 from marquardt.table.reading import BadTable
-from marquardt.table.request import CHECKPOINT, RUN, BadFolder, Request, begin, check, end, finished
+from marquardt.table.request import CHECKPOINT, RUN, Request, begin, end, finished
 from support.tables import houses, write
 
 
@@ -45,24 +45,6 @@ def test_a_run_begins_goes_on_and_ends(asked, out, tmp_path):
     assert set(found["options"]) == set(Request.__dataclass_fields__) - {"data"}
     assert found["options"]["targets"] == ["y"]
     assert found["data"]["bytes"] == moved.stat().st_size
-
-
-def test_other_data_and_other_options_are_refused(asked, out):
-    assert begin(out, asked, resume=False) == []
-    with pytest.raises(BadFolder, match=r"other options: hidden was \[4\] and is \[5\]"):
-        begin(out, replace(asked, hidden=(5,)), resume=True)
-    with pytest.raises(BadFolder, match="other options: steps was not given and is 7"):
-        begin(out, replace(asked, steps=7), resume=True)
-    asked.data.write_text("a,y\n1,3\n")
-    with pytest.raises(BadFolder, match=r"other data: .*data.csv has changed"):
-        check(out, asked, resume=True)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"data": {}}'])
-def test_a_damaged_run_file(asked, out, content):
-    (out / RUN).write_text(content)
-    with pytest.raises(BadFolder, match=r"run.json is damaged"):
-        begin(out, asked, resume=True)
 
 
 def test_a_run_goes_on_with_its_threads_and_tells_other_versions(asked, out):
