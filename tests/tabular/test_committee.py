@@ -48,44 +48,30 @@ def test_classes_after_storing(count):
     assert torch.equal(p, stored(found).probabilities(x))
 
 
-@pytest.fixture(scope="module")
-def state():
-    return train(*table(), Settings(**QUICK)).state()
-
-
-OTHER = {
-    "no list": ("parts", {}, "parts"),
-    "another size": ("floor", torch.ones(2).double(), r"the shape \(1,\)"),
-    "another type": ("floor", torch.ones(1), "floor is no tensor of float64"),
-    "not finite": ("floor", torch.full((1,), torch.nan).double(), "floor is not finite"),
-    "negative": ("weights", -torch.ones(1).double(), "not positive"),
-    "no spread": ("targets", [torch.ones(1).double(), -torch.ones(1).double()], "a spread is negative"),
-    "numbers with frequencies": ("frequencies", torch.ones(2).double(), "not those of regression"),
-}
-
-
-@pytest.mark.parametrize("how", OTHER)
-def test_another_state_is_refused(state, how):
-    name, value, words = OTHER[how]
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parts": {}}, "parts"),
+        ({"floor": torch.ones(2).double()}, r"the shape \(1,\)"),
+        ({"floor": torch.ones(1)}, "floor is no tensor of float64"),
+        ({"floor": torch.full((1,), torch.nan).double()}, "floor is not finite"),
+        ({"weights": -torch.ones(1).double()}, "not positive"),
+        ({"targets": [torch.ones(1).double(), -torch.ones(1).double()]}, "a spread is negative"),
+        ({"frequencies": torch.ones(2).double()}, "not those of regression"),
+        ({"theta": torch.ones(2, 3).double()}, "theta has the shape"),
+        ({"groups": torch.full((21,), 9)}, "a group of weights"),
+        ({"sizes": [3, 0, 1]}, "no network of the sizes"),
+        ({"activation": "sine"}, "no network of the sizes"),
+        ({"steps": [[(1.0, 1.0, 1, True)]]}, "no steps of 2 members"),
+        ({"root": "x"}, "root is no tensor of float32"),
+    ],
+)
+def test_another_state_is_refused(changes, words):
+    state = train(*table(), Settings(**QUICK)).state()
+    part = state["parts"][0]
+    (part if set(changes) <= set(part) else state).update(changes)
     with pytest.raises(ValueError, match=words):
-        Committee.from_state(state | {name: value})
-
-
-PARTS = {
-    "theta": (torch.ones(2, 3).double(), "theta has the shape"),
-    "groups": (torch.full((21,), 9), "a group of weights"),
-    "sizes": ([3, 0, 1], "no network of the sizes"),
-    "activation": ("sine", "no network of the sizes"),
-    "steps": ([[(1.0, 1.0, 1, True)]], "no steps of 2 members"),
-    "root": ("x", "root is no tensor of float32"),
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_other_networks_are_refused(state, name):
-    value, words = PARTS[name]
-    with pytest.raises(ValueError, match=words):
-        Committee.from_state(state | {"parts": [state["parts"][0] | {name: value}]})
+        Committee.from_state(state)
 
 
 def test_the_variance_grows_away_from_the_data():

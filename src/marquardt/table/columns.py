@@ -63,11 +63,8 @@ def kind_of(name: str, column: pd.Series) -> Kind:
         return "empty"
     if pd.api.types.is_datetime64_any_dtype(values):
         return "date"
-    if pd.api.types.is_numeric_dtype(values):
-        numbers(name, values)  # infinite ones are refused
-        return "number"
     if pd.to_numeric(values, errors="coerce").notna().mean() > MOST:
-        numbers(name, column)
+        numbers(name, column)  # text and infinite ones are refused
         return "number"
     if values.str.fullmatch(DATE).mean() > MOST:
         dates(name, column, date_format(column))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -296,7 +297,7 @@ def unweighted(found: Committee) -> None:
 
 def soften(found: Committee, z: Tensor, v: Tensor, y: Tensor, weight: Tensor) -> None:
     """Weights and softening with the least log loss on what was left out"""
-    least = float("inf")
+    least = math.inf
     for factor in SOFTENING:
         p = softened(z, factor * v).gather(2, y.long().expand(len(z), -1)[..., None])[..., 0]  # (C, N)
         w = mixed(p, weight)
@@ -319,19 +320,15 @@ def stacked(predictions: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     Exact: the best weights of every set of configurations, if they are all positive, and of these the best.
     """
     E = (weight.sqrt()[:, None] * (predictions - y)).flatten(1)  # (C, N·c)
-    Q = E @ E.T / weight.sum()  # with Σw = 1 the error is wᵀQw
-    C = len(Q)
-    best, least = torch.eye(C, dtype=Q.dtype)[int(Q.diagonal().argmin())], float(Q.diagonal().min())
-    for size in range(2, C + 1):
-        for some in combinations(range(C), size):
-            chosen = torch.tensor(some)
-            part = Q[chosen][:, chosen]
-            part = part + 1e-10 * part.diagonal().mean() * torch.eye(size, dtype=Q.dtype)
-            w = torch.linalg.solve(part, torch.ones(size, dtype=Q.dtype))
-            w = w / w.sum()
-            error = float(w @ Q[chosen][:, chosen] @ w)
-            if bool((w >= 0).all()) and error < least:
-                best, least = torch.zeros(C, dtype=Q.dtype).index_copy_(0, chosen, w), error
+    Q, C = E @ E.T / weight.sum(), len(E)  # with Σw = 1 the error is wᵀQw
+    best, least = Q.new_full((C,), 1 / C), math.inf
+    for chosen in (torch.tensor(some) for size in range(1, C + 1) for some in combinations(range(C), size)):
+        part, ones = Q[chosen][:, chosen], Q.new_ones(len(chosen))
+        w = torch.linalg.solve(part + (1e-10 * part.diagonal().mean() + 1e-300) * ones.diag(), ones)
+        w = w / w.sum()
+        error = float(w @ part @ w)
+        if bool((w >= 0).all()) and error < least:
+            best, least = Q.new_zeros(C).index_copy_(0, chosen, w), error
     return best
 
 

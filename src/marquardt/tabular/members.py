@@ -214,6 +214,9 @@ class Law:
         return root
 
 
+Numbers = TwoClasses = Classes = Law  # by these names it is in pickled estimators of earlier versions
+
+
 def probabilities(z: Tensor) -> Tensor:
     """The probabilities of the classes, from one logit or several: (…, classes)"""
     return torch.cat((torch.sigmoid(-z), torch.sigmoid(z)), -1) if z.shape[-1] == 1 else z.softmax(-1)
