@@ -188,8 +188,10 @@ def _lines(path: Path, wide: bool) -> int:
         while block := file.read(1 << 20):
             ends += max(block.count(b"\n"), block.count(b"\r"))
             if b"\0" in block and not wide:
-                place = f"{path} is not text, and so no CSV file: it has a zero at byte {at + block.index(0) + 1:,}"
-                raise BadTable(f"{place}; unpack it, or save the table as CSV or Parquet")
+                reason = f"it has a zero at byte {at + block.index(0) + 1:,}"
+                raise BadTable(
+                    f"{path} is not text ({reason}), and so no CSV file: unpack it, or save the table as CSV or Parquet"
+                )
             at += len(block)
     return ends + 1
 
