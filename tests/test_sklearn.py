@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -17,8 +14,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-import marquardt
 from marquardt.sklearn import LMClassifier, LMRegressor
+from support.command_line import program
 
 QUICK = {"members": 2, "max_steps": 15, "random_state": 0}
 
@@ -86,11 +83,8 @@ def test_a_pickle_predicts_the_same_in_another_process(tmp_path):
     X, y = numbers()
     model = LMRegressor(**QUICK).fit(X, y)
     (tmp_path / "model").write_bytes(pickle.dumps((model, X)))
-    source = os.path.dirname(os.path.dirname(marquardt.__file__))
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM, tmp_path / "model", tmp_path / "found.npy"], check=True,
-        env=os.environ | {"PYTHONPATH": source},
-    )  # fmt: skip
+    result = program("-c", PROGRAM, tmp_path / "model", tmp_path / "found.npy")
+    assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(np.load(tmp_path / "found.npy"), np.stack(model.predict(X, return_std=True)), rtol=1e-12)
 
 
@@ -113,11 +107,15 @@ def test_several_targets_have_the_shape_that_was_given():
     assert model.score(X, Y) > 0.5
 
 
-def test_units_of_inputs_and_targets_do_not_matter():
-    X, y = numbers()
+def test_units_and_an_outlier_do_not_matter():
+    X, y = numbers(200)
     plain = LMRegressor(**QUICK).fit(X, y).predict(X)
     scaled = LMRegressor(**QUICK).fit(1024 * X, y / 4096).predict(1024 * X)
     np.testing.assert_allclose(4096 * scaled, plain, rtol=1e-6)
+    y[0] += 1000
+    found = LMRegressor(**QUICK).fit(X, y).predict(X)
+    assert np.isfinite(found).all()
+    assert np.abs(found[1:]).max() < 1000
 
 
 def test_fewer_samples_than_parameters():
@@ -125,15 +123,6 @@ def test_fewer_samples_than_parameters():
     model = LMRegressor(random_state=0).fit(X[:30], y[:30])
     error = np.sqrt(np.mean((model.predict(X[30:]) - y[30:]) ** 2))
     assert error < 1.2 * y[30:].std()
-
-
-def test_an_outlier_does_not_spoil_the_rest():
-    X, y = numbers(200)
-    broken = y.copy()
-    broken[0] += 1000
-    model = LMRegressor(**QUICK).fit(X, broken)
-    assert np.isfinite(model.predict(X)).all()
-    assert np.abs(model.predict(X[1:])).max() < 1000
 
 
 @pytest.mark.parametrize(
@@ -153,9 +142,6 @@ def test_bad_parameters_are_named_when_they_are_used(given, words):
     model = LMRegressor(**given)
     with pytest.raises(ValueError, match=words):
         model.fit(*numbers(30))
-
-
-def test_weights_that_are_all_0_are_refused():
     with pytest.raises(ValueError, match="weight"):
         LMRegressor(**QUICK).fit(*numbers(30), sample_weight=np.zeros(30))
 

@@ -7,9 +7,12 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -31,6 +34,19 @@ def files(out: Path) -> dict[str, bytes | str]:
     }
 
 
+@contextmanager
+def after_a_network(then: Callable[[], Any]) -> Iterator[None]:
+    """Something happens when a network has been saved"""
+    save = building.save_part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "save_part", lambda *given: (save(*given), then()))
+        yield
+
+
+def stop() -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return write(tmp_path / "data.csv", houses(40), without=("rent", "sold", "name", "built", "country"))
@@ -43,23 +59,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = write(folder / "data.csv", houses(40), without=("rent", "sold", "name", "built", "country"))
     assert invoked("fit", data, *QUICK, "--out", folder / "whole").exit_code == 0
     assert invoked("fit", data, *QUICK, "--out", folder / "other", "--seed", "5").exit_code == 0
-    save = building.save_part
-
-    def stopped(*given: Any) -> None:
-        save(*given)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "save_part", stopped)
+    with after_a_network(stop):
         assert invoked("fit", data, *QUICK, "--out", folder / "stopped").exit_code == 130
     assert set(files(folder / "stopped")) == {"run.json", "checkpoint/configuration-1.pt"}
     return folder
 
 
 @pytest.fixture
-def stopped(models: Path, data: Path, tmp_path: Path) -> Path:
-    shutil.copytree(models / "stopped", tmp_path / "out")
-    return tmp_path / "out"
+def stopped(models: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(models / "stopped", tmp_path / "out"))
+
+
+@pytest.fixture
+def whole(models: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(models / "whole", tmp_path / "out"))
+
+
+def resumed(data: Path, out: Path) -> Any:
+    return invoked("fit", data, *QUICK, "--out", out, "--resume")
 
 
 # --- whose files they are ---
@@ -88,54 +105,43 @@ def test_a_file_of_the_user_is_not_replaced_by_a_run_that_goes_on(
     else:
         (stopped / name).symlink_to(tmp_path / ("mine" if kind == "link" else "nowhere"))
     before = files(stopped)
-    result = invoked("fit", data, *QUICK, "--out", stopped, "--resume")
-    refused(result, str(stopped / name), "is there already", "move it")
+    refused(resumed(data, stopped), str(stopped / name), "is there already", "move it")
     assert files(stopped) == before
     assert (tmp_path / "mine").read_text() == "mine"
     (stopped / name).unlink()
-    assert invoked("fit", data, *QUICK, "--out", stopped, "--resume").exit_code == 0
+    assert resumed(data, stopped).exit_code == 0
 
 
-def test_what_comes_while_a_network_is_trained_is_not_replaced(
-    data: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = building.save_part
-
-    def meanwhile(*given: Any) -> None:
-        save(*given)
-        (stopped / "report.html").write_text("mine")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(building, "save_part", meanwhile)
-        refused_late = invoked("fit", data, *QUICK, "--out", stopped, "--resume")
-    assert refused_late.exit_code == 1
-    assert "report.html is there already" in refused_late.stderr
+def test_what_comes_while_a_network_is_trained_is_not_replaced(data: Path, stopped: Path) -> None:
+    with after_a_network(lambda: (stopped / "report.html").write_text("mine")):
+        result = resumed(data, stopped)
+    assert result.exit_code == 1
+    assert "report.html is there already" in result.stderr
     assert (stopped / "report.html").read_text() == "mine"
     assert not (stopped / "model.pt").exists()
     (stopped / "report.html").unlink()
-    assert invoked("fit", data, *QUICK, "--out", stopped, "--resume").exit_code == 0
+    assert resumed(data, stopped).exit_code == 0
 
 
-def test_files_of_the_user_in_the_folder_of_a_run_stay(data: Path, stopped: Path) -> None:
-    (stopped / "thesis.part").write_text("mine")
+def test_files_of_the_user_in_the_folder_of_a_run_stay(data: Path, stopped: Path, tmp_path: Path) -> None:
+    """What a killed process has left goes; a link in the place of the checkpoint is not followed."""
     (stopped / "notes").mkdir()
-    (stopped / "notes/a.part").write_text("mine")
-    (stopped / "checkpoint/notes.txt").write_text("mine")
+    for name in ("thesis.part", "notes/a.part", "checkpoint/notes.txt"):
+        (stopped / name).write_text("mine")
     torch.save({"mine": 1}, stopped / "checkpoint/configuration-77.pt")
-    (stopped / "model.0123abcd.part").write_text("what a killed process has left")
-    (stopped / "checkpoint/configuration-2.0123abcd.part").write_text("what a killed process has left")
-    assert invoked("fit", data, *QUICK, "--out", stopped, "--resume").exit_code == 0
-    mine = {"thesis.part", "notes/a.part", "checkpoint/notes.txt", "checkpoint/configuration-77.pt"}
-    written = {"run.json", "model.pt", "preprocessing.json", "predictions.csv", "metrics.json", "report.html"}
-    assert set(files(stopped)) == mine | written
-
-
-def test_a_link_in_the_place_of_the_checkpoint_is_not_followed(data: Path, stopped: Path, tmp_path: Path) -> None:
+    for name in ("model.0123abcd.part", "checkpoint/configuration-2.0123abcd.part"):
+        (stopped / name).write_text("what a killed process has left")
     shutil.move(stopped / "checkpoint", tmp_path / "elsewhere")
     (stopped / "checkpoint").symlink_to(tmp_path / "elsewhere")
     before = files(tmp_path / "elsewhere")
-    refused(invoked("fit", data, *QUICK, "--out", stopped, "--resume"), f"{stopped / 'checkpoint'} is no folder")
+    refused(resumed(data, stopped), f"{stopped / 'checkpoint'} is no folder")
     assert files(tmp_path / "elsewhere") == before
+    (stopped / "checkpoint").unlink()
+    shutil.move(tmp_path / "elsewhere", stopped / "checkpoint")
+    assert resumed(data, stopped).exit_code == 0
+    mine = {"thesis.part", "notes/a.part", "checkpoint/notes.txt", "checkpoint/configuration-77.pt"}
+    written = {"run.json", "model.pt", "preprocessing.json", "predictions.csv", "metrics.json", "report.html"}
+    assert set(files(stopped)) == mine | written
 
 
 def test_nothing_is_replaced_by_predictions(models: Path, data: Path, tmp_path: Path) -> None:
@@ -147,71 +153,53 @@ def test_nothing_is_replaced_by_predictions(models: Path, data: Path, tmp_path: 
     assert (tmp_path / "p.csv").is_symlink()
 
 
-def test_the_words_and_the_data_are_checked_before_the_folder(models: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(models / "whole", out)
+def test_the_words_and_the_data_are_checked_before_the_folder(data: Path, whole: Path, tmp_path: Path) -> None:
     misspelt = [word.replace("price", "prize") for word in QUICK]
     for more in ((), ("--resume",)):
-        refused(invoked("fit", data, *misspelt, "--out", out, *more), "no column 'prize'", "'price'")
-    refused(invoked("fit", data, *QUICK, "--ignore", "color", "--out", out), "--ignore", "no column 'color'")
-    refused(invoked("fit", tmp_path / "dta.csv", *QUICK, "--out", out), "dta.csv cannot be read")
-    refused(invoked("fit", data, *QUICK, "--out", out), "holds a run already")
-
-
-def test_a_finished_run_that_has_lost_a_file_is_not_called_whole(models: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(models / "whole", out)
-    again = ("fit", models / "data.csv", *QUICK, "--out", out, "--resume")
-    assert "finished: there is nothing to do" in invoked(*again).output
-    (out / "model.pt").unlink()
-    refused(invoked(*again), "finished, but without model.pt", "choose another --out")
+        refused(invoked("fit", data, *misspelt, "--out", whole, *more), "no column 'prize'", "'price'")
+    refused(invoked("fit", data, *QUICK, "--ignore", "color", "--out", whole), "--ignore", "no column 'color'")
+    refused(invoked("fit", tmp_path / "dta.csv", *QUICK, "--out", whole), "dta.csv cannot be read")
+    refused(invoked("fit", data, *QUICK, "--out", whole), "holds a run already")
+    assert "finished: there is nothing to do" in resumed(data, whole).output
+    (whole / "model.pt").unlink()
+    refused(resumed(data, whole), "finished, but without model.pt", "choose another --out")
 
 
 # --- damage ---
 
 
+def flipped(draw: random.Random, content: bytes) -> bytes:
+    """One bit of it"""
+    at = draw.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
+
+
 @pytest.mark.parametrize("name", ["model.pt", "preprocessing.json"])
-def test_a_changed_bit_of_a_model_is_noticed(models: Path, data: Path, tmp_path: Path, name: str) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(models / "whole", out)
-    whole, draw = (out / name).read_bytes(), random.Random(0)
-    for _ in range(40):
-        at = draw.randrange(len(whole))
-        (out / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
-        refused(invoked("predict", out, data), "damaged", "train it again")
-    (out / name).write_bytes(whole)
-    shutil.copy(models / "other/model.pt", out)
-    refused(invoked("predict", out, data), "are of two models")
+def test_a_changed_bit_of_a_model_is_noticed(models: Path, data: Path, whole: Path, name: str) -> None:
+    content, draw = (whole / name).read_bytes(), random.Random(0)
+    for wrong in (b"x", b"{}", *(flipped(draw, content) for _ in range(40))):
+        (whole / name).write_bytes(wrong)
+        refused(invoked("predict", whole, data), "damaged", "train it again")
+    (whole / name).write_bytes(content)
+    shutil.copy(models / "other/model.pt", whole)
+    refused(invoked("predict", whole, data), "are of two models")
 
 
 def test_a_damaged_checkpoint_is_named_before_anything_is_trained(
     data: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = stopped / "checkpoint/configuration-1.pt"
-    shutil.copy(path, path.with_name("configuration-2.pt"))  # the second of the two
-    whole, draw = path.read_bytes(), random.Random(0)
+    paths = [stopped / f"checkpoint/configuration-{number}.pt" for number in (1, 2)]
+    shutil.copy(*paths)  # there are two
+    content, draw = paths[0].read_bytes(), random.Random(0)
     monkeypatch.setattr(building.Descent, "run", None)
     words = ("is damaged", "move it away, and the same command trains these networks again")
-    for number in (1, 2):
-        path = stopped / f"checkpoint/configuration-{number}.pt"
+    for path in paths:
         for _ in range(10):
-            at = draw.randrange(len(whole))
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << draw.randrange(8)]) + whole[at + 1 :])
-            result = invoked("fit", data, *QUICK, "--out", stopped, "--resume")
+            path.write_bytes(flipped(draw, content))
+            result = resumed(data, stopped)
             assert result.exit_code == 1
             assert all(word in result.stderr for word in (f"Error: {path} ", *words)), result.stderr
-        path.write_bytes(whole)
-
-
-def forged_run(out: Path, changes: dict[str, Any]) -> None:
-    found, _ = disk.read(out / "run.json")
-    for place, value in changes.items():
-        *way, last = place.split(".")
-        holder = found
-        for name in way:
-            holder = holder[name]
-        holder[last] = value
-    disk.write(out / "run.json", found)
+        path.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +224,14 @@ def forged_run(out: Path, changes: dict[str, Any]) -> None:
     ],
 )
 def test_every_entry_of_a_run_is_checked(data: Path, stopped: Path, changes: dict[str, Any], words: str) -> None:
-    forged_run(stopped, changes)
+    content, _ = disk.read(stopped / "run.json")
+    [(place, value)] = changes.items()
+    *way, last = place.split(".")
+    holder = content[way[0]] if way else content
+    holder[last] = value
+    disk.write(stopped / "run.json", content)
     before, threads = files(stopped), torch.get_num_threads()
-    refused(invoked("fit", data, *QUICK, "--out", stopped, "--resume"), "run.json", words, "choose another --out")
+    refused(resumed(data, stopped), "run.json", words, "choose another --out")
     assert files(stopped) == before
     assert torch.get_num_threads() == threads
 
@@ -255,21 +248,21 @@ def unsealed(path: Path, **changes: Any) -> None:
         path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}, indent=1))
 
 
-def test_a_model_of_an_earlier_version_predicts_and_says_so(models: Path, data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(models / "whole", out)
-    expected = invoked("predict", out, data).stdout
+def test_a_model_of_an_earlier_version_predicts_and_says_so(data: Path, whole: Path) -> None:
+    expected = invoked("predict", whole, data).stdout
     for name in ("model.pt", "preprocessing.json"):
-        before = (out / name).read_bytes()
-        unsealed(out / name)
-        refused(invoked("predict", out, data), "damaged", "checksum is missing")
-        (out / name).write_bytes(before)
-    unsealed(out / "model.pt", format=1)
-    refused(invoked("predict", out, data), "not of one version")
-    unsealed(out / "preprocessing.json", format=1, model=None)
-    result = invoked("predict", out, data)
+        before = (whole / name).read_bytes()
+        unsealed(whole / name)
+        refused(invoked("predict", whole, data), "damaged", "checksum is missing")
+        (whole / name).write_bytes(before)
+    unsealed(whole / "model.pt", format=1)
+    refused(invoked("predict", whole, data), "not of one version")
+    unsealed(whole / "preprocessing.json", format=1, model=None)
+    result = invoked("predict", whole, data)
     assert result.stdout == expected
     assert "of an earlier version, without checksums: damage would not be noticed" in result.stderr
+    unsealed(whole / "preprocessing.json", format=3)
+    refused(invoked("predict", whole, data), "written by a newer marquardt (format 3)")
 
 
 def test_a_run_of_an_earlier_version_is_refused(data: Path, stopped: Path) -> None:
@@ -293,7 +286,7 @@ def test_a_full_disk_is_told_with_the_file_and_the_way_out(data: Path, tmp_path:
     assert f"Error: {out}/" in sentence
     assert "could not be written (File too large): free some space or choose another folder" in sentence
     assert not list(out.rglob("*.part"))
-    assert invoked("fit", data, *QUICK, "--out", out, "--resume").exit_code == 0
+    assert resumed(data, out).exit_code == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
@@ -310,9 +303,8 @@ def test_names_that_are_no_utf8_and_hold_control_characters(data: Path, tmp_path
     assert "finished" in invoked(*words, "--resume").output
     assert invoked("predict", model, odd).exit_code == 0
     assert "\x1b" not in (model / "report.html").read_text(encoding="utf-8")
-    parquet = odd.with_suffix(".parquet")
-    __import__("pandas").read_csv(odd).to_parquet(tmp_path / "plain.parquet")
-    (tmp_path / "plain.parquet").rename(parquet)
+    pd.read_csv(odd).to_parquet(tmp_path / "plain.parquet")
+    parquet = (tmp_path / "plain.parquet").rename(odd.with_suffix(".parquet"))
     assert invoked("predict", model, parquet).exit_code == 0
     os.truncate(parquet, 300)
     refused(invoked("predict", model, parquet), f"{shown}.parquet is a damaged Parquet file", "write it again")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor, nn
 
-from marquardt.tabular.network import ACTIVATIONS, Network
+from marquardt.tabular.members import Network, module_of
 
 QUICK = {"hidden": (4,), "members": 2, "steps": 15}
 
@@ -21,10 +19,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def module(network: Network, theta: torch.Tensor) -> nn.Sequential:
-    layers = []
-    for a, b in pairwise(network.sizes):
-        layers += [nn.Linear(a, b).double(), ACTIVATIONS[network.activation].module()]
-    found = nn.Sequential(*layers[:-1])
+    """The network with its weights in float64"""
+    found = module_of(network, theta).double()
     nn.utils.vector_to_parameters(theta, found.parameters())
     return found
 

@@ -11,10 +11,11 @@ import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pandas as pd
 import pytest
 
-from marquardt.table import charts, run
-from marquardt.table.charts import Axis, chart, ranking, thinned
+from marquardt.table import report, run
+from marquardt.table.report import Axis, chart, ranking
 from marquardt.table.request import Request
 from support.tables import houses, write
 
@@ -45,36 +46,26 @@ def test_a_page_is_small_needs_nothing_else_and_escapes_what_it_shows(pages: dic
     assert "&lt;b&gt;Genf &amp; co&lt;/b&gt;" in page
 
 
-def test_what_a_page_of_numbers_shows(pages: dict[str, Path]) -> None:
-    page = pages["number"].read_text(encoding="utf-8")
+def test_what_pages_show(pages: dict[str, Path]) -> None:
+    page, several, classes = (pages[name].read_text(encoding="utf-8") for name in ("number", "numbers", "class"))
     metrics = json.loads((pages["number"].parent / "metrics.json").read_text())
     for text in (
-        f"{metrics['test']['price']['rmse']:.4g}", "Learning curve", "price: predicted against true",
-        "price: residuals", "Importance of the columns", "The worst predictions", "What was done to the columns",
-        "left out: it is always &#39;CH&#39;",
+        f"{metrics['test']['price']['rmse']:.4g}", "Learning curve", "</i>training.", "price: predicted against true",
+        "95 % interval. ", "price: residuals", "Importance of the columns", "The worst predictions",
+        "What was done to the columns", "left out: it is always &#39;CH&#39;",
     ):  # fmt: skip
         assert text in page, text
-    worst = page.split("The worst predictions")[1].split("</table>")[0]
-    assert worst.count("<tr>") == 1 + 10
-    assert pages["numbers"].read_text(encoding="utf-8").count(": residuals</strong>") == 2
-
-
-def test_the_worst_row_stands_first(pages: dict[str, Path]) -> None:
-    import pandas as pd
-
+    assert several.count(": residuals</strong>") == 2
     table = pd.read_csv(pages["number"].parent / "predictions.csv")
     test = table[table["set"] == "test"]
-    worst = int(test.loc[(test["predicted"] - test["true"]).abs().idxmax(), "row"])
-    page = pages["number"].read_text(encoding="utf-8").split("The worst predictions")[1]
-    assert re.search(r'<th scope="row">(\d+)</th>', page)[1] == str(worst)
-
-
-def test_what_a_page_of_classes_shows(pages: dict[str, Path]) -> None:
-    page = pages["class"].read_text(encoding="utf-8")
-    counts = [int(count) for count in re.findall(r"<span>(\d+)</span>", page)]
+    worst = page.split("The worst predictions")[1].split("</table>")[0]
+    first = int(test.loc[(test["predicted"] - test["true"]).abs().idxmax(), "row"])
+    assert re.search(r'<th scope="row">(\d+)</th>', worst)[1] == str(first)
+    assert worst.count("<tr>") == 1 + 10
+    counts = [int(count) for count in re.findall(r"<span>(\d+)</span>", classes)]
     assert sum(counts) == json.loads((pages["class"].parent / "metrics.json").read_text())["rows"]["test"]
-    for text in ("Reliability", "taken for which", "calibration error", "its probability"):
-        assert text in page, text
+    for text in ("rows left out", "Reliability", "taken for which", "calibration error", "its probability"):
+        assert text in classes, text
 
 
 WATCH = """<script>addEventListener("load", () => { const out = parent.document.createElement("pre");
@@ -98,18 +89,12 @@ def test_a_page_in_chromium(pages, tmp_path, name, width, scheme, colours) -> No
     (tmp_path / "watched.html").write_text(source.replace("<head>", f"<head>{WATCH}", 1), encoding="utf-8")
     (tmp_path / "frame.html").write_text(FRAME.format(width), encoding="utf-8")
     command = [
-        *(
-            chromium,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--allow-file-access-from-files",
-        ),
-        *("--enable-logging=stderr", "--v=0", f"--user-data-dir={tmp_path / 'profile'}"),
+        *(chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+        *("--allow-file-access-from-files", "--enable-logging=stderr", "--v=0"),
+        f"--user-data-dir={tmp_path / 'profile'}",
         *(f"--blink-settings=preferredColorScheme={scheme}", "--virtual-time-budget=20000"),
         *("--dump-dom", (tmp_path / "frame.html").as_uri()),
-    ]
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr
@@ -129,7 +114,7 @@ def test_a_page_in_chromium(pages, tmp_path, name, width, scheme, colours) -> No
 @pytest.mark.parametrize("span", [1e-5, 0.37, 1.0, 42.0, 9e7])
 def test_ticks_are_few_round_and_inside(low, span):
     scale = Axis.of([low, low + span], 0, 100)
-    ticks = scale.ticks()
+    ticks = [tick for tick, _ in scale.ticks()]
     assert 4 <= len(ticks) <= 9
     assert all(-0.1 <= scale.at(tick) <= 100.1 for tick in ticks)
     every = ticks[1] - ticks[0]
@@ -139,7 +124,7 @@ def test_ticks_are_few_round_and_inside(low, span):
 def test_a_logarithmic_scale_if_all_values_are_positive():
     scale = Axis.of([1e-3, 1e2], 0, 100, log=True, room=0)
     assert scale.at(10**-0.5) == pytest.approx(50)
-    assert scale.ticks() == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10, 100])
+    assert [tick for tick, _ in scale.ticks()] == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10, 100])
     assert not Axis.of([0.0, 1.0], 0, 1, log=True).log
 
 
@@ -150,32 +135,20 @@ def test_a_scale_of_hardly_anything(values):
     assert len(scale.ticks()) > 1
 
 
-def test_a_chart_is_xml_and_everything_is_inside():
-    drawn = chart([0.0, 1.0], [2.0, 3.0], "<x> & more", "y")
-    drawn.line([(0.0, 2.0), (1.0, 3.0), (0.5, math.nan)], "first", "a <line>")
+def test_charts_are_xml_and_everything_is_inside(pages: dict[str, Path]) -> None:
+    drawn = chart([0.0, 1.0], [2.0, 3.0], "x", "y")
+    drawn.draw([[(0.0, 2.0), (1.0, 3.0)]], "line first", "a line")
     drawn.dots([(0.5, 2.5)], "first")
-    drawn.bars([(0.5, 2.2, 2.8)], "second", "bars")
-    drawn.boxes([(0.1, 0.2, 2.4)], "faint")
-    root = ElementTree.fromstring(drawn.svg("A & B"))
-    assert root.attrib["aria-label"] == "A & B"
-    words = ["".join(text.itertext()) for text in root.iter("text")]
-    assert {"<x> & more", "a <line>", "bars"} <= set(words)
-    line = next(path for path in root.iter("path") if path.attrib["class"] == "line first")
-    assert "nan" not in line.attrib["d"]
-    x, y = map(float, line.attrib["d"][1:].split("L")[0].split())
-    assert charts.LEFT <= x <= charts.WIDTH
-    assert charts.TOP <= y <= charts.HEIGHT - charts.BOTTOM
-
-
-def test_a_ranking_has_all_its_names():
-    root = ElementTree.fromstring(ranking([("first", 2.0, 0.1), ("x" * 40, -0.5, 0.1)], "rise", "Ranking"))
-    words = ["".join(text.itertext()) for text in root.iter("text")]
-    assert "first" in words
-    assert "x" * 21 + "…" in words
-    assert all(float(rect.attrib["width"]) >= 0 for rect in root.iter("rect"))
-
-
-def test_too_many_points_are_thinned():
-    points = [(float(i), 0.0) for i in range(10_001)]
-    assert len(thinned(points)) <= charts.MOST_POINTS
-    assert thinned(points[:50]) == points[:50]
+    drawn.boxes([(0.1, 0.2, 2.0, 2.4)], "faint")
+    assert drawn.legend == [("line first", "a line")]
+    assert [style for style, _ in drawn.paths] == ["line first", "dots first", "box faint"]
+    for _, path in drawn.paths:
+        x, y = map(float, path[1:].split("L")[0].split())
+        assert report.LEFT <= x <= report.WIDTH
+        assert report.TOP <= y <= report.HEIGHT - report.BOTTOM
+    ranked = ranking([("first", 2.0, 0.1), ("x" * 40, -0.5, 0.1)], "rise")
+    assert [name for _, name in ranked.y.ticks()] == ["first", "x" * 21 + "…"]
+    for page in pages.values():
+        svgs = re.findall(r"<svg.*?</svg>", page.read_text(encoding="utf-8"), re.DOTALL)
+        titles = [ElementTree.fromstring(svg).attrib["aria-label"] for svg in svgs]
+        assert titles[-2:] == ["Importance of the columns", "Learning curve"]

@@ -8,9 +8,8 @@ import torch
 
 from marquardt.tabular import Settings, building, train
 from marquardt.tabular.building import calibrated, distinct, folds, mixed, stacked
-from marquardt.tabular.members import Descent, Given, Limits
-from marquardt.tabular.network import Network, Numbers
-from marquardt.tabular.settings import Division, rows_of
+from marquardt.tabular.members import Descent, Given, Law, Limits, Network
+from marquardt.tabular.settings import Configuration, Division, cost
 from support.committees import QUICK, classes, drawn, generator, table
 
 
@@ -18,19 +17,14 @@ def same(a, b, x) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.predict(x), b.predict(x), strict=True))
 
 
-def test_the_order_of_the_rows_does_not_matter():
-    x, y = table()
-    order = torch.randperm(60, generator=generator(1))
-    assert same(train(x, y, Settings(**QUICK)), train(x[order], y[order], Settings(**QUICK)), x)
-
-
 @pytest.mark.parametrize("N", [20, 60])  # without folds, and with
-def test_whole_weights_count_as_equal_rows(N):
+def test_whole_weights_count_as_equal_rows_in_any_order(N):
     x, y = table(N)
-    weight = torch.arange(N) % 3
+    weight, order = torch.arange(N) % 3, torch.randperm(N, generator=generator(1))
     repeated = (t.repeat_interleave(weight, 0) for t in (x, y))
     found = train(x, y, Settings(**QUICK), weight=weight.double())
     assert same(found, train(*repeated, Settings(**QUICK)), x)
+    assert same(found, train(x[order], y[order], Settings(**QUICK), weight=weight[order].double()), x)
     assert not same(found, train(x, y, Settings(**QUICK)), x)
 
 
@@ -41,10 +35,10 @@ def test_weights_that_are_not_whole_are_relative():
     assert same(first, second, x)
 
 
-def test_a_folder_goes_on_to_the_same_committee(tmp_path, monkeypatch):
+def test_a_folder_goes_on_to_the_same_committee_and_is_no_others(tmp_path, monkeypatch):
     x, y = table()
-    whole = train(x, y, Settings(members=2, steps=15))
-    kept, save = [], building.save_part
+    settings = Settings(members=2, steps=15)
+    whole, save, kept = train(x, y, settings), building.save_part, []
 
     def killed(*given):
         save(*given)
@@ -54,27 +48,28 @@ def test_a_folder_goes_on_to_the_same_committee(tmp_path, monkeypatch):
 
     monkeypatch.setattr(building, "save_part", killed)
     with pytest.raises(KeyboardInterrupt):
-        train(x, y, Settings(members=2, steps=15), checkpoint=tmp_path)
+        train(x, y, settings, checkpoint=tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
-    monkeypatch.undo()
     trained = []
     monkeypatch.setattr(building, "save_part", lambda *given: trained.append(given))
-    again = train(x, y, Settings(members=2, steps=15), checkpoint=tmp_path)
+    assert same(whole, train(x, y, settings, checkpoint=tmp_path), x)
     assert 0 < len(trained) <= 2  # of four, the first two were there
-    assert same(whole, again, x)
-
-
-def test_a_folder_of_other_data_is_refused(tmp_path):
-    x, y = table()
-    train(x, y, Settings(**QUICK), checkpoint=tmp_path)
     with pytest.raises(ValueError, match="other samples or settings"):
-        train(x, y + 1e-3 * x[:, :1], Settings(**QUICK), checkpoint=tmp_path)
+        train(x, y + 1e-3 * x[:, :1], settings, checkpoint=tmp_path)
 
 
-def test_steps_are_watched():
-    events = []
-    train(*table(), Settings(**QUICK), watch=events.append)
-    assert {event["members"] for event in events} == {2}  # the choice, and all samples
+def test_steps_are_watched_on_one_thread():
+    events, before = [], torch.get_num_threads()
+
+    def watch(event):
+        events.append(event | {"threads": torch.get_num_threads()})
+        if event["member"] == 2 and event["step"] == event["steps"]:
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        train(*table(), Settings(**QUICK), watch=watch)
+    assert {(event["members"], event["threads"]) for event in events} == {(2, 1)}  # the choice, and all samples
+    assert torch.get_num_threads() == before
     for member in (1, 2):
         own = [event for event in events if event["member"] == member]
         assert [event["step"] for event in own] == list(range(1, len(own) + 1))
@@ -83,31 +78,26 @@ def test_steps_are_watched():
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "mean", "std", "said"),
+    ("x", "y", "said"),
     [
-        (drawn(60, 3), torch.full((60, 1), 3.7).double(), 3.7, 0.0, "all targets are the same"),
-        (torch.ones(60, 3).double(), drawn(60, 1), None, None, "no input column has two different values"),
-        (drawn(1, 3), torch.full((1, 1), -2.5).double(), -2.5, 0.0, "all targets are the same"),
+        (drawn(60, 3), torch.full((60, 1), 3.7).double(), "all targets are the same"),
+        (torch.ones(60, 3).double(), drawn(60, 1), "no input column has two different values"),
+        (drawn(1, 3), torch.full((1, 1), -2.5).double(), "all targets are the same"),
     ],
 )
-def test_nothing_to_learn(x, y, mean, std, said):
+def test_nothing_to_learn(x, y, said):
     found = train(x, y, Settings(**QUICK))
-    means, stds = found.predict(x + 1)
-    wanted = (y.mean(), y.std(unbiased=False)) if mean is None else (torch.tensor(v).double() for v in (mean, std))
-    for t, value in zip((means, stds), wanted, strict=True):
+    for t, value in zip(found.predict(x + 1), (y.mean(), y.std(unbiased=False)), strict=True):
         torch.testing.assert_close(t, value.expand_as(t))
     assert found.says == [said]
 
 
-def test_a_constant_target_beside_another():
+def test_a_constant_target_beside_another_and_classes_that_are_not_there():
     x, y = table()
     mean, std = train(x, torch.cat((y, torch.full_like(y, -2.0)), 1), Settings(**QUICK)).predict(x)
     assert bool((mean[:, 1] == -2).all())
     assert bool((std[:, 1] == 0).all())
     assert float((mean[:, 0] - y[:, 0]).square().mean()) < 0.1
-
-
-def test_one_class_and_classes_that_are_not_there():
     x, y = classes(count=2)
     assert train(x, torch.zeros_like(y), Settings("classification")).probabilities(x).tolist() == [[1.0]] * 60
     p = train(x, y, Settings("classification", **QUICK), classes=4).probabilities(x)
@@ -115,49 +105,14 @@ def test_one_class_and_classes_that_are_not_there():
     assert float(p[:, 2:].mean()) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"x": torch.zeros(60)}, r"x has the shape \(60,\)"),
-        ({"x": torch.zeros(60, 0)}, r"x has the shape \(60, 0\)"),
-        ({"y": torch.zeros(60)}, r"y has the shape \(60,\)"),
-        ({"y": torch.zeros(59, 1)}, "beside 60 samples"),
-        ({"x": torch.full((60, 3), float("nan"))}, "x has NaN"),
-        ({"y": torch.full((60, 1), float("inf"))}, "y has NaN or infinite"),
-        ({"weight": torch.zeros(60)}, "weight: a finite number"),
-        ({"weight": -torch.ones(60)}, "weight: a finite number"),
-        ({"weight": torch.ones(59)}, "weight: a finite number"),
-    ],
-)
-def test_bad_tables_are_refused(change, words):
-    x, y = table()
-    given = {"x": x, "y": y, "weight": None} | change
-    with pytest.raises(ValueError, match=words):
-        train(given["x"], given["y"], Settings(**QUICK), weight=given["weight"])
-
-
-def test_threads_are_as_they_were():
-    before, seen = torch.get_num_threads(), []
-
-    def watch(event):
-        seen.append(torch.get_num_threads())
-        if event["member"] == 2:
-            raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        train(*table(), Settings(**QUICK), watch=watch)
-    assert set(seen) == {1}
-    assert torch.get_num_threads() == before
-
-
 def trained_part(steps: int, held: bool):
     x, y = table()
     given = Given(x.expand(3, -1, -1), y.expand(3, -1, -1), torch.ones(3, 60, dtype=torch.float64))
-    network, held = Network((3, 4, 1), "tanh"), given if held else None
-    return Descent(network, Numbers(1), "all", given, held, Limits(steps, steps), generator()).run(), given
+    network, law, held = Network((3, 4, 1), "tanh"), Law.of(None, 1), given if held else None
+    return Descent(network, law, "all", given, held, Limits(steps, steps), generator()).run(), given
 
 
-def test_members_that_are_lost_are_left_out():
+def test_members_that_are_lost_or_were_cut_short_are_left_out():
     chosen, data = trained_part(10, True)
     final, _ = trained_part(30, False)
     assert len(building.not_lost(final, chosen, data).theta) == 3
@@ -168,54 +123,28 @@ def test_members_that_are_lost_are_left_out():
     assert len(kept.steps) == 2
     final.error[:] = 10.0
     assert torch.equal(building.not_lost(final, chosen, data).theta, chosen.theta)
-
-
-def test_members_that_were_cut_short_are_not_taken():
-    chosen, data = trained_part(30, True)
-    final, _ = trained_part(5, False)
-    final.error[:] = 0.0
-    assert torch.equal(building.not_lost(final, chosen, data).theta, chosen.theta)
-
-
-def test_a_member_far_above_the_others_is_left_out():
-    chosen, _ = trained_part(10, True)
+    short, _ = trained_part(5, False)
+    short.error[:] = 0.0
+    assert torch.equal(building.not_lost(short, trained_part(30, True)[0], data).theta, trained_part(30, True)[0].theta)
     assert len(building.agreeing(chosen).theta) == 3
-    chosen.error[0] = 100 * chosen.error[1]
+    chosen.error[0] = 100 * chosen.error[1]  # far above the others
     assert torch.equal(building.agreeing(chosen).theta, chosen.theta[1:])
 
 
 # --- equal rows and folds ---
 
 
-def test_equal_rows_once_whatever_their_order():
-    x = torch.tensor([[2.0, 1], [1, 5], [2, 1], [3, 3]], dtype=torch.float64)
-    y = torch.tensor([0, 1, 0, 2])
-    weight = torch.tensor([1.0, 2, 3, 0], dtype=torch.float64)
-    first = distinct(x, y, weight)
-    assert first[0].tolist() == [[1, 5], [2, 1]]
-    assert first[1].tolist() == [1, 0]
-    assert first[2].tolist() == [2, 4]
-    order = torch.tensor([3, 2, 0, 1])
-    for a, b in zip(first, distinct(x[order], y[order], weight[order]), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_rows_with_equal_inputs_and_other_targets_stay_apart():
-    x = torch.ones(3, 1, dtype=torch.float64)
-    y = torch.tensor([[1.0], [2.0], [1.0]], dtype=torch.float64)
-    _, targets, weight = distinct(x, y, torch.ones(3, dtype=torch.float64))
-    assert targets.tolist() == [[1], [2]]
-    assert weight.tolist() == [2, 1]
+    x, y, weight = torch.ones(4, 1).double(), torch.tensor([0, 1, 0, 2]), torch.tensor([1.0, 2, 3, 0]).double()
+    for given in (y, y[:, None].double()):
+        assert [t.flatten().tolist() for t in distinct(x, given, weight)] == [[1, 1], [0, 1], [4, 2]]
 
 
-def test_classes_are_spread_over_the_folds():
+def test_classes_and_targets_are_spread_over_the_folds():
     y = torch.tensor([0] * 50 + [1] * 10 + [2] * 5)
     fold = folds(y, 5, generator())
     for k in range(5):
         assert torch.bincount(y[fold == k], minlength=3).tolist() == [10, 2, 1]
-
-
-def test_targets_are_spread_over_the_folds():
     y = drawn(100, 1)
     fold = folds(y, 5, generator())
     assert torch.bincount(fold).tolist() == [20] * 5
@@ -239,55 +168,42 @@ def test_targets_are_spread_over_the_folds():
     ],
 )
 def test_division(samples, settings, division):
-    assert settings.arranged(samples, 8, 1, 1)[1] == division
+    assert settings.arranged(samples, 8, 1)[1] == division
 
 
 def test_given_sizes_are_one_configuration():
-    (one,), _ = Settings(hidden=(7, 3), activation="relu").arranged(400, 8, 1, 1)
-    assert (one.hidden, one.activation, one.groups) == ((7, 3), "relu", "inputs")
-    several, _ = Settings(activation="relu").arranged(400, 8, 1, 1)
+    (one,), _ = Settings(hidden=(7, 3), activation="relu").arranged(400, 8, 1)
+    assert one == Configuration((7, 3), "relu", "inputs")
+    several, _ = Settings(activation="relu").arranged(400, 8, 1)
     assert {one.activation for one in several} == {"relu"}
 
 
 @pytest.mark.parametrize(("samples", "inputs", "outputs"), [(1500, 60, 10), (100_000, 100, 1)])
 def test_large_matrices_leave_kronecker_factors(samples, inputs, outputs):
-    found, division = Settings().arranged(samples, inputs, outputs, outputs)
+    found, division = Settings().arranged(samples, inputs, outputs)
     assert {one.groups for one in found} == {"decay"}
     assert division.final == 0
-    (one,), _ = Settings(hidden=(500, 500)).arranged(400, 8, 1, 1)
+    (one,), _ = Settings(hidden=(500, 500)).arranged(400, 8, 1)
     assert (one.hidden, one.groups) == ((500, 500), "decay")
 
 
-@pytest.mark.parametrize("samples", [100, 1000, 10_000, 100_000])
-def test_the_work_bounds_the_steps(samples):
-    settings, network = Settings(work=1e11), Network((8, 10, 10, 1), "silu")
-    limits = settings.plan(network, 3, samples, 1, 1e11)
-    work = limits.steps * settings.cost(network, 3, samples, 1)
-    assert limits.steps == 250 or 0.9e11 < work <= 1e11
-    assert settings.plan(network, 3, samples, 1, 1e11, 17).steps <= 17
-
-
-def test_a_matrix_has_all_rows_unless_there_are_many():
-    network = Network((8, 10, 10, 1), "silu")
-    assert rows_of(network, 2000, 1) is None
-    assert rows_of(network, 50_000, 1) == 2000
-
-
-@pytest.mark.parametrize(
-    ("given", "words"), [({"task": "ranking"}, "task='ranking'"), ({"seed": -1}, "seed=-1"), ({"work": 0}, "work=0")]
-)
-def test_bad_settings_are_named(given, words):
-    with pytest.raises(ValueError, match=words):
-        Settings(**given)
+@pytest.mark.parametrize(("samples", "rows"), [(100, None), (1000, None), (10_000, 2000), (100_000, 2000)])
+def test_the_work_bounds_the_steps_and_the_rows(samples, rows):
+    settings, one = Settings(), Configuration((10, 10), "silu", "inputs")
+    network = one.network(8, 1)
+    limits = settings.plan(one, network, 3, samples, 1e11)
+    assert limits.work == cost(network, 3, samples) / 3
+    assert limits.rows == rows
+    assert limits.steps == 250 or 0.9e11 < 3 * limits.steps * limits.work <= 1e11
+    assert settings.plan(one, network, 3, samples, 1e11, 17).steps <= 17
 
 
 # --- weights of configurations and widths of intervals, against plain searches ---
 
 
 def simplex(steps: int) -> torch.Tensor:
-    return (
-        torch.tensor([(i, j, steps - i - j) for i in range(steps + 1) for j in range(steps + 1 - i)]).double() / steps
-    )
+    corners = [(i, j, steps - i - j) for i in range(steps + 1) for j in range(steps + 1 - i)]
+    return torch.tensor(corners).double() / steps
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -303,20 +219,14 @@ def test_no_other_weights_have_a_smaller_error(seed):
     assert float(w.sum()) == pytest.approx(1)
     assert bool((w >= 0).all())
     assert all(error(w) <= error(other) * (1 + 1e-8) for other in simplex(40))
-
-
-def test_equal_configurations_are_no_trouble():
-    y = drawn(30, 1)
-    p = (y + 0.1 * drawn(30, 1, seed=1)).expand(3, -1, -1)
-    w = stacked(p, y, torch.ones(30, dtype=torch.float64))
-    assert float(w.sum()) == pytest.approx(1)
-    assert bool(w.isfinite().all())
+    equal = stacked(p[:1].expand(3, -1, -1), y, weight)
+    assert float(equal.sum()) == pytest.approx(1)
+    assert bool(equal.isfinite().all())
 
 
 def test_a_mixture_has_the_largest_likelihood():
     p = torch.rand(3, 80, generator=generator(3)).double().clamp(min=0.01)
-    weight = torch.ones(80, dtype=torch.float64)
-    w = mixed(p, weight, rounds=2000)
+    w = mixed(p, torch.ones(80, dtype=torch.float64), rounds=2000)
     best = max(float((other @ p).log().sum()) for other in simplex(40))
     assert float((w @ p).log().sum()) >= best - 1e-3
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .. import files
 from .base import Console, Debug, error_messages, say
-
-if TYPE_CHECKING:
-    from ..table.request import Request
 
 EXTRA = "table"
 REFRESH = 0.2  # seconds between two pictures
@@ -59,63 +57,45 @@ def fit(
     Numbers, categories, dates and missing values are taken as they are found, and what was done to each column is said.
     The run can be stopped at any time: with --resume the same command goes on, to the same model.
     """
-    sizes = _sizes(hidden)
+    sizes = None
+    if hidden is not None and hidden.strip() != "auto":
+        if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", hidden):
+            wrong = f"{hidden!r} is no list of whole numbers from 1 on, such as 32,32"
+            raise typer.BadParameter(wrong, param_hint="--hidden")
+        sizes = tuple(map(int, hidden.split(",")))
     folder = data.with_name(f"{data.stem}-model") if out is None else out
     with error_messages(debug, EXTRA):
-        from ..table.request import Request
+        from ..table import request, run
 
-        asked = Request(
+        asked = request.Request(
             data, tuple(dict.fromkeys(target)), classify, sizes, test_fraction, seed, steps, rows,
             tuple(ignore or ()), tuple(categorical or ()), tuple(missing or ()),
         )  # fmt: skip
-        _run(asked, folder, resume)
-
-
-def _run(asked: Request, folder: Path, resume: bool) -> None:
-    from ..table import run
-    from ..table.request import REPORT
-
-    console = Console()
-    screen = FitScreen(console)
-    try:
-        findings = run.fit(asked, folder, resume=resume, say=screen.say, watch=screen.see)
-    except KeyboardInterrupt:
-        screen.end()
-        words = [word for word in sys.argv[1:] if word != "--resume"]
-        screen.say(f"Stopped. Go on: {shlex.join(['marquardt', *words, '--resume'])}", whole=True)
-        raise typer.Exit(130) from None
-    finally:
-        screen.end()
-    if findings is None:
-        screen.say(f"{folder} holds this run, finished: there is nothing to do.")
-    else:
-        for sentence in findings.told:
-            screen.say(sentence, "bold")
-    screen.say(f"Report: {folder / REPORT}", whole=True)
-
-
-def _sizes(hidden: str | None) -> tuple[int, ...] | None:
-    if hidden is None or hidden.strip() == "auto":
-        return None
-    try:
-        sizes = tuple(int(size) for size in hidden.split(","))
-    except ValueError:
-        sizes = (0,)
-    if min(sizes) < 1:
-        raise typer.BadParameter(
-            f"{hidden!r} is no list of whole numbers from 1 on, such as 32,32", param_hint="--hidden"
-        )
-    return sizes
+        screen = FitScreen(Console())
+        try:
+            findings = run.fit(asked, folder, resume=resume, say=screen.say, watch=screen.see)
+        except KeyboardInterrupt:
+            screen.end()
+            words = [word for word in sys.argv[1:] if word != "--resume"]
+            screen.say(f"Stopped. Go on: {shlex.join(['marquardt', *words, '--resume'])}", whole=True)
+            raise typer.Exit(130) from None
+        finally:
+            screen.end()
+        if findings is None:
+            screen.say(f"{folder} holds this run, finished: there is nothing to do.")
+        else:
+            for sentence in findings.told:
+                screen.say(sentence, "bold")
+        screen.say(f"Report: {folder / request.REPORT}", whole=True)
 
 
 class FitScreen:
     """What was assumed, then a bar; in a pipe, a line for each kind of network. Drawn between steps, by no thread."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.drawn = -math.inf
-        self.last: Mapping[str, Any] | None = None
-        self.names: set[str] = set()
+        self.console, self.drawn = console, -math.inf
+        self.last: Mapping[str, Any] = {}
+        self.names: set[str] = set()  # of networks that have a line: once more, they are trained on all rows
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[loss]}"),
             TimeElapsedColumn(), TimeRemainingColumn(),
@@ -125,13 +105,12 @@ class FitScreen:
 
     def say(self, sentence: str, style: str = "", *, whole: bool = False) -> None:
         """In lines of the terminal's width, broken between words; `whole` leaves a path or a command in one piece."""
-        whole = whole or not self.console.is_terminal
-        say(self.console, sentence, style, whole=whole)
+        say(self.console, sentence, style, whole=whole or not self.console.is_terminal)
 
     def see(self, event: Mapping[str, Any]) -> None:
         """A step of networks of one kind, which are trained together."""
         if self.last and self.last["member"] != event["member"]:
-            self._tell(self.last)
+            self._tell()
         self.last = event
         if not self.console.is_terminal or time.monotonic() - self.drawn < REFRESH:
             return
@@ -145,13 +124,13 @@ class FitScreen:
 
     def end(self) -> None:
         if self.last:
-            self._tell(self.last)
-            self.last = None
+            self._tell()
         if self.progress.live.is_started:
             self.progress.stop()
 
-    def _tell(self, event: Mapping[str, Any]) -> None:
-        """A network that has a line already is trained once more, without rows left out."""
+    def _tell(self) -> None:
+        """The line of networks that are trained"""
+        event, self.last = self.last, {}
         name, steps = event["configuration"], event["step"]
         again = ", on all rows to train on" if name in self.names else ""
         self.names.add(name)

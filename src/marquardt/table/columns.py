@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from ..files import typed
 from ..values import quoted
-from .reading import MOST, BadTable, counted, listed, nameless
+from .reading import MOST, BadTable, counted, listed, nameless, other_use
 
 Kind = Literal["empty", "number", "date", "category"]
 # Tried in this order; a date that is both month/day and day/month in every row is read as the former.
@@ -63,11 +63,8 @@ def kind_of(name: str, column: pd.Series) -> Kind:
         return "empty"
     if pd.api.types.is_datetime64_any_dtype(values):
         return "date"
-    if pd.api.types.is_numeric_dtype(values):
-        numbers(name, values)  # infinite ones are refused
-        return "number"
     if pd.to_numeric(values, errors="coerce").notna().mean() > MOST:
-        numbers(name, column)
+        numbers(name, column)  # text and infinite ones are refused
         return "number"
     if values.str.fullmatch(DATE).mean() > MOST:
         dates(name, column, date_format(column))
@@ -142,13 +139,8 @@ def _refuse(name: str, column: pd.Series, bad: pd.Series, what: str) -> None:
     more = f" and in {counted(len(places) - SHOWN, 'more row')}" if len(places) > SHOWN else ""
     raise BadTable(
         f"the column {name!r} {what}: {shown}{more}; correct them",
-        f", or use --missing WORD for a word that means no value, --categorical {_quoted(name)} if these are "
-        f"categories, or --ignore {_quoted(name)}",
+        f", or use --missing WORD for a word that means no value, {other_use(name)}",
     )
-
-
-def _quoted(name: str) -> str:
-    return f"'{name}'" if set(' ;|&()$"') & set(name) else name
 
 
 def as_text(column: pd.Series) -> pd.Series:
@@ -162,7 +154,8 @@ def as_text(column: pd.Series) -> pd.Series:
 # --- what a column becomes ---
 
 
-Encoded: TypeAlias = tuple[np.ndarray, list[str]]  # inputs (N, k) made of one column, and what is to be told of it
+# Inputs for values that are there, where values are missing, (N,) each, and what is to be told of it
+Inputs: TypeAlias = tuple[list[np.ndarray], np.ndarray, list[str]]
 
 
 class Told(NamedTuple):
@@ -174,30 +167,70 @@ class Told(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NumberColumn:
-    """x, and 1 where x is missing (if it was so in training)."""
+class Column(ABC):
+    """Inputs made of a column; the last is 1 where a value is missing, if some were in training."""
 
     name: str
+    indicator: bool
+
+    @property
+    @abstractmethod
+    def known(self) -> list[str]:
+        """The names of the inputs for values that are there"""
+
+    @property
+    @abstractmethod
+    def instead(self) -> str:
+        """What a missing value is read as"""
+
+    @property
+    @abstractmethod
+    def done(self) -> str:
+        """What becomes of the column, for the report"""
+
+    @abstractmethod
+    def inputs(self, column: pd.Series) -> Inputs:
+        """Of a table with this column"""
+
+    @property
+    def names(self) -> list[str]:
+        return self.known + [f"{self.name} is missing"] * self.indicator
+
+    def encode(self, column: pd.Series) -> tuple[np.ndarray, list[str]]:
+        """Inputs (N, k), and what is to be told of it"""
+        parts, absent, notes = self.inputs(column)
+        if absent.any() and not self.indicator:
+            lacking = f"{self.name!r}: {counted(int(absent.sum()), 'missing value')}, and none in training"
+            notes = [f"{lacking}: read as {self.instead}.", *notes]
+        return np.stack(parts + [absent] * self.indicator, axis=1).astype(float), notes
+
+
+@dataclass(frozen=True)
+class NumberColumn(Column):
+    """x, the median if it is missing."""
+
     median: float
     varies: bool
-    indicator: bool
-    kind: ClassVar[str] = "number"
+    kind: Literal["number"] = "number"
 
     @classmethod
     def of(cls, name: str, column: pd.Series) -> NumberColumn:
         values = numbers(name, column)
         known = values[~np.isnan(values)]
-        return cls(name, float(np.median(known)), not constant(known), len(known) < len(values))
+        return cls(name, len(known) < len(values), float(np.median(known)), not constant(known))
 
     @property
-    def names(self) -> list[str]:
-        return [self.name] * self.varies + [f"{self.name} is missing"] * self.indicator
+    def known(self) -> list[str]:
+        return [self.name] * self.varies
 
-    def encode(self, column: pd.Series) -> Encoded:
+    @property
+    def instead(self) -> str:
+        return f"the median {self.median:.4g}"
+
+    def inputs(self, column: pd.Series) -> Inputs:
         values = numbers(self.name, column)
         absent = np.isnan(values)
-        parts = [np.where(absent, self.median, values)] * self.varies + [absent.astype(float)] * self.indicator
-        return np.stack(parts, axis=1), _absent(self, absent, f"the median {self.median:.4g}")
+        return [np.where(absent, self.median, values)] * self.varies, absent, []
 
     @property
     def done(self) -> str:
@@ -205,48 +238,43 @@ class NumberColumn:
             return "used as it is"
         if not self.varies:
             return f"always {self.median:.4g} or missing: one input says which"
-        return f"missing values are the median {self.median:.4g}, and a further input says where"
+        return f"missing values are {self.instead}, and a further input says where"
 
 
 @dataclass(frozen=True)
-class CategoryColumn:
+class CategoryColumn(Column):
     """1 in the input of its level, or in that of the others for a level that was rare or not there in training."""
 
-    name: str
     levels: tuple[str, ...]
     others: bool  # whether some level was rare in training
-    indicator: bool
-    kind: ClassVar[str] = "category"
+    kind: Literal["category"] = "category"
 
     @classmethod
     def of(cls, name: str, column: pd.Series) -> CategoryColumn:
         counts = column.dropna().value_counts().to_dict()
         common = sorted((level for level in counts if counts[level] >= RARE), key=lambda level: (-counts[level], level))
         levels = tuple(sorted(map(str, common[:LEVELS])))
-        return cls(name, levels, len(levels) < len(counts), bool(column.isna().any()))
+        return cls(name, bool(column.isna().any()), levels, len(levels) < len(counts))
 
     @property
-    def names(self) -> list[str]:
-        levels = [f"{self.name} = {level}" for level in self.levels]
-        return levels + [f"{self.name} is another"] * self.others + [f"{self.name} is missing"] * self.indicator
+    def instead(self) -> str:
+        return "no level at all"
 
-    def encode(self, column: pd.Series) -> Encoded:
+    @property
+    def known(self) -> list[str]:
+        return [f"{self.name} = {level}" for level in self.levels] + [f"{self.name} is another"] * self.others
+
+    def inputs(self, column: pd.Series) -> Inputs:
         text = as_text(column)
-        places = text.map({level: place for place, level in enumerate(self.levels)})
-        absent = text.isna().to_numpy()
-        other = places.isna().to_numpy() & ~absent
-        parts = [(places == place).to_numpy().astype(float) for place in range(len(self.levels))]
-        parts += [other.astype(float)] * self.others + [absent.astype(float)] * self.indicator
-        notes = _absent(self, absent, "no level at all")
+        absent, notes = text.isna().to_numpy(), list[str]()
+        other = ~text.isin(self.levels).to_numpy() & ~absent
         if other.any():
-            n = int(other.sum())
-            have, they = ("has", "it has") if n == 1 else ("have", "they have")
-            instead = "one input stands for all such levels" if self.others else f"{they} no level at all"
-            notes.append(
-                f"{self.name!r}: {counted(n, 'row')} {have} a level that was rare or not there in training "
-                f"({listed(sorted(set(text[other])), 4)}); {instead}."
-            )
-        return np.stack(parts, axis=1), notes
+            rows, shown = counted(int(other.sum()), "row"), listed(sorted(set(text[other])), 4)
+            read = "another level" if self.others else self.instead
+            notes = [
+                f"{self.name!r}: {rows} with a level that was rare or not there in training ({shown}), read as {read}."
+            ]
+        return [(text == level).to_numpy() for level in self.levels] + [other] * self.others, absent, notes
 
     @property
     def done(self) -> str:
@@ -270,15 +298,13 @@ def _cycles(dates: pd.Series) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class DateColumn:
+class DateColumn(Column):
     """Days since 2000, and sin and cos of the parts of year, week and day that are over."""
 
-    name: str
     form: str
     middle: str  # what a missing date becomes
     parts: tuple[str, ...]  # those that are not constant
-    indicator: bool
-    kind: ClassVar[str] = "date"
+    kind: Literal["date"] = "date"
 
     def __post_init__(self) -> None:
         """A file may have been made by anybody."""
@@ -291,19 +317,20 @@ class DateColumn:
         found = dates(name, column, form)
         known = found.dropna().sort_values()
         parts = tuple(part for part, values in _cycles(known).items() if np.ptp(values) > 1e-9)
-        middle = known.iloc[(len(known) - 1) // 2]
-        return cls(name, form, middle.isoformat(), parts, len(known) < len(found))
+        return cls(name, len(known) < len(found), form, known.iloc[(len(known) - 1) // 2].isoformat(), parts)
 
     @property
-    def names(self) -> list[str]:
-        return [f"{self.name} ({part})" for part in self.parts] + [f"{self.name} is missing"] * self.indicator
+    def known(self) -> list[str]:
+        return [f"{self.name} ({part})" for part in self.parts]
 
-    def encode(self, column: pd.Series) -> Encoded:
+    @property
+    def instead(self) -> str:
+        return f"the date in the middle, {self.middle[:10]}"
+
+    def inputs(self, column: pd.Series) -> Inputs:
         found = dates(self.name, column, self.form)
-        absent = found.isna().to_numpy()
         cycles = _cycles(found.fillna(pd.Timestamp(self.middle)))
-        inputs = [cycles[part] for part in self.parts] + [absent.astype(float)] * self.indicator
-        return np.stack(inputs, axis=1), _absent(self, absent, f"the date in the middle, {self.middle[:10]}")
+        return [cycles[part] for part in self.parts], found.isna().to_numpy(), []
 
     @property
     def done(self) -> str:
@@ -311,25 +338,19 @@ class DateColumn:
         return told + f"; missing ones are {self.middle[:10]}, and a further input says where" * self.indicator
 
 
-Column: TypeAlias = NumberColumn | CategoryColumn | DateColumn
-
-
-def _absent(column: Column, absent: np.ndarray, instead: str) -> list[str]:
-    """A note if values are missing that never were in training."""
-    if column.indicator or not absent.any():
-        return []
-    n = int(absent.sum())
-    are, they = ("is", "it is") if n == 1 else ("are", "they are")
-    return [f"{column.name!r}: {counted(n, 'value')} {are} missing, as none was in training; {they} {instead}."]
-
-
 @dataclass(frozen=True)
 class Columns:
     """The columns that are inputs, in the order of the table, and why the others are not."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[NumberColumn | CategoryColumn | DateColumn, ...]
     told: tuple[Told, ...] = ()
     notices: tuple[str, ...] = ()  # sentences on what may not be as it was meant
+
+    def __post_init__(self) -> None:
+        """A file may have been made by anybody."""
+        names = {column.name for column in self.columns if column.names}
+        if not names or len(names) < len(self.columns):
+            raise ValueError("columns: there are none, two of one name, or one without inputs")
 
     @property
     def names(self) -> list[str]:
@@ -338,10 +359,8 @@ class Columns:
     @property
     def groups(self) -> dict[str, list[int]]:
         """The inputs that each column has become."""
-        places, start = {}, 0
-        for column in self.columns:
-            places[column.name] = list(range(start, start := start + len(column.names)))
-        return places
+        places = iter(range(len(self.names)))
+        return {column.name: [next(places) for _ in column.names] for column in self.columns}
 
     def encode(self, frame: pd.DataFrame) -> tuple[Tensor, list[str]]:
         """(N, inputs) in float64, and sentences on what had to be assumed."""
@@ -352,37 +371,12 @@ class Columns:
         inputs = torch.from_numpy(np.concatenate([inputs for inputs, _ in encoded], axis=1))
         return inputs, [note for _, notes in encoded for note in notes]
 
-    def to_json(self) -> list[dict[str, Any]]:
-        return [{"kind": column.kind, **asdict(column)} for column in self.columns]
-
-    @classmethod
-    def from_json(cls, found: Any) -> Columns:
-        """What `to_json` has made. Anything else is a ValueError."""
-        known = {column.kind: column for column in (NumberColumn, CategoryColumn, DateColumn)}
-        entries = typed(found, list[Any], "columns")
-        columns = tuple(_restored(one, known, "kind", f"columns[{i}]") for i, one in enumerate(entries))
-        if not columns or len({column.name for column in columns}) < len(columns):
-            raise ValueError("columns: there are none, or two of one name")
-        if not all(column.names for column in columns):
-            raise ValueError("columns: one has no inputs")
-        return cls(columns)
-
-
-def _restored(saved: Any, known: Mapping[str, Any], key: str, place: str) -> Any:
-    """The object of the class that the entry `key` names."""
-    entries = typed(saved, dict[str, Any], place)
-    kind = typed(entries.pop(key, None), str, f"{place}.{key}")
-    if kind not in known:
-        raise ValueError(f"{place}.{key} is {quoted(kind)}, none of {', '.join(known)}")
-    return typed(entries, known[kind], place)
-
 
 def learn(
     frame: pd.DataFrame, train: np.ndarray, *, ignore: Collection[str] = (), categorical: Collection[str] = ()
 ) -> Columns:
     """What becomes of every column; `train` are the rows whose values may be looked at for more than their kind."""
-    columns: list[Column] = []
-    told, notices = [], []
+    columns, told, notices = [], [], []
     for name in map(str, frame.columns):
         if name in ignore:
             told.append(Told(name, "–", "left out, as was asked for"))
@@ -391,11 +385,9 @@ def learn(
         if found == "category" and name not in categorical and (looks := disguised(frame[name])):
             notices.append(f"Column {name!r} looks like {looks} to use it as numbers.")
         column, why = _column_of(name, frame[name], train, found)
-        if column is None:
-            told.append(Told(name, found, f"left out: {why}"))
-        else:
+        told.append(Told(name, found, f"left out: {why}" if column is None else column.done + why))
+        if column is not None:
             columns.append(column)
-            told.append(Told(name, found, column.done + why))
             notices += [f"{name!r}: {column.done}{why}."] if why else []
     if not columns:
         why = "; ".join(f"{name!r} was {done}" for name, _, done in told) or "there are only targets"
@@ -403,7 +395,7 @@ def learn(
     return Columns(tuple(columns), tuple(told), tuple(notices))
 
 
-def _column_of(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple[Column | None, str]:
+def _column_of(name: str, column: pd.Series, train: np.ndarray, kind: str) -> tuple[Any, str]:
     """The column and a remark, or None and why not."""
     rows = column.iloc[train]
     if kind == "empty" or rows.isna().all():
@@ -442,49 +434,35 @@ def _ambiguous(column: pd.Series, form: str) -> str:
 
 
 @dataclass(frozen=True)
-class NumberTarget:
+class Target:
+    """Numbers, or one column of classes."""
+
     names: tuple[str, ...]
-    task: ClassVar[str] = "regression"
+    classes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """A file may have been made by anybody."""
+        if not self.names or (self.classes and (len(self.names) > 1 or len(self.classes) < 2)):
+            raise ValueError("target: there is no target, or one class only")
+
+    @property
+    def task(self) -> str:
+        return "classification" if self.classes else "regression"
 
     def values(self, frame: pd.DataFrame) -> Tensor:
-        """(N, targets) in float64."""
-        return torch.from_numpy(np.stack([numbers(name, frame[name]) for name in self.names], axis=1))
-
-
-@dataclass(frozen=True)
-class ClassTarget:
-    names: tuple[str, ...]  # one
-    classes: tuple[str, ...]
-    task: ClassVar[str] = "classification"
-
-    def values(self, frame: pd.DataFrame) -> Tensor:
-        """(N,) places in `classes`; −1 for a class that is not among them."""
+        """(N, targets) in float64; or (N,) places in `classes`, −1 for a class that is not among them."""
+        if not self.classes:
+            return torch.from_numpy(np.stack([numbers(name, frame[name]) for name in self.names], axis=1))
         places = {name: place for place, name in enumerate(self.classes)}
         return torch.tensor([places.get(text, -1) for text in as_text(frame[self.names[0]])])
 
 
-Target: TypeAlias = NumberTarget | ClassTarget
-
-
-def target_to_json(target: Target) -> dict[str, Any]:
-    return {"task": target.task, **asdict(target)}
-
-
-def target_from_json(found: Any) -> Target:
-    """What `target_to_json` has made. Anything else is a ValueError."""
-    target: Target = _restored(found, {kind.task: kind for kind in (NumberTarget, ClassTarget)}, "task", "target")
-    if not target.names or (isinstance(target, ClassTarget) and (len(target.names) > 1 or len(target.classes) < 2)):
-        raise ValueError("target: there is no target, or one class only")
-    return target
-
-
 def check_names(frame: pd.DataFrame, names: Sequence[str], option: str) -> None:
     """Refuses names of columns that the table does not have."""
-    absent = [name for name in names if name not in frame.columns]
-    if not absent:
-        return
-    names = list(map(str, frame.columns))
-    raise BadTable(f"{option}: there is no column {listed(absent)}; the table has {listed(names, 20)}{nameless(names)}")
+    if absent := [name for name in names if name not in frame.columns]:
+        there = list(map(str, frame.columns))
+        has = f"the table has {listed(there, 20)}{nameless(there)}"
+        raise BadTable(f"{option}: there is no column {listed(absent)}; {has}")
 
 
 @contextmanager
@@ -521,14 +499,14 @@ def decide_target(frame: pd.DataFrame, names: tuple[str, ...], classify: bool | 
         return classes, [
             f"{name!r} has only the values {few}: they are taken for classes; with --regress they are numbers."
         ]
-    target = NumberTarget(names)
+    target = Target(names)
     check_varies(target, target.values(frame), "")
     return target, []
 
 
 def check_varies(target: Target, Y: Tensor, where: str) -> None:
     """Refuses numbers that are all the same."""
-    for name, values in zip(target.names, Y.T.numpy() if isinstance(target, NumberTarget) else (), strict=False):
+    for name, values in zip(target.names, () if target.classes else Y.T.numpy(), strict=False):
         if constant(values):
             raise BadTable(f"every value of the target {name!r} is {values[0]:g}{where}: there is nothing to learn")
 
@@ -538,7 +516,7 @@ def _few(column: pd.Series) -> bool:
     return len(values) <= min(FEW, len(column) // 5) and bool((values == np.round(values)).all())
 
 
-def _classes(frame: pd.DataFrame, name: str) -> ClassTarget:
+def _classes(frame: pd.DataFrame, name: str) -> Target:
     classes = _levels(frame[name])
     if len(classes) == 1:
         raise BadTable(f"the target {name!r} has one class only, {quoted(classes[0])}: there is nothing to tell apart")
@@ -548,7 +526,7 @@ def _classes(frame: pd.DataFrame, name: str) -> ClassTarget:
             f"the target {name!r} has {len(classes):,} different values in {len(frame):,} rows, too many for classes: "
             "choose another --target, or use --regress if they are numbers"
         )
-    return ClassTarget((name,), tuple(classes))
+    return Target((name,), tuple(classes))
 
 
 def _refuse_disguised(name: str, column: pd.Series) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import csv
 import math
-import os
 import re
 import shlex
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,13 @@ PER_TEXT, PER_LETTER = 650, 5  # for a text of Parquet, which may stand in many 
 ESCAPED = 4  # letters for a byte that is no text
 COLUMNS = 20_000  # more are refused: each takes a moment
 NAMES = 1 << 26  # bytes of the first line at most
-LARGE = 100e6  # bytes: what is larger is announced
 DECIMAL_COMMA = r"[+-]?\d*,\d+(?:[eE][+-]?\d+)?"
 DECIMAL_POINT = DECIMAL_COMMA.replace(",", r"\.")
 DOTS = r"[+-]?[1-9]\d{0,2}(?:\.\d{3})+"  # between thousands
 COMMAS = r"[+-]?[1-9]\d{0,2}(?:,\d{3})+"
 WITH_COMMA = rf"{DECIMAL_COMMA}|{COMMAS}|{DOTS},\d+"
 NUMBER = rf"{WITH_COMMA}|{DECIMAL_POINT}|{DOTS}(?:,\d+)?|[+-]?\d+"
+FIRST_ROWS = ": --rows N reads the first N rows"
 MOST = 0.5  # if more of a column than this is numbers (or dates), the rest is taken for mistakes
 
 
@@ -66,8 +65,7 @@ class Sheet:
                 raise BadTable(
                     f"the numbers of {self.path} have decimal commas, but the column {name!r} has a dot that separates "
                     f"no thousands: {self.mixed[name]}; write all numbers in one way",
-                    f", or use --categorical {shlex.quote(name)} if these are categories, or "
-                    f"--ignore {shlex.quote(name)}",
+                    f", or use {other_use(name)}",
                 )
 
 
@@ -75,28 +73,25 @@ def read(path: Path, *, rows: int | None = None, missing: tuple[str, ...] = (), 
     """The table in a file; `rows`: only that many, from the top; `missing`: further words for no value; `commas`: its
     numbers have decimal commas if nothing in it speaks against that."""
     head = _head(path)
-    parquet = head.startswith(b"PAR1")
-    if not parquet:
-        _check_text(path, head)
     try:
+        parquet = head.startswith(b"PAR1")
         table = _read_parquet(path, rows, missing) if parquet else _read_csv(path, head, rows, missing, commas)
     except MemoryError:
-        raise BadTable(f"{path} does not fit into memory", ": --rows N reads the first N rows") from None
+        raise BadTable(f"{path} does not fit into memory", FIRST_ROWS) from None
     if not len(table.frame):
         raise BadTable(f"{path} has names of columns, but no row below them")
     return table
-
-
-def announce(path: Path) -> str | None:
-    """A sentence on a file that takes long to read."""
-    size = path.stat().st_size if path.is_file() else 0
-    return f"{path} has {size / 1e9:.2g} GB: reading it takes a while." if size > LARGE else None
 
 
 def listed(names: list[str], most: int = 8) -> str:
     """'a', 'b' and 3 more"""
     shown = ", ".join(map(quoted, names[:most]))
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def other_use(name: str) -> str:
+    """The options for a column that is not to be used as numbers or dates"""
+    return f"--categorical {shlex.quote(name)} if these are categories, or --ignore {shlex.quote(name)}"
 
 
 def counted(n: int, thing: str) -> str:
@@ -117,45 +112,32 @@ def _head(path: Path) -> bytes:
         raise BadTable(f"{path} cannot be read ({error.strerror or error})") from None
     if not head.strip():
         raise BadTable(f"{path} is empty")
+    if head.startswith(b"PK\x03\x04"):
+        raise BadTable(f"{path} is an Excel or zip file: save the table as CSV")
     return head
 
 
-def _check_text(path: Path, head: bytes) -> None:
-    if head.startswith(b"PK\x03\x04"):
-        raise BadTable(f"{path} is an Excel or zip file: save the table as CSV")
-    if b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise BadTable(f"{path} is not text, and so no CSV file: unpack it, or save the table as CSV or Parquet")
-
-
-def _check_memory(path: Path, need: float) -> None:
+def check_memory(what: str, need: float, way: str) -> None:
+    """Refuses what needs more memory than is free."""
     free = available_memory()
     if free is not None and need > free:
-        raise BadTable(
-            f"{path} needs about {need / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are free",
-            ": --rows N reads the first N rows",
-        )
+        raise BadTable(f"{what} about {need / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are free", way)
 
 
-def _check_columns(path: Path, count: int) -> None:
-    if count > COLUMNS:
-        raise BadTable(f"{path} has {count:,} columns, more than the {COLUMNS:,} that can be read: leave some out")
+def _check(path: Path, need: float, columns: int = 0) -> None:
+    if columns > COLUMNS:
+        raise BadTable(f"{path} has {columns:,} columns, more than the {COLUMNS:,} that can be read: leave some out")
+    check_memory(f"{path} needs", need, FIRST_ROWS)
 
 
 def available_memory() -> int | None:
     """Bytes that are free, if the system tells: of the machine, and of the group of processes that this one is in."""
-    known = [found for found in (_free_here(), _free_in_group()) if found is not None]
-    return min(known, default=None)
-
-
-def _free_here() -> int | None:
     try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        names = getattr(os, "sysconf_names", {})
-        known = "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    return int(found[1]) * 1024 if found else None
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:  # not Linux
+        found = None
+    known = [int(found[1]) * 1024 if found else None, _free_in_group()]
+    return min((free for free in known if free is not None), default=None)
 
 
 def _free_in_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -174,36 +156,42 @@ def _free_in_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
 def _read_csv(path: Path, head: bytes, rows: int | None, missing: tuple[str, ...], commas: bool) -> Sheet:
     wide = head.startswith((b"\xff\xfe", b"\xfe\xff"))
     encodings = ["utf-16"] if wide else ["utf-8-sig", "cp1252", "latin-1"]
-    lines, size = _counted_lines(path, wide), path.stat().st_size if rows is None else 0
-    _check_memory(path, PER_BYTE * size)
-    says = []
+    lines, size = _lines(path, wide), path.stat().st_size if rows is None else 0
+    _check(path, PER_BYTE * size)
     for encoding in encodings:
+        separator = _separator(head.decode(encoding, errors="ignore"))
+        # What is named as if it were packed would be unpacked by pandas, whatever size that has.
+        text = {"encoding": encoding, "sep": separator, "compression": None, "dtype": str, "keep_default_na": False}
         try:
-            separator = _separator(head.decode(encoding, errors="ignore"))
-            names = _first_line(path, encoding, separator)
-            cells = len(names) * (lines if rows is None else min(rows, lines))
-            _check_memory(path, PER_CELL * cells + PER_BYTE * size)
-            frame = _blanked(_parsed(path, encoding, separator, rows, names), missing)
+            names = _first_line(path, text)
+            _check(path, PER_CELL * len(names) * min(lines, rows or lines) + PER_BYTE * size)
+            with _no_table(path, len(names)), warnings.catch_warnings():
+                warnings.simplefilter("error", pd.errors.ParserWarning)  # cells that no column has a name for
+                frame = pd.read_csv(path, nrows=rows, index_col=False, **text)
         except UnicodeDecodeError:
             continue
+        frame.columns = names
+        sheet = Sheet(path, _blanked(frame, missing))
         if encoding != encodings[0]:
-            says.append(f"{path.name} is not UTF-8; it was read as {encoding}.")
-        if separator != ",":
-            says.append(f"{path.name} has {SEPARATORS[separator]} between its columns.")
-            return _with_points(Sheet(path, frame, says, commas))
-        return Sheet(path, frame, says)
+            sheet.says.append(f"{path.name} is not UTF-8; it was read as {encoding}.")
+        if separator == ",":
+            return sheet
+        sheet.says.append(f"{path.name} has {SEPARATORS[separator]} between its columns.")
+        return _with_points(sheet, commas)
     raise BadTable(f"{path} is text in no encoding that is known here: save it as UTF-8")
 
 
-def _counted_lines(path: Path, wide: bool) -> int:
+def _lines(path: Path, wide: bool) -> int:
     """How many there are at most: a short one has a cell for every name, too."""
-    ends, nul, at = 0, -1, 0
+    ends, at = 0, 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             ends += max(block.count(b"\n"), block.count(b"\r"))
-            nul = block.find(b"\0")
-            if nul >= 0 and not wide:
-                raise BadTable(f"{path} is not text: it has a zero at byte {at + nul + 1:,}; save it as CSV again")
+            if b"\0" in block and not wide:
+                reason = f"it has a zero at byte {at + block.index(0) + 1:,}"
+                raise BadTable(
+                    f"{path} is not text ({reason}), and so no CSV file: unpack it, or save the table as CSV or Parquet"
+                )
             at += len(block)
     return ends + 1
 
@@ -212,7 +200,7 @@ def _separator(text: str) -> str:
     """The one that gives most columns, the same number in nearly every line of the head."""
     lines = text.splitlines()[:100]
     lines = lines[:-1] if len(lines) > 2 else lines  # the last may be cut off
-    widths = {}
+    widths = {",": 1}
     for separator in SEPARATORS:
         try:
             found = [len(cells) for cells in csv.reader(lines, delimiter=separator) if cells]
@@ -220,14 +208,13 @@ def _separator(text: str) -> str:
             continue
         if found and found[0] > 1 and found.count(found[0]) >= 0.9 * len(found):
             widths[separator] = found[0]
-    return max(widths, key=lambda separator: widths[separator]) if widths else ","
+    return max(widths, key=lambda separator: widths[separator])
 
 
 def _names(path: Path, cells: Iterable[str]) -> list[str]:
     """A column without a name is called by its place; two of one name are refused."""
     names = [cell.strip() or f"column {place}" for place, cell in enumerate(cells, 1)]
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         places = ", ".join(str(place) for place, name in enumerate(names, 1) if name == twice[0])
         raise BadTable(
             f"{path} has two columns of one name, {listed(twice)} ({twice[0]!r}: columns {places}): "
@@ -242,84 +229,69 @@ def nameless(names: list[str]) -> str:
     return "; the first line must have the names of the columns" if numbers else ""
 
 
-def _first_line(path: Path, encoding: str, separator: str) -> list[str]:
+def _first_line(path: Path, text: dict[str, Any]) -> list[str]:
     with path.open("rb") as file:
         line = b"\n"
         while line and not line.strip():
             line = file.readline(NAMES)
     if len(line) == NAMES:
         raise BadTable(f"the first line of {path} has more than {NAMES:,} bytes: it must have the names of the columns")
-    _check_columns(path, line.count(separator.encode()) + 1)
+    _check(path, 0, line.count(text["sep"].encode()) + 1)
     with _no_table(path):
-        return _names(path, pd.read_csv(path, header=None, nrows=1, **_options(encoding, separator)).iloc[0])
-
-
-def _options(encoding: str, separator: str) -> dict[str, Any]:
-    """`compression`: pandas would unpack what is named as if it were packed, whatever size that has."""
-    text = {"dtype": str, "keep_default_na": False}
-    return {"encoding": encoding, "sep": separator, "compression": None, **text}
-
-
-def _parsed(path: Path, encoding: str, separator: str, rows: int | None, names: list[str]) -> pd.DataFrame:
-    with _no_table(path, names), warnings.catch_warnings():
-        warnings.simplefilter("error", pd.errors.ParserWarning)  # cells that no column has a name for
-        frame = pd.read_csv(path, nrows=rows, index_col=False, **_options(encoding, separator))
-    frame.columns = names
-    return frame
+        return _names(path, pd.read_csv(path, header=None, nrows=1, **text).iloc[0])
 
 
 @contextmanager
-def _no_table(path: Path, names: Iterable[str] = ()) -> Iterator[None]:
+def _no_table(path: Path, names: int = 0) -> Iterator[None]:
     """What pandas says of text that is no table, in a sentence"""
     try:
         yield
-    except (pd.errors.ParserError, pd.errors.ParserWarning, pd.errors.EmptyDataError) as error:
-        reason = " ".join(str(error).split()).removeprefix("Error tokenizing data. C error: ")
-        if isinstance(error, pd.errors.ParserWarning):
-            reason = f"its rows have more cells than the {len([*names])} names in the first line"
-        raise BadTable(f"{path} is no table ({shortened(reason)}): correct that line") from None
+    except pd.errors.ParserWarning:
+        reason = f"its rows have more cells than the {names} names in the first line"
+    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        reason = shortened(" ".join(str(error).split()).removeprefix("Error tokenizing data. C error: "))
+    else:
+        return
+    raise BadTable(f"{path} is no table ({reason}): correct that line")
 
 
-def _with_points(sheet: Sheet) -> Sheet:
-    """Numbers with decimal commas get points; a dot in such a file separates thousands, and goes."""
-    found = _decimal_commas(sheet)
-    if not found:
-        return Sheet(sheet.path, sheet.frame, sheet.says + (_perhaps_thousands(sheet.frame) if found is None else []))
-    columns, commas, dots, mixed = dict(sheet.frame.items()), [], [], {}
+def _with_points(sheet: Sheet, commas: bool) -> Sheet:
+    """Numbers with decimal commas get points; a dot in such a file separates thousands, and goes. `commas`: so it is if
+    nothing in the file tells."""
+    texts = {name: column for name, column in sheet.frame.items() if _are(column.dropna(), NUMBER).mean() > MOST}
+    dots = {name: column[_are(column, DOTS)] for name, column in texts.items()}
+    has_commas = _decimal_commas([*texts.values()])
+    if has_commas is None and not commas:
+        shown = ", ".join(f"{name!r} ({column.iloc[0]})" for name, column in dots.items() if len(column))
+        point = f"A dot in its numbers is read as a decimal point: {shown}; remove it if it separates thousands."
+        return replace(sheet, says=sheet.says + [point] * bool(shown))
+    if has_commas is False:
+        return sheet
+    columns, mixed, separated, decimal = dict(sheet.frame.items()), {}, [], []
     for name, column in sheet.frame.items():
-        dotted = _are(column, rf"{DECIMAL_POINT}|{DOTS}(?:,\d+)?")
-        if dotted.any() and _numeric(column):
-            others = dotted & ~_are(column, rf"{DOTS}(?:,\d+)?")
-            if others.any():
-                mixed[str(name)] = f"{quoted(column[others].iloc[0])} in row {column.index[others][0] + 1}"
+        if name in texts:
+            points = column[_are(column, DECIMAL_POINT) & ~_are(column, DOTS)]
+            if len(points):
+                mixed[name] = f"{quoted(points.iloc[0])} in row {points.index[0] + 1}"
                 continue
-            dots.append(f"{name!r} ({column[dotted].iloc[0]})")
+            dotted = _are(column, rf"{DOTS}(?:,\d+)?")
+            separated += [f"{name!r} ({column[dotted].iloc[0]})"] if dotted.any() else []
             column = column.where(~dotted, column.str.replace(".", "", regex=False))
-        points = _are(column, DECIMAL_COMMA)
-        commas += [str(name)] if points.any() else []
-        columns[name] = column.where(~points, column.str.replace(",", ".", regex=False))
-    says = [*sheet.says, *([f"Its numbers have decimal commas (columns {listed(commas)})."] if commas else [])]
-    says += [f"A dot in its numbers separates thousands: {', '.join(dots)}."] if dots else []
-    return Sheet(sheet.path, pd.DataFrame(columns), says, True, mixed)
+        commas_here = _are(column, DECIMAL_COMMA)
+        decimal += [name] if commas_here.any() else []
+        columns[name] = column.where(~commas_here, column.str.replace(",", ".", regex=False))
+    says = [f"Its numbers have decimal commas (columns {listed(decimal)})."] if decimal else []
+    says += [f"A dot in its numbers separates thousands: {', '.join(separated)}."] if separated else []
+    return Sheet(sheet.path, pd.DataFrame(columns), sheet.says + says, True, mixed)
 
 
-def _perhaps_thousands(frame: pd.DataFrame) -> list[str]:
-    """A sentence on numbers whose dots may be either."""
-    dotted = {name: column[_are(column, DOTS)] for name, column in frame.items() if _numeric(column)}
-    shown = ", ".join(f"{name!r} ({column.iloc[0]})" for name, column in dotted.items() if len(column))
-    return [f"A dot in its numbers is read as a decimal point: {shown}; remove it if it separates thousands."] * bool(
-        shown
-    )
-
-
-def _decimal_commas(sheet: Sheet) -> bool | None:
-    """Whether numbers have them, None if nothing in the file tells; commas that may separate thousands do so beside
-    numbers with decimal points."""
-    numeric = [column.dropna() for _, column in sheet.frame.items() if _numeric(column)]
-    points = any((_are(column, DECIMAL_POINT) & ~_are(column, DOTS)).any() for column in numeric)
-    commas = [column[_are(column, WITH_COMMA)] for column in numeric]
+def _decimal_commas(texts: list[pd.Series]) -> bool | None:
+    """Whether numbers have them, None if nothing tells; commas that may separate thousands do so beside numbers with
+    decimal points."""
+    points = any((_are(column, DECIMAL_POINT) & ~_are(column, DOTS)).any() for column in texts)
+    commas = [column[_are(column, WITH_COMMA)] for column in texts]
     if not any(map(len, commas)):
-        return False if points else sheet.commas or None
+        return False if points else None
     if not all(_are(column, COMMAS).all() for column in commas):
         return True
     return not points and not any((column.str.count(",") > 1).any() for column in commas)
@@ -329,21 +301,12 @@ def _are(column: pd.Series, form: str) -> pd.Series:
     return column.str.fullmatch(form, na=False)
 
 
-def _numeric(column: pd.Series) -> bool:
-    return bool(column.dropna().str.fullmatch(NUMBER).mean() > MOST)
-
-
 def _blanked(frame: pd.DataFrame, missing: tuple[str, ...]) -> pd.DataFrame:
     """Text without the blanks around it; what stands for no value becomes NA."""
     words = {*MISSING, *(word.strip().lower() for word in missing)}
-
-    def blanked(column: pd.Series) -> pd.Series:
-        if not isinstance(column.dtype, pd.StringDtype):
-            return column
-        column = column.str.strip()
-        return column.mask(column.str.lower().isin(words))
-
-    return pd.DataFrame({name: blanked(column) for name, column in frame.items()})
+    texts = {name: column.str.strip() for name, column in frame.items() if isinstance(column.dtype, pd.StringDtype)}
+    blanked = {name: text.mask(text.str.lower().isin(words)) for name, text in texts.items()}
+    return pd.DataFrame({**dict(frame.items()), **blanked})
 
 
 # --- Parquet ---
@@ -366,25 +329,44 @@ def _read_parquet(path: Path, rows: int | None, missing: tuple[str, ...]) -> She
 
     with path.open("rb") as raw, _damaged(path):  # pyarrow cannot open names that are no UTF-8
         file = pyarrow.parquet.ParquetFile(raw)
-        _check_columns(path, file.metadata.num_columns)
+        _check(path, 0, file.metadata.num_columns)
         nested = [field.name for field in file.schema_arrow if pyarrow.types.is_nested(field.type)]
         flat = [name for name in file.schema_arrow.names if name not in nested]
         names = _names(path, flat)
         if not names:
             raise BadTable(f"{path} has no column of single values: its columns are lists or objects")
-        leaves = [j for j in range(len(file.schema)) if file.schema.column(j).path in flat]
-        _check_memory(path, _parquet_bytes(file, leaves, rows))
+        leaves = [column for column in map(file.schema.column, range(len(file.schema))) if column.path in flat]
+        _check(path, _parquet_bytes(file.metadata, leaves, rows))
         # Texts are read as the different ones and which of them stands where: a short file may have a long one a
         # million times, and how long they all are is known before they are written out.
-        texts = [flat[k] for k, j in enumerate(leaves) if file.schema.column(j).physical_type == "BYTE_ARRAY"]
+        texts = [name for name, column in zip(flat, leaves, strict=True) if column.physical_type == "BYTE_ARRAY"]
         file = pyarrow.parquet.ParquetFile(raw, read_dictionary=texts, page_checksum_verification=True)
         found = file.read(flat) if rows is None else _first(file, flat, rows)
-        _check_memory(path, sum(map(_text_bytes, found.columns)) + PER_NUMBER * found.num_rows * len(names))
+        _check(path, sum(map(_text_bytes, found.columns)) + PER_NUMBER * found.num_rows * len(names))
         frame = found.to_pandas(ignore_metadata=True)
-        frame.columns = names
-        plain = pd.DataFrame({name: _plain(frame[name]) for name in names})
+        plain = pd.DataFrame({name: _plain(frame[column]) for name, column in zip(names, flat, strict=True)})
     says = [f"Columns {listed(nested)} of {path.name} hold lists or objects: they are left out."] if nested else []
     return Sheet(path, _blanked(plain, missing), says)
+
+
+def _parquet_bytes(meta: Any, leaves: list[Any], rows: int | None) -> float:
+    """Of all that is decoded to read so many rows. A value that is written down once for many rows counts in each; the
+    letters of texts are counted apart.
+
+    The bytes are those of all columns of a group: asked for one of them whose metadata are damaged, pyarrow ends the
+    process."""
+    width = 0
+    for column in leaves:
+        each = ESCAPED * PER_LETTER * column.length if column.physical_type == "FIXED_LEN_BYTE_ARRAY" else 0
+        objects = each or column.logical_type.type in ("DECIMAL", "TIME", "DATE")
+        width += each + (PER_OBJECT if objects else PER_NUMBER)
+    need, left = 0.0, math.inf if rows is None else rows
+    for group in map(meta.row_group, range(meta.num_row_groups)):
+        if group.num_rows < 0:
+            raise ValueError("a number of rows is negative")
+        need += (2 * max(group.total_byte_size, 0) if left else 0) + min(left, group.num_rows) * width
+        left -= min(left, group.num_rows)
+    return need
 
 
 def _text_bytes(column: Any) -> int:
@@ -399,30 +381,6 @@ def _text_bytes(column: Any) -> int:
         each = PER_LETTER * (ESCAPED if pyarrow.types.is_binary(part.dictionary.type) else 1)
         need += PER_TEXT * len(lengths) + each * letters
     return need
-
-
-def _parquet_bytes(file: Any, leaves: list[int], rows: int | None) -> int:
-    """Of all that is decoded to read so many rows. A value that is written down once for many rows counts in each.
-
-    The bytes are those of all columns of a group: asked for one of them whose metadata are damaged, pyarrow ends the
-    process."""
-    meta, need, left = file.metadata, 0.0, math.inf if rows is None else rows
-    for i in range(meta.num_row_groups):
-        group = meta.row_group(i)
-        if group.num_rows < 0:
-            raise ValueError("a number of rows is negative")
-        taken = min(left, group.num_rows)
-        need += 2 * max(group.total_byte_size, 0) * (taken > 0)
-        need += sum(taken * _width(file.schema.column(j)) for j in leaves)
-        left -= taken
-    return int(need)
-
-
-def _width(column: Any) -> int:
-    """Bytes of one value; the letters of texts are counted apart"""
-    if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
-        return int(PER_OBJECT + ESCAPED * PER_LETTER * column.length)
-    return PER_OBJECT if column.logical_type.type in ("DECIMAL", "TIME", "DATE") else PER_NUMBER
 
 
 def _first(file: Any, names: list[str], rows: int) -> Any:
@@ -442,8 +400,7 @@ def _plain(column: pd.Series) -> pd.Series:
     """Numbers as float64, dates as dates in UTC without its name, anything else as text."""
     kinds = pd.api.types
     if kinds.is_datetime64_any_dtype(column):
-        aware = column.dt.tz is not None
-        return column.dt.tz_convert("UTC").dt.tz_localize(None) if aware else column
+        return column if column.dt.tz is None else column.dt.tz_convert("UTC").dt.tz_localize(None)
     if kinds.is_numeric_dtype(column) and not kinds.is_bool_dtype(column):
         return column.astype("float64")
     return column.map(str, na_action="ignore").astype("str")

@@ -106,8 +106,7 @@ def check(out: Path, request: Request, *, resume: bool) -> None:
         # Locks and what a killed process left half-written do not count.
         left = files.left_over(out, Path(RUN).stem)
         there_already = out.iterdir() if out.is_dir() else ()
-        others = sorted(p.name for p in there_already if not p.name.startswith(".") and p not in left)
-        if others:
+        if others := sorted(p.name for p in there_already if not p.name.startswith(".") and p not in left):
             raise BadFolder(f"{out} is no folder of a run, and not empty ({others[0]}, …): choose another --out")
         return
     there = _read(out)
@@ -116,8 +115,7 @@ def check(out: Path, request: Request, *, resume: bool) -> None:
         raise BadFolder(f"{out} holds a run already ({name}): --resume goes on with it, or choose another --out")
     _check_same(out, there, identity(request))
     if there.finished:
-        gone = [name for name in OUTPUTS if not (out / name).is_file()]
-        if gone:
+        if gone := [name for name in OUTPUTS if not (out / name).is_file()]:
             raise BadFolder(f"{out} holds this run, finished, but without {gone[0]}: choose another --out")
     else:
         own(out, dict.fromkeys(OUTPUTS), there.written)
@@ -141,13 +139,10 @@ def begin(out: Path, request: Request, *, resume: bool) -> list[str]:
     if not (out / RUN).exists():
         write_run(out, here)
         return [f"{out} has no run to go on with: this one starts."] if resume else []
-    before, now = _read(out).versions, here.versions
+    before, now = _read(out).versions, vars(here.versions)
     torch.set_num_threads(before.threads)  # since sums are rounded by them
-    changed = [
-        f"{name} was {was} and is {is_now}"
-        for name, was, is_now in (("marquardt", before.marquardt, now.marquardt), ("torch", before.torch, now.torch))
-        if was != is_now
-    ]
+    packages = ((name, was, now[name]) for name, was in vars(before).items() if name != "threads")
+    changed = [f"{name} was {was} and is {is_now}" for name, was, is_now in packages if was != is_now]
     differs = "the model may differ in its last digits from that of an undisturbed run."
     return [f"{'; '.join(changed)}: {differs}"] if changed else []
 
@@ -193,16 +188,14 @@ def _check_same(out: Path, there: Run, here: Run) -> None:
             f"{there.data.path}; choose another --out"
         )
     for name, now in here.options.items():
-        before = there.options.get(name)
-        if now != before:
-            raise BadFolder(
-                f"{out} is a run with other options: {name} was {_word(before)} and is {_word(now)}; give the same, or "
-                "choose another --out"
+        if now != there.options.get(name):
+            was, is_now = (
+                "not given" if value is None else files.dumps(value) for value in (there.options.get(name), now)
             )
-
-
-def _word(value: Any) -> str:
-    return "not given" if value is None else files.dumps(value)
+            raise BadFolder(
+                f"{out} is a run with other options: {name} was {was} and is {is_now}; give the same, or choose "
+                "another --out"
+            )
 
 
 def _read(out: Path) -> Run:

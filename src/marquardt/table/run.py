@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .. import files, tabular
 from ..surroundings import out_of_memory
-from . import columns, findings, predictions, reading, report, request
-from .columns import ClassTarget, Columns, Target
-from .findings import LEVEL, Findings, Prepared
-from .reading import BadTable, counted
+from . import columns, predictions, reading, report, request
+from .columns import Columns, Target
+from .predictions import LEVEL, Findings, Prepared
+from .reading import FIRST_ROWS, BadTable, counted
 from .request import Request
 
 LEAST = 10  # rows
@@ -30,9 +30,6 @@ Say = Callable[[str], None]
 
 def fit(asked: Request, out: Path, *, resume: bool = False, say: Say, watch: Callable[[Any], None]) -> Findings | None:
     """Trains and writes; None if the run in the folder is finished already."""
-    announced = reading.announce(asked.data)
-    if announced:
-        say(announced)
     prepared = prepare(asked)
     request.check(out, asked, resume=resume)
     for sentence in prepared.says:
@@ -79,7 +76,9 @@ def prepare(asked: Request) -> Prepared:
     train, test = split(Y, asked.test_fraction, asked.seed)
     columns.check_varies(target, Y[train], " in the rows to train on (another --seed draws others)")
     inputs = columns.learn(frame.drop(columns=names), train.numpy(), ignore=asked.ignore, categorical=asked.categorical)
-    _check_memory(len(frame), len(inputs.names))
+    count = len(inputs.names)
+    need = f"{len(frame):,} rows of {count:,} inputs need"
+    reading.check_memory(need, len(frame) * count * EVERY_INPUT, f"{FIRST_ROWS}, --ignore leaves a column out")
     X, _ = inputs.encode(frame)
     says += [*assumed, *_sizes(target, Y, train, test, inputs), *_alike(X, inputs)]
     return Prepared(frame, inputs, target, X, Y, train, test, says, sheet.commas)
@@ -89,9 +88,9 @@ def split(Y: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Places of rows to train on and to test with; of each class the same part, and at least one row to train on."""
     generator = torch.Generator().manual_seed(seed)
     classes = torch.zeros(len(Y), dtype=torch.long) if Y.ndim == 2 else Y
-    groups = [classes.eq(k).nonzero().flatten() for k in range(int(classes.max()) + 1)]
     train, test = [], []
-    for rows in groups:
+    for k in range(int(classes.max()) + 1):
+        rows = classes.eq(k).nonzero().flatten()
         rows = rows[torch.randperm(len(rows), generator=generator)]
         count = min(round(fraction * len(rows)), len(rows) - 1)
         test.append(rows[:count])
@@ -99,20 +98,11 @@ def split(Y: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     return torch.cat(train).sort().values, torch.cat(test).sort().values
 
 
-def _check_memory(rows: int, inputs: int) -> None:
-    free, need = reading.available_memory(), rows * inputs * EVERY_INPUT
-    if free is not None and need > free:
-        raise BadTable(
-            f"{rows:,} rows of {inputs:,} inputs need about {need / 1e9:.2g} GB of memory, and {free / 1e9:.2g} GB are "
-            "free: --rows N reads the first N rows, --ignore leaves a column out"
-        )
-
-
 def _sizes(target: Target, Y: Tensor, train: Tensor, test: Tensor, inputs: Columns) -> list[str]:
     rest = f"{len(test):,} to test with" if len(test) else "none to test with: the report is about rows it has seen"
     sizes = f"{counted(len(inputs.columns), 'column')} as {counted(len(inputs.names), 'input')}"
     says = [f"{counted(len(train), 'row')} to train on, {rest}; {sizes}."]
-    if isinstance(target, ClassTarget):
+    if target.classes:
         counts = torch.bincount(Y[train], minlength=len(target.classes)).tolist()
         rare = [name for name, count in zip(target.classes, counts, strict=True) if count < columns.RARE]
         says += [f"Classes with fewer than {columns.RARE} rows to train on: {reading.listed(rare)}."] if rare else []
@@ -137,7 +127,7 @@ def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[
     rows, target = prepared.train, prepared.target
     hidden = "auto" if asked.hidden is None else asked.hidden
     settings = tabular.Settings(target.task, hidden, steps=asked.steps, seed=asked.seed)
-    classes = len(target.classes) if isinstance(target, ClassTarget) else None
+    classes = len(target.classes) or None
     try:
         return tabular.train(
             prepared.X[rows], prepared.Y[rows], settings, checkpoint=checkpoint, watch=watch, classes=classes
@@ -150,15 +140,15 @@ def train(asked: Request, prepared: Prepared, checkpoint: Path, watch: Callable[
 
 
 def judge(asked: Request, prepared: Prepared, committee: tabular.Committee, seconds: float) -> Findings:
-    found = findings.predicted(committee, prepared.X)
+    found = predictions.predicted(committee, prepared.X)
     trained = prepared.Y[prepared.train]
     measured = {
-        name: findings.measured(prepared.target, prepared.Y[rows], *found.of(rows), LEVEL, trained)
+        name: predictions.measured(prepared.target, prepared.Y[rows], *found.of(rows), LEVEL, trained)
         for name, rows in (("train", prepared.train), ("test", prepared.test))
         if len(rows)
     }
     X, error = prepared.X[prepared.judged], _error(prepared, committee)
-    importances = findings.permutation(error, X, prepared.columns.groups, asked.seed)
+    importances = predictions.permutation(error, X, prepared.columns.groups, asked.seed)
     return Findings(asked, prepared, committee, found, measured, importances, seconds)
 
 
@@ -168,8 +158,8 @@ def _error(prepared: Prepared, committee: tabular.Committee) -> Callable[[Tensor
     sure = replace(committee, factor=torch.zeros_like(committee.factor))  # of these probabilities no variance is needed
 
     def error(X: Tensor, rows: Tensor) -> float:
-        if isinstance(prepared.target, ClassTarget):
-            return findings.classification(Y[rows], sure.probabilities(X))["log_loss"]
+        if prepared.target.classes:
+            return predictions.classification(Y[rows], sure.probabilities(X))["log_loss"]
         return float((((committee.mean(X) - Y[rows]) / scale).square().mean(0).sqrt()).mean())
 
     return error
@@ -178,7 +168,7 @@ def _error(prepared: Prepared, committee: tabular.Committee) -> Callable[[Tensor
 def write(found: Findings, out: Path) -> None:
     prepared = found.prepared
     model = predictions.weights(found.committee, out / request.CHECKPOINT / request.MODEL)
-    inputs = (prepared.columns, prepared.target, found.request.missing, prepared.commas, model)
+    told = predictions.preprocessing(prepared.columns, prepared.target, found.request.missing, prepared.commas, model)
     table = predictions.frame(prepared.target, found.predicted, LEVEL, prepared.Y)
     sets = np.full(len(table), "train", dtype=object)
     sets[prepared.test.numpy()] = "test"
@@ -188,7 +178,7 @@ def write(found: Findings, out: Path) -> None:
         out,
         {
             request.MODEL: model,
-            request.PREPROCESSING: predictions.preprocessing(*inputs),
+            request.PREPROCESSING: told,
             request.PREDICTIONS: predictions.to_csv(table).encode(),
             request.METRICS: (files.dumps(_metrics(found), indent=1) + "\n").encode(),
             request.REPORT: report.page(found).encode(),

@@ -2,7 +2,7 @@
 
 import sys
 
-from . import committee, network
+from . import committee, members
 from .building import train
 from .committee import Committee
 from .settings import Configuration, Settings
@@ -10,4 +10,4 @@ from .settings import Configuration, Settings
 __all__ = ["Committee", "Configuration", "Settings", "train"]
 
 # Pickled estimators of earlier versions name the modules that their classes stood in.
-sys.modules |= {f"{__name__}.law": network, f"{__name__}.scaling": committee}
+sys.modules |= {f"{__name__}.law": members, f"{__name__}.network": members, f"{__name__}.scaling": committee}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from os import PathLike
 from pathlib import Path
@@ -17,8 +19,7 @@ from torch import Tensor
 
 from .. import files
 from .committee import Committee, Inputs, Scale
-from .members import Descent, Given, Members, Seen, check_entries, part_from, part_state, trained_wide
-from .network import Network, law_of, softened
+from .members import Descent, Given, Law, Members, Network, check_entries, part_from, part_state, softened, trained_wide
 from .settings import (
     CHOICE,
     DIRECTIONS,
@@ -31,6 +32,7 @@ from .settings import (
     Configuration,
     Division,
     Settings,
+    cost,
 )
 
 Watch = Callable[[dict[str, Any]], Any]
@@ -60,13 +62,14 @@ class Table:
     x: Tensor
     y: Tensor
     weight: Tensor
+    law: Law
 
     def given(self, chosen: list[Tensor]) -> Given:
         """Some samples for each member. Members have different numbers of them: the last are filled up with weight 0"""
         most = max(map(len, chosen))
         index = torch.stack([torch.cat((c, c.new_zeros(most - len(c)))) for c in chosen])
         real = torch.stack([torch.arange(most) < len(c) for c in chosen])
-        return Given(self.x[index], self.y[index], self.weight[index] * real)
+        return Given(self.x[index], self.law.targets(self.y)[index], self.weight[index] * real)
 
 
 @torch.no_grad()
@@ -81,7 +84,6 @@ def train(
     that are not whole are relative. `checkpoint` is a folder in which every finished configuration is kept: the same
     call again goes on from there, to the same committee.
     """
-    check(x, y, settings, weight)
     if weight is None:
         weight = torch.ones(len(x), dtype=torch.float64)
     elif not bool((weight == weight.round()).all()):
@@ -105,10 +107,10 @@ def train(
     if not known or not inputs.width:
         found.says.append("all targets are the same" if not known else "no input column has two different values")
         return found
-    law, count = law_of(frequencies, outputs)
-    configurations, division = settings.arranged(len(x), inputs.width, count, law.rank)
+    law = Law.of(frequencies, outputs)
+    configurations, division = settings.arranged(len(x), inputs.width, law.outputs)
     fold = folds(goal, division.folds, generator) if division.folds else torch.zeros(0)
-    table = Table(inputs.apply(x), goal, weight)
+    table = Table(inputs.apply(x), goal, weight, law)
     work = Rounds(found, table, configurations, division, generator, checkpoint, watch)
     if division.choosing:
         inside = [(fold != j).nonzero()[:, 0] for j in range(division.choosing)]
@@ -124,22 +126,6 @@ def train(
     for w, part, one in zip(found.weights.tolist(), found.parts, configurations, strict=True):
         found.says.append(f"{one}: {len(part.theta)} members of {part.network.n} parameters, weight {w:.2f}")
     return found
-
-
-def check(x: Tensor, y: Tensor, settings: Settings, weight: Tensor | None) -> None:
-    if x.ndim != 2 or not len(x) or not x.shape[1]:
-        raise ValueError(f"x has the shape {tuple(x.shape)}: (samples, columns), one of each at least")
-    wanted = 2 if settings.task == "regression" else 1
-    if y.ndim != wanted or len(y) != len(x):
-        shape = "(samples, outputs)" if wanted == 2 else "(samples,), of classes 0, 1, …"
-        raise ValueError(f"y has the shape {tuple(y.shape)} beside {len(x)} samples: {shape}")
-    for name, t in (("x", x), ("y", y)):
-        if not bool(t.isfinite().all()):
-            raise ValueError(f"{name} has NaN or infinite values: leave these samples out, or fill them in")
-    if weight is None:
-        return
-    if weight.shape != (len(x),) or not bool(weight.isfinite().all() & (weight >= 0).all() & (weight.sum() > 0)):
-        raise ValueError("weight: a finite number of at least 0 for each sample, and one above 0")
 
 
 def distinct(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,14 +150,15 @@ class Rounds:
         generator: torch.Generator, checkpoint: Any, watch: Watch | None,
     ) -> None:  # fmt: skip
         self.found, self.table, self.generator, self.watch = found, table, generator, watch
-        self.law, self.outputs = law_of(found.frequencies, len(found.floor))
         self.configurations = configurations
         self.left = found.settings.work * (MORE if MANY <= len(table.x) < HUGE else 1.0)
         self.folder = None if checkpoint is None else Path(checkpoint)
         self.mark = "" if self.folder is None else fingerprint(table, found.settings)
         self.number = 0  # of trainings so far
         self.count = len(self.configurations) * (bool(division.choosing) + bool(division.final))
-        self.before = load_parts(self.folder, self.count, self.mark)
+        paths = {} if self.folder is None else {number: _path(self.folder, number) for number in range(self.count)}
+        # All of it is read before any of it is used.
+        self.before = {number: _load_part(path, self.mark) for number, path in paths.items() if os.path.lexists(path)}
 
     def chosen(self, data: Given, held: Given, share: float) -> list[Members]:
         """Each member without a fold, by which it stops"""
@@ -185,13 +172,13 @@ class Rounds:
 
     def final(self, members: int) -> list[Members]:
         """All samples to every member, of configurations that count, for a number of steps that is known before"""
-        settings, N = self.found.settings, len(self.table.x)
+        N = len(self.table.x)
         data = self.table.given([torch.arange(N)] * members)
         before: list[Any] = self.found.parts or [None] * len(self.configurations)
         weights = self.found.weights.tolist() or [1.0] * len(self.configurations)
         steps = [self.steps_of(part) for part in before]
         wanted = [
-            (w > 0) * n * settings.cost(self.network(one), members, N, self.law.rank)
+            (w > 0) * n * cost(self.network(one), members, N)
             for w, n, one in zip(weights, steps, self.configurations, strict=True)
         ]
         found, scarce = [], min(1.0, self.left / sum(wanted))
@@ -211,42 +198,33 @@ class Rounds:
         return min(max(round(LONGER * float(before.best_step.median())), SHORTEST), most or LONGEST)
 
     def network(self, one: Configuration) -> Network:
-        return Network((self.table.x.shape[1], *one.hidden, self.outputs), one.activation)
+        return one.network(self.table.x.shape[1], self.table.law.outputs)
 
     def trained(
         self, one: Configuration, data: Given, held: Given | None, work: float, steps: int | None
     ) -> tuple[Members, float]:
         """And the work that it took"""
-        settings, law, network = self.found.settings, self.law, self.network(one)
+        law, network = self.table.law, self.network(one)
         members, samples = data.weight.shape
-        if one.groups == "decay":
-            plan, once = settings.wide_plan(network, members, samples, law.rank, work)
-        else:
-            plan = settings.plan(network, members, samples, law.rank, work, steps)
-            once = settings.cost(network, members, samples, law.rank)
+        plan = self.found.settings.plan(one, network, members, samples, work, steps)
         own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=self.generator)))
         part = self.before.pop(self.number, None)
         if part is None:
-            seen = self.seen(one, plan.steps)
-            with threads(once / members):
+            seen = None if self.watch is None else partial(self.seen, self.watch, one, plan.steps)
+            with threads(plan.work):
                 if one.groups == "decay":
                     part = trained_wide(network, law, data, held, plan, own, seen)
                 else:
                     part = Descent(network, law, one.groups, data, held, plan, own).run(seen)
-            save_part(self.folder, self.number, self.mark, part)
+            if self.folder is not None:
+                save_part(self.folder, self.number, self.mark, part)
         self.number += 1
-        return part, sum(map(len, part.steps)) / members * once
+        return part, sum(map(len, part.steps)) * plan.work
 
-    def seen(self, one: Configuration, steps: int) -> Seen | None:
+    def seen(self, watch: Watch, one: Configuration, steps: int, step: int, best: Members, last: bool) -> None:
         """What `watch` is given after every step; `member` is a configuration, `loss` the mean over its members"""
-        watch, event = self.watch, {"configuration": str(one), "member": self.number + 1, "members": self.count}
-        if watch is None:
-            return None
-
-        def seen(step: int, best: Members, last: bool) -> None:
-            watch(event | {"step": step, "steps": step if last else steps, "loss": float(best.error.mean())})
-
-        return seen
+        event = {"configuration": str(one), "member": self.number + 1, "members": self.count}
+        watch(event | {"step": step, "steps": step if last else steps, "loss": float(best.error.mean())})
 
 
 def not_lost(part: Members, chosen: Members, data: Given) -> Members:
@@ -280,12 +258,9 @@ def threads(step: float) -> Iterator[None]:
 def folds(y: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """A fold of each sample, with classes or targets spread evenly over the folds: (N,)"""
     N = len(y)
-    first = y if y.ndim == 1 else y[:, 0]
-    order = torch.argsort(first.double() + 0.0, stable=True)
     mixed = torch.randperm(N, generator=generator)
-    order = mixed[torch.argsort(first[mixed].double(), stable=True)] if y.ndim == 1 else order
-    blocks = -(-N // count)
-    within = torch.rand(blocks, count, generator=generator).argsort(1).flatten()[:N]
+    order = mixed[torch.argsort(y[mixed], stable=True)] if y.ndim == 1 else torch.argsort(y[:, 0], stable=True)
+    within = torch.rand(-(-N // count), count, generator=generator).argsort(1).flatten()[:N]
     found = torch.empty(N, dtype=torch.long)
     found[order] = within
     return found
@@ -322,7 +297,7 @@ def unweighted(found: Committee) -> None:
 
 def soften(found: Committee, z: Tensor, v: Tensor, y: Tensor, weight: Tensor) -> None:
     """Weights and softening with the least log loss on what was left out"""
-    least = float("inf")
+    least = math.inf
     for factor in SOFTENING:
         p = softened(z, factor * v).gather(2, y.long().expand(len(z), -1)[..., None])[..., 0]  # (C, N)
         w = mixed(p, weight)
@@ -345,19 +320,15 @@ def stacked(predictions: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     Exact: the best weights of every set of configurations, if they are all positive, and of these the best.
     """
     E = (weight.sqrt()[:, None] * (predictions - y)).flatten(1)  # (C, N·c)
-    Q = E @ E.T / weight.sum()  # with Σw = 1 the error is wᵀQw
-    C = len(Q)
-    best, least = torch.eye(C, dtype=Q.dtype)[int(Q.diagonal().argmin())], float(Q.diagonal().min())
-    for size in range(2, C + 1):
-        for some in combinations(range(C), size):
-            chosen = torch.tensor(some)
-            part = Q[chosen][:, chosen]
-            part = part + 1e-10 * part.diagonal().mean() * torch.eye(size, dtype=Q.dtype)
-            w = torch.linalg.solve(part, torch.ones(size, dtype=Q.dtype))
-            w = w / w.sum()
-            error = float(w @ Q[chosen][:, chosen] @ w)
-            if bool((w >= 0).all()) and error < least:
-                best, least = torch.zeros(C, dtype=Q.dtype).index_copy_(0, chosen, w), error
+    Q, C = E @ E.T / weight.sum(), len(E)  # with Σw = 1 the error is wᵀQw
+    best, least = Q.new_full((C,), 1 / C), math.inf
+    for chosen in (torch.tensor(some) for size in range(1, C + 1) for some in combinations(range(C), size)):
+        part, ones = Q[chosen][:, chosen], Q.new_ones(len(chosen))
+        w = torch.linalg.solve(part + (1e-10 * part.diagonal().mean() + 1e-300) * ones.diag(), ones)
+        w = w / w.sum()
+        error = float(w @ part @ w)
+        if bool((w >= 0).all()) and error < least:
+            best, least = Q.new_zeros(C).index_copy_(0, chosen, w), error
     return best
 
 
@@ -407,18 +378,12 @@ def fingerprint(table: Table, settings: Settings) -> str:
     return digest.hexdigest()
 
 
-def save_part(folder: Path | None, number: int, mark: str, part: Members) -> None:
-    if folder is not None:
-        files.save(_path(folder, number), {"mark": mark, "part": part_state(part)})
-
-
-def load_parts(folder: Path | None, count: int, mark: str) -> dict[int, Members]:
-    """What was kept for these samples and settings, by number. All of it is read before any of it is used."""
-    paths = {} if folder is None else {number: _path(folder, number) for number in range(count)}
-    return {number: _load_part(path, mark) for number, path in paths.items() if os.path.lexists(path)}
+def save_part(folder: Path, number: int, mark: str, part: Members) -> None:
+    files.save(_path(folder, number), {"mark": mark, "part": part_state(part)})
 
 
 def _load_part(path: Path, mark: str) -> Members:
+    """What was kept for these samples and settings"""
     way = "move it away, and the same command trains these networks again"
     try:
         if path.is_symlink() or not path.is_file():

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..files import typed
 from ..training import Entry, History
-from .members import Members, check_entries, checked, part_from, part_state
-from .network import law_of, probabilities, softened
+from .members import Law, Members, check_entries, check_tensors, part_from, part_state, probabilities, softened
 from .settings import Settings
 
 # A column whose spread is below this share of its size is constant but for rounding.
@@ -116,7 +115,8 @@ class Committee:
     @torch.no_grad()
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of new targets: (N, outputs) each"""
-        targets, u = self._of_numbers(), self.inputs.apply(x)
+        assert self.targets is not None  # classes have probabilities
+        u = self.inputs.apply(x)
         mean, variance = x.new_zeros(len(x), len(self.floor)), self.floor.repeat(len(x), 1)
         squares = torch.zeros_like(mean)
         for w, part in self.counted():
@@ -126,26 +126,21 @@ class Committee:
         variance = variance + (squares - mean.square()).clamp(min=0)  # what the members do not agree on
         # Predicted from nothing but the targets that were seen, of mean 0 and variance 1, it is no more than this.
         variance = variance.minimum(self.floor + 1 + mean.square())
-        return targets.undo(mean), variance.sqrt() * targets.spread
+        return self.targets.undo(mean), variance.sqrt() * self.targets.spread
 
     @torch.no_grad()
     def mean(self, x: Tensor) -> Tensor:
         """What `predict` has as its mean, at less cost: (N, outputs)"""
-        targets, u, mean = self._of_numbers(), self.inputs.apply(x), x.new_zeros(len(x), len(self.floor))
+        assert self.targets is not None
+        u, mean = self.inputs.apply(x), x.new_zeros(len(x), len(self.floor))
         for w, part in self.counted():
             mean = mean + w * part.outputs(u).mean(0)
-        return targets.undo(mean)
-
-    def _of_numbers(self) -> Scale:
-        if self.targets is None:
-            raise ValueError("a committee of classes has probabilities(x)")
-        return self.targets
+        return self.targets.undo(mean)
 
     @torch.no_grad()
     def probabilities(self, x: Tensor) -> Tensor:
         """Of the classes: (N, classes)"""
-        if self.frequencies is None:
-            raise ValueError("a committee of numbers has predict(x)")
+        assert self.frequencies is not None
         if not self.parts:
             return self.frequencies.repeat(len(x), 1)
         u, found, factor = self.inputs.apply(x), x.new_zeros(len(x), len(self.frequencies)), float(self.factor)
@@ -176,37 +171,43 @@ class Committee:
         """What `state` has made. Anything else is a ValueError: a file may have been made by anybody."""
         check_entries(state, {"settings", "inputs", "targets", "parts", *PLAIN}, "a committee")
         settings, inputs = typed(state["settings"], Settings, "settings"), inputs_from(state["inputs"])
-        floor, targets, frequencies = checked(state["floor"], "floor", (None,)), state["targets"], state["frequencies"]
+        targets, frequencies = state["targets"], state["frequencies"]
         if (settings.task == "regression") != (frequencies is None) or (targets is None) == (frequencies is None):
             raise ValueError(f"the targets are not those of {settings.task}")
-        if frequencies is not None and float(checked(frequencies, "frequencies", (None,)).min()) < 0:
+        parts, says = typed(state["parts"], list[Any], "parts"), typed(state["says"], list[str], "says")
+        parts, sizes = [part_from(part) for part in parts], {"members": len(parts)}
+        forms = {"floor": "float64 outputs", "factor": "float64 outputs", "weights": "float64 members"}
+        check_tensors(state, forms if frequencies is None else forms | {"frequencies": "float64 classes"}, sizes)
+        if frequencies is not None and float(frequencies.min()) < 0:
             raise ValueError("a frequency is negative")
-        _, outputs = law_of(frequencies, len(floor))
-        parts = [part_from(part) for part in typed(state["parts"], list[Any], "parts")]
+        outputs = Law.of(frequencies, sizes["outputs"]).outputs
         if any(part.network.sizes[:: len(part.network.sizes) - 1] != (inputs.width, outputs) for part in parts):
             raise ValueError("a network has other inputs or outputs than the committee")
-        weights = checked(state["weights"], "weights", (len(parts),))
+        weights = state["weights"]
         if bool((weights < 0).any()) or (parts and not bool((weights > 0).any())):
             raise ValueError("the weights of the networks are not positive")
-        factor, says = checked(state["factor"], "factor", (len(floor),)), typed(state["says"], list[str], "says")
-        scale = None if targets is None else scale_from(targets, "targets", len(floor))
-        return cls(settings, inputs, scale, frequencies, parts, weights, floor, factor, says)
+        scale = None if targets is None else scale_from(targets, {"columns": sizes["outputs"]})
+        plain = {name: state[name] for name in PLAIN if name != "says"}
+        return cls(settings, inputs, scale, parts=parts, says=says, **plain)
 
 
-def scale_from(state: Any, name: str, size: int | None) -> Scale:
-    centre, spread = typed(state, tuple[Any, Any], name)
-    found = Scale(checked(centre, name, (size,)), checked(spread, name, (size,)))
-    if len(found.spread) != len(found.centre) or bool((found.spread < 0).any()):
-        raise ValueError(f"{name} have no spread")
-    return found
+def scale_from(state: Any, sizes: dict[str, int]) -> Scale:
+    centre, spread = typed(state, tuple[Any, Any], "a scale")
+    check_tensors({"centre": centre, "spread": spread}, dict.fromkeys(("centre", "spread"), "float64 columns"), sizes)
+    if bool((spread < 0).any()):
+        raise ValueError("a spread is negative")
+    return Scale(centre, spread)
 
 
 def inputs_from(state: Any) -> Inputs:
-    centre, spread, columns, low, high, rotation = typed(state, tuple[Any, Any, Any, Any, Any, Any], "inputs")
-    scale = scale_from([centre, spread], "inputs", None)
-    used = int(checked(columns, "columns", (len(scale.spread),), torch.bool).sum())
-    if bool((checked(low, "low", (used,)) > checked(high, "high", (used,))).any()):
+    *scale, columns, low, high, rotation = typed(state, tuple[Any, Any, Any, Any, Any, Any], "inputs")
+    sizes: dict[str, int] = {}
+    found = Inputs(scale_from(scale, sizes), columns, low, high, rotation)
+    check_tensors(vars(found), {"columns": "bool columns"}, sizes)
+    forms = {"low": "float64 used", "high": "float64 used", "rotation": "float64 used directions"}
+    if rotation is None:
+        forms.pop("rotation")
+    check_tensors(vars(found), forms, {"used": int(columns.sum())})
+    if bool((low > high).any()):
         raise ValueError("the range of an input is negative")
-    if rotation is not None:
-        checked(rotation, "rotation", (used, None))
-    return Inputs(scale, columns, low, high, rotation)
+    return found

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .members import Limits
-from .network import ACTIVATIONS, Network
+from .members import ACTIVATIONS, Limits, Network
 
 # Floating-point operations of a whole fit: a few seconds on two cores. It is never the clock that decides, so that two
 # fits with one seed are the same.
@@ -51,6 +50,9 @@ class Configuration:
     hidden: tuple[int, ...]
     activation: str
     groups: str  # of Network.groups, or "decay" for networks that mq.fit trains
+
+    def network(self, inputs: int, outputs: int) -> Network:
+        return Network((inputs, *self.hidden, outputs), self.activation)
 
     def __str__(self) -> str:
         shape = "×".join(map(str, self.hidden)) or "linear"
@@ -110,19 +112,16 @@ class Settings:
         if not self.work > 0:
             raise ValueError(f"work={self.work!r}: floating-point operations of the whole fit, above 0")
 
-    def arranged(
-        self, samples: int, inputs: int, outputs: int, rank: int
-    ) -> tuple[tuple[Configuration, ...], Division]:
+    def arranged(self, samples: int, inputs: int, outputs: int) -> tuple[tuple[Configuration, ...], Division]:
         """What is trained, and on which parts of the samples. Matrices that are too large leave Kronecker factors."""
         found, division = self._configurations(samples), self._division(samples)
-        members, step = max(division.choosing, division.final), 0.0
-        for one in (c for c in found if c.groups != "decay"):
-            network = Network((inputs, *one.hidden, outputs), one.activation)
-            step += self.cost(network, members, samples, rank) if network.n <= LARGEST else self.work
-        if FEWEST_STEPS * step <= self.work:
+        count = max(division.choosing, division.final)
+        networks = [one.network(inputs, outputs) for one in found if one.groups != "decay"]
+        steps = [cost(network, count, samples) if network.n <= LARGEST else self.work for network in networks]
+        if FEWEST_STEPS * sum(steps) <= self.work:
             return found, division
-        wide = found if self.hidden != "auto" else self._activated(WIDE_AUTO if rank <= 2 else WIDE_AUTO[1:])
-        count = self._members(members)
+        wide = found if self.hidden != "auto" else self._activated(WIDE_AUTO if outputs <= 2 else WIDE_AUTO[1:])
+        count = self._members(count)
         folds = max(count, 10 if samples >= MANY else 5)
         division = Division(count, folds, 0) if division.folds else Division(0, 0, count)
         return tuple(replace(one, groups="decay") for one in wide), division
@@ -154,34 +153,35 @@ class Settings:
         return Division(members if samples < FEW else min(members, 3), max(members, 5), members)
 
     def plan(
-        self, network: Network, members: int, samples: int, rank: int, work: float, steps: int | None = None
+        self, one: Configuration, network: Network, members: int, samples: int, work: float, steps: int | None = None
     ) -> Limits:
-        """The steps, and the rows of G, within some work; without a number of steps, patience ends it"""
-        wanted = steps or self.steps or LONGEST
-        patience = wanted if steps or self.patience is None else self.patience
-        possible = int(work / self.cost(network, members, samples, rank))
-        return Limits(max(5, min(wanted, possible)), patience, rows=rows_of(network, samples, rank))
-
-    def cost(self, network: Network, members: int, samples: int, rank: int) -> float:
-        """Floating-point operations of a step"""
-        n, rows = network.n, rows_of(network, samples, rank) or samples * rank
-        return members * (2.0 * rows * n * n + 0.7 * n**3 + 30.0 * samples * n)
-
-    def wide_plan(self, network: Network, members: int, samples: int, rank: int, work: float) -> tuple[Limits, float]:
-        """The steps with Kronecker factors, of all samples or of a batch, and the work of one"""
-        rows = None if samples <= BATCH else BATCH
-        factors = sum(20.0 * (a + 1) ** 3 + 20.0 * b**3 for a, b in pairwise(network.sizes))
-        once = members * (14.0 * (rows or samples) * rank * network.n + 2.0 * factors)
-        wanted = self.steps or (100 if rows is None else 1000)
-        steps = max(20, min(wanted, int(work / once)))
-        patience = steps if self.patience is None else min(self.patience, PATIENCE)
-        return Limits(steps, patience, rows=rows), once
+        """The steps, and the samples or rows of G of a step, within some work; without a number of steps, patience ends
+        it. With Kronecker factors a step has all samples or a batch."""
+        if one.groups == "decay":
+            rows = None if samples <= BATCH else BATCH
+            factors = sum(20.0 * (a + 1) ** 3 + 20.0 * b**3 for a, b in pairwise(network.sizes))
+            once = members * (14.0 * (rows or samples) * network.sizes[-1] * network.n + 2.0 * factors)
+            wanted, least = self.steps or (100 if rows is None else 1000), 20
+            most, steps = PATIENCE, None
+        else:
+            rows, once = rows_of(network, samples), cost(network, members, samples)
+            wanted, least = steps or self.steps or LONGEST, 5
+            most = max(wanted, least)
+        count = max(least, min(wanted, int(work / once)))
+        patience = count if steps or self.patience is None else min(self.patience, most)
+        return Limits(count, patience, once / members, rows)
 
 
-def rows_of(network: Network, samples: int, rank: int) -> int | None:
+def cost(network: Network, members: int, samples: int) -> float:
+    """Floating-point operations of a step with dense matrices"""
+    n, rows = network.n, rows_of(network, samples) or samples * network.sizes[-1]
+    return members * (2.0 * rows * n * n + 0.7 * n**3 + 30.0 * samples * n)
+
+
+def rows_of(network: Network, samples: int) -> int | None:
     """The number of rows of G; None is all of them"""
     some = max(ROWS * network.n, 2000)
-    return None if samples * rank <= 1.5 * some else some
+    return None if samples * network.sizes[-1] <= 1.5 * some else some
 
 
 def check_whole(value: object, name: str, least: int, *others: object) -> None:
