@@ -8,17 +8,13 @@ import importlib
 import io
 import math
 import os
-import queue
 import socket
 import struct
-import threading
-import time
 import zlib
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from importlib import metadata, resources
 from pathlib import Path
-from typing import IO
 from urllib.request import urlopen
 
 import torch
@@ -44,7 +40,6 @@ MIRRORS = (  # the first is TensorFlow Datasets' source, the second torchvision'
 )
 TIMEOUT = 5.0  # seconds until a mirror has to answer
 MAX_DOWNLOAD_BYTES = 2**25  # three times the largest of the four .gz files
-MAX_DOWNLOAD_SECONDS = 120.0  # per file: what drips in more slowly counts as no answer
 MAX_IDX_BYTES = 2**30  # twenty times MNIST: a header that asks for more is damaged, or a decompression bomb
 UNSIGNED_BYTE = 0x08  # the idx format's code for uint8
 GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952
@@ -201,11 +196,13 @@ def _download_mnist(cache: Path) -> tuple[str | None, list[str]]:
     damaged = False
     for mirror in MIRRORS:
         try:
-            (cache / "mnist").mkdir(parents=True, exist_ok=True)
             for name in [name for name in MNIST_MD5 if name not in _look_for_mnist(cache)]:
                 content = _fetch(f"{mirror}{name}.gz")
                 read_idx(f"{mirror}{name}.gz", md5=MNIST_MD5[name], content=content)
-                _store(cache / "mnist" / f"{name}.gz", content)
+                with whole(
+                    cache / "mnist" / f"{name}.gz"
+                ) as write:  # other processes may read the cache, or fill it too
+                    write(content)
             return mirror, failures
         except ValueError as error:
             damaged = True
@@ -225,44 +222,11 @@ def _download_mnist(cache: Path) -> tuple[str | None, list[str]]:
 
 def _fetch(url: str) -> bytes:
     """What lies at `url`, up to MAX_DOWNLOAD_BYTES of it."""
-    deadline = time.monotonic() + MAX_DOWNLOAD_SECONDS
-    content = bytearray()
-    with _open(url) as response:
-        while part := response.read1(2**16):  # one read of the socket each: `read` would wait for all of them
-            content += part
-            if len(content) > MAX_DOWNLOAD_BYTES:
-                raise ValueError(f"{url}: expected at most {MAX_DOWNLOAD_BYTES} bytes, found more: oversized")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not whole after {MAX_DOWNLOAD_SECONDS:g} s")
-    return bytes(content)
-
-
-def _open(url: str) -> io.BufferedIOBase:
-    """urlopen that answers within TIMEOUT: its own leaves out name resolution, and counts for each address anew."""
-    answers: queue.SimpleQueue[io.BufferedIOBase | Exception] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(urlopen(url, timeout=TIMEOUT))
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=ask, daemon=True).start()  # a daemon: the interpreter does not wait for it at its end
-    try:
-        answer = answers.get(timeout=TIMEOUT)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {TIMEOUT:g} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _store(path: Path, content: bytes) -> None:
-    """Writes the file whole or not at all: other processes may read the cache, or fill it too."""
-    if os.path.lexists(path):  # a link to nothing, or a folder: no file was found there
-        raise FileExistsError(f"{path} is there already, and no file of MNIST's: move it away")
-    with whole(path) as write:
-        write(content)
+    with urlopen(url, timeout=TIMEOUT) as response:
+        content: bytes = response.read(MAX_DOWNLOAD_BYTES + 1)
+    if len(content) > MAX_DOWNLOAD_BYTES:
+        raise ValueError(f"{url}: expected at most {MAX_DOWNLOAD_BYTES} bytes, found more: oversized")
+    return content
 
 
 # --- the idx format, in which MNIST comes -----------------------------------------------------------------------------
@@ -274,46 +238,39 @@ def read_idx(
     """The uint8 tensor of an idx file, plain or gzipped: bytes 0, 0, 8, ndim; ndim big-endian uint32 sizes; the data.
 
     `ndim` is the number of dimensions expected and `md5` the checksum of the uncompressed content, None for any. What
-    does not fit, or holds more or fewer bytes than its header says, is a ValueError. `content` is what there is
-    already of the file.
+    does not fit, or holds more or fewer bytes than its header says, is a ValueError; no more is read than the header
+    announces, and one byte to see that it ends there. `content` is what there is already of the file.
     """
-    with Path(path).open("rb") if content is None else io.BytesIO(content) as raw:
-        zipped = raw.read(2) == GZIP_MAGIC  # by content: an idx file begins with two zeros
-        raw.seek(0)
-        try:
-            header, shape, data = _parse_idx(gzip.GzipFile(fileobj=raw) if zipped else raw, str(path), ndim)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path}: expected a whole gzip file, found it corrupt or truncated ({error})") from error
-    if md5 is not None:
-        digest = hashlib.md5(header, usedforsecurity=False)
-        digest.update(data)
-        if digest.hexdigest() != md5:
-            raise ValueError(f"{path}: expected content with MD5 {md5}, found {digest.hexdigest()}")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)  # writable: frombuffer shares the memory
-
-
-def _parse_idx(
-    stream: IO[bytes] | gzip.GzipFile, origin: str, ndim: int | None
-) -> tuple[bytes, tuple[int, ...], bytes]:
-    """Header, shape and data; never reads more than the header announces, and one byte to see that it ends there."""
 
     def check(holds: bool, expected: str, found: object) -> None:
         if not holds:
-            raise ValueError(f"{origin}: expected {expected}, found {found}")
+            raise ValueError(f"{path}: expected {expected}, found {found}")
 
-    magic = stream.read(4)
-    check(len(magic) == 4 and magic[:2] == b"\0\0", "an idx file, which begins with 00 00", magic.hex(" ") or "nothing")
-    check(magic[2] == UNSIGNED_BYTE, f"unsigned bytes (idx data type 0x{UNSIGNED_BYTE:02x})", f"0x{magic[2]:02x}")
-    check(magic[3] > 0 and ndim in (None, magic[3]), f"{ndim or 'one or more'} dimensions", magic[3])
-    sizes = stream.read(4 * magic[3])
-    check(len(sizes) == 4 * magic[3], f"{4 * magic[3]} bytes of sizes in the header", f"{len(sizes)}: truncated")
-    shape = struct.unpack(f">{magic[3]}I", sizes)
-    count = math.prod(shape)  # Python integers: a damaged header cannot overflow
-    check(0 < count <= MAX_IDX_BYTES, f"1 to {MAX_IDX_BYTES} bytes of data", f"a header of shape {shape}")
-    data = stream.read(count + 1)
+    with Path(path).open("rb") if content is None else io.BytesIO(content) as raw:
+        zipped = raw.read(2) == GZIP_MAGIC  # by content: an idx file begins with two zeros
+        raw.seek(0)
+        stream = gzip.GzipFile(fileobj=raw) if zipped else raw
+        try:
+            magic = stream.read(4)
+            found = magic.hex(" ") or "nothing"
+            check(len(magic) == 4 and magic[:2] == b"\0\0", "an idx file, which begins with 00 00", found)
+            check(magic[2] == UNSIGNED_BYTE, f"unsigned bytes (idx data type 0x{UNSIGNED_BYTE:02x})", found)
+            check(magic[3] > 0 and ndim in (None, magic[3]), f"{ndim or 'one or more'} dimensions", magic[3])
+            sizes = stream.read(4 * magic[3])
+            check(
+                len(sizes) == 4 * magic[3], f"{4 * magic[3]} bytes of sizes in the header", f"{len(sizes)}: truncated"
+            )
+            shape = struct.unpack(f">{magic[3]}I", sizes)
+            count = math.prod(shape)  # Python integers: a damaged header cannot overflow
+            check(0 < count <= MAX_IDX_BYTES, f"1 to {MAX_IDX_BYTES} bytes of data", f"a header of shape {shape}")
+            data = stream.read(count + 1)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: expected a whole gzip file, found it corrupt or truncated ({error})") from error
     found = "more: oversized" if len(data) > count else f"{len(data)}: truncated"
     check(len(data) == count, f"{count} bytes of data for shape {shape}", found)
-    return magic + sizes, shape, data
+    found = hashlib.md5(magic + sizes + data, usedforsecurity=False).hexdigest()
+    check(md5 in (None, found), f"content with MD5 {md5}", found)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)  # writable: frombuffer shares the memory
 
 
 # --- digits that packages carry -------------------------------------------------------------------------------------

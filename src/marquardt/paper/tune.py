@@ -13,7 +13,6 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,18 +54,16 @@ def tune(
     A run of a trial goes to the end of `steps` and of `seconds`, those of the runs it stands for by default. `limit`
     cuts it off after as many seconds of training; it is then judged by what it reached.
     """
-    if problem not in PROBLEMS:
-        raise ValueError(f"no problem {problem!r} to tune on: {' or '.join(PROBLEMS)}")
+    runs.check_names("problem", [problem], PROBLEMS)
+    runs.check_names("optimizer", methods or (), METHODS)
     if trials < 1:
         raise ValueError(f"trials={trials}: at least 1")
-    if unknown := [name for name in methods or () if name not in METHODS]:
-        raise ValueError(f"no optimizer {unknown[0]!r}: choose from {', '.join(METHODS)}")
     if problem == "mnist" and data is None:
         raise ValueError("tuning on MNIST needs the digits: pass data=, from marquardt.paper.data.find()")
     optuna = needed("optuna", "optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    steps = steps or (runs.SINE_STEPS if problem == "sine" else runs.FULL.mnist_steps)
-    seconds = (runs.FULL.sine_seconds if problem == "sine" else 0.0) if seconds is None else seconds
+    reported = runs.plan([problem], full=True, columns=["default"])[0]
+    steps, seconds = steps or reported.steps, reported.seconds if seconds is None else seconds
     judged = None if data is None else held_out(data)
     best: dict[str, dict[str, Any]] = {}
     for method in METHODS.values():
@@ -98,10 +95,9 @@ def tune(
 
 def held_out(data: Digits) -> Digits:
     """The training set alone, its last sixth in place of the test set."""
-    last = len(data.train_labels) // HELD_OUT
-    train, test = slice(None, -last), slice(-last, None)
-    x, y = data.train_images, data.train_labels
-    return replace(data, train_images=x[train], train_labels=y[train], test_images=x[test], test_labels=y[test])
+    first = len(data.train_labels) - len(data.train_labels) // HELD_OUT
+    (x, x_test), (y, y_test) = (t.tensor_split([first]) for t in (data.train_images, data.train_labels))
+    return Digits(x, y, x_test, y_test, data.name, data.source)
 
 
 def judge(
