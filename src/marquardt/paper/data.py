@@ -196,6 +196,7 @@ def _download_mnist(cache: Path) -> tuple[str | None, list[str]]:
     damaged = False
     for mirror in MIRRORS:
         try:
+            (cache / "mnist").mkdir(parents=True, exist_ok=True)
             for name in [name for name in MNIST_MD5 if name not in _look_for_mnist(cache)]:
                 content = _fetch(f"{mirror}{name}.gz")
                 read_idx(f"{mirror}{name}.gz", md5=MNIST_MD5[name], content=content)

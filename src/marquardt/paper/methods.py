@@ -115,12 +115,12 @@ class Ours(Stepwise):
 class Torch(Stepwise):
     """An optimizer of torch.optim, or one with its manners."""
 
-    def __init__(self, model: nn.Module, loss: str, opt: torch.optim.Optimizer, average: float | None) -> None:
+    def __init__(self, model: nn.Module, loss: str, opt: Any, average: float | None) -> None:
         super().__init__(model, average)
         self.loss, self.opt = FUNCTIONS[loss], opt
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        def closure() -> Any:  # a tensor, where torch.optim declares a float
+        def closure() -> Tensor:
             self.opt.zero_grad()
             value = self.loss(self.model(x), y)
             value.backward()
