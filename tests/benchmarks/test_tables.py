@@ -107,11 +107,6 @@ def test_published_splits(tmp_path):
     assert len(table.split(1).train[1]) == 5
 
 
-def test_a_folder_without_tables_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"there is no NAME/data/data\.txt"):
-        rows.published(tmp_path)
-
-
 # --- settings ---
 
 
@@ -192,13 +187,6 @@ def test_twenty_settings(solver):
             assert network.solver == solver
 
 
-def test_convergence_is_told(split):
-    few, enough = ({"max_iter": n, "hidden_layer_sizes": (3,), "alpha": 10.0} for n in (2, 5000))
-    for setting, converged in ((few, False), (enough, True)):
-        tried = Method(learners.mlp("lbfgs"), (setting,))
-        assert learners.measured(tried, split, False, 0)["converged"] is converged
-
-
 def test_ties_of_accuracy_are_broken_by_the_log_loss():
     class Sure:
         classes_ = np.array([0, 1])
@@ -275,15 +263,6 @@ def test_runs_are_taken_up_again(run, tmp_path):
     assert Constant.fits == []
 
 
-def test_other_settings_are_other_runs(run, tmp_path, monkeypatch):
-    given = (*SMALL, "--runs", str(tmp_path / "runs.jsonl"), "--methods", "lbfgs")
-    run(*given)
-    monkeypatch.setitem(METHODS, "lbfgs", method({"off": 3.0}))
-    _, found = run(*given)
-    assert [off for off, _ in Constant.fits] == [3.0] * 4
-    assert [r["setting"] for r in found["results"]] == [{"off": 3.0}] * 4
-
-
 def test_the_report(run):
     told, found = run(*SMALL, "--methods", "LM", "lbfgs")
     values = {(r["table"], r["method"], r["split"]): r["rmse"] for r in found["results"]}
@@ -311,26 +290,6 @@ def test_a_failure_is_told_and_nothing_is_concluded(run, monkeypatch):
     assert verdicts["geometric mean of these"]["verdict"] is None
 
 
-def test_what_failed_is_run_again(run, tmp_path, monkeypatch):
-    """Until then its table has no mean."""
-    given = (*SMALL, "--methods", "LM", "lbfgs", "--runs", str(tmp_path / "runs.jsonl"))
-    failing = iter([True])
-
-    class Once(Spread):
-        def fit(self, x, y):
-            self.bad = "raises" if next(failing, False) else ""
-            return super().fit(x, y)
-
-    monkeypatch.setitem(METHODS, "LM", method(kind=Once))
-    told, found = run(*given)
-    assert "Failed: " in told
-    assert found["verdicts"][0]["value"] is None
-    told, found = run(*given)
-    assert len(Constant.fits) == 1
-    assert "Failed: " not in told
-    assert found["verdicts"][0]["verdict"] == "holds"
-
-
 def test_published_results_stand_beside(run, tmp_path, monkeypatch):
     monkeypatch.setitem(rows.PUBLISHED["PBP"], "small", (1.25, -2.5))
     told, found = run("--uci", str(tmp_path / "uci"), "--methods", "LM", "lbfgs")
@@ -342,28 +301,9 @@ def test_published_results_stand_beside(run, tmp_path, monkeypatch):
     assert "Hernández-Lobato" in told
 
 
-def test_published_results_cover_the_same_tables():
-    assert rows.PUBLISHED.keys() == rows.CITED.keys()
-    first, *others = rows.PUBLISHED.values()
-    assert all(held.keys() == first.keys() for held in others)
-
-
 def test_an_unknown_table_is_named(run):
     with pytest.raises(SystemExit, match="no \\['friedman9'\\]; there are diabetes, friedman1"):
         run("--tables", "friedman9")
-
-
-def test_runs_of_several_machines_and_commits_are_told():
-    first, second = ({"method": "LM", "commit": c, "machine": m} for c, m in (("abc", "one"), ("def", "two")))
-    assert tables.notes([first, first]) == []
-    assert [note.partition(":")[0] for note in tables.notes([first, second])] == [
-        "LM's runs are of several commits",
-        "Runs are of several machines, so seconds cannot be compared",
-    ]
-    network = {**first, "method": "adam", "commit": "def"}  # whose code is not ours
-    assert tables.notes([first, network]) == []
-    del network["machine"]
-    assert "'not recorded': 1" in tables.notes([first, network])[0]
 
 
 @pytest.mark.parametrize(
@@ -383,15 +323,3 @@ def test_accuracy_within_a_standard_error(ours, value, word):
     assert verdict.value == pytest.approx(value)
     assert verdict.word == word
     assert "lbfgs, best of 20" in verdict.what
-
-
-def test_processes_find_the_same(tmp_path):
-    runs = [tables.Run("iris", k, name) for k in (0, 1) for name in ("lbfgs", "trees")]
-    alone, shared = (list(tables.finished(runs, jobs, tables.Source(), 3, "abc")) for jobs in (1, 2))
-
-    def figures(records):
-        kept = [{k: v for k, v in r.items() if k not in ("seconds", "searching")} for r in records]
-        return sorted(kept, key=lambda r: (r["method"], r["split"]))
-
-    assert figures(alone) == figures(shared)
-    assert all("failure" not in r for r in alone)
