@@ -22,6 +22,7 @@ from typer.testing import Result
 
 import marquardt
 import marquardt.paper
+from marquardt import files as locks
 from marquardt.cli import paper
 from marquardt.paper import logs, methods, runs
 from marquardt.paper.data import Digits
@@ -436,6 +437,16 @@ def test_two_searches_at_once(invoke: Invoke, holder: Any, out: Path) -> None:
     _, errors = first.communicate()
     assert (first.returncode, errors) == (0, "")
     assert list(runs.winners(out / "tuned.json")["sine"]) == ["sgd"]
+
+
+def test_a_folder_that_cannot_be_locked(invoke: Invoke, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(locks, "_lock", refuse)
+    result = invoke("paper", *SINE, "--out", out)
+    assert result.exit_code == 1
+    assert f"{out / '.logs.lock'} cannot be locked (Function not implemented): choose another --out" in result.output
 
 
 # --- tune, report ---

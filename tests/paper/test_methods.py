@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import marquardt as mq
 from marquardt import presets
 from marquardt.paper import problems
-from marquardt.paper.methods import METHODS, OneOf, Ours, Range, Stepwise, Unavailable, ablation, deterministic, peer
+from marquardt.paper.methods import METHODS, OneOf, Ours, Range, Trainer, Unavailable, ablation, deterministic, peer
 from marquardt.parts.direction import AdaptiveMomentum, Identity, MaxDiagonal
 from marquardt.parts.judging import Decrease, Grid, Uphill
 from support.made_trainers import EVERY, PROBLEMS, batches_for, build, evaluated, model_for, trained, weights
@@ -24,7 +24,7 @@ from support.made_trainers import EVERY, PROBLEMS, batches_for, build, evaluated
 # --- averages ---
 
 
-class Walk(Stepwise):
+class Walk(Trainer):
     """Weights that go where the batch says."""
 
     def step(self, x, y):

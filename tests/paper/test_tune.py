@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from marquardt.paper import runs, tune
-from marquardt.paper.methods import METHODS, Method, OneOf, Stepwise, Unavailable
+from marquardt.paper.methods import METHODS, Method, OneOf, Trainer, Unavailable
 from support.made_runs import digits, made
 
 ON = {
@@ -165,7 +165,7 @@ def test_divergence_is_the_worst(problem):
     assert "the loss was" in message
 
 
-class Fickle(Stepwise):
+class Fickle(Trainer):
     """Breaks where it has no average, as by default."""
 
     def __init__(self, model, loss, hyper):

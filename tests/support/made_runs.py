@@ -9,7 +9,7 @@ import torch
 
 from marquardt.paper import runs
 from marquardt.paper.data import Digits
-from marquardt.paper.methods import Stepwise, ablation
+from marquardt.paper.methods import Trainer, ablation
 
 from .made_logs import METHODS
 
@@ -65,7 +65,7 @@ def train(run, out, data=None):
     return steps_of(run.log(out))
 
 
-class Still(Stepwise):
+class Still(Trainer):
     """Does nothing."""
 
     def __init__(self, model, loss, hyper):

@@ -15,7 +15,6 @@ import math
 import re
 import sys
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -40,7 +39,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "cross_entropy
 # --- trainers: how a method steps, and which weights are evaluated ---
 
 
-class Trainer(ABC):
+class Trainer:
     """Trains a model, batch by batch, and keeps an average of its weights where `average`."""
 
     def __init__(self, model: nn.Module, average: float | None = None) -> None:
@@ -49,9 +48,16 @@ class Trainer(ABC):
         self.mean: Tensor | None = None
         self.count = 0
 
-    @abstractmethod
+    def step(self, x: Tensor, y: Tensor) -> None:
+        raise NotImplementedError
+
     def run(self, batches: Batches, after: Callable[[], bool]) -> None:
         """Steps, with a call of `after` behind each, until it returns that this was the last."""
+        for x, y in batches:
+            self.step(x, y)
+            self.update_average()
+            if after():
+                return
 
     @torch.no_grad()
     def update_average(self) -> None:
@@ -74,20 +80,6 @@ class Trainer(ABC):
             place(self.model, theta)
 
 
-class Stepwise(Trainer):
-    """A step for every batch."""
-
-    @abstractmethod
-    def step(self, x: Tensor, y: Tensor) -> None: ...
-
-    def run(self, batches: Batches, after: Callable[[], bool]) -> None:
-        for x, y in batches:
-            self.step(x, y)
-            self.update_average()
-            if after():
-                return
-
-
 @torch.no_grad()
 def place(model: nn.Module, theta: Tensor) -> None:
     """θ into the parameters, in place: an optimizer may hold views of them."""
@@ -96,7 +88,7 @@ def place(model: nn.Module, theta: Tensor) -> None:
         p.copy_(values.view_as(p))
 
 
-class Ours(Stepwise):
+class Ours(Trainer):
     """LM and its relatives: they keep the average themselves."""
 
     def __init__(self, opt: mq.LM) -> None:
@@ -112,7 +104,7 @@ class Ours(Stepwise):
             yield
 
 
-class Torch(Stepwise):
+class Torch(Trainer):
     """An optimizer of torch.optim, or one with its manners."""
 
     def __init__(self, model: nn.Module, loss: str, opt: Any, average: float | None) -> None:
@@ -145,7 +137,7 @@ class PSGD(Torch):
         self.opt.step(lambda: self.loss(self.model(x), y))  # it differentiates by itself
 
 
-class Peer(Stepwise):
+class Peer(Trainer):
     """torch-levenberg-marquardt, with its fastest solver. Its vmap refuses RReLU: it gets the LeakyReLU of eval mode.
 
     On cross-entropy it takes the root of each sample's loss as residual, one row per sample.
