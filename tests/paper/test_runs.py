@@ -27,7 +27,7 @@ def method(monkeypatch):
     """Adds a method "fake" that is built so."""
 
     def add(build):
-        monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", build, {}, {}))
+        monkeypatch.setitem(METHODS, "fake", Method(build, {}, {}, key="fake", label="Fake"))
 
     return add
 
@@ -468,7 +468,7 @@ def time(monkeypatch):
     monkeypatch.setattr(problems, "mean_squared_error", time.taking(1000, problems.mean_squared_error))
     monkeypatch.setattr(problems, "batches", lambda *arguments: slowly(batches(*arguments)))
     monkeypatch.setattr(runs, "itertools", SimpleNamespace(repeat=lambda value: slowly(repeat(value))))
-    fake = Method("fake", "Fake", time.taking(1000, Still), {}, {})
+    fake = Method(time.taking(1000, Still), {}, {}, key="fake", label="Fake")
     monkeypatch.setattr(Still, "step", time.taking(1.0, Still.step))
     monkeypatch.setitem(METHODS, "fake", fake)
     return time

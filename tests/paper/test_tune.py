@@ -178,7 +178,7 @@ class Fickle(Trainer):
 
 
 def test_a_bad_trial_is_no_matter_unless_all_are(monkeypatch):
-    monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", Fickle, {}, {}))
+    monkeypatch.setitem(METHODS, "fake", Method(Fickle, {}, {}, key="fake", label="Fake"))
     found, trials = tuned(["fake"], trials=8)
     assert trials[0].score == tune.WORST
     assert found["fake"]["average"] is not None

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -268,14 +268,14 @@ Space = Mapping[str, Range | OneOf]
 class Method:
     """`default` has the paper's values; if it prints none, the defaults of the library or our own."""
 
-    key: str
-    label: str
     build: Build
     default: Hyper
     space: Space
     on_mnist: Hyper = field(default_factory=dict)  # if other values hold there
     mnist_space: Space = field(default_factory=dict)  # beside `space`
     sine_only: bool = False
+    key: str = ""
+    label: str = ""
 
     def hyper(self, problem: str) -> dict[str, Any]:
         return {"average": None, **self.default, **(self.on_mnist if problem != "sine" else {})}
@@ -334,58 +334,47 @@ def _code(h: Hyper) -> dict[str, Any]:
     return {"schedule": schedule, "momentum": momentum, "acceptance": _uphill(h)}
 
 
-def _optimizer(key: str, build: Build, default: Hyper, space: Space, **options: Any) -> Method:
-    return Method(key, OPTIMIZERS[key], build, default, space, **options)
-
-
 METHODS = {
-    method.key: method
-    for method in [
-        _optimizer(
-            "lm",
+    key: replace(method, key=key, label=OPTIMIZERS[key])
+    for key, method in {
+        "lm": Method(
             _ours(mq.LM, _lm),
             # the defaults of mq.LM
             {"lr": 1.0, "lam": 3.0, "xi": 0.9, "b": 1.0, "rows": "auto", "target": 0.95, "average": 0.95},
             {"lr": Range(0.3, 1.0), "lam": LAMBDA, "xi": XI, "b": UPHILL},
             mnist_space={"rows": OneOf(("auto", "exact", "sampled")), "target": Range(0.8, 1.0, log=False)},
         ),
-        _optimizer(
-            "lm-paper",
+        "lm-paper": Method(
             _ours(mq.presets.paper, _paper),
             {"lr": 1.0, "lam": 1.0, "rule": "gain ratio", "xi": 0.9, "dP": 0.6, "b": None, "rows": "exact"},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA, "rule": OneOf(tuple(RULES)), "xi": XI, "dP": DP, "b": UPHILL},
             on_mnist={"dP": 1.0, "b": 2.0},
             mnist_space={"rows": OneOf(("exact", "empirical"))},
         ),
-        _optimizer(
-            "lm-code",
+        "lm-code": Method(
             _ours(mq.presets.authors_code, _code),
             {"lr": 1.0, "lam": 1.0, "xi": 0.9, "dP": 0.6, "b": 2.0},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA, "xi": XI, "dP": DP, "b": OneOf((1.0, 2.0))},
         ),
-        _optimizer(
-            "lm-vanilla",
+        "lm-vanilla": Method(
             _ours(mq.presets.vanilla, _damped(mq.TenFold, "factor")),
             {"lr": 1.0, "lam": 1.0, "factor": 10.0},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA, "factor": Range(1.5, 10.0)},
         ),
-        _optimizer("gauss-newton", _ours(mq.presets.gauss_newton), {"lr": 1.0}, {"lr": Range(0.01, 1.0)}),
-        _optimizer(
-            "newton",
+        "gauss-newton": Method(_ours(mq.presets.gauss_newton), {"lr": 1.0}, {"lr": Range(0.01, 1.0)}),
+        "newton": Method(
             _ours(mq.presets.newton, _damped(mq.TenFold)),
             {"lr": 1.0, "lam": 1.0},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA},
             sine_only=True,
         ),
-        _optimizer(
-            "bfgs",
+        "bfgs": Method(
             BFGS,
             {"c1": 1e-4, "c2": 0.9},  # SciPy's defaults
             {"c1": Range(1e-5, 1e-2), "c2": Range(0.1, 0.95, log=False)},
             sine_only=True,
         ),
-        _optimizer(
-            "lbfgs",
+        "lbfgs": Method(
             _of_torch(
                 lambda p, h: LBFGS(p, h["lr"], h["iterations"], history_size=h["history"], line_search_fn=h["search"])
             ),
@@ -393,8 +382,7 @@ METHODS = {
             {"lr": Range(1e-3, 1.0), "history": OneOf((5, 20, 100)), "search": OneOf((None, "strong_wolfe"))},
             on_mnist={"iterations": 20},  # of torch's step, on one batch: its default
         ),
-        _optimizer(
-            "hessian-free",
+        "hessian-free": Method(
             _ours(
                 mq.presets.hessian_free,
                 _damped(partial(mq.GainRatio, down=2 / 3, up=1.5, slow_down=2 / 3, slow_up=1.5, floor=1e-12)),
@@ -402,30 +390,26 @@ METHODS = {
             {"lr": 0.1, "lam": 1.0},
             {"lr": Range(0.05, 1.0), "lam": LAMBDA},
         ),
-        _optimizer(
-            "kfac",
+        "kfac": Method(
             _ours(mq.presets.kfac, _damped(mq.GainRatio, "floor")),
             {"lr": 0.05, "lam": 1.0, "floor": 0.3},  # the preset's beside the paper's lr
             {"lr": Range(0.01, 1.0), "lam": LAMBDA},
             on_mnist={"lr": 1.0},
             mnist_space={"floor": Range(0.01, 3.0)},  # λ of the same data has none
         ),
-        _optimizer(
-            "sgd",
+        "sgd": Method(
             _of_torch(lambda p, h: SGD(p, h["lr"], h["momentum"], weight_decay=h["weight_decay"], fused=True)),
             {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4},
             {"lr": Range(1e-3, 1.0), "momentum": Range(0.5, 0.99, log=False), "weight_decay": DECAY},
             on_mnist={"lr": 0.1},
         ),
-        _optimizer(
-            "adam",
+        "adam": Method(
             _of_torch(lambda p, h: Adam(p, h["lr"], (h["beta1"], h["beta2"]), fused=True)),
             {"lr": 0.01, "beta1": 0.9, "beta2": 0.999},
             {"lr": Range(1e-3, 0.3), "beta1": OneOf((0.8, 0.9, 0.95)), "beta2": OneOf((0.9, 0.99, 0.999))},
             on_mnist={"lr": 0.05},
         ),
-        _optimizer(
-            "psgd",
+        "psgd": Method(
             PSGD,
             {"lr": 0.01, "lr_preconditioner": 0.1, "momentum": 0.0, "clip": None},  # psgd-torch's defaults
             {
@@ -433,13 +417,12 @@ METHODS = {
                 **{"momentum": OneOf((0.0, 0.5, 0.9)), "clip": OneOf((None, 1.0, 10.0))},
             },
         ),
-        _optimizer(
-            "tlm",
+        "tlm": Method(
             Peer,
             {"lr": 1.0, "lam": 1e-3, "attempts": 10},  # its defaults
             {"lr": Range(0.05, 1.0), "lam": Range(1e-4, 1e2), "attempts": OneOf((1, 3, 10))},
         ),
-    ]
+    }.items()
 }
 
 
@@ -466,7 +449,7 @@ def _variant(key: str, label: str) -> Method:
     def build(model: nn.Module, loss: str, h: Hyper) -> Trainer:
         return _ours(preset, lambda h: improvements(loss)[part][sign == "-"] if part else {})(model, loss, h)
 
-    return Method(key, label, build, {}, {})
+    return Method(build, {}, {}, key=key, label=label)
 
 
 VARIANTS = {key: _variant(key, label) for key, label in {**REMOVED, **ADDED}.items()}
