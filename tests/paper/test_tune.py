@@ -109,7 +109,7 @@ def test_trials_are_runs_of_other_seeds(monkeypatch):
 def test_length_of_a_trial_is_that_of_the_run_it_stands_for(monkeypatch):
     pytest.importorskip("optuna")
     asked = []
-    monkeypatch.setattr(tune, "judge", lambda *a: (asked.append(a[4:6]), (0.0, ""))[1])
+    monkeypatch.setattr(tune, "judge", lambda run, _: (asked.append((run.steps, run.seconds)), (0.0, ""))[1])
     tune.tune(["sgd"], "sine", trials=1)
     tune.tune(["sgd"], "mnist", trials=1, data=digits())
     assert asked == [(200, 2.0), (100, 0.0)]
@@ -147,8 +147,7 @@ def test_score_is_the_last_loss_of_the_sine_and_the_mean_over_the_steps_of_digit
 
 
 def test_judge_takes_the_mean_of_the_seeds(tmp_path):
-    spec = METHODS["adam"]
-    judged = tune.judge(spec, "sine", spec.hyper("sine"), None, 2)
+    judged = tune.judge(made("adam", steps=2))
     losses = [
         runs.execute(made("adam", steps=2, seed=seed), tmp_path).final("train_loss") for seed in tune.SEEDS["sine"]
     ]
@@ -157,10 +156,9 @@ def test_judge_takes_the_mean_of_the_seeds(tmp_path):
 
 @pytest.mark.parametrize("problem", ON)
 def test_divergence_is_the_worst(problem):
-    spec = METHODS["sgd"]
     data = digits() if problem == "mnist" else None
-    found, message = tune.judge(spec, problem, {**spec.hyper(problem), "lr": 1e6}, data, 50)
-    good, _ = tune.judge(spec, problem, {**spec.hyper(problem), "lr": 1e-3}, data, 2)
+    found, message = tune.judge(made("sgd", problem, steps=50, hyper={"lr": 1e6}), data)
+    good, _ = tune.judge(made("sgd", problem, steps=2, hyper={"lr": 1e-3}), data)
     assert found == tune.WORST > good
     assert "the loss was" in message
 
