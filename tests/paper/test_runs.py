@@ -483,13 +483,6 @@ def test_only_training_is_on_the_clock(tmp_path, time, experiment):
     assert time.now > 13_000
 
 
-@pytest.mark.parametrize(("experiment", "key"), [pair for pair in EVERY if "ablation" not in pair[0]])
-def test_nothing_else_is_on_the_clock_of_any_method(tmp_path, time, experiment, key):
-    steps = train(made(key, experiment, steps=2), tmp_path, digits())
-    assert [line["seconds"] for line in steps] == [0, 0, 0]
-    assert time.now >= 4000
-
-
 def test_average_is_on_the_clock(tmp_path, time, monkeypatch):
     monkeypatch.setattr(Trainer, "update_average", time.taking(0.5, Trainer.update_average))
     assert [line["seconds"] for line in train(made("fake", steps=3), tmp_path)] == [0, 1.5, 3, 4.5]
@@ -734,12 +727,9 @@ def test_main_on_digits_with_tuned_values(main, monkeypatch, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["cosine"], "no experiment 'cosine'"),
-        (["sine", "--optimizers", "sdg"], "no optimizer 'sdg'"),
-        (["sine", "--columns", "best"], "no column 'best'"),
         (["sine", "--seeds", "0"], "seeds=0"),
         (["mnist", "--data", "cifar"], "cifar"),
         (["mnist", "--data", "mnist", "--data-dir", "nowhere"], "nowhere"),
-        (["sine", "--tuned", "nowhere.json"], "nowhere.json"),
         (["sine", "--tuned", "broken.json"], "broken.json"),
         (["mnist", "--data", "digits"], "scikit-learn"),
     ],

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from .. import files
 from . import runs
 from .data import Digits
-from .methods import METHODS, OneOf, needed
+from .methods import OneOf, needed
 from .vocabulary import PROBLEMS
 
 TRIALS = 20
@@ -56,7 +56,6 @@ def tune(
     cuts it off after as many seconds of training; it is then judged by what it reached.
     """
     runs.check_names("problem", [problem], PROBLEMS)
-    runs.check_names("optimizer", methods or (), METHODS)
     if trials < 1:
         raise ValueError(f"trials={trials}: at least 1")
     if problem == "mnist" and data is None:
