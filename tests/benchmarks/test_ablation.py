@@ -97,19 +97,3 @@ def test_a_table_has_every_policy_of_its_kind():
         assert f"| {name} " in text
     assert "sine, momentum: RuntimeError: no" in text
     assert "decrease 3" in text
-
-
-def test_digits_that_were_exported_are_the_same(tmp_path):
-    rows = 4
-    made = ablation.Digits(
-        torch.randint(16, (rows, 64)), torch.arange(rows), torch.randint(255, (rows, 28, 28), dtype=torch.uint8),
-        torch.arange(rows), "here",
-    )  # fmt: skip
-    ablation.read_digits.cache_clear()
-    path = tmp_path / "digits.npz"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ablation, "read_digits", lambda data: made)
-        ablation.export(path, None)
-    again = ablation.read_digits(path)
-    assert again.source == made.source
-    assert all(torch.equal(a, b) for a, b in zip(again[:-1], made[:-1], strict=True))

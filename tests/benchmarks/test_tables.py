@@ -72,15 +72,6 @@ def test_training_rows_are_standardised():
     np.testing.assert_array_equal(scaled.train[1], labels[:9])
 
 
-def test_tables_go_through_a_file(tmp_path):
-    path = tmp_path / "embedded.npz"
-    rows.export(path)
-    for name in rows.EXPORTED:
-        direct, read = rows.embedded()[name].split(3), rows.embedded(path)[name].split(3)
-        for a, b in zip((*direct.train, *direct.test), (*read.train, *read.test), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
 def write_uci(folder: Path) -> np.ndarray:
     at = folder / "small" / "data"
     at.mkdir(parents=True)
@@ -171,20 +162,6 @@ def test_likelihood_in_the_units_of_the_table(split):
     normal = torch.distributions.Normal(torch.full((20,), y.mean()), torch.tensor(std))
     assert found["log likelihood"] == pytest.approx(normal.log_prob(torch.tensor(y_test)).mean().item())
     assert found["coverage"] == np.mean(np.abs(y_test - y.mean()) <= 1.96 * std)
-
-
-@pytest.mark.parametrize("solver", ["adam", "lbfgs"])
-def test_twenty_settings(solver):
-    """That the networks take, drawn from a fixed seed"""
-    found = learners.searched(solver)
-    assert len({repr(setting) for setting in found}) == 20
-    assert found == learners.searched(solver)
-    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
-    for setting in found:
-        for classes in (False, True):
-            network = learners.mlp(solver)(classes, 0, **{**setting, "max_iter": 1})
-            learners.fitted(network, (x, y))
-            assert network.solver == solver
 
 
 def test_ties_of_accuracy_are_broken_by_the_log_loss():
@@ -299,11 +276,6 @@ def test_published_results_stand_beside(run, tmp_path, monkeypatch):
     assert [cell.strip() for cell in rmse.split("|")[4:8]] == ["1.25", "–", "–", "–"]
     assert [cell.strip() for cell in likelihood.split("|")[3:5]] == ["–", "-2.5"]
     assert "Hernández-Lobato" in told
-
-
-def test_an_unknown_table_is_named(run):
-    with pytest.raises(SystemExit, match="no \\['friedman9'\\]; there are diabetes, friedman1"):
-        run("--tables", "friedman9")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ..values import visible
@@ -417,10 +416,10 @@ class Scores:
         }
         return f"{self.what}, median of {self.seeds}{' (quartiles)' * bool(wide)}: {self.brief(*methods, behind=wide)}."
 
-    def brief(self, *methods: str, behind: Mapping[str, str] = MappingProxyType({})) -> str:
+    def brief(self, *methods: str, behind: Mapping[str, str] | None = None) -> str:
         """Medians alone, or with what stands `behind` each."""
         present = [method for method in methods if method in self.values]
-        return ", ".join(f"{self.labels[m]} {self.level(m)}{behind.get(m, '')}" for m in present)
+        return ", ".join(f"{self.labels[m]} {self.level(m)}{(behind or {}).get(m, '')}" for m in present)
 
     def level(self, method: str) -> str:
         return self._text(self.values[method]) if method in self.values else ""
