@@ -1,7 +1,7 @@
 """The paper's report on made-up logs: every number of its tables against one worked out by hand, verdicts, what figures
 show and how their lines are told apart, and the page in a real browser."""
 
-import html.parser
+import html
 import itertools
 import json
 import math
@@ -18,10 +18,9 @@ import pytest
 from marquardt.files import typed
 from marquardt.paper import figures, logs, report, tables
 from marquardt.paper.figures import DARK, FAMILIES, LIGHT, LINES, REFERENCE, STYLES
-from support import made_logs
+from support import html_pages, made_logs
 from support.made_logs import digits, losses
 
-VOID = {"meta", "link", "img", "br"}
 COMMITTED = Path(__file__).parents[2] / "docs" / "paper"
 LIMIT = 1_500_000  # bytes
 
@@ -345,33 +344,10 @@ def contrast(a, b):
 # --- the report ---
 
 
-class Balance(html.parser.HTMLParser):
-    """Every tag closed in order, every id once, and what the page refers to."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.ids, self.links, self.text = [], [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        self.ids += [given["id"]] if "id" in given else []
-        self.links += [given[key] for key in ("src", "href") if key in given]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
 def parsed(page):
-    balance = Balance()
-    balance.feed(page.read_text(encoding="utf-8"))
-    balance.close()
-    assert balance.open == []
-    return balance
+    found = html_pages.Page(page.read_text(encoding="utf-8"))
+    assert (found.open, found.crossed) == ([], [])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -424,7 +400,7 @@ def test_the_page_is_well_formed_and_stands_alone(full):
     page = parsed(full)
     ids = page.ids
     assert len(ids) == len(set(ids))
-    assert all(link.startswith(("data:", "#")) for link in page.links)
+    assert all(link.startswith(("data:", "#")) for link in (*page.links, *page.loads))
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(ids)
     source = full.read_text(encoding="utf-8")
     assert source.startswith("<!DOCTYPE html>")
