@@ -131,12 +131,12 @@ def fits(groups: Sequence[Group], methods: Sequence[str]) -> list[Fit]:
         for group in groups
         if group.method in methods and any(any(run.curves) for run in group.runs)
     }
-    steps = sorted({step for found in curves.values() for step in found if step > 0})[:4]
+    steps = sorted({step for fitted in curves.values() for step in fitted if step > 0})[:4]
     made = []
-    for group, found in curves.items():
-        if of := [step for step in steps if step in found]:
-            y = {str(step): [_short(value) for value in found[step][1]] for step in of}
-            made.append(Fit(group.method, group.label, found[of[0]][0], y))
+    for group, fitted in curves.items():
+        if of := [step for step in steps if step in fitted]:
+            y = {str(step): [_short(value) for value in fitted[step][1]] for step in of}
+            made.append(Fit(group.method, group.label, fitted[of[0]][0], y))
     return made
 
 
@@ -196,14 +196,15 @@ class Figure:
 def figures(logs: Sequence[Log]) -> list[Figure]:
     """Every figure that the logs have something for."""
     dagger = "A dagger marks a method that was not tuned: it has its default values."
-    found = [*_compared(logs, "default")]
-    for made in _compared(logs, "tuned"):
-        name, title, caption = f"{made.name}-tuned", f"{made.title}, tuned values", f"{made.caption} {dagger}".strip()
-        found.append(replace(made, name=name, title=title, caption=caption, folded=True))
+    drawings = [*_compared(logs, "default")]
+    for figure in _compared(logs, "tuned"):
+        name, title = f"{figure.name}-tuned", f"{figure.title}, tuned values"
+        caption = f"{figure.caption} {dagger}".strip()
+        drawings.append(replace(figure, name=name, title=title, caption=caption, folded=True))
     if parts := groups(logs, "ablation-sine", "default"):
         charts = [over_steps(parts, "train_loss")]
-        found.append(Figure("ablation-sine", "ablation-sine", "The sine: the parts one by one", "", charts))
-    return [*found, *_mnist(groups(logs, "ablation-mnist", "default"), "ablation-mnist", ": the parts one by one")]
+        drawings.append(Figure("ablation-sine", "ablation-sine", "The sine: the parts one by one", "", charts))
+    return [*drawings, *_mnist(groups(logs, "ablation-mnist", "default"), "ablation-mnist", ": the parts one by one")]
 
 
 def _compared(logs: Sequence[Log], column: str) -> Iterator[Figure]:

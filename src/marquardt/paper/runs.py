@@ -115,7 +115,7 @@ def plan(
         raise ValueError(f"seeds={seeds}: how many seeds to run, at least 1")
     size, best = FULL if full else QUICK, tuned or {}
     chosen = [method for key, method in METHODS.items() if methods is None or key in methods]
-    made: list[Run] = []
+    runs: list[Run] = []
 
     def add(experiment: str, column: str, specs: Iterable[Method] = chosen, **options: Any) -> None:
         problem = problem_of(experiment)
@@ -124,10 +124,10 @@ def plan(
             options |= {"train_sample": size.train_sample, "device": device}
         count = seeds or (size.sine_seeds if is_sine else size.mnist_seeds)
         for seed, spec in itertools.product(range(FIRST_SEED, FIRST_SEED + count), specs):
-            found = {} if column == "default" else best.get(problem, {}).get(spec.key)
-            if found is not None and (is_sine or not spec.sine_only):
-                hyper = {**spec.hyper(problem), **found}
-                made.append(
+            changes = {} if column == "default" else best.get(problem, {}).get(spec.key)
+            if changes is not None and (is_sine or not spec.sine_only):
+                hyper = {**spec.hyper(problem), **changes}
+                runs.append(
                     Run(experiment, spec.key, spec.label, column, seed, limit=size.limit, hyper=hyper, **options)
                 )
 
@@ -141,15 +141,15 @@ def plan(
         add("ablation-mnist", "default", ablation("mnist").values(), steps=size.ablation_steps)
     for column in columns if "swapped" in experiments else ():
         add("swapped", column, steps=0)
-    return made
+    return runs
 
 
 def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """{problem: {method: hyper-parameters}}, as `marquardt paper tune` wrote it."""
     try:
-        found = files.loads(files.content_of(path))
-        typed(found, dict[str, dict[str, dict[str, VALUE]]])
-        for problem, methods in found.items():
+        content = files.loads(files.content_of(path))
+        typed(content, dict[str, dict[str, dict[str, VALUE]]])
+        for problem, methods in content.items():
             check_names("problem", [problem], PROBLEMS)
             check_names("optimizer", methods, METHODS)
             for name, hyper in methods.items():
@@ -158,7 +158,7 @@ def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
         raise ValueError(
             f"{path}: {error}; expected {FORM}, as `marquardt paper tune` writes it: correct the file or move it away"
         ) from error
-    return found
+    return content
 
 
 def check_names(what: str, asked: Iterable[str], known: Iterable[str]) -> None:

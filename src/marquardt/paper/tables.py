@@ -113,12 +113,12 @@ def sine(logs: Sequence[Log]) -> Table:
     by_method = groups(logs, "sine")
     measures = [*map(loss_after, SINE_READINGS), loss_after(T, "seconds")]
     values = {key: [[*map(measure, attempted(seeds))] for measure in measures] for key, seeds in by_method.items()}
-    medians = {key: quantile(found[-1], 0.5) for key, found in values.items() if found[-1]}
+    medians = {key: quantile(reached[-1], 0.5) for key, reached in values.items() if reached[-1]}
     rows = []
     for (method, column), seeds in by_method.items():
         tried = attempted(seeds)
         marks = [*(_early(tried, step) for step in SINE_READINGS), ""]
-        cells = [_spread(found) + mark for found, mark in zip(values[method, column], marks, strict=True)]
+        cells = [_spread(reached) + mark for reached, mark in zip(values[method, column], marks, strict=True)]
         rivals = [median for (_, other), median in medians.items() if other == column]
         rank = sum(median < medians[method, column] for median in rivals) if tried else 0
         rows.append((seeds[0].label, column, *cells, f"{1 + rank} of {len(rivals)}" * bool(tried), str(len(tried))))
