@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ablation
-import marquardt as mq
 from ablation import DEFAULT, LAST, POLICIES, TASKS, Compared, Job, Solved
 from marquardt.policies.outliers import Outliers
 
@@ -28,11 +27,6 @@ def test_a_patch_is_taken_back_whatever_is_raised():
     with pytest.raises(ZeroDivisionError), ablation.patched(ablation.PATCHES["no doubt"]):
         1 // (Outliers.doubt is doubt)
     assert Outliers.doubt is doubt
-
-
-def test_every_patch_belongs_to_a_policy():
-    used = [p.changes for p in POLICIES.values()]
-    assert all(changes in used for changes in ablation.PATCHES.values())
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -103,32 +97,3 @@ def test_a_table_has_every_policy_of_its_kind():
         assert f"| {name} " in text
     assert "sine, momentum: RuntimeError: no" in text
     assert "decrease 3" in text
-
-
-def test_seeds_are_complete_one_after_the_other():
-    found = list(ablation.jobs(["sine", "digits"], [DEFAULT, "trusted"], 2, 10))
-    assert [j.seed for j in found if j.task == "sine"] == [10, 11, 12, 13]
-    assert [(j.policy, j.seed) for j in found if j.task == "digits"] == [
-        (DEFAULT, 10), ("trusted", 10), (DEFAULT, 11), ("trusted", 11),
-    ]  # fmt: skip
-
-
-def test_digits_that_were_exported_are_the_same(tmp_path):
-    rows = 4
-    made = ablation.Digits(
-        torch.randint(16, (rows, 64)), torch.arange(rows), torch.randint(255, (rows, 28, 28), dtype=torch.uint8),
-        torch.arange(rows), "here",
-    )  # fmt: skip
-    ablation.read_digits.cache_clear()
-    path = tmp_path / "digits.npz"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ablation, "read_digits", lambda data: made)
-        ablation.export(path, None)
-    again = ablation.read_digits(path)
-    assert again.source == made.source
-    assert all(torch.equal(a, b) for a, b in zip(again[:-1], made[:-1], strict=True))
-
-
-def test_options_are_those_of_lm():
-    for policy in POLICIES.values():
-        mq.LM(torch.nn.Linear(2, 1), "mse", **policy.options)

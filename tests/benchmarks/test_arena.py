@@ -4,7 +4,6 @@ import json
 import math
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,13 +58,6 @@ def test_every_contestant_takes_the_steps_and_a_second_run_takes_none(run, tmp_p
     assert again[again.index("###") :] == printed[printed.index("###") :]
 
 
-def test_a_cell_that_is_gone_is_run_alone(run, tmp_path):
-    run("--seeds", "0", "--contestants", "LM", "L-BFGS")
-    cell = Cell("batches", "L-BFGS", 0, "cpu", Budget(steps=3))
-    (tmp_path / cell.path).unlink()
-    assert run("--seeds", "0", "--contestants", "LM", "L-BFGS")[1] == [cell]
-
-
 def test_the_reported_rate_is_the_best_on_validation_data(run, tmp_path):
     run("--seeds", "0", "--contestants", "Adam", "--tasks", "whole")
     trials, reported = {}, {}
@@ -117,25 +109,6 @@ def test_what_fails_is_in_the_table_and_runs_again_if_asked(run, monkeypatch):
     assert {cell.contestant for cell in run(*chosen, "--again")[1]} == {"kfac"}
 
 
-def test_what_fails_in_the_midst_keeps_its_course_but_has_no_figure(run, monkeypatch, tmp_path):
-    def build(problem, seed, rate):
-        taken = []
-
-        def step(share, count):
-            taken.append(count)
-            return count if len(taken) < 3 else 1 // 0
-
-        return Method(step)
-
-    monkeypatch.setitem(CONTESTANTS, "kfac", Contestant("kfac", build))
-    printed, _ = run("--contestants", "LM", "kfac", "--seeds", "0", "--tasks", "whole")
-    record = cells.read(tmp_path, Cell("whole", "kfac", 0, "cpu", Budget(steps=3)))
-    assert [point[1] for point in record["points"]] == [1, 2]
-    assert record["error"].startswith("ZeroDivisionError")
-    [row] = [line for line in printed.splitlines() if line.startswith("| whole ")]
-    assert row.split("|")[-2].strip() == "failed"
-
-
 # --- the clock ---
 
 
@@ -174,11 +147,6 @@ def test_the_clock_stands_while_weights_are_scored(monkeypatch, clock):
     assert (points[-1].seconds, points[-1].steps) == (10.0, 18)
     assert len(points) <= cells.MARKS
     assert shares[:2] == [0.1, 0.15]
-
-
-def test_a_run_ends_before_the_step_that_would_be_late(monkeypatch, clock):
-    points, _ = timed(monkeypatch, clock, Budget(10.0), building=0.0, pace=3.0, scoring=0.0)
-    assert points[-1].seconds == 9.0
 
 
 def test_a_first_step_that_lasts_longer_than_the_budget_is_told(monkeypatch, clock):
@@ -257,13 +225,6 @@ def test_a_share_of_a_step_of_muon_is_a_step_at_that_rate():
     torch.testing.assert_close(shared, plain, rtol=1e-6, atol=1e-8)
 
 
-def test_muon_needs_a_matrix():
-    own = problem()
-    own.model = torch.nn.Conv1d(2, 1, 1)
-    with pytest.raises(NotApplicable, match="matrix"):
-        CONTESTANTS["Muon"].build(own, 0, 0.01)
-
-
 # --- processes ---
 
 
@@ -279,18 +240,6 @@ def test_a_process_that_dies_costs_its_cell_alone(tmp_path):
     assert told[0]["points"][-1][1] == 1
     assert told[1]["error"] == "its process died (exit code 3)"
     assert [r.get("error") for r in tables.load(tmp_path)] == [None, told[1]["error"]]
-
-
-@pytest.mark.parametrize(("code", "said"), [(-9, "its process died (exit code -9)"), (-15, None)])
-def test_a_process_that_somebody_ends_leaves_its_cell_to_the_next_run(code, said):
-    def gone(job):
-        raise BrokenPipeError
-
-    worker = pool.Worker(1, tasks.Setup())
-    worker.process = SimpleNamespace(exitcode=code, join=lambda: None)
-    worker.connection = SimpleNamespace(send=gone)
-    record = worker.run((Cell("franke", "LM", 0, "cpu", Budget(steps=1)), None))
-    assert (record and record["error"]) == said
 
 
 # --- what reads the cells ---

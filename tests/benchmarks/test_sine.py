@@ -18,12 +18,6 @@ def test_the_pictures_are_drawn_from_the_log(tmp_path):
     assert len(light) < 150_000
 
 
-def test_places_are_rounded_and_factors_are_not():
-    assert sine.short('<path d="M 1.23456 7" x="0.98765" transform="scale(0.015625)"/>') == (
-        '<path d="M 1.23 7" x="0.98" transform="scale(0.015625)"/>'
-    )
-
-
 def test_the_rates_come_from_other_seeds_than_the_picture():
     log = json.loads(LOG.read_text("utf-8"))
     shown = {int(seed) for runs in log["courses"].values() for seed in runs}

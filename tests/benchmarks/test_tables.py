@@ -72,15 +72,6 @@ def test_training_rows_are_standardised():
     np.testing.assert_array_equal(scaled.train[1], labels[:9])
 
 
-def test_tables_go_through_a_file(tmp_path):
-    path = tmp_path / "embedded.npz"
-    rows.export(path)
-    for name in rows.EXPORTED:
-        direct, read = rows.embedded()[name].split(3), rows.embedded(path)[name].split(3)
-        for a, b in zip((*direct.train, *direct.test), (*read.train, *read.test), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
 def write_uci(folder: Path) -> np.ndarray:
     at = folder / "small" / "data"
     at.mkdir(parents=True)
@@ -105,11 +96,6 @@ def test_published_splits(tmp_path):
     np.testing.assert_allclose(x_test, data[[7, 6]][:, [0, 2]])
     np.testing.assert_allclose(y_test, data[[7, 6], 1])
     assert len(table.split(1).train[1]) == 5
-
-
-def test_a_folder_without_tables_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"there is no NAME/data/data\.txt"):
-        rows.published(tmp_path)
 
 
 # --- settings ---
@@ -176,27 +162,6 @@ def test_likelihood_in_the_units_of_the_table(split):
     normal = torch.distributions.Normal(torch.full((20,), y.mean()), torch.tensor(std))
     assert found["log likelihood"] == pytest.approx(normal.log_prob(torch.tensor(y_test)).mean().item())
     assert found["coverage"] == np.mean(np.abs(y_test - y.mean()) <= 1.96 * std)
-
-
-@pytest.mark.parametrize("solver", ["adam", "lbfgs"])
-def test_twenty_settings(solver):
-    """That the networks take, drawn from a fixed seed"""
-    found = learners.searched(solver)
-    assert len({repr(setting) for setting in found}) == 20
-    assert found == learners.searched(solver)
-    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
-    for setting in found:
-        for classes in (False, True):
-            network = learners.mlp(solver)(classes, 0, **{**setting, "max_iter": 1})
-            learners.fitted(network, (x, y))
-            assert network.solver == solver
-
-
-def test_convergence_is_told(split):
-    few, enough = ({"max_iter": n, "hidden_layer_sizes": (3,), "alpha": 10.0} for n in (2, 5000))
-    for setting, converged in ((few, False), (enough, True)):
-        tried = Method(learners.mlp("lbfgs"), (setting,))
-        assert learners.measured(tried, split, False, 0)["converged"] is converged
 
 
 def test_ties_of_accuracy_are_broken_by_the_log_loss():
@@ -275,15 +240,6 @@ def test_runs_are_taken_up_again(run, tmp_path):
     assert Constant.fits == []
 
 
-def test_other_settings_are_other_runs(run, tmp_path, monkeypatch):
-    given = (*SMALL, "--runs", str(tmp_path / "runs.jsonl"), "--methods", "lbfgs")
-    run(*given)
-    monkeypatch.setitem(METHODS, "lbfgs", method({"off": 3.0}))
-    _, found = run(*given)
-    assert [off for off, _ in Constant.fits] == [3.0] * 4
-    assert [r["setting"] for r in found["results"]] == [{"off": 3.0}] * 4
-
-
 def test_the_report(run):
     told, found = run(*SMALL, "--methods", "LM", "lbfgs")
     values = {(r["table"], r["method"], r["split"]): r["rmse"] for r in found["results"]}
@@ -311,26 +267,6 @@ def test_a_failure_is_told_and_nothing_is_concluded(run, monkeypatch):
     assert verdicts["geometric mean of these"]["verdict"] is None
 
 
-def test_what_failed_is_run_again(run, tmp_path, monkeypatch):
-    """Until then its table has no mean."""
-    given = (*SMALL, "--methods", "LM", "lbfgs", "--runs", str(tmp_path / "runs.jsonl"))
-    failing = iter([True])
-
-    class Once(Spread):
-        def fit(self, x, y):
-            self.bad = "raises" if next(failing, False) else ""
-            return super().fit(x, y)
-
-    monkeypatch.setitem(METHODS, "LM", method(kind=Once))
-    told, found = run(*given)
-    assert "Failed: " in told
-    assert found["verdicts"][0]["value"] is None
-    told, found = run(*given)
-    assert len(Constant.fits) == 1
-    assert "Failed: " not in told
-    assert found["verdicts"][0]["verdict"] == "holds"
-
-
 def test_published_results_stand_beside(run, tmp_path, monkeypatch):
     monkeypatch.setitem(rows.PUBLISHED["PBP"], "small", (1.25, -2.5))
     told, found = run("--uci", str(tmp_path / "uci"), "--methods", "LM", "lbfgs")
@@ -340,30 +276,6 @@ def test_published_results_stand_beside(run, tmp_path, monkeypatch):
     assert [cell.strip() for cell in rmse.split("|")[4:8]] == ["1.25", "–", "–", "–"]
     assert [cell.strip() for cell in likelihood.split("|")[3:5]] == ["–", "-2.5"]
     assert "Hernández-Lobato" in told
-
-
-def test_published_results_cover_the_same_tables():
-    assert rows.PUBLISHED.keys() == rows.CITED.keys()
-    first, *others = rows.PUBLISHED.values()
-    assert all(held.keys() == first.keys() for held in others)
-
-
-def test_an_unknown_table_is_named(run):
-    with pytest.raises(SystemExit, match="no \\['friedman9'\\]; there are diabetes, friedman1"):
-        run("--tables", "friedman9")
-
-
-def test_runs_of_several_machines_and_commits_are_told():
-    first, second = ({"method": "LM", "commit": c, "machine": m} for c, m in (("abc", "one"), ("def", "two")))
-    assert tables.notes([first, first]) == []
-    assert [note.partition(":")[0] for note in tables.notes([first, second])] == [
-        "LM's runs are of several commits",
-        "Runs are of several machines, so seconds cannot be compared",
-    ]
-    network = {**first, "method": "adam", "commit": "def"}  # whose code is not ours
-    assert tables.notes([first, network]) == []
-    del network["machine"]
-    assert "'not recorded': 1" in tables.notes([first, network])[0]
 
 
 @pytest.mark.parametrize(
@@ -383,15 +295,3 @@ def test_accuracy_within_a_standard_error(ours, value, word):
     assert verdict.value == pytest.approx(value)
     assert verdict.word == word
     assert "lbfgs, best of 20" in verdict.what
-
-
-def test_processes_find_the_same(tmp_path):
-    runs = [tables.Run("iris", k, name) for k in (0, 1) for name in ("lbfgs", "trees")]
-    alone, shared = (list(tables.finished(runs, jobs, tables.Source(), 3, "abc")) for jobs in (1, 2))
-
-    def figures(records):
-        kept = [{k: v for k, v in r.items() if k not in ("seconds", "searching")} for r in records]
-        return sorted(kept, key=lambda r: (r["method"], r["split"]))
-
-    assert figures(alone) == figures(shared)
-    assert all("failure" not in r for r in alone)

@@ -25,23 +25,9 @@ def test_a_seed_gives_the_same_model_and_data(name):
     assert 0.3 < scores.test < 2  # nothing has been learnt
 
 
-def test_half_of_the_tasks_are_for_choices():
-    uses = [task.use for task in tasks.TASKS.values()]
-    assert abs(uses.count(tasks.CHOICE) - uses.count(tasks.REPORT)) <= 1
-
-
 def test_digits_are_missed_with_a_word(tmp_path):
     with pytest.raises(tasks.Unavailable, match="train-images"):
         tasks.TASKS["mnist-cnn"].problem(0, tasks.Setup(mnist=tmp_path), torch.device("cpu"))
-
-
-def test_tables_go_through_a_file(tmp_path):
-    pytest.importorskip("sklearn")
-    path = tmp_path / "tables.npz"
-    tasks.export_tables(path)
-    for name in tasks.TABLES:
-        direct, read = tasks.read_table(name, tasks.Setup()), tasks.read_table(name, tasks.Setup(tables=path))
-        assert all(torch.equal(a, b) for a, b in zip(direct[:2], read[:2], strict=True))
 
 
 def test_the_oscillator_obeys_its_equation():
@@ -53,11 +39,6 @@ def test_the_oscillator_obeys_its_equation():
     torch.testing.assert_close(by_time, speed)
     torch.testing.assert_close(change + 2 * damping * omega * speed + omega**2 * place, force)
     torch.testing.assert_close(energy, (speed**2 + omega**2 * place**2) / 2)
-
-
-def test_the_arm_reaches_the_sum_of_its_lengths_if_straight():
-    x = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
-    assert functions.ROBOT_ARM(x).item() == pytest.approx(1.0)
 
 
 def test_mackey_glass_is_a_solution():

@@ -32,9 +32,3 @@ def test_the_verdict_is_on_medians(worst, holds):
     runs += [made("evidence", 5, 3, 99.0), made("evidence", 50, 3, 0.0), made("one α", 5, 0, 1e-9)]
     assert list(trainbr.verdicts(runs, [5, 50]).values()) == [holds, True]
     assert list(trainbr.verdicts([*runs, made("evidence", 5, 4, 1.0, 16.0)], [5, 50]).values())[1] is False
-
-
-def test_the_table_has_a_line_for_every_size():
-    runs = [made("evidence", h, 0, e) for h, e in ((5, 1.0), (50, 1.25))]
-    lines = trainbr.table(runs, [5, 50], ["evidence"])
-    assert [line.split()[4:6] for line in lines[1:]] == [["1.0000", "1.000"], ["1.2500", "1.250"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -14,7 +15,7 @@ from support.command_line import invoked, program
 from support.tables import houses, write
 
 
-@pytest.mark.parametrize("name", [word.value for word in cli.Benchmark])
+@pytest.mark.parametrize("name", get_args(cli.Benchmark))
 def test_bench_passes_arguments_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     called: list[list[str]] = []
     monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 3)

@@ -25,17 +25,3 @@ def test_links_within_the_repository(page):
 def test_links_that_leave_it_are_addresses_of_the_web():
     """`make links` lists them; none is fetched."""
     assert all(re.match(r"https://[\w.-]+\.\w+(/|$)|mailto:", link) for link in external()), list(external())
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("# A `mq.fit`, and B\n", {"a-mqfit-and-b"}),
-        ("## λ runs away\n\n## λ runs away\n", {"λ-runs-away", "λ-runs-away-1"}),
-        ("# sample_weight – why?\n", {"sample_weight--why"}),
-    ],
-)
-def test_anchors_are_those_of_github(text, found, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(text, encoding="utf-8")
-    assert anchors(page) == found

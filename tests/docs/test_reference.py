@@ -38,14 +38,6 @@ def own(module):
 NAMES = public()
 
 
-def test_the_names_are_those_of_the_modules():
-    assert len(NAMES) > 80
-    assert {"marquardt.LM", "marquardt.losses.Huber", "marquardt.presets.paper"} <= set(NAMES)
-    assert {"marquardt.sklearn.LMRegressor", "marquardt.lightning.LMModule", "marquardt.huggingface.LMTrainer"} <= set(
-        NAMES
-    )
-
-
 # Examples.
 
 

@@ -2,61 +2,12 @@
 
 import re
 from collections import Counter
-from functools import cache
-from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from support.html_pages import parsed
 from support.pages import DOCS, PAGES, tokens
-
-SHOWN = {"a": "href"}
-LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "video": "src", "object": "data"}
-LINKED = ("stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch", "modulepreload", "manifest")
-
-
-class Page(HTMLParser):
-    """What a page has: anchors, links, what it loads, and elements of its article."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.ids: set[str] = set()
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.styles: list[str] = []
-        self.elements: Counter[str] = Counter()
-        self._article = self._style = False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        found = {name: value or "" for name, value in attrs}
-        self.ids |= {found[name] for name in ("id", "name") if name in found}
-        self._article |= tag == "article"
-        self._style = tag == "style"
-        self.elements[tag] += self._article
-        if tag == "a" and "href" in found:
-            self.links.append(found["href"])
-        if tag in LOADED and LOADED[tag] in found:
-            self.loads.append(found[LOADED[tag]].split()[0])
-        if tag == "link" and set(found.get("rel", "").split()) & set(LINKED):
-            self.loads.append(found["href"])
-        self.styles.append(found.get("style", ""))
-
-    handle_startendtag = handle_starttag
-
-    def handle_endtag(self, tag):
-        self._article &= tag != "article"
-        self._style = False
-
-    def handle_data(self, data):
-        if self._style:
-            self.styles.append(data)
-
-
-@cache
-def parsed(path: Path) -> Page:
-    return Page(path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The paper's two problems: the sine, the networks, batches and evaluation."""
 
 import math
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from marquardt.paper.data import Digits
 from marquardt.paper.problems import (
     SINE_NOISE_FLOOR,
     accuracy,
@@ -23,6 +21,8 @@ from marquardt.paper.problems import (
     sine,
     sine_mlp,
 )
+from support.cases import default_dtype
+from support.made_runs import digits
 
 
 def test_sine_is_the_papers_recipe():
@@ -69,22 +69,17 @@ def test_all_follow_their_seed_and_nothing_else(made):
         (digits_cnn, 506, (5, 1, 8, 8), (5, 10), torch.float32),
     ],
 )
-def test_networks_have_their_size_and_the_same_weights_in_every_precision(build, count, shape, out, dtype):
+def test_networks_have_their_size_and_the_same_weights_in_every_precision(double, build, count, shape, out, dtype):
     model = build(1)
     assert {p.dtype for p in model.parameters()} == {dtype}
     assert sum(p.numel() for p in model.parameters()) == count
     assert model.training
     assert model(torch.zeros(shape, dtype=dtype)).shape == out
-    single, double = build(1, dtype=torch.float32), build(1, dtype=torch.float64)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        again = build(1, dtype=torch.float32)
-    finally:
-        torch.set_default_dtype(default)
-    for a, b, c in zip(single.parameters(), double.parameters(), again.parameters(), strict=True):
+    single = build(1, dtype=torch.float32)
+    with default_dtype(torch.float32):
+        again = build(1, dtype=torch.float64)
+    for a, b in zip(single.parameters(), again.parameters(), strict=True):
         assert torch.equal(a.double(), b)
-        assert torch.equal(a, c)
 
 
 def test_layers_and_their_initialisation_are_torchs():
@@ -95,13 +90,9 @@ def test_layers_and_their_initialisation_are_torchs():
 
 
 def test_the_network_for_images_of_a_size():
-    labels = torch.zeros(2, dtype=torch.int64)
-    small, large = torch.zeros(2, 1, 8, 8), torch.zeros(2, 1, 28, 28)
-    data = Digits(small, labels, small, labels, "digits", "made up")
-    assert cnn_for(data) is digits_cnn
-    assert cnn_for(replace(data, train_images=large)) is mnist_cnn
+    assert [cnn_for(digits(side=side)) for side in (8, 28)] == [digits_cnn, mnist_cnn]
     with pytest.raises(ValueError, match="digits: expected images of side 28 or 8, found 32"):
-        cnn_for(replace(data, train_images=torch.zeros(2, 1, 32, 32)))
+        cnn_for(digits(side=32))
 
 
 # --- batches ---
@@ -120,12 +111,9 @@ def test_every_index_once_per_pass(n, size, lengths):
         orders.append(torch.cat(a_pass))
         assert torch.equal(orders[-1].sort().values, torch.arange(n))
     assert n < 100 or not torch.equal(orders[0], orders[1])
-
-
-@pytest.mark.parametrize("size", [0, -1, 11])
-def test_batches_refuse_an_impossible_size_at_the_call(size):
-    with pytest.raises(ValueError, match=f"number of samples 10, got {size}"):
-        batches(10, size, 0)
+    for wrong in (0, n + 1):
+        with pytest.raises(ValueError, match=f"number of samples {n}, got {wrong}"):
+            batches(n, wrong, 0)  # at the call
 
 
 # --- evaluation ---
@@ -144,26 +132,26 @@ class Probe(nn.Module):
         return torch.tensor([0.0, 1.0]).expand(len(x), 2)
 
 
-def test_evaluation_is_in_eval_mode_without_gradients_in_chunks():
+def test_evaluation_is_in_eval_mode_without_gradients_in_chunks_and_restores_every_flag():
     model = Probe()
     y = torch.tensor([1, 0, 1, 1, 0])
-    result = evaluate(model, torch.zeros(5, 2), y, chunk=2)
-    assert model.calls == [(False, False, False, 2), (False, False, False, 2), (False, False, False, 1)]
-    assert result.accuracy == accuracy(model, torch.zeros(5, 2), y) == 3 / 5
-    assert result.loss == pytest.approx((3 * math.log(1 + math.exp(-1)) + 2 * math.log(1 + math.e)) / 5, rel=1e-6)
-
-
-def test_evaluation_restores_every_training_flag():
-    model = Probe()
-    for outer, inner in [(True, True), (True, False), (False, True), (False, False)]:
+    for outer, inner in [(True, True), (True, False), (False, True)]:
         model.train(outer)
         model.inner.train(inner)
-        predict(model, torch.zeros(3, 2))
+        model.calls.clear()
+        result = evaluate(model, torch.zeros(5, 2), y, chunk=2)
+        assert model.calls == [(False, False, False, 2), (False, False, False, 2), (False, False, False, 1)]
         assert (model.training, model.inner.training) == (outer, inner)
+    assert result.accuracy == accuracy(model, torch.zeros(5, 2), y) == 3 / 5
+    assert result.loss == pytest.approx((3 * math.log(1 + math.exp(-1)) + 2 * math.log(1 + math.e)) / 5, rel=1e-6)
     model = mnist_cnn(0)
     with pytest.raises(RuntimeError):  # after an exception too
         predict(model, torch.zeros(3, 1, 2, 2))
     assert all(module.training for module in model.modules())
+    for score in (evaluate, accuracy, mean_squared_error):
+        for n, targets in ((3, 2), (0, 0)):
+            with pytest.raises(ValueError, match=f"got {targets} for {n}"):
+                score(Probe(), torch.zeros(n, 2), torch.zeros(targets, dtype=torch.int64))
 
 
 def test_chunks_do_not_change_the_answer_and_rrelu_is_not_random():
@@ -176,10 +164,3 @@ def test_chunks_do_not_change_the_answer_and_rrelu_is_not_random():
     model = sine_mlp(0)
     expected = (model(x) - y).square().mean().item()
     assert mean_squared_error(model, x, y, chunk=300) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("score", [evaluate, accuracy, mean_squared_error])
-@pytest.mark.parametrize(("n", "targets"), [(3, 2), (0, 0)])
-def test_evaluation_needs_a_target_for_each_sample(score, n, targets):
-    with pytest.raises(ValueError, match=f"got {targets} for {n}"):
-        score(Probe(), torch.zeros(n, 2), torch.zeros(targets, dtype=torch.int64))

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -16,9 +14,11 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from marquardt.paper import logs, problems, runs, vocabulary
+from marquardt.paper import problems, runs, vocabulary
 from marquardt.paper.methods import METHODS, Method, Trainer, ablation
 from marquardt.paper.vocabulary import EXPERIMENTS
+from support.command_line import program
+from support.made_logs import ABLATION
 from support.made_runs import EVERY, LABELS, ON_DIGITS, Still, digits, lines_of, made, room_for, steps_of, train
 
 
@@ -27,7 +27,7 @@ def method(monkeypatch):
     """Adds a method "fake" that is built so."""
 
     def add(build):
-        monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", build, {}, {}))
+        monkeypatch.setitem(METHODS, "fake", Method(build, {}, {}, key="fake", label="Fake"))
 
     return add
 
@@ -55,17 +55,6 @@ def trainers(method):
 
 # --- which runs there are ---
 
-PARTS = {
-    "max-diagonal": "max-diagonal damping",
-    "momentum": "momentum",
-    "search": "line search",
-    "uphill": "uphill acceptance",
-    "gain": "gain ratio",
-}
-ABLATION_LABELS = {f"paper-{key}": f"without {name}" for key, name in PARTS.items()}
-ABLATION_LABELS |= {"paper": "LM (paper)", "paper+uphill": "with uphill acceptance", "vanilla": "vanilla"}
-ABLATION_LABELS |= {f"vanilla+{key}": f"vanilla + {name}" for key, name in PARTS.items()}
-
 
 def keys(plan):
     return [(run.experiment, run.method, run.column, run.seed) for run in plan]
@@ -76,11 +65,10 @@ def expected(experiment, methods, columns, seeds):
 
 
 def test_methods_are_those_of_the_tables():
-    assert {key: method.label for key, method in METHODS.items()} == LABELS
-    assert list(METHODS) == list(LABELS)
     variants = ablation("sine") | ablation("mnist")
+    assert [(key, method.label) for key, method in METHODS.items()] == [*LABELS.items()]
     assert {*METHODS, *variants} == set(vocabulary.METHODS)
-    assert {key: method.label for key, method in variants.items()} == ABLATION_LABELS
+    assert {key: method.label for key, method in variants.items()} == {k: name for k, (name, _) in ABLATION.items()}
     assert all(key == method.key for key, method in (METHODS | variants).items())
     assert set(ablation("sine")) ^ set(ablation("mnist")) == {"paper+uphill", "paper-uphill"}
     for problem in vocabulary.PROBLEMS:
@@ -89,68 +77,49 @@ def test_methods_are_those_of_the_tables():
 
 
 @pytest.mark.parametrize(("full", "sine_seeds", "digit_seeds"), [(False, 3, 1), (True, 20, 10)])
-def test_plan_of_every_experiment(full, sine_seeds, digit_seeds):
-    plan = runs.plan(EXPERIMENTS, full=full)
+def test_plan_of_every_experiment(tmp_path, full, sine_seeds, digit_seeds):
+    tuned = {"sine": {"adam": {"lr": 0.5}}, "mnist": {"sgd": {"average": 0.9}, "newton": {"lr": 1.0}}}
+    before = {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
+    plan = runs.plan(EXPERIMENTS, full=full, tuned=tuned)
     wanted = expected("sine", LABELS, ["default"], sine_seeds) | expected("mnist", ON_DIGITS, ["default"], digit_seeds)
     wanted |= expected("ablation-sine", ablation("sine"), ["default"], sine_seeds)
     wanted |= expected("ablation-mnist", ablation("mnist"), ["default"], digit_seeds)
     wanted |= expected("swapped", ON_DIGITS, ["default"], digit_seeds)
+    # There is a tuned column only where there are values.
+    wanted |= expected("sine", ["adam"], ["tuned"], sine_seeds)
+    wanted |= expected("mnist", ["sgd"], ["tuned"], digit_seeds) | expected("swapped", ["sgd"], ["tuned"], digit_seeds)
     assert sorted(keys(plan)) == sorted(wanted)
-    assert runs.plan([]) == []
+    assert len({run.log(tmp_path) for run in plan}) == len(plan)
+    lengths = {
+        "sine": (200, 2.0 if full else 1.0),
+        "mnist": (100 if full else 40, 0.0),
+        "ablation-sine": (200, 0.0),
+        "ablation-mnist": (100 if full else 20, 0.0),
+        "swapped": (0, 0.0),
+    }
+    for run in plan:
+        changes = {} if run.column == "default" else tuned[run.problem][run.method]
+        assert (run.label, run.hyper) == (run.spec().label, run.spec().hyper(run.problem) | changes)
+        assert run.problem == ("sine" if run.experiment in ("sine", "ablation-sine") else "mnist")
+        assert (run.steps, run.seconds) == lengths[run.experiment]
+        assert run.limit == (math.inf if full else 8.0)
+        assert run.train_sample > 0
+    assert before == {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
+    run = next(run for run in plan if run.experiment == "ablation-mnist" and run.method == "vanilla+search")
+    assert run.log(tmp_path) == tmp_path / "logs" / "ablation-mnist" / "vanilla+search.default.1000.jsonl"
+    swapped = next(run for run in plan if run.experiment == "swapped")
+    assert runs.length(swapped, {"train": 10_000}) == 17
+
+
+def test_what_is_asked_for_is_planned():
+    tuned = {"sine": {"adam": {"lr": 0.5}}}
+    assert runs.plan([]) == runs.plan(["sine", "mnist"], columns=["tuned"]) == []
     for name in EXPERIMENTS:
         found = {run.experiment for run in runs.plan([name])}
         assert found == ({"ablation-sine", "ablation-mnist"} if name == "ablation" else {name})
-    for run in plan:
-        assert run.label == run.spec().label
-        assert run.hyper == run.spec().hyper(run.problem)
-        assert run.problem == ("sine" if run.experiment in ("sine", "ablation-sine") else "mnist")
-
-
-def test_length_of_the_runs():
-    quick, full = runs.plan(EXPERIMENTS), runs.plan(EXPERIMENTS, full=True)
-    lengths = {run.experiment: (run.steps, run.seconds, run.limit) for run in full}
-    assert lengths == {
-        "sine": (200, 2.0, math.inf),
-        "mnist": (100, 0.0, math.inf),
-        "ablation-sine": (200, 0.0, math.inf),
-        "ablation-mnist": (100, 0.0, math.inf),
-        "swapped": (0, 0.0, math.inf),
-    }
-    for run in quick:
-        assert run.steps <= lengths[run.experiment][0]
-        assert run.seconds <= run.limit < math.inf
-        assert run.steps == (200 if run.problem == "sine" else 0 if run.experiment == "swapped" else run.steps)
-    for run in quick + full:
-        assert run.train_sample > 0 or run.problem == "sine"
-    assert runs.length(next(run for run in full if run.experiment == "swapped"), {"train": 10_000}) == 17
-
-
-def test_tuned_column_only_where_there_are_values():
-    tuned = {"sine": {"adam": {"lr": 0.5}}, "mnist": {"sgd": {"average": 0.9}, "newton": {"lr": 1.0}}}
-    before = {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
-    plan = runs.plan(EXPERIMENTS, seeds=2, tuned=tuned)
-    found = [run for run in plan if run.column == "tuned"]
-    wanted = expected("sine", ["adam"], ["tuned"], 2)
-    wanted |= expected("mnist", ["sgd"], ["tuned"], 2) | expected("swapped", ["sgd"], ["tuned"], 2)
-    assert sorted(keys(found)) == sorted(wanted)
-    for run in found:
-        if run.method == "adam":
-            assert run.hyper == {"average": None, "lr": 0.5, "beta1": 0.9, "beta2": 0.999}
-        else:
-            assert run.hyper == {"average": 0.9, "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
-    assert len(plan) - len(found) == len(runs.plan(EXPERIMENTS, seeds=2))
-    assert before == {key: (method.hyper("sine"), method.hyper("mnist")) for key, method in METHODS.items()}
-
-
-def test_columns():
-    tuned = {"sine": {"adam": {"lr": 0.5}}}
     assert {run.column for run in runs.plan(["sine"], columns=["default"], tuned=tuned)} == {"default"}
     assert keys(runs.plan(["sine"], columns=["tuned"], seeds=1, tuned=tuned)) == [("sine", "adam", "tuned", 1000)]
-    assert runs.plan(["sine", "mnist"], columns=["tuned"]) == []
     assert {run.column for run in runs.plan(["ablation"], columns=["tuned"], tuned=tuned)} == {"default"}
-
-
-def test_seeds_and_methods_can_be_chosen():
     plan = runs.plan(["sine", "mnist", "swapped"], methods=["adam", "newton", "lm"], seeds=2)
     wanted = expected("sine", ["lm", "newton", "adam"], ["default"], 2)
     wanted |= expected("mnist", ["lm", "adam"], ["default"], 2) | expected("swapped", ["lm", "adam"], ["default"], 2)
@@ -160,23 +129,13 @@ def test_seeds_and_methods_can_be_chosen():
     assert devices == {("sine", "cpu"), ("mnist", "cuda")}
 
 
-def test_every_run_has_its_own_log(tmp_path):
-    plan = runs.plan(EXPERIMENTS, full=True, tuned=runs.winners(runs.WINNERS))
-    paths = [run.log(tmp_path) for run in plan]
-    assert len(set(paths)) == len(paths)
-    run = next(run for run in plan if run.experiment == "ablation-mnist" and run.method == "vanilla+search")
-    assert run.log(tmp_path) == tmp_path / "logs" / "ablation-mnist" / "vanilla+search.default.1000.jsonl"
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
         (["sine", "cosine"], {}, "no experiment 'cosine': choose from sine, mnist, ablation, swapped"),
         (["sine"], {"methods": ["lm", "sdg"]}, "no optimizer 'sdg': choose from lm, lm-paper"),
-        (["sine"], {"methods": ["vanilla+search"]}, "no optimizer 'vanilla\\+search'"),
         (["sine"], {"columns": ["best"]}, "no column 'best': choose from default, tuned"),
         (["sine"], {"seeds": 0}, "seeds=0: how many seeds to run, at least 1"),
-        (["sine"], {"seeds": -3}, "seeds=-3"),
     ],
 )
 def test_plan_refuses_what_it_does_not_know(arguments, options, message):
@@ -206,6 +165,8 @@ def check_frame(lines, log, wanted_steps):
     assert seconds == sorted(seconds)
     assert 0 < seconds[-1] <= log.final("seconds")
     assert end == {"kind": "end", "status": "finished", "step": wanted_steps, "message": ""}
+    assert (log.status, log.end, log.message) == ("finished", wanted_steps, "")
+    assert {key: log.steps[key] for key in log.steps} == {key: [line[key] for line in steps] for key in log.steps}
     assert set(head) >= HEAD
     assert datetime.fromisoformat(head["started"]).tzinfo is not None
     assert {"cpu", "cores", "gpu", "system"} <= set(head["machine"])
@@ -238,9 +199,7 @@ def test_log_of_the_sine(tmp_path):
     assert samples["x"] == pytest.approx(x.flatten().tolist(), abs=1e-6)
     assert samples["y"] == pytest.approx(y.flatten().tolist(), abs=1e-6)
     assert steps[0]["train_loss"] == problems.mean_squared_error(problems.sine_mlp(2), x, y, 1000)
-    assert (log.status, log.end, log.message) == ("finished", 21, "")
-    assert log.final("train_loss") == steps[-1]["train_loss"] < steps[0]["train_loss"]
-    assert log.steps["train_loss"] == [line["train_loss"] for line in steps]
+    assert log.final("train_loss") < steps[0]["train_loss"]
 
 
 def test_fitted_curves_of_the_sine(tmp_path, method):
@@ -284,40 +243,21 @@ def test_log_of_digits(tmp_path, side):
     test = problems.evaluate(model, data.test_images, data.test_labels)
     assert (steps[0]["train_loss"], steps[0]["train_accuracy"]) == pytest.approx(train)
     assert (steps[0]["test_loss"], steps[0]["test_accuracy"]) == pytest.approx(test)
-    assert (log.final("train_loss"), log.final("test_accuracy")) == (
-        steps[-1]["train_loss"],
-        steps[-1]["test_accuracy"],
-    )
-    assert (log.status, log.end, log.steps["test_loss"]) == ("finished", 3, [line["test_loss"] for line in steps])
-
-
-def test_batches_of_600_and_a_sample_no_larger_than_the_data(tmp_path, trainers):
-    run = made("fake", "mnist", steps=4, train_sample=10_000)
-    runs.execute(run, tmp_path, digits(train=1300))
-    assert [(len(x), len(y)) for x, y in trainers[-1].batches] == [(600, 600), (600, 600), (100, 100), (600, 600)]
-    assert lines_of(run.log(tmp_path))[0]["batch"] == 600
 
 
 def test_swapped_is_one_pass_over_the_test_set(tmp_path, trainers):
     data = digits(train=40, test=1300)
-    run = made("fake", "swapped", steps=0, train_sample=1300)
+    run = made("fake", "swapped", steps=0, train_sample=10_000)
     runs.execute(run, tmp_path, data)
     head, *_, end = lines_of(run.log(tmp_path))
     assert (head["steps"], end["step"], head["data"]["train"], head["data"]["test"]) == (3, 3, 1300, 40)
+    assert (head["batch"], [len(x) for x, _ in trainers[-1].batches]) == (600, [600, 600, 100])
     seen = torch.cat([x for x, _ in trainers[-1].batches])
     assert torch.equal(seen.flatten(1).sum(1).sort()[0], data.test_images.flatten(1).sum(1).sort()[0])
     model = problems.digits_cnn(0)
     first = steps_of(run.log(tmp_path))[0]
     assert first["test_loss"] == pytest.approx(problems.evaluate(model, data.train_images, data.train_labels).loss)
     assert first["train_loss"] == pytest.approx(problems.evaluate(model, data.test_images, data.test_labels).loss)
-
-
-def test_steps_to_90_percent(tmp_path, method, monkeypatch):
-    method(Still)
-    accuracies = iter([0.1, 0.5, 0.1, 0.89, 0.1, 0.9, 0.1, 0.95])  # train and test in turn
-    monkeypatch.setattr(problems, "evaluate", lambda *_: problems.Evaluation(1.0, next(accuracies)))
-    log = runs.execute(made("fake", "mnist", steps=3), tmp_path, digits())
-    assert (log.steps_to(), log.final("test_accuracy")) == (2, 0.95)
 
 
 # --- the name of a log ---
@@ -333,15 +273,10 @@ def test_log_gets_its_name_when_the_run_has_ended(tmp_path):
     assert part.endswith(".part")
     assert seen == [[part]] * 4
     assert [path.name for path in folder.iterdir()] == ["sgd.default.0.jsonl"]
-    assert logs.unfinished(tmp_path) == []
 
 
-@pytest.mark.parametrize("key", ["sgd", "lm", "bfgs"])
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize(("key", "at"), [("sgd", 0), ("lm", 2), ("bfgs", 2)])
 def test_interrupted_run_leaves_nothing(tmp_path, key, at):
-    if key == "bfgs":
-        pytest.importorskip("scipy")
-
     def interrupt(line):
         if line["step"] == at:
             raise KeyboardInterrupt
@@ -356,7 +291,7 @@ def test_interrupted_run_leaves_nothing(tmp_path, key, at):
 # --- a disk that is full ---
 
 
-@pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.99])
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
 def test_log_that_cannot_be_written_is_named_and_replaces_none(tmp_path, part):
     run, out = made("sgd"), tmp_path / "out"
     runs.execute(run, tmp_path / "measured")
@@ -442,9 +377,9 @@ def test_ten_times_the_start_is_divergence(tmp_path, method, monkeypatch):
     assert log.message == "the loss was 10.1 after step 3, 1 at the start"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("experiment", ["sine", "mnist"])
-def test_numbers_that_are_not_finite(tmp_path, method, experiment, value):
+def test_numbers_that_are_not_finite(tmp_path, method, monkeypatch, experiment, value):
     class Break(Still):
         def step(self, x, y):
             for p in self.model.parameters():
@@ -455,23 +390,14 @@ def test_numbers_that_are_not_finite(tmp_path, method, experiment, value):
     log = runs.execute(run, tmp_path, digits())
     head, *_, end = lines_of(run.log(tmp_path))
     assert head["hyper"] == {"average": None}
-    assert (end["status"], end["step"]) == ("diverged", 1)
+    assert (end["status"], end["step"], log.status) == ("diverged", 1, "diverged")
     assert steps_of(run.log(tmp_path))[-1]["train_loss"] is None
-    assert log.status == "diverged"
     assert math.isnan(log.final("train_loss"))
-
-
-def test_curve_that_is_not_finite(tmp_path, method, monkeypatch):
-    class Break(Still):
-        def step(self, x, y):
-            torch.nn.init.constant_(self.model[2].bias, math.nan)
-
-    method(Break)
-    monkeypatch.setattr(problems, "mean_squared_error", lambda *_: 1.0)
-    run = made("fake", steps=5)
-    assert runs.execute(run, tmp_path).status == "finished"
-    curve = next(line for line in lines_of(run.log(tmp_path)) if line["kind"] == "curve")
-    assert set(curve["y"]) == {None}
+    if experiment == "sine":  # a curve
+        monkeypatch.setattr(problems, "mean_squared_error", lambda *_: 1.0)
+        assert runs.execute(run, tmp_path).status == "finished"
+        curve = next(line for line in lines_of(run.log(tmp_path)) if line["kind"] == "curve")
+        assert set(curve["y"]) == {None}
 
 
 @pytest.mark.parametrize(
@@ -536,7 +462,7 @@ def time(monkeypatch):
     monkeypatch.setattr(problems, "mean_squared_error", time.taking(1000, problems.mean_squared_error))
     monkeypatch.setattr(problems, "batches", lambda *arguments: slowly(batches(*arguments)))
     monkeypatch.setattr(runs, "itertools", SimpleNamespace(repeat=lambda value: slowly(repeat(value))))
-    fake = Method("fake", "Fake", time.taking(1000, Still), {}, {})
+    fake = Method(time.taking(1000, Still), {}, {}, key="fake", label="Fake")
     monkeypatch.setattr(Still, "step", time.taking(1.0, Still.step))
     monkeypatch.setitem(METHODS, "fake", fake)
     return time
@@ -549,13 +475,6 @@ def test_only_training_is_on_the_clock(tmp_path, time, experiment):
     assert [line["seconds"] for line in steps_of(run.log(tmp_path))] == [0, 1, 2, 3, 4, 5, 6]
     assert log.final("seconds") == 6
     assert time.now > 13_000
-
-
-@pytest.mark.parametrize(("experiment", "key"), [pair for pair in EVERY if "ablation" not in pair[0]])
-def test_nothing_else_is_on_the_clock_of_any_method(tmp_path, time, experiment, key):
-    steps = train(made(key, experiment, steps=2), tmp_path, digits())
-    assert [line["seconds"] for line in steps] == [0, 0, 0]
-    assert time.now >= 4000
 
 
 def test_average_is_on_the_clock(tmp_path, time, monkeypatch):
@@ -575,7 +494,7 @@ def test_slow_run_is_cut_off(tmp_path, time):
     assert (log.status, log.end) == ("finished", 7)  # the limit goes before the seconds
 
 
-def test_run_goes_on_until_its_seconds_are_over(tmp_path, time):
+def test_run_goes_on_until_its_steps_and_its_seconds_are_over(tmp_path, time):
     run = made("fake", steps=10, seconds=400)
     log = runs.execute(run, tmp_path)
     assert (log.status, log.end, log.final("seconds"), log.message) == ("finished", 400, 400, "")
@@ -585,9 +504,6 @@ def test_run_goes_on_until_its_seconds_are_over(tmp_path, time):
     late = [step for step in steps[:-1] if step > 40]
     assert len(late) > 20
     assert all(1.05 * a <= b <= 1.08 * a for a, b in itertools.pairwise(late))
-
-
-def test_steps_are_done_though_the_seconds_are_over(tmp_path, time):
     run = made("fake", steps=10, seconds=4)
     assert runs.execute(run, tmp_path).end == 10
     assert [line["step"] for line in steps_of(run.log(tmp_path))] == list(range(11))
@@ -608,77 +524,41 @@ def test_method_that_stops_by_itself(tmp_path, method):
 # --- what is done already ---
 
 
-@pytest.fixture
-def finished(tmp_path):
-    """A run that has ended, its folder and its data."""
+def test_done(tmp_path):
     run, data = made("adam", "mnist", steps=2, limit=60.0), digits()
     assert not runs.done(run, tmp_path, data)
     runs.execute(run, tmp_path, data)
-    return run, tmp_path, data
-
-
-def test_done(finished):
-    run, out, data = finished
-    assert runs.done(run, out, data)
-    assert runs.done(replace(run, hyper=dict(reversed(run.hyper.items()))), out, data)
-    assert runs.done(run, out, replace(data, source="elsewhere"))
-    sine = made("sgd", seconds=0.01)
-    runs.execute(sine, out)
-    assert runs.done(sine, out)
-    assert runs.done(sine, out, data)
+    assert runs.done(run, tmp_path, data)
+    assert runs.done(replace(run, hyper=dict(reversed(run.hyper.items()))), tmp_path, data)
+    assert runs.done(run, tmp_path, replace(data, source="elsewhere"))
     for other in (replace(data, name="MNIST"), digits(train=61), digits(test=31), data.swapped()):
-        assert not runs.done(run, out, other)
+        assert not runs.done(run, tmp_path, other)
+    for change in (
+        *({"hyper": {**run.hyper, **hyper}} for hyper in ({"lr": 0.06}, {"average": 0.9})),
+        {"hyper": {key: value for key, value in run.hyper.items() if key != "average"}},
+        *({"steps": 3}, {"seconds": 1.0}, {"limit": math.inf}, {"train_sample": 30}, {"device": "cuda"}, {"seed": 1}),
+        *({"column": "tuned"}, {"experiment": "swapped"}),
+    ):
+        assert not runs.done(replace(run, **change), tmp_path, data), change
+    sine = made("sgd", seconds=0.01)
+    runs.execute(sine, tmp_path)
+    assert runs.done(sine, tmp_path)
+    assert runs.done(sine, tmp_path, data)
 
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"hyper": {"lr": 0.06, "beta1": 0.9, "beta2": 0.999, "average": None}},
-        {"hyper": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999, "average": 0.9}},
-        {"hyper": {"lr": 0.05, "beta1": 0.9, "beta2": 0.999}},
-        {"steps": 3},
-        {"seconds": 1.0},
-        {"limit": math.inf},
-        {"train_sample": 30},
-        {"device": "cuda"},
-        {"seed": 1},
-        {"column": "tuned"},
-        {"experiment": "swapped"},
-    ],
-)
-def test_another_run_is_not_done(finished, change):
-    run, out, data = finished
-    assert not runs.done(replace(run, **change), out, data)
-
-
-def test_truncated_log_is_not_done(finished):
-    run, out, data = finished
-    content = run.log(out).read_bytes()
+    # What is no log of a run that has come to its end is not done.
+    content = run.log(tmp_path).read_bytes()
     lines = content.splitlines(keepends=True)
     cuts = [*itertools.accumulate(map(len, lines[:-1])), 0, 1, len(lines[0]) - 2, len(content) - 3]
-    for cut in cuts:
-        run.log(out).write_bytes(content[:cut])
-        assert not runs.done(run, out, data), content[:cut][-80:]
-    run.log(out).write_bytes(content)
-    assert runs.done(run, out, data)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda text: text.replace(b'"finished"', b'"failed"'),
-        lambda text: text.replace(b'"finished"', b'"unavailable"'),
-        lambda text: text.replace(b'"train_loss": ', b'"train_loss": "low", "was": ', 1),
-        *(
-            lambda _, text=text: text
-            for text in (b"", b"\n", b"{}\n{}\n", b"[]\n[]\n", b"null\n1\n", b"\xff\xfe\n\xff\n")
-        ),
-    ],
-)
-def test_what_is_no_log_of_a_run_that_has_ended_is_not_done(finished, damage):
-    run, out, data = finished
-    run.log(out).write_bytes(damage(run.log(out).read_bytes()))
-    assert not runs.done(run, out, data)
+    for damaged in (
+        *(content[:cut] for cut in cuts),
+        content.replace(b'"finished"', b'"failed"'),
+        content.replace(b'"train_loss": ', b'"train_loss": "low", "was": ', 1),
+        *(b"\n", b"{}\n{}\n", b"[]\n[]\n", b"null\n1\n", b"\xff\xfe\n\xff\n"),
+    ):
+        run.log(tmp_path).write_bytes(damaged)
+        assert not runs.done(run, tmp_path, data), damaged[-80:]
+    run.log(tmp_path).write_bytes(content)
+    assert runs.done(run, tmp_path, data)
 
 
 # --- a few steps of every method ---
@@ -774,25 +654,17 @@ def test_weights_that_are_evaluated_are_those_of_the_trainer(tmp_path, method):
 FORBIDDEN = {"jinja2", "matplotlib", "mlxtend", "optuna", "psgd_torch", "rich", "scipy", "sklearn", "typer"}
 
 
-def python(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, env=environment)
-
-
 def test_torch_is_all_that_runs_need():
     # What torch itself loads does not count, numpy among it.
     code = "import sys, torch, numpy, torch.distributed.nn.functional; before = set(sys.modules); "
     code += "import marquardt.paper.runs; print(*sys.modules); "
-    done = python("-c", code + "print(*set(sys.modules) - before)")
+    done = program("-c", code + "print(*set(sys.modules) - before)")
     assert done.returncode == 0, done.stderr
     everything, new = ({name.split(".")[0] for name in line.split()} for line in done.stdout.splitlines())
     assert "marquardt" in new
     assert not everything & FORBIDDEN
     assert new - sys.stdlib_module_names <= {"marquardt", "torch", "numpy"}
-
-
-def test_help():
-    done = python("-m", "marquardt.paper.runs", "--help")
+    done = program("-m", "marquardt.paper.runs", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     for word in ["python -m marquardt.paper.runs", "--full", "--optimizers", "--tuned", *LABELS]:
         assert word in done.stdout
@@ -849,12 +721,9 @@ def test_main_on_digits_with_tuned_values(main, monkeypatch, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["cosine"], "no experiment 'cosine'"),
-        (["sine", "--optimizers", "sdg"], "no optimizer 'sdg'"),
-        (["sine", "--columns", "best"], "no column 'best'"),
         (["sine", "--seeds", "0"], "seeds=0"),
         (["mnist", "--data", "cifar"], "cifar"),
         (["mnist", "--data", "mnist", "--data-dir", "nowhere"], "nowhere"),
-        (["sine", "--tuned", "nowhere.json"], "nowhere.json"),
         (["sine", "--tuned", "broken.json"], "broken.json"),
         (["mnist", "--data", "digits"], "scikit-learn"),
     ],

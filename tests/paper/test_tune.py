@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from marquardt.paper import runs, tune
-from marquardt.paper.methods import METHODS, Method, OneOf, Stepwise, Unavailable
-from support.made_runs import digits
+from marquardt.paper.methods import METHODS, Method, OneOf, Trainer, Unavailable
+from support.made_runs import digits, made
 
 ON = {
     problem: [key for key, spec in METHODS.items() if problem == "sine" or not spec.sine_only] for problem in tune.SEEDS
@@ -61,12 +62,8 @@ def test_first_trial_is_the_default_setting(problem):
     assert set(ON[problem]) - set(found) <= {"bfgs", "psgd", "tlm"}  # where their packages are missing
     for trial in trials:
         default = METHODS[trial.method].hyper(problem)
-        assert trial.number == 0
-        assert trial.hyper == default
-        assert {name: type(value) for name, value in trial.hyper.items()} == {
-            name: type(value) for name, value in default.items()
-        }
-        assert found[trial.method] == default
+        assert (trial.number, trial.hyper, found[trial.method]) == (0, default, default)
+        assert [*map(type, trial.hyper.values())] == [*map(type, map(default.get, trial.hyper))]
 
 
 @pytest.mark.parametrize("problem", ON)
@@ -112,7 +109,7 @@ def test_trials_are_runs_of_other_seeds(monkeypatch):
 def test_length_of_a_trial_is_that_of_the_run_it_stands_for(monkeypatch):
     pytest.importorskip("optuna")
     asked = []
-    monkeypatch.setattr(tune, "judge", lambda *a: (asked.append(a[4:6]), (0.0, ""))[1])
+    monkeypatch.setattr(tune, "judge", lambda run, _: (asked.append((run.steps, run.seconds)), (0.0, ""))[1])
     tune.tune(["sgd"], "sine", trials=1)
     tune.tune(["sgd"], "mnist", trials=1, data=digits())
     assert asked == [(200, 2.0), (100, 0.0)]
@@ -121,7 +118,7 @@ def test_length_of_a_trial_is_that_of_the_run_it_stands_for(monkeypatch):
 # --- the test set stays unseen ---
 
 
-@pytest.mark.parametrize("n", [60, 61, 66, 6, 60_000])
+@pytest.mark.parametrize("n", [60, 61, 6, 60_000])
 def test_held_out_is_a_sixth_of_the_training_set(n):
     data = digits(n, side=1)
     judged = tune.held_out(data)
@@ -150,57 +147,41 @@ def test_score_is_the_last_loss_of_the_sine_and_the_mean_over_the_steps_of_digit
 
 
 def test_judge_takes_the_mean_of_the_seeds(tmp_path):
-    spec = METHODS["adam"]
-    found, message = tune.judge(spec, "sine", spec.hyper("sine"), None, 2)
+    judged = tune.judge(made("adam", steps=2))
     losses = [
-        runs.execute(runs.Run("sine", "adam", "", "", seed, 2, hyper=spec.hyper("sine")), tmp_path).final("train_loss")
-        for seed in tune.SEEDS["sine"]
+        runs.execute(made("adam", steps=2, seed=seed), tmp_path).final("train_loss") for seed in tune.SEEDS["sine"]
     ]
-    assert found == pytest.approx(sum(map(math.log10, losses)) / len(losses))
-    assert message == ""
+    assert judged == (pytest.approx(sum(map(math.log10, losses)) / len(losses)), "")
 
 
 @pytest.mark.parametrize("problem", ON)
 def test_divergence_is_the_worst(problem):
-    spec = METHODS["sgd"]
     data = digits() if problem == "mnist" else None
-    found, message = tune.judge(spec, problem, {**spec.hyper(problem), "lr": 1e6}, data, 50)
-    good, _ = tune.judge(spec, problem, {**spec.hyper(problem), "lr": 1e-3}, data, 2)
+    found, message = tune.judge(made("sgd", problem, steps=50, hyper={"lr": 1e6}), data)
+    good, _ = tune.judge(made("sgd", problem, steps=2, hyper={"lr": 1e-3}), data)
     assert found == tune.WORST > good
     assert "the loss was" in message
 
 
-class Broken(Stepwise):
+class Fickle(Trainer):
+    """Breaks where it has no average, as by default."""
+
     def __init__(self, model, loss, hyper):
         super().__init__(model)
+        self.works = hyper["average"] is not None
 
     def step(self, x, y):
-        raise ArithmeticError("it is broken")
+        if not self.works:
+            raise ArithmeticError("it is broken")
 
 
-def test_method_that_never_comes_to_its_end(monkeypatch):
-    monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", Broken, {}, {}))
-    with pytest.raises(RuntimeError, match=r"no trial of Fake came to its end.*ArithmeticError: it is broken"):
-        tuned(["fake"], trials=2)
-
-
-def test_one_bad_trial_is_no_matter(monkeypatch):
-    class Fickle(Broken):
-        def step(self, x, y):
-            if self.average is None:
-                raise ArithmeticError
-
-        def __init__(self, model, loss, hyper):
-            super().__init__(model, loss, hyper)
-            self.average = hyper["average"]
-
-        def update_average(self):
-            pass
-
-    monkeypatch.setitem(METHODS, "fake", Method("fake", "Fake", Fickle, {}, {}))
+def test_a_bad_trial_is_no_matter_unless_all_are(monkeypatch):
+    monkeypatch.setitem(METHODS, "fake", Method(Fickle, {}, {}, key="fake", label="Fake"))
     found, trials = tuned(["fake"], trials=8)
-    assert trials[0].score == tune.WORST  # default: no average
+    assert trials[0].score == tune.WORST
     assert found["fake"]["average"] is not None
+    with pytest.raises(RuntimeError, match=r"no trial of Fake came to its end.*ArithmeticError: it is broken"):
+        tuned(["fake"], trials=1)
 
 
 def test_missing_packages(monkeypatch):
@@ -216,7 +197,7 @@ def test_missing_packages(monkeypatch):
 @pytest.mark.parametrize(
     ("methods", "problem", "options", "message"),
     [
-        (["sgd"], "cosine", {}, "no problem 'cosine' to tune on: sine or mnist"),
+        (["sgd"], "cosine", {}, "no problem 'cosine': choose from sine, mnist"),
         (["sgd"], "sine", {"trials": 0}, "trials=0: at least 1"),
         (["sgd", "sdg"], "sine", {}, "no optimizer 'sdg': choose from lm, "),
         (["sgd"], "mnist", {}, "needs the digits: pass data="),
@@ -252,27 +233,25 @@ def test_save_and_load(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "expected the JSON that `marquardt paper tune` writes"),
-        ("", "expected the JSON"),
+        (
+            "",
+            "not JSON; expected {problem: {optimizer: hyper-parameters}} in JSON, as `marquardt paper tune` writes it",
+        ),
         ("[]", "not a JSON object"),
-        ('{"sine": 3}', "expected {problem: {optimizer: hyper-parameters}}"),
-        ('{"sine": {"sgd": 3}}', "sgd"),
-        ('{"sine": {"sdg": {}}}', "no optimizer 'sdg' in 'sine': choose from"),
-        ('{"cosine": {"sgd": {"lr": 0.1}}}', "cosine"),
-        ('{"sine": {"sgd": {"rate": 0.1}}}', "rate"),
-        ('{"sine": {"sgd": {"lr": [0.1]}}}', "sgd.lr is [0.1]"),
+        ('{"sine": {"sgd": 3}}', "['sine']['sgd'] is 3, not an object"),
+        ('{"sine": {"sdg": {}}}', "no optimizer 'sdg': choose from"),
+        ('{"cosine": {"sgd": {"lr": 0.1}}}', "no problem 'cosine'"),
+        ('{"sine": {"sgd": {"rate": 0.1}}}', "no hyper-parameter of sgd 'rate': choose from"),
+        ('{"sine": {"sgd": {"lr": [0.1]}}}', "['sine']['sgd']['lr'] is [0.1]"),
         ('{"sine": {"sgd": {"lr": NaN}}}', "not JSON"),
     ],
 )
 def test_file_that_is_no_search(tmp_path, content, message):
     path = tmp_path / "tuned.json"
     path.write_text(content)
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        runs.winners(path)
-    assert message in str(error.value)
-    assert str(path) in str(error.value)
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        tune.save(path, "sine", {"adam": {"lr": 0.1}})
+    for call in (lambda: runs.winners(path), lambda: tune.save(path, "sine", {"adam": {"lr": 0.1}})):
+        with pytest.raises(ValueError, match=re.escape(f"{path}: ") + ".*" + re.escape(message)):
+            call()
     assert path.read_text() == content
 
 

@@ -9,24 +9,11 @@ import torch
 
 from marquardt.paper import runs
 from marquardt.paper.data import Digits
-from marquardt.paper.methods import Stepwise, ablation
+from marquardt.paper.methods import Trainer, ablation
 
-LABELS = {  # in the order of tables
-    "lm": "LM (ours)",
-    "lm-paper": "LM (paper)",
-    "lm-code": "LM (authors' code)",
-    "lm-vanilla": "vanilla LM",
-    "gauss-newton": "Gauss-Newton",
-    "newton": "Newton",
-    "bfgs": "BFGS",
-    "lbfgs": "L-BFGS",
-    "hessian-free": "Hessian-free",
-    "kfac": "KFAC",
-    "sgd": "SGD",
-    "adam": "Adam",
-    "psgd": "PSGD",
-    "tlm": "torch-levenberg-marquardt",
-}
+from .made_logs import METHODS
+
+LABELS = {key: label for key, (label, _, _) in METHODS.items()}  # in the order of tables
 ON_DIGITS = [key for key in LABELS if key not in ("newton", "bfgs")]
 EVERY = [
     (experiment, method)
@@ -78,7 +65,7 @@ def train(run, out, data=None):
     return steps_of(run.log(out))
 
 
-class Still(Stepwise):
+class Still(Trainer):
     """Does nothing."""
 
     def __init__(self, model, loss, hyper):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from .. import __version__
 
@@ -46,23 +45,10 @@ def marquardt(
     """Levenberg–Marquardt for PyTorch: networks for tables, the paper's experiments and the benchmarks."""
 
 
-class Benchmark(str, Enum):
-    """What is asked for, by the name of its file."""
-
-    arena = "arena"
-    regret = "regret"
-    step = "step"
-    scale = "scale"
-    precision = "precision"
-    time_to_target = "time"
-    line_search = "line-search"
-    quality = "quality"
-    models = "models"
-    least_squares = "least-squares"
-    tables = "tables"
-    trainbr = "trainbr"
-    uncertainty = "uncertainty"
-    resume = "resume"
+Benchmark = Literal[
+    "arena", "regret", "step", "scale", "precision", "time", "line-search", "quality", "models", "least-squares",
+    "tables", "trainbr", "uncertainty", "resume",
+]  # fmt: skip
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -71,7 +57,7 @@ def bench(
     arguments: Annotated[list[str] | None, typer.Argument(help="Passed on to it.")] = None,
 ) -> None:
     """Run a benchmark, from a checkout of the repository; `marquardt bench step --help` shows its own options."""
-    file = f"{name.name}.py"
+    file = {"time": "time_to_target"}.get(name, name.replace("-", "_")) + ".py"
     folders = (Path(__file__).parents[3] / "benchmarks", Path.cwd() / "benchmarks")
     script = next((folder / file for folder in folders if (folder / file).is_file()), None)
     if script is None:

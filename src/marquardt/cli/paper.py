@@ -8,14 +8,14 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import rich.console
 import torch
@@ -54,10 +54,7 @@ class TuningProblem(str, Enum):
     mnist = "mnist"
 
 
-class ImageSet(str, Enum):
-    mnist = "mnist"
-    mnist_5k = "mnist-5k"
-    digits = "digits"
+ImageSet = Literal["mnist", "mnist-5k", "digits"]
 
 
 class PaperGroup(TyperGroup):
@@ -113,7 +110,7 @@ def run(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds each method gets.")] = None,
     optimizers: Optimizers = None,
     device: Device = "cpu",
-    images: Images = ImageSet.mnist,
+    images: Images = "mnist",
     data_dir: Data = None,
     out: Out = OUT,
     debug: Debug = False,
@@ -136,7 +133,7 @@ def run(
         options: dict[str, Any] = {"full": full, "seeds": seeds, "device": device, "tuned": tuned}
         methods = check_methods(optimizers, runs.plan(names, **options))
         plan = runs.plan(names, methods=methods, **options)
-        digits = find_data(plan, out, images.value, data_dir)
+        digits = find_data(plan, out, images, data_dir)
         make_folder(out)
         with runs.held(out):
             failed = execute(plan, out, digits)
@@ -163,18 +160,17 @@ def check_methods(optimizers: Sequence[str] | None, plan: Sequence[Run]) -> list
 
 def execute(plan: Sequence[Run], out: Path, digits: data.Digits | None) -> int:
     """Makes the runs that are not done yet, and returns how many of them failed."""
-    todo = [run for run in plan if not runs.done(run, out, digits)]
+    todo = {run.name for run in plan if not runs.done(run, out, digits)}
     screen = Screen(Console(), plan, len(todo))
     if digits is not None:
         screen.say(f"Data: {digits.name}, {digits.source}")
     if len(todo) < len(plan):
         screen.say(f"{len(plan) - len(todo)} of {len(plan)} runs are done already.")
-    names = {run.name for run in todo}
     failed = 0
     try:
         with screen.on():
             for run in plan:
-                if run.name not in names:
+                if run.name not in todo:
                     screen.add(run, logs.read(run.log(out)))
                     continue
                 screen.start(run)
@@ -283,6 +279,23 @@ def write_report(out: Out = OUT, debug: Debug = False) -> None:
 # --- what is on the screen while it runs: a table that fills in and two bars, or a line for each run ---
 
 
+def final(log: logs.Log, key: str) -> float:
+    """A run that did not finish counts as worse than any: an infinite loss, an accuracy of −∞."""
+    return logs.or_worst(log.final(key) if log.status == "finished" else math.nan, key)
+
+
+Column = tuple[str, Callable[[logs.Log], float]]  # how a number is written, and which it is of a run
+SECONDS: Column = ("{:.1f}", lambda log: log.final("seconds"))
+RESULTS: dict[str, dict[str, Column]] = {
+    "sine": {"MSE": ("{:.3g}", lambda log: final(log, "train_loss")), "seconds": SECONDS},
+    "mnist": {
+        f"{TARGET_LABEL} at": ("{:g}", logs.Log.steps_to),
+        "accuracy": ("{:.2%}", lambda log: final(log, "test_accuracy")),
+        "seconds": SECONDS,
+    },
+}
+
+
 @dataclass
 class Row:
     """One line of a table: the seeds of one method in one column."""
@@ -295,14 +308,7 @@ class Row:
 
     def cells(self) -> list[Text | str]:
         tried = logs.attempted(self.ended)
-        results = [("{:.3g}", [final(log, "train_loss") for log in tried])]
-        if self.problem != "sine":
-            results = [
-                ("{:g}", [log.steps_to() for log in tried]),
-                ("{:.2%}", [final(log, "test_accuracy") for log in tried]),
-            ]
-        results.append(("{:.1f}", [log.final("seconds") for log in tried]))
-        medians = [(form, median(values) if values else math.nan) for form, values in results]
+        medians = [(form, median(map(of, tried)) if tried else math.nan) for form, of in RESULTS[self.problem].values()]
         shown = [form.format(value) if 0 < value < math.inf else "–" for form, value in medians]
         return [self.label, self.status(), f"{len(self.ended)}/{self.seeds}", *shown]
 
@@ -311,16 +317,10 @@ class Row:
             return Text("running", "cyan")
         if not self.ended:
             return Text("waiting", "dim")
-        bad = Counter(log.status for log in self.ended if log.status != "finished")
-        if bad:
+        if bad := Counter(log.status for log in self.ended if log.status != "finished"):
             counts = [status if n == self.seeds else f"{n} {status}" for status, n in bad.items()]
             return Text(", ".join(counts), "red" if "failed" in bad else "yellow")
         return Text("done", "green") if len(self.ended) == self.seeds else Text("under way", "cyan")
-
-
-def final(log: logs.Log, key: str) -> float:
-    """A run that did not finish counts as worse than any: an infinite loss, an accuracy of −∞."""
-    return logs.or_worst(log.final(key) if log.status == "finished" else math.nan, key)
 
 
 class Screen:
@@ -409,27 +409,24 @@ class Screen:
         if not self.experiment:
             return Group(bars)
         # Beside its rows the table has title, head, three rules and caption; a blank, two bars, one line stays free.
-        return Group(self.table(self.experiment, self.console.height - 10), "", bars)
+        return Group(self.table(self.experiment, max(self.console.height - 10, 1)), "", bars)
 
-    def table(self, experiment: str, height: int | None = None) -> Table:
+    def table(self, experiment: str, height: int = sys.maxsize) -> Table:
         """`height`: at most that many rows, those around the one that runs."""
         rows = list(self.tables[experiment].values())
-        sine = rows[0].problem == "sine"
         table = Table(
             title=experiment, title_justify="left", title_style="bold", caption_justify="left", box=SIMPLE_HEAD
         )
         table.add_column("method")
         table.add_column("status", no_wrap=True)
-        for name in ["seeds", *(["MSE"] if sine else [f"{TARGET_LABEL} at", "accuracy"]), "seconds"]:
+        for name in ("seeds", *RESULTS[rows[0].problem]):
             table.add_column(name, justify="right", no_wrap=True)
-        shown = slice(None)
-        if height is not None and len(rows) > height:
-            height = max(height, 1)
+        if len(rows) > height:
+            table.caption = f"{height} of {len(rows)} methods"
             at = next((i for i, row in enumerate(rows) if row.running), 0)
             first = min(max(at - height // 2, 0), len(rows) - height)
-            shown = slice(first, first + height)
-            table.caption = f"{height} of {len(rows)} methods"
-        for row in rows[shown]:
+            rows = rows[first : first + height]
+        for row in rows:
             table.add_row(*row.cells(), style="bold" if row.running else "")
         return table
 
@@ -437,8 +434,7 @@ class Screen:
         for experiment, rows in self.tables.items():
             for row in rows.values():
                 row.running = False
-            ended, seeds = (sum(n) for n in zip(*((len(row.ended), row.seeds) for row in rows.values()), strict=True))
-            if 0 < ended < seeds:
+            if 0 < sum(len(row.ended) for row in rows.values()) < sum(row.seeds for row in rows.values()):
                 self.print_table(experiment)
 
     def print_table(self, experiment: str) -> None:

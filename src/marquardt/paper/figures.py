@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ FIT_RANGE = (-1.5, 1.7)
 # --- what they show, as numbers ---
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """The seeds of a method, as one line."""
 
@@ -89,14 +90,14 @@ def groups(logs: Sequence[Log], experiment: str, column: str) -> list[Group]:
 
 
 def over_steps(groups: Sequence[Group], key: str) -> Chart:
-    N = horizon(run for group in groups for run in group.runs)
+    N = horizon(_runs(groups))
     steps = [float(step) for step in range(N + 1)]
     return _chart(groups, key, [_line(group, key, steps) for group in groups], (0.0, float(max(N, 1))))
 
 
 def loss_over_seconds(groups: Sequence[Group]) -> Chart:
     """Up to the time that all runs were given."""
-    T = equal_seconds(run for group in groups for run in group.runs)
+    T = equal_seconds(_runs(groups))
     times = _times(min(max(_first_step(groups, T), T / 1e4), T / 2), T)
     lines = [_line(group, "train_loss", times, "seconds") for group in groups]
     return _chart(groups, "train_loss", lines, (times[0], T), seconds=True)
@@ -114,26 +115,28 @@ def accuracy_over_seconds(groups: Sequence[Group]) -> Chart:
     return _chart(groups, "test_accuracy", lines, (start, last if last > start else 2 * start), seconds=True)
 
 
+def _runs(groups: Sequence[Group]) -> list[Log]:
+    return [run for group in groups for run in group.runs]
+
+
 def _first_step(groups: Sequence[Group], default: float) -> float:
     """The seconds of the fastest first step."""
-    runs = [run for group in groups for run in group.runs]
-    return min((t for run in runs for t in run.steps.get("seconds", ()) if t > 0), default=default)
+    return min((t for run in _runs(groups) for t in run.steps.get("seconds", ()) if t > 0), default=default)
 
 
 def fits(groups: Sequence[Group], methods: Sequence[str]) -> list[Fit]:
     """Of the first seed that has curves, after at most four numbers of steps."""
-    first_runs = [
-        (group, next(run for run in group.runs if any(run.curves)))  # after step 0
+    curves = {
+        group: next(run.curves for run in group.runs if any(run.curves))  # after step 0
         for group in groups
         if group.method in methods and any(any(run.curves) for run in group.runs)
-    ]
-    steps = sorted({step for _, run in first_runs for step in run.curves if step > 0})[:4]
+    }
+    steps = sorted({step for fitted in curves.values() for step in fitted if step > 0})[:4]
     made = []
-    for group, run in first_runs:
-        of = [step for step in steps if step in run.curves]
-        if of:
-            y = {str(step): [_short(value) for value in run.curves[step][1]] for step in of}
-            made.append(Fit(group.method, group.label, run.curves[of[0]][0], y))
+    for group, fitted in curves.items():
+        if of := [step for step in steps if step in fitted]:
+            y = {str(step): [_short(value) for value in fitted[step][1]] for step in of}
+            made.append(Fit(group.method, group.label, fitted[of[0]][0], y))
     return made
 
 
@@ -155,7 +158,7 @@ def _chart(
     measure = "mean squared error" if sine else MEASURES[key]
     xlabel = "seconds of training" if seconds else "iterations" if sine else "steps"
     accuracy = key.endswith("accuracy")
-    runs = [run for group in groups for run in group.runs]
+    runs = _runs(groups)
     if accuracy:
         best = max((v for run in runs for v in run.steps.get(key, ()) if math.isfinite(v)), default=TARGET)
         ylim = 0.0, max(best + 0.2 * (1.001 - best), 0.93)
@@ -193,36 +196,26 @@ class Figure:
 def figures(logs: Sequence[Log]) -> list[Figure]:
     """Every figure that the logs have something for."""
     dagger = "A dagger marks a method that was not tuned: it has its default values."
-    tuned = [
-        replace(
-            made,
-            name=f"{made.name}-tuned",
-            title=f"{made.title}, tuned values",
-            caption=f"{made.caption} {dagger}".strip(),
-            folded=True,
-        )
-        for made in _compared(logs, "tuned")
-    ]
-    parts = groups(logs, "ablation-sine", "default")
-    charts = [over_steps(parts, "train_loss")] if parts else []
-    ablation = [Figure("ablation-sine", "ablation-sine", "The sine: the parts one by one", "", charts)] if parts else []
-    return [
-        *_compared(logs, "default"),
-        *tuned,
-        *ablation,
-        *_mnist(groups(logs, "ablation-mnist", "default"), "ablation-mnist", "the parts one by one"),
-    ]
+    drawings = [*_compared(logs, "default")]
+    for figure in _compared(logs, "tuned"):
+        name, title = f"{figure.name}-tuned", f"{figure.title}, tuned values"
+        caption = f"{figure.caption} {dagger}".strip()
+        drawings.append(replace(figure, name=name, title=title, caption=caption, folded=True))
+    if parts := groups(logs, "ablation-sine", "default"):
+        charts = [over_steps(parts, "train_loss")]
+        drawings.append(Figure("ablation-sine", "ablation-sine", "The sine: the parts one by one", "", charts))
+    return [*drawings, *_mnist(groups(logs, "ablation-mnist", "default"), "ablation-mnist", ": the parts one by one")]
 
 
 def _compared(logs: Sequence[Log], column: str) -> Iterator[Figure]:
     yield from _sine(groups(logs, "sine", column))
     digits = groups(logs, "mnist", column)
-    yield from _mnist(digits, "mnist", "test accuracy and training loss over steps")
+    yield from _mnist(digits, "mnist", "", ": test accuracy and training loss over steps")
     if digits:
         title = f"{data_name(digits[0].runs)}: test accuracy over seconds"
         caption = "Each line ends with the fastest run of its method."
         yield Figure("mnist-seconds", "mnist", title, caption, [accuracy_over_seconds(digits)])
-    yield from _mnist(groups(logs, "swapped", column), "swapped", "train and test sets swapped, one pass")
+    yield from _mnist(groups(logs, "swapped", column), "swapped", ": train and test sets swapped, one pass")
 
 
 def _sine(groups: Sequence[Group]) -> Iterator[Figure]:
@@ -231,7 +224,7 @@ def _sine(groups: Sequence[Group]) -> Iterator[Figure]:
     title = "Figure 1: the error on the sine over iterations"
     caption = "The first panel is the paper’s Figure 1a, all of them together its Figure 1b."
     yield Figure("fig1-iterations", "sine", title, caption, [over_steps(groups, "train_loss")])
-    if equal_seconds(run for group in groups for run in group.runs) > 0:
+    if equal_seconds(_runs(groups)) > 0:
         title = "Figure 1b again: the error on the sine over seconds"
         yield Figure("fig1-seconds", "sine", title, "The same runs.", [loss_over_seconds(groups)])
     if fitted := fits(groups, FITTED):
@@ -240,13 +233,11 @@ def _sine(groups: Sequence[Group]) -> Iterator[Figure]:
         yield Figure("sine-fits", "sine", title, caption, fits=fitted)
 
 
-def _mnist(groups: Sequence[Group], experiment: str, what: str) -> Iterator[Figure]:
+def _mnist(groups: Sequence[Group], experiment: str, what: str, first: str = "") -> Iterator[Figure]:
     if groups:
-        title = f"{data_name(groups[0].runs)}: {what}"
-        yield Figure(experiment, experiment, title, "", [over_steps(groups, key) for key in FIRST])
-        start = title.removesuffix("test accuracy and training loss over steps").rstrip(" ,:")
-        charts = [over_steps(groups, key) for key in MORE]
-        more = f"{start}: training accuracy and test loss"
+        title = data_name(groups[0].runs) + what
+        yield Figure(experiment, experiment, title + first, "", [over_steps(groups, key) for key in FIRST])
+        more, charts = f"{title}: training accuracy and test loss", [over_steps(groups, key) for key in MORE]
         yield Figure(f"{experiment}-more", experiment, more, "", charts, folded=True)
 
 
@@ -306,17 +297,13 @@ FAMILIES["Vanilla LM with one part added"] = dict(
 STYLES = {method: style for family in FAMILIES.values() for method, style in family.items()}
 UNKNOWN = Style("soft")  # a method that this version does not know
 
-SHORT = {  # beside the lines
-    **OPTIMIZERS,
-    "lm-code": "LM (authors)",
-    "tlm": "torch-LM",
-    **{method: label.replace("without ", "− ").replace("with ", "+ ") for method, label in REMOVED.items()},
-    **{method: label.replace("vanilla + ", "+ ") for method, label in ADDED.items()},
-}
-SHORT = {
-    method: label.replace("max-diagonal damping", "max-diag.").replace(" acceptance", "")
-    for method, label in SHORT.items()
-}
+_SHORTER = {  # beside the lines
+    "LM (authors' code)": "LM (authors)", "torch-levenberg-marquardt": "torch-LM", "without ": "− ", "with ": "+ ",
+    "vanilla + ": "+ ", "max-diagonal damping": "max-diag.", " acceptance": "",
+}  # fmt: skip
+SHORT = {**OPTIMIZERS, **REMOVED, **ADDED}
+for long, short in _SHORTER.items():
+    SHORT = {method: label.replace(long, short) for method, label in SHORT.items()}
 
 
 def _variables(colors: dict[str, str]) -> str:
@@ -352,13 +339,11 @@ def chart_panels(chart: Chart) -> list[str]:
     """One for each family that has lines; LM of the paper is in all of them, to compare with."""
     families = {name: [*family] for name, family in FAMILIES.items()}
     families["Other methods"] = [line.method for line in chart.lines if line.method not in STYLES]
-    reference = [line for line in chart.lines if line.method == REFERENCE]
     made = []
     for name, methods in families.items():
         lines = [line for method in methods for line in chart.lines if line.method == method]
-        if lines:
-            others = [line for line in reference if line not in lines]
-            made.append(_panel(chart, name, lines, others))
+        others = [line for line in chart.lines if line.method == REFERENCE and line not in lines]
+        made += [_panel(chart, name, lines, others)] if lines else []
     return made
 
 
@@ -395,8 +380,9 @@ def _panel(chart: Chart, name: str, lines: Sequence[Line], reference: Sequence[L
 
 
 def _across(chart: Chart) -> Place:
-    low, high = (math.log10(end) if chart.seconds else end for end in chart.xlim)
-    return lambda t: INNER[0] * ((math.log10(t) if chart.seconds else t) - low) / (high - low)
+    scaled: Place = math.log10 if chart.seconds else float
+    low, high = map(scaled, chart.xlim)
+    return lambda t: INNER[0] * (scaled(t) - low) / (high - low)
 
 
 def _upwards(chart: Chart) -> Place:
@@ -407,13 +393,8 @@ def _upwards(chart: Chart) -> Place:
             return -math.log10(max(1.001 - value, 5e-4))  # 0.001 keeps 100 % on the scale
         return math.log10(max(value, 1e-300))
 
-    low, high = map(scaled, chart.ylim)
-
-    def place(value: float) -> float:
-        at = INNER[1] * (high - scaled(value)) / (high - low)
-        return min(max(at, -60.0), INNER[1] + 60.0)  # what is far outside is cut off there
-
-    return place
+    low, high = map(scaled, chart.ylim)  # what is far outside is cut off there
+    return lambda value: min(max(INNER[1] * (high - scaled(value)) / (high - low), -60.0), INNER[1] + 60.0)
 
 
 def _axes(chart: Chart, x: Place, y: Place) -> str:
@@ -449,16 +430,14 @@ def _powers(low: float, high: float) -> list[float]:
 
 def _bands(line: Line, x: Place, y: Place) -> Iterator[str]:
     """From quartile to quartile, wherever both are finite."""
-    low: list[Point] = []
-    high: list[Point] = []
-    for t, a, b in [*zip(line.x, line.low, line.high, strict=True), (0.0, None, None)]:
-        if a is not None and b is not None:
-            low.append((x(t), y(a)))
-            high.append((x(t), y(b)))
-        elif low:
-            if any(p != q for p, q in zip(low, high, strict=True)):
+    quartiles = zip(line.x, line.low, line.high, strict=True)
+    for is_finite, stretch in groupby(quartiles, lambda point: None not in point):
+        if is_finite:
+            low, high = zip(
+                *(((x(t), y(a)), (x(t), y(b))) for t, a, b in stretch if a is not None and b is not None), strict=True
+            )
+            if low != high:
                 yield _path([*_simple(low), *_simple(high)[::-1]]) + "Z"
-            low, high = [], []
 
 
 def _stroke(points: Sequence[Point], style: Style) -> str:
@@ -523,14 +502,8 @@ def _names(ends: Sequence[End]) -> str:
 
 def _apart(heights: Sequence[float], low: float, high: float) -> list[float]:
     """The same order, moved as little as it takes for names to stand `ROOM` apart: down first, then up again."""
-    moved: list[float] = []
-    for height in heights:
-        moved.append(max(height, moved[-1] + ROOM if moved else low))
-    limit = high
-    for k in reversed(range(len(moved))):
-        moved[k] = min(moved[k], limit)
-        limit = moved[k] - ROOM
-    return moved
+    down = [*accumulate(heights, lambda before, height: max(height, before + ROOM), initial=low - ROOM)][1:]
+    return [*accumulate(down[::-1], lambda before, height: min(height, before - ROOM), initial=high + ROOM)][:0:-1]
 
 
 def fit_panel(fit: Fit) -> str:

@@ -6,38 +6,35 @@ import csv
 import io
 import json
 import math
-import re
 import reprlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .. import files
 from ..values import cell
 from .vocabulary import COLUMNS, LOGS, MEASURES, METHODS, SINE_READINGS, TARGET, TARGET_LABEL
 
 FORMAT, OLDEST = 2, 1  # of the logs; the first had no checksum
-TEXT, WHOLE, NUMBER, LIST, OBJECT = "text", "a whole number", "a number or null", "a list", "an object"
-TYPES: dict[str, tuple[type, ...]] = {  # of JSON's values; null stands for NaN, for infinity and for none
-    TEXT: (str,), WHOLE: (int,), NUMBER: (int, float, type(None)), LIST: (list,), OBJECT: (dict,),
-}  # fmt: skip
+NUMBER: Any = float | None  # null stands for NaN, for infinity and for none
 HEAD = {
-    **dict.fromkeys(("experiment", "problem", "method", "label", "column", "device", "started"), TEXT),
-    **dict.fromkeys(("seed", "steps", "batch", "parameters"), WHOLE),
-    **dict.fromkeys(("data", "hyper", "machine", "versions"), OBJECT),
+    **dict.fromkeys(("experiment", "problem", "method", "label", "column", "device", "started"), str),
+    **dict.fromkeys(("seed", "steps", "batch", "parameters"), int),
+    **dict.fromkeys(("data", "hyper", "machine", "versions"), dict[str, Any]),
     "seconds": NUMBER,
 }
-DATA = {"name": TEXT, "train": WHOLE, "test": WHOLE, "source": TEXT}  # of the head
-STEP = {"step": WHOLE, "seconds": NUMBER, "train_loss": NUMBER}  # any other key has a number too
-POINTS = {"x": LIST, "y": LIST}
-END = {"status": TEXT, "step": WHOLE, "message": TEXT}
-STATUSES = ("finished", "diverged", "failed", "unavailable")
+DATA = {"name": str, "train": int, "test": int, "source": str}  # of the head
+POINTS = {"x": list[Any], "y": list[Any]}
+LINES: dict[str, dict[str, Any]] = {  # the entries that a line of this kind has
+    "run": HEAD,
+    "data": POINTS,  # the noisy samples of the sine: nothing is drawn from them
+    "curve": {"step": int, **POINTS},
+    "step": {"step": int, "seconds": Any, "train_loss": Any},  # any other has a number too
+    "end": {"status": Literal["finished", "diverged", "failed", "unavailable"], "step": int, "message": str},
+}
 WAY_OUT = "move the file away, and `marquardt paper` runs it again"
-
-PART = re.compile(r"[^.]+\.[^.]+\.\d+\.[0-9a-f]{8}\.part")  # what `files.whole` makes of the name of a log
-HEADED = b'{"kind": "run"'
 
 Curve = tuple[list[float], list[float]]  # x, y
 
@@ -53,26 +50,11 @@ class Log:
     status: str
     end: int  # the step at which the run ended
     message: str
-
-    @property
-    def experiment(self) -> str:
-        return str(self.head["experiment"])
-
-    @property
-    def method(self) -> str:
-        return str(self.head["method"])
-
-    @property
-    def label(self) -> str:
-        return str(self.head["label"])
-
-    @property
-    def column(self) -> str:
-        return str(self.head["column"])
-
-    @property
-    def seed(self) -> int:
-        return int(self.head["seed"])
+    experiment: str
+    method: str
+    label: str
+    column: str
+    seed: int
 
     def at(self, time: float, key: str, clock: str = "step") -> float:
         """The last value at or before this step, or this time by the clock "seconds"; NaN after the end of a run that
@@ -90,15 +72,14 @@ class Log:
         values = self.steps.get(key)
         return values[-1] if values else math.nan
 
-    def steps_to(self, level: float = TARGET, key: str = "test_accuracy", clock: str = "step") -> float:
-        """The first step at which an accuracy reaches `level`, or a loss falls to it; ∞ where none does."""
-        sign = -1 if key.endswith("loss") else 1
-        pairs = zip(self.steps.get(clock, []), self.steps.get(key, []), strict=False)
-        return next((time for time, value in pairs if sign * value >= sign * level), math.inf)
+    def steps_to(self, clock: str = "step") -> float:
+        """The first step at which the test accuracy reaches the paper's target; ∞ where it never does."""
+        pairs = zip(self.steps.get(clock, []), self.steps.get("test_accuracy", []), strict=False)
+        return next((time for time, value in pairs if value >= TARGET), math.inf)
 
-    def seconds_to(self, level: float = TARGET, key: str = "test_accuracy") -> float:
+    def seconds_to(self) -> float:
         """The same in seconds of training."""
-        return self.steps_to(level, key, "seconds")
+        return self.steps_to("seconds")
 
     def summary(self) -> str:
         """How a run went, in one line."""
@@ -107,8 +88,7 @@ class Log:
         if "test_accuracy" in self.steps:
             reached = self.steps_to()
             steps = f"after {reached:g} steps" if math.isfinite(reached) else "not reached"
-            result = f"{TARGET_LABEL} {steps}"
-            result += f", {self.final('test_accuracy'):.2%} after {self.end}"
+            result = f"{TARGET_LABEL} {steps}, {self.final('test_accuracy'):.2%} after {self.end}"
         else:
             result = f"MSE {self.final('train_loss'):.3g} after {self.end} steps"
         return f"{result}, {self.final('seconds'):.1f} s"
@@ -116,50 +96,69 @@ class Log:
 
 def read(path: Path) -> Log:
     """The log of one run that has ended."""
-    head: dict[str, Any] | None = None
-    end: dict[str, Any] | None = None
-    records: list[dict[str, float]] = []
-    curves: dict[int, Curve] = {}
+    lines: dict[str, list[dict[str, Any]]] = {kind: [] for kind in LINES}
     number = 0
     content = files.content_of(path)
     for number, text in enumerate(io.BytesIO(content), 1):
         try:
-            line = _parsed(text)
+            line = files.loads(text)
             kind = line["kind"]
-            if end is not None:
+            if lines["end"]:
                 raise ValueError("a line after the end of the run")
-            if (head is None) != (kind == "run"):
+            if (kind == "run") != (number == 1):
                 raise ValueError("the head of the run stands in the first line, and there alone")
-            if kind == "run":
-                head = _checked_head(line)
-            elif kind == "step":
-                records.append(_checked_step(line, records))
-            elif kind == "curve":
-                curves[_checked(line, {"step": WHOLE})["step"]] = _points(line)
-            elif kind == "data":
-                _points(line)  # the noisy samples of the sine: nothing is drawn from them
-            elif kind == "end":
-                line.pop("sha256", None)
-                end = _checked(line, END)
-                if len(end) > 1 + len(END):
-                    raise ValueError("the end of the run has more entries than are known here")
-                if end["status"] not in STATUSES:
-                    raise ValueError(f"the status {end['status']!r} is none of {', '.join(STATUSES)}")
-            else:
+            if kind not in tuple(LINES):  # it may be a list, which has no hash
                 raise ValueError(f"unknown kind {kind!r}")
+            lines[kind].append(_checked(line, lines["step"]))
         except (ValueError, KeyError, OverflowError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{path}, line {number}: {what}; {WAY_OUT}") from error
-    if head is None or end is None:
+    if not lines["end"]:
         raise ValueError(f"{path}, line {number}: the log breaks off; {WAY_OUT}")
     try:
         is_sealed = files.check_text(path, content)
     except files.Damaged as error:
         raise files.Damaged(f"{error}; {WAY_OUT}") from None
+    (head,), (end,), records = lines["run"], lines["end"], lines["step"]
     if not is_sealed and head["format"] != OLDEST:
         raise files.Damaged(f"{path} is damaged: it has lost its checksum; {WAY_OUT}")
     steps = {key: [record.get(key, math.nan) for record in records] for key in (records[0] if records else ())}
-    return Log(path, head, steps, curves, end["status"], end["step"], end["message"])
+    curves = {line["step"]: (line["x"], line["y"]) for line in lines["curve"]}
+    run = {key: head[key] for key in ("experiment", "method", "label", "column", "seed")}
+    return Log(path, head, steps, curves, end["status"], end["step"], end["message"], **run)
+
+
+def _checked(line: dict[str, Any], before: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """The line, with NaN for null among its numbers; `before` are the steps."""
+    kind = line["kind"]
+    if kind == "run":
+        if type(line["format"]) is not int or not OLDEST <= line["format"] <= FORMAT:
+            raise ValueError(f"format {reprlib.repr(line['format'])} where this version reads {OLDEST} to {FORMAT}")
+        if missing := [key for key in HEAD if key not in line]:
+            raise ValueError(f"the head has no {', '.join(missing)}")
+        _check({"train_sample": 0, **line}, {"train_sample": int})  # the one that may be missing
+        _check(line["data"], DATA)
+    _check(line, LINES[kind])
+    if kind == "step":
+        if before and line["step"] <= before[-1]["step"]:
+            raise ValueError(f"step {line['step']} after step {before[-1]['step']:g}")
+        return {key: _number(value) for key, value in line.items() if key != "kind"}
+    if "x" in LINES[kind]:
+        line |= {axis: [*map(_number, line[axis])] for axis in POINTS}
+        if len(line["x"]) != len(line["y"]):
+            raise ValueError(f"{len(line['x'])} values of x and {len(line['y'])} of y")
+    return line
+
+
+def _check(line: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for key, kind in wanted.items():
+        files.typed(line[key], kind, repr(key))
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float, type(None)):  # not isinstance: true is no number
+        raise ValueError(f"{reprlib.repr(value)} is not a number or null")
+    return math.nan if value is None else float(value)
 
 
 def read_all(out: Path) -> list[Log]:
@@ -167,25 +166,19 @@ def read_all(out: Path) -> list[Log]:
     runs = [read(path) for path in sorted(Path(out, LOGS).glob("*/*.jsonl"))]
     first: dict[str, Log] = {}
     for log in runs:
-        other = first.setdefault(log.experiment, log)
-        if _same_data(log) != _same_data(other):
+        data, other = log.head["data"], first.setdefault(log.experiment, log)
+        if any(data[key] != other.head["data"][key] for key in ("name", "train", "test")):
             raise ValueError(
-                f"{log.path} ran on {log.head['data']}, but {other.path} on {other.head['data']}: "
+                f"{log.path} ran on {data}, but {other.path} on {other.head['data']}: "
                 "runs on different data cannot be compared, keep them in separate folders"
             )
     return sorted(runs, key=lambda log: (log.experiment, place(log.method), place(log.column), log.seed))
 
 
 def unfinished(out: Path) -> list[Path]:
-    """Logs of runs that have not ended: they are named so, and have a head or nothing yet."""
-    named = [path for path in Path(out, LOGS).glob("*/*.part") if PART.fullmatch(path.name)]
-    own = [path for path in named if path.is_file() and not path.is_symlink()]
-    return sorted(path for path in own if not (begun := _first_bytes(path)) or begun == HEADED)
-
-
-def _first_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(len(HEADED))
+    """Logs of runs that have not ended."""
+    folders = sorted(Path(out, LOGS).glob("*"))
+    return [part for folder in folders for part in files.left_over(folder, r"[^.]+\.[^.]+\.\d+")]
 
 
 def place(key: str) -> tuple[int, str]:
@@ -249,16 +242,6 @@ def quantile(values: Sequence[float], q: float) -> float:
     return low if low in (high, -math.inf) else low + (rank - math.floor(rank)) * (high - low)
 
 
-def as_csv(logs: Iterable[Log]) -> str:
-    """One line per run."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_FIELDS, lineterminator="\n")
-    writer.writeheader()
-    for log in logs:
-        writer.writerow({key: cell(v) if isinstance(v, str) else v for key, v in _csv_row(log).items()})
-    return text.getvalue()
-
-
 CSV_FIELDS = (
     *("experiment", "method", "label", "column", "seed", "status", "end", "message", "steps", "batch", "parameters"),
     *("seconds", *MEASURES, "steps_to_90", "seconds_to_90", *(f"train_loss_{step}" for step in SINE_READINGS)),
@@ -266,65 +249,20 @@ CSV_FIELDS = (
 )
 
 
-def _csv_row(log: Log) -> dict[str, Any]:
-    numbers = {key: log.final(key) for key in ("seconds", *MEASURES)}
-    numbers |= {"steps_to_90": log.steps_to(), "seconds_to_90": log.seconds_to()}
-    numbers |= {f"train_loss_{step}": log.at(step, "train_loss") for step in SINE_READINGS}
-    head = log.head
-    return {
-        **{key: head[key] for key in CSV_FIELDS if key in head and key not in ("seconds", "data")},
-        **{key: value if math.isfinite(value) else "" for key, value in numbers.items()},
-        **{"status": log.status, "end": log.end, "message": log.message},
-        **{"data": head["data"]["name"], "hyper": json.dumps(head["hyper"])},
-    }
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        return files.loads(text)
-    except ValueError as error:
-        broken = str(error) == "not JSON" and not text.endswith(b"\n")
-        where = " of the line" if str(error).startswith("not UTF-8") else ""
-        raise ValueError("the line breaks off" if broken else f"{error}{where}") from error
-
-
-def _checked_head(line: dict[str, Any]) -> dict[str, Any]:
-    if type(line["format"]) is not int or not OLDEST <= line["format"] <= FORMAT:
-        raise ValueError(f"format {reprlib.repr(line['format'])} where this version reads {OLDEST} to {FORMAT}")
-    missing = [key for key in HEAD if key not in line]
-    if missing:
-        raise ValueError(f"the head has no {', '.join(missing)}")
-    _checked({"train_sample": 0, **line}, {**HEAD, "train_sample": WHOLE})  # the one that may be missing
-    _checked(line["data"], DATA)
-    return line
-
-
-def _checked_step(line: dict[str, Any], before: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    _checked(line, STEP)
-    if before and line["step"] <= before[-1]["step"]:
-        raise ValueError(f"step {line['step']} after step {before[-1]['step']:g}")
-    return {key: _number(value) for key, value in line.items() if key != "kind"}
-
-
-def _points(line: dict[str, Any]) -> Curve:
-    x, y = ([_number(value) for value in _checked(line, POINTS)[axis]] for axis in POINTS)
-    if len(x) != len(y):
-        raise ValueError(f"{len(x)} values of x and {len(y)} of y")
-    return x, y
-
-
-def _checked(line: dict[str, Any], wanted: Mapping[str, str]) -> dict[str, Any]:
-    for key, kind in wanted.items():
-        if type(line[key]) not in TYPES[kind]:  # not isinstance: true is no number
-            raise ValueError(f"{key!r} is {reprlib.repr(line[key])}, not {kind}")
-    return line
-
-
-def _number(value: Any) -> float:
-    if type(value) not in TYPES[NUMBER]:
-        raise ValueError(f"{reprlib.repr(value)} is not {NUMBER}")
-    return math.nan if value is None else float(value)
-
-
-def _same_data(log: Log) -> tuple[Any, ...]:
-    return tuple(log.head["data"].get(key) for key in ("name", "train", "test"))
+def as_csv(logs: Iterable[Log]) -> str:
+    """One line per run."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_FIELDS, extrasaction="ignore", lineterminator="\n")  # heads have more
+    writer.writeheader()
+    for log in logs:
+        numbers = {key: log.final(key) for key in ("seconds", *MEASURES)}
+        numbers |= {"steps_to_90": log.steps_to(), "seconds_to_90": log.seconds_to()}
+        numbers |= {f"train_loss_{step}": log.at(step, "train_loss") for step in SINE_READINGS}
+        row = {
+            **log.head,
+            **{key: value if math.isfinite(value) else "" for key, value in numbers.items()},
+            **{"status": log.status, "end": log.end, "message": log.message},
+            **{"data": log.head["data"]["name"], "hyper": json.dumps(log.head["hyper"])},
+        }
+        writer.writerow({key: cell(value) if isinstance(value, str) else value for key, value in row.items()})
+    return text.getvalue()

@@ -15,16 +15,17 @@ import math
 import re
 import sys
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
+from torch.optim import LBFGS, SGD, Adam
 
 import marquardt as mq
 
@@ -38,7 +39,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "cross_entropy
 # --- trainers: how a method steps, and which weights are evaluated ---
 
 
-class Trainer(ABC):
+class Trainer:
     """Trains a model, batch by batch, and keeps an average of its weights where `average`."""
 
     def __init__(self, model: nn.Module, average: float | None = None) -> None:
@@ -47,9 +48,16 @@ class Trainer(ABC):
         self.mean: Tensor | None = None
         self.count = 0
 
-    @abstractmethod
+    def step(self, x: Tensor, y: Tensor) -> None:
+        raise NotImplementedError
+
     def run(self, batches: Batches, after: Callable[[], bool]) -> None:
         """Steps, with a call of `after` behind each, until it returns that this was the last."""
+        for x, y in batches:
+            self.step(x, y)
+            self.update_average()
+            if after():
+                return
 
     @torch.no_grad()
     def update_average(self) -> None:
@@ -72,20 +80,6 @@ class Trainer(ABC):
             place(self.model, theta)
 
 
-class Stepwise(Trainer):
-    """A step for every batch."""
-
-    @abstractmethod
-    def step(self, x: Tensor, y: Tensor) -> None: ...
-
-    def run(self, batches: Batches, after: Callable[[], bool]) -> None:
-        for x, y in batches:
-            self.step(x, y)
-            self.update_average()
-            if after():
-                return
-
-
 @torch.no_grad()
 def place(model: nn.Module, theta: Tensor) -> None:
     """θ into the parameters, in place: an optimizer may hold views of them."""
@@ -94,7 +88,7 @@ def place(model: nn.Module, theta: Tensor) -> None:
         p.copy_(values.view_as(p))
 
 
-class Ours(Stepwise):
+class Ours(Trainer):
     """LM and its relatives: they keep the average themselves."""
 
     def __init__(self, opt: mq.LM) -> None:
@@ -110,15 +104,15 @@ class Ours(Stepwise):
             yield
 
 
-class Torch(Stepwise):
+class Torch(Trainer):
     """An optimizer of torch.optim, or one with its manners."""
 
-    def __init__(self, model: nn.Module, loss: str, opt: torch.optim.Optimizer, average: float | None) -> None:
+    def __init__(self, model: nn.Module, loss: str, opt: Any, average: float | None) -> None:
         super().__init__(model, average)
         self.loss, self.opt = FUNCTIONS[loss], opt
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        def closure() -> Any:  # a tensor, where torch.optim declares a float
+        def closure() -> Tensor:
             self.opt.zero_grad()
             value = self.loss(self.model(x), y)
             value.backward()
@@ -127,27 +121,23 @@ class Torch(Stepwise):
         self.opt.step(closure)
 
 
-class PSGD(Stepwise):
+class PSGD(Torch):
     """psgd-torch: Kronecker-product preconditioners fitted to Hessian-vector products (Li 2018)."""
 
     def __init__(self, model: nn.Module, loss: str, hyper: Hyper) -> None:
-        super().__init__(model, hyper["average"])
         psgd = needed("psgd_torch", "psgd-torch")
-        self.loss = FUNCTIONS[loss]
+        rates = {"lr_params": hyper["lr"], "lr_preconditioner": hyper["lr_preconditioner"]}
         with contextlib.redirect_stdout(io.StringIO()):  # it prints advice on its defaults
-            self.opt = psgd.Kron(
-                list(model.parameters()),
-                lr_params=hyper["lr"],
-                lr_preconditioner=hyper["lr_preconditioner"],
-                momentum=hyper["momentum"],
-                grad_clip_max_norm=hyper["clip"],
+            opt = psgd.Kron(
+                [*model.parameters()], **rates, momentum=hyper["momentum"], grad_clip_max_norm=hyper["clip"]
             )
+        super().__init__(model, loss, opt, hyper["average"])
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        self.opt.step(lambda: self.loss(self.model(x), y))
+        self.opt.step(lambda: self.loss(self.model(x), y))  # it differentiates by itself
 
 
-class Peer(Stepwise):
+class Peer(Trainer):
     """torch-levenberg-marquardt, with its fastest solver. Its vmap refuses RReLU: it gets the LeakyReLU of eval mode.
 
     On cross-entropy it takes the root of each sample's loss as residual, one row per sample.
@@ -229,7 +219,7 @@ def needed(module: str, package: str) -> Any:
 
 def peer(name: str) -> types.ModuleType:
     """A module of torch-levenberg-marquardt. The package itself imports Lightning and torchmetrics for its training
-    loop, which a step does not need: without those, only the modules of the step are imported."""
+    loop, which a step does not need: only the modules of the step are imported."""
     package = "torch_levenberg_marquardt"
     if package not in sys.modules:
         spec = importlib.machinery.PathFinder.find_spec(package)
@@ -237,11 +227,6 @@ def peer(name: str) -> types.ModuleType:
             raise Unavailable(
                 "needs the package torch-levenberg-marquardt: pip install --no-deps torch-levenberg-marquardt"
             )
-        try:
-            return importlib.import_module(f"{package}.{name}")
-        except ImportError:
-            for loaded in [loaded for loaded in sys.modules if loaded.split(".")[0] == package]:
-                del sys.modules[loaded]
         bare = types.ModuleType(package)
         bare.__path__ = list(spec.submodule_search_locations)
         sys.modules[package] = bare
@@ -276,20 +261,21 @@ UPHILL = OneOf((None, 1.0, 2.0))  # b; None: only a decrease is accepted
 
 
 Build = Callable[[nn.Module, str, Hyper], Trainer]  # model, loss, hyper-parameters
+Space = Mapping[str, Range | OneOf]
 
 
 @dataclass(frozen=True)
 class Method:
     """`default` has the paper's values; if it prints none, the defaults of the library or our own."""
 
-    key: str
-    label: str
     build: Build
     default: Hyper
-    space: Mapping[str, Range | OneOf]
+    space: Space
     on_mnist: Hyper = field(default_factory=dict)  # if other values hold there
-    mnist_space: Mapping[str, Range | OneOf] = field(default_factory=dict)  # beside `space`
+    mnist_space: Space = field(default_factory=dict)  # beside `space`
     sine_only: bool = False
+    key: str = ""
+    label: str = ""
 
     def hyper(self, problem: str) -> dict[str, Any]:
         return {"average": None, **self.default, **(self.on_mnist if problem != "sine" else {})}
@@ -298,21 +284,31 @@ class Method:
         return {**self.space, **(self.mnist_space if problem != "sine" else {}), "average": AVERAGE}
 
 
-def _average(h: Hyper) -> mq.EMA | None:
-    return None if h["average"] is None else mq.EMA(h["average"])
-
-
 RULES = {"gain ratio": mq.GainRatio, "tenfold": mq.TenFold, "relative decrease": mq.RelativeDecrease}  # for λ
 ROWS = {"auto": None, "exact": mq.Exact(), "empirical": mq.Empirical(), "sampled": mq.Sampled(1)}
 
 
 def _ours(make: Callable[..., mq.LM], parts: Callable[[Hyper], dict[str, Any]] = lambda h: {}) -> Build:
     """LM or a preset with the parts that the hyper-parameters name."""
-    return lambda model, loss, h: Ours(make(model, loss, lr=h["lr"], average=_average(h), **parts(h)))
+
+    def build(model: nn.Module, loss: str, h: Hyper) -> Trainer:
+        average = None if h["average"] is None else mq.EMA(h["average"])
+        return Ours(make(model, loss, **{"average": average, **({"lr": h["lr"]} if "lr" in h else {}), **parts(h)}))
+
+    return build
 
 
-def _of_torch(make: Callable[..., torch.optim.Optimizer]) -> Build:
+def _of_torch(make: Callable[[Any, Hyper], torch.optim.Optimizer]) -> Build:
     return lambda model, loss, h: Torch(model, loss, make(model.parameters(), h), h["average"])
+
+
+def _damped(rule: Callable[..., Any], *names: str) -> Callable[[Hyper], dict[str, Any]]:
+    """A rule for λ that begins at `lam`, with these hyper-parameters for its options."""
+    return lambda h: {"schedule": rule(initial=h["lam"], **{name: h[name] for name in names})}
+
+
+def _uphill(h: Hyper, **options: bool) -> mq.Decrease | mq.Uphill:
+    return mq.Decrease() if h["b"] is None else mq.Uphill(h["b"], **options)
 
 
 def _lm(h: Hyper) -> dict[str, Any]:
@@ -320,7 +316,7 @@ def _lm(h: Hyper) -> dict[str, Any]:
         "rows": ROWS[h["rows"]],
         "schedule": mq.Balanced(initial=h["lam"], target=h["target"]),
         "momentum": mq.AdaptiveMomentum(xi=h["xi"], dP=math.inf, cap=True, same_data=True),
-        "acceptance": mq.Decrease() if h["b"] is None else mq.Uphill(h["b"], of_late=True),
+        "acceptance": _uphill(h, of_late=True),
     }
 
 
@@ -329,123 +325,91 @@ def _paper(h: Hyper) -> dict[str, Any]:
         "rows": ROWS[h["rows"]],
         "schedule": RULES[h["rule"]](initial=h["lam"]),
         "momentum": mq.AdaptiveMomentum(xi=h["xi"], dP=h["dP"], cap=True),
-        "acceptance": mq.Decrease() if h["b"] is None else mq.Uphill(h["b"]),
+        "acceptance": _uphill(h),
     }
 
 
 def _code(h: Hyper) -> dict[str, Any]:
-    return {
-        "schedule": mq.RelativeDecrease(initial=h["lam"]),
-        "momentum": mq.AdaptiveMomentum(xi=h["xi"], dP=h["dP"]),
-        "acceptance": mq.Uphill(h["b"]),
-    }
-
-
-def _hessian_free(h: Hyper) -> dict[str, Any]:  # as in the preset
-    rule = mq.GainRatio(initial=h["lam"], down=2 / 3, up=1.5, slow_down=2 / 3, slow_up=1.5, floor=1e-12)
-    return {"schedule": rule}
-
-
-def _sgd(parameters: Any, h: Hyper) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, h["lr"], momentum=h["momentum"], weight_decay=h["weight_decay"], fused=True)
-
-
-def _adam(parameters: Any, h: Hyper) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, h["lr"], betas=(h["beta1"], h["beta2"]), fused=True)
-
-
-def _lbfgs(parameters: Any, h: Hyper) -> torch.optim.Optimizer:
-    options = {"max_iter": h["iterations"], "history_size": h["history"], "line_search_fn": h["search"]}
-    return torch.optim.LBFGS(parameters, h["lr"], **options)
-
-
-def _optimizer(key: str, build: Build, default: Hyper, space: Mapping[str, Range | OneOf], **options: Any) -> Method:
-    return Method(key, OPTIMIZERS[key], build, default, space, **options)
+    schedule, momentum = mq.RelativeDecrease(initial=h["lam"]), mq.AdaptiveMomentum(xi=h["xi"], dP=h["dP"])
+    return {"schedule": schedule, "momentum": momentum, "acceptance": _uphill(h)}
 
 
 METHODS = {
-    method.key: method
-    for method in [
-        _optimizer(
-            "lm",
+    key: replace(method, key=key, label=OPTIMIZERS[key])
+    for key, method in {
+        "lm": Method(
             _ours(mq.LM, _lm),
             # the defaults of mq.LM
             {"lr": 1.0, "lam": 3.0, "xi": 0.9, "b": 1.0, "rows": "auto", "target": 0.95, "average": 0.95},
             {"lr": Range(0.3, 1.0), "lam": LAMBDA, "xi": XI, "b": UPHILL},
             mnist_space={"rows": OneOf(("auto", "exact", "sampled")), "target": Range(0.8, 1.0, log=False)},
         ),
-        _optimizer(
-            "lm-paper",
+        "lm-paper": Method(
             _ours(mq.presets.paper, _paper),
             {"lr": 1.0, "lam": 1.0, "rule": "gain ratio", "xi": 0.9, "dP": 0.6, "b": None, "rows": "exact"},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA, "rule": OneOf(tuple(RULES)), "xi": XI, "dP": DP, "b": UPHILL},
             on_mnist={"dP": 1.0, "b": 2.0},
             mnist_space={"rows": OneOf(("exact", "empirical"))},
         ),
-        _optimizer(
-            "lm-code",
+        "lm-code": Method(
             _ours(mq.presets.authors_code, _code),
             {"lr": 1.0, "lam": 1.0, "xi": 0.9, "dP": 0.6, "b": 2.0},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA, "xi": XI, "dP": DP, "b": OneOf((1.0, 2.0))},
         ),
-        _optimizer(
-            "lm-vanilla",
-            _ours(mq.presets.vanilla, lambda h: {"schedule": mq.TenFold(initial=h["lam"], factor=h["factor"])}),
+        "lm-vanilla": Method(
+            _ours(mq.presets.vanilla, _damped(mq.TenFold, "factor")),
             {"lr": 1.0, "lam": 1.0, "factor": 10.0},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA, "factor": Range(1.5, 10.0)},
         ),
-        _optimizer("gauss-newton", _ours(mq.presets.gauss_newton), {"lr": 1.0}, {"lr": Range(0.01, 1.0)}),
-        _optimizer(
-            "newton",
-            _ours(mq.presets.newton, lambda h: {"schedule": mq.TenFold(initial=h["lam"])}),
+        "gauss-newton": Method(_ours(mq.presets.gauss_newton), {"lr": 1.0}, {"lr": Range(0.01, 1.0)}),
+        "newton": Method(
+            _ours(mq.presets.newton, _damped(mq.TenFold)),
             {"lr": 1.0, "lam": 1.0},
             {"lr": Range(0.1, 1.0), "lam": LAMBDA},
             sine_only=True,
         ),
-        _optimizer(
-            "bfgs",
+        "bfgs": Method(
             BFGS,
             {"c1": 1e-4, "c2": 0.9},  # SciPy's defaults
             {"c1": Range(1e-5, 1e-2), "c2": Range(0.1, 0.95, log=False)},
             sine_only=True,
         ),
-        _optimizer(
-            "lbfgs",
-            _of_torch(_lbfgs),
+        "lbfgs": Method(
+            _of_torch(
+                lambda p, h: LBFGS(p, h["lr"], h["iterations"], history_size=h["history"], line_search_fn=h["search"])
+            ),
             {"lr": 0.005, "iterations": 1, "history": 100, "search": None},  # torch's defaults beside the paper's lr
             {"lr": Range(1e-3, 1.0), "history": OneOf((5, 20, 100)), "search": OneOf((None, "strong_wolfe"))},
             on_mnist={"iterations": 20},  # of torch's step, on one batch: its default
         ),
-        _optimizer(
-            "hessian-free",
-            _ours(mq.presets.hessian_free, _hessian_free),
+        "hessian-free": Method(
+            _ours(
+                mq.presets.hessian_free,
+                _damped(partial(mq.GainRatio, down=2 / 3, up=1.5, slow_down=2 / 3, slow_up=1.5, floor=1e-12)),
+            ),
             {"lr": 0.1, "lam": 1.0},
             {"lr": Range(0.05, 1.0), "lam": LAMBDA},
         ),
-        _optimizer(
-            "kfac",
-            _ours(mq.presets.kfac, lambda h: {"schedule": mq.GainRatio(initial=h["lam"], floor=h["floor"])}),
+        "kfac": Method(
+            _ours(mq.presets.kfac, _damped(mq.GainRatio, "floor")),
             {"lr": 0.05, "lam": 1.0, "floor": 0.3},  # the preset's beside the paper's lr
             {"lr": Range(0.01, 1.0), "lam": LAMBDA},
             on_mnist={"lr": 1.0},
             mnist_space={"floor": Range(0.01, 3.0)},  # λ of the same data has none
         ),
-        _optimizer(
-            "sgd",
-            _of_torch(_sgd),
+        "sgd": Method(
+            _of_torch(lambda p, h: SGD(p, h["lr"], h["momentum"], weight_decay=h["weight_decay"], fused=True)),
             {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4},
             {"lr": Range(1e-3, 1.0), "momentum": Range(0.5, 0.99, log=False), "weight_decay": DECAY},
             on_mnist={"lr": 0.1},
         ),
-        _optimizer(
-            "adam",
-            _of_torch(_adam),
+        "adam": Method(
+            _of_torch(lambda p, h: Adam(p, h["lr"], (h["beta1"], h["beta2"]), fused=True)),
             {"lr": 0.01, "beta1": 0.9, "beta2": 0.999},
             {"lr": Range(1e-3, 0.3), "beta1": OneOf((0.8, 0.9, 0.95)), "beta2": OneOf((0.9, 0.99, 0.999))},
             on_mnist={"lr": 0.05},
         ),
-        _optimizer(
-            "psgd",
+        "psgd": Method(
             PSGD,
             {"lr": 0.01, "lr_preconditioner": 0.1, "momentum": 0.0, "clip": None},  # psgd-torch's defaults
             {
@@ -453,13 +417,12 @@ METHODS = {
                 **{"momentum": OneOf((0.0, 0.5, 0.9)), "clip": OneOf((None, 1.0, 10.0))},
             },
         ),
-        _optimizer(
-            "tlm",
+        "tlm": Method(
             Peer,
             {"lr": 1.0, "lam": 1e-3, "attempts": 10},  # its defaults
             {"lr": Range(0.05, 1.0), "lam": Range(1e-4, 1e2), "attempts": OneOf((1, 3, 10))},
         ),
-    ]
+    }.items()
 }
 
 
@@ -484,10 +447,9 @@ def _variant(key: str, label: str) -> Method:
     preset = mq.presets.paper if name == "paper" else mq.presets.vanilla
 
     def build(model: nn.Module, loss: str, h: Hyper) -> Trainer:
-        parts = improvements(loss)[part][sign == "-"] if part else {}
-        return Ours(preset(model, loss, average=_average(h), **parts))
+        return _ours(preset, lambda h: improvements(loss)[part][sign == "-"] if part else {})(model, loss, h)
 
-    return Method(key, label, build, {}, {})
+    return Method(build, {}, {}, key=key, label=label)
 
 
 VARIANTS = {key: _variant(key, label) for key, label in {**REMOVED, **ADDED}.items()}

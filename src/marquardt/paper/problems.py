@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -30,57 +31,48 @@ def sine(seed: int, dtype: torch.dtype = torch.float64, device: Device = "cpu") 
     return x.to(device, dtype), y.to(device, dtype)  # (1000, 1), (1000, 1)
 
 
+# --- networks, with torch's default initialisation under a seed -----------------------------------------------------
+
+
+def _seeded(build: Callable[[], nn.Sequential], seed: int, dtype: torch.dtype, device: Device) -> nn.Sequential:
+    """The model that `build` makes under `seed`; drawn in float32 on the CPU, so equal everywhere up to rounding."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # The CPU's generator alone: torch.manual_seed would reseed the accelerators too, and nothing restores those.
+        torch.default_generator.manual_seed(seed)
+        model = build()
+    return model.to(device=device, dtype=dtype)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, dtype=torch.float32)
+
+
 def sine_mlp(seed: int, dtype: torch.dtype = torch.float64, device: Device = "cpu") -> nn.Sequential:
-    """MLP 1–10–1 with ELU: 31 parameters, torch's default initialisation under `seed`."""
+    """MLP 1–10–1 with ELU: 31 parameters."""
+    return _seeded(lambda: nn.Sequential(_linear(1, 10), nn.ELU(), _linear(10, 1)), seed, dtype, device)
 
-    return _seeded(
-        lambda: nn.Sequential(nn.Linear(1, 10, dtype=torch.float32), nn.ELU(), nn.Linear(10, 1, dtype=torch.float32)),
-        seed,
-        dtype,
-        device,
+
+def _cnn(kernels: tuple[int, int], features: int, *last: nn.Module) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, kernels[0], dtype=torch.float32),  # (N, 4, 24, 24), or (N, 4, 6, 6) for the small images
+        nn.RReLU(),
+        nn.MaxPool2d(2),  # (N, 4, 12, 12), (N, 4, 3, 3)
+        nn.Conv2d(4, 8, kernels[1], dtype=torch.float32),  # (N, 8, 8, 8), (N, 8, 2, 2)
+        nn.RReLU(),
+        *last,  # (N, 8, 4, 4)
+        nn.Flatten(),
+        _linear(features, MNIST_CLASSES),  # (N, 10)
     )
-
-
-# --- digits ---------------------------------------------------------------------------------------------------------
 
 
 def mnist_cnn(seed: int, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> nn.Sequential:
-    """The paper's CNN on 1×28×28 images: 2,202 parameters, torch's default initialisation under `seed`."""
-
-    return _seeded(
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 5, dtype=torch.float32),  # (N, 4, 24, 24)
-            nn.RReLU(),
-            nn.MaxPool2d(2),  # (N, 4, 12, 12)
-            nn.Conv2d(4, 8, 5, dtype=torch.float32),  # (N, 8, 8, 8)
-            nn.RReLU(),
-            nn.MaxPool2d(2),  # (N, 8, 4, 4)
-            nn.Flatten(),
-            nn.Linear(128, MNIST_CLASSES, dtype=torch.float32),  # (N, 10)
-        ),
-        seed,
-        dtype,
-        device,
-    )
+    """The paper's CNN on 1×28×28 images: 2,202 parameters."""
+    return _seeded(lambda: _cnn((5, 5), 128, nn.MaxPool2d(2)), seed, dtype, device)
 
 
 def digits_cnn(seed: int, dtype: torch.dtype = torch.float32, device: Device = "cpu") -> nn.Sequential:
-    """A CNN like the paper's on 1×8×8 images: 506 parameters, torch's default initialisation under `seed`."""
-
-    return _seeded(
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3, dtype=torch.float32),  # (N, 4, 6, 6)
-            nn.RReLU(),
-            nn.MaxPool2d(2),  # (N, 4, 3, 3)
-            nn.Conv2d(4, 8, 2, dtype=torch.float32),  # (N, 8, 2, 2)
-            nn.RReLU(),
-            nn.Flatten(),
-            nn.Linear(32, MNIST_CLASSES, dtype=torch.float32),  # (N, 10)
-        ),
-        seed,
-        dtype,
-        device,
-    )
+    """A CNN like the paper's on 1×8×8 images: 506 parameters."""
+    return _seeded(lambda: _cnn((3, 2), 32), seed, dtype, device)
 
 
 class Build(Protocol):
@@ -98,7 +90,7 @@ def cnn_for(data: Digits) -> Build:
     return CNNS[side]
 
 
-# --- both -----------------------------------------------------------------------------------------------------------
+# --- batches and evaluation -----------------------------------------------------------------------------------------
 
 
 def batches(n: int, size: int, seed: int) -> Iterator[Tensor]:
@@ -109,12 +101,9 @@ def batches(n: int, size: int, seed: int) -> Iterator[Tensor]:
     if not 1 <= size <= n:
         raise ValueError(f"batch size must lie between 1 and the number of samples {n}, got {size}")
 
-    def forever() -> Iterator[Tensor]:
-        generator = torch.Generator("cpu").manual_seed(seed)
-        while True:
-            yield from torch.split(torch.randperm(n, generator=generator, device="cpu"), size)  # (size,) each
-
-    return forever()  # a generator of its own, so that the check above happens at the call
+    generator = torch.Generator("cpu").manual_seed(seed)
+    orders = (torch.randperm(n, generator=generator, device="cpu") for _ in itertools.count())
+    return itertools.chain.from_iterable(order.split(size) for order in orders)  # (size,) each
 
 
 def predict(model: nn.Module, x: Tensor, chunk: int = CHUNK) -> Tensor:
@@ -156,12 +145,3 @@ def mean_squared_error(model: nn.Module, x: Tensor, y: Tensor, chunk: int = CHUN
 def _check_lengths(x: Tensor, y: Tensor) -> None:
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(f"expected as many targets as samples, and at least one, got {len(y)} for {len(x)}")
-
-
-def _seeded(build: Callable[[], nn.Sequential], seed: int, dtype: torch.dtype, device: Device) -> nn.Sequential:
-    """The model that `build` makes under `seed`; drawn in float32 on the CPU, so equal everywhere up to rounding."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # The CPU's generator alone: torch.manual_seed would reseed the accelerators too, and nothing restores those.
-        torch.default_generator.manual_seed(seed)
-        model = build()
-    return model.to(device=device, dtype=dtype)

@@ -9,8 +9,9 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,6 @@ class Report:
 
     @staticmethod
     def read(path: Path) -> Report:
-        way = "move it away, and `marquardt paper report` writes it again from logs"
         try:
             if path.is_symlink():
                 raise files.Damaged(f"{path} is a link, which marquardt has not made")
@@ -80,10 +80,11 @@ class Report:
                 raise files.Damaged(f"{path} is damaged: it has lost its checksum")
             report: Report = typed(entries, Report)
             return report
-        except files.Damaged as error:
-            raise files.Damaged(f"{error}: {way}") from None
         except ValueError as error:
-            raise files.Damaged(f"{path} is damaged ({error}): {way}") from None
+            reason = error if isinstance(error, files.Damaged) else f"{path} is damaged ({error})"
+            raise files.Damaged(
+                f"{reason}: move it away, and `marquardt paper report` writes it again from logs"
+            ) from None
 
 
 def write(out: Path) -> Path:
@@ -105,31 +106,24 @@ def write(out: Path) -> Path:
             made |= {f"tables/{table.name}.md": table.markdown() for table in content.tables}
         elif before is not None:
             content = before.content
-        made |= _drawn(content, out)
-        _put(out, content, {name: text.encode() for name, text in made.items()}, before)
+        try:
+            drawn = {figure.name: figure.panels() for figure in content.figures}
+            made |= {f"figures/{name}.svg": alone(svgs) for name, svgs in drawn.items()}
+            made[PAGE] = _page(content, drawn)
+        except (ValueError, LookupError, ArithmeticError, StopIteration, jinja2.TemplateError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{out / CONTENT} holds what cannot be drawn ({reason}): move it away") from error
+        # report.json comes first: also if the process is killed in between, what it has written is known for its own.
+        texts = {out / name: text.encode() for name, text in made.items()}
+        new = {path: files.digest(text) for path, text in texts.items()}
+        way = "move it away, or choose another --out"
+        there = files.own(dict(new), before.written if before else (), way)
+        report = Report(content, sorted(there | {*new.values()}))
+        texts = {out / CONTENT: files.sealed({"format": FORMAT, **asdict(report)}), **texts}
+        for path, text in texts.items():
+            with files.whole(path) as put:
+                put(text)
     return out / PAGE
-
-
-def _put(out: Path, content: Content, made: dict[str, bytes], before: Report | None) -> None:
-    """report.json comes first: also if the process is killed in between, what it has written is known for its own."""
-    new = {out / name: files.digest(text) for name, text in made.items()}
-    way = "move it away, or choose another --out"
-    there = files.own(dict(new), before.written if before else (), way)
-    with files.whole(out / CONTENT) as put:
-        put(files.sealed({"format": FORMAT, **asdict(Report(content, sorted(there | {*new.values()})))}))
-    for name, text in made.items():
-        with files.whole(out / name) as put:
-            put(text)
-
-
-def _drawn(content: Content, out: Path) -> dict[str, str]:
-    try:
-        drawn = {figure.name: figure.panels() for figure in content.figures}
-        pictures = {f"figures/{name}.svg": alone(svgs) for name, svgs in drawn.items()}
-        return pictures | {PAGE: _page(content, drawn)}
-    except (ValueError, LookupError, ArithmeticError, StopIteration, jinja2.TemplateError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{out / CONTENT} holds what cannot be drawn ({reason}): move it away") from error
 
 
 def _gathered(runs: Sequence[Log], parts: Sequence[Path]) -> Content:
@@ -159,17 +153,16 @@ def _page(content: Content, drawn: dict[str, list[str]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    by_experiment = {name: TABLES.get(name, (name,)) for name in TITLES}
-    placed = {name for names in by_experiment.values() for name in names}
+    tables_of = {name: TABLES.get(name, (name,)) for name in TITLES}
     methods = {line.method for figure in content.figures for chart in figure.charts for line in chart.lines}
     return environment.get_template("report.html.jinja").render(
         content=content,
         legend=_legend(methods),
-        pictures=_by_title({name: [f for f in content.figures if f.experiment == name] for name in TITLES}),
+        pictures=_by_title(lambda name: [figure for figure in content.figures if figure.experiment == name]),
         panels={name: [*map(Markup, svgs)] for name, svgs in drawn.items()},
         topics=_topics(content.verdicts),
-        tables=_by_title({name: [t for t in content.tables if t.name in by_experiment[name]] for name in TITLES}),
-        others=[table for table in content.tables if table.name not in placed],
+        tables=_by_title(lambda name: [table for table in content.tables if table.name in tables_of[name]]),
+        others=[table for table in content.tables if table.name not in chain(*tables_of.values())],
         folded=FOLDED,
         titles=TITLES,
         noise=f"{SINE_NOISE_FLOOR:.4f}",
@@ -178,8 +171,8 @@ def _page(content: Content, drawn: dict[str, list[str]]) -> str:
     )
 
 
-def _by_title(by_experiment: dict[str, list[Any]]) -> dict[str, tuple[str, list[Any]]]:
-    return {name: (TITLES[name], some) for name, some in by_experiment.items() if some}
+def _by_title(of: Callable[[str], list[Any]]) -> dict[str, tuple[str, list[Any]]]:
+    return {name: (title, some) for name, title in TITLES.items() if (some := of(name))}
 
 
 def _legend(methods: set[str]) -> dict[str, list[tuple[Markup, str, str, str]]]:
@@ -197,8 +190,7 @@ def _legend(methods: set[str]) -> dict[str, list[tuple[Markup, str, str, str]]]:
 
 def _topics(by_column: dict[str, list[Verdict]]) -> dict[str, list[dict[str, Verdict]]]:
     """{title: [{column: verdict}, …]}, a claim each; the columns are its judgements with default and tuned values."""
-    titles = [*TITLES.values(), OTHER_METHODS]
-    judged: dict[str, dict[str, dict[str, Verdict]]] = {title: {} for title in titles}
+    judged: dict[str, dict[str, dict[str, Verdict]]] = {title: {} for title in (*TITLES.values(), OTHER_METHODS)}
     for column, some in by_column.items():
         for verdict in some:
             title = OTHER_METHODS if verdict.about == THE_OTHERS else TITLES[verdict.experiment]
@@ -216,8 +208,7 @@ def _summary(runs: Sequence[Log], by_column: dict[str, list[Verdict]]) -> str:
             counts.append(f"{count[HELD]} of {count.total()} about {about}{missing}")
         sentences.append(f"With {column} values these claims of the paper held: {' and '.join(counts)}.")
     digits = [log.head["data"] for log in runs if log.head["problem"] != "sine"]
-    others = sorted({data["name"] for data in digits if data["train"] + data["test"] != MNIST_SIZE})
-    if others:
+    if others := sorted({data["name"] for data in digits if data["train"] + data["test"] != MNIST_SIZE}):
         sentences.append(
             f"Classification ran on {', '.join(others)}: the numbers that the paper gives for MNIST cannot be compared."
         )
@@ -228,10 +219,9 @@ def _experiments(runs: Sequence[Log]) -> list[list[str]]:
     """Data, size, length and seeds of each experiment."""
     rows = []
     for name, title in TITLES.items():
-        of_it = select(runs, name)
-        if of_it:
+        if of_it := select(runs, name):
             head, data = of_it[0].head, of_it[0].head["data"]
-            sizes = ", ".join(f"{data[key]:,} {key}" for key in ("train", "test") if data.get(key))
+            sizes = ", ".join(f"{data[key]:,} {key}" for key in ("train", "test") if data[key])
             if 0 < head.get("train_sample", 0) < data["train"]:
                 sizes += f" (training loss and accuracy of {head['train_sample']:,})"
             length = f"{horizon(of_it)} steps" + (f", {head['seconds']:g} s" if head["seconds"] else "")

@@ -16,7 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib import metadata
@@ -31,12 +31,13 @@ from ..files import typed
 from . import logs, problems
 from .data import NAMES, Digits, find
 from .methods import METHODS, Method, Trainer, Unavailable, ablation
-from .vocabulary import COLUMNS, EXPERIMENTS, LOGS, OUT, PROBLEMS, TUNED, problem_of
+from .vocabulary import COLUMNS, EXPERIMENTS, LOGS, MEASURES, OUT, PROBLEMS, TUNED, problem_of
 
 SINE_STEPS = 200
 FIRST_SEED = 1000  # of those that are reported: what is chosen, by hand or by a search, is chosen on seeds below
 TRAIN_SAMPLE = 1000  # of the training set, evaluated after each step
 VALUE: Any = float | str | bool | None  # of a hyper-parameter
+FORM = "{problem: {optimizer: hyper-parameters}} in JSON"
 WINNERS = Path(__file__).with_name(TUNED)  # of 20 trials each, on MNIST and on the sine
 
 DIVERGED = 10.0  # times the loss at the start
@@ -107,42 +108,39 @@ def plan(
     tuned: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Run]:
     """All runs of these experiments. `tuned[problem][method]` has hyper-parameters: without them, no tuned column."""
-    for what, asked, known in (
-        ("experiment", experiments, EXPERIMENTS), ("optimizer", methods or (), METHODS), ("column", columns, COLUMNS)
-    ):  # fmt: skip
-        if unknown := [name for name in asked if name not in known]:
-            raise ValueError(f"no {what} {unknown[0]!r}: choose from {', '.join(known)}")
+    check_names("experiment", experiments, EXPERIMENTS)
+    check_names("optimizer", methods or (), METHODS)
+    check_names("column", columns, COLUMNS)
     if seeds is not None and seeds < 1:
         raise ValueError(f"seeds={seeds}: how many seeds to run, at least 1")
     size, best = FULL if full else QUICK, tuned or {}
     chosen = [method for key, method in METHODS.items() if methods is None or key in methods]
-
-    def of(experiment: str, column: str, specs: Iterable[Method] = chosen, **options: Any) -> Iterator[Run]:
-        problem = problem_of(experiment)
-        if problem == "sine":  # always on the CPU: a GPU only waits for 31 parameters
-            count = size.sine_seeds
-        else:
-            count, options = size.mnist_seeds, {**options, "train_sample": size.train_sample, "device": device}
-        for seed, spec in itertools.product(range(FIRST_SEED, FIRST_SEED + (seeds or count)), specs):
-            hyper = spec.hyper(problem)
-            if column == "tuned":
-                if spec.key not in best.get(problem, {}):
-                    continue
-                hyper |= best[problem][spec.key]
-            if problem == "sine" or not spec.sine_only:
-                yield Run(experiment, spec.key, spec.label, column, seed, limit=size.limit, hyper=hyper, **options)
-
     runs: list[Run] = []
+
+    def add(experiment: str, column: str, specs: Iterable[Method] = chosen, **options: Any) -> None:
+        problem = problem_of(experiment)
+        is_sine = problem == "sine"
+        if not is_sine:  # the sine is always on the CPU: a GPU only waits for 31 parameters
+            options |= {"train_sample": size.train_sample, "device": device}
+        count = seeds or (size.sine_seeds if is_sine else size.mnist_seeds)
+        for seed, spec in itertools.product(range(FIRST_SEED, FIRST_SEED + count), specs):
+            changes = {} if column == "default" else best.get(problem, {}).get(spec.key)
+            if changes is not None and (is_sine or not spec.sine_only):
+                hyper = {**spec.hyper(problem), **changes}
+                runs.append(
+                    Run(experiment, spec.key, spec.label, column, seed, limit=size.limit, hyper=hyper, **options)
+                )
+
     for column in columns:
         if "sine" in experiments:
-            runs += of("sine", column, steps=SINE_STEPS, seconds=size.sine_seconds)
+            add("sine", column, steps=SINE_STEPS, seconds=size.sine_seconds)
         if "mnist" in experiments:
-            runs += of("mnist", column, steps=size.mnist_steps)
+            add("mnist", column, steps=size.mnist_steps)
     if "ablation" in experiments:
-        runs += of("ablation-sine", "default", ablation("sine").values(), steps=SINE_STEPS)
-        runs += of("ablation-mnist", "default", ablation("mnist").values(), steps=size.ablation_steps)
+        add("ablation-sine", "default", ablation("sine").values(), steps=SINE_STEPS)
+        add("ablation-mnist", "default", ablation("mnist").values(), steps=size.ablation_steps)
     for column in columns if "swapped" in experiments else ():
-        runs += of("swapped", column, steps=0)
+        add("swapped", column, steps=0)
     return runs
 
 
@@ -150,25 +148,23 @@ def winners(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """{problem: {method: hyper-parameters}}, as `marquardt paper tune` wrote it."""
     try:
         content = files.loads(files.content_of(path))
+        typed(content, dict[str, dict[str, dict[str, VALUE]]])
+        for problem, methods in content.items():
+            check_names("problem", [problem], PROBLEMS)
+            check_names("optimizer", methods, METHODS)
+            for name, hyper in methods.items():
+                check_names(f"hyper-parameter of {name}", hyper, METHODS[name].hyper(problem))
     except ValueError as error:
-        reason = f"expected the JSON that `marquardt paper tune` writes ({error}); move the file away"
-        raise ValueError(f"{path}: {reason}") from error
-    if not all(isinstance(methods, dict) for methods in content.values()):
-        form = "{problem: {optimizer: hyper-parameters}}"
-        raise ValueError(f"{path}: expected {form}, as `marquardt paper tune` writes it")
-    for problem, methods in content.items():
-        if problem not in PROBLEMS:
-            raise ValueError(f"{path}: no problem {problem!r}: {' or '.join(PROBLEMS)}")
-        for name, hyper in methods.items():
-            if name not in METHODS:
-                raise ValueError(f"{path}: no optimizer {name!r} in {problem!r}: choose from {', '.join(METHODS)}")
-            known = METHODS[name].hyper(problem)
-            if not isinstance(hyper, dict) or (unknown := [key for key in hyper if key not in known]):
-                wrong = hyper if not isinstance(hyper, dict) else unknown[0]
-                raise ValueError(f"{path}: {name} has no hyper-parameter {wrong!r}: choose from {', '.join(known)}")
-            for key, value in hyper.items():
-                typed(value, VALUE, f"{path}: {name}.{key}")
+        raise ValueError(
+            f"{path}: {error}; expected {FORM}, as `marquardt paper tune` writes it: correct the file or move it away"
+        ) from error
     return content
+
+
+def check_names(what: str, asked: Iterable[str], known: Iterable[str]) -> None:
+    for name in asked:
+        if name not in known:
+            raise ValueError(f"no {what} {name!r}: choose from {', '.join(known)}")
 
 
 # --- a problem as one run sees it: data, network, batches and what is evaluated ---
@@ -189,7 +185,7 @@ def about(run: Run, data: Digits | None) -> dict[str, Any]:
     if run.problem == "sine":
         n = problems.SINE_POINTS
         return {"name": "sine", "train": n, "test": 0, "source": f"sin x + {problems.SINE_NOISE}·U(0, 1) at {n} points"}
-    data = _trained_on(run, data)
+    data = _images(run, data)
     return {"name": data.name, "train": len(data.train_labels), "test": len(data.test_labels), "source": data.source}
 
 
@@ -198,7 +194,7 @@ def length(run: Run, data: dict[str, Any]) -> int:
     return run.steps or math.ceil(data["train"] / problems.BATCH)
 
 
-def _trained_on(run: Run, data: Digits | None) -> Digits:
+def _images(run: Run, data: Digits | None) -> Digits:
     if data is None:
         raise ValueError(f"{run.name} needs the digits: pass data=, from marquardt.paper.data.find()")
     return data.swapped() if run.experiment == "swapped" else data
@@ -215,7 +211,7 @@ def _sine(run: Run) -> Task:
 
 
 def _digits(run: Run, data: Digits | None) -> Task:
-    digits = _trained_on(run, data).to(run.device)
+    digits = _images(run, data).to(run.device)
     model = problems.cnn_for(digits)(run.seed, device=run.device)
     n = len(digits.train_labels)
     batch = min(problems.BATCH, n)
@@ -225,10 +221,7 @@ def _digits(run: Run, data: Digits | None) -> Task:
     def evaluate() -> dict[str, float]:
         train = problems.evaluate(model, digits.train_images[seen], digits.train_labels[seen], chunk)
         test = problems.evaluate(model, digits.test_images, digits.test_labels, chunk)
-        return {
-            "train_loss": train.loss, "train_accuracy": train.accuracy,
-            "test_loss": test.loss, "test_accuracy": test.accuracy,
-        }  # fmt: skip
+        return dict(zip(MEASURES, (*train, *test), strict=True))
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for index in problems.batches(n, batch, run.seed):
@@ -247,7 +240,7 @@ def done(run: Run, out: Path, data: Digits | None = None) -> bool:
         log = logs.read(run.log(out))
     except (FileNotFoundError, ValueError):  # any other error may hide a log that is whole
         return False
-    wanted = json.loads(json.dumps(_config(run, about(run, data))))
+    wanted = json.loads(json.dumps(_finite(_config(run, about(run, data)))))
     for line in (wanted, log.head):
         line["data"].pop("source", None)  # the same digits may lie elsewhere
     wanted.pop("format")  # of the log, and not of the run
@@ -259,7 +252,7 @@ def held(out: Path) -> Iterator[None]:
     """The logs under `out` are this process's to write, without what is left of runs that were killed."""
     with files.held(out, LOGS):
         for part in logs.unfinished(out):
-            part.unlink(missing_ok=True)
+            part.unlink()
         yield
 
 
@@ -270,8 +263,7 @@ class Clock:
     """Seconds of training; whatever is done under `paused` is off it, and the device has finished at both ends."""
 
     def __init__(self, device: str) -> None:
-        self.seconds = 0.0
-        self.started: float | None = None
+        self.seconds, self.started = 0.0, 0.0
         self.cuda = device.startswith("cuda")
 
     def _now(self) -> float:
@@ -283,9 +275,7 @@ class Clock:
         self.started = self._now()
 
     def stop(self) -> None:
-        if self.started is not None:
-            self.seconds += self._now() - self.started
-            self.started = None
+        self.seconds += self._now() - self.started
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -316,12 +306,11 @@ def execute(run: Run, out: Path, data: Digits | None = None, watch: Watch | None
 
 def check_free(path: Path) -> None:
     """Only a log is replaced, and it is whole."""
-    if not os.path.lexists(path):
-        return
     try:
         if path.is_symlink():
             raise ValueError(f"{path} is a link; {logs.WAY_OUT}")
-        logs.read(path)
+        if path.exists():
+            logs.read(path)
     except ValueError as error:
         raise files.Foreign(f"no log can be written: {error}") from None
 
@@ -410,16 +399,19 @@ class _Recording:
 def _config(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     """What makes a run this run: a log with other values is of another."""
     same = {"problem": run.problem, "steps": length(run, data), "device": torch.device(run.device).type}
-    config: dict[str, Any] = _finite({"format": logs.FORMAT, **asdict(run), **same, "data": data})
-    return config
+    return {"format": logs.FORMAT, **asdict(run), **same, "data": data}
 
 
 def _surroundings(device: str, task: Task) -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else None
     return {
         "batch": task.batch,
         "parameters": sum(p.numel() for p in task.model.parameters()),
         "noise_floor": problems.SINE_NOISE_FLOOR if task.samples is not None else None,
-        "machine": machine(device),
+        "machine": {
+            **{"cpu": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu},
+            "system": f"{platform.system()} {platform.machine()}",
+        },
         "versions": versions(),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -438,17 +430,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def machine(device: str) -> dict[str, Any]:
-    gpu = torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else None
-    return {
-        "cpu": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -460,10 +441,8 @@ def _processor() -> str:
 def versions() -> dict[str, str]:
     numbers = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("marquardt", "numpy", "scipy", "psgd-torch", "torch-levenberg-marquardt"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             numbers[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return numbers
 
 

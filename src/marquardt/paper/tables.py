@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -25,22 +25,14 @@ EARLY_CAPTION = f"{EARLY} A run among them ended early, by itself or cut off in 
 Measure = Callable[[Log], float]
 
 
-class Published(NamedTuple):
-    """A column of the paper's Table 1 (Pooladzandi and Zhou 2022, section 3.3)."""
-
-    seconds: float  # on the authors' GPU
-    steps: int  # the paper says epochs: batches of 600
-    converged: str
-    accuracy: float  # after 100 steps
-
-
-PUBLISHED = {
-    "lm-paper": Published(0.9, 4, "yes", 0.975),
-    "kfac": Published(3, 26, "yes", 0.96),
-    "hessian-free": Published(4.7, 11, "no", 0.94),
-    "lbfgs": Published(5.6, 17, "yes", 0.91),
-    "adam": Published(0.1, 13, "yes", 0.965),
-    "sgd": Published(0.1, 26, "yes", 0.96),
+PUBLISHED = {  # by the paper's Table 1 (Pooladzandi and Zhou 2022, section 3.3)
+    # seconds on the authors' GPU, steps (the paper says epochs: batches of 600), converged, accuracy after 100 steps
+    "lm-paper": ("0.9", "4", "yes", "97.5 %"),
+    "kfac": ("3", "26", "yes", "96 %"),
+    "hessian-free": ("4.7", "11", "no", "94 %"),
+    "lbfgs": ("5.6", "17", "yes", "91 %"),
+    "adam": ("0.1", "13", "yes", "96.5 %"),
+    "sgd": ("0.1", "26", "yes", "96 %"),
 }
 
 
@@ -73,15 +65,15 @@ def table1(logs: Sequence[Log]) -> Table:
     N = horizon(runs)
     rows: list[tuple[str, ...]] = []
     for (method, column), seeds in groups(logs, "mnist").items():
-        if method in PUBLISHED and (not rows or rows[-1][0] != seeds[0].label):
-            paper = PUBLISHED[method]
-            ending = f"{100 * paper.accuracy:g} %" if N == 100 else f"{100 * paper.accuracy:g} % after 100 steps"
-            printed = (f"{paper.seconds:g}", f"{paper.steps}", paper.converged, ending)
-            rows.append((seeds[0].label, "in the paper", *printed, "", "not stated"))
+        label = seeds[0].label
+        if method in PUBLISHED and (not rows or rows[-1][0] != label):
+            *printed, accuracy = PUBLISHED[method]
+            ending = accuracy + " after 100 steps" * (N != 100)
+            rows.append((label, "in the paper", *printed, ending, "", "not stated"))
         ended = [converged(log) for log in attempted(seeds)]
         words = "yes" if all(ended) else f"{sum(ended)} of {len(ended)} seeds" if any(ended) else "no"
         *cells, count = _classification(seeds, N, words)
-        rows.append((seeds[0].label, column, *cells, _tail(seeds, N), count))
+        rows.append((label, column, *cells, _tail(seeds, N), count))
     return Table(
         "table1",
         f"Table 1: {data_name(runs)}",
@@ -96,13 +88,11 @@ def table1(logs: Sequence[Log]) -> Table:
 
 
 def variances(logs: Sequence[Log]) -> Table:
-    runs = select(logs, "mnist")
-    N = horizon(runs)
+    N = horizon(select(logs, "mnist"))
     rows = []
     for (_, column), seeds in groups(logs, "mnist").items():
         tried = attempted(seeds)
-        measures: tuple[Measure, ...] = (Log.seconds_to, Log.steps_to, _error_after(N))
-        cells = [_variance(tried, measure) for measure in measures]
+        cells = [_variance([*map(measure, tried)]) for measure in (Log.seconds_to, Log.steps_to, _error_after(N))]
         rows.append((seeds[0].label, column, *cells, str(len(tried))))
     return Table(
         "table1-variance",
@@ -121,26 +111,28 @@ def sine(logs: Sequence[Log]) -> Table:
     runs = select(logs, "sine")
     T = equal_seconds(runs)
     by_method = groups(logs, "sine")
-    after = [f"after {step} iterations" for step in SINE_READINGS]
-    at_time = loss_after(T, "seconds")
-    medians = {
-        key: quantile([at_time(log) for log in attempted(s)], 0.5) for key, s in by_method.items() if attempted(s)
-    }
+    measures = [*map(loss_after, SINE_READINGS), loss_after(T, "seconds")]
+    values = {key: [[*map(measure, attempted(seeds))] for measure in measures] for key, seeds in by_method.items()}
+    medians = {key: quantile(reached[-1], 0.5) for key, reached in values.items() if reached[-1]}
     rows = []
     for (method, column), seeds in by_method.items():
         tried = attempted(seeds)
-        measures = [*(loss_after(step) for step in SINE_READINGS), at_time]
         marks = [*(_early(tried, step) for step in SINE_READINGS), ""]
-        cells = [_spread([*map(measure, tried)]) + mark for measure, mark in zip(measures, marks, strict=True)]
-        rank = ""
-        if tried:
-            rivals = [median for (_, other), median in medians.items() if other == column]
-            rank = f"{1 + sum(median < medians[method, column] for median in rivals)} of {len(rivals)}"
-        rows.append((seeds[0].label, column, *cells, rank, str(len(tried))))
+        cells = [_spread(reached) + mark for reached, mark in zip(values[method, column], marks, strict=True)]
+        rivals = [median for (_, other), median in medians.items() if other == column]
+        rank = sum(median < medians[method, column] for median in rivals) if tried else 0
+        rows.append((seeds[0].label, column, *cells, f"{1 + rank} of {len(rivals)}" * bool(tried), str(len(tried))))
     return Table(
         "sine",
         "Sine regression: mean squared error",
-        ("method", "values", *after, f"after {T:g} s", f"rank after {T:g} s", "seeds"),
+        (
+            "method",
+            "values",
+            *(f"after {step} iterations" for step in SINE_READINGS),
+            f"after {T:g} s",
+            f"rank after {T:g} s",
+            "seeds",
+        ),
         tuple(rows),
         f"Median over the seeds (quartiles; worst). The noise alone has a variance of {SINE_NOISE_FLOOR:.4f}: a fit "
         "far below that would be of the noise. A run that diverged or failed counts as ∞. Ranks are among methods with "
@@ -201,22 +193,17 @@ def effect(logs: Sequence[Log], experiment: str, better: str, worse: str, cost: 
 
 def part_effects(logs: Sequence[Log], experiment: str, part: str, cost: Measure) -> tuple[Effect, Effect]:
     """Of a part in the paper's method, and of a part added to vanilla LM."""
-    return (
-        effect(logs, experiment, *compared(part, problem_of(experiment)), cost),
-        effect(logs, experiment, f"vanilla+{part}", "vanilla", cost),
-    )
+    pairs = (compared(part, problem_of(experiment)), (f"vanilla+{part}", "vanilla"))
+    in_paper_method, added = (effect(logs, experiment, *pair, cost) for pair in pairs)
+    return in_paper_method, added
 
 
 def ablation_costs(logs: Sequence[Log], experiment: str) -> dict[str, Measure]:
     """What an ablation counts, by name: lower is better."""
     N = horizon(select(logs, experiment))
     if experiment == "ablation-sine":
-
-        def log_mse(log: Log) -> float:
-            mse = loss_after(N)(log)
-            return math.log10(mse) if mse > 0 else -math.inf
-
-        return {f"log₁₀ MSE after {N} iterations": log_mse}
+        mse = loss_after(N)
+        return {f"log₁₀ MSE after {N} iterations": lambda log: math.log10(mse(log)) if mse(log) > 0 else -math.inf}
     return {f"accuracy after {N} steps (points)": _error_after(N), f"steps to {TARGET_LABEL}": Log.steps_to}
 
 
@@ -226,8 +213,7 @@ def ablation(logs: Sequence[Log], experiment: str) -> Table:
     rows = []
     for part, label in {**PARTS, RULE: "λ by the gain ratio (ours)"}.items():
         effects = [part_effects(logs, experiment, part, cost) for cost in costs.values()]
-        cells = [str(one[place]) for place in (0, 1) for one in effects]
-        rows.append((label, *cells))
+        rows.append((label, *(str(one) for places in zip(*effects, strict=True) for one in places)))
     whole = [str(effect(logs, experiment, "paper", "vanilla", cost)) for cost in costs.values()]
     rows.append(("LM (paper) against vanilla", *whole, *("",) * len(costs)))
     places = ("in the paper's method", "added to vanilla")
@@ -246,13 +232,11 @@ def ablation(logs: Sequence[Log], experiment: str) -> Table:
 
 
 def hyperparameters(logs: Sequence[Log]) -> Table:
-    experiments_with: dict[tuple[str, str, str], list[str]] = {}
+    experiments: dict[tuple[str, str, str], dict[str, None]] = {}
     for log in sorted(logs, key=lambda log: (place(log.method), place(log.column))):
         values = ", ".join(f"{key} = {_plain(value)}" for key, value in log.head["hyper"].items()) or "none"
-        experiments = experiments_with.setdefault((log.label, log.column, values), [])
-        if log.experiment not in experiments:
-            experiments.append(log.experiment)
-    rows = [(label, column, ", ".join(names), values) for (label, column, values), names in experiments_with.items()]
+        experiments.setdefault((log.label, log.column, values), {})[log.experiment] = None
+    rows = [(label, column, ", ".join(names), values) for (label, column, values), names in experiments.items()]
     return Table(
         "hyperparameters",
         "Hyper-parameters",
@@ -325,9 +309,14 @@ def _early(runs: Sequence[Log], step: int) -> str:
 
 def over_seeds(values: Sequence[float], form: str, unit: str = "", none: str = "never") -> str:
     """Mean ± standard deviation; never a mean over the lucky seeds unmarked."""
-    finite = [value for value in values if math.isfinite(value)]
-    count = f" ({len(finite)} of {len(values)} seeds)" if len(finite) < len(values) else ""
+    finite, count = _finite(values)
     return f"{_mean(finite, form)}{unit}{count}" if finite else f"{none}{count}"
+
+
+def _finite(values: Sequence[float]) -> tuple[list[float], str]:
+    """Those that are finite, and how many they are if not all."""
+    finite = [value for value in values if math.isfinite(value)]
+    return finite, f" ({len(finite)} of {len(values)} seeds)" if len(finite) < len(values) else ""
 
 
 def _mean(values: Sequence[float], form: str) -> str:
@@ -335,17 +324,16 @@ def _mean(values: Sequence[float], form: str) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{form.lstrip('+')}}"
 
 
-def _variance(runs: Sequence[Log], measure: Measure) -> str:
-    finite = [value for value in map(measure, runs) if math.isfinite(value)]
-    count = f" ({len(finite)} of {len(runs)} seeds)" if len(finite) < len(runs) else ""
-    return f"{statistics.variance(finite):.3g}{count}" if len(finite) > 1 else f"–{count}"
+def _variance(values: Sequence[float]) -> str:
+    finite, count = _finite(values)
+    return (f"{statistics.variance(finite):.3g}" if len(finite) > 1 else "–") + count
 
 
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return "unavailable"
     median = number(quantile(values, 0.5))
-    low, high, worst = (number(value, ".2g") for value in (quantile(values, 0.25), quantile(values, 0.75), max(values)))
+    low, high, worst = (number(quantile(values, q), ".2g") for q in (0.25, 0.75, 1))
     return median if len(values) == 1 else f"{median} ({low} to {high}; {worst})"
 
 
@@ -397,17 +385,21 @@ class Scores:
     ) -> Scores:
         methods = dict.fromkeys(log.method for log in select(logs, experiment))
         runs = {method: seeds for method in methods if (seeds := runs_of(logs, experiment, method, column))}
-        levels = {method: [*map(measure, seeds)] for method, seeds in runs.items()}
         form = ".4g" if higher else ".3g"
-        low, values, high = (
-            {method: float(f"{quantile(reached, q):{form}}") for method, reached in levels.items()}
-            for q in (0.25, 0.5, 0.75)
-        )
-        labels = {method: seeds[0].label for method, seeds in runs.items()}
+        quartiles = {
+            method: [float(f"{quantile([*map(measure, seeds)], q):{form}}") for q in (0.25, 0.5, 0.75)]
+            for method, seeds in runs.items()
+        }
         counts = sorted({len(seeds) for seeds in runs.values()}) or [0]
-        words = f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' * (counts[0] != 1)}"
-        quartiles = {method: (low[method], high[method]) for method in runs}
-        return Scores(experiment, what, values, quartiles, labels, words, higher)
+        return Scores(
+            experiment,
+            what,
+            {method: median for method, (_, median, _) in quartiles.items()},
+            {method: (low, high) for method, (low, _, high) in quartiles.items()},
+            {method: seeds[0].label for method, seeds in runs.items()},
+            f"{counts[0]} to {counts[-1]} seeds" if len(counts) > 1 else f"{counts[0]} seed{'s' * (counts[0] != 1)}",
+            higher,
+        )
 
     def __str__(self) -> str:
         return self.of(LM, "lm", *RIVALS) + self.missing(RIVALS)
@@ -417,24 +409,23 @@ class Scores:
         return f" Not run: {', '.join(names)}." if names else ""
 
     def of(self, *methods: str) -> str:
+        wide = {
+            method: f" ({self._text(low)} to {self._text(high)})"
+            for method, (low, high) in self.quartiles.items()
+            if method in methods and low < high
+        }
+        return f"{self.what}, median of {self.seeds}{' (quartiles)' * bool(wide)}: {self.brief(*methods, behind=wide)}."
+
+    def brief(self, *methods: str, behind: Mapping[str, str] | None = None) -> str:
+        """Medians alone, or with what stands `behind` each."""
         present = [method for method in methods if method in self.values]
-        spread = " (quartiles)" if any(low < high for low, high in map(self.quartiles.__getitem__, present)) else ""
-        levels = ", ".join(f"{self.labels[method]} {self._with_quartiles(method)}" for method in present)
-        return f"{self.what}, median of {self.seeds}{spread}: {levels}."
-
-    def _with_quartiles(self, method: str) -> str:
-        low, high = self.quartiles[method]
-        return self.level(method) + (f" ({self._text(low)} to {self._text(high)})" if low < high else "")
-
-    def _text(self, value: float) -> str:
-        return "broke off" if value == -math.inf else number(value, ".4g") + " %" * self.higher
-
-    def brief(self, *methods: str) -> str:
-        """Medians alone."""
-        return ", ".join(f"{self.labels[m]} {self.level(m)}" for m in methods if m in self.values)
+        return ", ".join(f"{self.labels[m]} {self.level(m)}{(behind or {}).get(m, '')}" for m in present)
 
     def level(self, method: str) -> str:
         return self._text(self.values[method]) if method in self.values else ""
+
+    def _text(self, value: float) -> str:
+        return "broke off" if value == -math.inf else number(value, ".4g") + " %" * self.higher
 
     def best(self, method: str, rivals: Iterable[str]) -> tuple[bool | None, str]:
         """Whether `method` beats all rivals that were measured, None where it or they were not; and LM, which it is,
@@ -447,13 +438,14 @@ class Scores:
         won = sign * self.values[method] < sign * self.values[first]
         return won, f"LM {self.level(method)}, {self.labels[first]} {self.level(first)}"
 
-    def about(self, method: str, level: float) -> bool:
-        return level / FACTOR <= self.values[method] <= level * FACTOR
+    def reaches(self, holds: Callable[[float], bool]) -> bool | None:
+        """Whether LM does, None where it was not measured."""
+        return holds(self.values[LM]) if LM in self.values else None
 
     def first(self, claim: str, source: str, rivals: Sequence[str] = RIVALS) -> Verdict:
         """On the claim that LM is the best in this."""
         evidence = str(self) if rivals is RIVALS else self.of(LM, "lm", *rivals)
-        return _verdict(self.experiment, claim, source, *self.best(LM, rivals), evidence)
+        return _verdict(self.experiment, LM_ITSELF, claim, source, *self.best(LM, rivals), evidence)
 
 
 def verdicts(logs: Sequence[Log], column: str = "default") -> list[Verdict]:
@@ -472,43 +464,42 @@ def _sine_verdicts(logs: Sequence[Log], column: str) -> list[Verdict]:
     end, first = scores(f"MSE after {N} iterations", loss_after(N)), scores("MSE after 1 iteration", loss_after(1))
     time = scores(f"MSE after {T:.3g} s of training", loss_after(T, "seconds"))
     stuck = {"sgd": 0.5, "adam": 0.5, "kfac": 0.5, "lbfgs": 0.25, "hessian-free": 0.25}
-    seen = [method for method in stuck if method in end.values]
+    near = [_about(end.values[method], level) for method, level in stuck.items() if method in end.values]
     floor = f"The noise floor is {SINE_NOISE_FLOOR:.4f}."
     return [
         end.first("The modified LM fits the sine better than vanilla LM.", "Figure 1a", ["lm-vanilla"]),
         end.first("LM fits the sine better than all other methods.", "Figure 1b"),
         time.first("LM fits the sine better than all other methods at equal wall-clock time.", "section 3.2"),
         _verdict(
-            "sine",
-            "LM fits the sine to a loss of 0.001.",
-            "section 3.2",
-            end.values[LM] < 0.0015 if LM in end.values else None,  # to the digit that the paper gives
+            *("sine", LM_ITSELF, "LM fits the sine to a loss of 0.001.", "section 3.2"),
+            end.reaches(lambda mse: mse < 0.0015),  # to the digit that the paper gives
             f"LM {end.level(LM)}, the noise alone {SINE_NOISE_FLOOR:.4f}",
             f"{end.of(LM, 'lm')} {floor}",
         ),
         _verdict(
-            "sine",
+            *("sine", THE_OTHERS),
             "SGD, Adam and KFAC stay at about 0.5 on the sine, L-BFGS and Hessian-free at about 0.25.",
             "section 3.2",
-            all(end.about(method, stuck[method]) for method in seen) if seen else None,
+            all(near) if near else None,
             end.brief(*stuck),
             f"{end.of(*stuck)} About: within a factor of {FACTOR}.{end.missing(stuck)}",
-            THE_OTHERS,
         ),
         _verdict(
-            "sine",
-            "LM learns the sine in a single iteration.",
-            "appendix C",
-            first.values[LM] <= 2 * SINE_NOISE_FLOOR if LM in first.values else None,
+            *("sine", LM_ITSELF, "LM learns the sine in a single iteration.", "appendix C"),
+            first.reaches(lambda mse: mse <= 2 * SINE_NOISE_FLOOR),
             f"LM {first.level(LM)}, learned would be {2 * SINE_NOISE_FLOOR:.4f}",
             f"{first.of(LM, 'lm', 'kfac', 'adam')} {floor} Learned: at most twice that.",
         ),
     ]
 
 
+def _about(value: float, level: float) -> bool:
+    return level / FACTOR <= value <= level * FACTOR
+
+
 def _mnist_verdicts(logs: Sequence[Log], column: str) -> list[Verdict]:
     runs = select(logs, "mnist")
-    N, where = horizon(runs), f" on {runs[0].head['data']['name']}" if runs else ""
+    N, where = horizon(runs), f" on {data_name(runs)}" * bool(runs)
     scores = partial(Scores.of_runs, logs, "mnist", column)
     steps = scores(f"Steps to {TARGET_LABEL}{where}", Log.steps_to)
     seconds = scores(f"Seconds to {TARGET_LABEL}{where}", Log.seconds_to)
@@ -524,47 +515,34 @@ def _mnist_verdicts(logs: Sequence[Log], column: str) -> list[Verdict]:
         loss.first("LM reaches the lowest training loss.", "Figure 2"),
         accuracy.first("LM reaches the highest test accuracy.", "Table 1"),
         _verdict(
-            "mnist",
-            "LM reaches 97.5 % after 100 steps.",
-            "Table 1",
-            accuracy.values[LM] >= 97.25 if LM in accuracy.values and N >= 100 else None,  # to the half point given
+            *("mnist", LM_ITSELF, "LM reaches 97.5 % after 100 steps.", "Table 1"),
+            accuracy.reaches(lambda percent: percent >= 97.25) if N >= 100 else None,  # to the half point given
             f"LM {accuracy.level(LM)}",
             f"{accuracy.of(LM, 'lm')} Judged to the half point that the paper gives: from 97.25 %.",
         ),
         _verdict(
-            "mnist",
-            "LM takes about nine times as long as Adam to 90 %.",
-            "Table 1",
-            9 / FACTOR <= ratio <= 9 * FACTOR if both else None,
+            *("mnist", LM_ITSELF, "LM takes about nine times as long as Adam to 90 %.", "Table 1"),
+            _about(ratio, 9) if both else None,
             f"{number(ratio)} times" if math.isfinite(ratio) else seconds.brief(LM, "adam"),
             f"{seconds.of(LM, 'lm', 'adam')} The ratio is {number(ratio)}. About: within a factor of {FACTOR}.",
         ),
         _verdict(
-            "mnist",
-            "First-order methods take less time to 90 %.",
-            "section 3.3",
+            *("mnist", THE_OTHERS, "First-order methods take less time to 90 %.", "section 3.3"),
             all(faster) if faster else None,
             f"seconds: {seconds.brief(*first_order, *second_order)}",
             str(seconds),
-            THE_OTHERS,
         ),
         _verdict(
-            "mnist",
-            "L-BFGS ends with the lowest accuracy.",
-            "Table 1",
+            *("mnist", THE_OTHERS, "L-BFGS ends with the lowest accuracy.", "Table 1"),
             replace(accuracy, higher=False).best("lbfgs", (LM, *RIVALS))[0],
             accuracy.brief("lbfgs", LM, *RIVALS[:2], *RIVALS[3:]),
             str(accuracy),
-            THE_OTHERS,
         ),
         _verdict(
-            "mnist",
-            "Hessian-free does not converge.",
-            "Table 1",
+            *("mnist", THE_OTHERS, "Hessian-free does not converge.", "Table 1"),
             2 * sum(free) < len(free) if free else None,
             f"{sum(free)} of {len(free)} seeds converged",
             f"It converged on {sum(free)} of {len(free)} seeds. {accuracy.of('hessian-free')}",
-            THE_OTHERS,
         ),
     ]
 
@@ -588,22 +566,22 @@ def _part_verdicts(logs: Sequence[Log]) -> list[Verdict]:
         ("ablation-sine", "on the sine", "three"),
         ("ablation-mnist", "in classification", "four"),
     ):
+        judge = partial(_verdict, experiment, LM_ITSELF)
         name, cost = next(iter(ablation_costs(logs, experiment).items()))
         for part, label in PARTS.items():
-            if not in_paper(part, problem_of(experiment)):
-                continue
-            full, added = part_effects(logs, experiment, part, cost)
-            claim = f"{label.capitalize()} helps {where}."
-            evidence = f"Gain in the paper's method, {name}: {full}. Added to vanilla LM: {added}."
-            judged.append(_verdict(experiment, claim, "section 3", full.clear, full.short, evidence))
+            if in_paper(part, problem_of(experiment)):
+                full, added = part_effects(logs, experiment, part, cost)
+                evidence = f"Gain in the paper's method, {name}: {full}. Added to vanilla LM: {added}."
+                claim = f"{label.capitalize()} helps {where}."
+                judged.append(judge(claim, "section 3", full.clear, full.short, evidence))
         whole = effect(logs, experiment, "paper", "vanilla", cost)
         claim = f"The {count} parts together improve on vanilla LM {where}."
-        judged.append(_verdict(experiment, claim, "section 3", whole.clear, whole.short, f"Gain, {name}: {whole}."))
+        judged.append(judge(claim, "section 3", whole.clear, whole.short, f"Gain, {name}: {whole}."))
     return judged
 
 
 def _verdict(
-    experiment: str, claim: str, source: str, held: bool | None, finding: str, evidence: str, about: str = LM_ITSELF
+    experiment: str, about: str, claim: str, source: str, held: bool | None, finding: str, evidence: str
 ) -> Verdict:
     if held is None:
         return Verdict(claim, source, UNKNOWN, "", "No runs that could tell.", experiment, about)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from .. import files
 from . import runs
 from .data import Digits
-from .methods import METHODS, Method, OneOf, needed
+from .methods import OneOf, needed
 from .vocabulary import PROBLEMS
 
 TRIALS = 20
@@ -55,35 +55,41 @@ def tune(
     A run of a trial goes to the end of `steps` and of `seconds`, those of the runs it stands for by default. `limit`
     cuts it off after as many seconds of training; it is then judged by what it reached.
     """
-    if problem not in PROBLEMS:
-        raise ValueError(f"no problem {problem!r} to tune on: {' or '.join(PROBLEMS)}")
+    runs.check_names("problem", [problem], PROBLEMS)
     if trials < 1:
         raise ValueError(f"trials={trials}: at least 1")
-    if unknown := [name for name in methods or () if name not in METHODS]:
-        raise ValueError(f"no optimizer {unknown[0]!r}: choose from {', '.join(METHODS)}")
     if problem == "mnist" and data is None:
         raise ValueError("tuning on MNIST needs the digits: pass data=, from marquardt.paper.data.find()")
     optuna = needed("optuna", "optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    steps = steps or (runs.SINE_STEPS if problem == "sine" else runs.FULL.mnist_steps)
-    seconds = (runs.FULL.sine_seconds if problem == "sine" else 0.0) if seconds is None else seconds
+    plan = runs.plan([problem], full=True, seeds=1, methods=methods, columns=["default"])
     judged = None if data is None else held_out(data)
     best: dict[str, dict[str, Any]] = {}
-    for method in METHODS.values():
-        if (methods is not None and method.key not in methods) or (problem == "mnist" and method.sine_only):
-            continue
+    for reported in plan:
+        run = replace(
+            reported,
+            steps=steps or reported.steps,
+            seconds=reported.seconds if seconds is None else seconds,
+            limit=limit,
+            train_sample=runs.QUICK.train_sample,
+            device=device,
+        )
+        method, default = run.spec(), run.hyper
+        choices = method.choices(problem)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
-        default, choices = method.hyper(problem), method.choices(problem)
         study.enqueue_trial({name: default[name] for name in choices}, skip_if_exists=True)
         for number in range(trials):
             trial = study.ask()
-            hyper = default | {
-                name: trial.suggest_categorical(name, space.values)
-                if isinstance(space, OneOf)
-                else trial.suggest_float(name, space.low, space.high, log=space.log)
-                for name, space in choices.items()
+            hyper = {
+                **default,
+                **{
+                    name: trial.suggest_categorical(name, space.values)
+                    if isinstance(space, OneOf)
+                    else trial.suggest_float(name, space.low, space.high, log=space.log)
+                    for name, space in choices.items()
+                },
             }
-            score, message = judge(method, problem, hyper, judged, steps, seconds, limit, device)
+            score, message = judge(replace(run, hyper=hyper), judged)
             if score is None:
                 break
             study.tell(trial, score)
@@ -98,35 +104,21 @@ def tune(
 
 def held_out(data: Digits) -> Digits:
     """The training set alone, its last sixth in place of the test set."""
-    last = len(data.train_labels) // HELD_OUT
-    train, test = slice(None, -last), slice(-last, None)
-    x, y = data.train_images, data.train_labels
-    return replace(data, train_images=x[train], train_labels=y[train], test_images=x[test], test_labels=y[test])
+    first = len(data.train_labels) - len(data.train_labels) // HELD_OUT
+    (x, x_test), (y, y_test) = (t.tensor_split([first]) for t in (data.train_images, data.train_labels))
+    return Digits(x, y, x_test, y_test, data.name, data.source)
 
 
-def judge(
-    method: Method,
-    problem: str,
-    hyper: Mapping[str, Any],
-    data: Digits | None,
-    steps: int,
-    seconds: float = 0.0,
-    limit: float = math.inf,
-    device: str = "cpu",
-) -> tuple[float | None, str]:
+def judge(run: runs.Run, data: Digits | None = None) -> tuple[float | None, str]:
     """The mean score over the seeds, and the last message; None where the method's package is missing."""
     scores = []
-    for seed in SEEDS[problem]:
+    for seed in SEEDS[run.problem]:
         lines: list[dict[str, Any]] = []
-        run = runs.Run(
-            problem, method.key, method.label, "tuned", seed, steps, seconds, limit,
-            hyper=hyper, train_sample=runs.QUICK.train_sample, device=device,
-        )  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
-            log = runs.execute(run, Path(scratch), data, lines.append)
+            log = runs.execute(replace(run, column="tuned", seed=seed), Path(scratch), data, lines.append)
         if log.status == "unavailable":
             return None, log.message
-        scores.append(score(lines[: steps + 1]) if log.status == "finished" else WORST)
+        scores.append(score(lines[: run.steps + 1]) if log.status == "finished" else WORST)
     return sum(scores) / len(scores), log.message
 
 

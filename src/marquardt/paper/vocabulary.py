@@ -28,38 +28,24 @@ def problem_of(experiment: str) -> str:
 
 COLUMNS = ("default", "tuned")  # the paper's hyper-parameters, or ours where it prints none; or those of a search
 
-OPTIMIZERS = {  # labels
-    "lm": "LM (ours)",
-    "lm-paper": "LM (paper)",
-    "lm-code": "LM (authors' code)",
-    "lm-vanilla": "vanilla LM",
-    "gauss-newton": "Gauss-Newton",
-    "newton": "Newton",
-    "bfgs": "BFGS",
-    "lbfgs": "L-BFGS",
-    "hessian-free": "Hessian-free",
-    "kfac": "KFAC",
-    "sgd": "SGD",
-    "adam": "Adam",
-    "psgd": "PSGD",
-    "tlm": "torch-levenberg-marquardt",
+_KNOWN = {  # labels, and what they are, for the legend of the report
+    "lm": ("LM (ours)", "the default of this library, mq.LM, which the paper does not have"),
+    "lm-paper": ("LM (paper)", "the method of the paper, by which its claims are judged"),
+    "lm-code": ("LM (authors' code)", "the same with the rule for λ and the details of the authors’ program"),
+    "lm-vanilla": ("vanilla LM", "LM without the improvements of the paper"),
+    "gauss-newton": ("Gauss-Newton", "LM without damping"),
+    "newton": ("Newton", "damped Newton steps with the exact Hessian"),
+    "bfgs": ("BFGS", "the quasi-Newton method of SciPy"),
+    "lbfgs": ("L-BFGS", "the same with a short memory, from torch.optim"),
+    "hessian-free": ("Hessian-free", "Gauss-Newton steps by conjugate gradients"),
+    "kfac": ("KFAC", "the curvature of each layer as a Kronecker product"),
+    "sgd": ("SGD", "with momentum, from torch.optim"),
+    "adam": ("Adam", "from torch.optim"),
+    "psgd": ("PSGD", "SGD with a learned preconditioner, from psgd-torch"),
+    "tlm": ("torch-levenberg-marquardt", "the package torch-levenberg-marquardt"),
 }
-WHAT_THEY_ARE = {  # for the legend of the report
-    "lm": "the default of this library, mq.LM, which the paper does not have",
-    "lm-paper": "the method of the paper, by which its claims are judged",
-    "lm-code": "the same with the rule for λ and the details of the authors’ program",
-    "lm-vanilla": "LM without the improvements of the paper",
-    "tlm": "the package torch-levenberg-marquardt",
-    "gauss-newton": "LM without damping",
-    "newton": "damped Newton steps with the exact Hessian",
-    "bfgs": "the quasi-Newton method of SciPy",
-    "lbfgs": "the same with a short memory, from torch.optim",
-    "hessian-free": "Gauss-Newton steps by conjugate gradients",
-    "kfac": "the curvature of each layer as a Kronecker product",
-    "psgd": "SGD with a learned preconditioner, from psgd-torch",
-    "adam": "from torch.optim",
-    "sgd": "with momentum, from torch.optim",
-}
+OPTIMIZERS = {key: label for key, (label, _) in _KNOWN.items()}
+WHAT_THEY_ARE = {key: what for key, (_, what) in _KNOWN.items()}
 PARTS = {  # the paper's four improvements, as tables and the report name them
     "max-diagonal": "max-diagonal damping",
     "momentum": "adaptive momentum",
