@@ -12,7 +12,8 @@ import marquardt as mq
 from marquardt.curvature.contract import Curvature
 from marquardt.jacobian.linearization import linearize
 from marquardt.metric import Layered, restored
-from marquardt.metric.layered import EARLY, WHOLE, _inverted, inverse_roots
+from marquardt.metric.layered import EARLY
+from marquardt.metric.sides import WHOLE, _inverted, inverse_roots
 from support import reference
 from support.cases import CASES, Problem, build
 from support.metrics import ByHand, Form
