@@ -81,7 +81,7 @@ class Turn(NamedTuple):
     def __call__(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """WX, flattened as a whole and split into pieces of the sizes of the parameters: (…, size)"""
         X = product(self.left, transposed(self.right), joined(parts, self.left.shape[:2]))
-        return X.flatten(-3).split([t.shape[-1] for t in parts], -1)
+        return X.flatten(-3).split_with_sizes([t.shape[-1] for t in parts], -1)
 
 
 class Metric(ABC):

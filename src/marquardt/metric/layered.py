@@ -16,7 +16,20 @@ from ..ranks import ALONE, Ranks
 from ..values import WAY_OUT, check_above, check_square, check_tensor, is_count, short
 from ..weights import Weights
 from .base import B, Diagonal, Metric, Part, Turn, Whitenable
-from .sides import LayerSides, Pair, by_layers, diagonal_of, each, outer, product, rooted, side_of, squared, transposed
+from .sides import (
+    LayerSides,
+    Pair,
+    by_layers,
+    diagonal_of,
+    each,
+    flattened,
+    outer,
+    product,
+    rooted,
+    side_of,
+    squared,
+    transposed,
+)
 
 NO_SOLVE = "a sum of two metrics can be multiplied with, and not solved with: `above` can"
 
@@ -119,9 +132,8 @@ class Layered(Metric):
         return self.scale.expand(sum(sizes))
 
     def diagonal(self, sizes: Sequence[int]) -> Tensor:
-        found = self.scale.new_zeros(sum(sizes))
-        by_layers(lambda left, right, X: outer(left, right), self.layers, self._damped, found, sizes, out=found)
-        found.mul_(self.scale)
+        lines = (outer(*pair) for pair in self._damped)
+        found = flattened(self.layers, lines, self.scale.new_empty(sum(sizes)), sizes).mul_(self.scale)
         return found if self.beside is None else found.add_(self.beside)
 
     def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:

@@ -7,7 +7,7 @@ matrix (G, d, d) or its diagonal (G, d), with d = O on the left and d = I on the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -106,17 +106,28 @@ def spread(X: Tensor, out: Sequence[Tensor]) -> None:
         view.copy_(piece)
 
 
+def matrices(layers: Sequence[InLayer], x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """X of every layer, from a vector of all parameters: (…, n)"""
+    parts = x.split_with_sizes(sizes, -1)
+    for layer in layers:
+        yield joined([parts[i] for i in layer.members], layer.left.shape[:2])
+
+
+def flattened(layers: Sequence[InLayer], each: Iterable[Tensor], out: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The vector of all parameters, from the X of every layer: (…, n)"""
+    parts = out.split_with_sizes(sizes, -1)
+    for layer, X in zip(layers, each, strict=True):
+        spread(X, [parts[i] for i in layer.members])
+    return out
+
+
 def by_layers(
     change: Callable[..., Tensor], layers: Sequence[InLayer], items: Iterable[Sequence[Any]], x: Tensor,
     sizes: Sequence[int], out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """X ← change(*item, X) in every layer, with an item for each, such as its sides: (…, n) → (…, n); `out` may be x"""
-    found = torch.empty_like(x) if out is None else out
-    there, here = found.split_with_sizes(sizes, -1), x.split_with_sizes(sizes, -1)
-    for layer, item in zip(layers, items, strict=True):
-        X = joined([here[i] for i in layer.members], layer.left.shape[:2])
-        spread(change(*item, X), [there[i] for i in layer.members])
-    return found
+    changed = (change(*item, X) for item, X in zip(items, matrices(layers, x, sizes), strict=True))
+    return flattened(layers, changed, torch.empty_like(x) if out is None else out, sizes)
 
 
 # --- Running averages.
