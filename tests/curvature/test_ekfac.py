@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
 from support import reference
-from support.kronecker import EVERY_NETWORK, build, fresh_batches
+from support.kronecker import EVERY_NETWORK, build
 from support.kronecker import represent as kronecker
 from support.reference import error
 from support.steps import theta
@@ -121,29 +119,6 @@ def test_another_damping_is_refused(damping):
     with pytest.raises(ValueError, match=r"one number.*MeanEigenvalue.*Kronecker"):
         opt.step(x, y)
     assert torch.equal(theta(model), before)
-
-
-@pytest.mark.parametrize("damping", [mq.Identity(), mq.MeanEigenvalue()], ids=str)
-def test_training_and_resuming(damping):
-    """The loss falls, s is averaged over the batches, and a run that is resumed goes on bit for bit."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    opt = mq.LM(model, "cross_entropy", curvature=mq.EKFAC(), damping=damping)
-    steps = [opt.step(x, y) for x, y in fresh_batches(12)]
-    assert steps[-1].loss < 0.7 * steps[0].loss
-    assert opt._state.past["count"] > 5
-    twin = copy.deepcopy(model)
-    again = mq.LM(twin, "cross_entropy", curvature=mq.EKFAC(), damping=damping)
-    again.load_state_dict(opt.state_dict())
-    for x, y in fresh_batches(3):
-        assert opt.step(x, y) == again.step(x, y)
-    assert torch.equal(theta(model), theta(twin))
-
-
-@pytest.mark.parametrize("option", ["decay"])
-def test_options_are_named(option):
-    with pytest.raises(ValueError, match=r"^EKFAC\(decay=2\)"):
-        mq.EKFAC(**{option: 2})
 
 
 def test_the_same_data_are_not_averaged():

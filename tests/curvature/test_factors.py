@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from marquardt.curvature.kronecker import (
-    Factor,
-    FullFactor,
     Layer,
-    Pair,
-    Spectrum,
     layer_of,
     merged,
 )
@@ -153,79 +149,3 @@ def test_no_samples_are_no_division_by_zero():
 
 
 # ---- damped factors
-
-
-def of_diagonal(M: Tensor, w: Tensor) -> tuple[Factor, Tensor]:
-    line = M.diagonal(dim1=1, dim2=2)
-    return Spectrum.of(line, w), torch.diag_embed(line)
-
-
-FACTORS = {
-    "diagonal": of_diagonal,
-    "full": lambda M, w: (FullFactor(M, w), M),
-    "spectrum": lambda M, w: (Spectrum.of(M, w), M),
-}
-
-
-def factor(kind: str, d: int) -> tuple[Factor, Tensor, Tensor]:
-    w = torch.rand(K, d) + 0.1
-    found, M = FACTORS[kind](spd(d), w)
-    return found, M, w
-
-
-@pytest.mark.parametrize("kind", FACTORS)
-def test_factor(kind):
-    found, M, w = factor(kind, 5)
-    c, X = torch.rand(K, 1, 1), torch.randn(K, 5, 2)
-    whole = M + c * torch.diag_embed(w)
-    assert error(found.times(c, X), whole @ X) < 1e-12
-    solution, failed = found.solve(c, X, 0.0)
-    assert error(solution, torch.linalg.solve(whole, X)) < 1e-10
-    assert failed is None or not failed
-    assert error(found.mean[:, 0, 0], (M.diagonal(dim1=1, dim2=2) / w).mean(1)) < 1e-10
-
-
-def test_a_factor_that_is_not_positive_definite_says_so():
-    M = torch.tensor([[1.0, 1.0], [1.0, 1.0]]).expand(1, 2, 2)
-    found = FullFactor(M, torch.ones(1, 2))
-    zero = torch.zeros(1, 1, 1)
-    assert found.solve(zero, torch.ones(1, 2, 1), 0.0)[1]
-    assert not found.solve(zero, torch.ones(1, 2, 1), 1e-10)[1]
-    assert M.tolist() == [[[1, 1], [1, 1]]]
-
-
-def test_nothing_to_divide_by():
-    """A total of 0 has no curvature and no gradient: the step is 0, not NaN."""
-    found = Spectrum.of(torch.tensor([[0.0, 2.0]]), torch.ones(1, 2))
-    assert found.solve(torch.zeros(1, 1, 1), torch.tensor([[[0.0], [4.0]]]), 0.0)[0].flatten().tolist() == [0, 2]
-
-
-@pytest.mark.parametrize("left", FACTORS)
-@pytest.mark.parametrize("right", FACTORS)
-def test_pair(left, right):
-    """(left + √λ/π·diag u) ⊗ (right + π√λ·diag v) with π² the mean of right over that of left"""
-    (A, M, u), (B, N, v) = factor(left, L), factor(right, I)
-    lam = torch.full((K, 1, 1), 0.3)
-    pair, X = Pair(A, B, lam, small=False), torch.randn(K, L, I)
-    found, failed = pair.solve(X, 0.0)
-    for k in range(K):
-        pi = ((N[k].diagonal() / v[k]).mean() / (M[k].diagonal() / u[k]).mean()).sqrt()
-        H = torch.kron(M[k] + 0.3**0.5 / pi * u[k].diag(), N[k] + 0.3**0.5 * pi * v[k].diag())
-        assert error(pair.times(X)[k].flatten(), H @ X[k].flatten()) < 1e-10
-        assert error(found[k].flatten(), torch.linalg.solve(H, X[k].flatten())) < 1e-9
-    assert not any(bool(f) for f in failed)
-
-
-def test_a_small_pair_is_damped_on_one_side():
-    B, N, v = factor("full", I)
-    one = Spectrum.of(torch.ones(K, 1), torch.ones(K, 1))
-    pair, X = Pair(one, B, torch.full((K, 1, 1), 0.3), small=True), torch.randn(K, 1, I)
-    expected = X @ (N + 0.3 * torch.diag_embed(v))
-    assert error(pair.times(X), expected) < 1e-12
-
-
-def test_a_layer_without_curvature_is_damped_all_the_same():
-    nothing = Spectrum.of(torch.zeros(K, L), torch.ones(K, L))
-    pair, X = Pair(nothing, factor("full", I)[0], torch.full((K, 1, 1), 0.3), small=False), torch.randn(K, L, I)
-    assert pair.times(X).isfinite().all()
-    assert torch.equal(pair.c_left, torch.full((K, 1, 1), 0.3).sqrt())

@@ -125,15 +125,6 @@ def test_against_differences(name):
     assert error(represent(build(name)).G, by_differences(build(name))) < 1e-7
 
 
-def test_step_over_is_the_step_on_everything():
-    p = build("ce_weighted")
-    twin = copy.deepcopy(p.model)
-    whole = mq.presets.newton(p.model, p.loss).step(p.x, p.y, p.weight)
-    parts = [(p.x[:2], p.y[:2], p.weight[:2]), (p.x[2:], p.y[2:], p.weight[2:])]
-    over = mq.presets.newton(twin, p.loss).step_over(parts)
-    assert over.new_loss == pytest.approx(whole.new_loss, rel=1e-9)
-
-
 def test_one_by_one_where_vmap_refuses(monkeypatch):
     """The same rows from a loop: here vmap cannot take the backward pass of the function."""
 
@@ -299,14 +290,6 @@ def test_lam_rises_until_the_hessian_is_positive_definite():
     assert step.lam > 1e-6
 
 
-def test_newton_on_a_saddle():
-    p = saddle()
-    opt = mq.presets.newton(p.model, p.loss)
-    steps = [opt.step(p.x, p.y) for _ in range(60)]
-    assert steps[-1].new_loss < 0.1 * steps[0].loss
-    assert all(s.new_loss <= s.loss for s in steps)
-
-
 def test_newton_converges_quadratically():
     """Logistic regression is convex: the full Hessian is the Gauss-Newton matrix, and the end is Newton's."""
     torch.manual_seed(0)
@@ -372,12 +355,6 @@ def test_the_trace_has_no_signs():
     C = represent(saddle())
     assert (C.diagonal() < 0).any()
     assert error(C.trace(), C.diagonal().abs().sum()) < 1e-12
-
-
-def test_hessian_is_a_value():
-    assert mq.Hessian() == mq.Hessian()
-    assert not mq.Hessian().needs.by_sample
-    assert mq.Hessian().needs.chunk is None
 
 
 @pytest.mark.parametrize("words", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory: 64 bytes"])

@@ -9,7 +9,6 @@ from torch import nn
 import marquardt as mq
 from marquardt.metric import Part
 from marquardt.parts.direction import factored_maximum
-from support import reference
 from support.cases import mlp
 from support.kronecker import NETWORKS, build, damped, represent
 from support.reference import error
@@ -42,14 +41,6 @@ def test_one_number_for_a_layer(every):
     same = mq.Diagonal(torch.tensor(1.0).double(), [Part(torch.tensor(0.3).double())] * 6)
     assert error(K.newton(same), K.newton(flat)) < 1e-12
     assert error(K.gradient @ K.newton(D), K.damped_quadratic(K.newton(D), D)) < 1e-12
-
-
-def test_undamped_is_the_gauss_newton_step_where_the_factors_are_exact():
-    model, x, y = nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
-    q = reference.quadratic(model, "mse", x, y)
-    for every in (1, 2):
-        found = represent(model, "mse", x, y, every=every).newton(torch.tensor(0.0).double())
-        assert error(-found, q.step(0.0)) < 1e-9
 
 
 @pytest.mark.parametrize("every", [1, 2])

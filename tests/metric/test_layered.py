@@ -172,11 +172,6 @@ def test_settled_it_is_made_of_the_sides_of_late():
     assert error(part.update(first_at_once, G).times(v, sizes), fresh.times(v, sizes)) < 1e-10  # an early one
 
 
-def test_a_diagonal_is_always_settled():
-    D = mq.Diagonal(torch.ones(()))
-    assert all(D.settled(k) is D for k in (1, EARLY, 100))
-
-
 def test_another_precision_and_back():
     p = build("conv2d_grouped")
     G = represented(mq.Gram(), p)

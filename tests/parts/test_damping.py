@@ -131,12 +131,6 @@ def test_damping_keeps_the_dtype(part, dtype):
     assert D.entries([4]).shape == (4,)
 
 
-def test_identity():
-    G = Values(torch.tensor([3.0, 1e6]))
-    for D in (None, Diagonal(torch.tensor(7.0))):
-        assert torch.equal(mq.Identity().update(D, G).entries([2]), torch.ones(2))
-
-
 class Scaled(nn.Module):
     """v·tanh(wx + b) + c with θ = (w, b, v, c) = scale·(what is stored)."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 
 import pytest
@@ -17,7 +16,7 @@ from marquardt.layers.blocks import Bilinear
 from support import reference
 from support.by_layers import BY_LAYER, EVERY_NET, FACTORED, disturb, net, represented, samples
 from support.cases import build
-from support.parts import batch, decades, entries, flat, lm, mlp
+from support.parts import decades, entries, flat, lm
 from support.reference import error
 
 f64 = torch.float64
@@ -90,19 +89,6 @@ def test_factored_max_diagonal_bounds_every_diagonal(name, chunk):
         for k, part, size in zip(names, D.parts, sizes, strict=True):
             if "table" in k:  # no factors: element by element
                 assert part.entries.numel() == size
-        disturb(model, seed)
-
-
-def test_factored_max_diagonal_of_an_embedding():
-    """A table has no input to speak of: there it is the plain maximum."""
-    model, D, expected = net("tokens"), None, None
-    sizes = [p.numel() for p in model.parameters()]
-    for seed in range(3):
-        G = represented("tokens", model, seed)
-        D = FACTORED.update(D, G)
-        diagonal = reference.quadratic(model, "cross_entropy", *samples("tokens", seed)).diagonal()[: sizes[0]]
-        expected = diagonal if expected is None else torch.maximum(expected, diagonal)
-        assert error(D.entries(sizes)[: sizes[0]], sum(sizes) / G.rank * expected) < 1e-10
         disturb(model, seed)
 
 
@@ -286,28 +272,6 @@ def restored(model: nn.Module, theta: Tensor) -> nn.Module:
 
 
 @pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
-@pytest.mark.parametrize("name", ["mlp", "conv", "grouped conv", "tokens"])
-def test_damping_by_layers_resumes(name, part):
-    """Through a file of nothing but tensors and numbers, to the last bit."""
-    model, other = net(name), net(name)
-    parts = {"curvature": mq.Gram(), "damping": part, "schedule": mq.Constant(30.0)}
-    opt, fresh = (lm(m, "cross_entropy", **parts) for m in (model, other))
-    for seed in range(2):
-        opt.step(*samples(name, seed))
-    file = io.BytesIO()
-    torch.save([model.state_dict(), opt.state_dict()], file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
-    other.load_state_dict(weights)
-    fresh.load_state_dict(state)
-    assert torch.equal(entries(fresh), entries(opt))
-    for seed in range(2, 5):
-        assert fresh.step(*samples(name, seed)) == opt.step(*samples(name, seed))
-        assert torch.equal(flat(other), flat(model))
-        assert torch.equal(entries(fresh), entries(opt))
-
-
-@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("representation", [mq.Gram(), mq.Gram(chunk=3), mq.Dense(), mq.Dense(chunk=3)], ids=str)
 def test_layers_that_some_batches_do_not_reach(part, representation):
     """What a layer has seen stays, and the bound holds again when it is reached again."""
@@ -354,17 +318,3 @@ def test_damping_where_a_layer_sees_some_of_the_samples(name, part, chunk):
         assert (D.entries(lin.parameters.sizes) >= q.diagonal() * (1 - 1e-12)).all()
     A = D.positive()
     assert error(-mq.Gram(chunk).represent(lin).newton(A), q.step(A.entries(lin.parameters.sizes))) < 1e-9
-
-
-@pytest.mark.parametrize("factor", [1e-3, 1e3])
-@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
-def test_damping_by_layers_in_the_units_of_the_loss(part, factor):
-    x, y = batch()
-    ends = []
-    for c in (1.0, factor):
-        model = mlp()
-        opt = lm(model, mq.losses.SquaredError(factor=c), damping=part, curvature=mq.Gram())
-        for _ in range(3):
-            opt.step(x, y)
-        ends.append(flat(model))
-    assert error(ends[1], ends[0]) < 1e-8

@@ -160,34 +160,6 @@ def test_nearly_parallel(dtype, sign):
         assert (d @ g.double()).item() == pytest.approx(-0.9 * 0.6 * 2, rel=30 * limit)
 
 
-@pytest.mark.parametrize("representation", [mq.Dense(), mq.Gram()])
-@pytest.mark.parametrize("cap", [False, True])
-@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
-def test_momentum_identities_inside_the_step(loss, cap, representation):
-    """H is the damped curvature that the step was solved with."""
-    model = mlp(outputs=3)
-    x, y = batch(outputs=3)
-    y = y.argmax(1) if loss == "cross_entropy" else y
-    xi, dP, lam = 0.8, 0.3, 0.5
-    opt = lm(
-        model, loss, curvature=representation, damping=mq.MaxDiagonal(0.01), schedule=mq.Constant(lam),
-        momentum=mq.AdaptiveMomentum(xi, dP, cap=cap),
-    )  # fmt: skip
-    D = torch.full_like(flat(model), 0.01)
-    for k in range(4):
-        C, before = curvature(model, x, y, loss), flat(model)
-        D = torch.maximum(D, C.diagonal())
-        assert opt.step(x, y).accepted
-        d, g, newton = flat(model) - before, C.gradient, C.newton(lam * D)
-        if k == 0:
-            assert error(d, -newton) < 1e-9
-            continue
-        root = math.sqrt((g @ newton).item())
-        length = min(dP, root) if cap else dP
-        assert (g @ d).item() == pytest.approx(-xi * length * root, rel=1e-8)
-        assert (d @ (C @ d) + (lam * D * d * d).sum()).item() == pytest.approx(length**2, rel=1e-8)
-
-
 # ---- quadratic momentum
 
 

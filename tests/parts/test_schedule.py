@@ -262,21 +262,6 @@ def test_the_default_of_balanced_has_no_floor():
     assert mq.GainRatio().update(1e-9, good) == 3.0
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        *(({"target": t}, rf"target={t}\)") for t in (0.0, -1.0, 1.01, INF, NAN)),
-        *(({"quickest": q}, rf"quickest={q}\)") for q in (1.0, 0.5, INF, NAN)),
-        *(({"initial": i}, rf"initial={i}\)") for i in (0.0, -1.0, INF, NAN)),
-        *(({"most": m}, rf"most={m}\)") for m in (0.0, -1.0, NAN)),
-    ],
-    ids=str,
-)
-def test_wrong_options_of_balanced(options, match):
-    with pytest.raises(ValueError, match=r"Balanced\(" + match):
-        mq.Balanced(**options)
-
-
 @pytest.mark.parametrize("gain", [2.0, None, mq.TenFold(), mq.GainRatio], ids=str)
 def test_balanced_needs_a_gain_ratio(gain):
     with pytest.raises(TypeError, match=r"Balanced\(gain=.*mq\.GainRatio\(\)"):
