@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
 from support import reference
-from support.kronecker import EVERY_NETWORK, build
+from support.kronecker import EVERY_NETWORK, NETWORKS, build
 from support.kronecker import represent as kronecker
 from support.reference import error
 from support.steps import theta
@@ -44,33 +46,24 @@ def layers(K) -> list[Tensor]:
     return [torch.cat([places[i] for i in layer.members]) for layer in K.layers]
 
 
-@EVERY_NETWORK
+PROBLEMS = {**{name: partial(build, name) for name in NETWORKS}, "embedding": tokens, "small blocks": normalised}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("rows", [mq.Exact(), mq.Empirical()], ids=str)
 def test_nearer_to_the_curvature_than_kfac(name, rows):
     """In the Frobenius norm, in every layer; and with the trace of the layer's block."""
-    problem = build(name)
+    problem = PROBLEMS[name]()
     J = mq.linearize(*problem, rows=rows).rows()
-    G = J.T @ J
-    K = kronecker(*problem, rows=rows)
+    G, K = J.T @ J, kronecker(*problem, rows=rows)
     ours, theirs = dense(represent(*problem, rows=rows)), dense(K)
-    for at in layers(K):
-        exact, near, far = (M[at[:, None], at] for M in (G, ours, theirs))
-        assert (exact - near).norm() <= (exact - far).norm() + 1e-12 * exact.norm()
-        assert error(near.trace(), exact.trace()) < 1e-10
-    assert error(ours, ours.T) < 1e-12
-
-
-@pytest.mark.parametrize("problem", [tokens, normalised])
-def test_of_other_layers(problem):
-    problem = problem()
-    G, E, K = reference.quadratic(*problem).G, represent(*problem), kronecker(*problem)
-    ours, theirs = dense(E), dense(K)
     for layer, at in zip(K.layers, layers(K), strict=True):
         exact, near, far = (M[at[:, None], at] for M in (G, ours, theirs))
         assert (exact - near).norm() <= (exact - far).norm() + 1e-12 * exact.norm()
         assert error(near.trace(), exact.trace()) < 1e-10
         if layer.small:  # blocks of single outputs are taken as they are
             assert error(near, far) < 1e-10
+    assert error(ours, ours.T) < 1e-12
 
 
 @EVERY_NETWORK

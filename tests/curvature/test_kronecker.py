@@ -187,16 +187,6 @@ def test_chunks_add_up(name, rows):
     assert error(L.newton(lam), K.newton(lam)) < 1e-10
 
 
-def test_sampled_rows_are_right_in_the_mean():
-    problem = build("linear ce")
-    exact = represent(*problem).layers
-    some = [represent(*problem, rows=mq.Sampled(1, seed=k)).layers for k in range(400)]
-    for i, layer in enumerate(exact):
-        assert error(some[0][i].right, layer.right) < 1e-12
-        assert error(some[0][i].left, layer.left) > 1e-3
-        assert error(torch.stack([s[i].left for s in some]).mean(0), layer.left) < 0.05
-
-
 @pytest.mark.parametrize("weighted", [True, False])
 def test_rows_of_a_part_of_the_batch(weighted):
     """The factors of that part alone, with its own sample weights; the gradient of all."""

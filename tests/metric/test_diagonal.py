@@ -134,15 +134,6 @@ def test_whiten(kind):
     assert Diagonal(torch.tensor(2.0)).whiten(block, members) is None
 
 
-def test_whitened_blocks_of_other_kinds_do_not_pair():
-    explicit, _ = blocks()["explicit"]
-    bilinear, _ = blocks()["bilinear"]
-    rows = Explicit(bilinear.params, torch.randn(8, 30), 4)
-    D = [Part(torch.rand(24)), Part(torch.rand(6))]
-    assert not bilinear.whitened(D).pairs_with(rows.whitened(D))
-    assert not bilinear.whitened(D).pairs_with(explicit.whitened([Part(ENTRIES), Part(NUMBER)]))
-
-
 @pytest.mark.parametrize("D", [mixed(), Diagonal(torch.tensor(2.0).double())], ids=["parts", "one number"])
 def test_state(D):
     """Tensors and lists of them, as torch.load takes them."""
