@@ -208,17 +208,3 @@ def test_a_rejected_step_leaves_D_alone():
     opt.acceptance = Always()
     assert opt.step(10 * x, y).accepted
     assert not torch.equal(entries(opt), D)  # that batch would have changed it
-
-
-@pytest.mark.parametrize("representation", [mq.Dense(), mq.Gram()])
-def test_a_parameter_without_curvature_needs_no_floor(representation):
-    """A dead unit: D is 0 there, and so is the gradient; the other parameters still move."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)).double()
-    with torch.no_grad():
-        model[0].bias[0] = -1e3
-    x, y = batch()
-    opt = lm(model, curvature=representation, damping=mq.MaxDiagonal(0.0), schedule=mq.Constant(1.0))
-    step = opt.step(x, y)
-    assert step.accepted, step.note
-    assert model[0].bias[0] == -1e3

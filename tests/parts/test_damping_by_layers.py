@@ -107,23 +107,6 @@ def test_damping_of_chunks_is_that_of_the_whole(name, part):
                 assert error(f, e) < 1e-10
 
 
-def test_steps_with_factored_damping_equal_the_algorithm():
-    """θ − (G + λD)⁻¹g with D by hand, over several steps on changing data."""
-    model, hand, lam = net("mlp"), {}, 3.0
-    names, sizes = zip(*((k, p.numel()) for k, p in model.named_parameters()), strict=True)
-    opt = lm(model, "cross_entropy", curvature=mq.Gram(), damping=FACTORED, schedule=mq.Constant(lam))
-    for seed in range(4):
-        x, y = samples("mlp", seed)
-        q, before = reference.quadratic(model, "cross_entropy", x, y), flat(model)
-        hand = factors_by_hand(model, x, dict(zip(names, q.diagonal().split(sizes), strict=True)), hand)
-        parts = [(k.rpartition(".")[0], k.endswith("weight")) for k in names]
-        D = torch.cat([(hand[k][0] * hand[k][1] if weight else hand[k][0]).flatten() for k, weight in parts])
-        D = D.where(D > 0, 1)  # where there is no curvature, there is no gradient
-        D = len(q.g) / represented("mlp", model, seed).rank * D  # columns over rank
-        assert opt.step(x, y).accepted
-        assert error(flat(model) - before, q.step(lam * D)) < 1e-9
-
-
 # A hidden unit or channel: (layer in, layer out, of how many inputs of the latter each unit is).
 RELU_NETS = {
     "mlp": (
@@ -176,12 +159,6 @@ def test_factored_max_diagonal_is_covariant_to_rescaling_a_unit(representation, 
     assert rescaled_apart(name, which, unit, c, damping=FACTORED, curvature=representation) < 1e-8
 
 
-@pytest.mark.parametrize("name", RELU_NETS)
-def test_one_number_for_a_layer_is_not(name):
-    for damping in (BY_LAYER, mq.Identity()):
-        assert rescaled_apart(name, 0, 0, 10.0, damping=damping, curvature=mq.Gram()) > 1e-2
-
-
 @pytest.mark.parametrize(
     "part", [FACTORED, BY_LAYER, mq.Identity(), mq.MeanEigenvalue()], ids=lambda p: type(p).__name__
 )
@@ -225,7 +202,7 @@ def test_layer_mean_eigenvalue(name, chunk):
         disturb(model, seed)
 
 
-@pytest.mark.parametrize("part", [FACTORED, BY_LAYER], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("part", [FACTORED, BY_LAYER, mq.MaxDiagonal(0.0)], ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("representation", [mq.Gram(), mq.Gram(chunk=3), mq.Dense()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, f64], ids=str)
 def test_dead_units_with_damping_by_layers(part, representation, dtype):
