@@ -126,49 +126,19 @@ def test_against_differences(name):
 
 
 def test_one_by_one_where_vmap_refuses(monkeypatch):
-    """The same rows from a loop: here vmap cannot take the backward pass of the function."""
-
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**2
-
-        @staticmethod
-        def backward(ctx, g):
-            (x,) = ctx.saved_tensors
-            return Double.apply(x, g)
-
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, g):
-            ctx.save_for_backward(x, g)
-            return 2 * x * g
-
-        @staticmethod
-        def backward(ctx, h):
-            if torch._C._functorch.is_batchedtensor(h) or torch._C._functorch.is_legacy_batchedtensor(h):
-                raise RuntimeError("no batches, please")
-            x, g = ctx.saved_tensors
-            return 2 * g * h, 2 * x * h
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.head, self.custom = nn.Linear(2, 3), nn.Linear(3, 2), True
-
-        def forward(self, x):
-            h = self.first(x)
-            return self.head(Square.apply(h) if self.custom else h**2)
-
+    """The same rows from a loop."""
     tried, rows_of = [], module.rows_of
-    monkeypatch.setattr(module, "rows_of", lambda *args: tried.append(args[3]) or rows_of(*args))
-    model = Net().double()
-    p = Problem(model, "mse", torch.randn(4, 2, dtype=f64), torch.randn(4, 2, dtype=f64))
-    C = represent(p)
+
+    def refusing(slope, p, params, batched):
+        tried.append(batched)
+        if batched:
+            raise RuntimeError("no batches, please")
+        return rows_of(slope, p, params, batched)
+
+    monkeypatch.setattr(module, "rows_of", refusing)
+    p = build("mlp_elu")
+    assert error(represent(p).G, exact("mlp_elu")[0]) < 1e-9
     assert tried == [True, False, False, False, False]
-    model.custom = False
-    assert error(C.G, expected(p)[0]) < 1e-9
 
 
 class Lopsided(torch.autograd.Function):

@@ -543,7 +543,7 @@ class KroneckerCurvature(Curvature):
         if M.ndim == 3 and (self.every == 1 or small):
             return FullFactor(M, w)
         kept = [self._recalled[name] for part in ("Q", "e", "w") if (name := f"{part} of {key}") in self._recalled]
-        return Spectrum(*(t.to(M) for t in kept)) if kept and kept[0].shape == M.shape else None
+        return Spectrum(*(t.to(M) for t in kept)) if len(kept) == 3 and kept[0].shape == M.shape else None
 
 
 ONE_NUMBER = (
