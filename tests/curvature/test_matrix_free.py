@@ -56,7 +56,7 @@ def test_model_of_the_step_costs_no_product(monkeypatch):
     q = expected("mlp_elu")
     C = represent(build("mlp_elu"), mq.MatrixFree())
     d = C.newton(scalar(1e-3)).neg_()
-    monkeypatch.setattr(C, "_parts", None)  # any product fails now
+    monkeypatch.setattr(C, "_each", None)  # any product fails now
     gd, dGd = C.model(d)
     assert gd.item() == pytest.approx((q.g @ d).item(), rel=1e-9)
     assert dGd.item() == pytest.approx((d @ q.G @ d).item(), rel=1e-7)

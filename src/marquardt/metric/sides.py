@@ -51,8 +51,11 @@ def product(left: Tensor | None, right: Tensor | None, X: Tensor) -> Tensor:
 
 
 def squared(left: Tensor, right: Tensor | None, X: Tensor) -> Tensor:
-    """leftᵀ(left·X·rightᵀ)right: the product with WᵀW for that with W"""
-    return product(transposed(left), right, product(left, transposed(right), X))
+    """leftᵀ·left·X·rightᵀ·right: with the inverse roots of both sides, the product with the inverse of D₀"""
+    X = left.mT @ (left @ X) if left.ndim == 3 else left.square()[:, :, None] * X
+    if right is None:
+        return X
+    return X @ right.mT @ right if right.ndim == 3 else X * right.square()[:, None]
 
 
 def diagonal_of(side: Tensor) -> Tensor:
