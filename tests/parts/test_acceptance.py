@@ -79,19 +79,6 @@ def test_uphill_as_far_as_the_loss_of_late():
     assert mq.Uphill(1.0, of_late=True).judge(trial._replace(new_loss=0.9, late=0.5)) == "decrease"
 
 
-def test_uphill_against_the_best():
-    trial = Trial(loss=2.0, new_loss=3.0, lower_bound=0.0, best=0.5, cosine=0.5)
-    assert mq.Uphill(2.0).judge(trial) == "uphill"  # ¼·3 ≤ 2
-    assert mq.Uphill(2.0, against_best=True).judge(trial) is None  # ¼·3 > ½
-    assert mq.Uphill(2.0, against_best=True).judge(trial._replace(new_loss=1.9)) == "decrease"
-
-
-def test_uphill_above_a_negative_lower_bound():
-    trial = Trial(loss=-9.0, new_loss=-6.0, lower_bound=-10.0, best=-9.0, cosine=0.5)
-    assert mq.Uphill(2.0).judge(trial) == "uphill"  # ¼·4 ≤ 1
-    assert mq.Uphill(2.0).judge(trial._replace(new_loss=-5.9)) is None
-
-
 @given(st.floats(-1e6, 1e6), st.floats(-1e6, 1e6), st.none() | st.floats(-1, 1))
 def test_decrease(f, f_new, cosine):
     assert mq.Decrease().judge(Trial(f, f_new, 0.0, f, cosine)) == ("decrease" if f_new < f else None)
