@@ -95,36 +95,48 @@ def run(opt: mq.LM, batches: list[Any]) -> Plan:
 # ---- which rows
 
 
-def test_few_classes_have_all_rows():
-    opt = mq.LM(wide(3), "cross_entropy", curvature=ROOMY)
-    plan = run(opt, [labelled(t, classes=3) for t in range(4)])
-    assert (plan.steady, plan.rows, plan.shapes.R) == (False, mq.Exact(), 2)
-    assert plan.work <= opt.curvature.work
-    assert "128 rows; about" in opt.plan
+def deep(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+AUTO = mq.Auto()
+CHOICES = {  # model, loss, curvature, batch number t, rows, all rows of a sample, what they keep to
+    "few classes": (lambda: wide(3), "cross_entropy", ROOMY, lambda t: labelled(t, 64, 3), mq.Exact, 2, "work"),
+    "a small one": (lambda: nn.Linear(6, 3), "cross_entropy", AUTO, lambda t: labelled(t, 64, 3), mq.Exact, 2, "work"),
+    "residuals": (lambda: wide(3), "mse", AUTO, lambda t: (labelled(t)[0], torch.randn(64, 3)), mq.Exact, 3, "work"),
+    "a moment": (lambda: deep(32), "mse", AUTO, lambda t: regression(t, 1500), mq.Exact, 1, "seconds"),
+    "no moment": (lambda: deep(32), "mse", ROOMY, lambda t: regression(t, 1500), mq.Fraction, 1, "work"),
+    "many samples": (lambda: deep(64), "mse", ROOMY, lambda t: regression(t, 2048), mq.Fraction, 1, "work"),
+    "many classes": (lambda: wide(300), "cross_entropy", ROOMY, labelled, mq.Sampled, 299, "work"),
+    "positions": (Tokens, "cross_entropy", ROOMY, lambda t: (tokens(t), tokens(t)), mq.Sampled, 9 * 11, "work"),
+    "the same data": (lambda: wide(300), "cross_entropy", AUTO, lambda t: labelled(0), mq.Exact, 299, "nothing"),
+    "any work": (lambda: wide(300), "cross_entropy", mq.Auto(work=math.inf), labelled, mq.Exact, 299, "nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_which_rows(name):
+    """All of them if there is time for all, or it takes next to none; the rows of R count every position."""
+    build, loss, curvature, batch, rows, R, limit = CHOICES[name]
+    opt = mq.LM(build(), loss, curvature=curvature)
+    plan = run(opt, [batch(t) for t in range(4)])
+    assert type(plan.rows) is rows
+    assert plan.shapes.R == R
+    assert plan.steady == (name == "the same data")
+    assert plan.work <= WORK if limit == "work" else plan.work > WORK
+    assert plan.seconds <= QUICK or limit != "seconds"
+    if name == "the same data":  # until they change, and after that
+        assert run(opt, [labelled(t) for t in range(1, 4)]).sampled is not None
+        assert run(opt, [labelled(9)] * 4).rows == mq.Exact()
 
 
 def test_more_rows_of_a_sample_cost_little_or_are_left_out():
     """By default, of a loss with classes: up to six gradients, or if one row costs nearly as much."""
     batches = [labelled(t, classes=40) for t in range(4)]
-    few, roomy = (run(mq.LM(wide(40), "cross_entropy", curvature=c), batches) for c in (mq.Auto(), ROOMY))
+    few, roomy = (run(mq.LM(wide(40), "cross_entropy", curvature=c), batches) for c in (AUTO, ROOMY))
     one = run(mq.LM(wide(40), "cross_entropy", rows=mq.Sampled(1)), batches)
     assert few.sampled is not None
     assert few.work <= max(WORK_OF_ROWS, SAVES * one.work) < roomy.work
-    tiny = run(mq.LM(nn.Linear(6, 3), "cross_entropy"), [labelled(t, classes=3) for t in range(4)])
-    assert tiny.rows == mq.Exact()
-    residuals = run(mq.LM(wide(3), "mse"), [(labelled(t)[0], torch.randn(64, 3)) for t in range(4)])
-    assert residuals.rows == mq.Exact()
-
-
-def test_what_takes_a_moment_is_not_cut():
-    """More than thirty gradients, of a network so small that this is next to nothing."""
-    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-    plan = run(mq.LM(model, "mse"), [regression(t, 1500) for t in range(4)])
-    assert (plan.steady, plan.rows) == (False, mq.Exact())
-    assert plan.work > WORK
-    assert plan.seconds <= QUICK
-    cut = run(mq.LM(model, "mse", curvature=ROOMY), [regression(t, 1500) for t in range(4)])
-    assert cut.fraction is not None
 
 
 def test_many_classes():
@@ -159,17 +171,6 @@ def test_as_many_rows_as_fit():
         assert replace(plan, shapes=plan.shapes).with_cost(s, kind.cost(s)).work > opt.curvature.work
 
 
-def test_the_same_data_have_all_rows():
-    opt = mq.LM(wide(300), "cross_entropy")
-    plan = run(opt, [labelled(0)] * 4)
-    assert (plan.steady, plan.rows) == (True, mq.Exact())
-    assert plan.work > WORK
-    plan = run(opt, [labelled(t) for t in range(1, 4)])  # and then they change
-    assert plan.steady is False
-    assert plan.sampled is not None
-    assert run(opt, [labelled(9)] * 4).rows == mq.Exact()
-
-
 def test_work_that_no_plan_meets(monkeypatch):
     """Few rows, but no fewer than it pays to leave out; and a word of it."""
     plan = run(mq.LM(wide(300), "cross_entropy", curvature=mq.Auto(work=1)), [labelled(t) for t in range(4)])
@@ -185,25 +186,6 @@ def test_work_that_no_plan_meets(monkeypatch):
     assert run(opt, [labelled(t) for t in range(4)]).rows == mq.Fraction(0.25, mq.Sampled(1))  # 16 samples
     assert "1 of 299 rows of one sample in 4" in opt.plan
     assert opt._state.most_rows == 16
-
-
-def test_many_samples_of_one_row():
-    """Regression with n > m: a part of the samples, since there is no row of a sample to leave out."""
-    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    plan = run(mq.LM(model, "mse", curvature=ROOMY), [regression(t, 2048) for t in range(3)])
-    assert (plan.sampled, plan.shapes.R) == (None, 1)
-    assert plan.fraction in {0.5**i for i in range(1, 8)}
-    assert plan.rows == mq.Fraction(plan.fraction)
-    assert plan.work <= WORK
-
-
-def test_logits_of_tokens():
-    """R counts every position."""
-    opt = mq.LM(Tokens(), "cross_entropy", curvature=ROOMY)
-    plan = run(opt, [(tokens(t), tokens(t)) for t in range(4)])
-    assert plan.shapes.R == 9 * 11
-    assert plan.shapes.divisible
-    assert plan.work <= opt.curvature.work
 
 
 WHOLE = {
