@@ -476,7 +476,6 @@ MUTATIONS = [
         "curvature: a plan that memory did not suffice for is made again",
         "whole=plan.whole, squeeze=plan.squeeze + 1,",
         "whole=plan.whole, squeeze=plan.squeeze,",
-        "tests/curvature/test_auto.py::test_next_plan_is_smaller",
         AUTO,
     ),
     mutation(
