@@ -114,17 +114,21 @@ def test_another_damping_is_refused(damping):
     assert torch.equal(theta(model), before)
 
 
-def test_the_same_data_are_not_averaged():
+def test_running_average():
+    """Of s, from the second batch on; none on the same data; and what is far above the present counts ten times it."""
     problem = build("linear mse")
-    E, fresh = represent(*problem), represent(*problem)
+    fresh = represent(*problem)
     past = fresh.keep()
-    E.recall(past | {k: 9 * v for k, v in past.items() if k.startswith("s of")}, True)
-    assert error(dense(E), dense(fresh)) < 1e-12
-    averaged = represent(*problem)
-    averaged.recall(past | {k: 3 * v for k, v in past.items() if k.startswith("s of")}, False)
-    weight = 1 - 1 / 2  # of the first of two batches
-    for ours, once in zip(averaged.bases, fresh.bases, strict=True):
-        assert error(ours.s, (3 * weight + 1 - weight) * once.s) < 1e-10
+
+    def averaged(times: float, same_data: bool) -> mq.Curvature:
+        E = represent(*problem)
+        E.recall(past | {k: times * v for k, v in past.items() if k.startswith("s of")}, same_data)
+        return E
+
+    assert error(dense(averaged(9.0, True)), dense(fresh)) < 1e-12
+    for ours, once in zip(averaged(3.0, False).bases, fresh.bases, strict=True):
+        assert error(ours.s, (3 * 0.5 + 0.5) * once.s) < 1e-10
+    assert averaged(1e4, False).trace() < 11 * fresh.trace()
 
 
 @pytest.mark.parametrize("curvature", [mq.Kronecker, mq.EKFAC], ids=lambda c: c.__name__)
@@ -143,13 +147,3 @@ def test_a_bias_that_has_influence_in_one_chunk_alone(curvature, order):
     assert error(dense(G), dense(whole)) < 0.05
     lam = torch.tensor(0.1).double()
     assert error(G.newton(lam), whole.newton(lam)) < 0.05
-
-
-def test_an_outlier_leaves_the_running_average():
-    """What is remembered of s has at most ten times the trace of the present."""
-    problem = build("linear mse")
-    fresh = represent(*problem)
-    past = fresh.keep()
-    E = represent(*problem)
-    E.recall(past | {k: 1e4 * v for k, v in past.items() if k.startswith("s of")}, False)
-    assert E.trace() < 11 * fresh.trace()

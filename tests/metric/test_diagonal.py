@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.metric import Diagonal, Metric, Part, restored
+from marquardt.metric import Diagonal, Metric, Part
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -86,14 +84,6 @@ def test_another_scale():
     assert (2.0 * Diagonal(torch.tensor(3.0))).scale == 6
 
 
-@pytest.mark.parametrize("D", [mixed(), Diagonal(torch.tensor(2.0).double())], ids=["parts", "one number"])
-def test_state(D):
-    """Tensors and lists of them, as torch.load takes them."""
-    again = restored(D.state())
-    assert torch.equal(again.entries(SIZES), D.entries(SIZES))
-    assert (again.parts is None) == (D.parts is None)
-
-
 def test_positive():
     zeros = Diagonal(torch.tensor(2.0), [Part(torch.tensor([0.0, 3.0])), Part(torch.tensor(0.0))])
     assert zeros.positive().entries([2, 2]).tolist() == [2, 6, 2, 2]
@@ -111,26 +101,6 @@ def test_fits(sizes, fits):
     """One number fits any parameter."""
     assert mixed().fits(sizes) == fits
     assert Diagonal(torch.tensor(1.0)).fits(sizes)
-
-
-def test_maximum():
-    D, E = (Diagonal(torch.ones(()), [Part(torch.tensor(x))]) for x in ([1.0, 4.0], [2.0, 3.0]))
-    assert D.maximum(E).entries([2]).tolist() == [2, 4]
-    assert D.entries([2]).tolist() == [1, 4]
-    u, v = torch.tensor([1.0, 2.0]).view(1, 2, 1), torch.tensor([3.0, 0.5]).view(1, 1, 2)
-    F, H = Diagonal(torch.ones(()), [Part(u=u, v=v)]), Diagonal(torch.ones(()), [Part(u=u.flip(1), v=v.flip(2))])
-    both = F.maximum(H).parts[0]  # factor by factor
-    assert both.u.flatten().tolist() == [2, 2]
-    assert both.v.flatten().tolist() == [3, 3]
-    assert Diagonal(torch.tensor(1.0)).maximum(Diagonal(torch.tensor(2.0))).scale == 2
-
-
-def test_recent():
-    """At most `memory` times the present; nothing at present is no reason to forget."""
-    past = Diagonal(torch.ones(()), [Part(torch.tensor([100.0, 5.0, 100.0]))])
-    now = Diagonal(torch.ones(()), [Part(torch.tensor([2.0, 2.0, 0.0]))])
-    assert past.recent(now, 10.0).entries([3]).tolist() == [20, 5, 100]
-    assert past.recent(now, math.inf).entries([3]).tolist() == [100, 5, 100]
 
 
 @pytest.mark.parametrize("join", [Diagonal.maximum, lambda D, other: D.recent(other, 2.0)], ids=["maximum", "recent"])

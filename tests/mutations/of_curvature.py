@@ -312,6 +312,7 @@ MUTATIONS = [
         "share = weight",
         OUTLIER,
         KRONECKER,
+        EKFAC,
     ),
     mutation(
         "curvature: a spectrum without its damping",

@@ -89,10 +89,6 @@ class Shapes:
         numbers, nodes = max(self.numbers, found.numbers), max(self.nodes, found.nodes)
         return replace(found, N=N, R=R, out=out, piece=piece, layers=layers, numbers=numbers, nodes=nodes)
 
-    def covers(self, N: int, out: int, uses: int, single: bool) -> bool:
-        """Whether a batch is no larger, as far as a quick look tells."""
-        return N <= self.N and out <= self.out and uses == len(self.layers) and single == self.single
-
     def _structure(self) -> object:
         layers = [(b.G, b.I, b.O, b.lookup) for b in self.layers]
         ranks = self.ranks, self.shards, self.sharded
@@ -390,8 +386,9 @@ def _seen(lin: Linearization, plan: Plan | None, free: bool) -> Shapes:
     samples = N if free else piece.jacobian.N  # that have rows
     total = sum(lin.share.ranks.numbers(samples)) if lin.in_one else lin.share.expected(samples)
     larger = plan is None or lin.share.input_size > plan.input_size
-    if not larger and known is not None and known.covers(total, out, len(watch.calls), lin.single):
-        return known
+    if known is not None and not larger and total <= known.N and out <= known.out:
+        if (len(watch.calls), lin.single) == (len(known.layers), known.single):  # as far as a quick look tells
+            return known
     known_R = known.R if known is not None and known.out == out else None
     R = piece.jacobian.R if not free else known_R or together * piece.exact_rows()
     layers = tuple(Layer(*call.sizes(N)) for call in watch.calls)

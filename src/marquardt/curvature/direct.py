@@ -428,16 +428,6 @@ class DenseCurvature(Curvature):
         found = self.G.diagonal()
         return found if found.dtype is self.parameters.dtype else found.to(self.parameters.dtype)
 
-    def trace(self) -> Tensor:
-        return self.diagonal().sum()
-
-    def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
-        return self.parameters.dot(self.gradient, d), self.quadratic(d)
-
-    def slope(self, D: Metric) -> Tensor:
-        g = self.gradient
-        return self.parameters.dot(g, D.solve(g.clone(), self.parameters.sizes))
-
     def partial_traces(self) -> PartialTraces:
         return statistics.partial_traces(self.lin)
 
