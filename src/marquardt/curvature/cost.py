@@ -386,9 +386,9 @@ def _seen(lin: Linearization, plan: Plan | None, free: bool) -> Shapes:
     samples = N if free else piece.jacobian.N  # that have rows
     total = sum(lin.share.ranks.numbers(samples)) if lin.in_one else lin.share.expected(samples)
     larger = plan is None or lin.share.input_size > plan.input_size
-    if known is not None and not larger and total <= known.N and out <= known.out:
-        if (len(watch.calls), lin.single) == (len(known.layers), known.single):  # as far as a quick look tells
-            return known
+    alike = known is not None and (len(watch.calls), lin.single) == (len(known.layers), known.single)  # at a quick look
+    if known is not None and alike and not larger and total <= known.N and out <= known.out:
+        return known
     known_R = known.R if known is not None and known.out == out else None
     R = piece.jacobian.R if not free else known_R or together * piece.exact_rows()
     layers = tuple(Layer(*call.sizes(N)) for call in watch.calls)
