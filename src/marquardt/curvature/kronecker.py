@@ -14,7 +14,7 @@ from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.statistics import Moments
 from ..layers.blocks import Sums
 from ..metric import Diagonal, Metric, Part, trusted
-from ..metric.sides import by_layers, diagonal_of, flattened, joined, outer, product, transposed
+from ..metric.sides import by_layers, diagonal_of, joined, outer, product, transposed, vector_of
 from ..ranks import ALONE, Ranks, completed, owned, owners
 from ..values import ROUNDING, WAY_OUT, check_above, check_square, check_tensor, short
 from .contract import KEPT, Curvature, Past, Representation, check_chunk, check_count
@@ -321,8 +321,9 @@ class Kronecker(Representation):
             if left is None or right is None or min(left.ndim, right.ndim) < 2 or len(left) != len(right):
                 raise ValueError(f"{where} is without a left and a right factor that belong together: {WAY_OUT}")
             self.check_part(part, t, left, right, where)
-            if len(left) * left.shape[-1] * right.shape[-1] != sum(sizes[name] for name in members):
-                shapes, size = f"{tuple(left.shape)} and {tuple(right.shape)}", sum(sizes[name] for name in members)
+            size = sum(sizes[name] for name in members)
+            if len(left) * left.shape[-1] * right.shape[-1] != size:
+                shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
                 raise ValueError(f"{where}: factors {shapes} are not those of a layer of {size} parameters: {WAY_OUT}")
 
     def check_part(self, part: str, t: Tensor, left: Tensor, right: Tensor, where: str) -> None:
@@ -444,7 +445,7 @@ class KroneckerCurvature(Curvature):
     def _joined(self, matrices: Iterable[Tensor]) -> Tensor:
         """One vector from the X of every layer: (n,)"""
         out = self.layers[0].left.new_empty(self.parameters.n)
-        return flattened(self.layers, matrices, out, self.parameters.sizes)
+        return vector_of(self.layers, matrices, out, self.parameters.sizes)
 
     # G itself.
 

@@ -22,13 +22,13 @@ from .sides import (
     by_layers,
     diagonal_of,
     each,
-    flattened,
+    inverse_product,
     outer,
     product,
     rooted,
     side_of,
-    squared,
     transposed,
+    vector_of,
 )
 
 NO_SOLVE = "a sum of two metrics can be multiplied with, and not solved with: `above` can"
@@ -37,7 +37,7 @@ NO_SOLVE = "a sum of two metrics can be multiplied with, and not solved with: `a
 EARLY = 10
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Layered(Metric):
     """scale·D₀ with D₀ = (right/√t + π√γ) ⊗ (left/√t + √γ/π) in every layer, t the trace of either side, π² = O/I. For
     a vector D₀ is the diagonal left + γ.
@@ -114,7 +114,7 @@ class Layered(Metric):
         self._check_alone()
         if scaled:
             x.div_(self.scale)
-        return by_layers(squared, self.layers, self.roots, x, sizes, out=x)
+        return by_layers(inverse_product, self.layers, self.roots, x, sizes, out=x)
 
     def times(self, v: Tensor, sizes: Sequence[int]) -> Tensor:
         found = by_layers(product, self.layers, self._damped, v, sizes).mul_(self.scale)
@@ -133,7 +133,7 @@ class Layered(Metric):
 
     def diagonal(self, sizes: Sequence[int]) -> Tensor:
         lines = (outer(*pair) for pair in self._damped)
-        found = flattened(self.layers, lines, self.scale.new_empty(sum(sizes)), sizes).mul_(self.scale)
+        found = vector_of(self.layers, lines, self.scale.new_empty(sum(sizes)), sizes).mul_(self.scale)
         return found if self.beside is None else found.add_(self.beside)
 
     def whiten(self, block: Whitenable[B], members: Sequence[int]) -> B | None:

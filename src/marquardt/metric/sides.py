@@ -50,7 +50,7 @@ def product(left: Tensor | None, right: Tensor | None, X: Tensor) -> Tensor:
     return X @ right if right.ndim == 3 else X * right[:, None]
 
 
-def squared(left: Tensor, right: Tensor | None, X: Tensor) -> Tensor:
+def inverse_product(left: Tensor, right: Tensor | None, X: Tensor) -> Tensor:
     """leftᵀ·left·X·rightᵀ·right: with the inverse roots of both sides, the product with the inverse of D₀"""
     X = left.mT @ (left @ X) if left.ndim == 3 else left.square()[:, :, None] * X
     if right is None:
@@ -116,7 +116,7 @@ def matrices(layers: Sequence[InLayer], x: Tensor, sizes: Sequence[int]) -> Iter
         yield joined([parts[i] for i in layer.members], layer.left.shape[:2])
 
 
-def flattened(layers: Sequence[InLayer], each: Iterable[Tensor], out: Tensor, sizes: Sequence[int]) -> Tensor:
+def vector_of(layers: Sequence[InLayer], each: Iterable[Tensor], out: Tensor, sizes: Sequence[int]) -> Tensor:
     """The vector of all parameters, from the X of every layer: (…, n)"""
     parts = out.split_with_sizes(sizes, -1)
     for layer, X in zip(layers, each, strict=True):
@@ -130,7 +130,7 @@ def by_layers(
 ) -> Tensor:  # fmt: skip
     """X ← change(*item, X) in every layer, with an item for each, such as its sides: (…, n) → (…, n); `out` may be x"""
     changed = (change(*item, X) for item, X in zip(items, matrices(layers, x, sizes), strict=True))
-    return flattened(layers, changed, torch.empty_like(x) if out is None else out, sizes)
+    return vector_of(layers, changed, torch.empty_like(x) if out is None else out, sizes)
 
 
 # --- Running averages.
