@@ -43,6 +43,7 @@ from torch.nn import functional as F
 
 import marquardt as mq
 import marquardt.metric.layered
+import marquardt.metric.sides
 import marquardt.parts.judging
 import marquardt.step
 import measure
@@ -102,7 +103,7 @@ PATCHES: dict[str, Sequence[Change]] = {
     "λ falls for ever": [(marquardt.parts.judging, "NEGLIGIBLE", -1.0)],
     "λ falls on while unjudged": [(marquardt.parts.judging, "ENOUGH", math.inf)],
     "reweighting is new data": [(marquardt.step, "reweighted", lambda old, *_: old)],
-    "the past is always trusted": [(marquardt.metric.layered, "trusted", lambda past, present: torch.ones(()))],
+    "the past is always trusted": [(marquardt.metric.sides, "trusted", lambda past, present: torch.ones(()))],
     "averaged even if it lags": [(Lag, "behind", property(lambda lag: False))],
     "no early renewals": [(marquardt.metric.layered, "EARLY", 0)],
 }

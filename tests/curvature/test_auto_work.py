@@ -95,36 +95,48 @@ def run(opt: mq.LM, batches: list[Any]) -> Plan:
 # ---- which rows
 
 
-def test_few_classes_have_all_rows():
-    opt = mq.LM(wide(3), "cross_entropy", curvature=ROOMY)
-    plan = run(opt, [labelled(t, classes=3) for t in range(4)])
-    assert (plan.steady, plan.rows, plan.shapes.R) == (False, mq.Exact(), 2)
-    assert plan.work <= opt.curvature.work
-    assert "128 rows; about" in opt.plan
+def deep(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+AUTO = mq.Auto()
+CHOICES = {  # model, loss, curvature, batch number t, rows, all rows of a sample, what they keep to
+    "few classes": (lambda: wide(3), "cross_entropy", ROOMY, lambda t: labelled(t, 64, 3), mq.Exact, 2, "work"),
+    "a small one": (lambda: nn.Linear(6, 3), "cross_entropy", AUTO, lambda t: labelled(t, 64, 3), mq.Exact, 2, "work"),
+    "residuals": (lambda: wide(3), "mse", AUTO, lambda t: (labelled(t)[0], torch.randn(64, 3)), mq.Exact, 3, "work"),
+    "a moment": (lambda: deep(32), "mse", AUTO, lambda t: regression(t, 1500), mq.Exact, 1, "seconds"),
+    "no moment": (lambda: deep(32), "mse", ROOMY, lambda t: regression(t, 1500), mq.Fraction, 1, "work"),
+    "many samples": (lambda: deep(64), "mse", ROOMY, lambda t: regression(t, 2048), mq.Fraction, 1, "work"),
+    "many classes": (lambda: wide(300), "cross_entropy", ROOMY, labelled, mq.Sampled, 299, "work"),
+    "positions": (Tokens, "cross_entropy", ROOMY, lambda t: (tokens(t), tokens(t)), mq.Sampled, 9 * 11, "work"),
+    "the same data": (lambda: wide(300), "cross_entropy", AUTO, lambda t: labelled(0), mq.Exact, 299, "nothing"),
+    "any work": (lambda: wide(300), "cross_entropy", mq.Auto(work=math.inf), labelled, mq.Exact, 299, "nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_which_rows(name):
+    """All of them if there is time for all, or it takes next to none; the rows of R count every position."""
+    build, loss, curvature, batch, rows, R, limit = CHOICES[name]
+    opt = mq.LM(build(), loss, curvature=curvature)
+    plan = run(opt, [batch(t) for t in range(4)])
+    assert type(plan.rows) is rows
+    assert plan.shapes.R == R
+    assert plan.steady == (name == "the same data")
+    assert plan.work <= WORK if limit == "work" else plan.work > WORK
+    assert plan.seconds <= QUICK or limit != "seconds"
+    if name == "the same data":  # until they change, and after that
+        assert run(opt, [labelled(t) for t in range(1, 4)]).sampled is not None
+        assert run(opt, [labelled(9)] * 4).rows == mq.Exact()
 
 
 def test_more_rows_of_a_sample_cost_little_or_are_left_out():
     """By default, of a loss with classes: up to six gradients, or if one row costs nearly as much."""
     batches = [labelled(t, classes=40) for t in range(4)]
-    few, roomy = (run(mq.LM(wide(40), "cross_entropy", curvature=c), batches) for c in (mq.Auto(), ROOMY))
+    few, roomy = (run(mq.LM(wide(40), "cross_entropy", curvature=c), batches) for c in (AUTO, ROOMY))
     one = run(mq.LM(wide(40), "cross_entropy", rows=mq.Sampled(1)), batches)
     assert few.sampled is not None
     assert few.work <= max(WORK_OF_ROWS, SAVES * one.work) < roomy.work
-    tiny = run(mq.LM(nn.Linear(6, 3), "cross_entropy"), [labelled(t, classes=3) for t in range(4)])
-    assert tiny.rows == mq.Exact()
-    residuals = run(mq.LM(wide(3), "mse"), [(labelled(t)[0], torch.randn(64, 3)) for t in range(4)])
-    assert residuals.rows == mq.Exact()
-
-
-def test_what_takes_a_moment_is_not_cut():
-    """More than thirty gradients, of a network so small that this is next to nothing."""
-    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-    plan = run(mq.LM(model, "mse"), [regression(t, 1500) for t in range(4)])
-    assert (plan.steady, plan.rows) == (False, mq.Exact())
-    assert plan.work > WORK
-    assert plan.seconds <= QUICK
-    cut = run(mq.LM(model, "mse", curvature=ROOMY), [regression(t, 1500) for t in range(4)])
-    assert cut.fraction is not None
 
 
 def test_many_classes():
@@ -159,23 +171,6 @@ def test_as_many_rows_as_fit():
         assert replace(plan, shapes=plan.shapes).with_cost(s, kind.cost(s)).work > opt.curvature.work
 
 
-def test_the_same_data_have_all_rows():
-    opt = mq.LM(wide(300), "cross_entropy")
-    plan = run(opt, [labelled(0)] * 4)
-    assert (plan.steady, plan.rows) == (True, mq.Exact())
-    assert plan.work > WORK
-    plan = run(opt, [labelled(t) for t in range(1, 4)])  # and then they change
-    assert plan.steady is False
-    assert plan.sampled is not None
-    assert run(opt, [labelled(9)] * 4).rows == mq.Exact()
-
-
-def test_any_number_of_gradients():
-    plan = run(mq.LM(wide(300), "cross_entropy", curvature=mq.Auto(work=math.inf)), [labelled(t) for t in range(4)])
-    assert plan.rows == mq.Exact()
-    assert plan.faster == ""
-
-
 def test_work_that_no_plan_meets(monkeypatch):
     """Few rows, but no fewer than it pays to leave out; and a word of it."""
     plan = run(mq.LM(wide(300), "cross_entropy", curvature=mq.Auto(work=1)), [labelled(t) for t in range(4)])
@@ -193,68 +188,35 @@ def test_work_that_no_plan_meets(monkeypatch):
     assert opt._state.most_rows == 16
 
 
-@pytest.mark.parametrize("work", [0, 0.5, -1, True, "30", math.nan], ids=str)
-def test_bad_work(work):
-    with pytest.raises(ValueError, match="gradients that a step may cost, at least 1"):
-        mq.Auto(work=work)
+WHOLE = {
+    "an object": (OfGraph, "cross_entropy", lambda t: (Graph(torch.randn(64, 4)), torch.randint(3, (64,)))),
+    "points of two kinds": (Points, Residual(), lambda t: ((torch.rand(40, 1), torch.rand(24, 1)),)),
+    "tokens in one list": (lambda: Tokens(flat=True), "cross_entropy", lambda t: (tokens(t), tokens(t).flatten())),
+}
 
 
-def test_many_samples_of_one_row():
-    """Regression with n > m: a part of the samples, since there is no row of a sample to leave out."""
-    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    plan = run(mq.LM(model, "mse", curvature=ROOMY), [regression(t, 2048) for t in range(3)])
-    assert (plan.sampled, plan.shapes.R) == (None, 1)
-    assert plan.fraction in {0.5**i for i in range(1, 8)}
-    assert plan.rows == mq.Fraction(plan.fraction)
-    assert plan.work <= WORK
-
-
-def test_logits_of_tokens():
-    """R counts every position."""
-    opt = mq.LM(Tokens(), "cross_entropy", curvature=ROOMY)
-    plan = run(opt, [(tokens(t), tokens(t)) for t in range(4)])
-    assert plan.shapes.R == 9 * 11
-    assert plan.shapes.divisible
-    assert plan.work <= opt.curvature.work
-
-
-def test_tokens_in_one_list_are_never_cut():
-    """As many targets as outputs, but fewer rows of the inputs: neither chunks nor a part of the samples."""
-    batches = [(tokens(t), tokens(t).flatten()) for t in range(4)]
-    for curvature in (mq.Auto(work=1), mq.Auto(memory="400KiB")):
-        opt = mq.LM(Tokens(flat=True), "cross_entropy", curvature=curvature)
-        plan = run(opt, batches)
-        assert not plan.shapes.divisible
-        assert (plan.fraction, plan.chunk) == (None, None)
-
-
-def test_given_rows_are_kept():
-    for rows in (mq.Exact(), mq.Sampled(3), mq.Fraction(0.5), mq.Empirical()):
-        opt = mq.LM(wide(300), "cross_entropy", rows=rows, curvature=mq.Auto(work=2))
-        plan = run(opt, [labelled(t, 8) for t in range(4)])
-        assert (plan.sampled, plan.fraction, plan.steady) == (None, None, False)
-        per_sample = {mq.Exact(): 299 * 8, mq.Sampled(3): 3 * 8, mq.Fraction(0.5): 299 * 4, mq.Empirical(): 8}
-        assert opt._state.most_rows == per_sample[rows]
-
-
-def test_slow_rows_that_were_given_have_a_way_out():
-    opt = mq.LM(wide(300), "cross_entropy", rows=mq.Exact())
-    assert "rows=mq.Sampled(1)" in run(opt, [labelled(t, 8) for t in range(3)]).faster
-
-
-def test_opaque_inputs(monkeypatch):
-    """The inputs cannot be cut: fewer rows of every sample at most."""
+@pytest.mark.parametrize("curvature", [mq.Auto(work=1), mq.Auto(memory="400KiB")], ids=["work", "memory"])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_what_cannot_be_cut(monkeypatch, kind, curvature):
+    """Fewer rows of every sample at most: neither chunks nor a part of the samples."""
     monkeypatch.setattr(auto, "SAVES", 1.0)
-    opt = mq.LM(OfGraph(), "cross_entropy", curvature=mq.Auto(work=1))
-    plan = run(opt, [(Graph(torch.randn(64, 4)), torch.randint(3, (64,))) for _ in range(4)])
-    assert (plan.sampled, plan.fraction, plan.chunk) == (1, None, None)
+    build, loss, batch = WHOLE[kind]
+    plan = run(mq.LM(build(), loss, curvature=curvature), [batch(t) for t in range(4)])
+    assert (plan.fraction, plan.chunk) == (None, None)
 
 
-def test_points_of_two_kinds():
-    opt = mq.LM(Points(), Residual(), curvature=mq.Auto(work=1))
-    plan = run(opt, [((torch.rand(40, 1), torch.rand(24, 1)),) for _ in range(4)])
-    assert (plan.rows, plan.chunk, plan.shapes.N) == (mq.Exact(), None, 64)
-    assert not plan.shapes.divisible
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(mq.Exact(), 299 * 8), (mq.Sampled(3), 3 * 8), (mq.Fraction(0.5), 299 * 4), (mq.Empirical(), 8)],
+    ids=str,
+)
+def test_given_rows_are_kept(rows, expected):
+    """And where they are slow, the plan says what is faster."""
+    opt = mq.LM(wide(300), "cross_entropy", rows=rows, curvature=mq.Auto(work=2))
+    plan = run(opt, [labelled(t, 8) for t in range(4)])
+    assert (plan.sampled, plan.fraction, plan.steady) == (None, None, False)
+    assert opt._state.most_rows == expected
+    assert rows != mq.Exact() or "rows=mq.Sampled(1)" in plan.faster
 
 
 def test_step_over_is_never_cut():
@@ -286,26 +248,6 @@ def test_larger_batches_in_chunks():
     plan = run(opt, [labelled(1, 400, 3)])
     assert (plan.kind, plan.shapes.N) == ("Dense", 400)
     assert run(opt, [labelled(2, 4, 3)]).kind == "Dense"
-
-
-def test_out_of_memory_before_anything_is_known(monkeypatch):
-    """The shapes are those of a part of the samples: all rows, as if there had been enough memory."""
-    original = nn.Linear.forward
-
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        if len(x) > 16:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-        return original(self, x)
-
-    first = mq.LM(wide(300), "cross_entropy")
-    expected = run(first, [labelled(0)]).shapes
-    monkeypatch.setattr(nn.Linear, "forward", forward)
-    opt = mq.LM(wide(300), "cross_entropy")
-    plan = run(opt, [labelled(0)])
-    assert plan.squeeze == 1
-    assert plan.chunk == 16
-    found = plan.shapes
-    assert (found.N, found.R, found.out, found.layers) == (64, 299, 300, expected.layers)
 
 
 @pytest.mark.parametrize("R", [1, 2, 3, 9, 256, 299])
@@ -390,39 +332,34 @@ def go_on(opt: mq.LM, case: str, first: int, last: int) -> list[str]:
     return plans
 
 
-@EVERY_CASE
-def test_two_runs_agree(case):
-    """From shapes alone: no measured time, no random number."""
-    first, second = begin(case), begin(case)
-    assert go_on(first, case, 0, 5) == go_on(second, case, 0, 5)
-    assert torch.equal(theta(first.model), theta(second.model))
+def resumed(opt: mq.LM, case: str) -> mq.LM:
+    again = begin(case)
+    again.model.load_state_dict(opt.model.state_dict())
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    return again
+
+
+COPIES = {
+    "resumed": resumed,
+    "copied": lambda opt, _: copy.deepcopy(opt),
+    "pickled": lambda opt, _: pickle.loads(pickle.dumps(opt)),
+}
 
 
 @EVERY_CASE
-@pytest.mark.parametrize("stop", [1, 2, 4])
-def test_resumed_in_the_middle(case, stop):
-    """Before and after it is known whether the data change: bit for bit the run that was not interrupted."""
-    whole = begin(case)
+@pytest.mark.parametrize(
+    ("way", "stop"), [("resumed", 1), ("resumed", 2), ("resumed", 4), ("copied", 3), ("pickled", 3)]
+)
+def test_it_goes_on_from_the_middle(case, way, stop):
+    """Before and after it is known whether the data change: bit for bit the run that was not interrupted. A plan is
+    made from shapes alone: of no measured time and no random number."""
+    whole, first = begin(case), begin(case)
     plans = go_on(whole, case, 0, 6)
-    first = begin(case)
-    go_on(first, case, 0, stop)
-    second = begin(case)
-    second.model.load_state_dict(first.model.state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert go_on(first, case, 0, stop) == plans[:stop]
+    second = COPIES[way](first, case)
+    assert second._state.plan == first._state.plan
     assert go_on(second, case, stop, 6) == plans[stop:]
     assert torch.equal(theta(second.model), theta(whole.model))
-
-
-@EVERY_CASE
-def test_copies_go_on(case):
-    opt = begin(case)
-    go_on(opt, case, 0, 3)
-    for copied in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
-        assert copied._state.plan == opt._state.plan
-        plans = go_on(copied, case, 3, 5)
-        twin = copy.deepcopy(opt)
-        assert go_on(twin, case, 3, 5) == plans
-        assert torch.equal(theta(twin.model), theta(copied.model))
 
 
 def test_a_plan_of_an_earlier_version():
@@ -484,16 +421,6 @@ def test_samples_that_see_each_other():
     x, y = torch.randn(200, 3), torch.randint(0, 2, (200,))
     assert again.step(x, y).new_loss == opt.step(x, y).new_loss
     assert again._state.plan == opt._state.plan
-
-
-def test_nodes_of_the_same_graph_have_all_rows():
-    torch.manual_seed(0)
-    model, x, y = Messages(30), torch.randn(30, 3), torch.randint(0, 2, (30,))
-    opt = mq.LM(model, "cross_entropy")
-    for _ in range(4):
-        opt.step(x, y)
-    assert opt._state.plan.sampled is None
-    assert opt._state.plan.rows == mq.Exact()
 
 
 @pytest.mark.parametrize("rows", [mq.Exact(), mq.Sampled(1)])

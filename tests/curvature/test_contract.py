@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
 
 import pytest
 import torch
 
 import marquardt as mq
+from marquardt.curvature.matrix_free import MatrixFreeCurvature, by_rows
 from support import reference
 from support.cases import Problem, build, default_dtype, mlp
-from support.linearized import EVERY_CASE, HARD_LABELS, expected
+from support.linearized import EVERY_CASE, EXACT, HARD_LABELS, expected, linearize
 from support.reference import error
+
+f64 = torch.float64
 
 REPRESENTATIONS = {
     "dense": mq.Dense(small=0),
@@ -20,67 +23,50 @@ REPRESENTATIONS = {
     "gram-whole": mq.Gram(),
     "dense-chunked": mq.Dense(chunk=2),
     "gram-chunked": mq.Gram(chunk=2),
+    "products": EXACT,
+    "products-chunked": replace(EXACT, chunk=2),
 }
 EVERY_REPRESENTATION = pytest.mark.parametrize("representation", REPRESENTATIONS)
 
 
-def linearize(p: Problem, representation: str = "dense", rows=mq.Exact(), chunk=None):
-    chunk = chunk or REPRESENTATIONS[representation].chunk
-    return mq.linearize(p.model, p.loss, p.x, p.y, p.weight, params=p.params, rows=rows, chunk=chunk)
-
-
-@cache
-def curvature(name: str, representation: str, rows=mq.Exact()):
-    return REPRESENTATIONS[representation].represent(linearize(build(name), representation, rows))
-
-
-def dampings(q: reference.Quadratic):
-    """A = λ and A = λD by turns, D like a maximum over past diagonals."""
-    D = q.diagonal().clamp(min=0.01) * (0.5 + torch.rand(len(q.g), dtype=torch.float64))
-    one = torch.ones((), dtype=torch.float64)
-    return one, 1e-3 * D, 1e-6 * one, 1e-8 * D
-
-
-def solvable(q: reference.Quadratic, A: torch.Tensor) -> float:
-    """What float64 can promise of (G + A)⁻¹g: the condition of the system times its rounding."""
-    return 1e-10 + 1e-14 * (1 + torch.linalg.matrix_norm(q.G, 2) / A.min()).item()
+def represent(p: Problem, representation: str, rows=mq.Exact()) -> mq.Curvature:
+    kind = REPRESENTATIONS[representation]
+    return kind.represent(linearize(p, rows, kind.chunk))
 
 
 def check(C: mq.Curvature, q: reference.Quadratic):
-    """Gradient, products, diagonal and (G + A)⁻¹g."""
+    """Gradient, products, statistics and (G + A)⁻¹g, for A = λ and A = λD by turns, D like a maximum over diagonals."""
+    n, size, products = len(q.g), torch.linalg.matrix_norm(q.G, 2), isinstance(C, MatrixFreeCurvature)
     assert not C.gradient.requires_grad
-    assert C.gradient.dtype == torch.float64
+    assert C.gradient.dtype == f64
     assert error(C.gradient, q.g) < 1e-10
-    for v in torch.randn(3, len(q.g), dtype=torch.float64):
-        assert error(C @ v, q.G @ v) < 1e-10
+    for v in torch.randn(3, n, dtype=f64):
+        assert error(C @ v, q.G @ v) < 1e-9
+        assert C.quadratic(v).item() == pytest.approx((v @ q.G @ v).item(), rel=1e-9)
     assert error(C.diagonal(), q.diagonal()) < 1e-10
-    for A in dampings(q):
-        assert error(-C.newton(A), q.step(A)) < solvable(q, A), f"A = {A}"
+    assert C.trace().item() == pytest.approx(q.G.trace().item(), rel=1e-9)
+    D, one = q.diagonal().clamp(min=0.01) * (0.5 + torch.rand(n, dtype=f64)), torch.ones((), dtype=f64)
+    large = 1e-3 * size, 1e-3 * (q.diagonal() + 0.01 * size * (1 + torch.rand(n, dtype=f64)))
+    for A in large if products else (one, 1e-3 * D, 1e-6 * one, 1e-8 * D):
+        # What float64 can promise: the condition of the system times its rounding.
+        most = 1e-6 if products else 1e-10 + 1e-14 * (1 + size / A.min()).item()
+        assert error(-C.newton(A), q.step(A)) < most, f"A = {A}"
 
 
 @EVERY_CASE
 @EVERY_REPRESENTATION
 def test_every_case(name, representation):
-    check(curvature(name, representation), expected(name))
-
-
-@EVERY_CASE
-def test_primal_is_dual(name):
-    """(G + A)⁻¹g solved in the n parameters and in the m rows."""
-    q = expected(name)
-    size = torch.linalg.matrix_norm(q.G, 2)
-    D = q.diagonal() / size + 0.01 * (1 + torch.rand(len(q.g), dtype=torch.float64))
-    for A in (1e-6 * size, 1e-3 * size * D):  # never below 1e-6‖G‖: what float64 can solve to 1e-8
-        primal, *others = (curvature(name, representation).newton(A) for representation in REPRESENTATIONS)
-        for dual in others:
-            assert error(dual, primal) < 1e-8
+    C = represent(build(name), representation)
+    check(C, expected(name))
+    if representation == "products":
+        assert C._way is not by_rows  # these can all be differentiated twice
 
 
 @pytest.mark.parametrize("name", HARD_LABELS)
 @EVERY_REPRESENTATION
 def test_empirical(name, representation):
     """G = (1/N) Σ ∇fᵢ∇fᵢᵀ."""
-    check(curvature(name, representation, mq.Empirical()), expected(name, "empirical"))
+    check(represent(build(name), representation, mq.Empirical()), expected(name, "empirical"))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +76,8 @@ def test_empirical(name, representation):
 def test_sampled(name, representation):
     """Rows at random, the gradient exact: it lies outside their range, and the step must be right all the same."""
     rows = mq.Sampled(2)
-    C, J = curvature(name, representation, rows), linearize(build(name), representation, rows).rows()
-    check(C, expected(name)._replace(G=J.T @ J))
+    J = linearize(build(name), rows, REPRESENTATIONS[representation].chunk).rows()
+    check(represent(build(name), representation, rows), expected(name)._replace(G=J.T @ J))
 
 
 SHAPES = {  # sizes of the network, samples
@@ -149,13 +135,11 @@ def root_of_gradient(p: Problem, chunk: int | None) -> torch.Tensor:
 @EVERY_REPRESENTATION
 def test_float32_is_near_float64(name, representation):
     """The same case in both precisions, at a λ where that is a fair demand; and nothing is promoted on the way."""
-    p, q = build(name, torch.float32), expected(name)
-    for t, exact in zip(p.model.state_dict().values(), build(name).model.state_dict().values(), strict=True):
+    p, double, q = build(name, torch.float32), build(name), expected(name)
+    for t, exact in zip(p.model.state_dict().values(), double.model.state_dict().values(), strict=True):
         t.copy_(exact)
-    double = build(name)
     x, y = (t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in (double.x, double.y))
-    C = REPRESENTATIONS[representation].represent(linearize(p._replace(x=x, y=y), representation))
-    v = torch.randn(len(q.g), dtype=torch.float64)
+    C, v = represent(p._replace(x=x, y=y), representation), torch.randn(len(q.g), dtype=f64)
     for found, exact in [
         (C.gradient, q.g),
         (C @ v.float(), q.G @ v),

@@ -91,16 +91,6 @@ def test_one_that_knows_nothing_of_it_is_right():
     assert step.gain == pytest.approx((step.loss - step.new_loss) / float(-g @ d - 0.5 * d @ exact.damped(W) @ d))
 
 
-@pytest.mark.parametrize("kind", [GradientOfTheData, GradientOfItsOwn, OnlyTheModel, DampingAlone])
-def test_one_that_leaves_it_out_is_refused(kind):
-    model, x, y = problem()
-    opt = lm(model, curvature=representation(kind), weight_decay=W, schedule=mq.Constant(LAM))
-    before = world(model, opt)
-    with refused(kind.__name__, "weight decay", "lin.gradient", "weight_decay=0"):
-        opt.step(x, y)
-    assert changes(before, world(model, opt)) == []
-
-
 class WithoutElements(Plain):
     """Entries of A with one number in the place of each parameter's"""
 
@@ -110,16 +100,21 @@ class WithoutElements(Plain):
         return super().newton(torch.full_like(A, LAM))
 
 
-@pytest.mark.parametrize("kind", [GradientOfTheData, GradientOfItsOwn, OnlyTheModel, WithoutElements])
-def test_one_that_leaves_it_out_by_element_is_refused(kind):
+WRONG = [(kind, False) for kind in (GradientOfTheData, GradientOfItsOwn, OnlyTheModel, DampingAlone)]
+WRONG += [(kind, True) for kind in (GradientOfTheData, GradientOfItsOwn, OnlyTheModel, WithoutElements)]
+
+
+@pytest.mark.parametrize(("kind", "by_element"), WRONG)
+def test_one_that_leaves_it_out_is_refused(kind, by_element):
     model, x, y = problem()
-    params = [{"params": [p], "weight_decay": W + torch.rand(p.shape)} for p in model.parameters()]
-    assert lm(model, curvature=representation(Plain), params=params, schedule=mq.Constant(LAM)).step(x, y).accepted
-    opt = lm(model, curvature=representation(kind), params=params, schedule=mq.Constant(LAM))
+    elements = [{"params": [p], "weight_decay": W + torch.rand(p.shape)} for p in model.parameters()]
+    parts = {"params": elements} if by_element else {"weight_decay": W}
+    opt = lm(model, curvature=representation(kind), schedule=mq.Constant(LAM), **parts)
     before = world(model, opt)
     with refused(kind.__name__, "weight decay", "lin.gradient", "weight_decay=0"):
         opt.step(x, y)
     assert changes(before, world(model, opt)) == []
+    assert lm(model, curvature=representation(Plain), schedule=mq.Constant(LAM), **parts).step(x, y).accepted
 
 
 @pytest.mark.parametrize("kind", [GradientOfTheData, GradientOfItsOwn])

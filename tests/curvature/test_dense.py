@@ -87,22 +87,6 @@ def test_no_average(inertia, same_data):
     assert G.keep() is None
 
 
-def test_formed_again_in_float64():
-    """If the damping leaves too few digits of float32."""
-    model, x, y = nn.Linear(3, 1).float(), torch.randn(8, 3), torch.randn(8, 1).float()
-    x = (x * torch.tensor([1.0, 1.0, 1e-3])).float()
-    G = mq.Dense(small=0).represent(mq.linearize(model, "mse", x, y))
-    assert G.G.dtype == torch.float32
-    G.newton(torch.tensor(1.0, dtype=torch.float32))
-    assert G.notes == []
-    d = G.newton(torch.tensor(1e-6, dtype=torch.float32))
-    assert G.notes == ["curvature formed again in float64"]
-    assert G.G.dtype == torch.float64
-    assert d.dtype == torch.float32
-    exact = reference.quadratic(model.double(), "mse", x.double(), y.double())
-    assert error(d, -exact.step(1e-6)) < 1e-3
-
-
 # In float32 as long as that does: J̃ᵀJ̃ of a model in float64, and the steps of one in float32.
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from support import reference
-from support.kronecker import EVERY_NETWORK, build, fresh_batches
+from support.kronecker import EVERY_NETWORK, NETWORKS, build
 from support.kronecker import represent as kronecker
 from support.reference import error
 from support.steps import theta
@@ -46,33 +46,24 @@ def layers(K) -> list[Tensor]:
     return [torch.cat([places[i] for i in layer.members]) for layer in K.layers]
 
 
-@EVERY_NETWORK
+PROBLEMS = {**{name: partial(build, name) for name in NETWORKS}, "embedding": tokens, "small blocks": normalised}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("rows", [mq.Exact(), mq.Empirical()], ids=str)
 def test_nearer_to_the_curvature_than_kfac(name, rows):
     """In the Frobenius norm, in every layer; and with the trace of the layer's block."""
-    problem = build(name)
+    problem = PROBLEMS[name]()
     J = mq.linearize(*problem, rows=rows).rows()
-    G = J.T @ J
-    K = kronecker(*problem, rows=rows)
+    G, K = J.T @ J, kronecker(*problem, rows=rows)
     ours, theirs = dense(represent(*problem, rows=rows)), dense(K)
-    for at in layers(K):
-        exact, near, far = (M[at[:, None], at] for M in (G, ours, theirs))
-        assert (exact - near).norm() <= (exact - far).norm() + 1e-12 * exact.norm()
-        assert error(near.trace(), exact.trace()) < 1e-10
-    assert error(ours, ours.T) < 1e-12
-
-
-@pytest.mark.parametrize("problem", [tokens, normalised])
-def test_of_other_layers(problem):
-    problem = problem()
-    G, E, K = reference.quadratic(*problem).G, represent(*problem), kronecker(*problem)
-    ours, theirs = dense(E), dense(K)
     for layer, at in zip(K.layers, layers(K), strict=True):
         exact, near, far = (M[at[:, None], at] for M in (G, ours, theirs))
         assert (exact - near).norm() <= (exact - far).norm() + 1e-12 * exact.norm()
         assert error(near.trace(), exact.trace()) < 1e-10
         if layer.small:  # blocks of single outputs are taken as they are
             assert error(near, far) < 1e-10
+    assert error(ours, ours.T) < 1e-12
 
 
 @EVERY_NETWORK
@@ -123,40 +114,21 @@ def test_another_damping_is_refused(damping):
     assert torch.equal(theta(model), before)
 
 
-@pytest.mark.parametrize("damping", [mq.Identity(), mq.MeanEigenvalue()], ids=str)
-def test_training_and_resuming(damping):
-    """The loss falls, s is averaged over the batches, and a run that is resumed goes on bit for bit."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    opt = mq.LM(model, "cross_entropy", curvature=mq.EKFAC(), damping=damping)
-    steps = [opt.step(x, y) for x, y in fresh_batches(12)]
-    assert steps[-1].loss < 0.7 * steps[0].loss
-    assert opt._state.past["count"] > 5
-    twin = copy.deepcopy(model)
-    again = mq.LM(twin, "cross_entropy", curvature=mq.EKFAC(), damping=damping)
-    again.load_state_dict(opt.state_dict())
-    for x, y in fresh_batches(3):
-        assert opt.step(x, y) == again.step(x, y)
-    assert torch.equal(theta(model), theta(twin))
-
-
-@pytest.mark.parametrize("option", ["decay"])
-def test_options_are_named(option):
-    with pytest.raises(ValueError, match=r"^EKFAC\(decay=2\)"):
-        mq.EKFAC(**{option: 2})
-
-
-def test_the_same_data_are_not_averaged():
+def test_running_average():
+    """Of s, from the second batch on; none on the same data; and what is far above the present counts ten times it."""
     problem = build("linear mse")
-    E, fresh = represent(*problem), represent(*problem)
+    fresh = represent(*problem)
     past = fresh.keep()
-    E.recall(past | {k: 9 * v for k, v in past.items() if k.startswith("s of")}, True)
-    assert error(dense(E), dense(fresh)) < 1e-12
-    averaged = represent(*problem)
-    averaged.recall(past | {k: 3 * v for k, v in past.items() if k.startswith("s of")}, False)
-    weight = 1 - 1 / 2  # of the first of two batches
-    for ours, once in zip(averaged.bases, fresh.bases, strict=True):
-        assert error(ours.s, (3 * weight + 1 - weight) * once.s) < 1e-10
+
+    def averaged(times: float, same_data: bool) -> mq.Curvature:
+        E = represent(*problem)
+        E.recall(past | {k: times * v for k, v in past.items() if k.startswith("s of")}, same_data)
+        return E
+
+    assert error(dense(averaged(9.0, True)), dense(fresh)) < 1e-12
+    for ours, once in zip(averaged(3.0, False).bases, fresh.bases, strict=True):
+        assert error(ours.s, (3 * 0.5 + 0.5) * once.s) < 1e-10
+    assert averaged(1e4, False).trace() < 11 * fresh.trace()
 
 
 @pytest.mark.parametrize("curvature", [mq.Kronecker, mq.EKFAC], ids=lambda c: c.__name__)
@@ -175,13 +147,3 @@ def test_a_bias_that_has_influence_in_one_chunk_alone(curvature, order):
     assert error(dense(G), dense(whole)) < 0.05
     lam = torch.tensor(0.1).double()
     assert error(G.newton(lam), whole.newton(lam)) < 0.05
-
-
-def test_an_outlier_leaves_the_running_average():
-    """What is remembered of s has at most ten times the trace of the present."""
-    problem = build("linear mse")
-    fresh = represent(*problem)
-    past = fresh.keep()
-    E = represent(*problem)
-    E.recall(past | {k: 1e4 * v for k, v in past.items() if k.startswith("s of")}, False)
-    assert E.trace() < 11 * fresh.trace()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.curvature import Damped
 from marquardt.parts.direction import factored_maximum
 from support import reference
 from support.cases import mlp
 from support.kronecker import EVERY_NETWORK, build, damped, fresh_batches, represent
 from support.modules import PLAIN, SWAPPED, Fn, routed
-from support.oracle import kfac_dense, kfac_matrix
+from support.oracle import kfac_dense
 from support.reference import error
 from support.steps import theta
 
@@ -29,20 +27,6 @@ def dense(K) -> Tensor:
 
 
 # ---- the factors
-
-
-@EVERY_NETWORK
-@pytest.mark.parametrize("fisher", ROWS)
-def test_factors_are_those_of_curvlinops(name, fisher):
-    pytest.importorskip("curvlinops")
-    problem = build(name)
-    K = represent(*problem, rows=ROWS[fisher])
-    expected = kfac_matrix(*problem, fisher)
-    assert len(K.layers) == len(expected)
-    for layer in K.layers:
-        A, B = expected[tuple(K.lin.parameters.names[i] for i in layer.members)]
-        assert error(layer.right[0], A) < 1e-12
-        assert error(layer.left[0], B) < 1e-12
 
 
 @EVERY_NETWORK
@@ -92,19 +76,6 @@ def test_exact_for_one_layer_of_squared_error(bias, weighted):
     K = represent(model, "mse", x, y, weight)
     assert error(dense(K), q.G) < 1e-12
     assert error(K.gradient, q.g) < 1e-12
-
-
-@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
-def test_exact_for_one_sample_within_every_layer(loss):
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)).double(), torch.randn(1, 3).double()
-    y = torch.randn(1, 2).double() if loss == "mse" else torch.tensor([1])
-    q = reference.quadratic(model, loss, x, y)
-    K = represent(model, loss, x, y)
-    first = 0
-    for layer in model:
-        some = slice(first, first := first + layer.weight.numel() + layer.bias.numel())
-        assert error(dense(K)[some, some], q.G[some, some]) < 1e-12
-    assert dense(K)[: model[0].weight.numel(), model[0].weight.numel() + 4 :].abs().max() == 0  # nothing between layers
 
 
 def test_small_blocks_are_exact():
@@ -216,24 +187,6 @@ def test_chunks_add_up(name, rows):
     assert error(L.newton(lam), K.newton(lam)) < 1e-10
 
 
-def test_chunks_add_up_also_elsewhere():
-    """Embedding and normalisation layers, with sample weights."""
-    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(12, 3)).double()
-    x, y, w = torch.randint(5, (5, 3)), torch.randint(3, (5,)), torch.rand(5).double()
-    K, L = (represent(model, "cross_entropy", x, y, w, chunk=chunk) for chunk in (None, 2))
-    assert error(dense(L), dense(K)) < 1e-12
-
-
-def test_sampled_rows_are_right_in_the_mean():
-    problem = build("linear ce")
-    exact = represent(*problem).layers
-    some = [represent(*problem, rows=mq.Sampled(1, seed=k)).layers for k in range(400)]
-    for i, layer in enumerate(exact):
-        assert error(some[0][i].right, layer.right) < 1e-12
-        assert error(some[0][i].left, layer.left) > 1e-3
-        assert error(torch.stack([s[i].left for s in some]).mean(0), layer.left) < 0.05
-
-
 @pytest.mark.parametrize("weighted", [True, False])
 def test_rows_of_a_part_of_the_batch(weighted):
     """The factors of that part alone, with its own sample weights; the gradient of all."""
@@ -305,10 +258,6 @@ def test_the_gain_ratio_is_that_of_the_batch():
     assert opt.lam < 0.5  # on the same data it is exact
 
 
-def test_nothing_is_kept_without_an_average():
-    assert represent(*build("linear ce"), decay=0.0).keep() is None
-
-
 def test_every():
     """Decomposed in one step of three; in between the old factors, but always the λ of the step."""
     opt = optimizer(curvature=mq.Kronecker(every=3), schedule=mq.TenFold(factor=1.5), line_search=None)
@@ -343,54 +292,6 @@ def test_every_keeps_momentum_consistent():
     assert error(d, fresh.newton(A)) > 1e-3
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("damping", [mq.Identity(), mq.MaxDiagonal(), mq.FactoredMaxDiagonal()])
-def test_momentum_identities(damping, every):
-    """gᵀdθ = −ξ·δP·√I_GG and dθᵀH dθ = δP², with the H of the damped factors."""
-    K = represent(*build("conv ce"), every=every)
-    D = damping.update(None, K)
-    H = Damped(K, 0.3 * D)
-    previous = 0.1 * torch.randn(K.lin.n).double()
-    newton = -K.newton(H.A)
-    d = mq.AdaptiveMomentum(xi=0.8, dP=0.5).refine(newton, previous, H, same_data=True)
-    matrix = damped(K, 0.3, D)
-    assert error(d @ matrix @ d, torch.tensor(0.25).double()) < 1e-10
-    assert error(K.gradient @ d, -0.8 * 0.5 * (K.gradient @ -newton).sqrt()) < 1e-10
-    expected = reference.adaptive_momentum(matrix, K.gradient, previous, 0.8, 0.5)
-    assert error(d, expected) < 1e-9
-
-
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("damping", [mq.Identity(), mq.FactoredMaxDiagonal()])
-def test_resumes_bit_for_bit(damping, every, tmp_path):
-    batches = fresh_batches(8)
-    parts = {
-        "curvature": mq.Kronecker(every=every), "damping": damping, "rows": mq.Sampled(1),
-        "momentum": mq.AdaptiveMomentum(),
-    }  # fmt: skip
-    whole = optimizer(**parts)
-    half = optimizer(mlp(3, 5, 3).double(), **parts)
-    half.model.load_state_dict(whole.model.state_dict())
-    for x, y in batches[:5]:
-        assert whole.step(x, y) == half.step(x, y)
-    torch.save(half.state_dict(), tmp_path / "state.pt")
-    resumed = optimizer(mlp(3, 5, 3).double(), **parts)
-    resumed.model.load_state_dict(half.model.state_dict())
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for x, y in batches[5:]:
-        assert whole.step(x, y) == resumed.step(x, y)
-
-
-def test_all_batches_together():
-    """step_over: the factors of all data."""
-    x, y = torch.randn(12, 3).double(), torch.randint(3, (12,))
-    one, many = optimizer(), optimizer()
-    many.model.load_state_dict(one.model.state_dict())
-    for _ in range(3):
-        a, b = one.step(x, y), many.step_over([(x[:5], y[:5]), (x[5:], y[5:])])
-        assert a.new_loss == pytest.approx(b.new_loss, rel=1e-9)
-
-
 # ---- what cannot be
 
 
@@ -417,22 +318,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lstm(x)[0][:, -1]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"decay": 1.0}, r"decay=1\.0.*below 1"),
-        ({"decay": -0.1}, r"decay=-0\.1.*at least 0"),
-        ({"decay": math.nan}, "decay=nan"),
-        ({"every": 0}, "every=0.*at least 1"),
-        ({"every": 1.5}, r"every=1\.5.*integer"),
-        ({"chunk": 0}, "chunk=0"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        mq.Kronecker(**options)
 
 
 def test_coupled_samples_are_refused():

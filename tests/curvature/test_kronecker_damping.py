@@ -9,7 +9,6 @@ from torch import nn
 import marquardt as mq
 from marquardt.metric import Part
 from marquardt.parts.direction import factored_maximum
-from support import reference
 from support.cases import mlp
 from support.kronecker import NETWORKS, build, damped, represent
 from support.reference import error
@@ -42,14 +41,6 @@ def test_one_number_for_a_layer(every):
     same = mq.Diagonal(torch.tensor(1.0).double(), [Part(torch.tensor(0.3).double())] * 6)
     assert error(K.newton(same), K.newton(flat)) < 1e-12
     assert error(K.gradient @ K.newton(D), K.damped_quadratic(K.newton(D), D)) < 1e-12
-
-
-def test_undamped_is_the_gauss_newton_step_where_the_factors_are_exact():
-    model, x, y = nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
-    q = reference.quadratic(model, "mse", x, y)
-    for every in (1, 2):
-        found = represent(model, "mse", x, y, every=every).newton(torch.tensor(0.0).double())
-        assert error(-found, q.step(0.0)) < 1e-9
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -123,15 +114,42 @@ def test_the_factored_maximum_is_tight():
         assert error(D.parts[i].v.flatten(), v) < 1e-12
 
 
-def test_damping_by_entry_is_refused():
-    K = represent(*build("linear mse"))
-    for A in (
-        torch.rand(K.lin.n).double() + 0.1,
-        mq.Diagonal.of(torch.rand(K.lin.n).double() + 0.1, K.lin.parameters.sizes),
-    ):
-        with pytest.raises(ValueError, match=r"'0\.weight,0\.bias'.*mq\.FactoredMaxDiagonal\(\), mq\.Identity\(\)"):
-            K.newton(A)
-    u, v = torch.rand(1, 4, 1).double(), torch.rand(1, 1, 3).double()
-    one = torch.tensor(1.0).double()
-    with pytest.raises(ValueError, match="FactoredMaxDiagonal"):  # the bias has another u than the weight
-        K.newton(mq.Diagonal(one, [Part(u=u, v=v), Part(u=u + 1), Part(one), Part(one)]))
+U, V = torch.rand(1, 2, 1).double() + 0.1, torch.rand(1, 1, 3).double() + 0.1
+NUMBER = torch.tensor(0.3, dtype=torch.float64)
+ONE, ONES = torch.ones(2).double(), torch.ones(1).double()
+PRODUCTS = {  # D of a layer of 3 × 2 in parts, and the u and v of which it is the product
+    "u ⊗ v, u": ([Part(u=U, v=V), Part(u=U)], U.flatten(), torch.cat([V.flatten(), ONES])),
+    "a number each": ([Part(NUMBER), Part(2 * NUMBER)], ONE, NUMBER * torch.tensor([1, 1, 1, 2])),
+    "a number, entries of 1": ([Part(NUMBER), Part(ONE)], ONE, torch.cat([NUMBER.expand(3), ONES])),
+    "u ⊗ v, entries like u": ([Part(u=U, v=V), Part(U.flatten())], U.flatten(), torch.cat([V.flatten(), ONES])),
+    "by column": ([Part(V.expand(1, 2, 3).flatten()), Part(ONE)], ONE, torch.cat([V.flatten(), ONES])),
+}
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_forms_of_a_product(kind):
+    parts, u, v = PRODUCTS[kind]
+    K = represent(nn.Linear(3, 2).double(), "mse", torch.randn(7, 3).double(), torch.randn(7, 2).double())
+    A = mq.Diagonal(NUMBER, parts)
+    order = torch.cat([torch.arange(6).view(2, 3), torch.arange(6, 8).view(2, 1)], 1).flatten()  # of [W b]
+    assert error(A.entries([6, 2])[order], NUMBER * torch.kron(u, v)) < 1e-12
+    (layer,) = K.layers
+    B, C, root = layer.left[0], layer.right[0], NUMBER.sqrt()
+    pi = ((C.diagonal() / v).mean() / (B.diagonal() / u).mean()).sqrt()
+    H = torch.kron(B + root / pi * u.diag(), C + root * pi * v.diag())
+    assert error(K.newton(A)[order], torch.linalg.solve(H, K.gradient[order])) < 1e-10
+
+
+NO_PRODUCTS = {
+    "entries of the weight": [Part(torch.rand(6).double()), Part(NUMBER)],
+    "another u": [Part(u=U, v=V), Part(u=U + 1)],
+    "a number beside u": [Part(u=U, v=V), Part(NUMBER)],
+    "entries of the bias": [Part(NUMBER), Part(torch.rand(2).double())],
+}
+
+
+@pytest.mark.parametrize("kind", NO_PRODUCTS)
+def test_what_is_no_product_is_refused(kind):
+    K = represent(nn.Linear(3, 2).double(), "mse", torch.randn(7, 3).double(), torch.randn(7, 2).double())
+    with pytest.raises(ValueError, match=r"'weight,bias'.*mq\.FactoredMaxDiagonal\(\), mq\.Identity\(\)"):
+        K.newton(mq.Diagonal(NUMBER, NO_PRODUCTS[kind]))

@@ -30,19 +30,13 @@ def test_state_and_back(plan):
     assert hash(again) == hash(plan)
 
 
-def test_rows():
-    assert SHAPES.m == 12
-
-
 def test_in_words():
     assert str(FULL) == "Gram(chunk=7): m < n; about 30 gradients a step, 3 MiB of 5 GiB"
     assert str(Plan((), name="Dense()", why="n is small", bytes=100)) == "Dense(): n is small; about 100 B"
 
 
 @pytest.mark.parametrize(
-    ("size", "words"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), (3 << 30, "3 GiB"),
-     (1 << 40, "1 TiB")],
-)  # fmt: skip
+    ("size", "words"), [(1023, "1023 B"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), (3 << 30, "3 GiB"), (1 << 40, "1 TiB")]
+)
 def test_readable(size, words):
     assert readable(size) == words

@@ -14,7 +14,7 @@ from marquardt.curvature.matrix_free import by_double_backward, by_forward_mode,
 from marquardt.jacobian.linearization import Trials
 from support import reference
 from support.cases import Problem, build, mlp
-from support.linearized import EVERY_CASE, HARD_LABELS, coupled, expected, linearize, represent, scalar
+from support.linearized import coupled, expected, linearize, represent, scalar
 from support.reference import error
 
 f64 = torch.float64
@@ -27,47 +27,6 @@ def vectors(count: int, q: reference.Quadratic) -> torch.Tensor:
 # ---- products
 
 
-@EVERY_CASE
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_products(name, chunk):
-    C, q = represent(build(name), chunk=chunk), expected(name)
-    assert error(C.gradient, q.g) < 1e-10
-    for v in vectors(3, q):
-        assert error(C @ v, q.G @ v) < 1e-9
-        assert C.quadratic(v).item() == pytest.approx((v @ q.G @ v).item(), rel=1e-9)
-    assert C._way is not by_rows  # these can all be differentiated twice
-
-
-@pytest.mark.parametrize("name", HARD_LABELS)
-def test_products_of_empirical_rows(name):
-    C, q = represent(build(name), rows=mq.Empirical()), expected(name, "empirical")
-    for v in vectors(2, q):
-        assert error(C @ v, q.G @ v) < 1e-9
-    assert error(-C.newton(scalar(0.1)), q.step(0.1)) < 1e-6
-
-
-@pytest.mark.parametrize("name", ["mse_weighted", "ce", "bce_pos_weight", "huber", "lstm", "pinn", "custom_scale"])
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_products_of_sampled_rows(name, chunk):
-    rows = mq.Sampled(2)
-    J = linearize(build(name), rows, chunk).rows()
-    C, q = represent(build(name), rows=rows, chunk=chunk), expected(name)._replace(G=J.T @ J)
-    assert error(C.gradient, q.g) < 1e-10
-    for v in vectors(2, q):
-        assert error(C @ v, q.G @ v) < 1e-9
-    assert error(-C.newton(scalar(0.1)), q.step(0.1)) < 1e-6
-
-
-@EVERY_CASE
-def test_diagonal_and_trace(name):
-    """From the layer rules; and using them leaves the products alone."""
-    C, q = represent(build(name)), expected(name)
-    v = vectors(1, q)[0]
-    assert error(C.diagonal(), q.diagonal()) < 1e-10
-    assert C.trace().item() == pytest.approx(q.G.trace().item(), rel=1e-10)
-    assert error(C @ v, q.G @ v) < 1e-9
-
-
 @pytest.mark.parametrize("name", ["mlp_elu", "batch_norm_2d", "transformer_encoder_layer", "pinn", "lstm", "embedding"])
 def test_products_after_a_trial(name):
     """The graph of a chunk is made again where the weights have been somewhere else in between."""
@@ -78,19 +37,6 @@ def test_products_after_a_trial(name):
     assert error(C @ v, q.G @ v) < 1e-9
     C.lin.position.move()
     assert error(C @ v, q.G @ v) < 1e-9
-
-
-@pytest.mark.parametrize("name", ["mlp_elu", "conv_batchnorm_classifier", "pinn", "residual_block_in_place", "ce"])
-def test_float32(name):
-    p, double, q = build(name, torch.float32), build(name), expected(name)
-    for t, exact in zip(p.model.state_dict().values(), double.model.state_dict().values(), strict=True):
-        t.copy_(exact)
-    x, y, w = (t.float() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in double[2:5])
-    C = represent(p._replace(x=x, y=y, weight=w), mq.MatrixFree(tolerance=0.0, backtrack=False))
-    v = vectors(1, q)[0]
-    for found, exact in [(C @ v.float(), q.G @ v), (-C.newton(torch.tensor(0.1)), q.step(0.1))]:
-        assert found.dtype == torch.float32
-        assert error(found, exact) < 1e-4
 
 
 # ---- models
@@ -119,21 +65,9 @@ def test_batch_norm_buffers_advance_once_per_accepted_step():
     assert losses[-1] < 0.5 * step.loss
 
 
-def test_dropout_sees_the_same_units():
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)).double()
-    p = Problem(model, "mse", torch.randn(5, 3, dtype=f64), torch.randn(5, 2, dtype=f64))
-    state = torch.get_rng_state()
-    q = reference.quadratic(*p)
-    torch.set_rng_state(state)
-    C = represent(p)
-    v = vectors(1, q)[0]
-    assert error(C @ v, q.G @ v) < 1e-9
-    Trials(C.lin).loss(v, 0.1)
-    assert error(C @ v, q.G @ v) < 1e-9
-
-
-def test_random_slopes():
-    model = nn.Sequential(nn.Linear(3, 8), nn.RReLU(), nn.Linear(8, 2)).double()
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.RReLU()], ids=["masks", "slopes"])
+def test_random_layers_draw_the_same_numbers(layer):
+    model = nn.Sequential(nn.Linear(3, 8), layer, nn.Tanh(), nn.Linear(8, 2)).double()
     p = Problem(model, "mse", torch.randn(5, 3, dtype=f64), torch.randn(5, 2, dtype=f64))
     state = torch.get_rng_state()
     dense = mq.Dense().represent(linearize(p)).G

@@ -29,16 +29,29 @@ DAMPINGS = {
 EXACT = mq.MatrixFree(tolerance=0.0, iterations=400, backtrack=False)
 
 
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2))
+class Mixed(nn.Sequential):
+    """A convolution of two groups, vectors, a linear layer and an embedding, two rows of which are never looked up."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv1d(2, 4, 2, groups=2), nn.LayerNorm(3), nn.Linear(12, 2))
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, x):
+        rows = self[1](self[0](x)).tanh() + self.table(torch.tensor([1, 3, 1, 0]))
+        return self[2](rows.flatten(1))
+
+
+def data(model):
+    shape = (6, 2, 4) if isinstance(model, Mixed) else (6, 3)
+    return torch.randn(shape), torch.randn(6, 2)
 
 
 class Case:
     """G, g and W by hand beside a representation with its damping."""
 
     def __init__(self, curvature, damping, name="all", model=None, lam=LAM):
-        self.model = network() if model is None else model
-        self.x, self.y = torch.randn(6, 3), torch.randn(6, 2)
+        self.model = Mixed() if model is None else model
+        self.x, self.y = data(self.model)
         self.by_parameter = by_parameter(self.model, name)
         exact = reference.quadratic(self.model, "mse", self.x, self.y)
         self.W = weights(self.model, self.by_parameter)
@@ -87,7 +100,8 @@ def test_step(curvature, damping, name):
 @pytest.mark.parametrize("curvature", [mq.Dense(chunk=4), mq.Gram(chunk=4), mq.Gram(), mq.Dense()], ids=str)
 def test_chunks_and_other_rows(curvature, rows):
     """Whatever G is made of, g is that of the objective."""
-    model, x, y = network(), torch.randn(6, 3), torch.randn(6, 2)
+    model = Mixed()
+    x, y = data(model)
     decay = mq.WeightDecay(0.3, exclude="bias")
     lin = mq.linearize(model, "mse", x, y, rows=rows, needs=curvature.needs, weight_decay=decay)
     G = curvature.represent(lin)
@@ -105,7 +119,8 @@ def test_chunks_and_other_rows(curvature, rows):
 @pytest.mark.parametrize("w", [1e-6, 1.0])
 def test_in_float32(w, lam, curvature):
     """To what the rows themselves are good for, at any λ and w."""
-    model, x, y = network().float(), torch.randn(6, 3).float(), torch.randn(6, 2).float()
+    model = Mixed().float()
+    x, y = (t.float() for t in data(model))
     lin = mq.linearize(model, "mse", x, y, needs=curvature.needs, weight_decay=w)
     step = Damped(curvature.represent(lin), mq.Diagonal(torch.tensor(lam).float())).step()
     theta = nn.utils.parameters_to_vector(model.parameters()).detach().double()

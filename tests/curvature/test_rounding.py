@@ -54,7 +54,7 @@ def test_inputs_of_any_size_keep_their_own_curvature():
     assert error(D.entries(lin.parameters.sizes)[1:6:2], statistics.diagonal(lin)[1:6:2]) < 1e-12
 
 
-@pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram()], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("curvature", [mq.Dense(), mq.Gram(), mq.MatrixFree()], ids=lambda c: type(c).__name__)
 def test_a_gradient_without_any_curvature_is_a_gradient_step(curvature):
     """The samples that Fraction picks have no weight."""
     model, x, y, rows = nn.Linear(2, 1), torch.randn(6, 2), torch.randn(6, 1), mq.Fraction(0.5)

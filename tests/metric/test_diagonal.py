@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.layers.blocks import Bilinear, Block, Explicit, Lookup, Nothing
-from marquardt.metric import Diagonal, Metric, Part, restored
+from marquardt.metric import Diagonal, Metric, Part
 from support.reference import error
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -37,20 +34,6 @@ def test_what_a_weight_and_its_bias_share_stays_shared():
     for moved in (D.to(torch.zeros((), dtype=torch.float32)), D.positive()):
         weight, bias = moved.parts
         assert weight.u is bias.u
-
-
-def test_part():
-    weight = Part(u=U, v=V)
-    assert weight.flat(24).view(2, 3, 4)[1, 2, 3] == U[1, 2, 0] * V[1, 0, 3]
-    assert torch.equal(Part(u=U).flat(6), U.flatten())
-    assert torch.equal(Part(NUMBER).flat(5), NUMBER.expand(5))
-    assert torch.equal(Part(ENTRIES).flat(2), ENTRIES)
-    assert weight.factors == (U, V)
-    assert weight.each(lambda f: 2 * f).flat(24).allclose(4 * weight.flat(24))
-    for part in mixed().parts:
-        again = Part.of(list(part.factors))
-        assert [t is None for t in again] == [t is None for t in part]
-        assert all(a is b for a, b in zip(again.factors, part.factors, strict=True))
 
 
 def test_entries():
@@ -101,65 +84,6 @@ def test_another_scale():
     assert (2.0 * Diagonal(torch.tensor(3.0))).scale == 6
 
 
-def blocks() -> dict[str, tuple[Block, list[int]]]:
-    """A block of each kind, for parameters of the sizes of `mixed`, and which they are."""
-    params = [torch.zeros(size) for size in SIZES]
-    weight, table = params[0].view(6, 4), params[0].view(8, 3)
-    a, delta = torch.randn(4, 3, 2, 4), torch.randn(2, 4, 3, 2, 3)
-    alone = Bilinear(torch.randn(4, 3, 1, 5), torch.randn(2, 4, 3, 1, 1), params[2].view(1, 5), None)
-    return {
-        "bilinear": (Bilinear(a, delta, weight, params[1]), [0, 1]),
-        "bilinear with a number": (alone, [2]),
-        "lookup": (Lookup(torch.randint(8, (4, 3)), torch.randn(2, 4, 3, 3), table), [0]),
-        "explicit": (Explicit([params[3], params[2]], torch.randn(8, 7), 4), [3, 2]),
-        "nothing": (Nothing([params[1], params[3]], 8, 4), [1, 3]),
-    }
-
-
-@pytest.mark.parametrize("kind", blocks())
-def test_whiten(kind):
-    """J̃D₀^-½, without the scale; I leaves a block as it is."""
-    block, members = blocks()[kind]
-    D0 = by_hand(1.0).split(SIZES)
-    found = mixed().whiten(block, members)
-    J = block.rows(torch.float64)
-    expected = J / torch.cat([D0[i] for i in members]).sqrt()
-    assert error(found.rows(torch.float64), expected) < 1e-12
-    v, w, K = torch.randn(J.shape[1]), torch.randn(len(J)), torch.zeros(len(J), len(J))
-    assert error(found.apply(v.split([SIZES[i] for i in members])), expected @ v) < 1e-12
-    assert error(found.pull(w), expected.T @ w) < 1e-12
-    assert found.pairs_with(found)
-    found.gram(K, found)
-    assert error(K, expected @ expected.T) < 1e-12
-    assert Diagonal(torch.tensor(2.0)).whiten(block, members) is None
-
-
-def test_whitened_blocks_of_other_kinds_do_not_pair():
-    explicit, _ = blocks()["explicit"]
-    bilinear, _ = blocks()["bilinear"]
-    rows = Explicit(bilinear.params, torch.randn(8, 30), 4)
-    D = [Part(torch.rand(24)), Part(torch.rand(6))]
-    assert not bilinear.whitened(D).pairs_with(rows.whitened(D))
-    assert not bilinear.whitened(D).pairs_with(explicit.whitened([Part(ENTRIES), Part(NUMBER)]))
-
-
-@pytest.mark.parametrize("D", [mixed(), Diagonal(torch.tensor(2.0).double())], ids=["parts", "one number"])
-def test_state(D):
-    """Tensors and lists of them, as torch.load takes them."""
-    again = restored(D.state())
-    assert torch.equal(again.entries(SIZES), D.entries(SIZES))
-    assert (again.parts is None) == (D.parts is None)
-
-
-def test_to():
-    D = mixed()
-    assert D.to(torch.zeros(())) is D
-    single = D.to(torch.zeros((), dtype=torch.float32))
-    assert {single.scale.dtype, *(f.dtype for part in single.parts for f in part.factors)} == {torch.float32}
-    assert error(single.entries(SIZES), by_hand()) < 1e-6
-    assert Diagonal(torch.tensor(2.0)).to(torch.zeros((), dtype=torch.float32)).parts is None
-
-
 def test_positive():
     zeros = Diagonal(torch.tensor(2.0), [Part(torch.tensor([0.0, 3.0])), Part(torch.tensor(0.0))])
     assert zeros.positive().entries([2, 2]).tolist() == [2, 6, 2, 2]
@@ -177,26 +101,6 @@ def test_fits(sizes, fits):
     """One number fits any parameter."""
     assert mixed().fits(sizes) == fits
     assert Diagonal(torch.tensor(1.0)).fits(sizes)
-
-
-def test_maximum():
-    D, E = (Diagonal(torch.ones(()), [Part(torch.tensor(x))]) for x in ([1.0, 4.0], [2.0, 3.0]))
-    assert D.maximum(E).entries([2]).tolist() == [2, 4]
-    assert D.entries([2]).tolist() == [1, 4]
-    u, v = torch.tensor([1.0, 2.0]).view(1, 2, 1), torch.tensor([3.0, 0.5]).view(1, 1, 2)
-    F, H = Diagonal(torch.ones(()), [Part(u=u, v=v)]), Diagonal(torch.ones(()), [Part(u=u.flip(1), v=v.flip(2))])
-    both = F.maximum(H).parts[0]  # factor by factor
-    assert both.u.flatten().tolist() == [2, 2]
-    assert both.v.flatten().tolist() == [3, 3]
-    assert Diagonal(torch.tensor(1.0)).maximum(Diagonal(torch.tensor(2.0))).scale == 2
-
-
-def test_recent():
-    """At most `memory` times the present; nothing at present is no reason to forget."""
-    past = Diagonal(torch.ones(()), [Part(torch.tensor([100.0, 5.0, 100.0]))])
-    now = Diagonal(torch.ones(()), [Part(torch.tensor([2.0, 2.0, 0.0]))])
-    assert past.recent(now, 10.0).entries([3]).tolist() == [20, 5, 100]
-    assert past.recent(now, math.inf).entries([3]).tolist() == [100, 5, 100]
 
 
 @pytest.mark.parametrize("join", [Diagonal.maximum, lambda D, other: D.recent(other, 2.0)], ids=["maximum", "recent"])

@@ -12,7 +12,7 @@ import marquardt as mq
 from marquardt.curvature.contract import Curvature
 from marquardt.jacobian.linearization import linearize
 from marquardt.metric import Layered, restored
-from marquardt.metric.layered import EARLY, WHOLE, _inverted, inverse_roots
+from marquardt.metric.sides import WHOLE, _inverted, inverse_roots
 from support import reference
 from support.cases import CASES, Problem, build
 from support.metrics import ByHand, Form
@@ -136,44 +136,6 @@ def test_the_inverse_of_a_triangle_by_halves(d, dtype):
     assert error(found.double(), torch.linalg.inv(given.double().tril())) < 1000 * torch.finfo(dtype).eps
     assert torch.equal(found, found.tril())
     assert torch.equal(given, kept)
-
-
-def test_the_steps_after_which_it_is_settled():
-    """The first steps form their own roots; then they are formed after one of so many, and with `every` = 1 never."""
-    G = represented(mq.Gram(), build("mlp_elu"))
-    for every in (1, 2, 4, 7):
-        D = mq.KroneckerMetric(every=every).update(None, G)
-        after = {k: D.settled(k) for k in range(1, EARLY + 15)}
-        assert [k for k, E in after.items() if E.roots is not D.roots] == [
-            k for k in range(EARLY, EARLY + 15) if every > 1 and k % every == 0
-        ]
-        assert [k for k, E in after.items() if E.early] == [k for k in after if k < EARLY or every == 1]
-
-
-def test_settled_it_is_made_of_the_sides_of_late():
-    """Until then the roots are those of an earlier batch, though its sides are averages with this one already."""
-    p, part, at_once = build("mlp_elu"), mq.KroneckerMetric(c=0.5, every=7), mq.KroneckerMetric(c=0.5, every=1)
-    G = represented(mq.Gram(), p)
-    first, first_at_once = part.update(None, G).settled(EARLY + 1), at_once.update(None, G)
-    moved(p, 0)
-    G = represented(mq.Gram(), p)
-    stale, fresh = part.update(first, G), at_once.update(first_at_once, G)
-    sizes, v = G.parameters.sizes, torch.randn(G.parameters.n)
-    assert stale.roots is first.roots
-    assert error(stale.times(v, sizes), first.times(v, sizes)) < 1e-12
-    assert error(stale.times(v, sizes), fresh.times(v, sizes)) > 1e-3
-    settled = stale.settled(14)
-    assert (settled.rank, settled.batches, settled.every, settled.early) == (stale.rank, 2, 7, False)
-    for found, expected in ((settled, fresh), (restored(settled.state()), fresh), (restored(stale.state()), first)):
-        assert error(found.times(v, sizes), expected.times(v, sizes)) < 1e-10
-        assert error(found.solve(v.clone(), sizes), expected.solve(v.clone(), sizes)) < 1e-10
-        assert error(found.diagonal(sizes), expected.diagonal(sizes)) < 1e-10
-    assert error(part.update(first_at_once, G).times(v, sizes), fresh.times(v, sizes)) < 1e-10  # an early one
-
-
-def test_a_diagonal_is_always_settled():
-    D = mq.Diagonal(torch.ones(()))
-    assert all(D.settled(k) is D for k in (1, EARLY, 100))
 
 
 def test_another_precision_and_back():

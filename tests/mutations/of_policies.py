@@ -71,7 +71,7 @@ MUTATIONS = [
         "policies: what is steady is known after one step",
         "return None if steps < 2 else False",
         "return None if steps < 1 else False",
-        "tests/curvature/test_auto_work.py::test_the_same_data_have_all_rows",
+        "tests/curvature/test_auto_work.py::test_which_rows",
         SAME_DATA,
         "tests/curvature/test_auto_work.py",
     ),

@@ -23,7 +23,7 @@ from support.cases import build, mlp
 from support.metrics import ByHand, Form
 from support.modules import routed
 from support.reference import error
-from support.steps import lm, parts_of, theta
+from support.steps import lm, theta
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -69,18 +69,6 @@ def test_steps_of_lm_are_those_of_the_reference(curvature):
         assert step.accepted
         assert error(theta(model), expected) < 1e-9
         assert step.slope == pytest.approx(math.sqrt(exact.g @ torch.linalg.solve(D, exact.g)), rel=1e-8)
-
-
-def test_step_over_batches_is_the_step_on_all_of_them():
-    x, y = batch(0, 8)
-    one, other = mlp(2, 4, 3), mlp(2, 4, 3)
-    other.load_state_dict(one.state_dict())
-    parts = {"curvature": mq.Dense(), "damping": mq.KroneckerMetric(every=1), "schedule": mq.Constant(0.5)}
-    first, second = lm(one, "cross_entropy", **parts), lm(other, "cross_entropy", **parts)
-    for _ in range(3):
-        first.step(x, y)
-        second.step_over(parts_of(x, y))
-        assert error(theta(other), theta(one)) < 1e-10
 
 
 def test_sampled_rows_have_the_rank_of_all_rows():
@@ -166,16 +154,6 @@ def test_the_d_of_another_model_is_refused():
     state["marquardt"]["D"][1]["layers"].pop()
     with pytest.raises(ValueError, match="D in this state is that of another model"):
         lm(mlp(2, 4, 3), "cross_entropy", damping=mq.KroneckerMetric(every=1)).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [({"c": 0.0}, "c=0.0"), ({"c": math.inf}, "c=inf"), ({"c": math.nan}, "c=nan"), ({"decay": 1.0}, "decay=1.0"),
-     ({"decay": -0.1}, "decay=-0.1"), ({"every": 0}, "every=0"), ({"every": 1.5}, "every=1.5")],
-)  # fmt: skip
-def test_wrong_options(options, match):
-    with pytest.raises(ValueError, match=rf"KroneckerMetric\({match}\)"):
-        mq.KroneckerMetric(**options)
 
 
 @pytest.mark.parametrize("steady", [2.0, mq.MeanEigenvalue, "mean"], ids=str)

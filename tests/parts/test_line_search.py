@@ -51,15 +51,6 @@ def test_grid_ends_before_its_stop(start, step, count, rest):
     assert abs(len(rates) - (count + rest)) <= 1
 
 
-def test_grid_takes_the_least_loss():
-    calls: list[float] = []
-    grid = mq.Grid(1e-6, 9, 0.125)
-    lr, f = grid.search(recorded(lambda lr: (lr - 2.3) ** 2, calls), 5.0)
-    assert calls == grid.rates
-    assert lr == pytest.approx(2.25, abs=1e-5)
-    assert f == (lr - 2.3) ** 2
-
-
 @given(
     st.lists(st.floats(-10, 10) | st.sampled_from([NAN, INF, -INF]), min_size=8, max_size=8),
     st.floats(-10, 10),
@@ -72,7 +63,9 @@ def test_grid_takes_the_least_loss():
 @example([NAN, 3.0, 0.5, -INF, 0.5, 2.0, NAN, INF], 1.0, False)
 def test_grid_is_its_argmin(losses, f, uphill):
     grid = mq.Grid(1.0, 9.0, 1.0, uphill=uphill)
-    found = grid.search(lambda rates: losses, f)
+    calls: list[float] = []
+    found = grid.search(recorded(lambda lr: losses[round(lr) - 1], calls), f)
+    assert calls == grid.rates
     finite = [l for l in losses if math.isfinite(l)]
     if finite and (uphill or min(finite) < f):
         assert found == (1.0 + losses.index(min(finite)), min(finite))

@@ -61,9 +61,9 @@ def test_momentum_identities(seed, n, xi, dP):
     assert error(d, reference.adaptive_momentum(H, g, previous, xi, dP)) < 1e-8
 
 
-@given(seeds, sizes, xis, decades(-3, 3))
+@given(seeds, sizes, xis, decades(-3, 3) | st.just(INF))
 def test_momentum_cap(seed, n, xi, dP):
-    """δP = min(δP, √I_GG), which for ξ ≥ ½ bounds the decrease of the model from below."""
+    """δP = min(δP, √I_GG), which for ξ ≥ ½ bounds the decrease of the model from below; for δP = ∞ it is √I_GG."""
     H, g, previous = spd(seed, n)
     root = math.sqrt((g @ torch.linalg.solve(H, g)).item())
     d = refine(mq.AdaptiveMomentum(xi, dP, cap=True), H, g, previous)
@@ -74,46 +74,13 @@ def test_momentum_cap(seed, n, xi, dP):
     assert decrease >= (xi - 0.5) * length**2 * (1 - 1e-9) - 1e-9 * length**2
 
 
-@given(seeds, sizes, xis)
-def test_momentum_without_a_length_of_its_own(seed, n, xi):
-    """δP = ∞ with the cap: the length is √I_GG, and the step no longer depends on the units of the loss."""
-    H, g, previous = spd(seed, n)
-    d = refine(mq.AdaptiveMomentum(xi, INF, cap=True), H, g, previous)
-    assert (d @ H @ d).item() == pytest.approx((g @ torch.linalg.solve(H, g)).item(), rel=1e-9)
-    assert error(refine(mq.AdaptiveMomentum(xi, INF, cap=True), 1e3 * H, 1e3 * g, previous), d) < 1e-9
-
-
-@given(seeds, st.integers(3, 10), xis, decades(-2, 2))
-def test_momentum_maximises_conjugacy(seed, n, xi, dP):
-    """No other step with gᵀd = −ξ·δP·√I_GG and dᵀHd = δP² has a larger dᵀH·previous."""
-    H, g, previous = spd(seed, n)
-    d = refine(mq.AdaptiveMomentum(xi, dP), H, g, previous)
-    best = (d @ H @ previous).item()
-    e1 = -torch.linalg.solve(H, g)
-    e1 = e1 / (e1 @ H @ e1).sqrt()
-    torch.manual_seed(seed)
-    for e2 in torch.randn(50, n, dtype=f64):
-        e2 = e2 - (e1 @ H @ e2) * e1
-        e2 = e2 / (e2 @ H @ e2).sqrt()
-        other = dP * (xi * e1 + math.sqrt(1 - xi**2) * e2)
-        assert (g @ other).item() == pytest.approx((g @ d).item(), rel=1e-8)  # feasible
-        assert (other @ H @ other).item() == pytest.approx(dP**2, rel=1e-8)
-        assert (other @ H @ previous).item() <= best + 1e-9 * abs(best)
-
-
 @given(seeds, sizes, xis, decades(-2, 2), decades(-6, 6))
 def test_momentum_units(seed, n, xi, dP, c):
-    """f → c·f with δP → √c·δP leaves the step as it is."""
+    """f → c·f with δP → √c·δP leaves the step as it is, and so does a longer or shorter previous step."""
     H, g, previous = spd(seed, n)
     d = refine(mq.AdaptiveMomentum(xi, dP), H, g, previous)
     assert error(refine(mq.AdaptiveMomentum(xi, math.sqrt(c) * dP), c * H, c * g, previous), d) < 1e-8
-
-
-@given(seeds, sizes, xis, decades(-6, 6))
-def test_momentum_depends_on_the_direction_of_the_previous_step_alone(seed, n, xi, c):
-    H, g, previous = spd(seed, n)
-    part = mq.AdaptiveMomentum(xi, 0.6)
-    assert error(refine(part, H, g, c * previous), refine(part, H, g, previous)) < 1e-8
+    assert error(refine(mq.AdaptiveMomentum(xi, dP), H, g, c * previous), d) < 1e-8
 
 
 @pytest.mark.parametrize("cap", [False, True])
@@ -158,34 +125,6 @@ def test_nearly_parallel(dtype, sign):
         d = refine(part, H, g, previous).double()
         assert (d @ d).item() == pytest.approx(0.36, rel=30 * limit)  # eps / sin², with sin² of the order of √eps
         assert (d @ g.double()).item() == pytest.approx(-0.9 * 0.6 * 2, rel=30 * limit)
-
-
-@pytest.mark.parametrize("representation", [mq.Dense(), mq.Gram()])
-@pytest.mark.parametrize("cap", [False, True])
-@pytest.mark.parametrize("loss", ["mse", "cross_entropy"])
-def test_momentum_identities_inside_the_step(loss, cap, representation):
-    """H is the damped curvature that the step was solved with."""
-    model = mlp(outputs=3)
-    x, y = batch(outputs=3)
-    y = y.argmax(1) if loss == "cross_entropy" else y
-    xi, dP, lam = 0.8, 0.3, 0.5
-    opt = lm(
-        model, loss, curvature=representation, damping=mq.MaxDiagonal(0.01), schedule=mq.Constant(lam),
-        momentum=mq.AdaptiveMomentum(xi, dP, cap=cap),
-    )  # fmt: skip
-    D = torch.full_like(flat(model), 0.01)
-    for k in range(4):
-        C, before = curvature(model, x, y, loss), flat(model)
-        D = torch.maximum(D, C.diagonal())
-        assert opt.step(x, y).accepted
-        d, g, newton = flat(model) - before, C.gradient, C.newton(lam * D)
-        if k == 0:
-            assert error(d, -newton) < 1e-9
-            continue
-        root = math.sqrt((g @ newton).item())
-        length = min(dP, root) if cap else dP
-        assert (g @ d).item() == pytest.approx(-xi * length * root, rel=1e-8)
-        assert (d @ (C @ d) + (lam * D * d * d).sum()).item() == pytest.approx(length**2, rel=1e-8)
 
 
 # ---- quadratic momentum

@@ -15,7 +15,7 @@ import marquardt as mq
 
 NAN, INF = math.nan, math.inf
 PARTS = [
-    mq.Exact(), mq.Sampled(2), mq.Empirical(), mq.Dense(), mq.Gram(chunk=3), mq.Auto(),
+    mq.Exact(), mq.Sampled(2), mq.Empirical(), mq.Dense(), mq.Gram(chunk=3), mq.Auto(), mq.Hessian(), mq.MatrixFree(),
     mq.Identity(), mq.MaxDiagonal(0.01), mq.MeanEigenvalue(), mq.LayerMeanEigenvalue(), mq.FactoredMaxDiagonal(),
     mq.Constant(1.0), mq.TenFold(1.0), mq.RelativeDecrease(1.0), mq.GainRatio(1.0),
     mq.AdaptiveMomentum(0.9, 0.6), mq.QuadraticMomentum(), mq.Decrease(), mq.Uphill(2.0),
@@ -59,7 +59,20 @@ BAD = [
     *((mq.Backtracking, {"factor": v}) for v in (0.0, 1.0, -0.5, NAN)),
     *((mq.Backtracking, {"trials": v}) for v in (0, -1, 2.5)),
     *((mq.Sampled, {"k": v}) for v in (0, -1, 1.5)),
-    *((r, {"chunk": v}) for r in (mq.Dense, mq.Gram, mq.Auto) for v in (0, -1, 2.5)),
+    *((mq.KroneckerMetric, {"c": v}) for v in (0.0, NAN, INF)),
+    *((mq.Balanced, {"target": v}) for v in (0.0, -1.0, 1.01, INF, NAN)),
+    *((mq.Balanced, {"quickest": v}) for v in (1.0, 0.5, INF, NAN)),
+    *((mq.Balanced, {"initial": v}) for v in (0.0, -1.0, INF, NAN)),
+    *((mq.Balanced, {"most": v}) for v in (0.0, -1.0, NAN)),
+    *((c, {"decay": v}) for c in (mq.KroneckerMetric, mq.Kronecker, mq.EKFAC) for v in (-0.1, 1.0, NAN)),
+    *((c, {"every": v}) for c in (mq.KroneckerMetric, mq.Kronecker) for v in (0, 1.5)),
+    *((mq.MatrixFree, {"iterations": v}) for v in (0, 2.5)),
+    *((mq.MatrixFree, {"tolerance": v}) for v in (-1e-3, 1.0, NAN)),
+    *((mq.MatrixFree, {"warm": v}) for v in (-0.1, 1.5)),
+    *((mq.MatrixFree, {"precondition": v}) for v in (0.0, 2.0)),
+    *((mq.Auto, {"memory": v}) for v in (0, -1, "", "lots", "4 parsecs", "-4GiB", "0GiB", True, "GiB", NAN, "1e9x")),
+    *((mq.Auto, {"work": v}) for v in (0, 0.5, -1, True, "30", NAN)),
+    *((r, {"chunk": v}) for r in (mq.Dense, mq.Gram, mq.MatrixFree, mq.Kronecker, mq.Auto) for v in (0, -1, 2.5)),
     *((r, {"inertia": v}) for r in (mq.Dense, mq.Auto) for v in (-0.1, 1.0, NAN)),
 ]
 BAD_FOR_LM = [

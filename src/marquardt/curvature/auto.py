@@ -184,16 +184,9 @@ class Auto(Interchangeable):
             part = max(1, lin.share.samples // lin.ranks.size // 4**plan.squeeze)
             return look(lin.made_for(Needs(part)), None, free_rows)
         return Shapes(
-            lin.n,
-            lin.share.samples,
-            1,
-            (),
-            lin.theta.element_size(),
-            single=lin.single,
-            ranks=lin.ranks.size,
-            shards=lin.parameters.ranks.size,
-            sharded=lin.parameters.shards is not None,
-        )
+            lin.n, lin.share.samples, 1, (), lin.theta.element_size(), single=lin.single, ranks=lin.ranks.size,
+            shards=lin.parameters.ranks.size, sharded=lin.parameters.shards is not None,
+        )  # fmt: skip
 
     def _plan(self, lin: Linearization, plan: Plan, free_rows: bool) -> Plan:
         """The fastest plan for these shapes that fits, with as many rows as there is time for; after memory ran out

@@ -50,7 +50,7 @@ class Curvature(ABC):
 
     averaged = False  # whether `model` uses a running average of G over batches, not G of this batch alone
     same_data = False  # whether the data are those of the step before
-    takes_sums: ClassVar[bool] = False  # whether `newton` takes a Sum, which has products and `beside` but no `solve`
+    takes_sums: ClassVar[bool] = False  # whether `newton` takes a sum, which has products and `beside` but no `solve`
     selects: ClassVar[bool] = False  # whether `with_decay` refuses some dampings, even without weight decay
     separable: ClassVar[bool] = False  # whether the damping D must have the form u ⊗ v in every layer
 

@@ -78,14 +78,6 @@ class Shapes:
     def m(self) -> int:
         return self.R * self.N
 
-    def check(self, where: str) -> None:
-        """Raises ValueError if no model and batch can have these shapes"""
-        for name in ("N", "R", "itemsize", "out", "ranks", "shards"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{where} {name} is 0, and must be at least 1: {WAY_OUT}")
-        if self.others > self.n:
-            raise ValueError(f"{where} have {self.others:,} others of {self.n:,} parameters: {WAY_OUT}")
-
     def with_others(self, found: Shapes) -> Shapes:
         """The larger of each size, if the model is the same: a ragged batch or shorter sequences change nothing."""
         if self._structure() != found._structure():
@@ -96,10 +88,6 @@ class Shapes:
             return self
         numbers, nodes = max(self.numbers, found.numbers), max(self.nodes, found.nodes)
         return replace(found, N=N, R=R, out=out, piece=piece, layers=layers, numbers=numbers, nodes=nodes)
-
-    def covers(self, N: int, out: int, uses: int, single: bool) -> bool:
-        """Whether a batch is no larger, as far as a quick look tells."""
-        return N <= self.N and out <= self.out and uses == len(self.layers) and single == self.single
 
     def _structure(self) -> object:
         layers = [(b.G, b.I, b.O, b.lookup) for b in self.layers]
@@ -267,6 +255,9 @@ def in_gradients(s: Shapes, cost: Cost, whole: Shapes | None = None) -> float:
 
 PLAIN = (bool, int, float, str, type(None))
 
+# Numbers of shapes and plans that are not 0.
+AT_LEAST_1 = ("N", "R", "itemsize", "out", "ranks", "shards", "chunk", "iterations", "sampled")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -333,22 +324,23 @@ class Plan:
         """Raises ValueError if no step can have made this plan"""
         if self.kind is not None and self.shapes is None:
             raise ValueError(f"{where} has picked {short(self.kind)} for no shapes: {WAY_OUT}")
-        for name in ("chunk", "iterations", "sampled"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{where}: {name} is 0, and must be at least 1: {WAY_OUT}")
-        layers = () if self.shapes is None else self.shapes.layers
-        for part in (self, *(() if self.shapes is None else (self.shapes,)), *layers):
-            for name, value in vars(part).items():
-                if isinstance(value, (int, float)) and not 0 <= value <= MOST:
-                    raise ValueError(f"{where}: {name} is {value:g}, and must be from 0 to {MOST:.3g}: {WAY_OUT}")
+        numbers = [(where, vars(self))]
+        if self.shapes is not None:
+            within = f"{where}, its shapes,"
+            numbers += [(within, vars(part)) for part in (self.shapes, *self.shapes.layers)]
+        for whose, values in numbers:
+            for name, value in values.items():
+                least = int(name in AT_LEAST_1)
+                if isinstance(value, (int, float)) and not least <= value <= MOST:
+                    raise ValueError(f"{whose} {name} is {value:g}, and must be from {least} to {MOST:.3g}: {WAY_OUT}")
         if self.fraction is not None and not 0 < self.fraction < 1:
             raise ValueError(f"{where}: a fraction of {self.fraction} of the samples: {WAY_OUT}")
         if self.kind is not None and self.budget is not None and self.bytes > self.budget:
             raise ValueError(f"{where} takes {self.bytes:,} bytes of a budget of {self.budget:,}: {WAY_OUT}")
-        if self.shapes is not None:
-            self.shapes.check(f"{where}, its shapes,")
-            if self.sampled is not None and self.sampled >= self.shapes.R:
-                raise ValueError(f"{where} draws {self.sampled:,} of {self.shapes.R:,} rows: {WAY_OUT}")
+        if self.shapes is not None and self.shapes.others > self.shapes.n:
+            raise ValueError(f"{where} has {self.shapes.others:,} others of {self.shapes.n:,} parameters: {WAY_OUT}")
+        if self.shapes is not None and self.sampled is not None and self.sampled >= self.shapes.R:
+            raise ValueError(f"{where} draws {self.sampled:,} of {self.shapes.R:,} rows: {WAY_OUT}")
 
     def with_cost(self, s: Shapes, cost: Cost | None) -> Plan:
         """The plan with the cost of rows of these shapes."""
@@ -394,7 +386,8 @@ def _seen(lin: Linearization, plan: Plan | None, free: bool) -> Shapes:
     samples = N if free else piece.jacobian.N  # that have rows
     total = sum(lin.share.ranks.numbers(samples)) if lin.in_one else lin.share.expected(samples)
     larger = plan is None or lin.share.input_size > plan.input_size
-    if not larger and known is not None and known.covers(total, out, len(watch.calls), lin.single):
+    alike = known is not None and (len(watch.calls), lin.single) == (len(known.layers), known.single)  # at a quick look
+    if known is not None and alike and not larger and total <= known.N and out <= known.out:
         return known
     known_R = known.R if known is not None and known.out == out else None
     R = piece.jacobian.R if not free else known_R or together * piece.exact_rows()

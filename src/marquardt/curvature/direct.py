@@ -441,13 +441,6 @@ class DenseCurvature(Curvature):
     def trace(self) -> Tensor:
         return super().trace() if self._by_rows else self.G.trace().to(self.parameters.dtype)
 
-    def model(self, d: Tensor) -> tuple[Tensor, Tensor]:
-        return self.parameters.dot(self.gradient, d), self.quadratic(d)
-
-    def slope(self, D: Metric) -> Tensor:
-        g = self.gradient
-        return self.parameters.dot(g, D.solve(g.clone(), self.parameters.sizes))
-
     def partial_traces(self) -> PartialTraces:
         return statistics.partial_traces(self.lin)
 

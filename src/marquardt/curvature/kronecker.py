@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,6 +14,7 @@ from ..jacobian.linearization import Linearization, Needs
 from ..jacobian.statistics import Moments
 from ..layers.blocks import Sums
 from ..metric import Diagonal, Metric, Part, trusted
+from ..metric.sides import by_layers, diagonal_of, joined, outer, product, transposed, vector_of
 from ..ranks import ALONE, Ranks, completed, owned, owners
 from ..values import ROUNDING, WAY_OUT, check_above, check_square, check_tensor, short
 from .contract import KEPT, Curvature, Past, Representation, check_chunk, check_count
@@ -41,23 +41,20 @@ class Layer:
         self.K, self.L = left.shape[:2]
         self.widths = [sizes[i] // (self.K * self.L) for i in members]  # columns of each parameter in X
 
-    def join(self, parts: Iterable[Tensor]) -> Tensor:
-        """X from the flat parameters"""
-        pieces = [p.reshape(self.K, self.L, -1) for p in parts]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
+    @property
+    def sides(self) -> list[tuple[str, Tensor]]:
+        return [("left", self.left), ("right", self.right)]
 
     def split(self, X: Tensor) -> list[Tensor]:
         return [p.flatten() for p in X.split(self.widths, 2)]
 
     def times(self, X: Tensor) -> Tensor:
         """left·X·right"""
-        left, right = self.left.to(X.dtype), self.right.to(X.dtype)
-        X = left @ X if left.ndim == 3 else left[:, :, None] * X
-        return X @ right if right.ndim == 3 else X * right[:, None]
+        return product(self.left.to(X.dtype), self.right.to(X.dtype), X)
 
     def diagonal(self) -> Tensor:
         """The diagonal of left ⊗ right: (K, L, R)"""
-        return diagonal_of(self.left)[:, :, None] * diagonal_of(self.right)[:, None]
+        return outer(self.left, self.right)
 
     def trace(self) -> Tensor:
         return (diagonal_of(self.left).sum(1) * diagonal_of(self.right).sum(1)).sum()
@@ -66,68 +63,71 @@ class Layer:
         """u (K, L) and v (K, R) with D = u ⊗ v; None if D, a part for each parameter, does not have that form"""
         one = self.left.new_ones(self.K, self.L)
         if D is None:
-            return one, diagonal_of(torch.ones_like(self.right))
+            return one, torch.ones_like(diagonal_of(self.right))
         if self.small:  # every D has that form
-            return one, self.join(d.flat(self.K * width) for d, width in zip(D, self.widths, strict=True))[:, 0]
+            entries = [d.flat(self.K * width) for d, width in zip(D, self.widths, strict=True)]
+            return one, joined(entries, (self.K, 1))[:, 0]
         us: list[Tensor] = []
         vs: list[Tensor] = []
         for d, width in zip(D, self.widths, strict=True):
-            u, v = d.u, self.right.new_ones(self.K, width)
-            if d.v is not None:
-                v = d.v.view(self.K, width)
-            elif d.entries is not None and d.entries.numel() == 1:
-                v = v * d.entries.reshape(())
-            elif d.entries is not None:
-                X = d.entries.view(self.K, self.L, width)
-                if torch.equal(X, X[:, :1].expand_as(X)):
-                    v = X[:, 0]
+            u, v = d.u, d.v
+            if d.entries is not None:
+                X = d.entries.view(1, 1, 1) if d.entries.numel() == 1 else d.entries.view(self.K, self.L, width)
+                if X.shape[1] == 1 or torch.equal(X, X[:, :1].expand_as(X)):
+                    v = X[:, :1]
                 elif width == 1:  # one number per output of a bias
-                    u = d.entries
+                    u = X
                 else:
                     return None
             us.append(one if u is None else u.view(self.K, self.L))
-            vs.append(v)
+            ones = self.right.new_ones(self.K, width)
+            vs.append(ones if v is None else v[:, 0].expand_as(ones))
         if not all(u is us[0] or torch.equal(u, us[0]) for u in us):
             return None
         return us[0], torch.cat(vs, 1)
 
 
-def joined(key: tuple[int, ...], sums: Sums, other: tuple[int, ...], more: Sums) -> tuple[tuple[int, ...], Sums]:
-    """The sum of both. A weight or a bias that is missing in one of them counts as having the input 0 there."""
+SumsByLayer = dict[tuple[int, ...], Sums]  # by its parameters
+
+
+def add(sums: SumsByLayer, key: tuple[int, ...], more: Sums) -> None:
+    """Adds those of another piece or rank. A weight or a bias may be missing in one of them, where it has no influence:
+    it counts as having the input 0 there."""
+    for other in [k for k in sums if set(k) & set(key)]:
+        key, more = merged(key, more, other, sums.pop(other))
+    sums[key] = more
+
+
+def merged(key: tuple[int, ...], sums: Sums, other: tuple[int, ...], more: Sums) -> tuple[tuple[int, ...], Sums]:
+    """The sum of both"""
     if len(key) < len(other):
         key, sums, other, more = other, more, key, sums
+    missing = sums.A.shape[1] - more.A.shape[1]
     if key != other:
-        inputs, missing = sums.A.shape[1], sums.A.shape[1] - more.A.shape[1]
         before = missing if more.bias else 0  # the bias comes last
         more = replace(more, A=torch.nn.functional.pad(more.A, (before, missing - before) * 2), bias=sums.bias)
-        assert more.A.shape[1] == inputs
     return key, sums + more
 
 
-def over(ranks: Ranks, sums: dict[tuple[int, ...], Sums], device: torch.device) -> dict[tuple[int, ...], Sums]:
+def over(ranks: Ranks, sums: SumsByLayer, device: torch.device) -> SumsByLayer:
     """The sums over all ranks. A layer, or a part of it, that a rank lacks counts as zeros there."""
     if not ranks.several:
         return sums
-    total: dict[tuple[int, ...], Sums] = {}
-    for each in ranks.every({key: _on(torch.device("meta"), s) for key, s in sums.items()}):
+    for each in ranks.every({key: _zeros(s, torch.device("meta")) for key, s in sums.items()}):
         for key, form in each.items():
-            for other in [k for k in total if set(k) & set(key)]:
-                key, form = joined(key, form, other, total.pop(other))
-            total[key] = form
-    for key, form in total.items():
-        total[key] = _on(device, form)
-        for part in [k for k in sums if set(k) <= set(key)]:
-            total[key] = joined(part, sums[part], key, total[key])[1]
-    tensors = [t for s in total.values() for t in (s.A, s.B, torch.as_tensor(s.count).to(s.A)) if t is not None]
-    found = iter(ranks.sums(tensors))
-    each_with = ((key, s, next(found), None if s.B is None else next(found), next(found)) for key, s in total.items())
-    return {key: replace(s, A=A, B=B, count=count) for key, s, A, B, count in each_with}
+            add(sums, key, _zeros(form, device))
+    whole = sorted(sums.items())  # in the same order on every rank
+    own = [t for _, s in whole for t in (s.A, s.B, torch.as_tensor(s.count).to(s.A)) if t is not None]
+    total = iter(ranks.sums(own))
+    return {
+        key: Sums(next(total), None if s.B is None else next(total), next(total), s.bias, s.table) for key, s in whole
+    }
 
 
-def _on(device: torch.device, s: Sums) -> Sums:
+def _zeros(s: Sums, device: torch.device) -> Sums:
     """Zeros of the same form; shapes alone on the meta device"""
-    A, B = (None if t is None else torch.zeros_like(t, device=device) for t in (s.A, s.B))
-    return Sums(s.A if A is None else A, B, 0.0, s.bias, s.table)
+    B = None if s.B is None else torch.zeros_like(s.B, device=device)
+    return replace(s, A=torch.zeros_like(s.A, device=device), B=B, count=0.0)
 
 
 def layer_of(members: list[int], sums: Sums, sizes: Sequence[int], scale: float) -> Layer:
@@ -139,52 +139,21 @@ def layer_of(members: list[int], sums: Sums, sizes: Sequence[int], scale: float)
     return Layer(members, sizes, left, right, sums.bias, False)
 
 
-class Factor(ABC):
-    """M + c·diag w as a function of c (K, 1, 1): one side of H"""
-
-    mean: Tensor  # of M_ii/w_i: (K, 1, 1)
-
-    @abstractmethod
-    def times(self, c: Tensor, X: Tensor) -> Tensor:
-        """(M + c·diag w)X: (K, d, k) → (K, d, k)"""
-
-    @abstractmethod
-    def solve(self, c: Tensor, X: Tensor, jitter: float) -> tuple[Tensor, Tensor | None]:
-        """(M + c·diag w)⁻¹X in the precision of X, and whether that failed"""
-
-    def kept(self) -> dict[str, Tensor]:
-        """The tensors from which later steps can restore the factor, if that saves time"""
-        return {}
-
-
-class DiagonalFactor(Factor):
-    """M is diagonal."""
-
-    def __init__(self, M: Tensor, w: Tensor) -> None:
-        self.M, self.w = M[:, :, None], w[:, :, None]
-        self.mean = (self.M / self.w).mean(1, keepdim=True)
-
-    def times(self, c: Tensor, X: Tensor) -> Tensor:
-        return (self.M + c * self.w).to(X.dtype) * X
-
-    def solve(self, c: Tensor, X: Tensor, jitter: float) -> tuple[Tensor, Tensor | None]:
-        total = (self.M + c * self.w).to(X.dtype)
-        return X / total.where(total > 0, 1), None  # a total of 0 has no curvature and no gradient: X is 0 there
-
-
-class FullFactor(Factor):
-    """A factor with a Cholesky decomposition for every c."""
+class FullFactor:
+    """M + c·diag w as a function of c (K, 1, 1), one side of H, with a Cholesky decomposition for every c."""
 
     def __init__(self, M: Tensor, w: Tensor) -> None:
         self.M, self.w = M, w[:, :, None]
-        self.mean = (M.diagonal(dim1=1, dim2=2) / w).mean(1)[:, None, None]
+        self.mean = (diagonal_of(M) / w).mean(1)[:, None, None]  # of M_ii/w_i: (K, 1, 1)
 
     def times(self, c: Tensor, X: Tensor) -> Tensor:
+        """(M + c·diag w)X: (K, d, k) → (K, d, k)"""
         return self.M.to(X.dtype) @ X + (c * self.w).to(X.dtype) * X
 
     def solve(self, c: Tensor, X: Tensor, jitter: float) -> tuple[Tensor, Tensor | None]:
+        """(M + c·diag w)⁻¹X in the precision of X, and whether that failed"""
         H = self.M.to(X.dtype, copy=True)
-        line = H.diagonal(dim1=1, dim2=2)
+        line = diagonal_of(H)
         line += (c * self.w)[:, :, 0].to(X.dtype)
         # Unit diagonal first: positive definiteness then no longer depends on the units of the parameters.
         s = line.where(line > 0, 1).rsqrt()[:, :, None]
@@ -194,10 +163,10 @@ class FullFactor(Factor):
         return s * torch.cholesky_solve(s * X, L), info.any()
 
 
-class Spectrum(Factor):
-    """A factor with one eigendecomposition for all c: w^-½ M w^-½ = Q·diag e·Qᵀ."""
+class Spectrum:
+    """The same with one eigendecomposition for all c: w^-½ M w^-½ = Q·diag e·Qᵀ; Q = None: M is diagonal."""
 
-    def __init__(self, Q: Tensor, e: Tensor, w: Tensor) -> None:
+    def __init__(self, Q: Tensor | None, e: Tensor, w: Tensor) -> None:
         self.Q, self.e, self.w = Q, e, w  # (K, d, d), (K, d), (K, d)
         self.mean = e.mean(1)[:, None, None]
 
@@ -205,31 +174,36 @@ class Spectrum(Factor):
     def of(M: Tensor, w: Tensor) -> Spectrum:
         return spectra(ALONE, [(M, w)])[0]
 
-    def kept(self) -> dict[str, Tensor]:
-        return {"Q": self.Q, "e": self.e, "w": self.w}
-
     def times(self, c: Tensor, X: Tensor) -> Tensor:
-        root = self.w.sqrt()[:, :, None].to(X.dtype)
-        return root * self._with((self.e[:, :, None] + c).to(X.dtype), root * X)
+        return self._with(self.w.sqrt(), self.e[:, :, None] + c, X)
 
     def solve(self, c: Tensor, X: Tensor, jitter: float) -> tuple[Tensor, Tensor | None]:
-        s = self.w.rsqrt()[:, :, None].to(X.dtype)
-        total = (self.e[:, :, None] + c).to(X.dtype)
-        return s * self._with(1 / total.where(total > 0, 1), s * X), None
+        total = self.e[:, :, None] + c
+        # Where the total is 0 there is neither curvature nor gradient, and X is 0.
+        return self._with(self.w.rsqrt(), 1 / total.where(total > 0, 1), X), None
 
-    def _with(self, values: Tensor, X: Tensor) -> Tensor:
-        Q = self.Q.to(X.dtype)
-        return Q @ (values * (Q.mT @ X))
+    def _with(self, s: Tensor, values: Tensor, X: Tensor) -> Tensor:
+        """s·Q·values·Qᵀ·s·X"""
+        s = s[:, :, None]
+        if self.Q is None:
+            return (s * s * values).to(X.dtype) * X
+        s, Q = s.to(X.dtype), self.Q.to(X.dtype)
+        return s * (Q @ (values.to(X.dtype) * (Q.mT @ (s * X))))
+
+
+Factor = FullFactor | Spectrum
 
 
 def spectra(ranks: Ranks, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Spectrum]:
-    """The spectrum for each M and w; each M is decomposed by one of the ranks."""
-    scaled = [M * w.rsqrt()[:, :, None] * w.rsqrt()[:, None] for M, w in pairs]
+    """The spectrum for each M and w; each matrix is decomposed by one of the ranks."""
+    scaled = [M * w.rsqrt()[:, :, None] * w.rsqrt()[:, None] for M, w in pairs if M.ndim == 3]
     own = [decomposed(M) for M in owned(ranks, scaled)]
     found = completed(ranks, own, scaled, [(M, M[:, 0]) for M in scaled])
     if not all(ask(e.isfinite().all()) for _, e in found):
         raise FactorizationError("the curvature could not be decomposed")
-    return [Spectrum(Q, e, w) for (Q, e), (_, w) in zip(found, pairs, strict=True)]
+    whole = iter(found)
+    parts = [(None, M / w) if M.ndim == 2 else next(whole) for M, w in pairs]
+    return [Spectrum(Q, e, w) for (Q, e), (_, w) in zip(parts, pairs, strict=True)]
 
 
 def decomposed(M: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,24 +231,11 @@ class Pair:
     def times(self, X: Tensor) -> Tensor:
         return self.right.times(self.c_right, self.left.times(self.c_left, X).mT).mT
 
-
-class Solver:
-    """X ↦ H⁻¹X of one layer, and whether it failed."""
-
-    def __init__(self, pair: Pair, dtype: torch.dtype, jitter: float) -> None:
-        self.pair, self.dtype, self.jitter = pair, dtype, jitter
-        self.failed: list[Tensor] = []
-
-    def __call__(self, X: Tensor) -> Tensor:
-        Y, first = self.pair.left.solve(self.pair.c_left, X, self.jitter)
-        Z, second = self.pair.right.solve(self.pair.c_right, Y.mT, self.jitter)
-        self.failed += [f for f in (first, second) if f is not None]
-        return Z.mT
-
-
-def diagonal_of(M: Tensor) -> Tensor:
-    """The diagonal of a matrix that is given whole or by its diagonal: (K, d)"""
-    return M if M.ndim == 2 else M.diagonal(dim1=1, dim2=2)
+    def solve(self, X: Tensor, jitter: float) -> tuple[Tensor, list[Tensor]]:
+        """H⁻¹X, and whether either side failed"""
+        Y, first = self.left.solve(self.c_left, X, jitter)
+        Z, second = self.right.solve(self.c_right, Y.mT, jitter)
+        return Z.mT, [f for f in (first, second) if f is not None]
 
 
 class NoFactors(ValueError):
@@ -346,49 +307,41 @@ class Kronecker(Representation):
         return KroneckerCurvature(lin, self.decay, self.every)
 
     def check(self, past: Past, sizes: Mapping[str, int]) -> None:
-        if not past:
-            return
-        if "count" not in past:
+        if past and "count" not in past:
             raise ValueError(f"{KEPT} has no entry 'count': {WAY_OUT}")
         for key, t in past.items():
             if key in ("count", "age"):
                 check_count(t, key, key == "count")
                 continue
-            part, found, names = key.rpartition(" of ") if key.count(" of ") else ("", "", "")
-            where = f"{KEPT} {key!r}"
-            size = sum(sizes.get(name, 0) for name in names.split(","))
-            if not found or any(name not in sizes for name in names.split(",")):
+            part, _, names = key.rpartition(" of ")
+            where, members = f"{KEPT} {key!r}", names.split(",")
+            if not part or any(name not in sizes for name in members):
                 raise ValueError(f"{KEPT} has an entry {short(key)}, which no layer of this model has: {WAY_OUT}")
-            self.check_part(part, t, [past.get(f"{side} of {names}") for side in ("left", "right")], size, where)
+            left, right = (past.get(f"{side} of {names}") for side in ("left", "right"))
+            if left is None or right is None or min(left.ndim, right.ndim) < 2 or len(left) != len(right):
+                raise ValueError(f"{where} is without a left and a right factor that belong together: {WAY_OUT}")
+            self.check_part(part, t, left, right, where)
+            size = sum(sizes[name] for name in members)
+            if len(left) * left.shape[-1] * right.shape[-1] != size:
+                shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+                raise ValueError(f"{where}: factors {shapes} are not those of a layer of {size} parameters: {WAY_OUT}")
 
-    def check_part(self, part: str, t: Tensor, sides: Sequence[Tensor | None], size: int, where: str) -> None:
-        """Checks a factor of a layer with parameters of this total size, or a tensor derived from it"""
-        left, right = sides
-        if left is None or right is None or min(left.ndim, right.ndim) < 2 or len(left) != len(right):
-            raise ValueError(f"{where} is without a left and a right factor that belong together: {WAY_OUT}")
-        if part not in ("left", "right"):
-            return check_kept(part, t, sides, where)
-        d = t.shape[-1]
-        check_tensor(t, where, (None, d, d) if t.ndim == 3 else (None, d))
-        (check_above if t.ndim == 2 else check_square)(t, where)
-        if len(left) * left.shape[-1] * right.shape[-1] != size:
-            shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
-            raise ValueError(f"{where}: factors {shapes} are not those of a layer of {size} parameters: {WAY_OUT}")
-
-
-def check_kept(part: str, t: Tensor, sides: Sequence[Tensor | None], where: str) -> None:
-    """Checks Q, e or w of the decomposition of a factor"""
-    name, _, side = part.partition(" of ")
-    if name not in ("Q", "e", "w") or side not in ("left", "right"):
-        raise ValueError(f"{where} is nothing that this version knows: {WAY_OUT}")
-    M = sides[side == "right"]
-    assert M is not None
-    check_tensor(t, where, (len(M), *[M.shape[-1]] * (2 if name == "Q" else 1)))
-    if name != "Q":
-        return check_above(t, where, strictly=name == "w")
-    Q = t.double()
-    if bool(((Q.mT @ Q) - torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)).abs().max() > ROUNDING):
-        raise ValueError(f"{where} is not orthogonal: {WAY_OUT}")
+    def check_part(self, part: str, t: Tensor, left: Tensor, right: Tensor, where: str) -> None:
+        """Checks a factor of a layer, or Q, e or w of its decomposition"""
+        name, _, side = part.rpartition(" of ")
+        if name not in ("", "Q", "e", "w") or side not in ("left", "right"):
+            raise ValueError(f"{where} is nothing that this version knows: {WAY_OUT}")
+        M = left if side == "left" else right
+        K, d = len(M), M.shape[-1]
+        check_tensor(t, where, (K, d, d) if name == "Q" or (name == "" and t.ndim == 3) else (K, d))
+        if name == "Q":
+            Q = t.double()
+            if bool(((Q.mT @ Q) - torch.eye(d, dtype=Q.dtype, device=Q.device)).abs().max() > ROUNDING):
+                raise ValueError(f"{where} is not orthogonal: {WAY_OUT}")
+        elif t.ndim == 3:
+            check_square(t, where)
+        else:
+            check_above(t, where, strictly=name == "w")
 
 
 class KroneckerCurvature(Curvature):
@@ -402,15 +355,15 @@ class KroneckerCurvature(Curvature):
         self._earlier: Past = {}  # the averages before this batch
         self._recalled: Past = {}  # contains a decomposition that is recent enough
         self._decomposed: tuple[object, list[tuple[Factor, Factor]]] | None = None  # D₀, and the factors made with it
-        sums = self._sums()
-        self.layers = [layer_of(list(key), s, self.parameters.sizes, lin.scale) for key, s in sums.items()]
+        sums, sizes = self._sums(), self.parameters.sizes
+        self.layers = [layer_of(list(key), s, sizes, lin.scale) for key, s in sums.items()]
         for i in sorted(set(range(len(self.parameters))) - {i for key in sums for i in key}):  # no influence
-            zero = lin.theta.new_zeros(self.parameters.sizes[i], 1)
-            self.layers.append(Layer([i], self.parameters.sizes, zero + 1, zero, bias=False, small=True))
+            zero = lin.theta.new_zeros(sizes[i], 1)
+            self.layers.append(Layer([i], sizes, zero + 1, zero, bias=False, small=True))
 
-    def _sums(self) -> dict[tuple[int, ...], Sums]:
-        """The sums of all pieces, by the parameters of each layer"""
-        sums: dict[tuple[int, ...], Sums] = {}
+    def _sums(self) -> SumsByLayer:
+        """The sums of all pieces"""
+        sums: SumsByLayer = {}
         for piece in self.lin.pieces():
             weight = piece.jacobian.forward.batch.weight  # of those samples that have rows
             if weight is not None and piece.whole.joined:
@@ -427,10 +380,7 @@ class KroneckerCurvature(Curvature):
                         "belong to one Linear, Conv, Embedding or normalisation layer that sees all samples in their "
                         "order; use curvature=mq.MatrixFree(), mq.Dense() or mq.Gram()"
                     )
-                # A weight or a bias may have no influence in another piece, where its layer then lacks it.
-                for other in [k for k in sums if set(k) & set(key)]:
-                    key, found = joined(key, found, other, sums.pop(other))
-                sums[key] = found
+                add(sums, key, found)
         return over(self.lin.ranks, sums, self.parameters.device)
 
     def recall(self, past: Past | None, same_data: bool) -> None:
@@ -438,20 +388,20 @@ class KroneckerCurvature(Curvature):
             return
         if self.decay > 0 and not same_data:
             self._earlier, self._count = past, past["count"] + 1
-            weight = self._weight()
             for layer in self.layers:
-                for side, new in (("left", layer.left), ("right", layer.right)):
-                    old = past.get(f"{side} of {self._name(layer)}")
-                    if old is not None and old.shape == new.shape:
-                        old = old.to(new)
-                        share = weight * trusted(diagonal_of(old).sum(0), diagonal_of(new).sum(0)).to(new)
-                        setattr(layer, side, torch.lerp(new, old, share))
+                for side, M in layer.sides:
+                    setattr(layer, side, self._mixed(f"{side} of {self._name(layer)}", M, diagonal_of))
         if "age" in past and int(past["age"]) + 1 < self.every:
             self._recalled, self._age = past, int(past["age"]) + 1
 
-    def _weight(self) -> Tensor:
-        """The weight of the past in the running averages: ()"""
-        return (1 - 1 / self._count.to(self.parameters.dtype)).clamp(max=self.decay)
+    def _mixed(self, key: str, new: Tensor, diagonal: Callable[[Tensor], Tensor]) -> Tensor:
+        """The running average of what was kept by this name"""
+        old = self._earlier.get(key)
+        if old is None or old.shape != new.shape:
+            return new
+        weight = (1 - 1 / self._count.to(self.parameters.dtype)).clamp(max=self.decay)
+        share = weight * trusted(diagonal(old).flatten(), diagonal(new).flatten()).to(new)
+        return torch.lerp(new, old.to(new), share)
 
     def keep(self) -> Past | None:
         """The averages, and with `every` > 1 the decompositions"""
@@ -459,12 +409,14 @@ class KroneckerCurvature(Curvature):
             return None
         kept = {"count": self._count}
         for layer in self.layers:
-            kept[f"left of {self._name(layer)}"], kept[f"right of {self._name(layer)}"] = layer.left, layer.right
+            kept |= {f"{side} of {self._name(layer)}": M for side, M in layer.sides}
         if self.every > 1 and self._decomposed is not None:
             kept["age"] = torch.tensor(self._age, device=self.parameters.device)
             for layer, pair in zip(self.layers, self._decomposed[1], strict=True):
-                for side, factor in zip(("left", "right"), pair, strict=True):
-                    kept |= {f"{part} of {side} of {self._name(layer)}": t for part, t in factor.kept().items()}
+                for (side, _), factor in zip(layer.sides, pair, strict=True):
+                    if isinstance(factor, Spectrum) and factor.Q is not None:
+                        parts = ("Q", factor.Q), ("e", factor.e), ("w", factor.w)
+                        kept |= {f"{part} of {side} of {self._name(layer)}": t for part, t in parts}
         return kept
 
     def _name(self, layer: Layer) -> str:
@@ -472,26 +424,28 @@ class KroneckerCurvature(Curvature):
 
     def _by_layer(self, v: Tensor, functions: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
         """v with one function, X ↦ Y, applied to every layer: (n,) → (n,)"""
-        parts = self.parameters.split(v)
-        pairs = zip(self.layers, functions, strict=True)
-        return self._joined(function(layer.join(parts[i] for i in layer.members)) for layer, function in pairs)
+        return by_layers(lambda f, X: f(X), self.layers, zip(functions), v, self.parameters.sizes)
 
-    def _by_own_layers(self, v: Tensor, solvers: Sequence[Solver]) -> tuple[Tensor, Tensor]:
-        """H⁻¹v, of which each rank solves for its layers, and whether any solver has failed"""
-        ranks = self.lin.ranks
+    def _by_own_layers(self, v: Tensor, pairs: Sequence[Pair], jitter: float) -> tuple[Tensor, Tensor]:
+        """H⁻¹v, of which each rank solves for its layers, and whether any of them has failed"""
+        ranks, failures = self.lin.ranks, [v.new_zeros(())]
+
+        def solved(pair: Pair, owner: int, X: Tensor) -> Tensor:
+            if owner != ranks.rank:
+                return torch.zeros_like(X)
+            Y, failed = pair.solve(X, jitter)
+            failures.extend(failed)
+            return Y
+
         own = owners([max(layer.left, layer.right, key=Tensor.numel) for layer in self.layers], ranks.size)
-        x = self._by_layer(v, [s if k == ranks.rank else torch.zeros_like for s, k in zip(solvers, own, strict=True)])
-        failed = torch.stack([v.new_zeros(()).bool(), *(f for solver in solvers for f in solver.failed)]).any()
-        x, failures = ranks.sums([x, failed.to(x)])
-        return x, failures > 0
+        x = by_layers(solved, self.layers, zip(pairs, own, strict=True), v, self.parameters.sizes)
+        x, failed = ranks.sums([x, torch.stack([f.to(x) for f in failures]).sum()])
+        return x, failed > 0
 
     def _joined(self, matrices: Iterable[Tensor]) -> Tensor:
         """One vector from the X of every layer: (n,)"""
-        pieces: list[Tensor] = [torch.empty(0)] * len(self.parameters)
-        for layer, X in zip(self.layers, matrices, strict=True):
-            for i, x in zip(layer.members, layer.split(X), strict=True):
-                pieces[i] = x
-        return torch.cat(pieces)
+        out = self.layers[0].left.new_empty(self.parameters.n)
+        return vector_of(self.layers, matrices, out, self.parameters.sizes)
 
     # G itself.
 
@@ -543,17 +497,15 @@ class KroneckerCurvature(Curvature):
 
     def newton(self, damping: Metric | Tensor) -> Tensor:
         A, g = Diagonal.of(damping, self.parameters.sizes), self.gradient
-        for dtype in dict.fromkeys((g.dtype, torch.float64)):
-            for jitter in (0.0, 10 * torch.finfo(g.dtype).eps) if dtype == torch.float64 else (0.0,):
-                solvers = [Solver(pair, dtype, jitter) for pair in self._damped(A)]
-                x, failed = self._by_own_layers(g.to(dtype), solvers)
-                if ask(x.isfinite().all() & ~failed):
-                    x = x.to(g.dtype)
-                    if dtype != g.dtype:
-                        self.notes.append("factored in float64")
-                    if jitter:
-                        self.notes.append("factored with jitter")
-                    return x
+        own, double = g.dtype, torch.float64
+        for dtype, jitter in dict.fromkeys([(own, 0.0), (double, 0.0), (double, 10 * torch.finfo(own).eps)]):
+            x, failed = self._by_own_layers(g.to(dtype), self._damped(A), jitter)
+            if ask(x.isfinite().all() & ~failed):
+                if dtype != own:
+                    self.notes.append("factored in float64")
+                if jitter:
+                    self.notes.append("factored with jitter")
+                return x.to(own)
         raise FactorizationError("the damped curvature could not be factored")
 
     def damped_quadratic(self, v: Tensor, damping: Metric) -> Tensor:
@@ -570,8 +522,8 @@ class KroneckerCurvature(Curvature):
 
     def _factors(self, D: Sequence[Part] | None) -> list[tuple[Factor, Factor]]:
         """Both factors of every layer"""
-        asked: list[tuple[Tensor, Tensor]] = []  # the pairs of M and w that are to be decomposed
-        sides: list[Factor | None] = []
+        sides: dict[str, tuple[Tensor, Tensor]] = {}  # M and w
+        found: dict[str, Factor | None] = {}
         for layer in self.layers:
             scales = layer.scales(None if D is None else [D[i] for i in layer.members])
             if scales is None:
@@ -579,24 +531,20 @@ class KroneckerCurvature(Curvature):
                     f"Kronecker cannot damp every entry of {self._name(layer)!r} by a number of its own: use "
                     "damping=mq.FactoredMaxDiagonal(), mq.Identity(), or curvature=mq.Dense() or mq.Gram()"
                 )
-            for side, M, w in zip(("left", "right"), (layer.left, layer.right), scales, strict=True):
-                sides.append(self._factor(f"{side} of {self._name(layer)}", M, w, layer.small))
-                if sides[-1] is None:
-                    asked.append((M, w))
-        found = iter(spectra(self.lin.ranks, asked))
-        whole = iter(next(found) if side is None else side for side in sides)
+            for (side, M), w in zip(layer.sides, scales, strict=True):
+                key = f"{side} of {self._name(layer)}"
+                sides[key], found[key] = (M, w), self._factor(key, M, w, layer.small)
+        asked = [key for key, factor in found.items() if factor is None]
+        found |= zip(asked, spectra(self.lin.ranks, [sides[key] for key in asked]), strict=True)
+        whole = (factor for factor in found.values() if factor is not None)
         return [(next(whole), next(whole)) for _ in self.layers]
 
-    def _factor(self, where: str, M: Tensor, w: Tensor, small: bool) -> Factor | None:
+    def _factor(self, key: str, M: Tensor, w: Tensor, small: bool) -> Factor | None:
         """The factor of M, or None if it has to be decomposed now"""
-        if M.ndim == 2:
-            return DiagonalFactor(M, w)
-        if self.every == 1 or small:
+        if M.ndim == 3 and (self.every == 1 or small):
             return FullFactor(M, w)
-        kept = [self._recalled.get(f"{part} of {where}") for part in ("Q", "e", "w")]
-        if kept[0] is not None and kept[1] is not None and kept[2] is not None and kept[0].shape == M.shape:
-            return Spectrum(kept[0].to(M), kept[1].to(M), kept[2].to(M))
-        return None
+        kept = [self._recalled[name] for part in ("Q", "e", "w") if (name := f"{part} of {key}") in self._recalled]
+        return Spectrum(*(t.to(M) for t in kept)) if len(kept) == 3 and kept[0].shape == M.shape else None
 
 
 ONE_NUMBER = (
@@ -638,10 +586,9 @@ class EKFAC(Kronecker):
     def form(self, lin: Linearization) -> EKFACCurvature:
         return EKFACCurvature(lin, self.decay)
 
-    def check_part(self, part: str, t: Tensor, sides: Sequence[Tensor | None], size: int, where: str) -> None:
-        left, right = sides
-        if part != "s" or left is None or right is None:
-            return super().check_part(part, t, sides, size, where)
+    def check_part(self, part: str, t: Tensor, left: Tensor, right: Tensor, where: str) -> None:
+        if part != "s":
+            return super().check_part(part, t, left, right, where)
         check_tensor(t, where, (len(left), left.shape[-1], right.shape[-1]))
         check_above(t, where)
 
@@ -656,15 +603,13 @@ class Basis:
     def times(self, f: Callable[[Tensor], Tensor], damping: Tensor | float, X: Tensor) -> Tensor:
         """Q·f(s + damping)·QᵀX"""
         left, right = (None if Q is None else Q.to(X.dtype) for Q in (self.left, self.right))
-        X = X if left is None else left.mT @ X
-        X = f(self.s + damping).to(X.dtype) * (X if right is None else X @ right)
-        X = X if left is None else left @ X
-        return X if right is None else X @ right.mT
+        X = f(self.s + damping).to(X.dtype) * product(transposed(left), right, X)
+        return product(left, transposed(right), X)
 
     def diagonal(self) -> Tensor:
         """The diagonal of Q·diag s·Qᵀ: (K, L, R)"""
-        X = self.s if self.left is None else self.left.square() @ self.s
-        return X if self.right is None else X @ self.right.square().mT
+        left, right = (None if Q is None else Q.square() for Q in (self.left, self.right))
+        return product(left, transposed(right), self.s)
 
 
 class EKFACCurvature(KroneckerCurvature):
@@ -689,13 +634,9 @@ class EKFACCurvature(KroneckerCurvature):
                 for block in (b for b in piece.blocks if not b.empty):
                     basis = found[self.parameters.of(block)[0]]
                     basis.s = basis.s + self.lin.scale * block.second_moments(basis.left, basis.right)
-            for basis, s in zip(self._bases, self.lin.ranks.sums([basis.s for basis in self._bases]), strict=True):
-                basis.s = s
-            for layer, basis in zip(self.layers, self._bases, strict=True):
-                old = self._earlier.get(f"s of {self._name(layer)}")
-                if old is not None and old.shape == basis.s.shape:
-                    share = self._weight() * trusted(old.flatten(), basis.s.flatten()).to(basis.s)
-                    basis.s = basis.s.lerp(old.to(basis.s), share)
+            total = self.lin.ranks.sums([basis.s for basis in self._bases])
+            for layer, basis, s in zip(self.layers, self._bases, total, strict=True):
+                basis.s = self._mixed(f"s of {self._name(layer)}", s, lambda s: s)
         return self._bases
 
     def __matmul__(self, v: Tensor) -> Tensor:
@@ -723,18 +664,13 @@ class EKFACCurvature(KroneckerCurvature):
         return self._by_layer(v, [partial(basis.times, f, self._in_basis(A, x, basis)) for x, basis in pairs])
 
     def _in_basis(self, A: Metric, layer: Layer, basis: Basis) -> Tensor:
-        """The diagonal of QᵀAQ, exact if A is one number in the layer: (), (K, 1, R) or (K, L, R)"""
+        """The diagonal of QᵀAQ: () or (K, L, R)"""
         if A.parts is None:
             return A.scale
-        entries = [part.entries for part in (A.parts[i] for i in layer.members)]
-        numbers = [e for e in entries if e is not None and e.numel() == 1]
-        if len(numbers) < len(entries):
-            each = zip((A.parts[i] for i in layer.members), layer.widths, strict=True)
-            X = layer.join(part.flat(layer.K * layer.L * width) for part, width in each) * A.scale  # (K, L, R)
-            X = X if basis.left is None else basis.left.square().mT @ X
-            return X if basis.right is None else X @ basis.right.square()
-        columns = torch.cat([e.expand(width) for e, width in zip(numbers, layer.widths, strict=True)]) * A.scale  # (R,)
-        return columns if basis.right is None else (columns @ basis.right.square())[:, None]
+        each = zip((A.parts[i] for i in layer.members), layer.widths, strict=True)
+        entries = [part.flat(layer.K * layer.L * width) for part, width in each]
+        left, right = (None if Q is None else Q.square() for Q in (basis.left, basis.right))
+        return product(transposed(left), right, joined(entries, (layer.K, layer.L)) * A.scale)
 
     # Statistics.
 
@@ -748,7 +684,6 @@ class EKFACCurvature(KroneckerCurvature):
 
 def bases_of(layers: Sequence[Layer], ranks: Ranks) -> list[Basis]:
     """The eigenbasis of every layer; for a factor that is diagonal these are the unit vectors."""
-    sides = [M for layer in layers for M in (layer.left, layer.right)]
-    found = iter(spectra(ranks, [(M, torch.ones_like(M[:, 0])) for M in sides if M.ndim == 3]))
-    Q = iter(next(found).Q if M.ndim == 3 else None for M in sides)
+    pairs = [(M, torch.ones_like(diagonal_of(M))) for layer in layers for _, M in layer.sides]
+    Q = (spectrum.Q for spectrum in spectra(ranks, pairs))
     return [Basis(layer, next(Q), next(Q)) for layer in layers]

@@ -188,11 +188,7 @@ def conjugate_gradients(
     Stops at i > k, φᵢ < 0, (φᵢ − φᵢ₋ₖ)/φᵢ < kε with k = max(10, ⌈0.1·i⌉) (Martens, section 4.4).
     """
 
-    def divided(r: Tensor) -> Tensor:
-        if M is None:
-            return r.clone()
-        return r / M if isinstance(M, Tensor) else M(r)
-
+    divided = M if callable(M) else (lambda r: r.clone()) if M is None else (lambda r: r / M)
     x, r, phi, gx, xr = torch.zeros_like(g), g.clone(), 0.0, 0.0, 0.0
     if start is not None:
         residual = g - H(start)
@@ -287,20 +283,24 @@ class MatrixFree(Interchangeable):
 
     def __post_init__(self) -> None:
         check_chunk(self.chunk)
-        if not isinstance(self.iterations, int) or self.iterations < 1:
-            raise ValueError(f"iterations={self.iterations!r}: the most that CG may take, an integer of at least 1")
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(
-                f"tolerance={self.tolerance!r}: the relative progress at which CG stops, at least 0 and below 1; "
-                "Martens uses 5e-4"
-            )
-        if not 0 <= self.warm <= 1:
-            raise ValueError(f"warm={self.warm!r}: the share of the last solution that CG starts from, between 0 and 1")
-        if self.precondition is not None and not 0 < self.precondition <= 1:
-            raise ValueError(
-                f"precondition={self.precondition!r}: the exponent of diag G + A, above 0 and at most 1 "
-                "(Martens uses 0.75), or None for no preconditioner"
-            )
+        rules = {
+            "iterations": (
+                isinstance(self.iterations, int) and self.iterations >= 1,
+                "the most that CG may take, an integer of at least 1",
+            ),
+            "tolerance": (
+                0 <= self.tolerance < 1,
+                "the relative progress at which CG stops, at least 0 and below 1; Martens uses 5e-4",
+            ),
+            "warm": (0 <= self.warm <= 1, "the share of the last solution that CG starts from, between 0 and 1"),
+            "precondition": (
+                self.precondition is None or 0 < self.precondition <= 1,
+                "the exponent of diag G + A, above 0 and at most 1 (Martens uses 0.75), or None for no preconditioner",
+            ),
+        }
+        for name, (fine, words) in rules.items():
+            if not fine:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {words}")
 
     @cached_property
     def needs(self) -> Needs:
@@ -358,8 +358,6 @@ class MatrixFreeCurvature(Curvature):
         self._start: Tensor | None = None  # (n,) of an earlier step
         self._last: Tensor | None = None  # (n,) where CG ended
         self._known: tuple[Tensor, float, float] | None = None  # x, gᵀx, xᵀGx of the step taken
-        self._diagonal: Tensor | None = None
-        self._sketched = False
 
     @property
     def gradient(self) -> Tensor:
@@ -389,31 +387,21 @@ class MatrixFreeCurvature(Curvature):
     def _each(self, form: Callable[[Products], Tensor]) -> Iterator[Tensor]:
         """The result of `form` for every part; if the current way to form products fails on these data, the next is
         used."""
-        for part in self._parts():
-            while True:
-                try:
-                    found = form(part)
-                    break
-                except Exception as error:
-                    if self._way is None or len(self._ways) == 1 or out_of_memory(error):
-                        raise
-                    self._ways.pop(0)
-                    self._way = None
-                    part = self._products(part.piece)
-                    if self._open is not None:
-                        self._open = part
-            yield found
-
-    def _parts(self) -> Iterator[Products]:
         lin = self.lin
-        if self._open is None:
-            for piece in lin.pieces():
-                yield self._products(piece)
-            return
-        if self._open.versions != versions(lin.objective.model):  # trial points have changed what the graph refers to
-            self._open = None
+        if self._open is not None and self._open.versions != versions(lin.objective.model):
+            self._open = None  # trial points have changed what its graph refers to
             self._open = self._products(lin.reopened())
-        yield self._open
+        for part in map(self._products, lin.pieces()) if self._open is None else [self._open]:
+            try:
+                yield form(part)
+            except Exception as error:
+                if self._way is None or len(self._ways) == 1 or out_of_memory(error):
+                    raise
+                self._ways.pop(0)
+                self._way = None
+                other = self._products(part.piece)
+                self._open = None if self._open is None else other
+                yield form(other)
 
     def _products(self, piece: Piece) -> Products:
         if self.options.hessian:
@@ -574,15 +562,16 @@ class MatrixFreeCurvature(Curvature):
             return None
         if A.turns:
             return lambda r: A.above.solve(r.clone(), self.parameters.sizes, scaled=False)
-        if not self._sketched:
-            self._diagonal, self._sketched = self._sketch() if self._has_rows() else None, True
-        if self._diagonal is None:
+        if self._sketch is None:
             return None
-        M = (self._diagonal + A.diagonal(self.parameters.sizes)).pow_(self.options.precondition)
+        M = (self._sketch + A.diagonal(self.parameters.sizes)).pow_(self.options.precondition)
         return M.where(M > 0, 1)
 
+    @cached_property
     def _sketch(self) -> Tensor | None:
         """diag G, estimated from one row per sample: one backward pass, whatever the number of outputs."""
+        if not self._has_rows():
+            return None
         total, fits = torch.zeros_like(self.lin.theta), True
         for piece in self._combined():
             fits = fits and _fits(piece, piece.m)

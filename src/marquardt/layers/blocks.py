@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..metric import Part, Turn
+from ..metric import Part, Turn, joined
 from ..model.batch import COARSE, wide, widened
 
 # The peak rates of an H200: 990 TFLOP/s in bfloat16 to 67 in float32.
@@ -885,7 +885,7 @@ class Bilinear(Block):
 
     def partial_traces_of_rows(self) -> tuple[Tensor, Tensor]:
         pieces = self.samples(self.delta.dtype).split([p.numel() for p in self.params], 1)
-        return of_rows(Turn.joined(pieces, (self.G, self.O)))
+        return of_rows(joined(pieces, (self.G, self.O)))
 
     def beside(self, others: Sequence[Bilinear]) -> Bilinear:
         blocks = [self, *others]
@@ -1006,7 +1006,7 @@ class CachedRows(Block):
         if self.block.by_units:
             return of_vectors(self.params, self._rows.square().sum(0))
         pieces = self._rows.split([p.numel() for p in self.params], 1)
-        return [Traces(self.params, *of_rows(Turn.joined(pieces, (self.block.G, self.block.O))))]
+        return [Traces(self.params, *of_rows(joined(pieces, (self.block.G, self.block.O))))]
 
     def samples(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return self.block.samples(dtype, out)

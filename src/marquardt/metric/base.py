@@ -13,6 +13,7 @@ from torch import Tensor
 from ..ranks import ALONE, Ranks
 from ..values import check_above
 from ..weights import Weights
+from .sides import joined, product, transposed
 
 WAY_OUT = "use damping=mq.MeanEigenvalue(), or what every metric has, `times` and `solve`"
 
@@ -43,18 +44,16 @@ class Part(NamedTuple):
     def each(self, change: Callable[[Tensor], Tensor]) -> Part:
         return Part(*(None if t is None else change(t) for t in self))
 
-    @property
-    def sizes(self) -> Sequence[int] | range:
-        """The sizes of parameters that this part can belong to"""
-        if self.entries is not None:
-            numbers = self.entries.numel()
-            return range(1 << 62) if numbers == 1 else [numbers] * (self.entries.ndim == 1)
+    def fits(self, size: int) -> bool:
+        """Whether it can belong to a parameter of this size"""
         u, v = self.u, self.v
+        if self.entries is not None:
+            return self.entries.numel() == 1 or self.entries.shape == (size,)
         if u is None or u.ndim != 3 or u.shape[2] != 1:
-            return []
+            return False
         if v is None:
-            return [u.numel()]
-        return [u.numel() * v.shape[2]] if v.ndim == 3 and v.shape[:2] == (u.shape[0], 1) else []
+            return u.numel() == size
+        return v.ndim == 3 and v.shape[:2] == (u.shape[0], 1) and u.numel() * v.shape[2] == size
 
     @staticmethod
     def of(factors: Sequence[Tensor]) -> Part:
@@ -79,26 +78,10 @@ class Turn(NamedTuple):
     left: Tensor  # (G, O, O), or its diagonal (G, O)
     right: Tensor | None  # (G, I, I), or its diagonal (G, I); None: 1
 
-    @staticmethod
-    def joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """X from the flat parameters: (…, size) → (…, G, O, I)"""
-        pieces = [part.view(*part.shape[:-1], *shape, -1) for part in parts]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
-
     def __call__(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """WX, flattened as a whole and split into pieces of the sizes of the parameters: (…, size)"""
-        X = self.joined(parts, self.left.shape[:2])
-        right = self.right if self.right is None or self.right.ndim == 2 else self.right.mT
-        pieces: Sequence[Tensor] = between(self.left, X, right).flatten(-3).split([t.shape[-1] for t in parts], -1)
-        return pieces
-
-
-def between(left: Tensor, X: Tensor, right: Tensor | None) -> Tensor:
-    """left·X·right, where left and right are matrices or diagonals: (…, G, O, I)"""
-    X = left @ X if left.ndim == 3 else left[:, :, None] * X
-    if right is None:
-        return X
-    return X @ right if right.ndim == 3 else X * right[:, None]
+        X = product(self.left, transposed(self.right), joined(parts, self.left.shape[:2]))
+        return X.flatten(-3).split_with_sizes([t.shape[-1] for t in parts], -1)
 
 
 class Metric(ABC):
@@ -289,13 +272,12 @@ class Diagonal(Metric):
     def to(self, like: Tensor) -> Diagonal:
         if self.scale.dtype == like.dtype and self.scale.device == like.device:
             return self
-        return Diagonal(self.scale.to(like), self._each(lambda f: f.to(like)))
+        return self._each(self.scale.to(like), lambda f: f.to(like))
 
     def positive(self) -> Diagonal:
-        if self._parts is None:
-            one = self.scale.is_cpu and self.scale.item() > 0
-            return self if one else Diagonal(self.scale.where(self.scale > 0, 1))
-        return Diagonal(self.scale.where(self.scale > 0, 1), self._each(lambda f: f.where(f > 0, 1)))
+        if self._parts is None and self.scale.is_cpu and self.scale.item() > 0:
+            return self  # on a CPU numbers are compared without a kernel
+        return self._each(self.scale.where(self.scale > 0, 1), lambda f: f.where(f > 0, 1))
 
     def sum(self, w: Weights, sizes: Sequence[int]) -> Diagonal:
         if self._parts is None and w.number is not None:
@@ -337,18 +319,19 @@ class Diagonal(Metric):
         pairs = zip(vs, w.shares(*u.shape[:2]), strict=True)
         return [Part(None, left, root * v + rho * most**0.5 * share) for v, share in pairs]
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> list[Part] | None:
-        """Changes every factor; a factor that a weight and its bias share stays shared."""
+    def _each(self, scale: Tensor, change: Callable[..., Tensor], *others: Diagonal) -> Diagonal:
+        """With this scale and every factor changed, together with those of others; a factor that a weight and its bias
+        share stays shared."""
         if self._parts is None:
-            return None
-        changed = {id(f): change(f) for part in self._parts for f in part.factors}
-        return [part.each(lambda f: changed[id(f)]) for part in self._parts]
+            return Diagonal(scale)
+        each = [[f for part in D.parts or () for f in part.factors] for D in (self, *others)]
+        changed = {id(factors[0]): change(*factors) for factors in zip(*each, strict=True)}
+        return Diagonal(scale, [part.each(lambda f: changed[id(f)]) for part in self._parts])
 
     def fits(self, sizes: Sequence[int]) -> bool:
         if self._parts is None:
             return True
-        each = [part.sizes for part in self._parts]
-        return len(each) == len(sizes) and all(size in known for known, size in zip(each, sizes, strict=True))
+        return len(self._parts) == len(sizes) and all(map(Part.fits, self._parts, sizes))
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -359,19 +342,16 @@ class Diagonal(Metric):
 
     def maximum(self, other: Diagonal) -> Diagonal:
         """The larger of both, factor by factor; if there are parts, both have the same scale."""
-        if self._parts is None and other._parts is None:
-            if self.scale.is_cpu:  # where comparing two numbers takes no kernel
-                return self if self.scale.item() > other.scale.item() else other
-            return Diagonal(torch.maximum(self.scale, other.scale))
+        if self.scale.is_cpu and self._parts is None and other._parts is None:
+            return self if self.scale.item() > other.scale.item() else other
         return self._with(other, torch.maximum)
 
     def recent(self, present: Diagonal, memory: float) -> Diagonal:
         """This, but at most `memory` times the present; zeros at present are no reason to forget."""
-        if self._parts is None and present._parts is None:
-            now = present.scale
-            if now.is_cpu and (not now.item() > 0 or self.scale.item() <= memory * now.item()):
+        now = present.scale
+        if now.is_cpu and self._parts is None and present._parts is None:
+            if not now.item() > 0 or self.scale.item() <= memory * now.item():
                 return self
-            return Diagonal(torch.minimum(self.scale, (memory * now).where(now > 0, math.inf)))
         return self._with(present, lambda past, now: torch.minimum(past, (memory * now).where(now > 0, math.inf)))
 
     def like(self, other: Diagonal) -> bool:
@@ -384,12 +364,4 @@ class Diagonal(Metric):
     def _with(self, other: Diagonal, join: Callable[[Tensor, Tensor], Tensor]) -> Diagonal:
         if not self.like(other):
             raise ValueError("D is that of another damping: load a state that was saved with the same one")
-        if self._parts is None or other._parts is None:
-            return Diagonal(join(self.scale, other.scale))
-        pairs = zip(self._parts, other._parts, strict=True)
-        return Diagonal(self.scale, [p.each(_paired(p, q, join)) for p, q in pairs])
-
-
-def _paired(part: Part, other: Part, join: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    partner = {id(f): g for f, g in zip(part.factors, other.factors, strict=True)}
-    return lambda f: join(f, partner[id(f)])
+        return self._each(join(self.scale, other.scale) if self._parts is None else self.scale, join, other)

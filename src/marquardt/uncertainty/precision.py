@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..curvature.kronecker import Layer, Spectrum, diagonal_of
+from ..curvature.kronecker import Layer, Spectrum
+from ..metric.sides import diagonal_of
 from ..model.parameters import Parameters
 
 SINGULAR = (
