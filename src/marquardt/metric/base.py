@@ -349,9 +349,9 @@ class Diagonal(Metric):
     def recent(self, present: Diagonal, memory: float) -> Diagonal:
         """This, but at most `memory` times the present; zeros at present are no reason to forget."""
         now = present.scale
-        if now.is_cpu and self._parts is None and present._parts is None:
-            if not now.item() > 0 or self.scale.item() <= memory * now.item():
-                return self
+        numbers = now.is_cpu and self._parts is None and present._parts is None
+        if numbers and (not now.item() > 0 or self.scale.item() <= memory * now.item()):
+            return self
         return self._with(present, lambda past, now: torch.minimum(past, (memory * now).where(now > 0, math.inf)))
 
     def like(self, other: Diagonal) -> bool:

@@ -89,7 +89,7 @@ class Layered(Metric):
     @property
     def later(self) -> Layered:
         """The same after the first steps"""
-        return self._with(self.scale, False)
+        return replace(self, early=False)
 
     def with_scale(self, scale: Tensor) -> Layered:
         return replace(self, scale=scale)
