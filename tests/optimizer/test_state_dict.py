@@ -18,8 +18,8 @@ import marquardt as mq
 from marquardt.policies.same_data import SameData
 from support.cases import default_dtype, mlp
 from support.resuming import RUNS, advance, begin
-from support.steps import MAX_MOMENTUM, lm, problem, trained
-from support.unchanged import changes, refused, same, world
+from support.steps import MAX_MOMENTUM, lm, problem, trained, unharmed
+from support.unchanged import changes, same, world
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -236,10 +236,8 @@ def test_state_that_is_refused(case):
     model, opt, x, y = trained(curvature=mq.Auto() if case in PLANS else mq.Dense(inertia=0.5))
     state = opt.state_dict()
     edit(state)
-    before = world(model, opt)
-    with refused(*says):
+    with unharmed(model, opt, *says):
         opt.load_state_dict(state)
-    assert changes(before, world(model, opt)) == []
     assert math.isfinite(opt.step(x, y).loss)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.losses import Residual
+from support.steps import unharmed
 from support.unchanged import changes, refused, world
 
 
@@ -58,10 +59,8 @@ EVERY_BATCH = pytest.mark.parametrize("build", BATCHES.values(), ids=BATCHES)
 def test_chunks_are_refused(build, curvature):
     model, loss, x, y = build()
     opt = mq.LM(model, loss, curvature=curvature)
-    before = world(model, opt)
-    with refused("chunk=4", "cannot be cut", "leave chunk out"):
+    with unharmed(model, opt, "chunk=4", "cannot be cut", "leave chunk out"):
         opt.step(x, y)
-    assert changes(before, world(model, opt)) == []
 
 
 @EVERY_BATCH
@@ -70,10 +69,8 @@ def test_a_part_of_the_samples_is_refused(build, part):
     """Also if the samples that are drawn happen to be among the first of the inputs."""
     model, loss, x, y = build()
     opt = mq.LM(model, loss, rows=mq.Fraction(part))
-    before = world(model, opt)
-    with refused("Fraction", "outputs", "mq.Sampled(1)"):
+    with unharmed(model, opt, "Fraction", "outputs", "mq.Sampled(1)"):
         opt.step(x, y)
-    assert changes(before, world(model, opt)) == []
 
 
 @EVERY_BATCH
@@ -148,10 +145,8 @@ def test_parts_that_depend_on_the_others_are_named_before_torch_fails(curvature)
     model = Standardised()
     opt = mq.LM(model, "mse", curvature=curvature(chunk=4))
     x = torch.randn(9, 3)
-    before = world(model, opt)
-    with refused("chunk=4", "depend on the other samples", "leave chunk out"):
+    with unharmed(model, opt, "chunk=4", "depend on the other samples", "leave chunk out"):
         opt.step(x, x[:, 0])
-    assert changes(before, world(model, opt)) == []
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes")
