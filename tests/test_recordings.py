@@ -302,9 +302,3 @@ def test_copies_begin_without_a_recording(made):
     replays = recorder.replays
     train(opt, 2)
     assert recorder.replays > replays  # the recording is of the model, not of the state
-
-
-@pytest.mark.parametrize("capture", ["auto", 1, 0, "True"])
-def test_capture_is_true_false_or_none(capture):
-    with pytest.raises(ValueError, match="capture="):
-        mq.LM(Model(), "cross_entropy", capture=capture)

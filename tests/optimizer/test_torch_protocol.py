@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import marquardt as mq
 from marquardt.losses import CrossEntropy
 from support.cases import mlp
 from support.steps import lm, problem, theta, trained
-from support.unchanged import changes, refused, same, world
+from support.unchanged import changes, same, world
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -274,15 +273,3 @@ def test_a_group_of_one_is_none(monkeypatch, two_ranks):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     model, x, y = problem()
     assert lm(model).step(x, y).accepted
-
-
-@pytest.mark.parametrize("group", [True, 0, "gloo", object()])
-def test_other_groups_are_refused(group):
-    with refused("group=", "None", "False"):
-        lm(mlp(2, 3), group=group)
-
-
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: nn.Sequential(nn.DataParallel(m))], ids=["it", "within"])
-def test_data_parallel_is_refused(wrap):
-    with refused("DataParallel", "model.module"):
-        lm(wrap(mlp(2, 3)))
