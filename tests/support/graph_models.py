@@ -15,7 +15,6 @@ class GraphCase(NamedTuple):
     make: Callable[[], nn.Module]
     shapes: tuple[tuple[int, ...], ...]  # of its inputs
     outputs: tuple[int, ...] = ()  # shape of its targets; (): it returns residuals
-    colours: int = 1
 
     def data(self, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
         x = tuple(torch.randn(shape, dtype=dtype) for shape in self.shapes)
@@ -224,9 +223,9 @@ GRAPH_CASES = {
     "parts of one size": GraphCase(Parts, (EDGE, EDGE)),
     "three sets": GraphCase(ThreeSets, (INNER, EDGE, (5, 2))),
     "equations": GraphCase(Equations, (INNER,)),
-    "equations joined": GraphCase(lambda: Equations(lambda t: torch.cat(list(t.unbind(1)))), (INNER,), colours=3),
-    "equations in blocks": GraphCase(lambda: Equations(lambda t: t.T.flatten()), (INNER,), colours=3),
-    "equations in turns": GraphCase(lambda: Equations(lambda t: t.flatten()), (INNER,), colours=3),
+    "equations joined": GraphCase(lambda: Equations(lambda t: torch.cat(list(t.unbind(1)))), (INNER,)),
+    "equations in blocks": GraphCase(lambda: Equations(lambda t: t.T.flatten()), (INNER,)),
+    "equations in turns": GraphCase(lambda: Equations(lambda t: t.flatten()), (INNER,)),
     "torch.func": GraphCase(Functional, (INNER, EDGE)),
     "convolved": GraphCase(ConvolvedSlope, ((5, 2, 5, 5),)),
     "upwards": GraphCase(Upwards, ((5, 2, 4, 4),), (5, 4)),

@@ -201,3 +201,13 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # parts, and the 
         {"max_diagonal": True, "momentum": True, "lr": 0.3},
     ),
 }
+
+
+def compared(opt: mq.LM, x: Any, y: Any, weight: Tensor | None = None, loss: Any = "mse", within: float = 1e-8) -> None:
+    """A step beside −(G + λI)⁻¹g with the same random numbers; its acceptance is to be `Always`."""
+    random, before, lam = torch.get_rng_state(), theta(opt.model), opt.lam
+    q = reference.quadratic(opt.model, loss, x, y, weight, traced=False)
+    torch.set_rng_state(random)
+    step = opt.step(x, y, weight)
+    assert step.loss == pytest.approx(q.f.item(), rel=1e-9)
+    assert reference.error(theta(opt.model) - before, q.step(lam)) < within
