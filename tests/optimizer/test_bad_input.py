@@ -294,6 +294,7 @@ STEPS: dict[str, tuple[str, Asking, list[str]]] = {  # loss, what is done, what 
     "inputs None": ("mse", lambda o: o.step(None, Y), ["inputs", "None"]),
     "inputs a list of numbers": ("mse", lambda o: o.step(X.tolist(), Y), ["inputs", "tensor"]),
     "inputs an array": ("mse", lambda o: o.step(X.numpy(), Y), ["inputs", "ndarray"]),
+    "inputs too wide": ("mse", lambda o: o.step(torch.cat([X, X], 1), Y), ["shapes cannot be multiplied"]),
     "inputs one number": ("mse", lambda o: o.step(torch.tensor(1.0), Y), ["inputs", "()"]),
     "weights too few": ("mse", lambda o: o.step(X, Y, ONES[:4]), ["weight", "(4,)", "(6,)"]),
     "weights as a column": ("mse", lambda o: o.step(X, Y, ONES[:, None]), ["weight", "(6, 1)", "(6,)"]),
@@ -357,6 +358,15 @@ def test_refused_in_a_later_step(case, curvature):
     opt.step(X, Y)
     opt.step(X, -Y)
     refuse_a_step(model, opt, ask, says)
+
+
+def test_a_model_that_changes_its_inputs_in_place():
+    class InPlace(Returning):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x.mul_(2))
+
+    with refused("in place", "clone"):
+        lm(InPlace()).step(X.clone(), Y)
 
 
 @pytest.mark.parametrize("case", OUTPUTS)
