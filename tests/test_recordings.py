@@ -15,6 +15,7 @@ from marquardt import optimizer, recordings
 from marquardt.recordings import LOOK, RECORDERS
 from support.recorder import Repeated
 from support.reference import error
+from support.steps import state, theta
 
 
 class Model(nn.Sequential):
@@ -53,10 +54,6 @@ def made(monkeypatch):
 
 def train(opt: mq.LM, steps: int, first: int = 0) -> list[mq.Step]:
     return [opt.step(*data(first + i)) for i in range(steps)]
-
-
-def theta(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 # The first step proves what the others rely on, and with the third the plan is made for good. From the fourth on there
@@ -146,7 +143,7 @@ def test_a_recording_for_which_there_is_no_memory_is_not_made(made, monkeypatch,
     """Unless it was asked for."""
     opt, recorder = made(Model(), capture=forced)
     train(opt, 2)
-    monkeypatch.setattr(recordings, "free", lambda device: 2 * opt._state.plan.bytes - 1)
+    monkeypatch.setattr(recordings, "free", lambda device: 2 * state(opt)["plan"]["bytes"] - 1)
     train(opt, 16)
     assert recorder.recordings == bool(forced)
     assert ("there is no memory for it" in repr(opt)) != bool(forced)
@@ -179,7 +176,7 @@ class Elsewhere(Model):
 def test_a_recording_that_has_lost_the_model_is_dropped_at_the_next_look(made, monkeypatch, forced):
     opt, recorder = made(Elsewhere(), capture=forced)
     train(opt, BEFORE + LOOK + 1)  # one after the first look
-    assert opt._recordings.made is not None
+    assert "steps are recorded" in repr(opt)
     replay = recorder.replay
 
     def with_the_old_number() -> None:
@@ -192,7 +189,6 @@ def test_a_recording_that_has_lost_the_model_is_dropped_at_the_next_look(made, m
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(opt, LOOK)
-    assert opt._recordings.made is None
     assert "does not do the same" in repr(opt)
     assert ["does not do the same" in str(w.message) for w in caught] == [True]
 
@@ -293,10 +289,10 @@ def test_the_last_batch_of_an_epoch_leaves_the_recording(made):
 def test_copies_begin_without_a_recording(made):
     opt, recorder = made(Model())
     train(opt, 2 * BEFORE + 2)
-    assert opt._recordings.made is not None
+    assert "recorded" in repr(opt)
     for again in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         assert again.capture is None
-        assert again._recordings.made is None
+        assert "recorded" not in repr(again)
         assert again.state_dict()["marquardt"].keys() == opt.state_dict()["marquardt"].keys()
     opt.load_state_dict(opt.state_dict())
     replays = recorder.replays
