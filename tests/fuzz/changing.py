@@ -224,28 +224,32 @@ class Changing(Run):
             self.happened("method", kind, lambda: delattr(module, "forward"))
 
     def layer(self) -> None:
-        new = Place()
-        new.kind, new.on = self.random.choice([*KINDS]), True
-        self.exchange(new, "layer", new.kind)
+        def make() -> Place:
+            new = Place()
+            new.kind, new.on = self.random.choice([*KINDS]), True
+            return new
+
+        if new := self.exchange(make, "layer"):
+            self.active[-1].couples = new.kind in COUPLING
 
     def turning(self) -> None:
-        if self.exchange(Turning(), "turning", "", False):
+        if self.exchange(Turning, "turning"):
             self.active[-1].turns = True
 
-    def exchange(self, new: nn.Module, *happened: Any) -> bool:
+    def exchange(self, make: Callable[[], Any], what: str) -> Any:
         """Another module in a place, if there is one"""
         if not (some := [i for i, m in enumerate(self.model.body[:-1]) if isinstance(m, Place)]):
-            return False
+            return None
         i = self.random.choice(some)
-        old = self.model.body[i]
+        old, new = self.model.body[i], make()
         self.model.body[i] = new.train(old.training)
 
         def back() -> None:
             if self.model.body[i] is new:
                 self.model.body[i] = old
 
-        self.happened(happened[0], happened[1], back, *happened[2:])
-        return True
+        self.happened(what, getattr(new, "kind", ""), back, False)
+        return new
 
     def modes(self) -> None:
         module = self.random.choice([self.model, *self.model.body])

@@ -66,7 +66,6 @@ def summary(reports: list[Report]) -> str:
     total = {k: sum(getattr(r, k) for r in reports) for k in counted}
     failures = collections.Counter(kind_of(f) for r in reports for f in r.failures)
     refusals = collections.Counter(text for r in reports for text in r.refusals)
-    slow = collections.Counter(text for r in reports for text in set(r.slow))
     worst = max((r.worst for r in reports), default=0.0)
     lines = [
         f"{len(reports)} cases, {total['steps']} steps, {total['compared']} compared ({total['ill']} ill-conditioned, "
@@ -78,7 +77,6 @@ def summary(reports: list[Report]) -> str:
     ]
     lines += [f"  failure  {count:4d} × {text}" for text, count in failures.most_common()]
     lines += [f"  refusal  {count:4d} × {text}" for text, count in refusals.most_common()]
-    lines += [f"  no rule  {count:4d} × {text}" for text, count in slow.most_common()]
     return "\n".join(lines)
 
 

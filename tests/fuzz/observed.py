@@ -6,7 +6,8 @@ import copy
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from fuzz.brute import Brute, cut, length
+from support.steps import state
+from support.unchanged import same
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -44,24 +47,7 @@ class Report:
     worst: float = 0.0  # relative error of a step, of those that are not ill-conditioned
     refusals: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    slow: list[str] = field(default_factory=list)  # parameters of layers with a rule that took another path
     seconds: float = 0.0
-
-
-class Spy:
-    """A part that remembers what it was asked."""
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["part"], name)
-
-    def update(self, *args: Any) -> Any:
-        found = self.part.update(*args)
-        self.calls.append((*args, found))
-        return found
 
 
 class Snapshot:
@@ -74,12 +60,8 @@ class Snapshot:
         self.theta = flat(lm.params)
         where = {id(p): i for i, p in enumerate(model.parameters())}
         self.trained = [where[id(p)] for p in lm.params]
-        self.state = replace(
-            lm._state,
-            previous=None if lm._state.previous is None else lm._state.previous.clone(),
-            past=None if lm._state.past is None else {k: v.clone() for k, v in lm._state.past.items()},
-        )
-        self.kept = lm._state
+        self.saved = state(lm)
+        self.state = SimpleNamespace(**self.saved)
 
     def restore_rng(self) -> None:
         torch.set_rng_state(self.rng)
@@ -98,13 +80,13 @@ class Snapshot:
         own = {id(p) for p in trained}
         return ((p, q) for p, q in zip(model.parameters(), self.params, strict=True) if id(p) not in own)
 
-    def same(self, model: nn.Module, lm: mq.LM) -> None:
+    def refused(self, model: nn.Module, lm: mq.LM) -> None:
         if not torch.equal(torch.get_rng_state(), self.rng):
             raise Failure("a refused step drew random numbers")
         for what, now, then in (("θ", model.parameters(), self.params), ("a buffer", model.buffers(), self.buffers)):
             if not all(torch.equal(a, b) for a, b in zip(now, then, strict=True)):
                 raise Failure(f"a refused step changed {what}")
-        if lm._state is not self.kept:
+        if not same(state(lm), self.saved):
             raise Failure("a refused step changed the state")
 
 

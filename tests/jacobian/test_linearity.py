@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import marquardt as mq
 from support.cases import mlp
+from support.modules import Hiding
 from support.parts import Always
 from support.steps import lm, theta, unharmed
 from support.unchanged import refused
@@ -277,21 +278,6 @@ def test_hooks_of_several_parameters(curvature):
 
 
 # ---- parameters that are hidden
-
-
-class Hiding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer(x).detach()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.layer(x).backward(g)
-        return x.grad, None
 
 
 class By(nn.Module):

@@ -85,6 +85,23 @@ class Fn(nn.Module):
 SWAPPED = Fn(lambda x: x.transpose(0, 1))
 
 
+class Hiding(torch.autograd.Function):
+    """A module whose parameters get their gradients by .backward() within."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(g)
+        return x.grad, None
+
+
 class Attention(nn.Module):
     def __init__(self, batch_first: bool = True) -> None:
         super().__init__()

@@ -3,15 +3,13 @@
 Of a layer with weight W (O, I) and bias b, a (N, P, I) is what the weight multiplies (for a convolution its patches),
 δ (R, N, P, O) are the gradients of the rows SᵀJ at its output, with SSᵀ = ∂²Σℓ/∂z² and f = scale · Σℓ:
 
-    expand   A = Σₙₚ aaᵀ / NP            B = scale · Σᵣₙₚ δδᵀ
-    reduce   A = Σₙ āāᵀ / N, ā = Σₚa/P   B = scale · Σᵣₙ (Σₚδ)(Σₚδ)ᵀ
+    A = Σₙₚ aaᵀ / NP            B = scale · Σᵣₙₚ δδᵀ
 
-The block of W, flattened by rows, is B ⊗ A. Together with the bias it is the block of [W b], where a ends in a 1; apart
-from it the bias has the block B, and nothing between the two.
+The block of [W b], flattened by rows, is B ⊗ A, where a ends in a 1.
 
 curvlinops sends all loss terms of a sample (pixels, tokens) back in one go, so that their gradients mix, in a way
-that depends on which root S was taken. `each="term"` shows it one term at a time: then R counts every row of every
-term, as the formulas say. With one term per sample, or with `each="sample"`, it is curvlinops as it is.
+that depends on which root S was taken. Here it is shown one term at a time: then R counts every row of every term, as
+the formulas say. With one term per sample it is curvlinops as it is.
 """
 
 from __future__ import annotations
@@ -25,49 +23,27 @@ from torch import Tensor, nn
 from support.reference import NAMED, trainable
 
 Fisher = Literal["type-2", "empirical"]
-Approximation = Literal["expand", "reduce"]
 Factors = dict[tuple[str, ...], tuple[Tensor, Tensor]]
 
 
-def kfac_matrix(
-    model: nn.Module,
-    loss: Any,
-    x: Tensor,
-    y: Tensor,
-    fisher: Fisher = "type-2",
-    *,
-    approx: Approximation = "expand",
-    joint: bool = True,
-    each: Literal["term", "sample"] = "term",
-) -> Factors:
-    """Names of the parameters of a block → (A, B). The bias apart from its weight has A = 1."""
-    operators, share = per_term(model, loss, x, y, fisher, approx, joint, each)
+def kfac_matrix(model: nn.Module, loss: Any, x: Tensor, y: Tensor, fisher: Fisher = "type-2") -> Factors:
+    """Names of the parameters of a block → (A, B)."""
+    operators, share = per_term(model, loss, x, y, fisher)
     blocks: Factors = {}
     states = [operator.state_dict() for operator in operators]
     for layer, B in states[0]["gradient_covariances"].items():
         B = share * sum(state["gradient_covariances"][layer] for state in states)  # (O, O)
         A = states[0]["input_covariances"].get(layer)  # (I, I) or (I + 1, I + 1); None where the weight is frozen
         name = layer.removeprefix("model").removeprefix(".")  # its name in Term
-        names = [k for k in trainable(model) if k.rpartition(".")[0] == name]
-        for block in [names] if joint else [[k] for k in names]:
-            blocks[tuple(block)] = (B.new_ones(1, 1) if block[0].endswith("bias") else A, B)
+        names = tuple(k for k in trainable(model) if k.rpartition(".")[0] == name)
+        blocks[names] = (B.new_ones(1, 1) if names[0].endswith("bias") else A, B)
     order = list(trainable(model))
     return dict(sorted(blocks.items(), key=lambda block: order.index(block[0][0])))
 
 
-def kfac_dense(
-    model: nn.Module,
-    loss: Any,
-    x: Tensor,
-    y: Tensor,
-    fisher: Fisher = "type-2",
-    *,
-    approx: Approximation = "expand",
-    joint: bool = True,
-    each: Literal["term", "sample"] = "term",
-) -> Tensor:
+def kfac_dense(model: nn.Module, loss: Any, x: Tensor, y: Tensor, fisher: Fisher = "type-2") -> Tensor:
     """The whole approximation (n, n) in the order of the parameters, as curvlinops multiplies with it."""
-    operators, share = per_term(model, loss, x, y, fisher, approx, joint, each)
+    operators, share = per_term(model, loss, x, y, fisher)
     I = torch.eye(sum(p.numel() for p in trainable(model).values()), dtype=x.dtype)
     return share * sum(operator @ I for operator in operators)  # A is that of every term: the sum is the sum of the B
 
@@ -76,54 +52,36 @@ def kfac_dense(
 
 
 class Term(nn.Module):
-    """The model seen through term k of its loss: the C logits at position k, or element k alone; None: all of it."""
+    """The model seen through term k of its loss: the C logits at position k, or element k alone."""
 
-    def __init__(self, model: nn.Module, loss: nn.Module, k: int | None) -> None:
+    def __init__(self, model: nn.Module, loss: nn.Module, k: int) -> None:
         super().__init__()
         self.model, self.k = model, k
         self.logits = isinstance(loss, nn.CrossEntropyLoss)
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.model(x)
-        if self.k is None:
-            return z
         return z.reshape(*z.shape[:2], -1)[:, :, self.k] if self.logits else z.reshape(len(z), -1)[:, self.k, None]
 
     def targets(self, y: Tensor) -> Tensor:
-        if self.k is None:
-            return y
         y = y.reshape(len(y), -1)
         return y[:, self.k] if self.logits else y[:, self.k, None]  # (N,) or (N, 1)
 
 
-def per_term(
-    model: nn.Module,
-    loss: Any,
-    x: Tensor,
-    y: Tensor,
-    fisher: Fisher,
-    approx: Approximation,
-    joint: bool,
-    each: Literal["term", "sample"],
-) -> tuple[list[Any], float]:
+def per_term(model: nn.Module, loss: Any, x: Tensor, y: Tensor, fisher: Fisher) -> tuple[list[Any], float]:
     """One operator for every loss term of a sample, factors computed, and the share of each in the sum."""
     from curvlinops import KFACLinearOperator  # the test decides what happens without it
 
     loss = NAMED[loss] if isinstance(loss, str) else loss
     refuse_what_curvlinops_gets_wrong(model, loss, x, y, fisher)
     operators = []
-    for k in range(prod(y.shape[1:])) if each == "term" else [None]:
+    for k in range(prod(y.shape[1:])):
         term = Term(model, loss, k)
+        data, options = [(x, term.targets(y))], {"fisher_type": fisher, "kfac_approx": "expand"}
         operator = KFACLinearOperator(
-            term,
-            loss,
-            list(trainable(model).values()),
-            [(x, term.targets(y))],
-            fisher_type=fisher,
-            kfac_approx=approx,
-            separate_weight_and_bias=not joint,
-            check_deterministic=False,
-        )
+            term, loss, list(trainable(model).values()), data, separate_weight_and_bias=False,
+            check_deterministic=False, **options,
+        )  # fmt: skip
         operator.compute_kronecker_factors()
         operators.append(operator)
     return operators, 1 / len(operators) if loss.reduction == "mean" else 1.0
