@@ -252,11 +252,12 @@ class Counts(nn.Linear):
         return super().forward(x)
 
 
-def five(pair: Any, model: nn.Module, **parts: Any) -> Pair:
+def five(pair: Any, model: nn.Module, dtype: torch.dtype = torch.int64, **parts: Any) -> Pair:
     """Enough steps for replays"""
     both: Pair = pair(model, "cross_entropy", **parts)
     for i in range(5):
-        both.opt.step(*batch_on_cpu("mlp", i))
+        x, y = batch_on_cpu("mlp", i)
+        both.opt.step(x, y.to(dtype))
     return both
 
 
@@ -310,9 +311,12 @@ def test_what_a_part_raises_after_a_replay_leaves_everything_as_it_was(pair):
     [(lambda x, y: (x, y + 5), "classes"), (lambda x, y: (x * float("nan"), y), "inputs hold NaN")],
     ids=["classes", "nan"],
 )
-def test_bad_input_to_a_replay_is_refused_as_in_a_plain_step(pair, worse, match):
-    both = five(pair, on_cpu("mlp"))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int8], ids=str)
+def test_bad_input_to_a_replay_is_refused_as_in_a_plain_step(pair, worse, match, dtype):
+    """Classes that do not exist end no recording: whether they do is answered after the kernels ran."""
+    both = five(pair, on_cpu("mlp"), dtype)
     (x, y), theta, replays = batch_on_cpu("mlp", 5), parameters(both.opt.model), both.repeated.replays
+    y = y.to(dtype)
     with pytest.raises(ValueError, match=match):
         both.opt.step(*worse(x, y))
     assert both.repeated.replays == replays + 1

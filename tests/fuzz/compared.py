@@ -32,7 +32,7 @@ from fuzz.observed import (
     near,
     noise_of,
     structure,
-)
+)  # fmt: skip
 from marquardt.metric import Diagonal, trusted
 from marquardt.parts.judging import Trial
 from support.reference import call

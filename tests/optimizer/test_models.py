@@ -34,7 +34,7 @@ from support.steps import (
     state,
     theta,
     unharmed,
-)
+)  # fmt: skip
 from support.unchanged import refused, same
 
 pytestmark = pytest.mark.usefixtures("double")

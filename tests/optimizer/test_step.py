@@ -42,7 +42,7 @@ from support.steps import (
     state,
     theta,
     unharmed,
-)
+)  # fmt: skip
 from support.unchanged import same
 
 pytestmark = pytest.mark.usefixtures("double")
