@@ -203,24 +203,15 @@ def trained(model: nn.Module, opt: mq.LM, noise: float = 0.0, steps: int = 6) ->
     return x
 
 
-def statistics(model: nn.Sequential, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Mean and variance of what reaches every layer that keeps statistics, in train mode"""
-    found, other = [], copy.deepcopy(model).train()
-    with torch.no_grad():
-        for layer in other:
-            if getattr(layer, "running_mean", None) is not None:
-                found.append((x.mean(0), x.var(0)))
-            x = layer(x)
-    return found
-
-
-def kept(model: nn.Sequential) -> list[tuple[Tensor, Tensor]]:
-    return [(m.running_mean, m.running_var) for m in model if getattr(m, "running_mean", None) is not None]
-
-
 def alike(model: nn.Sequential, x: Tensor) -> bool:
-    pairs = zip(kept(model), statistics(model, x), strict=True)
-    return all(error(a, b) < 1e-10 for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+    """Whether every layer keeps mean and variance of what reaches it in train mode"""
+    pairs, other = [], copy.deepcopy(model).train()
+    with torch.no_grad():
+        for layer, own in zip(other, model, strict=True):
+            if getattr(layer, "running_mean", None) is not None:
+                pairs += [(own.running_mean, x.mean(0)), (own.running_var, x.var(0))]
+            x = layer(x)
+    return all(error(mine, theirs) < 1e-10 for mine, theirs in pairs)
 
 
 @pytest.mark.parametrize("evaluating", [False, True], ids=["train", "eval"])

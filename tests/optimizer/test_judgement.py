@@ -18,6 +18,9 @@ from support.steps import edit, state
 from support.unchanged import same
 
 CURVATURES = [mq.Dense(), mq.Gram(), mq.MatrixFree(), mq.Kronecker(), mq.Hessian(), mq.Auto(inertia=0.8)]
+SCHEDULES = pytest.mark.parametrize(
+    "schedule", [mq.GainRatio(), mq.TenFold(), mq.RelativeDecrease()], ids=lambda s: type(s).__name__
+)
 
 
 def name(part):
@@ -42,7 +45,7 @@ def small_net(dtype=torch.float32):
 # λ and steps that rounding hides
 
 
-@pytest.mark.parametrize("schedule", [mq.GainRatio(), mq.TenFold(), mq.RelativeDecrease()], ids=name)
+@SCHEDULES
 @pytest.mark.parametrize("curvature", CURVATURES, ids=name)
 def test_a_converged_run_follows_when_the_data_move(curvature, schedule):
     """At a minimum all gains are rounding: λ must not climb to where θ + d = θ."""
@@ -77,7 +80,7 @@ def test_batches_without_a_gradient_leave_lambda_alone():
     assert after(dead=60) < 1.3 * after(dead=0)
 
 
-@pytest.mark.parametrize("schedule", [mq.GainRatio(), mq.TenFold(), mq.RelativeDecrease()], ids=name)
+@SCHEDULES
 def test_lambda_after_steps_that_rounding_hides(schedule):
     """Down to λ₀ from above, on the same data a little further, and never up."""
 

@@ -7,11 +7,13 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import marquardt as mq
 from support.cases import default_dtype, mlp
@@ -96,57 +98,45 @@ def test_model_moved_to_another_precision():
 # ---- loaded states
 
 
-def spoil(t: Tensor) -> Tensor:
-    t = t.clone()
-    t.view(-1)[0] = math.nan
-    return t
+Edit = Callable[[dict[str, Any]], Any]
 
 
-def edited(**entries: Any) -> Any:
-    def edit(state: dict[str, Any]) -> None:
-        state["marquardt"].update(entries)
-
-    return edit
+def edited(**entries: Any) -> Edit:
+    return lambda saved: saved["marquardt"].update(entries)
 
 
-def nan_in(key: str) -> Any:
-    def edit(state: dict[str, Any]) -> None:
-        value = state["marquardt"][key]
-        assert value is not None
-        leaves, spec = torch.utils._pytree.tree_flatten(value)
-        bad = [spoil(t) if isinstance(t, Tensor) else t for t in leaves]
-        state["marquardt"][key] = torch.utils._pytree.tree_unflatten(bad, spec)
+def nan_in(key: str) -> Edit:
+    def spoilt(t: Any) -> Any:
+        return torch.where(torch.arange(t.numel()).view(t.shape) == 0, math.nan, t) if isinstance(t, Tensor) else t
 
-    return edit
+    return lambda saved: saved["marquardt"].update({key: tree_map(spoilt, saved["marquardt"][key])})
 
 
-def without(key: str) -> Any:
-    return lambda state: state["marquardt"].pop(key)
+def without(key: str, *way: Any) -> Edit:
+    return lambda saved: within(saved, *way).pop(key)
 
 
-def other(make: Any) -> Any:
-    def edit(state: dict[str, Any]) -> None:
-        found = make()
-        state.clear()
-        state.update(found)
-
-    return edit
+def other(make: Callable[[], dict[str, Any]]) -> Edit:
+    return lambda saved: (found := make(), saved.clear(), saved.update(found))
 
 
-def adam() -> dict[str, Any]:
-    return torch.optim.Adam(mlp(2, 4, 3).parameters()).state_dict()
-
-
-def planned(*way: str, **entries: Any) -> Any:
-    def edit(state: dict[str, Any]) -> None:
-        plan = state["marquardt"]["plan"]
-        assert plan["kind"] is not None
-        for name in way:
-            plan = plan[name]
+def planned(*way: str, **entries: Any) -> Edit:
+    def edit(saved: dict[str, Any]) -> None:
+        plan = within(saved, "marquardt", "plan", *way)
         assert entries.keys() <= plan.keys()
         plan.update(entries)
 
     return edit
+
+
+def within(saved: Any, *way: Any) -> Any:
+    for name in way:
+        saved = saved[name]
+    return saved
+
+
+def adam() -> dict[str, Any]:
+    return torch.optim.Adam(mlp(2, 4, 3).parameters()).state_dict()
 
 
 HUGE = 10**5000  # of which Python prints no digits
@@ -163,7 +153,7 @@ STATES: dict[str, tuple[Any, list[str]]] = {
     "λ negative": (edited(lam=-1.0), ["λ = -1.0"]),
     "λ zero": (edited(lam=0.0), ["λ = 0.0", "TenFold", "positive"]),
     "λ a string": (edited(lam="1"), ["'lam'", "'1'"]),
-    "λ missing": (without("lam"), ["'lam'"]),
+    "λ missing": (without("lam", "marquardt"), ["'lam'"]),
     "an unknown entry": (edited(temperature=1.0), ["'temperature'", "newer"]),
     "steps negative": (edited(steps=-1), ["'steps'", "-1"]),
     "accepted negative": (edited(accepted=-2), ["'accepted'", "-2"]),
@@ -178,9 +168,9 @@ STATES: dict[str, tuple[Any, list[str]]] = {
     "past a list": (edited(past=[1.0]), ["'past'", "list"]),
     "D a number": (edited(D=1.0), ["D"]),
     "no dict": (lambda state: state.update(marquardt=[1.0]), ["'marquardt'", "list"]),
-    "no groups": (lambda state: state.pop("param_groups"), ["'param_groups'"]),
-    "no state": (lambda state: state.pop("state"), ["'state'"]),
-    "no lr": (lambda state: state["param_groups"][0].pop("lr"), ["'lr'"]),
+    "no groups": (without("param_groups"), ["'param_groups'"]),
+    "no state": (without("state"), ["'state'"]),
+    "no lr": (without("lr", "param_groups", 0), ["'lr'"]),
     "lr NaN": (lambda state: state["param_groups"][0].update(lr=math.nan), ["lr=nan"]),
     "steps of many digits": (edited(steps=HUGE), ["'steps'", "digits"]),
     "λ of many digits": (edited(lam=HUGE), ["'lam'", "digits"]),
@@ -217,11 +207,11 @@ def test_state_that_is_refused(case):
 
 def mixed(item: Any, of: int, dtype: torch.dtype) -> Any:
     """With one of its tensors in another precision"""
-    leaves, spec = torch.utils._pytree.tree_flatten(item)
+    leaves, spec = tree_flatten(item)
     tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
     i = tensors[of % len(tensors)]
     leaves[i] = leaves[i].to(dtype)
-    return torch.utils._pytree.tree_unflatten(leaves, spec)
+    return tree_unflatten(leaves, spec)
 
 
 DAMPINGS = {
@@ -250,7 +240,7 @@ def test_a_tensor_of_the_damping_in_another_precision(damping, dtype):
         return [opt.step(x, y).new_loss for x, y in data[4:]]
 
     expected = continued(state)
-    many = sum(isinstance(t, Tensor) for t in torch.utils._pytree.tree_leaves(state["marquardt"]["D"]))
+    many = sum(isinstance(t, Tensor) for t in tree_leaves(state["marquardt"]["D"]))
     for i in range(many):
         for other in coarser:
             changed = copy.deepcopy(state)
