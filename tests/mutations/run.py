@@ -117,7 +117,7 @@ def one(m: Mutation) -> tuple[str, dict[str, Any]]:
 
 
 def tried(m: Mutation | None, tests: list[str]) -> tuple[int, str]:
-    """Exit status and output of the tests on a copy of the source with the mutation in it; the copy is as before then"""
+    """Exit status and output of the tests on a copy of the source with the mutation in it, and as before then"""
     copy: Path = FREE.get()
     file, first, last = find(m.snippet, read(copy))[0] if m else (Path("marquardt/__init__.py"), 0, 0)
     path, output = copy / file, copy.with_suffix(".txt")

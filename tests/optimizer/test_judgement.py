@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt import optimizer, step
 from marquardt.metric import Diagonal, restored
 from marquardt.parts.judging import ENOUGH, Outcome
 from support.parts import flat
@@ -293,13 +292,13 @@ def test_an_outlier_leaves_the_running_average():
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the k-th line that runs in these modules."""
+    """Raises KeyboardInterrupt at the k-th line that runs in the modules of a step."""
 
     def __init__(self, k):
         self.k = k
 
     def __call__(self, frame, event, arg):
-        if frame.f_globals.get("__name__") not in (optimizer.__name__, step.__name__):
+        if frame.f_globals.get("__name__") not in ("marquardt.optimizer", "marquardt.step"):
             return None
         if event == "line":
             self.k -= 1
