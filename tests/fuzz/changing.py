@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +28,8 @@ from torch import Tensor, nn
 import marquardt as mq
 from fuzz import attacks, drawn
 from fuzz.brute import Brute
-from fuzz.compared import Run
-from fuzz.observed import Failure, Report, structure
+from fuzz.compared import Run, run
+from fuzz.observed import Failure, structure
 from support.coupling import COUPLING, HARMLESS, KINDS, Replaced, everywhere, hooked, hooked_before
 from support.steps import edit, state
 
@@ -82,8 +81,9 @@ class Change:
 class Changing(Run):
     """A case whose model changes."""
 
-    def __init__(self, case: drawn.Case, report: Report) -> None:
-        super().__init__(case, report)
+    def __init__(self, case: drawn.Case) -> None:
+        super().__init__(case)
+        self.batches = [few(batch) for batch in self.batches]
         self.part = False
         self.random = Random(f"{case.seed} changes")
         for module in list(self.model.modules()):
@@ -325,29 +325,16 @@ def draw(seed: int) -> drawn.Case:
     )  # fmt: skip
 
 
-def attack(case: drawn.Case) -> tuple[Report, int]:
-    report = Report(case.seed, str(case))
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
-        run = Changing(case, report)
-        run.batches = [few(batch) for batch in run.batches]
-        run.go()
-    return report, run.fresh
-
-
 def few(batch: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     x, y, w = batch
     return x[:6], y[:6], w
 
 
 def one(seed: int) -> str:
-    try:
-        report, refused = attack(draw(seed))
-    except Failure as failure:
-        raise attacks.Fault(str(failure)) from failure
-    if report.compared + report.partly:
-        return "compared and refused" if refused else "compared"
-    return "refused" if refused else "neither"
+    found = run(draw(seed), Changing)
+    if found.count["compared"] + found.count["partly"]:
+        return "compared and refused" if found.fresh else "compared"
+    return "refused" if found.fresh else "neither"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import math
 import re
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -22,12 +21,10 @@ from fuzz.drawn import Case, build, chosen_params, make_batches, make_loss
 from fuzz.observed import (
     EPS,
     Failure,
-    Report,
     Snapshot,
     cosine,
     difference,
     flat,
-    generic,
     halves,
     near,
     noise_of,
@@ -55,20 +52,19 @@ EXPECTED = [
 ]
 
 
-def run(case: Case) -> Report:
-    report = Report(case.seed, str(case))
-    begin = time.perf_counter()
+def run(case: Case, of: type[Run] | None = None) -> Run:
+    """The whole case; a failure names it."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", module="marquardt")
         warnings.filterwarnings("ignore", "There is a performance drop")
         warnings.filterwarnings("ignore", "Using padding='same' with even kernel")
+        found = (of or Run)(case)
         try:
-            Run(case, report).go()
+            found.go()
         except Failure as failure:
-            report.failures.append(str(failure))
-    report.seconds = time.perf_counter() - begin
-    return report
+            raise Failure(str(failure), f"\n    {case}") from failure
+    return found
 
 
 class Tried(NamedTuple):
@@ -83,8 +79,11 @@ class Tried(NamedTuple):
 
 
 class Run:
-    def __init__(self, case: Case, report: Report) -> None:
-        self.case, self.report = case, report
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        # Steps by what became of them: compared, rejected, refused, or invalid as plain autograd fails too; ill if the
+        # residual alone was, close if rounding could turn a decision, partly for descent and losses alone, unsure for D
+        self.count: collections.Counter[str] = collections.Counter()
         self.model, self.loss, self.batches = build(case), make_loss(case), make_batches(case)
         torch.manual_seed(case.seed)
 
@@ -133,7 +132,7 @@ class Run:
 
     def step(self, k: int, batch: tuple[Any, Any, Any]) -> None:
         """One step, and everything that has to hold after it."""
-        lm, case, report = self.lm, self.case, self.report
+        lm, case = self.lm, self.case
         batches = halves(batch) if case.over else [batch]
         before = Snapshot(self.model, lm)
         second = isinstance(case.curvature, mq.Hessian)
@@ -146,13 +145,12 @@ class Run:
         before.restore_rng()
         self.damping.calls.clear()
         self.asked.clear()
-        report.steps += 1
         try:
             step = lm.step_over(batches) if case.over else lm.step(*batch)
         except Exception as error:
             self.intact()
             if brute is None:  # nor does autograd know what to do with this model
-                report.invalid += 1
+                self.count["invalid"] += 1
             else:
                 self.refused(error, brute)
             before.refused(self.model, lm)
@@ -176,8 +174,8 @@ class Run:
         text = str(error).split("\n")[0]
         if not ours or not isinstance(error, (ValueError, TypeError)):
             where = next((f for f in reversed(frames) if f.filename.startswith(SOURCES)), frames[-1])
-            raise Failure(f"crash {type(error).__name__} in {where.name} ({generic(text)[:50]})", text[:200])
-        self.report.refusals.append(generic(text))
+            raise Failure(f"crash {type(error).__name__} in {where.name} ({text[:50]})", text[:200])
+        self.count["refused"] += 1
         if not any(re.search(pattern, text) for pattern in EXPECTED):
             raise Failure("unexpected refusal", text[:300])
         if "total weight" in text and brute is not None and brute.possible:
@@ -219,7 +217,7 @@ class Run:
         same, doubt = state(lm)["repeats"] > 1, step.lam / self.tried[-1].lam
         usual = same or old.doubted or old.steps < 10 or not old.height > 0
         near("doubt", doubt, 1.0 if usual else max(1.0, (b.f - b.low) / (10 * old.height)), 1e-8, doubt)
-        self.report.doubted += doubt > 1
+        self.count["doubted"] += doubt > 1
         near("f", step.loss, b.f, 1e-10, abs(b.f))
         G_lib = self.damping.calls[-1][1]
         kind = type(G_lib).__name__
@@ -229,7 +227,7 @@ class Run:
         elif not torch.equal(flat(lm.params), before.theta):
             raise Failure("θ moved though the step was rejected")
         if kind == "KroneckerCurvature":
-            self.report.partly += 1
+            self.count["partly"] += 1
             if "could not be factored" in step.note:
                 raise Failure("Kronecker: the damped factors could not be factored", step.note)
             if step.rule == "decrease" and not step.new_loss < step.loss:
@@ -276,7 +274,7 @@ class Run:
                 raise Failure("a step of rounding alone", f"length {float(off.norm()):.2g}, {failure}")
         if not (failure.size or 1e-6) <= 1e3 * shift:
             raise failure
-        self.report.ill += 1
+        self.count["ill"] += 1
 
     def apart(self, b: Brute) -> Tensor:
         """Parameters all of whose curvature is below the rounding of that of others: (n,). With floor=0 MaxDiagonal
@@ -316,7 +314,7 @@ class Run:
         wanted = rule.update(self.case.damping, None if D_old is None else D_old.entries(b.sizes), layers)
         off = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-300))
         if by_layer and off > allowed and len(b.parts) > 1:
-            self.report.unsure += 1  # batches that go different ways through the model are joined to larger layers
+            self.count["unsure"] += 1  # batches that go different ways through the model are joined to larger layers
         elif off > allowed and (second or not coupled):  # if samples are coupled, traces are estimates
             raise Failure("D", f"off by {off:.2g}; max {float(wanted.max()):.3g}")
         return D.positive().entries(b.sizes)
@@ -333,7 +331,7 @@ class Run:
         moved: Tensor | None,
     ) -> None:  # fmt: skip
         """One λ: the step, its loss, its gain, the decision, and θ."""
-        case, report = self.case, self.report
+        case, count = self.case, self.count
         H = G + A.diag()
         s = H.diagonal().clamp(min=1e-300).rsqrt()
         spectrum = torch.linalg.eigvalsh(H * s * s[:, None])
@@ -341,12 +339,12 @@ class Run:
         if tried.new_loss is None:
             if lowest > 1e-9:
                 raise Failure("could not be factored", f"eigenvalues from {lowest:.2g} to {highest:.2g}, {step.note}")
-            report.rejected += 1
+            count["rejected"] += 1
             return
         if lowest <= 0 and isinstance(case.curvature, mq.Hessian):
             if lowest < -1e-9:
                 raise Failure("an indefinite Hessian was solved with", f"eigenvalue {lowest:.2g}")
-            report.ill += 1
+            count["ill"] += 1
             return
         condition = highest / max(lowest, 1e-300)
         cg = isinstance(case.curvature, mq.MatrixFree)
@@ -381,7 +379,7 @@ class Run:
         margin = 1e-9 * (abs(b.f) + abs(f_new))
         rule, rate, line = judged(f_new), lr, d
         if len({judged(f_new + e) for e in (-margin, 0.0, margin)}) > 1 or (ill and rule != tried.rule):
-            report.close += 1
+            count["close"] += 1
             rule = tried.rule if tried.rule in ("decrease", "uphill") else None
         if rule is None and case.line_search is not None and lr > 0 and sure:
             line = d if case.line_search.along_step else plain
@@ -392,7 +390,7 @@ class Run:
         if (rule or "rejected") != tried.rule:
             raise Failure("decision", f"{tried.rule} instead of {rule}; f {b.f:.17g}, f_new {f_new:.17g}, {tried}")
         if moved is None:
-            report.rejected += 1
+            count["rejected"] += 1
             return
         if step.lr != rate:
             raise Failure("rate", f"{step.lr} instead of {rate}")
@@ -409,7 +407,7 @@ class Run:
 
         ours = {not hidden(slack) for slack in (1 / 3, 1.0, 3.0)}
         if len(ours) > 1 or ill:
-            self.report.close += theirs not in ours or len(ours) > 1
+            self.count["close"] += theirs not in ours or len(ours) > 1
             return theirs
         if theirs not in ours:
             raise Failure("decision", f"judged: {theirs}; f {b.f:.17g}, f_new {f_new:.17g}, predicted {predicted:.3g}")
@@ -425,7 +423,7 @@ class Run:
         f_ours = b.f if rule is None else found[1]
         f_theirs = b.f if theirs is None else b.at(b.theta + step.lr * line)
         if ill or abs(f_ours - f_theirs) <= 1e-8 * (abs(b.f) + abs(f_ours)):  # ill: the line is another one
-            self.report.close += 1
+            self.count["close"] += 1
             return theirs, step.lr if theirs else rate
         return rule, rate
 
@@ -443,7 +441,7 @@ class Run:
         condition: float,
     ) -> None:  # fmt: skip
         """θ against ours; if the system is ill-conditioned, the residual of what was moved, if it should be 0."""
-        report = self.report
+        count = self.count
         length = float(wanted.norm())
         # The gradient of one entry may be no more than the rounding of those of the others of its parameter: its step
         # is anything then, but not far longer than θ and those of the others.
@@ -453,7 +451,7 @@ class Run:
         error = float(((moved - wanted).abs() - unknown).clamp(min=0).norm())
         rounding = 4 * EPS * float(b.theta.norm())  # θ + d − θ
         if ill:
-            report.ill += 1
+            count["ill"] += 1
             if exact and rate > 0:
                 d = moved / rate
                 residual = float((H @ d + b.g).norm())
@@ -462,10 +460,8 @@ class Run:
                 if not residual <= (1e-6 if isinstance(self.case.curvature, mq.MatrixFree) else 1e-7) * size:
                     raise Failure("θ", f"residual {residual / size:.2g}, condition {condition:.2g}")
             return
-        report.compared += 1
-        report.ill += allowed > ENOUGH and not isinstance(self.case.curvature, mq.MatrixFree)
+        count["compared"] += 1
+        count["ill"] += allowed > ENOUGH and not isinstance(self.case.curvature, mq.MatrixFree)
         if not error <= allowed * length + rounding:
             size = error / max(length, 1e-300)
             raise Failure("θ", f"relative error {size:.2g} of the step, condition {condition:.2g}", size)
-        if length > 1e6 * rounding and allowed <= ENOUGH:
-            report.worst = max(report.worst, error / length)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
+from fuzz import attacks
 from fuzz.brute import Brute, cut, length
 from support.steps import state
 from support.unchanged import same
@@ -21,33 +20,12 @@ from support.unchanged import same
 EPS = torch.finfo(torch.float64).eps
 
 
-class Failure(Exception):
+class Failure(attacks.Fault):
     """What is wrong: a class of failures, and the figures."""
 
     def __init__(self, what: str, detail: str = "", size: float | None = None) -> None:
         super().__init__(f"{what}: {detail}" if detail else what)
         self.what, self.size = what, size  # relative error, where there is one
-
-
-@dataclass
-class Report:
-    """What became of one case."""
-
-    seed: int
-    case: str = ""
-    steps: int = 0  # tried
-    compared: int = 0  # accepted steps whose θ was compared
-    rejected: int = 0
-    invalid: int = 0  # plain autograd fails too
-    ill: int = 0  # compared by the residual alone, or with a threshold above ENOUGH
-    close: int = 0  # decisions that rounding could turn
-    unsure: int = 0  # D of LayerMeanEigenvalue taken as it was
-    doubted: int = 0  # batches with an unheard-of loss
-    partly: int = 0  # Kronecker: descent and losses alone
-    worst: float = 0.0  # relative error of a step, of those that are not ill-conditioned
-    refusals: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 class Snapshot:
@@ -136,8 +114,3 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def near(what: str, found: float, wanted: float, tolerance: float, size: float) -> None:
     if not abs(found - wanted) <= tolerance * size + 1e-25 and found != wanted:
         raise Failure(what, f"{found:.12g} instead of {wanted:.12g}")
-
-
-def generic(text: str) -> str:
-    """A message without its names and figures."""
-    return re.sub(r"'[^']*'", "'…'", re.sub(r"\d+", "0", text))[:110]
