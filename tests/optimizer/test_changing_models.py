@@ -16,8 +16,9 @@ from torch.nn.utils import parametrizations
 import marquardt as mq
 from support import reference
 from support.coupling import COUPLING, Bent, Replaced, everywhere, hooked, hooked_before
+from support.parts import Always
 from support.reference import error
-from support.steps import lm, theta, unharmed
+from support.steps import compared, lm, theta, unharmed
 from support.unchanged import refused
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -97,18 +98,6 @@ def batch(k: int) -> tuple[Tensor, Tensor]:
     return torch.randn(N, 3, generator=generator), torch.randn(N, 2, generator=generator)
 
 
-def compared(opt: mq.LM, model: nn.Module, k: int) -> None:
-    """A step beside −(G + λI)⁻¹g from one backward pass for every output."""
-    x, y = batch(k)
-    J, z = reference.jacobian_by_rows(model, dict(model.named_parameters()), x)
-    r, scale, before = (z - y).flatten(), 2 / y.numel(), theta(model)
-    d = -torch.linalg.solve(scale * J.T @ J + opt.lam * torch.eye(len(before)), scale * J.T @ r)
-    step = opt.step(x, y)
-    assert step.loss == pytest.approx(float(r.square().mean()), rel=1e-10)
-    assert step.accepted
-    assert error(theta(model) - before, d) < 1e-6
-
-
 EXACT = {"tolerance": 0.0, "warm": 0.0, "backtrack": False, "iterations": 500}
 WAYS = {"dense": mq.Dense(), "gram": mq.Gram(), "products": mq.MatrixFree(**EXACT)}
 
@@ -117,21 +106,21 @@ WAYS = {"dense": mq.Dense(), "gram": mq.Gram(), "products": mq.MatrixFree(**EXAC
 @pytest.mark.parametrize("way", WAYS)
 def test_the_first_step_after_a_change(way, name, stack):
     model, change = changing(name)
-    opt = lm(model, curvature=WAYS[way], schedule=mq.Constant(1.0))
+    opt = lm(model, curvature=WAYS[way], schedule=mq.Constant(1.0), acceptance=Always())
     for k in range(BEFORE):
         opt.step(*batch(k))
     change(model, stack)
     for k in range(BEFORE, BEFORE + AFTER):
-        compared(opt, model, k)
+        compared(opt, *batch(k), within=1e-6)
 
 
 def test_models_that_take_turns():
     """Two ways of calling a model, as in an adversarial game: each keeps its proof."""
     model, _ = changing("rolled")
-    opt = lm(model, curvature=mq.Dense(), schedule=mq.Constant(1.0))
+    opt = lm(model, curvature=mq.Dense(), schedule=mq.Constant(1.0), acceptance=Always())
     for k in range(8):
         model.on = k % 2 == 1
-        compared(opt, model, k)
+        compared(opt, *batch(k), within=1e-6)
 
 
 # ---- parts of a batch
@@ -185,14 +174,14 @@ def test_parts_of_a_batch_whose_samples_see_each_other(name, curvature, chunk):
 def test_parts_of_a_batch_after_a_change(name, curvature, stack):
     """Refused in the very step, with the way out; and without chunk the step is right."""
     model, change = changing(name)
-    opt = lm(model, curvature=curvature, schedule=mq.Constant(1.0))
+    opt = lm(model, curvature=curvature, schedule=mq.Constant(1.0), acceptance=Always())
     for k in range(BEFORE):
         opt.step(*batch(k))
     change(model, stack)
     with unharmed(model, opt, "leave chunk out"):
         opt.step(*batch(BEFORE))
-    whole = lm(model, curvature=mq.Dense(), schedule=mq.Constant(1.0))
-    compared(whole, model, BEFORE)
+    whole = lm(model, curvature=mq.Dense(), schedule=mq.Constant(1.0), acceptance=Always())
+    compared(whole, *batch(BEFORE), within=1e-6)
 
 
 NORMALISED = {"parametrized": parametrizations.spectral_norm, "hooked": nn.utils.spectral_norm}
