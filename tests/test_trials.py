@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from support import reference
-from support.cases import Recurrent, mlp, sample_weights
+from support.cases import Fn, Recurrent, mlp, sample_weights
 from support.modules import SWAPPED, Slope, noisy
 from support.parts import Never
 from support.steps import CUDA, EVERY_CURVATURE, lm, problem, theta
@@ -111,16 +111,9 @@ def test_cuda_trials_see_the_same_random_numbers(name, chunk):
 def test_weights_that_functional_call_does_not_see():
     """The batched grid is used only where it agrees with a plain evaluation."""
 
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 3)
-            self.pair = [self.inner.weight, self.inner.bias]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, *self.pair).tanh()
-
-    model, x, y = Hidden(), *problem()[1:]
+    inner = nn.Linear(2, 3)
+    pair = [inner.weight, inner.bias]
+    model, x, y = Fn(lambda x, inner: nn.functional.linear(x, *pair).tanh(), inner), *problem()[1:]
     _, search = searched(model, x, y, (0.5, 1.0, 2.0))
     assert search.losses == [search.each(rate) for rate in (0.5, 1.0, 2.0)]
 

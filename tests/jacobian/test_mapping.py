@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from support import reference
+from support.cases import Fn
 from support.graph_models import GRAPH_CASES, Attentive, Equations, Parts
 from support.parts import Always
 from support.reference import error
@@ -82,22 +83,15 @@ def test_structure_that_changes_between_steps():
             compared(opt, x, None, loss="residual")
 
 
-class Filtered(nn.Module):
+def filtered(x: Tensor, first: nn.Module, last: nn.Module) -> Tensor:
     """Its complex numbers hold all samples of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        spectrum = torch.fft.fft(self.first(x), dim=0)
-        low = spectrum * torch.linspace(1, 0.1, len(x), dtype=x.dtype)[:, None]
-        return self.last(torch.fft.ifft(low, dim=0).real.tanh())
+    low = torch.fft.fft(first(x), dim=0) * torch.linspace(1, 0.1, len(x), dtype=x.dtype)[:, None]
+    return last(torch.fft.ifft(low, dim=0).real.tanh())
 
 
 @pytest.mark.parametrize("curvature", [mq.Auto(), mq.Gram(), mq.MatrixFree(tolerance=0.0, warm=0.0, backtrack=False)])
 def test_a_fourier_transform_over_the_samples(curvature):
-    model, x, y = Filtered(), torch.randn(6, 2), torch.randn(6, 3)
+    model, x, y = Fn(filtered, nn.Linear(2, 4), nn.Linear(4, 3)), torch.randn(6, 2), torch.randn(6, 3)
     twin = copy.deepcopy(model)
     opt, hand = lm(model, curvature=curvature), ByHand(twin, "mse")
     for _ in range(3):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from support import reference
+from support.cases import Fn
 from support.modules import PLAIN, Attention
 from support.reference import error
 from support.steps import theta
@@ -18,13 +19,8 @@ from support.steps import theta
 pytestmark = pytest.mark.usefixtures("double")
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(torch.tanh(F.linear(x, self.weight, self.bias)), self.weight.t())
+def tied(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(torch.tanh(F.linear(x, weight, bias)), weight.t())
 
 
 @pytest.mark.parametrize("damping", [mq.Identity(), mq.FactoredMaxDiagonal()], ids=str)
@@ -32,7 +28,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("zeros", [[0], [3], [0, 1], [2, 3], [4, 5]], ids=str)
 def test_zero_weights_in_chunks(zeros, chunk, damping):
     """A chunk without any weight proves nothing, and does not spoil what the others have proven."""
-    model = nn.Sequential(nn.Linear(3, 2), Tied())
+    model = nn.Sequential(nn.Linear(3, 2), Fn(tied, nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.zeros(2))))
     x, y, weight = torch.randn(6, 3), torch.randn(6, 2), torch.ones(6)
     weight[zeros] = 0
     q = reference.quadratic(model, "mse", x, y, weight)
@@ -43,25 +39,19 @@ def test_zero_weights_in_chunks(zeros, chunk, damping):
     assert error(d, q.step(0.1 * A.entries(lin.parameters.sizes))) < 1e-9
 
 
-class Silent(nn.Module):
+def silent() -> nn.Module:
     """A bias before InstanceNorm, which has an influence only on samples with both signs between the two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv1d(1, 2, 1), nn.LeakyReLU(0.3), nn.InstanceNorm1d(2), nn.Flatten())
-        self.head = nn.Linear(10, 1)
-        with torch.no_grad():
-            self.layers[0].weight.fill_(1.0)
-            self.layers[0].bias.zero_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x).square())
+    first, norm = nn.Conv1d(1, 2, 1), nn.InstanceNorm1d(2)
+    nn.init.ones_(first.weight)
+    nn.init.zeros_(first.bias)
+    square = Fn(lambda h, head: head(h.square()), nn.Linear(10, 1))
+    return nn.Sequential(first, nn.LeakyReLU(0.3), norm, nn.Flatten(), square)
 
 
 @pytest.mark.parametrize("rows", [mq.Exact(), mq.Sampled(1)], ids=["exact", "sampled"])
 @pytest.mark.parametrize("order", [[0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]], ids=str)
 def test_a_bias_is_heard_in_the_chunks_where_it_has_an_influence(order, rows):
-    model, x, y = Silent(), torch.randn(8, 1, 5), torch.randn(8, 1)
+    model, x, y = silent(), torch.randn(8, 1, 5), torch.randn(8, 1)
     both = torch.tensor(order).repeat_interleave(2).bool()[:, None, None]
     x = torch.where(both, x, x.abs())
     wanted = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import marquardt as mq
 from marquardt.curvature.matrix_free import by_double_backward, by_forward_mode
 from support import reference
+from support.cases import Fn
+from support.cases.models import sorted_by
 from support.graph_models import Parts
 from support.parts import Always
 from support.reference import error
@@ -25,16 +27,7 @@ from support.steps import compared, lm, problem, theta
 def test_sampled_rows_are_watched_too():
     """A layer that sees the samples in another order for other data."""
 
-    class Sorted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            order = x[:, 0].argsort()
-            return self.head(self.inner(x[order]).tanh()[order.argsort()])
-
-    model, x, y = Sorted(), *problem()[1:]
+    model, x, y = Fn(sorted_by, nn.Linear(2, 4), nn.Linear(4, 3)), *problem()[1:]
     x = x[x[:, 0].argsort()]
     opt = lm(model, rows=mq.Sampled(2), curvature=mq.Dense())
     opt.step(x, y)  # in order: the rule is proven
@@ -186,22 +179,16 @@ def test_products_that_vmap_refuses(asks, monkeypatch):
 # ---- layouts
 
 
-class Recurrent(nn.Module):
+def recurrent(layout: str) -> nn.Module:
     """The same network on (N, T, E), with its layers fed in one of four layouts."""
 
-    def __init__(self, layout: str) -> None:
-        super().__init__()
-        self.layout = layout
-        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def f(x: Tensor, inner: nn.Module, outer: nn.Module) -> Tensor:
         N, T, _ = x.shape
-        time = "time" in self.layout
-        x = x.transpose(0, 1) if time else x
-        x = x.flatten(0, 1) if "flat" in self.layout else x
-        h = torch.tanh(self.inner(x))
-        h = h.view(T, N, -1) if time else h.view(N, T, -1)
-        return self.outer(h).mean(0 if time else 1)
+        x = x.transpose(0, 1) if "time" in layout else x
+        h = torch.tanh(inner(x.flatten(0, 1) if "flat" in layout else x))
+        return outer(h.view(T, N, -1)).mean(0) if "time" in layout else outer(h.view(N, T, -1)).mean(1)
+
+    return Fn(f, nn.Linear(3, 4), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize("layout", ["first", "time", "flat", "flat-time"])
@@ -217,7 +204,7 @@ class Recurrent(nn.Module):
 )
 def test_layouts(layout, shapes):
     """A proof on one shape never spoils the rows of another; in a batch of one sample all layouts are right."""
-    model = Recurrent(layout).double()
+    model = recurrent(layout).double()
     opt = lm(model, **STEPS)
     for N, T in shapes * 2:
         x, y = torch.randn(N, T, 3, **DOUBLE), torch.randn(N, 2, **DOUBLE)
@@ -228,7 +215,7 @@ def test_layouts(layout, shapes):
 @pytest.mark.parametrize("ragged", [True, False], ids=["ragged", "graph"])
 def test_what_is_proven_is_not_proven_again(ragged):
     """One batch of one sample and one of several prove all others."""
-    model = (Recurrent("time") if ragged else Parts()).double()
+    model = (recurrent("time") if ragged else Parts()).double()
     opt = lm(model, "mse" if ragged else "residual", **STEPS)
 
     def work(N: int) -> int:
@@ -246,29 +233,19 @@ def test_what_is_proven_is_not_proven_again(ragged):
 # ---- a bias without influence
 
 
-class Attention(nn.Module):
-    def __init__(self, plain: bool = False) -> None:
-        super().__init__()
-        self.embed, self.plain = nn.Embedding(12, 8), plain
-        self.q, self.k, self.v, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+def attending(plain: bool) -> nn.Module:
+    def f(tokens: Tensor, embed: Any, q: Any, k: Any, v: Any, head: Any) -> Tensor:
+        x = embed(tokens)
+        keys = x @ k.weight.T + k.bias if plain else k(x)  # no rule for a product
+        return head((x + F.scaled_dot_product_attention(q(x), keys, v(x))).mean(1))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        k = x @ self.k.weight.T + self.k.bias if self.plain else self.k(x)  # no rule for a product
-        return self.head((x + F.scaled_dot_product_attention(self.q(x), k, self.v(x))).mean(1))
+    return Fn(f, nn.Embedding(12, 8), *(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 3))
 
 
-class TorchAttention(nn.Module):
+def by_torch(tokens: Tensor, embed: Any, attention: Any, head: Any) -> Tensor:
     """Its in_proj_bias holds those of queries, keys and values in one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 3)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+    x = embed(tokens)
+    return head(attention(x, x, x, need_weights=False)[0].mean(1))
 
 
 def before_norm() -> nn.Module:
@@ -279,10 +256,12 @@ def before_norm() -> nn.Module:
 
 MUTE = {
     "norm": (before_norm, {"0.bias": "none"}),
-    "attention": (Attention, {"k.bias": "none"}),
-    "attention by products": (lambda: Attention(True), {"k.bias": "none", "k.weight": "graph"}),
-    "nn.MultiheadAttention": (TorchAttention, {}),
-}
+    "attention": (lambda: attending(False), {"k.bias": "none"}),
+    "attention by products": (lambda: attending(True), {"k.bias": "none", "k.weight": "graph"}),
+    "nn.MultiheadAttention": (
+        lambda: Fn(by_torch, nn.Embedding(12, 8), nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)), {},
+    ),
+}  # fmt: skip
 
 
 def mute_case(name: str, dtype: torch.dtype, N: int = 32) -> tuple[nn.Module, Tensor, Tensor]:

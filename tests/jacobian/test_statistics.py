@@ -12,7 +12,7 @@ import marquardt as mq
 from marquardt.jacobian import statistics
 from marquardt.jacobian.linearization import Linearization
 from support import reference
-from support.cases import mlp
+from support.cases import Fn, mlp
 from support.modules import routed
 from support.reference import error
 
@@ -126,21 +126,14 @@ def test_rows_of_partial_traces_are_all_exact_ones(rows, count):
     partial(lin, J.T @ J)
 
 
-class ByWays(nn.Module):
+def by_ways(x: Tensor, layer: nn.Linear, head: nn.Module) -> Tensor:
     """Chunks with a large first input use the weight without its layer: the same function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if bool((x[:, 0] > 100).any()):
-            return self.head((x @ self.layer.weight.T + self.layer.bias).tanh())
-        return self.head(self.layer(x).tanh())
+    large = bool((x[:, 0] > 100).any())
+    return head((x @ layer.weight.T + layer.bias if large else layer(x)).tanh())
 
 
 def test_parameters_that_chunks_reach_in_different_ways_are_by_themselves():
-    model, x, y = ByWays(), torch.randn(6, 3), torch.randn(6, 2)
+    model, x, y = Fn(by_ways, nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(6, 3), torch.randn(6, 2)
     x[3:, 0] += 200
     lin = mq.linearize(model, "mse", x, y, chunk=3)
     J = lin.rows()

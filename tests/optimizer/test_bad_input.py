@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from support.cases import mlp
+from support.cases import Fn, mlp
 from support.steps import lm, theta, unharmed
 from support.unchanged import changes, refused, same, world
 
@@ -44,13 +44,8 @@ def groups(model: nn.Module, key: str = "", value: float = 0.5) -> list[dict[str
     return [{"params": [p], **({key: value} if i == 1 and key else {})} for i, p in enumerate(model.parameters())]
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(2, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.w).real
+def complex_model() -> nn.Module:
+    return Fn(lambda x, w: (x * w).real, nn.Parameter(torch.ones(2, dtype=torch.complex128)))
 
 
 def only(p: nn.Parameter) -> list[nn.Parameter]:
@@ -122,7 +117,7 @@ MODELS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: Mixed(dtype=torch.bfloat16), ["several dtypes", "torch.bfloat16", "torch.float64", "model.to"],
     ),
     "several devices": (lambda: Mixed(device="meta"), ["several devices", "cpu", "meta", "model.to"]),
-    "complex": (Complex, ["complex128", "float32", "float64"]),
+    "complex": (complex_model, ["complex128", "float32", "float64"]),
     "DataParallel": (lambda: nn.DataParallel(network()), ["DataParallel", "model.module"]),
     "DataParallel within": (lambda: nn.Sequential(nn.DataParallel(network())), ["DataParallel", "model.module"]),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 import marquardt as mq
+from support.cases import Fn
 from support.modules import Counting, Scaling, Slope, noisy
 from support.reference import error
 from support.steps import DENSE, EVERY_CURVATURE, MAX_MOMENTUM, ByHand, lm, parts_of, problem, theta
@@ -249,16 +250,14 @@ def test_a_step_inside_a_transform_is_refused(started: bool, over: bool, tracked
 # ---- Steps that fail: trials that are not finite, factorisations that break down, losses that overflow.
 
 
-class Explosive(nn.Module):
+def explosive(kind: str) -> nn.Module:
     """e^θ, or e^2θ/(1 + e^θ): a long step overflows to ∞, or to ∞/∞."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.theta = kind, nn.Parameter(torch.ones(1))
+    def f(x: Tensor, theta: Tensor) -> Tensor:
+        e = (theta * x).exp()
+        return e if kind == "inf" else e * e / (1 + e)
 
-    def forward(self, x: Tensor) -> Tensor:
-        e = (self.theta * x).exp()
-        return e if self.kind == "inf" else e * e / (1 + e)
+    return Fn(f, nn.Parameter(torch.ones(1)))
 
 
 RAISING = pytest.mark.parametrize("schedule", [mq.TenFold, mq.GainRatio, mq.RelativeDecrease])
@@ -268,7 +267,7 @@ RAISING = pytest.mark.parametrize("schedule", [mq.TenFold, mq.GainRatio, mq.Rela
 @RAISING
 @pytest.mark.parametrize("acceptance", [mq.Decrease(), mq.Uphill()], ids=str)
 def test_non_finite_trial_is_a_failed_step(kind, schedule, acceptance):
-    model, x, y = Explosive(kind), torch.ones(3, 1), torch.full((3, 1), 1e5)
+    model, x, y = explosive(kind), torch.ones(3, 1), torch.full((3, 1), 1e5)
     opt = lm(model, schedule=schedule(1e-6), acceptance=acceptance)
     before = theta(model)
     step = opt.step(x, y)
@@ -284,7 +283,7 @@ def test_non_finite_trial_is_a_failed_step(kind, schedule, acceptance):
     "parts", [{"line_search": mq.Grid()}, {"line_search": mq.Backtracking(trials=20)}, {"attempts": 30}], ids=str
 )
 def test_a_search_or_larger_lambda_rescue_a_non_finite_trial(kind, parts):
-    model, x, y = Explosive(kind), torch.ones(3, 1), torch.full((3, 1), 1e4)
+    model, x, y = explosive(kind), torch.ones(3, 1), torch.full((3, 1), 1e4)
     step = lm(model, schedule=mq.TenFold(1e-6), **parts).step(x, y)
     assert (step.accepted, step.rule) == (True, "decrease" if "attempts" in parts else "search")
     assert step.new_loss < step.loss
@@ -332,17 +331,9 @@ def test_failed_factorisation_is_attempted_again():
 
 
 def test_a_gradient_that_is_not_finite_is_named():
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.w.sqrt() + 0 * x[:, :1]
-
     _, x, y = problem()
     with pytest.raises(ValueError, match="gradient of parameter 'w'"):
-        lm(Root()).step(x, y)
+        lm(Fn(lambda x, w: w.sqrt() + 0 * x[:, :1], nn.Parameter(torch.zeros(3)))).step(x, y)
 
 
 @pytest.mark.parametrize(
@@ -355,17 +346,12 @@ def test_a_gradient_that_is_not_finite_is_named():
     ids=["targets", "outputs", "model"],
 )
 def test_what_overflows(outputs, targets, says):
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.w * outputs
+    def scaled() -> nn.Module:
+        return Fn(lambda x, w: x * w * outputs, nn.Parameter(torch.ones(1)))
 
     x = torch.ones(4, 1)
     with refused("the loss is inf", *says):
-        lm(Scaled().float(), "mse").step(x.float(), (targets * x).float())
+        lm(scaled().float(), "mse").step(x.float(), (targets * x).float())
     if outputs < 1e38:
         with refused("the loss is inf", "scale the data"):
-            lm(Scaled().double(), "mse").step(x * 1e200, targets * x * 1e200)
+            lm(scaled(), "mse").step(x * 1e200, targets * x * 1e200)

@@ -12,39 +12,23 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.losses import Residual
+from support.cases import Fn
 from support.steps import state, unharmed
 from support.unchanged import changes, refused, world
 
 
-class Points(nn.Module):
-    """Residuals inside and at the edge, joined."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.u = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Dropout(0.1), nn.Linear(6, 1))
-
-    def forward(self, inner: Tensor, edge: Tensor) -> Tensor:
-        return torch.cat([self.u(inner) - inner, self.u(edge)])
-
-
-class Listed(nn.Module):
-    """Logits of all tokens in one list: (N·T, C)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table(x)).flatten(0, 1)
-
-
 def points(inner: int, edge: int):
-    return Points(), Residual(), (torch.rand(inner, 1), torch.rand(edge, 1)), None
+    """Residuals inside and at the edge, joined."""
+    u = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Dropout(0.1), nn.Linear(6, 1))
+    model = Fn(lambda inner, edge, u: torch.cat([u(inner) - inner, u(edge)]), u)
+    return model, Residual(), (torch.rand(inner, 1), torch.rand(edge, 1)), None
 
 
 def listed():
+    """Logits of all tokens in one list: (N·T, C)"""
     x = torch.randint(7, (6, 5))
-    return Listed(), "cross_entropy", x, x.flatten()
+    model = Fn(lambda x, table, head: head(table(x)).flatten(0, 1), nn.Embedding(7, 4), nn.Linear(4, 7))
+    return model, "cross_entropy", x, x.flatten()
 
 
 BATCHES = {"points": lambda: points(20, 12), "as many": lambda: points(16, 16), "listed": listed}
@@ -104,26 +88,14 @@ def test_chunks_of_batch_norm_are_refused():
             mq.LM(normalised(), "cross_entropy", curvature=curvature)
 
 
-class Squeezed(nn.Module):
+def squeezed() -> nn.Module:
     """Of a single sample the outputs lose its dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).squeeze()
+    return Fn(lambda x, net: net(x).squeeze(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
 
 
-class Standardised(nn.Module):
+def standardised(x: Tensor, first: nn.Module, last: nn.Module) -> Tensor:
     """By a function, which is no layer that can be found; torch refuses a single sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(nn.functional.batch_norm(self.first(x), None, None, training=True)).squeeze(1)
+    return last(nn.functional.batch_norm(first(x), None, None, training=True)).squeeze(1)
 
 
 CUT = pytest.mark.parametrize("curvature", [mq.Auto, mq.Dense, mq.Gram, mq.MatrixFree, mq.EKFAC])
@@ -133,7 +105,7 @@ CUT = pytest.mark.parametrize("curvature", [mq.Auto, mq.Dense, mq.Gram, mq.Matri
 @pytest.mark.parametrize(("N", "chunk"), [(9, 4), (9, 8), (13, 4), (7, 3)])
 def test_no_sample_is_left_by_itself(curvature, N, chunk):
     """Parts are as even as can be."""
-    model = Squeezed().double()
+    model = squeezed().double()
     x = torch.randn(N, 3, dtype=torch.float64)
     whole = mq.LM(copy.deepcopy(model), "mse", curvature=curvature()).step(x, x[:, 0])
     step = mq.LM(model, "mse", curvature=curvature(chunk=chunk)).step(x, x[:, 0])
@@ -142,7 +114,7 @@ def test_no_sample_is_left_by_itself(curvature, N, chunk):
 
 @pytest.mark.parametrize("curvature", [mq.Auto, mq.Dense, mq.Gram, mq.MatrixFree])
 def test_parts_that_depend_on_the_others_are_named_before_torch_fails(curvature):
-    model = Standardised()
+    model = Fn(standardised, nn.Linear(3, 4), nn.Linear(4, 1))
     opt = mq.LM(model, "mse", curvature=curvature(chunk=4))
     x = torch.randn(9, 3)
     with unharmed(model, opt, "chunk=4", "depend on the other samples", "leave chunk out"):
@@ -154,7 +126,7 @@ def test_parts_that_depend_on_the_others_are_named_before_torch_fails(curvature)
 @pytest.mark.parametrize(("N", "chunk"), [(9, 1), (3, 2)])
 def test_a_sample_by_itself_that_the_model_cannot_take(curvature, N, chunk):
     """What the model raises stays what it is, and says where it comes from."""
-    model = Squeezed()
+    model = squeezed()
     opt = mq.LM(model, "mse", curvature=curvature(chunk=chunk))
     x = torch.randn(N, 3)
     before = world(model, opt)

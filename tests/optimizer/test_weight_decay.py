@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import marquardt as mq
 from marquardt.recordings import RECORDERS
-from support.cases import mlp
+from support.cases import Fn, mlp
 from support.recorder import Repeated
 from support.reference import error
 from support.steps import Spy, edit, lm, parts_of, problem, state, theta, unharmed
@@ -267,15 +267,13 @@ def test_the_averaged_loss_has_it():
     assert step.averaged_loss == pytest.approx(expected, rel=1e-12)
 
 
-class Idle(nn.Module):
+def idle(norm: bool) -> nn.Module:
     """A parameter that the outputs do not depend on; with a norm it is added, and taken out again, up to rounding."""
 
-    def __init__(self, norm: bool) -> None:
-        super().__init__()
-        self.inner, self.idle, self.norm = nn.Linear(2, 3), nn.Parameter(torch.ones(4)), norm
+    def f(x: Tensor, inner: nn.Module, idle: Tensor) -> Tensor:
+        return nn.functional.layer_norm(inner(x) + idle[:1], (3,)) if norm else inner(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.layer_norm(self.inner(x) + self.idle[:1], (3,)) if self.norm else self.inner(x)
+    return Fn(f, nn.Linear(2, 3), nn.Parameter(torch.ones(4)))
 
 
 INERT = [mq.Dense(), mq.Gram(), EXACT, mq.Hessian(), mq.Kronecker(), mq.EKFAC(), mq.Auto()]
@@ -286,7 +284,7 @@ INERT = [mq.Dense(), mq.Gram(), EXACT, mq.Hessian(), mq.Kronecker(), mq.EKFAC(),
 )
 def test_parameters_without_influence_decay(curvature, norm):
     """d = −wθ/(w + λ), whatever the data say."""
-    model = Idle(norm)
+    model = idle(norm)
     opt = lm(model, weight_decay=W, curvature=curvature, schedule=mq.Constant(0.1))
     opt.step(torch.randn(6, 2), torch.randn(6, 3))
     assert error(model.idle, torch.full((4,), 0.1 / (W + 0.1))) < 1e-6
