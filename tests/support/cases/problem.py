@@ -29,7 +29,8 @@ class Fn(nn.Module):
 
     def __init__(self, function: Callable[..., Tensor], *parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
-        self.function, self.names = function, list(signature(function).parameters)[-len(parts) :]
+        names = list(signature(function).parameters)
+        self.function, self.names = function, names[len(names) - len(parts) :]
         for name, part in zip(self.names, parts, strict=True):
             setattr(self, name, part)
 
