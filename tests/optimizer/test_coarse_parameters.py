@@ -95,6 +95,16 @@ def test_steps_below_the_spacing_of_the_parameters_add_up():
     assert lost.norm() < 0.5 * moved.norm()
 
 
+def test_weights_that_are_rounded_to_what_they_were_go_on():
+    """As θ does, of which they are the rounding: in time they follow."""
+    model, _, small, _, y = rounded("mlp", torch.bfloat16)
+    opt, before = mq.LM(model, "mse", radius=1e-6, line_search=None, acceptance=mq.Decrease()), theta(model)
+    step = opt.step(small, y)
+    assert (step.rule, step.new_loss) == ("decrease", step.loss)
+    assert torch.equal(theta(model), before)
+    assert 0 < (state(opt)["master"] - before.float()).norm() < 2e-6
+
+
 class TwoPrecisions(nn.Module):
     """As a network in bfloat16 whose head is not."""
 

@@ -34,8 +34,12 @@ class Fn(nn.Module):
         for name, part in zip(self.names, parts, strict=True):
             setattr(self, name, part)
 
+    @property
+    def parts(self) -> list[Any]:
+        return [getattr(self, name) for name in self.names]
+
     def forward(self, *inputs: Any) -> Tensor:
-        return self.function(*inputs, *(getattr(self, name) for name in self.names))
+        return self.function(*inputs, *self.parts)
 
 
 def regression(model: nn.Module, x: Any, *outputs: int, weighted: bool = False) -> Problem:
