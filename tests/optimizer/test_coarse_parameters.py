@@ -101,7 +101,7 @@ def test_weights_that_are_rounded_to_what_they_were_go_on():
     opt, before = mq.LM(model, "mse", radius=1e-6, line_search=None, acceptance=mq.Decrease()), theta(model)
     step = opt.step(small, y)
     assert (step.rule, step.new_loss) == ("decrease", step.loss)
-    assert torch.equal(theta(model), before)
+    assert bool((theta(model) == before)[before != 0].all())
     assert 0 < (state(opt)["master"] - before.float()).norm() < 2e-6
 
 
