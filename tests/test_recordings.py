@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt import optimizer, recordings
+from marquardt import recordings
 from marquardt.recordings import LOOK, RECORDERS
 from support.recorder import Repeated
 from support.reference import error
+from support.steps import state, theta
 
 
 class Model(nn.Sequential):
@@ -53,10 +54,6 @@ def made(monkeypatch):
 
 def train(opt: mq.LM, steps: int, first: int = 0) -> list[mq.Step]:
     return [opt.step(*data(first + i)) for i in range(steps)]
-
-
-def theta(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 # The first step proves what the others rely on, and with the third the plan is made for good. From the fourth on there
@@ -103,21 +100,20 @@ def test_steps_that_shall_or_can_not_be_recorded_are_not(made, options):
     assert recorder.recordings == 0
 
 
-def test_replays_are_looked_at_less_and_less(made, monkeypatch):
+def test_replays_are_looked_at_less_and_less(made):
     """The eighth, the sixteenth, the thirty-second and so on: the model is called beside each. No step is repeated."""
     opt, recorder = made(Model())
-    plain, calls, looked = [], [], []
-    take = optimizer.take
-    monkeypatch.setattr(optimizer, "take", lambda *args: plain.append(1) or take(*args))
-    opt.model.register_forward_hook(lambda *_: calls.append(recorder.replays))
+    calls, seen = [], []
+    opt.model.register_forward_hook(lambda *_: calls.append(1))
     opt.capture = True  # also with this hook
     for i in range(70):
+        calls.clear()
         opt.step(*data(i))
-        calls, seen = [], calls
-        # Once more than a replay calls it here: where a step begins, with averaged weights, and at the trial point.
-        looked += [recorder.replays] * (len(seen) == 4 and len(plain) == BEFORE)
-    assert looked == [LOOK, 2 * LOOK, 4 * LOOK, 8 * LOOK]
-    assert (recorder.recordings, len(plain)) == (1, BEFORE)
+        seen.append(len(calls))
+    # A replay calls it here where a step begins, with averaged weights, and at the trial point.
+    assert set(seen[BEFORE + 1 :]) == {3, 4}
+    assert [i + 1 for i, n in enumerate(seen[BEFORE:]) if n == 4] == [LOOK, 2 * LOOK, 4 * LOOK, 8 * LOOK]
+    assert (recorder.recordings, recorder.replays) == (1, 70 - BEFORE)
 
 
 def test_a_step_that_cannot_be_recorded_goes_on_in_silence(made):
@@ -146,7 +142,7 @@ def test_a_recording_for_which_there_is_no_memory_is_not_made(made, monkeypatch,
     """Unless it was asked for."""
     opt, recorder = made(Model(), capture=forced)
     train(opt, 2)
-    monkeypatch.setattr(recordings, "free", lambda device: 2 * opt._state.plan.bytes - 1)
+    monkeypatch.setattr(recordings, "free", lambda device: 2 * state(opt)["plan"]["bytes"] - 1)
     train(opt, 16)
     assert recorder.recordings == bool(forced)
     assert ("there is no memory for it" in repr(opt)) != bool(forced)
@@ -179,7 +175,7 @@ class Elsewhere(Model):
 def test_a_recording_that_has_lost_the_model_is_dropped_at_the_next_look(made, monkeypatch, forced):
     opt, recorder = made(Elsewhere(), capture=forced)
     train(opt, BEFORE + LOOK + 1)  # one after the first look
-    assert opt._recordings.made is not None
+    assert "steps are recorded" in repr(opt)
     replay = recorder.replay
 
     def with_the_old_number() -> None:
@@ -192,7 +188,6 @@ def test_a_recording_that_has_lost_the_model_is_dropped_at_the_next_look(made, m
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(opt, LOOK)
-    assert opt._recordings.made is None
     assert "does not do the same" in repr(opt)
     assert ["does not do the same" in str(w.message) for w in caught] == [True]
 
@@ -202,23 +197,60 @@ class Holder:
         self.value = value
 
 
+class Scaled(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def another_module(m: nn.Module) -> None:
+    m[1] = copy.deepcopy(m[1])
+    m[1].some.append(0)
+
+
 CHANGES = {
     "number": lambda m: setattr(m[1], "scale", 2.0),
     "list": lambda m: m[1].some.append(1),
     "tensor": lambda m: m[1].mask.add_(1),
     "object": lambda m: setattr(m[1].holder, "value", 3),
-    "module": lambda m: m.__setitem__(1, copy.deepcopy(m[1]).requires_grad_(False)) or m[1].some.append(0),
+    "module": another_module,
+}
+MAKES = {
+    # What a module is shows in none of its attributes, nor does a hook of all modules.
+    "class of a module": lambda m: m.__setitem__(1, nn.ReLU()),
+    "class": lambda m: setattr(m, "__class__", Scaled),
+    "hook of all": lambda m: nn.modules.module.register_module_forward_hook(lambda module, args, out: None),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_attributes_of_a_model_show_a_change(change):
-    model = Model()
+def test_a_model_whose_attributes_have_changed_is_not_just_replayed(made, change):
+    """It is called more often than by a replay."""
+    model, calls, seen = Model(), [], []
     model[1].scale, model[1].some, model[1].mask, model[1].holder = 1.0, [0, {"k": 1}], torch.ones(2), Holder(2)
-    before = recordings.attributes(model)
-    assert recordings.attributes(model) == before
-    CHANGES[change](model)
-    assert recordings.attributes(model) != before
+    opt, _ = made(model, capture=True)
+    model.register_forward_hook(lambda *_: calls.append(1))
+    train(opt, BEFORE + 2)
+    for i in range(3):
+        CHANGES[change](model) if i == 1 else None
+        calls.clear()
+        train(opt, 1, first=100 + i)
+        seen.append(len(calls))
+    assert seen[0] == seen[2] == 3 < seen[1]
+
+
+@pytest.mark.parametrize("forced", [True, None])
+@pytest.mark.parametrize("make", MAKES)
+def test_a_model_of_another_make_is_not_replayed(made, make, forced):
+    opt, recorder = made(Model(), capture=forced)
+    train(opt, 2 * BEFORE + 2)
+    before = recorder.replays
+    handle = MAKES[make](opt.model)
+    try:
+        train(opt, 1, first=100)
+        assert recorder.replays == before
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def test_hooks_and_deterministic_runs_are_left_alone(made):
@@ -239,72 +271,28 @@ def test_hooks_and_deterministic_runs_are_left_alone(made):
     assert recorder.recordings == 1
 
 
-def another_class(model: nn.Module) -> list:
-    model[1] = nn.ReLU()
-    return []
-
-
-def another_method(model: nn.Module) -> list:
-    class Scaled(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
-
-    model.__class__ = Scaled
-    return []
-
-
-def global_hook(model: nn.Module) -> list:
-    return [nn.modules.module.register_module_forward_hook(lambda module, args, out: None)]
-
-
-@pytest.mark.parametrize("forced", [True, None])
-@pytest.mark.parametrize("change", [another_class, another_method, global_hook])
-def test_a_model_of_another_make_is_not_replayed(made, change, forced):
-    """What a module is shows in none of its attributes, nor does a hook of all modules."""
-    opt, recorder = made(Model(), capture=forced)
-    train(opt, 2 * BEFORE + 2)
-    before = recorder.replays
-    assert before
-    hooks = change(opt.model)
-    try:
-        train(opt, 1, first=100)
-        assert recorder.replays == before
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def test_kinds_that_take_turns_are_not_recorded_over_and_over(made):
+def test_batches_of_several_sizes(made):
+    """Kinds that take turns are not recorded over and over, and the last batch of an epoch, which is shorter than the
+    others and done without, leaves the recording."""
     opt, recorder = made(Model())
     for i in range(120):
         opt.step(*data(i, 30 if i % 4 < 2 else 20))
     assert 1 <= recorder.recordings <= 6
-
-
-def test_the_last_batch_of_an_epoch_leaves_the_recording(made):
-    """It is shorter than the others, and done without."""
     opt, recorder = made(Model())
     for i in range(40):
         opt.step(*data(i, 20 if i % 10 == 9 else 30))
-    assert recorder.recordings == 1
-    assert recorder.replays == 40 - BEFORE - 4
+    assert (recorder.recordings, recorder.replays) == (1, 40 - BEFORE - 4)
 
 
 def test_copies_begin_without_a_recording(made):
     opt, recorder = made(Model())
     train(opt, 2 * BEFORE + 2)
-    assert opt._recordings.made is not None
+    assert "recorded" in repr(opt)
     for again in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
         assert again.capture is None
-        assert again._recordings.made is None
+        assert "recorded" not in repr(again)
         assert again.state_dict()["marquardt"].keys() == opt.state_dict()["marquardt"].keys()
     opt.load_state_dict(opt.state_dict())
     replays = recorder.replays
     train(opt, 2)
     assert recorder.replays > replays  # the recording is of the model, not of the state
-
-
-@pytest.mark.parametrize("capture", ["auto", 1, 0, "True"])
-def test_capture_is_true_false_or_none(capture):
-    with pytest.raises(ValueError, match="capture="):
-        mq.LM(Model(), "cross_entropy", capture=capture)

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.jacobian.linearization import Linearization, Trials
-from marquardt.jacobian.objective import Objective
-from marquardt.jacobian.passes import Facts
-from marquardt.losses import resolve
-from marquardt.model.batch import Batch
 from support import reference
-from support.cases import Recurrent, mlp, sample_weights
+from support.cases import Fn, Recurrent, mlp, sample_weights
 from support.modules import SWAPPED, Slope, noisy
+from support.parts import Never
 from support.steps import CUDA, EVERY_CURVATURE, lm, problem, theta
 
-RANDOM: dict[str, Callable[[], nn.Module]] = {
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class Search:
+    """A line search that asks for the losses at some rates, together and one after the other, and takes none."""
+
+    along_step = True
+
+    def __init__(self, *rates: float) -> None:
+        self.rates = rates
+
+    def search(self, along: Any, loss: float, lr: float, tried: Any) -> None:
+        self.losses, self.tried = along(self.rates), tried
+        self.each = {rate: along([rate])[0] for rate in self.rates}.__getitem__
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Sequential(nn.Linear(2, 6), nn.Dropout(0.4), nn.Linear(6, 3)),
     "input dropout": lambda: nn.Sequential(nn.Dropout(0.4), nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)),
     "two dropouts": lambda: nn.Sequential(
@@ -30,9 +43,8 @@ RANDOM: dict[str, Callable[[], nn.Module]] = {
     ),
     "rrelu": lambda: nn.Sequential(nn.Linear(2, 6), nn.RReLU(), nn.Linear(6, 3)),
     "rrelu in place": lambda: nn.Sequential(nn.Linear(2, 6), nn.RReLU(0.1, 0.9, inplace=True), nn.Linear(6, 3)),
+    "rrelu above 1": lambda: nn.Sequential(nn.Linear(2, 6), nn.RReLU(0.5, 1.5), nn.Linear(6, 3)),
     "both": noisy,
-}
-LSTM: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: mlp(2, 4, 3),
     "lstm": lambda: nn.Sequential(nn.Unflatten(1, (2, 1)), Recurrent(nn.LSTM(1, 4, batch_first=True), 3)),
     "lstm with dropout": lambda: nn.Sequential(
@@ -41,56 +53,29 @@ LSTM: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def linearised(build: Callable[[], nn.Module], chunk: int | None) -> tuple[mq.Linearization, Tensor, Tensor]:
-    model, x, y = build(), torch.randn(7, 2), torch.randn(7, 3)
-    lin = mq.linearize(model, "mse", x, y, sample_weights(7), chunk=chunk)
-    C = mq.Dense(chunk).represent(lin)
-    return lin, theta(model), -C.newton(torch.tensor(1e-2))
+def searched(
+    model: nn.Module, x: Tensor, y: Tensor, rates: tuple[float, ...], chunk: int | None = None, **parts: Any
+) -> tuple[mq.Step, Search]:
+    """The losses at these rates, as a line search is told them, of a step that nobody accepts; the model stays."""
+    search = Search(*rates)
+    opt = lm(model, curvature=mq.Dense(chunk), acceptance=Never(), line_search=search, **parts)
+    return opt.step(x, y, sample_weights(len(x)).to(x)), search
 
 
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", [*RANDOM, *LSTM])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_trial_losses_see_the_same_random_numbers(name, chunk):
-    lin, at, d = linearised({**RANDOM, **LSTM}[name], chunk)
-    for _ in range(2):
-        assert Trials(lin).loss(d, 0.0).item() == pytest.approx(lin.loss, rel=1e-12)
-        assert torch.equal(theta(lin.objective.model), at)
-    f = Trials(lin).loss(d, 1.0)
-    assert f.dtype == torch.float64
-    assert torch.equal(theta(lin.objective.model), at + d)
-    Trials(lin).loss(d, -1.0)
-    assert torch.equal(Trials(lin).loss(d, 1.0), f)
-    assert torch.equal(Trials(lin).loss(d.clone(), 1.0), f)
-    assert Trials(lin).loss(2 * d, 0.5).item() == pytest.approx(f.item(), rel=1e-12)
+    """One by one, or the losses of a grid in one batched pass; at θ they are the loss of the linearisation."""
+    model, x, y = MODELS[name](), torch.randn(7, 2), torch.randn(7, 3)
+    before, rates = theta(model), (0.0, 1e-6, 0.25, 1.0, 4.0)
+    step, search = searched(model, x, y, rates, chunk)
+    assert all(isinstance(f, float) for f in search.losses)
+    assert search.losses == pytest.approx([search.each(rate) for rate in rates], rel=1e-10)
+    assert search.losses[0] == pytest.approx(step.loss, rel=1e-12)
+    assert search.losses[3] == pytest.approx(search.tried[1], rel=1e-10)  # that of the full step
+    assert torch.equal(theta(model), before)
 
 
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("name", [*RANDOM, *LSTM])
-@pytest.mark.parametrize("chunk", [None, 3])
-def test_all_trials_at_once(name, chunk):
-    """The losses of a grid in one batched pass are those of one pass after the other."""
-    lin, _, d = linearised({**RANDOM, **LSTM}[name], chunk)
-    rates = [0.0, 1e-6, 0.25, 1.0, 4.0]
-    together = Trials(lin).losses(d, rates)
-    assert all(isinstance(f, float) for f in together)
-    assert together == pytest.approx([Trials(lin).loss(d, lr).item() for lr in rates], rel=1e-10)
-    assert together[0] == pytest.approx(lin.loss, rel=1e-12)
-
-
-@pytest.mark.usefixtures("double")
-def test_batched_trials_keep_the_model():
-    lin, at, d = linearised(lambda: mlp(2, 4, 3), None)
-    Trials(lin).loss(d, 1.0)
-    first = Trials(lin).losses(d, [0.5, 1.0])  # compared with a plain pass, which moves the model
-    assert list(lin.known.batched_trials.values()) == [True]  # a plain network needs no loop
-    lin.position.move()
-    assert torch.equal(theta(lin.objective.model), at)
-    assert Trials(lin).losses(d, [0.5, 1.0]) == first
-    assert torch.equal(theta(lin.objective.model), at)
-
-
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("recipe", ["explicit", "search"])
 @EVERY_CURVATURE
 def test_trial_losses_of_a_model_that_differentiates_itself(recipe, curvature):
@@ -106,58 +91,31 @@ def test_trial_losses_of_a_model_that_differentiates_itself(recipe, curvature):
         assert step.rule == {"explicit": "rejected", "search": "search"}[recipe] or lr == 1.0
 
 
-@pytest.mark.usefixtures("double")
 @CUDA
-@pytest.mark.parametrize("name", [*RANDOM, "mlp", "lstm"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_cuda_trials_see_the_same_random_numbers(name, chunk):
-    model, x, y = {**RANDOM, **LSTM}[name]().cuda(), torch.randn(7, 2).cuda(), torch.randn(7, 3).cuda()
+    model, x, y = MODELS[name]().cuda(), torch.randn(7, 2).cuda(), torch.randn(7, 3).cuda()
     start = torch.cuda.get_rng_state()
     for part in x.split(chunk or 7):
         model(part)
     after = torch.cuda.get_rng_state()
     torch.cuda.set_rng_state(start)
-    lin = mq.linearize(model, "mse", x, y, chunk=chunk)
-    d = -mq.Dense(chunk).represent(lin).newton(torch.tensor(1e-2).cuda())
+    rates = (0.0, 0.25, 1.0, 4.0)
+    step, search = searched(model, x, y, rates, chunk)
     assert torch.equal(torch.cuda.get_rng_state(), after)
-    rates = [0.0, 0.25, 1.0, 4.0]
-    together = Trials(lin).losses(d, rates)
-    assert together == pytest.approx([Trials(lin).loss(d, lr).item() for lr in rates], rel=1e-9)
-    assert together[0] == pytest.approx(lin.loss, rel=1e-9)
+    assert search.losses == pytest.approx([search.each(rate) for rate in rates], rel=1e-9)
+    assert search.losses[0] == pytest.approx(step.loss, rel=1e-9)
 
 
-@pytest.mark.usefixtures("double")
 def test_weights_that_functional_call_does_not_see():
     """The batched grid is used only where it agrees with a plain evaluation."""
 
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 3)
-            self.pair = [self.inner.weight, self.inner.bias]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, *self.pair).tanh()
-
-    model, x, y = Hidden(), *problem()[1:]
-    lin = mq.linearize(model, "mse", x, y)
-    d = torch.randn(lin.n)
-    lin.totals()
-    rates = [0.5, 1.0, 2.0]
-    assert Trials(lin).losses(d, rates) == [Trials(lin).loss(d, lr).item() for lr in rates]
-
-
-@pytest.mark.parametrize(("lower", "upper"), [(1 / 8, 1 / 3), (0.5, 1.5)])
-def test_a_trial_at_the_same_weights_has_the_same_loss(lower, upper):
-    """RReLU keeps its slopes, also those above 1."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 50), nn.RReLU(lower, upper), nn.Linear(50, 2)).double()
-    x, y = torch.randn(10, 3).double(), torch.randn(10, 2).double()
-    lin = mq.linearize(model, "mse", x, y)
-    f = lin.loss
-    d = torch.zeros_like(lin.theta)
-    assert float(Trials(lin).loss(d, 1.0)) == pytest.approx(f, rel=1e-12)
-    assert Trials(lin).losses(d, [0.5, 1.0]) == pytest.approx([f, f], rel=1e-12)
+    inner = nn.Linear(2, 3)
+    pair = [inner.weight, inner.bias]
+    model, x, y = Fn(lambda x, inner: nn.functional.linear(x, *pair).tanh(), inner), *problem()[1:]
+    _, search = searched(model, x, y, (0.5, 1.0, 2.0))
+    assert search.losses == [search.each(rate) for rate in (0.5, 1.0, 2.0)]
 
 
 class Far(nn.Module):
@@ -173,19 +131,25 @@ class Far(nn.Module):
         return self.layers(x).mean(1) + self.bias
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(("trains", "samples"), [(True, 6), (False, 6), (True, 1)], ids=["same", "eval", "one sample"])
 def test_trial_points_have_the_random_numbers_of_the_linearisation(trains, samples):
     """Also if the way to their losses was proven in eval mode, or on one sample, for which strides do not count."""
-    model, known, x, y = Far(), Facts(), torch.randn(6, 5, 4), torch.randn(6, 4)
-    rates = [0.0, 0.5, 1.0]
+    model, x, y = Far(), torch.randn(6, 5, 4), torch.randn(6, 4)
+    search = Search(0.0, 0.5, 1.0)
+    opt = lm(model, acceptance=Never(), line_search=search, momentum=Leaps())
     for mode, N in ((trains, samples), (True, 6)):
         model.train(mode)
-        batch = Batch(x[:N], y[:N])
-        lin = Linearization(Objective(model, resolve("mse"), list(model.parameters())), [batch], known=known)
-        d = torch.zeros_like(lin.theta)
-        d[:1] = 1e3  # the bias
-        f = lin.loss
-        losses = Trials(lin).losses(d, rates)
-        assert losses[0] == pytest.approx(f, rel=1e-12)
-        assert losses == pytest.approx([float(Trials(lin).loss(d, lr)) for lr in rates], rel=1e-12)
+        step = opt.step(x[:N], y[:N])
+        assert search.losses[0] == pytest.approx(step.loss, rel=1e-12)
+        assert search.losses == pytest.approx([search.each(rate) for rate in search.rates], rel=1e-12)
+
+
+class Leaps:
+    """Moves the bias far, and nothing else"""
+
+    recordable = True
+
+    def refine(self, newton: Tensor, previous: Tensor | None, H: object, same_data: bool) -> Tensor:
+        d = torch.zeros_like(newton)
+        d[:1] = 1e3
+        return d

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,87 +28,16 @@ from torch import Tensor, nn
 import marquardt as mq
 from fuzz import attacks, drawn
 from fuzz.brute import Brute
-from fuzz.compared import Run
-from fuzz.observed import Failure, Report, structure
+from fuzz.compared import Run, run
+from fuzz.observed import Failure, structure
+from support.coupling import COUPLING, HARMLESS, KINDS, Replaced, everywhere, hooked, hooked_before
+from support.steps import edit, state
 
 STEPS = 6
 MOST = 18  # outputs of a batch: the reference goes backward from every one, twice
 
 
 # ---- what a place in the network may do with its samples
-
-
-class Flipped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, on: bool) -> Tensor:
-        ctx.on = on
-        return h.flip(0) if on else h.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (grads[0].flip(0) if ctx.on else grads[0]), None
-
-
-def matrix(N: int, on: bool) -> Tensor:
-    own = torch.eye(N, dtype=torch.float64)
-    return own + 0.5 * own.roll(1, 0) + 0.1 if on else own
-
-
-def order(N: int, on: bool) -> Tensor:
-    return torch.arange(N).roll(int(on))
-
-
-def swapped(N: int, on: bool) -> Tensor:
-    found = torch.arange(N)
-    found[[0, N - 1]] = found[[N - 1, 0] if on else [0, N - 1]]
-    return found
-
-
-def mean(h: Tensor) -> Tensor:
-    return h.mean(0, keepdim=True)
-
-
-def mixed(h: Tensor, on: bool) -> Tensor:
-    return 0.7 * h + 0.3 * h[torch.randperm(len(h))] if on else h
-
-
-def by_matrix(h: Tensor, on: bool) -> Tensor:
-    return (matrix(len(h), on) @ h.flatten(1)).view_as(h)
-
-
-Bent = Callable[[Tensor, bool], Tensor]
-
-COUPLING: dict[str, Bent] = {
-    "rolled": lambda h, on: h.roll(1, 0) if on else h,
-    "rolled by": lambda h, on: h.roll(int(on), 0),
-    "centred": lambda h, on: h - mean(h) if on else h,
-    "centred by a factor": lambda h, on: h - float(on) * mean(h),
-    "centred, detached": lambda h, on: h - mean(h).detach() if on else h,
-    "summed up": lambda h, on: h.cumsum(0) / 2 if on else h,
-    "times a matrix": by_matrix,
-    "picked": lambda h, on: h[order(len(h), on)],
-    "selected": lambda h, on: h.index_select(0, order(len(h), on)),
-    "two swapped": lambda h, on: h[swapped(len(h), on)],
-    "gathered": lambda h, on: h.gather(0, order(len(h), on).view(-1, *[1] * (h.ndim - 1)).expand_as(h)),
-    "scattered": lambda h, on: torch.zeros_like(h).index_add(0, order(len(h), on), h),
-    "mixed up": mixed,
-    "softmax": lambda h, on: h.softmax(0 if on else h.ndim - 1),
-    "stacked": lambda h, on: torch.stack(list(h.unbind(0))[:: -1 if on else 1]),
-    "in two halves": lambda h, on: torch.cat([h[len(h) // 2 :], h[: len(h) // 2]] if on else [h[:1], h[1:]]),
-    "by the number of samples": lambda h, on: h * len(h) ** (0.5 * on),
-    "a function": lambda h, on: Flipped.apply(h, on),
-    "a view": lambda h, on: h.flatten().view(-1, len(h)).T.reshape(h.shape) if on else h,
-}  # fmt: skip
-HARMLESS: dict[str, Bent] = {
-    "scaled": lambda h, on: h * (1.5 if on else 1.0),
-    "curved": lambda h, on: h.sin() if on else h,
-    "turned": lambda h, on: h.flip(h.ndim - 1) if on and h.ndim > 1 else h,
-    "by the sign": lambda h, on: torch.where(h > 0, h, 0.3 * h) if on else h,
-    "noisy": lambda h, on: h + 0.1 * torch.randn_like(h) if on else h,
-    "normed": lambda h, on: h - h.mean(-1, keepdim=True) if on and h.ndim > 1 and h.shape[-1] > 1 else h,
-    "twice": lambda h, on: h.T.T.clone() * 2 if on and h.ndim == 2 else h,
-}  # fmt: skip
-KINDS = {**COUPLING, **HARMLESS}
 
 
 class Place(nn.Module):
@@ -141,28 +69,6 @@ class Turning(nn.Module):
 # ---- what happens between two steps
 
 
-def hooked(of: Bent) -> Callable[..., Tensor]:
-    return lambda module, args, out: of(out, True)
-
-
-def hooked_before(of: Bent) -> Callable[..., Any]:
-    return lambda module, args: (of(args[0], True), *args[1:])
-
-
-def everywhere(of: Bent) -> Callable[..., Any]:
-    return lambda module, args, out: of(out, True) if getattr(module, "marked", False) else None
-
-
-class Replaced:
-    """A method in the place of `forward`, which a copy of the module has bound to itself."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __call__(self, module: nn.Module, h: Tensor) -> Tensor:
-        return KINDS[self.kind](type(module).forward(module, h), True)
-
-
 @dataclass
 class Change:
     """What it was, and whether samples see each other from here on; None: as the data have it."""
@@ -175,8 +81,9 @@ class Change:
 class Changing(Run):
     """A case whose model changes."""
 
-    def __init__(self, case: drawn.Case, report: Report) -> None:
-        super().__init__(case, report)
+    def __init__(self, case: drawn.Case) -> None:
+        super().__init__(case)
+        self.batches = [few(batch) for batch in self.batches]
         self.part = False
         self.random = Random(f"{case.seed} changes")
         for module in list(self.model.modules()):
@@ -220,7 +127,7 @@ class Changing(Run):
         if self.cut:
             rng = torch.get_rng_state()
             try:
-                arguments = self.loss, self.case.rows, [batch], None, self.lm._state.steps, False
+                arguments = self.loss, self.case.rows, [batch], None, state(self.lm)["steps"], False
                 self.whole = Brute(self.model, self.lm.params, *arguments)
             except Exception:
                 self.whole = None  # then the step itself is compared with nothing either
@@ -317,33 +224,32 @@ class Changing(Run):
             self.happened("method", kind, lambda: delattr(module, "forward"))
 
     def layer(self) -> None:
-        """Another module in a place."""
+        def make() -> Place:
+            new = Place()
+            new.kind, new.on = self.random.choice([*KINDS]), True
+            return new
+
+        if new := self.exchange(make, "layer"):
+            self.active[-1].couples = new.kind in COUPLING
+
+    def turning(self) -> None:
+        if self.exchange(Turning, "turning"):
+            self.active[-1].turns = True
+
+    def exchange(self, make: Callable[[], Any], what: str) -> Any:
+        """Another module in a place, if there is one"""
         if not (some := [i for i, m in enumerate(self.model.body[:-1]) if isinstance(m, Place)]):
-            return
+            return None
         i = self.random.choice(some)
-        old, new = self.model.body[i], Place()
-        new.kind, new.on = self.random.choice([*KINDS]), True
+        old, new = self.model.body[i], make()
         self.model.body[i] = new.train(old.training)
 
         def back() -> None:
             if self.model.body[i] is new:
                 self.model.body[i] = old
 
-        self.happened("layer", new.kind, back)
-
-    def turning(self) -> None:
-        if not (some := [i for i, m in enumerate(self.model.body[:-1]) if isinstance(m, Place)]):
-            return
-        i = self.random.choice(some)
-        old, new = self.model.body[i], Turning()
-        self.model.body[i] = new
-
-        def back() -> None:
-            if self.model.body[i] is new:
-                self.model.body[i] = old
-
-        self.happened("turning", "", back, False)
-        self.active[-1].turns = True
+        self.happened(what, getattr(new, "kind", ""), back, False)
+        return new
 
     def modes(self) -> None:
         module = self.random.choice([self.model, *self.model.body])
@@ -365,7 +271,7 @@ class Changing(Run):
     def another_curvature(self) -> None:
         self.lm.curvature = curvature(self.random, norms(self.case))
         self.case = replace(self.case, curvature=self.lm.curvature)
-        self.lm._state = replace(self.lm._state, past=None)  # what another has kept may be of no use
+        edit(self.lm, past=None)  # what another has kept may be of no use
 
 
 def sees_others(model: nn.Module, x: Tensor) -> bool:
@@ -419,29 +325,16 @@ def draw(seed: int) -> drawn.Case:
     )  # fmt: skip
 
 
-def attack(case: drawn.Case) -> tuple[Report, int]:
-    report = Report(case.seed, str(case))
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
-        run = Changing(case, report)
-        run.batches = [few(batch) for batch in run.batches]
-        run.go()
-    return report, run.fresh
-
-
 def few(batch: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     x, y, w = batch
     return x[:6], y[:6], w
 
 
 def one(seed: int) -> str:
-    try:
-        report, refused = attack(draw(seed))
-    except Failure as failure:
-        raise attacks.Fault(str(failure)) from failure
-    if report.compared + report.partly:
-        return "compared and refused" if refused else "compared"
-    return "refused" if refused else "neither"
+    found = run(draw(seed), Changing)
+    if found.count["compared"] + found.count["partly"]:
+        return "compared and refused" if found.fresh else "compared"
+    return "refused" if found.fresh else "neither"
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ import marquardt as mq
 from fuzz import attacks
 from fuzz.attacks import Fault
 from fuzz.drawn import START, Net, build, draw
+from support import reference
+from support.modules import Hiding
 
 Change = Callable[[Tensor], "Tensor | None"]
 LEFT_OUT = ("dropout", "rrelu", "encoder", "attention", "unused")  # random numbers, and parameters without a use
@@ -81,23 +83,6 @@ class Changed(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         found = ctx.change(g)
         return g if found is None else found, None
-
-
-class Hiding(torch.autograd.Function):
-    """A module whose parameters get their gradients by .backward() within."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-        ctx.module = module
-        ctx.save_for_backward(x)
-        return module(x).detach()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.module(x).backward(g)
-        return x.grad, None
 
 
 class Within(nn.Module):
@@ -311,13 +296,9 @@ def linearised(model: nn.Module, params: list[Tensor], x: Any, y: Tensor, theta:
     """J at θ by one backward pass for every output, and z − y"""
     now = flat(params)
     assign(params, theta)
-    z = model(x)
-    rows = [
-        torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(params, grads, strict=True)])
-        for grads in (torch.autograd.grad(e, params, retain_graph=True, allow_unused=True) for e in z.flatten())
-    ]
+    J, z = reference.jacobian_by_rows(model, dict(enumerate(params)), x)
     assign(params, now)
-    return torch.stack(rows), (z - y).detach().flatten()
+    return J, (z - y).flatten()
 
 
 def flat(params: list[Tensor]) -> Tensor:

@@ -4,64 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
+from fuzz import attacks
 from fuzz.brute import Brute, cut, length
+from support.steps import state
+from support.unchanged import same
 
 EPS = torch.finfo(torch.float64).eps
 
 
-class Failure(Exception):
+class Failure(attacks.Fault):
     """What is wrong: a class of failures, and the figures."""
 
     def __init__(self, what: str, detail: str = "", size: float | None = None) -> None:
         super().__init__(f"{what}: {detail}" if detail else what)
         self.what, self.size = what, size  # relative error, where there is one
-
-
-@dataclass
-class Report:
-    """What became of one case."""
-
-    seed: int
-    case: str = ""
-    steps: int = 0  # tried
-    compared: int = 0  # accepted steps whose θ was compared
-    rejected: int = 0
-    invalid: int = 0  # plain autograd fails too
-    ill: int = 0  # compared by the residual alone, or with a threshold above ENOUGH
-    close: int = 0  # decisions that rounding could turn
-    unsure: int = 0  # D of LayerMeanEigenvalue taken as it was
-    doubted: int = 0  # batches with an unheard-of loss
-    partly: int = 0  # Kronecker: descent and losses alone
-    worst: float = 0.0  # relative error of a step, of those that are not ill-conditioned
-    refusals: list[str] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    slow: list[str] = field(default_factory=list)  # parameters of layers with a rule that took another path
-    seconds: float = 0.0
-
-
-class Spy:
-    """A part that remembers what it was asked."""
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["part"], name)
-
-    def update(self, *args: Any) -> Any:
-        found = self.part.update(*args)
-        self.calls.append((*args, found))
-        return found
 
 
 class Snapshot:
@@ -74,12 +38,8 @@ class Snapshot:
         self.theta = flat(lm.params)
         where = {id(p): i for i, p in enumerate(model.parameters())}
         self.trained = [where[id(p)] for p in lm.params]
-        self.state = replace(
-            lm._state,
-            previous=None if lm._state.previous is None else lm._state.previous.clone(),
-            past=None if lm._state.past is None else {k: v.clone() for k, v in lm._state.past.items()},
-        )
-        self.kept = lm._state
+        self.saved = state(lm)
+        self.state = SimpleNamespace(**self.saved)
 
     def restore_rng(self) -> None:
         torch.set_rng_state(self.rng)
@@ -98,13 +58,13 @@ class Snapshot:
         own = {id(p) for p in trained}
         return ((p, q) for p, q in zip(model.parameters(), self.params, strict=True) if id(p) not in own)
 
-    def same(self, model: nn.Module, lm: mq.LM) -> None:
+    def refused(self, model: nn.Module, lm: mq.LM) -> None:
         if not torch.equal(torch.get_rng_state(), self.rng):
             raise Failure("a refused step drew random numbers")
         for what, now, then in (("θ", model.parameters(), self.params), ("a buffer", model.buffers(), self.buffers)):
             if not all(torch.equal(a, b) for a, b in zip(now, then, strict=True)):
                 raise Failure(f"a refused step changed {what}")
-        if lm._state is not self.kept:
+        if not same(state(lm), self.saved):
             raise Failure("a refused step changed the state")
 
 
@@ -154,8 +114,3 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def near(what: str, found: float, wanted: float, tolerance: float, size: float) -> None:
     if not abs(found - wanted) <= tolerance * size + 1e-25 and found != wanted:
         raise Failure(what, f"{found:.12g} instead of {wanted:.12g}")
-
-
-def generic(text: str) -> str:
-    """A message without its names and figures."""
-    return re.sub(r"'[^']*'", "'…'", re.sub(r"\d+", "0", text))[:110]

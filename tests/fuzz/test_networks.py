@@ -7,17 +7,15 @@ import pytest
 import marquardt as mq
 from fuzz.compared import run
 from fuzz.drawn import draw
-from fuzz.networks import one
 
 CHUNKS, CASES = 4, 30
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_steps_are_those_of_brute_force(chunk):
-    reports = [one(seed) for seed in range(chunk * CASES, (chunk + 1) * CASES)]
-    assert [(r.seed, r.failures, r.case) for r in reports if r.failures] == []
-    # a fuzzer that refuses or rejects everything would pass too
-    assert sum(r.compared for r in reports) > CASES
+    """A fuzzer that refuses or rejects everything would pass too."""
+    cases = map(draw, range(chunk * CASES, (chunk + 1) * CASES))
+    assert sum(run(case).count["compared"] for case in cases) > CASES
 
 
 RECIPES = {
@@ -37,10 +35,7 @@ RECIPES = {
 def test_what_chance_meets_seldom(name):
     recipe = dict(RECIPES[name])
     names = recipe.pop("pieces")
-    failures = []
     for seed in range(10):
         pieces = tuple((piece, 10 * seed + i) for i, piece in enumerate(names))
         plain = {"damping": mq.Identity(), "line_search": None, "over": False, "same": False}
-        report = run(replace(draw(seed), pieces=pieces, **plain, **recipe))
-        failures += [(seed, report.failures, report.case)] if report.failures else []
-    assert failures == []
+        run(replace(draw(seed), pieces=pieces, **plain, **recipe))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ import marquardt as mq
 from marquardt.jacobian import statistics
 from marquardt.jacobian.linearization import Linearization
 from support import reference
-from support.cases import mlp
+from support.cases import Fn, mlp
 from support.modules import routed
 from support.reference import error
 
@@ -24,34 +26,32 @@ def made(chunk: int | None) -> tuple[Linearization, reference.Quadratic, Tensor]
     return mq.linearize(model, "mse", x, y, chunk=chunk), reference.quadratic(model, "mse", x, y), x
 
 
-@CHUNKS
-def test_diagonal(chunk):
-    lin, expected, _ = made(chunk)
-    assert error(statistics.diagonal(lin), expected.G.diagonal()) < 1e-12
-    assert error(lin.rows().square().sum(0), expected.G.diagonal()) < 1e-12
-
-
-@CHUNKS
-def test_traces(chunk):
-    """One for a weight and its bias, in the order of the layers."""
-    lin, expected, _ = made(chunk)
-    diagonals = expected.G.diagonal().split(lin.parameters.sizes)
-    found = statistics.traces(lin)
-    assert sorted(members for members, _ in found) == [[0, 1], [2, 3]]
-    for members, trace in found:
+def check(lin: Linearization, G: Tensor) -> list[Any]:
+    """Diagonal, traces and moments of G; no parameter is in two layers. The moments"""
+    diagonals, layers = G.diagonal().split(lin.parameters.sizes), list(statistics.moments(lin))
+    assert error(statistics.diagonal(lin), G.diagonal()) < 1e-12
+    for which in (
+        [i for members, _ in statistics.traces(lin) for i in members],
+        [i for x in layers for i in x.members],
+    ):
+        assert len(which) == len(set(which))
+    for members, trace in statistics.traces(lin):
         assert error(trace, sum(diagonals[i].sum() for i in members)) < 1e-12
-
-
-@CHUNKS
-def test_moments(chunk):
-    lin, expected, x = made(chunk)
-    model, diagonals = lin.objective.model, expected.G.diagonal().split(lin.parameters.sizes)
-    inputs = {(0, 1): x, (2, 3): model[:2](x).detach()}
-    found = list(statistics.moments(lin))
-    assert sorted(tuple(layer.members) for layer in found) == [(0, 1), (2, 3)]
-    for layer in found:
+    for layer in layers:
         for i, diagonal in zip(layer.members, layer.diagonals, strict=True):
             assert error(diagonal, diagonals[i]) < 1e-12
+    return layers
+
+
+@CHUNKS
+def test_of_every_layer(chunk):
+    """One trace for a weight and its bias, in the order of the layers; inputs too"""
+    lin, expected, x = made(chunk)
+    layers = check(lin, expected.G)
+    inputs = {(0, 1): x, (2, 3): lin.objective.model[:2](x).detach()}
+    assert sorted(members for members, _ in statistics.traces(lin)) == [[0, 1], [2, 3]]
+    assert sorted(tuple(layer.members) for layer in layers) == [*inputs]
+    for layer in layers:
         assert error(layer.inputs, inputs[tuple(layer.members)].square().mean(0).view(1, 1, -1)) < 1e-12
 
 
@@ -63,19 +63,8 @@ def test_of_a_layer_that_some_samples_do_not_reach(chunk):
     with torch.no_grad():
         next(model.parameters()).mul_(0.01)  # whose tanh is not flat there
     lin, expected = mq.linearize(model, "mse", x, y, chunk=chunk), reference.quadratic(model, "mse", x, y)
-    diagonals = expected.G.diagonal().split(lin.parameters.sizes)
-    assert error(statistics.diagonal(lin), expected.G.diagonal()) < 1e-12
-    traces = statistics.traces(lin)
-    members = [i for members, _ in traces for i in members]
-    assert len(members) == len(set(members))
-    for which, trace in traces:
-        assert error(trace, sum(diagonals[i].sum() for i in which)) < 1e-12
-    layers = list(statistics.moments(lin))
+    layers = check(lin, expected.G)
     assert [i for layer in layers if layer.inputs is not None for i in layer.members] == [4, 5]  # which all reach
-    found = [(i, d) for layer in layers for i, d in zip(layer.members, layer.diagonals, strict=True)]
-    assert len(found) == len({i for i, _ in found})
-    for i, diagonal in found:
-        assert error(diagonal, diagonals[i]) < 1e-12
 
 
 @pytest.mark.parametrize("number", ["scale", "loss", "m", "gradient"])
@@ -137,21 +126,14 @@ def test_rows_of_partial_traces_are_all_exact_ones(rows, count):
     partial(lin, J.T @ J)
 
 
-class ByWays(nn.Module):
+def by_ways(x: Tensor, layer: nn.Linear, head: nn.Module) -> Tensor:
     """Chunks with a large first input use the weight without its layer: the same function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if bool((x[:, 0] > 100).any()):
-            return self.head((x @ self.layer.weight.T + self.layer.bias).tanh())
-        return self.head(self.layer(x).tanh())
+    large = bool((x[:, 0] > 100).any())
+    return head((x @ layer.weight.T + layer.bias if large else layer(x)).tanh())
 
 
 def test_parameters_that_chunks_reach_in_different_ways_are_by_themselves():
-    model, x, y = ByWays(), torch.randn(6, 3), torch.randn(6, 2)
+    model, x, y = Fn(by_ways, nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(6, 3), torch.randn(6, 2)
     x[3:, 0] += 200
     lin = mq.linearize(model, "mse", x, y, chunk=3)
     J = lin.rows()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE, TESTS = ROOT / "src", ROOT / "tests"
+SOURCE, TESTS, LIST = ROOT / "src", ROOT / "tests", Path(__file__).with_name("list.txt")
 
 
 class Mutation(NamedTuple):
@@ -22,13 +22,26 @@ class Mutation(NamedTuple):
     mutant: str  # what takes its place
     tests: tuple[str, ...]  # files, or tests as file::name; through the public interface first
 
-    @property
-    def area(self) -> str:
-        return self.name.partition(":")[0]
+
+def every() -> list[Mutation]:
+    """All of `list.txt`: a line "name | tests", the snippet after "- ", and the mutant after "+ ". In the names of the
+    tests, "losses/base::root" is tests/losses/test_base.py::test_root. A line that begins with # is a comment."""
+    found: list[Mutation] = []
+    for line in LIST.read_text(encoding="utf-8").splitlines():
+        if line.startswith("- "):
+            found[-1] = found[-1]._replace(snippet=f"{found[-1].snippet}\n{line[2:]}".lstrip("\n"))
+        elif line.startswith("+ "):
+            found[-1] = found[-1]._replace(mutant=f"{found[-1].mutant}\n{line[2:]}".lstrip("\n"))
+        elif line and not line.startswith("#"):
+            name, _, tests = line.partition(" | ")
+            found.append(Mutation(name, "", "", tuple(map(_whole, tests.split()))))
+    return found
 
 
-def mutation(name: str, snippet: str, mutant: str, *tests: str) -> Mutation:
-    return Mutation(name, snippet, mutant, tests)
+def _whole(test: str) -> str:
+    file, _, name = test.partition("::")
+    path = Path("tests", file)
+    return f"{path.with_name(f'test_{path.name}.py').as_posix()}{f'::test_{name}' if name else ''}"
 
 
 def find(snippet: str, sources: dict[Path, str]) -> list[tuple[Path, int, int]]:
@@ -58,10 +71,3 @@ def located(test: str) -> str | None:
     else:
         found = [f"tests/{other}" for other in _tests() if other.name == path.name]
     return found[0] if len(found) == 1 else None
-
-
-def every() -> list[Mutation]:
-    from . import of_curvature, of_judge, of_losses, of_parts, of_policies
-
-    modules = of_losses, of_parts, of_curvature, of_policies, of_judge
-    return [m for module in modules for m in module.MUTATIONS]

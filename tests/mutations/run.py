@@ -2,9 +2,8 @@
 
     python tests/mutations/run.py [--only WORDS ...] [--jobs 2] [--out FILE] [--resume] [--against FILE]
 
-killed      a test failed; `by` has the first of them
+killed      a test failed, or took longer than --limit seconds; `by` has the first of them
 survived    none did
-timeout     they took longer than --limit seconds each (they do not, without the mutation)
 broken      the tests could not even be collected: the mutation has to be restated
 lost        the snippet is not in the source, or more than once, or a test is gone: the mutation has to be restated,
             or, if what it changed is gone for good, named in retired.py
@@ -24,10 +23,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,73 +34,38 @@ from mutations.mutations import ROOT, SOURCE, Mutation, every, find, located, re
 from mutations.retired import NAMES
 
 BASELINE = Path(__file__).with_name("baseline.json")
-FOUND = ("killed", "timeout")
+FOUND = ("killed", "timeout")  # the second in results of earlier versions
 MOST = 3  # tests that are named, and after which no others run
 STRANGER = 99  # exit status if the tests have not imported the copy
-
-
-class Running(NamedTuple):
-    """The tests of one mutation, in a process of their own."""
-
-    mutation: Mutation | None  # None: without any
-    copy: Path
-    file: Path  # in the copy
-    text: str  # of this file, before
-    times: tuple[int, int]
-    began: float
-
-    @property
-    def output(self) -> Path:
-        return self.copy.with_suffix(".txt")
+FREE: Any = None  # copies of the source, for as many processes
+LIMIT = 300.0
 
 
 def main() -> int:
+    global FREE, LIMIT
     options = arguments()
+    LIMIT = options.limit
     chosen = [m for m in every() if not options.only or any(word in m.name for word in options.only)]
     results: dict[str, Any] = {}
     if options.out.exists() and (options.resume or options.only):
         results = json.loads(options.out.read_text())["mutations"]
     done = (*FOUND, "survived") if options.resume else ()
     todo = [m for m in chosen if results.get(m.name, {}).get("status") not in done]
-    start = time.monotonic()
+    start, context = time.monotonic(), get_context("fork")
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copies = [copied(Path(folder) / str(i)) for i in range(options.jobs)]
+        FREE = context.SimpleQueue()
+        for i in range(options.jobs):
+            FREE.put(copied(Path(folder) / str(i)))
         warm()
-        if todo and not options.no_control and not healthy(todo, copies[0], options.limit):
-            return 2
-
-        def tell(m: Mutation, found: dict[str, Any]) -> None:
-            results[m.name] = found
-            write(options.out, results)
-            print(f"{found['status']:9}{found['seconds']:6.1f} s  {m.name}", flush=True)
-
-        each(todo, copies, options.limit, tell)
+        with context.Pool(options.jobs, maxtasksperchild=1) as pool:
+            if todo and not options.no_control and not healthy(pool.apply(tried, (None, control(todo)))):
+                return 2
+            for name, found in pool.imap_unordered(one, todo):
+                results[name] = found
+                write(options.out, results)
+                print(f"{found['status']:9}{found['seconds']:6.1f} s  {name}", flush=True)
     summary({m.name: results[m.name] for m in chosen}, time.monotonic() - start)
     return 0 if options.against is None else compared(options.against, results, {m.name for m in chosen})
-
-
-def each(
-    todo: list[Mutation], free: list[Path], limit: float, tell: Callable[[Mutation, dict[str, Any]], None]
-) -> None:
-    """All of them, as many at once as there are copies"""
-    waiting, running = list(todo), dict[int, Running]()
-    while waiting or running:
-        while waiting and free:
-            m = waiting.pop(0)
-            why = lost(m, free[-1])
-            if why:
-                tell(m, {"status": "lost", "why": why, "seconds": 0.0})
-            else:
-                copy = free.pop()
-                running |= started(m, copy, [found for test in m.tests if (found := located(test))])
-        for pid, run in list(running.items()):
-            status = ended(pid, run, limit)
-            if status is not None:
-                del running[pid]
-                free.append(run.copy)
-                assert run.mutation is not None
-                tell(run.mutation, told(run, status))
-        time.sleep(0.02)
 
 
 def arguments() -> argparse.Namespace:
@@ -133,98 +97,89 @@ def warm() -> None:
     assert "marquardt" not in sys.modules
 
 
-def started(m: Mutation | None, copy: Path, tests: list[str]) -> dict[int, Running]:
-    """The tests on this copy of the source, with the mutation in it"""
+def one(m: Mutation) -> tuple[str, dict[str, Any]]:
+    """What comes of a mutation, in a process of its own"""
+    began, why = time.monotonic(), lost(m)
+    if why:
+        return m.name, {"status": "lost", "why": why, "seconds": 0.0}
+    code, output = tried(m, [found for test in m.tests if (found := located(test))])
+    ((file, _, _),) = find(m.snippet, read())
+    found: dict[str, Any] = {"status": {0: "survived", 1: "killed"}.get(code, "broken")}
+    found["file"] = file.relative_to("marquardt").as_posix()
+    if found["status"] == "killed":
+        lines = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        found["by"] = [line.partition(" - ")[0] for line in lines]
+    else:
+        found["tests"] = list(m.tests)
+    if found["status"] == "broken":
+        found["why"] = output[-1000:]
+    return m.name, {**found, "seconds": round(time.monotonic() - began, 1)}
+
+
+def tried(m: Mutation | None, tests: list[str]) -> tuple[int, str]:
+    """Exit status and output of the tests on a copy of the source with the mutation in it, and as before then"""
+    copy: Path = FREE.get()
     file, first, last = find(m.snippet, read(copy))[0] if m else (Path("marquardt/__init__.py"), 0, 0)
-    path = copy / file
+    path, output = copy / file, copy.with_suffix(".txt")
     text, times = path.read_text(), path.stat()
-    run = Running(m, copy, path, text, (times.st_atime_ns, times.st_mtime_ns), time.monotonic())
     if m:
         path.write_text(text[:first] + m.mutant + text[last:])
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return {pid: run}
-    status = STRANGER
     try:
-        os.setpgid(0, 0)
-        with run.output.open("w") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
+        with output.open("w") as there:
+            os.dup2(there.fileno(), 1)
+            os.dup2(there.fileno(), 2)
         os.environ["PYTHONPATH"] = str(copy)
         sys.path.insert(0, str(copy))
         import pytest
 
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, LIMIT if m else 20 * LIMIT, 5.0)  # again in the next test
         options = ["-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "-rfE", "--durations=0"]
         code = int(pytest.main([*options, f"--maxfail={MOST}", *tests]))
+        signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.flush()
         imported = sys.modules.get("marquardt")
-        if imported is None or Path(str(imported.__file__)).is_relative_to(copy):
-            status = code
+        strange = imported is not None and not Path(str(imported.__file__)).is_relative_to(copy)
+        return STRANGER if strange else code, output.read_text()
     finally:
-        os._exit(status)
+        path.write_text(text)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        FREE.put(copy)
 
 
-def ended(pid: int, run: Running, limit: float) -> int | None:
-    """The exit status, −1 after so many seconds; None if it is still running. The copy is as before then."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    code = os.waitstatus_to_exitcode(status)
-    if not found:
-        if time.monotonic() - run.began <= limit:
-            return None
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        code = -1
-    run.file.write_text(run.text)
-    os.utime(run.file, ns=run.times)
-    return code
+def late(*_: object) -> None:
+    raise TimeoutError("the tests take too long")
 
 
-def healthy(todo: list[Mutation], copy: Path, limit: float) -> bool:
-    """Whether all tests pass on a copy without a mutation"""
+def control(todo: list[Mutation]) -> list[str]:
+    """All tests, once"""
     tests = dict.fromkeys(found for m in todo for test in m.tests if (found := located(test)) is not None)
-    ((pid, run),) = started(
-        None, copy, [t for t in tests if "::" not in t or t.partition("::")[0] not in tests]
-    ).items()
-    while (status := ended(pid, run, 20 * limit)) is None:
-        time.sleep(0.1)
-    if status == STRANGER:
-        print(f"the tests did not import the copy in {copy}")
-    elif status:
-        print(f"the tests do not pass without a mutation:\n{run.output.read_text()[-4000:]}")
-    return status == 0
+    return [t for t in tests if "::" not in t or t.partition("::")[0] not in tests]
 
 
-def lost(m: Mutation, copy: Path) -> str:
+def healthy(found: tuple[int, str]) -> bool:
+    """Whether all tests pass on a copy without a mutation"""
+    if found[0] == STRANGER:
+        print("the tests did not import the copy")
+    elif found[0]:
+        print(f"the tests do not pass without a mutation:\n{found[1][-4000:]}")
+    return found[0] == 0
+
+
+def lost(m: Mutation) -> str:
     """Why it cannot be made, "" if it can"""
-    places, gone = find(m.snippet, read(copy)), [test for test in m.tests if located(test) is None]
+    sources, gone = read(), [test for test in m.tests if located(test) is None]
+    places = find(m.snippet, sources)
     if len(places) != 1:
         return f"{len(places)} places in the source"
     if gone:
         return f"no test {', '.join(gone)}"
     ((file, first, last),) = places
-    text = (copy / file).read_text()
     try:
-        compile(text[:first] + m.mutant + text[last:], str(file), "exec")
+        compile(sources[file][:first] + m.mutant + sources[file][last:], str(file), "exec")
     except SyntaxError as error:
         return f"it cannot be compiled: {error}"
     return ""
-
-
-def told(run: Running, code: int) -> dict[str, Any]:
-    """What came of it"""
-    assert run.mutation is not None
-    status = {-1: "timeout", 0: "survived", 1: "killed"}.get(code, "broken")
-    found: dict[str, Any] = {"status": status, "file": run.file.relative_to(run.copy / "marquardt").as_posix()}
-    output = run.output.read_text()
-    if status == "killed":
-        lines = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        found["by"] = [line.partition(" - ")[0] for line in lines]
-    elif status != "timeout":
-        found["tests"] = list(run.mutation.tests)
-    if status == "broken":
-        found["why"] = output[-1000:]
-    return {**found, "seconds": round(time.monotonic() - run.began, 1)}
 
 
 def write(out: Path, results: dict[str, Any]) -> None:

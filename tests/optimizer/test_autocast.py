@@ -13,7 +13,7 @@ from marquardt.recordings import RECORDERS
 from support.coarse import COARSE, Inside
 from support.recorder import Repeated
 from support.reference import error
-from support.steps import CUDA, theta
+from support.steps import CUDA, state, theta
 
 EVERY_NETWORK = pytest.mark.parametrize("name", COARSE)
 BF16 = torch.finfo(torch.bfloat16).eps
@@ -97,7 +97,7 @@ def test_only_the_model_sees_autocast():
         assert (False, torch.float32) in losses
         assert losses <= {(False, torch.float32), (False, torch.float64)}  # on the first step it is proven in float64
         assert {s[1:] for s in seen if s[0] == "model"} == {(True, dtype)}
-        assert all(v.dtype == torch.float32 for v in (opt._state.previous, opt._state.mean))
+        assert all(state(opt)[name].dtype == torch.float32 for name in ("previous", "mean"))
 
 
 def test_targets_of_the_outputs_dtype():
@@ -183,4 +183,4 @@ def test_autocast_on_a_gpu(name, dtype):
             here, there = opt.step(x, y), plain.step(x, y)
             assert here.loss == pytest.approx(there.loss, rel=0.01)
             assert here.new_loss == pytest.approx(there.new_loss, abs=0.3 * abs(there.loss - there.new_loss))
-    assert opt._recordings.made is not None
+    assert "steps are recorded" in repr(opt)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
-from marquardt.policies.lag import Lag
 from support.reference import error
-from support.steps import lm, problem, stochastic, theta
+from support.steps import edit, lm, problem, state, stochastic, theta
 from support.unchanged import changes, same, world
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -42,33 +41,19 @@ def test_average_by_hand(average):
     assert torch.equal(theta(model), current)
 
 
-def test_averaged_swaps_and_restores():
+@pytest.mark.parametrize("exception", [None, ZeroDivisionError, KeyboardInterrupt])
+def test_averaged_swaps_and_restores(exception):
+    """One block within another too"""
     model, opt, _, _ = stochastic()
-    before, ids = world(model, opt), [id(p) for p in model.parameters()]
-    with opt.averaged():
+    before, mean = world(model, opt), state(opt)["mean"]
+    with nullcontext() if exception is None else pytest.raises(exception), opt.averaged():
         assert changes(before, world(model, opt)) == ["parameters"]
-        assert [id(p) for p in model.parameters()] == ids
-    assert changes(before, world(model, opt)) == []
-
-
-@pytest.mark.parametrize("exception", [ZeroDivisionError, KeyboardInterrupt])
-def test_averaged_restores_after_an_exception(exception):
-    model, opt, _, _ = stochastic()
-    before = world(model, opt)
-    with pytest.raises(exception), opt.averaged():
-        raise exception
-    assert changes(before, world(model, opt)) == []
-
-
-def test_averaged_within_averaged():
-    model, opt, _, _ = stochastic()
-    before = theta(model)
-    with opt.averaged():
-        mean = theta(model)
         with opt.averaged():
             assert torch.equal(theta(model), mean)
         assert torch.equal(theta(model), mean)
-    assert torch.equal(theta(model), before)
+        if exception is not None:
+            raise exception
+    assert changes(before, world(model, opt)) == []
 
 
 def test_averaged_before_the_first_step():
@@ -97,11 +82,11 @@ def test_without_an_average_it_shows_the_weights_as_they_are(name):
 def test_an_average_that_lags_behind_is_not_shown(lag, behind):
     """Then it is the last weights, and nothing changes at all."""
     model, opt, x, y = stochastic()
-    opt._state = replace(opt._state, lag=Lag(lag))
+    edit(opt, lag=lag)
     before = world(model, opt)
     with opt.averaged():
         assert changes(before, world(model, opt)) == ([] if behind else ["parameters"])
-        assert torch.equal(theta(model), opt._state.mean) != behind
+        assert torch.equal(theta(model), state(opt)["mean"]) != behind
         with pytest.raises(RuntimeError, match="would be lost"):
             opt.step(x, y)
     assert changes(before, world(model, opt)) == []
@@ -123,7 +108,7 @@ def test_the_averaged_loss_of_every_step_by_hand(noise, lr):
     for i in range(30):
         x = torch.randn(8, 3)
         y = x @ torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, -2.0]]) + noise * torch.randn(8, 2)
-        mean, lam, here = opt._state.mean, opt.lam, theta(model)
+        mean, lam, here = state(opt)["mean"], opt.lam, theta(model)
         step = opt.step(x, y)
         if i == 0:
             assert math.isnan(step.averaged_loss)
@@ -131,44 +116,26 @@ def test_the_averaged_loss_of_every_step_by_hand(noise, lr):
         assert step.averaged_loss == pytest.approx(loss_at(model, mean, x, y), rel=1e-10)
         ratio = step.averaged_loss / loss_at(model, here, x, y)
         lags = math.log(ratio) if lags is None else 0.8 * lags + 0.2 * math.log(ratio)
-        assert opt._state.lag.lag == pytest.approx(lags, abs=1e-9)
+        assert state(opt)["lag"] == pytest.approx(lags, abs=1e-9)
         expected = lam * min(max(0.95 / ratio, 1 / 1.5), 1.5) * (1 if step.gain >= 0.25 else 1.5)
         assert opt.lam == pytest.approx(expected, rel=1e-9)
         ratios.append(ratio)
-    assert opt._state.lag.behind == (noise == 0)
+    assert (lags > 0) == (noise == 0)
     assert any(ratio < 0.95 for ratio in ratios) == (noise > 0)
     current = theta(model)
     with opt.averaged():
-        assert torch.equal(theta(model), current if noise == 0 else opt._state.mean)
+        assert torch.equal(theta(model), current if noise == 0 else state(opt)["mean"])
 
 
-def test_on_the_same_data_there_is_no_averaged_loss():
-    model, x, y = problem()
-    opt = mq.LM(model, "mse")
+def test_on_the_same_data_or_without_an_average_there_is_no_averaged_loss():
+    model, x, y = problem(N=24)
+    opt, other = mq.LM(model, "mse"), mq.LM(copy.deepcopy(model), "mse", average=None)
     steps = [opt.step(x, y) for _ in range(5)]
     assert all(math.isnan(step.averaged_loss) for step in steps[2:])
-    assert opt._state.lag.lag is None
-    other = opt.step(*problem()[1:])
-    assert math.isfinite(other.averaged_loss)
-
-
-def test_without_an_average_there_is_no_averaged_loss():
-    model, x, y = problem(N=24)
-    opt = mq.LM(model, "mse", average=None)
-    assert all(math.isnan(opt.step(x[6 * t : 6 * t + 6], y[6 * t : 6 * t + 6]).averaged_loss) for t in range(4))
-    assert opt._state.lag.lag is None
-
-
-def test_average_after_loading():
-    model, opt, x, y = stochastic()
-    twin = copy.deepcopy(model)
-    other = lm(twin, average=mq.EMA(0.9), schedule=mq.Constant(0.3))
-    other.load_state_dict(opt.state_dict())
-    for t in (1, 2):
-        opt.step(x[t : t + 6], y[t : t + 6])
-        other.step(x[t : t + 6], y[t : t + 6])
-    with opt.averaged(), other.averaged():
-        assert torch.equal(theta(model), theta(twin))
+    assert state(opt)["lag"] is None
+    assert math.isfinite(opt.step(*problem()[1:]).averaged_loss)
+    assert all(math.isnan(other.step(x[6 * t : 6 * t + 6], y[6 * t : 6 * t + 6]).averaged_loss) for t in range(4))
+    assert state(other)["lag"] is None
 
 
 def test_average_is_the_weights_on_one_batch():
@@ -236,24 +203,15 @@ def trained(model: nn.Module, opt: mq.LM, noise: float = 0.0, steps: int = 6) ->
     return x
 
 
-def statistics(model: nn.Sequential, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Mean and variance of what reaches every layer that keeps statistics, in train mode"""
-    found, other = [], copy.deepcopy(model).train()
-    with torch.no_grad():
-        for layer in other:
-            if getattr(layer, "running_mean", None) is not None:
-                found.append((x.mean(0), x.var(0)))
-            x = layer(x)
-    return found
-
-
-def kept(model: nn.Sequential) -> list[tuple[Tensor, Tensor]]:
-    return [(m.running_mean, m.running_var) for m in model if getattr(m, "running_mean", None) is not None]
-
-
 def alike(model: nn.Sequential, x: Tensor) -> bool:
-    pairs = zip(kept(model), statistics(model, x), strict=True)
-    return all(error(a, b) < 1e-10 for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+    """Whether every layer keeps mean and variance of what reaches it in train mode"""
+    pairs, other = [], copy.deepcopy(model).train()
+    with torch.no_grad():
+        for layer, own in zip(other, model, strict=True):
+            if getattr(layer, "running_mean", None) is not None:
+                pairs += [(own.running_mean, x.mean(0)), (own.running_var, x.var(0))]
+            x = layer(x)
+    return all(error(mine, theirs) < 1e-10 for mine, theirs in pairs)
 
 
 @pytest.mark.parametrize("evaluating", [False, True], ids=["train", "eval"])

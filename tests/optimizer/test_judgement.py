@@ -10,14 +10,17 @@ import torch
 from torch import nn
 
 import marquardt as mq
-from marquardt import optimizer, step
 from marquardt.jacobian.objective import Totals
-from marquardt.metric import Diagonal
+from marquardt.metric import Diagonal, restored
 from marquardt.parts.judging import ENOUGH, Outcome
-from marquardt.policies.outliers import HEARD, UNHEARD
 from support.parts import flat
+from support.steps import edit, state
+from support.unchanged import same
 
 CURVATURES = [mq.Dense(), mq.Gram(), mq.MatrixFree(), mq.Kronecker(), mq.Hessian(), mq.Auto(inertia=0.8)]
+SCHEDULES = pytest.mark.parametrize(
+    "schedule", [mq.GainRatio(), mq.TenFold(), mq.RelativeDecrease()], ids=lambda s: type(s).__name__
+)
 
 
 def name(part):
@@ -42,7 +45,7 @@ def small_net(dtype=torch.float32):
 # λ and steps that rounding hides
 
 
-@pytest.mark.parametrize("schedule", [mq.GainRatio(), mq.TenFold(), mq.RelativeDecrease()], ids=name)
+@SCHEDULES
 @pytest.mark.parametrize("curvature", CURVATURES, ids=name)
 def test_a_converged_run_follows_when_the_data_move(curvature, schedule):
     """At a minimum all gains are rounding: λ must not climb to where θ + d = θ."""
@@ -77,7 +80,7 @@ def test_batches_without_a_gradient_leave_lambda_alone():
     assert after(dead=60) < 1.3 * after(dead=0)
 
 
-@pytest.mark.parametrize("schedule", [mq.GainRatio(), mq.TenFold(), mq.RelativeDecrease()], ids=name)
+@SCHEDULES
 def test_lambda_after_steps_that_rounding_hides(schedule):
     """Down to λ₀ from above, on the same data a little further, and never up."""
 
@@ -175,7 +178,7 @@ def test_slope_is_the_gradient_in_the_metric_of_the_damping(curvature, damping, 
     opt = mq.LM(model, "mse", curvature=curvature, damping=damping, rows=rows, schedule=mq.Constant(0.3))
     step = opt.step(x, y)
     assert step.accepted
-    D = opt._state.D.positive().entries(sizes)
+    D = restored(state(opt)["D"]).positive().entries(sizes)
     g = torch.cat([t.flatten() for t in g])
     assert step.slope == pytest.approx((g.square() / D).sum().sqrt().item(), rel=1e-7)
 
@@ -252,13 +255,13 @@ def test_one_corrupt_batch_does_not_end_the_run(curvature, kind):
 def test_lambda_is_larger_in_doubt_of_a_batch():
     """As many times as its loss is unheard-of, and for this step alone."""
     opt = mq.LM(small_net(), "mse")
-    for i in range(HEARD):
+    for i in range(10):
         x, y = batch("mse", i)
         before = opt.step(x, y[:, :1])
-    lam, unit = opt.lam, before.new_loss / opt._state.same_data.expected
+    lam, unit = opt.lam, before.new_loss / state(opt)["expected"]
     x, y = batch("mse", 50)
     bad = opt.step(x, y[:, :1] + 1000)
-    assert bad.lam == pytest.approx(lam * bad.loss / (UNHEARD * opt._state.outliers.height * unit))
+    assert bad.lam == pytest.approx(lam * bad.loss / (10 * state(opt)["height"] * unit))
     assert bad.lam > 1000 * lam
     assert opt.lam == lam
 
@@ -280,23 +283,23 @@ def test_an_outlier_leaves_the_running_average():
     opt = mq.LM(model, "mse", curvature=mq.Dense(inertia=0.8), line_search=None)
     for _ in range(3):
         opt.step(x, y + torch.randn_like(y))
-    trace = opt._state.past["G"].trace().item()
-    opt._state.past["G"] *= 1e12
+    past = state(opt)["past"]
+    edit(opt, past={**past, "G": 1e12 * past["G"]})
     opt.step(x, y + torch.randn_like(y))
-    assert opt._state.past["G"].trace() < 20 * trace
+    assert state(opt)["past"]["G"].trace() < 20 * past["G"].trace()
 
 
 # Steps that are interrupted
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the k-th line that runs in these modules."""
+    """Raises KeyboardInterrupt at the k-th line that runs in the modules of a step."""
 
     def __init__(self, k):
         self.k = k
 
     def __call__(self, frame, event, arg):
-        if frame.f_globals.get("__name__") not in (optimizer.__name__, step.__name__):
+        if frame.f_globals.get("__name__") not in ("marquardt.optimizer", "marquardt.step"):
             return None
         if event == "line":
             self.k -= 1
@@ -311,28 +314,28 @@ def test_an_interrupt_leaves_theta_and_state_together():
     start = nn.Linear(3, 1).state_dict()
 
     def after(k):
+        """Whether it was interrupted, and whether θ and the state are those of before"""
         model = nn.Linear(3, 1)
         model.load_state_dict(start)
         opt = mq.LM(model, "mse")
         opt.step(x, y)
-        before = flat(model), opt._state
+        theta, before = flat(model), state(opt)
         previous = sys.gettrace()
         sys.settrace(Interrupt(k))
         try:
             opt.step(x, y)
+            interrupted = False
         except KeyboardInterrupt:
-            return True, model, opt, before
+            interrupted = True
         finally:
             sys.settrace(previous)
-        return False, model, opt, before
+        return interrupted, torch.equal(flat(model), theta), same(state(opt), before)
 
-    k, interrupted = 1, True
-    ends = set()
+    k, interrupted, ends = 0, True, set()
     while interrupted:
-        interrupted, model, opt, (theta, state) = after(k)
-        same_theta, same_state = torch.equal(flat(model), theta), opt._state is state
+        k += 1
+        interrupted, same_theta, same_state = after(k)
         assert same_theta == same_state, f"interrupted at line {k}"
         ends.add(same_theta)
-        k += 1
     assert ends == {True, False}
     assert k > 50

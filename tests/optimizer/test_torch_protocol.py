@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import marquardt as mq
 from marquardt.losses import CrossEntropy
 from support.cases import mlp
 from support.steps import lm, problem, theta, trained
-from support.unchanged import changes, refused, same, world
+from support.unchanged import changes, same, world
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -100,22 +99,28 @@ def test_learning_rate_schedule_scales_the_step():
     assert torch.equal(theta(model), before)
 
 
-def test_hooks_around_a_step():
+@pytest.mark.parametrize("over", [False, True], ids=["step", "step_over"])
+def test_hooks_around_a_step(over):
+    """Its own, and those of all optimizers."""
     model, x, y = problem()
     opt, seen = lm(model), []
-    before = opt.register_step_pre_hook(lambda o, args, kwargs: seen.append(("pre", o, args[1:], kwargs, theta(model))))
-    opt.register_step_post_hook(lambda o, args, kwargs: seen.append(("post", o, args[1:], kwargs, theta(model))))
+    everywhere = register_optimizer_step_pre_hook(lambda *_: seen.append(("every", None)))
+    before = opt.register_step_pre_hook(lambda *given: seen.append(("pre", given, theta(model))))
+    opt.register_step_post_hook(lambda *given: seen.append(("post", given, theta(model))))
     start = theta(model)
-    opt.step(x, y, weight=None)
-    assert [s[0] for s in seen] == ["pre", "post"]
-    for name, o, args, kwargs, at in seen:
+    try:
+        opt.step_over([(x, y)]) if over else opt.step(x, y, weight=None)
+    finally:
+        everywhere.remove()
+    assert [s[0] for s in seen] == ["every", "pre", "post"]
+    for name, (o, args, kwargs), at in seen[1:]:
         assert o is opt
-        assert same(args, (x, y))
-        assert kwargs == {"weight": None}
+        assert over or same(args[1:], (x, y))
+        assert kwargs == ({} if over else {"weight": None})
         assert torch.equal(at, start if name == "pre" else theta(model))
     before.remove()
     opt.step(x, y)
-    assert [s[0] for s in seen] == ["pre", "post", "post"]
+    assert [s[0] for s in seen[3:]] == ["post"]
 
 
 def test_a_profile_names_the_step():
@@ -123,26 +128,6 @@ def test_a_profile_names_the_step():
     with torch.profiler.profile() as found:
         opt.step(x, y)
     assert "Optimizer.step#LM.step" in {event.key for event in found.key_averages()}
-
-
-def test_a_hook_of_all_optimizers():
-    calls = []
-    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("pre"))
-    _, opt, x, y = trained()
-    calls.clear()
-    opt.step(x, y)
-    handle.remove()
-    opt.step(x, y)
-    assert calls == ["pre"]
-
-
-def test_hooks_around_a_step_over():
-    model, x, y = problem()
-    opt, calls = lm(model), []
-    opt.register_step_pre_hook(lambda *_: calls.append("pre"))
-    opt.register_step_post_hook(lambda *_: calls.append("post"))
-    opt.step_over([(x, y)])
-    assert calls == ["pre", "post"]
 
 
 def test_the_closure_of_a_wrapper_is_called_once_before_the_step():
@@ -177,13 +162,17 @@ def test_scheduler_counts_a_step_over():
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_is_harmless(set_to_none):
+def test_zero_grad_and_no_grad_are_harmless(set_to_none):
     model, x, y = problem()
     twin = copy.deepcopy(model)
     opt, other = lm(model), lm(twin)
     for _ in range(2):
         opt.zero_grad(set_to_none=set_to_none)
-        assert opt.step(x, y) == other.step(x, y)
+        with torch.no_grad():
+            step = opt.step(x, y)
+            assert not torch.is_grad_enabled()
+        assert torch.is_grad_enabled()
+        assert step == other.step(x, y)
     opt.zero_grad(set_to_none=set_to_none)
     assert same(theta(model), theta(twin))
 
@@ -199,16 +188,6 @@ def test_gradients_are_left_alone():
     assert torch.equal(kept, value)
     assert [p.grad for p in others] == [None] * len(others)
     assert x.grad is None
-
-
-def test_step_under_no_grad():
-    model, x, y = problem()
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        step = lm(model).step(x, y)
-        assert not torch.is_grad_enabled()
-    assert step == lm(twin).step(x, y)
-    assert torch.is_grad_enabled()
 
 
 # ---- what is printed
@@ -264,25 +243,11 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
 
 
-def test_independent_runs_need_no_group(two_ranks):
+def test_runs_that_need_no_group(two_ranks, monkeypatch):
+    """Independent ones, and one rank by itself"""
     model, x, y = problem()
     assert lm(model, group=False).step(x, y).accepted
     assert mq.presets.vanilla(model, "mse", group=False).step(x, y).accepted
-
-
-def test_a_group_of_one_is_none(monkeypatch, two_ranks):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     model, x, y = problem()
     assert lm(model).step(x, y).accepted
-
-
-@pytest.mark.parametrize("group", [True, 0, "gloo", object()])
-def test_other_groups_are_refused(group):
-    with refused("group=", "None", "False"):
-        lm(mlp(2, 3), group=group)
-
-
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: nn.Sequential(nn.DataParallel(m))], ids=["it", "within"])
-def test_data_parallel_is_refused(wrap):
-    with refused("DataParallel", "model.module"):
-        lm(wrap(mlp(2, 3)))

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.func import hessian, vmap
 from torch.nn.utils import parametrizations
 
+from support.cases.problem import Fn
+
 
 class GraphCase(NamedTuple):
     make: Callable[[], nn.Module]
     shapes: tuple[tuple[int, ...], ...]  # of its inputs
     outputs: tuple[int, ...] = ()  # shape of its targets; (): it returns residuals
-    colours: int = 1
 
     def data(self, dtype: torch.dtype) -> tuple[Any, Tensor | None]:
         x = tuple(torch.randn(shape, dtype=dtype) for shape in self.shapes)
@@ -50,24 +51,18 @@ class Parts(nn.Module):
         return torch.cat(both[::-1] if self.edge_first else both)
 
 
-class ThreeSets(nn.Module):
+def three_sets(inner: Tensor, start: Tensor, edge: Tensor, log_kappa: Tensor, B: Tensor, net: nn.Module) -> Tensor:
     """u_t = κ·u_xx with κ unknown, on Fourier features, with the start and the edge in tensors of their own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_kappa, self.B = nn.Parameter(torch.tensor(-1.0)), nn.Parameter(torch.randn(2, 3))
-        self.net = net(6)
+    def u(x: Tensor) -> Tensor:
+        h = x @ B
+        return net(torch.cat([h.sin(), h.cos()], 1))[:, 0]
 
-    def u(self, x: Tensor) -> Tensor:
-        h = x @ self.B
-        return self.net(torch.cat([h.sin(), h.cos()], 1))[:, 0]
-
-    def forward(self, inner: Tensor, start: Tensor, edge: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = inner.detach().requires_grad_(True)
-            g = slopes(self.u(x), x)
-            residual = g[:, 0] - 2 * self.log_kappa.exp() * slopes(g[:, 1], x)[:, 1]
-        return torch.cat([self.u(start) - start[:, 1], residual / len(inner) ** 0.5, self.u(edge)])
+    with torch.enable_grad():
+        x = inner.detach().requires_grad_(True)
+        g = slopes(u(x), x)
+        residual = g[:, 0] - 2 * log_kappa.exp() * slopes(g[:, 1], x)[:, 1]
+    return torch.cat([u(start) - start[:, 1], residual / len(inner) ** 0.5, u(edge)])
 
 
 class Equations(nn.Module):
@@ -87,29 +82,19 @@ class Equations(nn.Module):
         return found if self.join is None else self.join(found)
 
 
-class Functional(nn.Module):
+def functional(inner: Tensor, edge: Tensor, net: nn.Module, scale: Tensor) -> Tensor:
     """The same by torch.func."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.scale = net(), nn.Parameter(torch.tensor(0.7))
+    def at_point(x: Tensor) -> Tensor:
+        return scale * hessian(lambda q: net(q)[0])(x).diagonal().sum()
 
-    def forward(self, inner: Tensor, edge: Tensor) -> Tensor:
-        def at_point(x: Tensor) -> Tensor:
-            return self.scale * hessian(lambda q: self.net(q)[0])(x).diagonal().sum()
-
-        return torch.cat([vmap(at_point)(inner), self.net(edge)[:, 0]])
+    return torch.cat([vmap(at_point)(inner), net(edge)[:, 0]])
 
 
-class ConvolvedSlope(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv2d(3, 1, 2, groups=1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_(True)
-            return slopes(self.net(x), x).flatten(1)[:, 3:6]
+def convolved_slope(x: Tensor, net: nn.Module) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_(True)
+        return slopes(net(x), x).flatten(1)[:, 3:6]
 
 
 class Attentive(nn.Module):
@@ -128,77 +113,47 @@ class Attentive(nn.Module):
         return self.head(h[:, 0])
 
 
-class Operator(nn.Module):
-    """A DeepONet on a grid of its own for every sample, or on one that all share."""
-
-    def __init__(self, shared: bool) -> None:
-        super().__init__()
-        self.branch, self.trunk, self.bias = net(3, 4), net(2, 4), nn.Parameter(torch.zeros(()))
-        self.shared = shared
-
-    def forward(self, f: Tensor, grid: Tensor) -> Tensor:
-        grid = grid[0] if self.shared else grid
-        return torch.einsum("nk,qk->nq" if self.shared else "nk,nqk->nq", self.branch(f), self.trunk(grid)) + self.bias
+def on_grids(f: Tensor, grid: Tensor, branch: nn.Module, trunk: nn.Module, bias: Tensor) -> Tensor:
+    """A DeepONet on a grid of its own for every sample,"""
+    return torch.einsum("nk,nqk->nq", branch(f), trunk(grid)) + bias
 
 
-class Ensemble(nn.Module):
+def on_one_grid(f: Tensor, grid: Tensor, branch: nn.Module, trunk: nn.Module, bias: Tensor) -> Tensor:
+    """or on one that all share."""
+    return torch.einsum("nk,qk->nq", branch(f), trunk(grid[0])) + bias
+
+
+def operator(on: Callable[..., Tensor]) -> nn.Module:
+    return Fn(on, net(3, 4), net(2, 4), nn.Parameter(torch.zeros(())))
+
+
+def ensemble(x: Tensor, W: Tensor, b: Tensor, V: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Batched products with weights that no layer holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.W, self.b = nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(2, 1, 4))
-        self.V, self.v, self.mask = (
-            nn.Parameter(torch.randn(3, 4)),
-            nn.Parameter(torch.randn(3)),
-            nn.Parameter(torch.randn(4)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.baddbmm(self.b, x.expand(2, -1, -1), self.W, beta=0.5, alpha=2).tanh().mean(0)  # (N, 4)
-        h = torch.where(h > 0, h, self.mask)
-        y = (self.V @ h.T).T / (1 + self.v**2)
-        return torch.stack([y.tanh() @ self.v, (y - 3 * self.v).sum(1)], 1)
+    h = torch.baddbmm(b, x.expand(2, -1, -1), W, beta=0.5, alpha=2).tanh().mean(0)  # (N, 4)
+    y = (V @ torch.where(h > 0, h, mask).T).T / (1 + v**2)
+    return torch.stack([y.tanh() @ v, (y - 3 * v).sum(1)], 1)
 
 
-class Recurring(nn.Module):
-    def __init__(self, cell: Callable[..., nn.Module], **options: Any) -> None:
-        super().__init__()
-        self.cell = cell(3, 4, batch_first=True, **options)
-        self.head = nn.Linear(8 if options.get("bidirectional") else 4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cell(x)[0].mean(1))
+def recurring(cell: Callable[..., nn.Module], **options: Any) -> nn.Module:
+    head = nn.Linear(8 if options.get("bidirectional") else 4, 2)
+    return Fn(lambda x, cell, head: head(cell(x)[0].mean(1)), cell(3, 4, batch_first=True, **options), head)
 
 
-class Normed(nn.Module):
+def normed(
+    one: Tensor, two: Tensor, inner: nn.Module, norm: nn.Module, table: nn.Module, act: nn.Module, head: nn.Module
+) -> Tensor:
     """A layer norm and a table within calls on parts of the samples."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm, self.table = nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(3, 4, padding_idx=1)
-        self.act, self.head = nn.PReLU(4), nn.Linear(4, 1)
+    def part(x: Tensor) -> Tensor:
+        return head(act(norm(inner(x)) + table((x[:, :1] > 0).long() + (x[:, 1:2] > 0)).sum(1)))
 
-    def part(self, x: Tensor) -> Tensor:
-        h = self.norm(self.inner(x)) + self.table((x[:, :1] > 0).long() + (x[:, 1:2] > 0)).sum(1)
-        return self.head(self.act(h))
-
-    def forward(self, one: Tensor, two: Tensor) -> Tensor:
-        return torch.cat([self.part(two), self.part(one)])
+    return torch.cat([part(two), part(one)])
 
 
-class Upwards(nn.Module):
+def upwards(x: Tensor, down: nn.Module, up: nn.Module, shared: Tensor) -> Tensor:
     """A transposed convolution among others, and one whose weight a plain one shares"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(2, 4, 3, stride=2, padding=1)
-        self.up = nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1)
-        self.shared = nn.Parameter(torch.randn(2, 3, 2, 2) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(self.down(x).tanh()).tanh()
-        h = nn.functional.conv2d(h, self.shared, stride=2).tanh()
-        return nn.functional.conv_transpose2d(h, self.shared).flatten(1)[:, :4]
+    h = nn.functional.conv2d(up(down(x).tanh()).tanh(), shared, stride=2).tanh()
+    return nn.functional.conv_transpose2d(h, shared).flatten(1)[:, :4]
 
 
 def weight_normed() -> nn.Module:
@@ -208,13 +163,8 @@ def weight_normed() -> nn.Module:
     return model
 
 
-class OneByOne(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.net(one) for one in x])
+def numbers(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
 
 
 INNER, EDGE = (7, 2), (4, 2)
@@ -222,22 +172,50 @@ GRAPH_CASES = {
     "parts": GraphCase(Parts, (INNER, EDGE)),
     "edge first": GraphCase(lambda: Parts(True), (INNER, EDGE)),
     "parts of one size": GraphCase(Parts, (EDGE, EDGE)),
-    "three sets": GraphCase(ThreeSets, (INNER, EDGE, (5, 2))),
+    "three sets": GraphCase(
+        lambda: Fn(three_sets, nn.Parameter(torch.tensor(-1.0)), numbers(2, 3), net(6)), (INNER, EDGE, (5, 2))
+    ),
     "equations": GraphCase(Equations, (INNER,)),
-    "equations joined": GraphCase(lambda: Equations(lambda t: torch.cat(list(t.unbind(1)))), (INNER,), colours=3),
-    "equations in blocks": GraphCase(lambda: Equations(lambda t: t.T.flatten()), (INNER,), colours=3),
-    "equations in turns": GraphCase(lambda: Equations(lambda t: t.flatten()), (INNER,), colours=3),
-    "torch.func": GraphCase(Functional, (INNER, EDGE)),
-    "convolved": GraphCase(ConvolvedSlope, ((5, 2, 5, 5),)),
-    "upwards": GraphCase(Upwards, ((5, 2, 4, 4),), (5, 4)),
+    "equations joined": GraphCase(lambda: Equations(lambda t: torch.cat(list(t.unbind(1)))), (INNER,)),
+    "equations in blocks": GraphCase(lambda: Equations(lambda t: t.T.flatten()), (INNER,)),
+    "equations in turns": GraphCase(lambda: Equations(lambda t: t.flatten()), (INNER,)),
+    "torch.func": GraphCase(lambda: Fn(functional, net(), nn.Parameter(torch.tensor(0.7))), (INNER, EDGE)),
+    "convolved": GraphCase(
+        lambda: Fn(
+            convolved_slope, nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv2d(3, 1, 2))
+        ),
+        ((5, 2, 5, 5),),
+    ),
+    "upwards": GraphCase(
+        lambda: Fn(
+            upwards,
+            nn.Conv2d(2, 4, 3, stride=2, padding=1),
+            nn.ConvTranspose2d(4, 3, 3, stride=2, padding=1, output_padding=1),
+            numbers(2, 3, 2, 2),
+        ),
+        ((5, 2, 4, 4),),
+        (5, 4),
+    ),
     "attentive": GraphCase(Attentive, ((5, 3, 3),), (5, 3)),
-    "operator": GraphCase(lambda: Operator(False), ((5, 3), (5, 4, 2)), (5, 4)),
-    "operator on one grid": GraphCase(lambda: Operator(True), ((5, 3), (5, 4, 2)), (5, 4)),
-    "ensemble": GraphCase(Ensemble, ((5, 3),), (5, 2)),
-    "lstm": GraphCase(lambda: Recurring(nn.LSTM, num_layers=2), ((5, 3, 3),), (5, 2)),
-    "gru": GraphCase(lambda: Recurring(nn.GRU, bidirectional=True), ((5, 3, 3),), (5, 2)),
-    "rnn": GraphCase(lambda: Recurring(nn.RNN, nonlinearity="relu"), ((5, 3, 3),), (5, 2)),
-    "normed": GraphCase(Normed, ((5, 3), (3, 3)), (8, 1)),
+    "operator": GraphCase(lambda: operator(on_grids), ((5, 3), (5, 4, 2)), (5, 4)),
+    "operator on one grid": GraphCase(lambda: operator(on_one_grid), ((5, 3), (5, 4, 2)), (5, 4)),
+    "ensemble": GraphCase(
+        lambda: Fn(ensemble, numbers(2, 3, 4), numbers(2, 1, 4), numbers(3, 4), numbers(3), numbers(4)),
+        ((5, 3),),
+        (5, 2),
+    ),
+    "lstm": GraphCase(lambda: recurring(nn.LSTM, num_layers=2), ((5, 3, 3),), (5, 2)),
+    "gru": GraphCase(lambda: recurring(nn.GRU, bidirectional=True), ((5, 3, 3),), (5, 2)),
+    "rnn": GraphCase(lambda: recurring(nn.RNN, nonlinearity="relu"), ((5, 3, 3),), (5, 2)),
+    "normed": GraphCase(
+        lambda: Fn(
+            normed, nn.Linear(3, 4), nn.LayerNorm(4), nn.Embedding(3, 4, padding_idx=1), nn.PReLU(4), nn.Linear(4, 1)
+        ),
+        ((5, 3), (3, 3)),
+        (8, 1),
+    ),
     "weight normed": GraphCase(weight_normed, (INNER, EDGE)),
-    "one by one": GraphCase(OneByOne, ((5, 3),), (5, 2)),
+    "one by one": GraphCase(
+        lambda: Fn(lambda x, net: torch.stack([net(one) for one in x]), net(3, 2)), ((5, 3),), (5, 2)
+    ),
 }

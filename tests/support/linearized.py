@@ -6,14 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import marquardt as mq
-from marquardt.jacobian.linearization import Linearization
-from marquardt.jacobian.objective import Objective
-from marquardt.jacobian.passes import Facts
-from marquardt.losses import resolve
-from marquardt.model.batch import Batch
 from support import reference
 from support.cases import CASES, Problem, build
 
@@ -28,12 +23,6 @@ def linearize(p: Problem, rows=mq.Exact(), chunk=None):
 @cache
 def expected(name: str, rows: str = "exact") -> reference.Quadratic:
     return reference.quadratic(*build(name), rows=rows)
-
-
-def planned(model: nn.Module, known: Facts, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Linearization:
-    """As an optimizer does it: what one step has found out is there for the next."""
-    objective = Objective(model, resolve("mse"), list(model.parameters()))
-    return Linearization(objective, [Batch(x, y, weight)], known=known)
 
 
 REPRESENTATIONS = pytest.mark.parametrize(

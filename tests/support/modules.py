@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import marquardt as mq
+from support.cases.problem import Fn
 
 
 class Counting(nn.Module):
@@ -71,18 +71,24 @@ class Messages(nn.Module):
 PLAIN: dict[str, Any] = {"schedule": mq.Constant(1.0), "momentum": None, "line_search": None, "average": None}
 
 
-class Fn(nn.Module):
-    """A function of the input and of modules."""
-
-    def __init__(self, function: Callable[..., Tensor], *modules: nn.Module) -> None:
-        super().__init__()
-        self.function, self.parts = function, nn.ModuleList(modules)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.parts)
-
-
 SWAPPED = Fn(lambda x: x.transpose(0, 1))
+
+
+class Hiding(torch.autograd.Function):
+    """A module whose parameters get their gradients by .backward() within."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x).detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(g)
+        return x.grad, None
 
 
 class Attention(nn.Module):

@@ -48,9 +48,10 @@ class Quadratic(NamedTuple):
 
 
 def quadratic(
-    model: nn.Module, loss: Any, x: Any, y: Any, weight: Any = None, params: Any = None, rows: str = "exact"
-) -> Quadratic:
-    J, z = jacobian(model, trainable(model, params), x)  # (Z, n)
+    model: nn.Module, loss: Any, x: Any, y: Any, weight: Any = None, params: Any = None, rows: str = "exact",
+    traced: bool = True,
+) -> Quadratic:  # fmt: skip
+    J, z = (jacobian if traced else jacobian_by_rows)(model, trainable(model, params), x)  # (Z, n)
     f = objective(loss, z, y, weight)
     g = J.T @ grad(lambda z: objective(loss, z, y, weight))(z).reshape(-1)  # (n,)
     G = J.T @ output_hessian(loss, z, y, weight) @ J if rows == "exact" else empirical(loss, z, y, weight, J)

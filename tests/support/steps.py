@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import marquardt as mq
 from support import reference
 from support.cases import mlp
+from support.unchanged import changes, refused, world
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 PLAIN: dict[str, Any] = {
@@ -105,6 +108,48 @@ def stochastic() -> tuple[nn.Module, mq.LM, Tensor, Tensor]:
     return model, opt, x, y
 
 
+@contextmanager
+def unharmed(model: nn.Module, opt: mq.LM | None, *says: str) -> Iterator[None]:
+    """A refusal with these words, after which everything is as it was."""
+    before = world(model, opt)
+    with refused(*says):
+        yield
+    assert changes(before, world(model, opt)) == []
+
+
+def state(opt: mq.LM) -> dict[str, Any]:
+    """What it saves of itself"""
+    found: dict[str, Any] = opt.state_dict()["marquardt"]
+    return found
+
+
+def edit(opt: mq.LM, **entries: Any) -> None:
+    """It goes on as if it had saved these."""
+    saved = opt.state_dict()
+    assert entries.keys() <= saved["marquardt"].keys()
+    saved["marquardt"].update(entries)
+    opt.load_state_dict(saved)
+
+
+class Spy:
+    """A part that remembers what one of its methods was asked, and what that returned."""
+
+    def __init__(self, part: Any, method: str = "update") -> None:
+        self.part, self.method = part, method
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__dict__["part"], name)
+        if name != self.method:
+            return found
+
+        def call(*args: Any) -> Any:
+            self.calls.append((*args, found(*args)))
+            return self.calls[-1][-1]
+
+        return call
+
+
 @dataclass
 class ByHand:
     """(G + λD)δ = −g with dense matrices: TenFold λ, acceptance of a decrease; the model holds θ."""
@@ -156,3 +201,13 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # parts, and the 
         {"max_diagonal": True, "momentum": True, "lr": 0.3},
     ),
 }
+
+
+def compared(opt: mq.LM, x: Any, y: Any, weight: Tensor | None = None, loss: Any = "mse", within: float = 1e-8) -> None:
+    """A step beside −(G + λI)⁻¹g with the same random numbers; its acceptance is to be `Always`."""
+    random, before, lam = torch.get_rng_state(), theta(opt.model), opt.lam
+    q = reference.quadratic(opt.model, loss, x, y, weight, traced=False)
+    torch.set_rng_state(random)
+    step = opt.step(x, y, weight)
+    assert step.loss == pytest.approx(q.f.item(), rel=1e-9)
+    assert reference.error(theta(opt.model) - before, q.step(lam)) < within

@@ -7,9 +7,9 @@ most 150 parameters and 6 samples, so that the dense reference takes millisecond
 from support.cases import layers, losses, models  # noqa: F401 (each registers its cases)
 from support.cases.layers import CONVOLUTIONS
 from support.cases.models import Poisson1D, Recurrent, TwoTowers
-from support.cases.problem import CASES, Problem, build, default_dtype, mlp, sample_weights
+from support.cases.problem import CASES, Fn, Problem, build, default_dtype, mlp, sample_weights
 
 __all__ = [
-    "CASES", "CONVOLUTIONS", "Poisson1D", "Problem", "Recurrent", "TwoTowers", "build", "default_dtype", "mlp",
+    "CASES", "CONVOLUTIONS", "Fn", "Poisson1D", "Problem", "Recurrent", "TwoTowers", "build", "default_dtype", "mlp",
     "sample_weights",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from support.cases.problem import (
     mlp,
     probabilities,
     sample_weights,
-)
+)  # fmt: skip
 
 
 def network(loss: Any, y: Any, weighted: bool = False, out: int = 3, N: int = 5) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,9 +24,34 @@ class Problem(NamedTuple):
 CASES: dict[str, Callable[[], Problem]] = {}
 
 
-def case(builder: Callable[[], Problem]) -> Callable[[], Problem]:
-    CASES[builder.__name__] = builder
-    return builder
+class Fn(nn.Module):
+    """A function of the inputs, of modules and of parameters, which have the names of its last arguments."""
+
+    def __init__(self, function: Callable[..., Tensor], *parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        names = list(signature(function).parameters)
+        self.function, self.names = function, names[len(names) - len(parts) :]
+        for name, part in zip(self.names, parts, strict=True):
+            setattr(self, name, part)
+
+    @property
+    def parts(self) -> list[Any]:
+        return [getattr(self, name) for name in self.names]
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.function(*inputs, *self.parts)
+
+
+def regression(model: nn.Module, x: Any, *outputs: int, weighted: bool = False) -> Problem:
+    """The inputs, or their shape, and the shape of the targets"""
+    x = torch.randn(x) if isinstance(x[0], int) else x
+    y = torch.randn(outputs)
+    return Problem(model, "mse", x, y, sample_weights(len(y)) if weighted else None)
+
+
+def classification(model: nn.Module, x: Any, c: int, *shape: int) -> Problem:
+    x = torch.randn(x) if isinstance(x[0], int) else x
+    return Problem(model, "cross_entropy", x, classes(c, *shape))
 
 
 @contextmanager
