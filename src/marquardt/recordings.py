@@ -142,7 +142,7 @@ class RecordedStep:
             H = Damped(matrices.G, self.lam * matrices.A)
             d, plain, uncut = propose(parts, H, old, lr, same)
             self.readings, self.d = tried(lin, matrices, H, d, plain, uncut, lr, old, same), d
-            self.theta, self.averaged, self.coarsest = lin.theta, matrices.G.averaged, lin.whole().whole.coarsest
+            self.theta, self.averaged, self.rounding = lin.theta, matrices.G.averaged, lin.whole().whole.rounding
             _copy(self.next, [matrices.D.state(), matrices.G.keep(), remembered(parts, d, lr), self.kept[3]])
             lin.close()
             return answers(tape, *present(self.readings))
@@ -162,7 +162,8 @@ class RecordedStep:
         """The result of a replay; None if an assumption was wrong."""
         found: list[float] = self.answers.tolist()
         asked, totals, rest = found[: self.questions], found[self.questions :][:4], found[self.questions + 4 :]
-        self.totals = Totals.of(totals, self.coarsest)
+        value, normaliser, low, sensitivity = totals
+        self.totals = Totals(value, normaliser, low, self.rounding * (abs(value) + sensitivity))
         read = found_of(self.readings, rest)
         if not all(asked) or self.totals.normaliser != self.normaliser:
             return None

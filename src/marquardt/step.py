@@ -19,7 +19,7 @@ from torch import Tensor
 from .curvature.contract import Curvature, Damped, Past, Representation
 from .curvature.cost import Plan
 from .curvature.direct import FactorizationError
-from .deferred import floats, scaled
+from .deferred import floats
 from .jacobian.linearization import Linearization, Trials
 from .jacobian.objective import Level, Objective, Rows
 from .losses import Loss
@@ -125,7 +125,7 @@ def attempt(
     G, f = matrices.G, start.level.f
     try:
         A = matrices.A
-        H = Damped(G, A.with_scale(scaled(A.scale, lam)))  # G + W + λD
+        H = Damped(G, A.with_scale(lam * A.scale))  # G + W + λD
         d, plain, uncut = propose(parts, H, old, lr, start.same_data, start.doubt)
         readings = tried(lin, matrices, H, d, plain, uncut, lr, old, start.same_data)
     except FactorizationError as error:

@@ -17,7 +17,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves
 
 from .. import tolerances
-from ..deferred import agreed, current, floats, scaled
+from ..deferred import agreed, current, floats
 from ..layers import Line
 from ..losses import resolve
 from ..model.anatomy import Anatomy, Chance, Moment, SameSlopes, Slopes, call_with
@@ -524,7 +524,7 @@ class Trials:
             )
         assert total is not None
         total = total.double()
-        found = scaled(lin.share.ranks.sum(total) if lin.share.ranks.several else total, lin.scale)
+        found: Tensor = (lin.share.ranks.sum(total) if lin.share.ranks.several else total) * lin.scale
         return found if lin.decay is None else found + lin.decay.value(lin.parameters.tensors)
 
     def _passed(self, i: int, batch: Batch) -> tuple[Objective, Tensor]:

@@ -354,12 +354,6 @@ class Totals(NamedTuple):
     lower_bound: float
     rounding: float  # of the value: ε·(|value| + ‖∂value/∂z ∘ z‖)
 
-    @classmethod
-    def of(cls, numbers: Sequence[float], dtype: torch.dtype) -> Totals:
-        """From value, normaliser, lower bound and sensitivity, if z has the digits of this dtype"""
-        value, normaliser, low, sensitivity = numbers
-        return cls(value, normaliser, low, torch.finfo(dtype).eps * (abs(value) + sensitivity))
-
 
 class Level(NamedTuple):
     """The loss at the point where a step begins."""

@@ -196,6 +196,7 @@ class Pass:
         self.slopes = self.watch.slopes if slopes is None else slopes
         self.z, self.N = z.detach(), z.shape[0]
         self.coarsest = self.watch.coarsest  # of all dtypes that the model computes with
+        self.rounding = torch.finfo(self.coarsest).eps
         self._graph: Tensor | None = self._together(z) if joined else z
         self.walk = walk = self._walked()
         # A number for what shows of this pass beside the structure of its graph: sizes, functions, hooks.

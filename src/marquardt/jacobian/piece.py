@@ -909,7 +909,8 @@ class Piece:
     def _totals(self, rows: Rows) -> Totals:
         objective, batch, loss = self.objective, self.batch, self.objective.loss
         z, y, w = self.z, batch.targets, batch.weight
-        totals = Totals.of(read(*loss.totals(z, y, w), self.cotangents.sensitivity(z)), self.whole.coarsest)
+        value, normaliser, low, sensitivity = read(*loss.totals(z, y, w), self.cotangents.sensitivity(z))
+        totals = Totals(value, normaliser, low, self.whole.rounding * (abs(value) + sensitivity))
         if not math.isfinite(totals.value):
             raise ValueError(f"the loss is {totals.value} at the current parameters: {self._blame()}")
         if self.known.loss is not objective.given and current.tape is None:
@@ -968,8 +969,8 @@ class Piece:
             if self._blocks is not None and self.u is not None and self.cotangents.v is None:
                 self._gradient = self.adjoint(self.u.flatten())
             else:
-                batch = self.batch
-                self._gradient = self.whole.vjp(self.objective.loss.gradient(self.z, batch.targets, batch.weight))
+                slope = self.cotangents.v if self.u is None else None  # then v is all of it
+                self._gradient = self.whole.vjp(self.objective.slope(self.z, self.batch) if slope is None else slope)
         return self._gradient
 
     @property

@@ -852,7 +852,7 @@ class Bilinear(Block):
             left, right = (torch.stack(sides).sum(0) for sides in zip(*parts, strict=True))
             return [Traces(self.params, left, right)]
         if self.G == 1:
-            a, delta = (widened(t) for t in self.vectors)  # (N, I), (R, N, O)
+            a, delta = self.vectors if self.vectors[0].dtype not in COARSE else map(widened, self.vectors)
             if self.bias is not None:
                 a = torch.cat([a, a.new_ones(self.N, 1) if self.one is None else self.one.to(a).expand(self.N, 1)], 1)
             left = (delta * torch.linalg.vector_norm(a, dim=1, keepdim=True)).flatten(0, 1)

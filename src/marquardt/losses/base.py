@@ -475,11 +475,10 @@ class Loss(ABC):
         self, z: Tensor, y: Target, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor | float, Tensor | float]:
         """Value, normaliser and lower bound; as plain numbers those that do not depend on the data."""
-        kind, counted = type(self), weight is None
-        plain = counted and kind.normaliser is Loss.normaliser
+        kind, value = type(self), self.value(z, y, weight)
+        plain = weight is None and kind.normaliser is Loss.normaliser
         normaliser = float(math.prod(self.group(z).shape[:2])) if plain else self.normaliser(z, y, weight)
-        low = 0.0 if kind.lower_bound is Loss.lower_bound else self.lower_bound(z, y, weight)
-        return self.value(z, y, weight), normaliser, low
+        return value, normaliser, 0.0 if kind.lower_bound is Loss.lower_bound else self.lower_bound(z, y, weight)
 
     def scale(self, normaliser: float) -> float:
         """f / value."""

@@ -210,7 +210,8 @@ class CrossEntropy(Loss):
     def faults(self, z: Tensor, y: Target) -> list[Fault]:
         if not isinstance(y, Tensor) or y.dtype == torch.bool or y.is_complex():
             raise mistyped(y, "CrossEntropy needs a tensor of class indices or probabilities as targets")
-        same_device(y, z, "targets")
+        if y.device != z.device:
+            same_device(y, z, "targets")
         axis = 1 if z.ndim == 2 else self.axis(z)
         if z.ndim < 2 or z.shape[axis] < 2:
             raise ValueError(

@@ -95,18 +95,20 @@ def shifted(side: Tensor, share: Tensor, shift: Tensor) -> Tensor:
 
 def joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """X from the flat parameters: (…, size) → (…, G, O, I)"""
-    pieces = [part.view(*part.shape[:-1], *shape, -1) for part in parts]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+    lead = parts[0].shape[:-1]
+    if len(parts) == 1:
+        return parts[0].view(*lead, *shape, -1)
+    return torch.cat([part.view(*lead, *shape, -1) for part in parts], -1)
 
 
 def spread(X: Tensor, out: Sequence[Tensor]) -> None:
     """out ← the parameters of X (…, G, O, I), each flat (…, size)"""
-    views = [t.view(*X.shape[:-1], -1) for t in out]
-    if len(views) == 1:
-        views[0].copy_(X)
-        return
-    for view, piece in zip(views, X.split_with_sizes([view.shape[-1] for view in views], -1), strict=True):
-        view.copy_(piece)
+    start = 0
+    for t in out:
+        view = t.view(*X.shape[:-1], -1)
+        end = start + view.shape[-1]
+        view.copy_(X[..., start:end])
+        start = end
 
 
 def matrices(layers: Sequence[InLayer], x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
@@ -129,8 +131,12 @@ def by_layers(
     sizes: Sequence[int], out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """X ← change(*item, X) in every layer, with an item for each, such as its sides: (…, n) → (…, n); `out` may be x"""
-    changed = (change(*item, X) for item, X in zip(items, matrices(layers, x, sizes), strict=True))
-    return vector_of(layers, changed, torch.empty_like(x) if out is None else out, sizes)
+    out = torch.empty_like(x) if out is None else out
+    here, there = x.split_with_sizes(sizes, -1), out.split_with_sizes(sizes, -1)
+    for layer, item in zip(layers, items, strict=True):
+        X = joined([here[i] for i in layer.members], layer.left.shape[:2])
+        spread(change(*item, X), [there[i] for i in layer.members])
+    return out
 
 
 # --- Running averages.
@@ -219,7 +225,7 @@ class LayerSides:
     @property
     def trace(self) -> Tensor:
         """The trace of each group: (G,)"""
-        return diagonal_of(self.left).sum(1)
+        return (self.left if self.left.ndim == 2 else self.left.diagonal(0, 1, 2)).sum(1)
 
     @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -228,7 +234,9 @@ class LayerSides:
 
     def like(self, other: LayerSides) -> bool:
         """Whether both belong to the same parameters in the same form"""
-        return self.members == other.members and self.form == other.form
+        right, its = self.right, other.right
+        same = right is its if right is None or its is None else right.shape == its.shape
+        return same and self.members == other.members and self.left.shape == other.left.shape
 
     def damped(self, gamma: Tensor) -> Pair:
         """left/√t + √γ/π and right/√t + π√γ with π² = O/I, which is also the ratio of their mean eigenvalues"""
@@ -262,7 +270,8 @@ class LayerSides:
             return now
         trace = now.trace
         share = (weight * trusted(self.trace, trace)).where(trace.sum() > 0, 1)  # zeros contain no information
-        return now.each(lambda new, old: torch.lerp(new, old, share), self)
+        right = None if now.right is None or self.right is None else torch.lerp(now.right, self.right, share)
+        return LayerSides(now.members, torch.lerp(now.left, self.left, share), right)
 
     def each(self, change: Callable[..., Tensor], *others: LayerSides) -> LayerSides:
         """Changes both sides, each together with that of others of the same form"""
