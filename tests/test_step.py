@@ -372,9 +372,11 @@ def test_what_a_step_leaves(acceptance, lr):
 
 @pytest.mark.parametrize(("average", "restarts"), [(mq.EMA(), True), (mq.Polyak(), False)], ids=str)
 def test_an_average_on_the_same_data(average, restarts):
-    """An EMA starts anew there."""
+    """In the place of an EMA the last weights stand there."""
     opt, x, y, *_ = going(entries={**SAME, "mean": torch.zeros(27), "points": 3}, average=average)
     opt.step(x, y)
     left, now = state(opt), theta(opt.model)
-    assert left["points"] == (1 if restarts else 4)
-    assert error(left["mean"], now if restarts else now / 4) < 1e-12
+    assert left["points"] == (0 if restarts else 4)
+    assert left["mean"] is None if restarts else error(left["mean"], now / 4) < 1e-12
+    with opt.averaged():
+        assert error(theta(opt.model), now if restarts else now / 4) < 1e-12

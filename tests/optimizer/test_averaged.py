@@ -133,6 +133,7 @@ def test_on_the_same_data_or_without_an_average_there_is_no_averaged_loss():
     steps = [opt.step(x, y) for _ in range(5)]
     assert all(math.isnan(step.averaged_loss) for step in steps[2:])
     assert state(opt)["lag"] is None
+    assert math.isnan(opt.step(*problem()[1:]).averaged_loss)  # there was no average yet
     assert math.isfinite(opt.step(*problem()[1:]).averaged_loss)
     assert all(math.isnan(other.step(x[6 * t : 6 * t + 6], y[6 * t : 6 * t + 6]).averaged_loss) for t in range(4))
     assert state(other)["lag"] is None

@@ -111,7 +111,7 @@ class Failing:
 
 
 PARTS = ["curvature", "rows", "damping", "schedule", "momentum", "acceptance", "line_search", "average"]
-METHODS = [*((mq.losses.SquaredError, name) for name in ("ell", "slope", "s"))]
+METHODS = [*((mq.losses.SquaredError, name) for name in ("ell", "error", "s"))]
 METHODS += [*((mq.Curvature, name) for name in ("newton", "quadratic", "diagonal"))]
 
 
