@@ -122,7 +122,7 @@ NOT_SYMMETRIC = (
 
 
 def slope_with_graph(piece: Piece) -> list[Tensor | None]:
-    """∂value/∂θ by parameters, differentiable again; None for parameters that the outputs do not depend on."""
+    """∂value/∂θ, one tensor for each parameter, differentiable again; None where the outputs do not depend on it."""
     objective = piece.objective
     with torch.enable_grad():
         value = objective.value(piece.whole.graph.view_as(piece.z), piece.batch)

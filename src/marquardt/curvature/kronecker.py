@@ -239,7 +239,7 @@ class Pair:
 
 
 class NoFactors(ValueError):
-    """A parameter is not part of one layer with Kronecker factors."""
+    """A parameter does not belong to exactly one layer that has Kronecker factors."""
 
 
 @dataclass(frozen=True)

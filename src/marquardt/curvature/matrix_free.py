@@ -278,7 +278,7 @@ class MatrixFree(Interchangeable):
 
     @property
     def shares(self) -> bool:  # type: ignore[override]
-        """With sharded parameters products are formed from rows, which a Hessian does not have."""
+        """Whether it serves sharded parameters: their products are formed from rows, which a Hessian does not have."""
         return not self.hessian
 
     def __post_init__(self) -> None:

@@ -160,7 +160,7 @@ def explained(error: Exception, model: nn.Module, batch: Batch, p: Tensor) -> Ex
 
 
 def unbound(model: nn.Module, inputs: Any) -> str | None:
-    """The reason, if there are more inputs than the model has arguments, or inputs with other names"""
+    """Why the inputs do not fit the arguments of the model: too many of them, or unknown names; None if they fit"""
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else ()
     named = inputs if isinstance(inputs, dict) else {}
     if not args and not named:

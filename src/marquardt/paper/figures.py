@@ -46,7 +46,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Line:
-    """The median over the seeds and the quartiles at each x; None from where runs that broke off make it infinite."""
+    """The median over the seeds and the quartiles at each x: None from the x on where runs that broke off would make it
+    infinite."""
 
     method: str
     label: str

@@ -223,7 +223,8 @@ def horizon(runs: Iterable[Log]) -> int:
 
 
 def equal_seconds(runs: Iterable[Log]) -> float:
-    """The training time that all runs were given: what the heads say, or the shortest run that finished; else 0."""
+    """The training time that all runs were given, as the heads of the logs say; otherwise that of the shortest run that
+    finished, otherwise 0."""
     runs = attempted(runs)
     given = [float(log.head["seconds"]) for log in runs if log.head["seconds"]]
     return min(given or [log.final("seconds") for log in runs if log.status == "finished"], default=0.0)

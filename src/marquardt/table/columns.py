@@ -375,7 +375,7 @@ class Columns:
 def learn(
     frame: pd.DataFrame, train: np.ndarray, *, ignore: Collection[str] = (), categorical: Collection[str] = ()
 ) -> Columns:
-    """What becomes of every column; `train` are the rows whose values may be looked at for more than their kind."""
+    """Decides what becomes of every column. Its kind is told from all rows, everything else from the rows `train`."""
     columns, told, notices = [], [], []
     for name in map(str, frame.columns):
         if name in ignore:

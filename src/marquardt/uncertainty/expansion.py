@@ -270,7 +270,7 @@ class OutputsAlone(Residual):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByOutput(Elementwise):
-    """b·ℓ with a factor for each output: noise of different size."""
+    """b·ℓ with one factor b for each output, for outputs whose noise differs in size."""
 
     of: Elementwise
     b: Tensor  # (*out)
