@@ -52,8 +52,8 @@ def tune(
 ) -> dict[str, dict[str, Any]]:
     """{method: hyper-parameters} of the best trial of each. A method whose package is missing has no entry.
 
-    Each run of a trial goes on until both `steps` and `seconds` are used up; they default to those of the runs it stands
-    for. After `limit` seconds of training it is cut off, and judged by what it has reached.
+    Each run of a trial goes on until both `steps` and `seconds` are used up; they default to those of the runs it
+    stands for. After `limit` seconds of training it is cut off, and judged by what it has reached.
     """
     runs.check_names("problem", [problem], PROBLEMS)
     if trials < 1:

@@ -11,7 +11,7 @@ from .base import Ending, Policy, Start
 @dataclass(frozen=True)
 class Lag(Policy):
     """l ← 0.8·l + 0.2·log f(θ̄)/f(θ), smoothed because one batch alone says little. On the same data there is no lag,
-    because the average starts again there."""
+    because no average is kept there."""
 
     lag: float | None = None  # recent log f(θ̄)/f, on batches before their steps; None if unknown
 
