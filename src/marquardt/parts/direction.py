@@ -251,8 +251,12 @@ class KroneckerMetric:
             rank, batches = max(rank, past.rank), past.batches + 1
             layers = averaged(past.layers, layers, batches.reciprocal().neg_().add_(1).clamp_(max=self.decay))
         layers = completed(layers, G)
-        gamma = self.c * torch.cat([layer.trace for layer in layers]).sum() / rank
-        if past is None or past.early or self.every == 1 or not alike(past.layers, layers):
+        renewed = past is None or past.early or self.every == 1 or not alike(past.layers, layers)
+        traces: list[Tensor] = []
+        for layer in layers:
+            traces += (layer.trace,)
+        gamma = self.c * torch.cat(traces).sum() / rank
+        if past is None or renewed:
             return Layered.of(layers, gamma, rank, batches, self.every, G.lin.ranks)
         return past.averaged(layers, gamma, rank, batches, self.every)
 
@@ -410,7 +414,8 @@ class AdaptiveMomentum:
         if previous is None or (self.same_data and not same_data):
             return newton
         g = H.gradient
-        GG, GF, FF = numbers(-H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
+        gd, GF, FF = numbers(H.dot(g, newton), H.dot(g, previous), H.quadratic(previous))
+        GG = -gd
         size = FF * GG
         sound = (GG > 0) & (FF > 0) & (size > 0) & (size < math.inf)
         if sound is False:
