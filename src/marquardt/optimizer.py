@@ -257,13 +257,13 @@ class LM(Unscaled, torch.optim.Optimizer):
             check_alike(ranks, self.model, Parameters(self.model, self.params), parts, self._state, others)
         here, device, plan = Surroundings(), objective.parameters.device, self._state.plan
         records = device.type in RECORDERS and self.capture is not False and not ranks.several
-        step = self._replayed(parts, objective, batches, here) if records and isinstance(batches, list) else None
+        step = self._by_recording(parts, objective, batches, here) if records and isinstance(batches, list) else None
         while step is None:
             self._planned = plan
             try:
                 # An error on one of several ranks is raised on all.
                 with ranks.together() if ranks.several else AS_IS, ranks.deciding() if ranks.several else AS_IS:
-                    step = self._attempt(parts, objective, batches, ranks, plan, here, records)
+                    step = self._by_plan(parts, objective, batches, ranks, plan, here, records)
             except (RuntimeError, Coupled) as error:
                 # Memory has run out, or rows turned out to be too expensive, or samples cannot be separated. Everything
                 # is as it was before the step: try again with the next smaller plan, if there is one.
@@ -311,7 +311,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         self._program = Program(objects, values, parts, objective) if lasting else None
         return parts, objective
 
-    def _attempt(
+    def _by_plan(
         self, parts: Parts, objective: Objective, batches: Iterable[Batch], ranks: Ranks, plan: Plan | None,
         here: Surroundings, records: bool,
     ) -> Step:  # fmt: skip
@@ -335,7 +335,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             with without_autocast(space.device.type), uncompiled():
                 objective.eager = True
                 current.drawn = [] if records else None
-                representation = self._represented(parts, lin, plan)
+                representation = self._representation(parts, lin, plan)
                 if ranks.several or not lin.single or space.shards is not None:
                     arguments.check_sums(representation, lin.single, ranks, space.shards is not None)
                 needs = representation.needs
@@ -372,7 +372,7 @@ class LM(Unscaled, torch.optim.Optimizer):
             objective.eager = False
             lin.close()
 
-    def _represented(self, parts: Parts, lin: Linearization, plan: Plan | None) -> Representation:
+    def _representation(self, parts: Parts, lin: Linearization, plan: Plan | None) -> Representation:
         """The representation of G, with its plan in `_planned`: those of the last step, while everything they were
         chosen by is the same, including the shapes of the batch."""
         known, steady = self._known, self._state.same_data.steady(self._state.steps)
@@ -388,7 +388,7 @@ class LM(Unscaled, torch.optim.Optimizer):
         known.chosen = ((self._planned, *now[1:]), shapes, picked)
         return picked
 
-    def _replayed(self, parts: Parts, objective: Objective, batches: list[Batch], here: Surroundings) -> Step | None:
+    def _by_recording(self, parts: Parts, objective: Objective, batches: list[Batch], here: Surroundings) -> Step | None:
         """The step by replaying a recording; None if there is no recording (yet), or if the step did not go as
         recorded."""
         old, device, known = self._state, objective.parameters.device, self._known
